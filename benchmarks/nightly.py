@@ -2,9 +2,9 @@
 
     python benchmarks/nightly.py [--only NAME …] [--write docs/nightly.md]
 
-The whole suite under each other supported Python that is on the machine, 20,000 broken inputs over every
-reader, every planted fault of `unfreeze drill` and the runs that must raise no alarm, and the examples with
-libraries that need a virtual environment of their own. A row of the page per part: command, whether it
+The whole suite under each other supported Python that is on the machine, the tests that are too long for every
+change (marked nightly), 20,000 broken inputs over every reader, every planted fault of `unfreeze drill` and the
+runs that must raise no alarm, and the examples with libraries that need a virtual environment of their own. A row of the page per part: command, whether it
 passed, minutes, and the part's own last line. Exit code 1 if any failed.
 """
 
@@ -40,6 +40,7 @@ def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
     yield "planted faults", f"{cli} drill"
     yield "no false alarm", f"{cli} drill --clean"
     yield "losses of TRL", f"{here} benchmarks/trl_vectors.py --check"
+    yield "long tests", f"{here} -m pytest -m nightly -n auto"
     for name, libraries in BESIDE.items():
         venv = folder / name
         steps = (

@@ -3,11 +3,13 @@
 `unfreeze bench equal`, about a minute. All processes are on this machine (gloo).
 
 tiny-k2 (4 layers, 16 experts, 4 of them a token, INT4), LoRA rank 4 on every linear layer with B not zero, as
-after some training. A step has 4 micro-batches, which the processes share. Each is compared with one process:
+after some training. And every weight of a model of that shape, unpacked and random, whole and divided among
+the processes (FSDP2). A step has 4 micro-batches, which the processes share. Compared with one process:
     expert op          the experts of one layer, given the same rows: y, dx, dw and the gradients of A and B
     y                  the output of each micro-batch of the first step, after the last layer
     expert gradients   of the adapters of routed experts, in the first step; gradients: of all adapters
     losses             of ten steps
+Where every weight trains the op is not divided, and gradients are those of all weights.
 Differences are |a - b| / |b| of a tensor, the worst tensor counts; losses by their own size. Each process
 compares only what it holds. A sum in another order rounds otherwise: float32 has 6e-8. The op is equal to the
 bit. Whole runs are not: in a step experts see the rows of several micro-batches at once, and a GEMM of more
@@ -52,12 +54,17 @@ LONGEST = 300.0  # seconds after which an arm counts as hanging
 
 @dataclass(frozen=True)
 class Arm:
-    """processes, how many of them share one set of experts, and where the experts' weights lie."""
+    """processes, how many of them share one set of experts, where the experts' and the other weights lie.
+
+    train  "all": every weight, divided among several processes.
+    """
 
     name: str
     processes: int
     split: int = 1
     experts: Literal["device", "disk"] = "device"
+    rest: Literal["device", "peers"] = "device"
+    train: Literal["adapters", "all"] = "adapters"
 
 
 ARMS = (
@@ -67,6 +74,9 @@ ARMS = (
     Arm("experts split over 4", 4, 4),
     Arm("experts over 2, data 2", 4, 2),
     Arm("experts over 2, from disk", 2, 2, "disk"),
+    Arm("the rest from peers, 2", 2, rest="peers"),
+    Arm("1 process, every weight", 1, train="all"),
+    Arm("every weight divided, 2", 2, train="all"),
 )
 COLUMNS = ("expert op", "y", "expert gradients", "gradients", "losses")
 
@@ -84,7 +94,10 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def measure(config: Config, common: Common, arms: Sequence[Arm] = ARMS, length: int = 48) -> dict[str, Any]:
-    """The comparison. arms: the first is what the others are compared with; length: tokens of a document."""
+    """The comparison. arms: each is compared with the first that trains the same.
+
+    length: tokens of a document.
+    """
     from unfreeze.bench.rows import Stamp, append
 
     model = config.model or str(Path(unfreeze.__file__).parent / "assets" / "tiny-k2")
@@ -100,13 +113,16 @@ def measure(config: Config, common: Common, arms: Sequence[Arm] = ARMS, length: 
     rows = []
     with tempfile.TemporaryDirectory(prefix="unfreeze-equal-") as folder:
         job = {"model": model, "steps": config.steps, "length": length, "threads": config.threads or 1}
+        of_all = {**job, "model": str(Path(folder) / "unpacked")}
+        if any(arm.train == "all" for arm in arms):
+            unpacked(model, Path(of_all["model"]))
         for arm in arms:
-            seconds = run(arm, job, Path(folder))
-            found = worst(Path(folder), arm, arms[0])
+            seconds = run(arm, of_all if arm.train == "all" else job, Path(folder))
+            found = worst(Path(folder), arm, next(first for first in arms if first.train == arm.train))
             rows.append(
                 stamp.row(
                     arm.name,
-                    settings | {"processes": arm.processes, "split": arm.split, "experts": arm.experts},
+                    settings | {name: value for name, value in asdict(arm).items() if name != "name"},
                     {"correctness": found, "seconds": seconds, "note": note(arm, found)},
                 )
             )
@@ -160,7 +176,7 @@ def side(given: str) -> None:
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.save import write_safetensors
-    from unfreeze.generate.open import open_model
+    from unfreeze.generate.open import open_model, open_sharded
     from unfreeze.objectives.cross_entropy import cross_entropy
     from unfreeze.parallel.collectives import open_group
     from unfreeze.parallel.mesh import mesh_of
@@ -173,15 +189,22 @@ def side(given: str) -> None:
     with open_group(torch.device("cpu")) as group:
         manifest = open_checkpoint(job["model"])
         mesh = mesh_of(group, arm.split, models.shape(manifest.config).num_experts)
-        model = open_model(manifest, torch.float32, mesh=mesh, experts=arm.experts)
-        adapted(model, mesh)
+        held, found = mesh.held, dict[str, torch.Tensor]()
+        if arm.train == "all":
+            if group.size == 1:
+                model = open_model(manifest, torch.float32)
+            else:
+                model, sharded = open_sharded(manifest, group, torch.float32, "cpu")
+                held = sharded.held
+        else:
+            model = open_model(manifest, torch.float32, mesh=mesh, experts=arm.experts, rest=arm.rest)
+            adapted(model, mesh)
+            found["op"] = torch.tensor(op_apart(model, mesh, job["model"]))
         steps = [drawn(model.shape.vocab_size, job["length"], step) for step in range(job["steps"])]
-
-        found: dict[str, Tensor] = {"op": torch.tensor(op_apart(model, mesh, job["model"]))}
+        optimizer, losses = AdamW(model, held=held), list[float]()  # before a pass: it gathers the head
         with torch.no_grad():
             for index in group.share(range(MICRO_BATCHES)):
                 found[f"y.{index}"] = model.hidden(steps[0][index])
-        optimizer, losses = AdamW(model, held=mesh.held), list[float]()
         for step, batches in enumerate(steps):
             gradients = forward_backward(
                 model, optimizer, batches, cross_entropy, recompute=models.keep_inputs, group=group
@@ -190,11 +213,26 @@ def side(given: str) -> None:
             for name in optimizer.parameters if step == 0 else ():
                 if (gradient := optimizer.gradient(name)) is not None:
                     found[f"gradient.{name}"] = gradient.clone()
+                    if (rows := held(name).rows) is not None:
+                        found[f"rows.{name}"] = torch.tensor([rows.first, rows.last])
             optim_step(optimizer, gradients, learning_rate=1e-3, max_norm=1.0)
         found["losses"] = torch.tensor(losses, dtype=torch.float64)
-        if mesh.rows is not None:
-            found["rows"] = torch.tensor([mesh.rows.first, mesh.rows.last])
         write_safetensors(Path(job["folder"]) / f"{arm.name}-{group.rank}", found)
+
+
+def unpacked(model: str, folder: Path) -> None:
+    """A checkpoint of the model's shape, its weights random and in float32: codes cannot train."""
+    import torch
+
+    from unfreeze import models
+    from unfreeze.checkpoint import open_checkpoint, save_checkpoint
+    from unfreeze.models.publish import published
+
+    config = {name: of for name, of in open_checkpoint(model).config.items() if name != "quantization_config"}
+    config |= {"dtype": "float32"}
+    made = models.build(models.shape(config), dtype=torch.float32, device="cpu")
+    models.initialize(made, 0)
+    save_checkpoint(folder, config, published(made, config))
 
 
 def op_apart(model: Decoder, mesh: Mesh, path: str, tokens: int = 96) -> float:
@@ -270,19 +308,25 @@ def drawn(vocabulary: int, length: int, step: int) -> list[Batch]:
 
 
 def worst(folder: Path, arm: Arm, first: Arm) -> dict[str, float | str]:
-    """COLUMNS -> the worst relative difference of all processes' from the first arm's one process."""
+    """COLUMNS -> the worst relative difference of all processes' from the first arm's one process.
+
+    rows.NAME says which rows of a tensor a process has; the others it has whole.
+    """
     from safetensors.torch import load_file
 
     expected = load_file(folder / f"{first.name}-0")
-    found: dict[str, float] = dict.fromkeys(COLUMNS, 0.0)
+    found: dict[str, float] = {name: 0.0 for name in COLUMNS if arm.train == "adapters" or name != COLUMNS[0]}
     for rank in range(arm.processes):
         tensors = load_file(folder / f"{arm.name}-{rank}")
-        rows = slice(*tensors.pop("rows").tolist()) if "rows" in tensors else None
-        found["expert op"] = max(found["expert op"], float(tensors.pop("op")))
+        if "op" in tensors:
+            found["expert op"] = max(found["expert op"], float(tensors.pop("op")))
+        rows = {
+            name: slice(*tensors.pop(name).tolist()) for name in list(tensors) if name.startswith("rows.")
+        }
         for name, tensor in tensors.items():
             other = expected[name]
-            if rows is not None and ".experts." in name:
-                other = other[rows]
+            if (part := rows.get(name.replace("gradient.", "rows.", 1))) is not None:
+                other = other[part]
             if name == "losses":
                 found["losses"] = max(found["losses"], float(((tensor - other) / other).abs().max()))
                 continue
@@ -295,12 +339,12 @@ def worst(folder: Path, arm: Arm, first: Arm) -> dict[str, float | str]:
 
 
 def note(arm: Arm, found: Mapping[str, Any]) -> str:
-    words = ", ".join(f"{name} {written(found[name])}" for name in COLUMNS)
+    words = ", ".join(f"{name} {written(found[name])}" for name in COLUMNS if name in found)
     return f"{arm.name}: {words}"
 
 
-def written(value: float) -> str:
-    return "equal" if value == 0 else f"{value:.1e}"
+def written(value: float | None) -> str:
+    return "–" if value is None else "equal" if value == 0 else f"{value:.1e}"
 
 
 def table(rows: Sequence[Any]) -> str:
@@ -309,7 +353,7 @@ def table(rows: Sequence[Any]) -> str:
     lines = [f"{'':<{width}}  " + "  ".join(f"{name:>16}" for name in COLUMNS)]
     for row in rows:
         found = row.results["correctness"]
-        lines.append(f"{row.side:<{width}}  " + "  ".join(f"{written(found[n]):>16}" for n in COLUMNS))
-    outside = [row.side for row in rows if max(row.results["correctness"][n] for n in COLUMNS) > LIMIT]
+        lines.append(f"{row.side:<{width}}  " + "  ".join(f"{written(found.get(n)):>16}" for n in COLUMNS))
+    outside = [row.side for row in rows if max(row.results["correctness"].values()) > LIMIT]
     limit = f"all within {LIMIT:.0e}" if not outside else f"beyond {LIMIT:.0e}: {', '.join(outside)}"
     return "\n".join([*lines, limit])
