@@ -15,6 +15,7 @@ def tiny(tiny_sizes):
     return {name: size for name, size in tiny_sizes.items() if name != "num_hidden_layers"}
 
 
+@pytest.mark.nightly
 def test_both_sides_have_a_row_and_the_same_losses(tmp_path, tiny_sizes):
     path, folder = tmp_path / "rows.jsonl", tmp_path / "kept"
     config = beyond.Config(

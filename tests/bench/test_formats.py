@@ -7,6 +7,7 @@ from unfreeze.bench import formats
 from unfreeze.bench.rows import read
 from unfreeze.core.command import Common
 
+pytestmark = pytest.mark.nightly
 LAYER = {"experts": 4, "hidden": 128, "width": 128, "tokens": 24, "per_token": 2}
 
 

@@ -24,6 +24,7 @@ def test_a_run_is_measured_beside_its_plan(tmp_path):
     assert case.name in out.read_text() and "unfreeze bench plan" in out.read_text()
 
 
+@pytest.mark.nightly
 def test_two_processes_make_a_step_together(tmp_path):
     """The first one's bytes; and both must come, or there is no step."""
     case = plan.Case("tiny-k2", documents=2, length=64, dtype="float32", processes=2)

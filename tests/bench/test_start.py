@@ -9,6 +9,7 @@ from unfreeze.bench.rows import read
 from unfreeze.core.command import Common
 
 
+@pytest.mark.nightly
 def test_a_warm_start_finds_what_the_first_compiled(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "One?", "completion": "Two."}) + "\n")

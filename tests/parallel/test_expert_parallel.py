@@ -1,18 +1,17 @@
 """Experts split over processes train as one process does (docs/trust.md M1).
 
-Process-heavy: this file is also the script that the processes run (see main), started once with 2 processes
-and once with 4, which are a split of 4 and, as 2 x 2, a split of 2 beside two processes of data. Each process
-makes what one process makes itself, and compares.
+Process-heavy: this file is also a script (see main). It imports everything and makes what one process makes
+once, then forks 2 processes and 4, which are a split of 4 and, as 2 x 2, a split of 2 beside two processes of
+data. Each compares what it holds.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +31,7 @@ from unfreeze.data import Example, pack
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.recompute import recompute_policy
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.collectives import ALONE, Group, open_group
+from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.parallel.dispatch import RowsDispatch, split_experts
 from unfreeze.parallel.mesh import Held, Mesh, mesh_of
 from unfreeze.train.optim import AdamW
@@ -348,9 +347,9 @@ def more(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for family in FAMILIES:
         theirs = Mesh(mesh.all, mesh.data, mesh.experts, experts_in(family))
-        one = train(family, ALONE, None, group.size)
+        one = alone(family, group.size)
         facts[f"family {family}"] = compared(train(family, group, theirs, group.size), one, theirs)
-    one = train("deepseek_v3", ALONE, None, group.size)
+    one = alone("deepseek_v3", group.size)
     modes = {mode: train("deepseek_v3", group, mesh, group.size, recompute=mode) for mode in RECOMPUTE}
     for mode, found in modes.items():
         facts[f"recompute {mode}"] = compared(found, one, mesh) | {
@@ -360,14 +359,14 @@ def more(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
         one = train("deepseek_v3", ALONE, None, group.size, recompute=mode, objective=Tapped())
         two = train("deepseek_v3", group, mesh, group.size, recompute=mode, objective=Tapped())
         facts[f"taps {mode}"] = compared(two, one, mesh)
-    whole = train("qwen2_moe", ALONE, None, group.size, what="all")
+    whole = alone("qwen2_moe", group.size, what="all")
     split = train("qwen2_moe", group, eight, group.size, what="all")
     return facts | {"all weights": compared(split, whole, eight)}
 
 
 def wrong(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
     """Control arms: gradients of experts summed over all processes, and means for sums."""
-    one = train("qwen2_moe", ALONE, None, group.size)
+    one = alone("qwen2_moe", group.size)
     arms: dict[str, Callable[[str], Held]] = {
         "right": eight.held,
         "summed over all": lambda name: Held(None, group, group.size),
@@ -379,75 +378,71 @@ def wrong(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
-    """What each process does; process r leaves facts-r.json."""
-    facts: dict[str, Any] = {}
+@functools.cache
+def alone(family: str, parts: int, steps: int = 1, what: str = "adapters") -> Any:
+    """What one process makes."""
+    return train(family, ALONE, None, parts, steps=steps, what=what)
+
+
+def main(folder: Path, forked: Callable[..., list[int]]) -> list[int]:
+    """-> exit codes of the processes; process r of n leaves facts-n-r.json."""
     torch.set_num_threads(1)
-    with open_group(torch.device("cpu")) as group:
-        meshes = {"ep": mesh_of(group, group.size, 7)}
-        if group.size == 4:
-            meshes["ep x dp"] = mesh_of(group, 2, 7)
-        for name, mesh in meshes.items():
-            for routing in ROUTINGS:
-                facts[f"op {name} {routing}"] = op(mesh, routing, torch.float32)
-            facts[f"op {name} bf16"] = op(mesh, "random", torch.bfloat16)
-            facts[f"op {name} shifted"] = op(mesh, "random", torch.float32, shift=1)
-
-            # ten steps of a model against one process
-            one = train("deepseek_v3", ALONE, None, group.size, steps=STEPS)
-            calls: list[str] = []
-            with counted(calls):
-                many = train("deepseek_v3", group, mesh, group.size, steps=STEPS)
-            facts[f"train {name}"] = compared(many, one, mesh)
-            facts[f"calls {name}"] = calls
-
-        # the rest once each: kinds of mixtures and of recomputation on 2 processes, control arms on 2 x 2
-        mesh = meshes.get("ep x dp", meshes["ep"])
-        eight = Mesh(mesh.all, mesh.data, mesh.experts, 8)
-        rest = more if group.size == 2 else wrong
-        facts |= rest(group, mesh, eight)
-    (folder / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
-
-
-def launch(processes: int, folder: Path, timeout: float = 400) -> list[dict[str, Any]]:
-    """The facts of each process; a hang ends with the timeout."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    logs = [(folder / f"log-{rank}").open("w") for rank in range(processes)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
+    for processes in (2, 4):
+        alone("deepseek_v3", processes, STEPS)
+        alone("qwen2_moe", processes)
+    for family in FAMILIES:
+        alone(family, 2)
+    alone("qwen2_moe", 2, what="all")
+    return [
+        code for processes in (2, 4) for code in forked(processes, lambda group: each(folder, group), 300)
     ]
-    deadline = time.monotonic() + timeout
-    try:
-        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in started]
-    except subprocess.TimeoutExpired:
-        codes = [-9]
-    finally:
-        for process in started:
-            process.kill()
-    said = "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(processes))
-    assert codes == [0] * processes, said
-    return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(processes)]
+
+
+def each(folder: Path, group: Group) -> None:
+    """What each process does."""
+    facts: dict[str, Any] = {}
+    meshes = {"ep": mesh_of(group, group.size, 7)}
+    if group.size == 4:
+        meshes["ep x dp"] = mesh_of(group, 2, 7)
+    for name, mesh in meshes.items():
+        for routing in ROUTINGS:
+            facts[f"op {name} {routing}"] = op(mesh, routing, torch.float32)
+        facts[f"op {name} bf16"] = op(mesh, "random", torch.bfloat16)
+        facts[f"op {name} shifted"] = op(mesh, "random", torch.float32, shift=1)
+
+        # ten steps of a model against one process
+        one = alone("deepseek_v3", group.size, STEPS)
+        calls: list[str] = []
+        with counted(calls):
+            many = train("deepseek_v3", group, mesh, group.size, steps=STEPS)
+        facts[f"train {name}"] = compared(many, one, mesh)
+        facts[f"calls {name}"] = calls
+
+    # the rest once each: kinds of mixtures and of recomputation on 2 processes, control arms on 2 x 2
+    mesh = meshes.get("ep x dp", meshes["ep"])
+    eight = Mesh(mesh.all, mesh.data, mesh.experts, 8)
+    rest = more if group.size == 2 else wrong
+    facts |= rest(group, mesh, eight)
+    (folder / f"facts-{group.size}-{group.rank}.json").write_text(json.dumps(facts))
 
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """Number of processes -> what each of them found."""
-    return {n: launch(n, tmp_path_factory.mktemp(f"of{n}")) for n in (2, 4)}
+    """Number of processes -> what each of them found; a hang ends with an alarm."""
+    folder = tmp_path_factory.mktemp("split")
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "train"), *(p for p in sys.path if p)])
+    process = subprocess.run(
+        [sys.executable, __file__, folder],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+    )
+    assert process.returncode == 0, process.stderr[-6000:]
+    return {
+        n: [json.loads((folder / f"facts-{n}-{rank}.json").read_text()) for rank in range(n)] for n in (2, 4)
+    }
 
 
 MESHES = [(2, "ep"), (4, "ep"), (4, "ep x dp")]
@@ -517,4 +512,6 @@ def test_control_arms_a_sum_over_all_and_a_mean_show(facts):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    from sharding import forked
+
+    sys.exit(int(any(main(Path(sys.argv[1]), forked))))

@@ -2,7 +2,7 @@
 dtypes and every recompute mode, with split experts and with experts from disk; as many gathers on every process; each
 byte read by one of them.
 
-This file is also the script that the two processes run (see main), started once.
+This file is also a script, started once: it imports everything, then forks the two processes (see each).
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +40,7 @@ from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel import peers
-from unfreeze.parallel.collectives import Processes, open_group
+from unfreeze.parallel.collectives import Group, Processes
 from unfreeze.parallel.mesh import ONE, Mesh, mesh_of
 from unfreeze.parallel.peers import part_bytes, rest_bytes, rest_names, rest_of
 from unfreeze.parallel.place import check_coverage
@@ -262,46 +260,44 @@ def loading(facts: dict[str, Any], mesh: Mesh, dense: Path) -> None:
     peers.stream = before
 
 
-def main(folder: Path) -> None:
+def each(folder: Path, group: Group) -> None:
     """What each process does; process r leaves facts-r.json."""
     facts: dict[str, Any] = {}
-    torch.set_num_threads(1)
-    with open_group(torch.device("cpu")) as group:
-        mesh, given, dense = mesh_of(group), batch(group.rank), folder / "dense"
-        numbers(facts, mesh, dense)
-        order(facts, mesh)
-        loading(facts, mesh, dense)
+    mesh, given, dense = mesh_of(group), batch(group.rank), folder / "dense"
+    numbers(facts, mesh, dense)
+    order(facts, mesh)
+    loading(facts, mesh, dense)
 
-        # how often layers come: a pass with backward, another, and one without
+    # how often layers come: a pass with backward, another, and one without
+    model = opened(dense, torch.float32, mesh, rest="peers")
+    with gathers() as calls:
+        for _ in range(2):
+            step(model, "layers", given)
+        with torch.no_grad():
+            model.hidden(given)
+        facts["gathers"] = calls
+    took = from_peers(model).take()
+    facts["took"] = [took.reads, took.bytes, took.seconds > 0]
+
+    # control arms: what is wrong must show
+    wanted = step(opened(dense, torch.float32, mesh), "layers", given)
+
+    def shifted(layer: int, into: Any) -> Callable[[], object]:
+        bring = begin(layer, into)
+
+        def wrong() -> None:
+            bring()
+            into.bytes.copy_(into.bytes.roll(len(into.bytes) // 2))
+
+        return wrong
+
+    for name, wrong in {"shifted": shifted, "not gathered": lambda layer, into: lambda: None}.items():
         model = opened(dense, torch.float32, mesh, rest="peers")
-        with gathers() as calls:
-            for _ in range(2):
-                step(model, "layers", given)
-            with torch.no_grad():
-                model.hidden(given)
-            facts["gathers"] = calls
-        took = from_peers(model).take()
-        facts["took"] = [took.reads, took.bytes, took.seconds > 0]
-
-        # control arms: what is wrong must show
-        wanted = step(opened(dense, torch.float32, mesh), "layers", given)
-
-        def shifted(layer: int, into: Any) -> Callable[[], object]:
-            bring = begin(layer, into)
-
-            def wrong() -> None:
-                bring()
-                into.bytes.copy_(into.bytes.roll(len(into.bytes) // 2))
-
-            return wrong
-
-        for name, wrong in {"shifted": shifted, "not gathered": lambda layer, into: lambda: None}.items():
-            model = opened(dense, torch.float32, mesh, rest="peers")
-            begin = from_peers(model).source.begin
-            from_peers(model).source.begin = wrong  # type: ignore[method-assign]
-            found = step(model, "layers", given)
-            facts[name] = same(found, wanted), bool(found["loss"].isfinite())
-    (folder / f"facts-{os.environ['RANK']}.json").write_text(json.dumps(facts))
+        begin = from_peers(model).source.begin
+        from_peers(model).source.begin = wrong  # type: ignore[method-assign]
+        found = step(model, "layers", given)
+        facts[name] = same(found, wanted), bool(found["loss"].isfinite())
+    (folder / f"facts-{group.rank}.json").write_text(json.dumps(facts))
 
 
 @pytest.fixture(scope="module")
@@ -316,29 +312,18 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def facts(dense: Path) -> list[dict[str, Any]]:
-    """What each of two processes found; a hang ends with the timeout."""
-    folder, deadline = dense.parent, time.monotonic() + 120
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    at = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env={**os.environ, **at, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=(folder / f"log-{rank}").open("w"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in started]
-    except subprocess.TimeoutExpired:
-        codes = [-9]
-    finally:
-        for process in started:
-            process.kill()
-    assert codes == [0, 0], "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(2))
+    """What each of two processes found; a hang ends with an alarm."""
+    folder = dense.parent
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "train"), *(p for p in sys.path if p)])
+    process = subprocess.run(
+        [sys.executable, __file__, folder],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=250,
+    )
+    assert process.returncode == 0, process.stderr[-6000:]
     return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -453,4 +438,7 @@ def test_what_cannot_be_cut_is_read_by_one_process_and_given_to_the_others() -> 
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    from sharding import forked
+
+    torch.set_num_threads(1)
+    sys.exit(int(any(forked(2, lambda group: each(Path(sys.argv[1]), group), 200))))

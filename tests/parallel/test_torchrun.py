@@ -1,5 +1,6 @@
 """torchrun -m unfreeze sft: one run folder, one voice, one download, one encoding, the losses of one process;
-and what is left where a process is killed. Process-heavy: three torchruns of two processes, one of four on two nodes, and one run here."""
+and what is left where a process is killed. Process-heavy: three torchruns of two processes, one run here, and
+nightly one of four processes on two nodes."""
 
 from __future__ import annotations
 
@@ -180,6 +181,7 @@ def test_ctrl_c_at_torchrun_saves_in_all_and_rows_were_encoded_by_one(data: Path
     encoded_once(tmp_path, error)
 
 
+@pytest.mark.nightly
 def test_two_nodes_share_experts_within_and_go_on_when_a_process_is_killed(two, data: Path, tmp_path: Path):
     """Two agents with two processes each, one run folder; the experts are split within a node, so that every
     pass is an exchange, also those of samples and validation. The first node says whom it lost, though it is

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from unfreeze.commands.demo import TINY_K2
 
 ROWS = [
@@ -103,13 +101,8 @@ def test_unfreeze_sft_killed_20_times_gives_the_losses_of_the_uninterrupted_run(
     assert not [path for path in killed.rglob("*") if "unfinished" in path.name or path.suffix == ".tmp"]
 
 
-@pytest.fixture(scope="module")
-def moments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return killing("moments", tmp_path_factory.mktemp("moments"), "none", "in place", "room first")
-
-
-def test_a_kill_before_each_file_operation_of_a_save_loses_one_step_at_most(moments: dict[str, Any]):
-    found = moments["none"]
+def test_a_kill_before_each_file_operation_of_a_save_loses_one_step_at_most(tmp_path: Path):
+    found = killing("moments", tmp_path, "none")["none"]
     assert {"open", "write", "fsync", "os.rename", "os.mkdir", "os.remove", "os.rmdir"} <= set(
         found["operations"]
     )
@@ -119,6 +112,7 @@ def test_a_kill_before_each_file_operation_of_a_save_loses_one_step_at_most(mome
     assert all(losses == found["straight"] for losses in found["losses"]) and len(found["straight"]) == 4
 
 
-def test_control_arms_a_save_in_place_is_read_half_and_room_made_first_loses_all(moments: dict[str, Any]):
+def test_control_arms_a_save_in_place_is_read_half_and_room_made_first_loses_all(tmp_path: Path):
+    moments = killing("moments", tmp_path, "in place", "room first")
     assert "unreadable" in moments["in place"]["left"]
     assert 0 in moments["room first"]["left"]
