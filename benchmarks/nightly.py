@@ -2,10 +2,11 @@
 
     python benchmarks/nightly.py [--only NAME …] [--write docs/nightly.md]
 
-The whole suite under each other supported Python that is on the machine, the tests that are too long for every
-change (marked nightly), 20,000 broken inputs over every reader, every planted fault of `unfreeze drill` and the
-runs that must raise no alarm, and the examples with libraries that need a virtual environment of their own. A row of the page per part: command, whether it
-passed, minutes, and the part's own last line. Exit code 1 if any failed.
+The whole suite under each other supported Python that is on the machine, tests that are too long for every
+change (marked nightly), 20,000 broken inputs over every reader, every planted fault of `unfreeze drill` and
+the runs that must raise no alarm, and the examples with libraries that need a virtual environment of their
+own. A row of the page per part: command, whether it passed, minutes, and the part's own last line. Exit code
+1 if any failed.
 """
 
 from __future__ import annotations
