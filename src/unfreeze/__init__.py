@@ -21,6 +21,7 @@ from unfreeze.core.lazy import on_first_use
 if TYPE_CHECKING:
     from unfreeze.api import FinishedRun as FinishedRun
     from unfreeze.api import distill as distill
+    from unfreeze.api import prefer as prefer
     from unfreeze.api import prepare as prepare
     from unfreeze.api import pretrain as pretrain
     from unfreeze.api import sft as sft
@@ -28,13 +29,24 @@ if TYPE_CHECKING:
     from unfreeze.generate.model import Model as Model
     from unfreeze.generate.model import load as load
 
-__all__ = ["TINY_K2", "FinishedRun", "Model", "__version__", "distill", "load", "prepare", "pretrain", "sft"]
+__all__ = [
+    "TINY_K2",
+    "FinishedRun",
+    "Model",
+    "__version__",
+    "distill",
+    "load",
+    "prefer",
+    "prepare",
+    "pretrain",
+    "sft",
+]
 
 _HOME = {
     "load": "unfreeze.generate.model",
     "Model": "unfreeze.generate.model",
     "TINY_K2": "unfreeze.commands.demo",
-    **dict.fromkeys(("FinishedRun", "distill", "prepare", "pretrain", "sft"), "unfreeze.api"),
+    **dict.fromkeys(("FinishedRun", "distill", "prefer", "prepare", "pretrain", "sft"), "unfreeze.api"),
 }
 
 try:

@@ -31,6 +31,7 @@ from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
 from unfreeze.job.folder import SAME_CALL
 from unfreeze.recipes import distill as distilling
+from unfreeze.recipes import prefer as preferring
 from unfreeze.recipes import pretrain as pretraining
 from unfreeze.recipes import sft as fine_tuning
 from unfreeze.report.events import of_kind, read_events
@@ -188,6 +189,16 @@ def distill(
     return _run(distilling.Config, distilling.parts, "distill", config, fields, None, on_step, quiet)
 
 
+def prefer(
+    config: str | Path | None = None, *, on_step: Sequence[OnStep] = (), quiet: bool = False, **fields: Any
+) -> FinishedRun:
+    """Learn to prefer one answer to another, as `unfreeze prefer`; arguments as of sft.
+
+    unfreeze.prefer(model="DIR", data=[{"prompt": "…", "chosen": "…", "rejected": "…"}], loss="dpo", beta=0.1)
+    """
+    return _run(preferring.Config, preferring.parts, "prefer", config, fields, None, on_step, quiet)
+
+
 def prepare(
     config: str | Path | None = None,
     *,
@@ -292,4 +303,4 @@ def _config(kind: type[C], fields: dict[str, Any], function: str, file: str | Pa
 def _with(parts: job.Parts, objective: Objective | None, on_step: Sequence[OnStep]) -> job.Parts:
     from dataclasses import replace
 
-    return replace(parts, objective=objective or parts.objective, on_step=tuple(on_step))
+    return replace(parts, objective=objective or parts.objective, on_step=(*parts.on_step, *on_step))

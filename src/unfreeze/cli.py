@@ -40,6 +40,7 @@ TRAIN = {
     "distill": Command(
         "unfreeze.recipes.distill", "distill --teacher T …", "learn another model's probabilities"
     ),
+    "prefer": Command("unfreeze.recipes.prefer", "prefer --data PAIRS", "one answer rather than another"),
     "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train every weight on text"),
 }
 LOOK = {
@@ -77,7 +78,7 @@ DEV = {
 }
 HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
 COMMANDS = {**TRAIN, **LOOK, **SHIP, **DEV}
-SWEPT = ("sft", "distill", "pretrain")  # of which `--sweep FIELD=A,B` makes several runs
+SWEPT = ("sft", "distill", "prefer", "pretrain")  # of which `--sweep FIELD=A,B` makes several runs
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 
@@ -86,7 +87,7 @@ def usage() -> str:
     lines = ["unfreeze trains open-weight language models in the format they came in."]
     for heading, commands in HEADINGS.items():
         lines += ["", heading, *_listed(commands, "unfreeze")]
-    return "\n".join([*lines, "", f"unfreeze COMMAND --help: its flags   unfreeze dev: {', '.join(DEV)}"])
+    return "\n".join([*lines, f"unfreeze COMMAND --help: its flags   unfreeze dev: {', '.join(DEV)}"])
 
 
 def _listed(commands: Mapping[str, Command], prefix: str) -> list[str]:

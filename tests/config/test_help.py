@@ -13,7 +13,7 @@ from unfreeze.config import help, synonyms
 from unfreeze.config.distill import Config as Distill
 from unfreeze.config.names import places
 from unfreeze.config.training import HELP
-from unfreeze.recipes import distill, pretrain, sft
+from unfreeze.recipes import distill, prefer, pretrain, sft
 
 
 def said(*arguments):
@@ -42,7 +42,9 @@ def test_the_old_spelling_of_a_developers_command_and_the_new_are_one(capsys):
     assert "no command 'dev sft'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recipe, module", [("sft", sft), ("distill", distill), ("pretrain", pretrain)])
+@pytest.mark.parametrize(
+    "recipe, module", [("sft", sft), ("distill", distill), ("prefer", prefer), ("pretrain", pretrain)]
+)
 def test_help_shows_some_fields_and_help_all_every_one(recipe, module):
     short, full = said(recipe, "--help"), said(recipe, "--help-all")
     fields = dict(help._flat(module.Config))
@@ -58,6 +60,9 @@ def test_every_field_of_a_run_has_a_heading():
     listed = {name for names in HELP.values() for name in names}
     own = set(Distill.HELP["Teacher"])
     assert {name for name, _ in help._flat(Distill)} == own | {name for name, _ in help._flat(sft.Config)}
+    own = set(prefer.Config.HELP["Preference"])
+    shared = {name for name, _ in help._flat(sft.Config)}
+    assert {name for name, _ in help._flat(prefer.Config)} == own | shared
     fields = {name for module in (sft, pretrain) for name, _ in help._flat(module.Config)}
     assert listed == fields, (
         f"put {sorted(fields - listed)} under a heading of HELP in config/training.py, remove"
@@ -96,13 +101,15 @@ def keys_listed(page: str) -> set[tuple[str, str]]:
         prefix = f"{table.strip('`[]')}." if "`[" in table else ""
         for key, flat in re.findall(r"`(\w+)`(?: \(`(\w+)`\))?", keys):
             name = f"{prefix}{key}" if prefix in ("lora.", "place.") else flat or key
-            found |= {(f"{prefix}{key}", name)} if key not in ("pretrain", "distill") else set()
+            found |= {(f"{prefix}{key}", name)} if key not in ("pretrain", "distill", "prefer") else set()
     return found
 
 
 def keys_there() -> set[tuple[str, str]]:
     return {
-        (place, name) for module in (sft, distill, pretrain) for name, place in places(module.Config).items()
+        (place, name)
+        for module in (sft, distill, prefer, pretrain)
+        for name, place in places(module.Config).items()
     }
 
 
@@ -152,7 +159,8 @@ def test_a_flag_of_another_tool_is_answered_with_ours(arguments, says, capsys):
 
 WAYS = [
     ("fuse", "unfreeze merge RUN"),
-    ("dpo", "is not built"),
+    ("dpo", "unfreeze prefer --model"),
+    ("reward", "are not built"),
     ("train", "unfreeze sft --model"),
     ("wizard", "unfreeze init MODEL DATA"),
 ]
@@ -168,7 +176,7 @@ def test_a_command_of_another_tool_is_answered_with_the_shortest_way(word, says,
 
 
 def test_every_synonym_names_a_field_that_exists_and_shadows_none():
-    known = {name for module in (sft, distill, pretrain) for name, _ in help._flat(module.Config)}
+    known = {name for module in (sft, distill, prefer, pretrain) for name, _ in help._flat(module.Config)}
     assert {field for field, _ in synonyms.FIELDS.values()} <= known
     fields, commands = synonyms.FIELDS.keys() & known, synonyms.COMMANDS.keys() & cli.COMMANDS.keys()
     assert not fields | commands, (

@@ -115,7 +115,7 @@ def test_nothing_left_says_each_reason_once_and_what_to_do(encoded):
     assert (
         error.value.message.count("chosen, rejected") == 1 and "of 60: row 1: a pair" in error.value.message
     )
-    assert "preference training is not built" in error.value.message
+    assert "unfreeze prefer --model" in error.value.message
     assert error.value.next == "--columns completion=chosen"
     assert (
         len(

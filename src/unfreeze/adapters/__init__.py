@@ -7,7 +7,15 @@ against its own reader.
 
 from __future__ import annotations
 
-from unfreeze.adapters.attach import Site, adapter_parameters, attach, detach, sites, without_adapters
+from unfreeze.adapters.attach import (
+    Site,
+    adapter_parameters,
+    attach,
+    detach,
+    sites,
+    with_adapters,
+    without_adapters,
+)
 from unfreeze.adapters.layouts import save_adapter
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.read import load_adapter
@@ -29,5 +37,6 @@ __all__ = [
     "save_adapter",
     "sites",
     "verify_adapter",
+    "with_adapters",
     "without_adapters",
 ]

@@ -5,7 +5,7 @@ A site is one Linear, or the stacked Experts of one layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -107,11 +107,21 @@ def detach(model: nn.Module) -> None:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The base alone: inside, no adapter is attached; afterwards each is where it was. No tensor moves."""
+    with with_adapters(model, {}):
+        yield
+
+
+@contextmanager
+def with_adapters(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Others in the place of the model's own adapters, by names of modules (Site.name). No tensor moves."""
     taken = sites(model)
     detach(model)
     try:
+        for name, adapter in others.items():
+            setattr(model.get_submodule(name), "adapter", adapter)  # noqa: B010  a Linear's or the experts'
         yield
     finally:
+        detach(model)
         for site in taken:
             setattr(site.owner, "adapter", site.adapter)  # noqa: B010  a Linear's or the experts' own kind
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from unfreeze.commands import compare
-from unfreeze.config import distill, pretrain, sft
+from unfreeze.config import distill, prefer, pretrain, sft
 from unfreeze.config.names import leaves, places
 from unfreeze.config.parse import parse
 from unfreeze.config.training import TrainingConfig
@@ -30,6 +30,7 @@ from unfreeze.job.folder import with_files
 RECIPES: dict[str, type[TrainingConfig]] = {
     "sft": sft.Config,
     "distill": distill.Config,
+    "prefer": prefer.Config,
     "pretrain": pretrain.Config,
 }
 FLAG = "--sweep"

@@ -54,15 +54,24 @@ teacher | a checkpoint, a run, base, or what --prepare wrote | teacher_model tea
     teacher_model_path
 alpha | the share of cross entropy, 0 to 1 | kd_alpha cross_entropy_weight kd_ratio
 temperature | of both softmaxes | kd_temperature
+loss | dpo, ipo, kto, simpo or orpo | loss_type pref_loss rl
+beta | of the loss that compares answers | pref_beta dpo_beta kto_beta rl_beta orpo_alpha cpo_beta
+gamma | a margin of rewards; TRL's simpo_gamma | simpo_gamma
+label_smoothing | a share of the pairs | dpo_label_smoothing
+desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
+undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
 """
 _NOT_HERE = """
+ref_model reference_model precompute_ref_log_probs reference_free sync_ref_model | unfreeze prefer compares
+    with the model as it began, which takes no second copy beside adapters; --loss simpo and orpo need none
 load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type | files that are 4-bit stay 4-bit, without a
     flag; others cannot be quantized here yet
 """
 _COMMANDS = """
 train finetune fine-tune tune lora qlora | unfreeze sft --model MODEL --data chat.jsonl
-dpo orpo kto simpo preference reward | preference training is not built; sft on the preferred answers is the
-    shortest way today
+dpo ipo orpo simpo cpo preference | unfreeze prefer --model MODEL --data pairs.jsonl compares them
+kto | unfreeze prefer --loss kto --model MODEL --data FILE learns from them
+reward | models of rewards are not built; unfreeze prefer learns from pairs of answers
 grpo ppo rl rlhf gspo | reinforcement learning is not built; sft on answers you kept is the shortest way
     today
 distillation kd gkd teach | unfreeze distill --model MODEL --teacher DIR_OR_RUN --data chat.jsonl

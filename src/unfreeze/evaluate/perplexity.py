@@ -35,6 +35,11 @@ class Heldout:
     bits_per_byte: float | None
     tokens: int
 
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """What an eval event says."""
+        return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
+
 
 @torch.no_grad()
 def heldout(

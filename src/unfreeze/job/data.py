@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from unfreeze.data import Batches, Dataset, Example, Stats, Tokenizer
     from unfreeze.data.packing.batches import Cursor
     from unfreeze.data.packing.windows import WindowBatches
+    from unfreeze.data.rows.row import Answers
     from unfreeze.data.streamed import Stream
     from unfreeze.data.tokens.forms import Reasoning
     from unfreeze.data.tokens.masks import Supervise
@@ -70,6 +71,7 @@ class Encoding(TypedDict, total=False):
     supervise: Supervise
     turns: Turns
     reasoning: Reasoning
+    answers: Answers
 
 
 def encode(
@@ -96,7 +98,7 @@ def encode(
     from unfreeze.data import Dataset, encoded_files, split_by_content
     from unfreeze.data.remarks import losses, mixture
 
-    length = sequence_length(data, tokens, max_positions)
+    length = sequence_length(data, document_tokens(options, tokens), max_positions)
     given: dict[str, Any] = {
         "tokenizer": tokenizer,
         "sequence_length": length,
@@ -168,6 +170,8 @@ def encode(
                 "the model's positions"
                 if length == max_positions
                 else "tokens_per_step / micro_batches (a document is never cut in two)"
+                if options.get("answers", "taught") == "taught"
+                else "half of tokens_per_step / micro_batches (two answers lie side by side in one)"
             )
             said.append(f"sequence_length {data.sequence_length} is bounded to {length} by {by}")
         return said
@@ -237,6 +241,14 @@ def batches_in(
     return batches_of(data, dataset.examples, tokens=tokens, seed=seed, packing=packing, start=start)
 
 
+def document_tokens(encoding: Encoding, tokens: int) -> int:
+    """Tokens of the longest document that a micro-batch takes: half of it where two answers are compared.
+
+    The two lie side by side in one; an answer with a label, too, is joined by another.
+    """
+    return tokens if encoding.get("answers", "taught") == "taught" else tokens // 2
+
+
 def sequence_length(data: Data, tokens: int, max_positions: int) -> int:
     """Tokens of the longest document that a micro-batch of `tokens` and this model take."""
     return min(data.sequence_length, max_positions, tokens)
@@ -295,7 +307,12 @@ def describer(dataset: Dataset, tokenizer: Tokenizer) -> Describe:
     def describe(tokens: list[int]) -> dict[str, object]:
         rows: set[int] = set()
         for examples in dataset.known():
-            rows |= {example.row for example in examples if list(example.tokens) == tokens}
+            rows |= {
+                example.row
+                for example in examples
+                for document in example.documents()
+                if list(document.tokens) == tokens
+            }
         return {"rows": sorted(rows), "text": tokenizer.decode(tokens, skip_specials=False)}
 
     return describe

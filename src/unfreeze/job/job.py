@@ -25,6 +25,7 @@ from unfreeze.job.data import (
     batches_in,
     check_vocabulary,
     describer,
+    document_tokens,
     encode,
     few_steps,
     num_steps,
@@ -53,7 +54,7 @@ from unfreeze.job.residency import keep_boundary, refuse_samples, transfers_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.trained import Trained
-from unfreeze.job.validation import Validation, best_is_written, validation_of, write_best
+from unfreeze.job.validation import Heldout, Validation, best_is_written, validation_of, write_best
 from unfreeze.job.written import forget, is_noted, note
 from unfreeze.report.events import of_kind, read_events
 
@@ -125,6 +126,7 @@ class Parts:
     chat          whether prompts of the user's own are asked as messages (else continued)
     on_step       called with (state, result) after each step, after receipt and validation
     second        a model beside the one that trains, which the objective reads
+    heldout       what is measured of held-out documents, where that is not their cross entropy
     """
 
     recipe: str
@@ -136,6 +138,7 @@ class Parts:
     chat: bool = True
     on_step: Sequence[OnStep] = ()
     second: Second | None = None
+    heldout: Heldout | None = None
 
 
 def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "") -> dict[str, Any]:
@@ -375,8 +378,8 @@ def prepare(
         second.known(dataset.examples)
 
     # bytes, with arithmetic; refuses what does not fit
-    lengths = dataset.examples.lengths_N.tolist()
-    length = sequence_length(data, tokens, shape.max_positions)
+    lengths = dataset.examples.document_lengths().tolist()
+    length = sequence_length(data, document_tokens(parts.encoding, tokens), shape.max_positions)
     longest = None if dataset.stream is None else length  # of rows that are not encoded yet nobody knows
     plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group, longest, second)
     memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
@@ -439,7 +442,9 @@ def prepare(
         own,
         group=group,
         columns=data.columns,
+        answers=parts.encoding.get("answers", "taught"),
     )
+    measured = parts.heldout
     validation = validation_of(
         state,
         dataset,
@@ -450,6 +455,7 @@ def prepare(
         every=watch.validate_every,
         patience=watch.early_stop,
         saves=config.save,
+        heldout_of=partial(measured, objective=objective) if measured else None,
     )
     return Job(
         parts,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from unfreeze.data import Example, Row, Tokenizer
+    from unfreeze.data.rows.row import Answers
     from unfreeze.evaluate.gap import Gap
     from unfreeze.generate.model import Model
     from unfreeze.parallel.collectives import Group
@@ -55,13 +56,14 @@ class Samples:
         *,
         group: Group,
         columns: Sequence[str] = (),
+        answers: Answers = "taught",
     ):
         self._run, self._speaker, self._group = run, speaker, group
         if group.lockstep:
             speaker.engine.agreed = partial(of_the_first, group, speaker.decoder.device)
         self._prompts, self._own = list(own), len(own)
         room = speaker.decoder.shape.max_positions - ANSWER
-        for row in rows_used(data, examples, count, columns):
+        for row in rows_used(data, examples, count, columns, answers):
             try:
                 prompt = prompt_of(row, tokenizer)
                 if len(prompt.tokens) > room:
@@ -154,9 +156,16 @@ def own_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, chat: bool) -> li
 
 
 def rows_used(
-    data: Sequence[str], examples: Sequence[Example], count: int, columns: Sequence[str] = ()
+    data: Sequence[str],
+    examples: Sequence[Example],
+    count: int,
+    columns: Sequence[str] = (),
+    answers: Answers = "taught",
 ) -> list[Row]:
-    """The first `count` rows of the files that became examples. Reads no further than the last of them."""
+    """The first `count` rows of the files that became examples. Reads no further than the last of them.
+
+    Of rows with two answers the chosen one: both have the same prompt.
+    """
     from unfreeze.data import Examples, read_rows
 
     known = Examples.of(examples)
@@ -167,9 +176,9 @@ def rows_used(
     for source in sorted({source for source, _ in wanted}):
         missing = {number for file, number in wanted if file == source}
         # bad rows are counted by data.encode_files, not here
-        for row in read_rows(Path(data[source]), lambda bad: None, columns):
+        for row in read_rows(Path(data[source]), lambda bad: None, columns, answers):
             if row.row in missing:
-                found[source, row.row] = row
+                found[source, row.row] = row if answers == "taught" else row.answers[0]
                 missing.remove(row.row)
             if not missing:
                 break

@@ -9,22 +9,46 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from unfreeze.job.written import is_noted
 
 if TYPE_CHECKING:
     from unfreeze.config.tables import Save
+    from unfreeze.core.batch import Batch
     from unfreeze.data import Dataset, Example, Tokenizer
-    from unfreeze.evaluate.perplexity import Heldout
     from unfreeze.job.samples import Samples
+    from unfreeze.models import Decoder
     from unfreeze.parallel.collectives import Group
     from unfreeze.train.run import Run
     from unfreeze.train.state import State
-    from unfreeze.train.step import StepResult
+    from unfreeze.train.step import Objective, StepResult
+
+
+class Measured(Protocol):
+    """What was found on held-out documents; `loss` decides which save is the best."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def scores(self) -> Mapping[str, float | None]: ...
+
+
+class Heldout(Protocol):
+    """The objective itself on held-out batches, which the processes of a group deal out to each other."""
+
+    def __call__(
+        self, model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective
+    ) -> Measured: ...
+
+
+HeldoutOf = Callable[["Decoder", "Iterable[Batch]", "Group"], Measured]
+"""(model, held-out batches, processes that deal them out) -> what is measured of them."""
 
 
 class Validation:
@@ -43,7 +67,7 @@ class Validation:
     def __init__(
         self,
         state: State,
-        measure: Callable[[], Heldout],
+        measure: Callable[[], Measured],
         *,
         every: int,
         keep: Callable[[State], bool],
@@ -93,7 +117,7 @@ class Validation:
         """The event; -> the loss, None where it is not finite."""
         started = time.perf_counter()
         found = self._measure()
-        fields = {name: _finite(getattr(found, name)) for name in ("loss", "perplexity", "bits_per_byte")}
+        fields = {name: _finite(value) for name, value in found.scores.items()}
         state.run.events.emit(
             "eval", state.step, **fields, tokens=found.tokens, seconds=time.perf_counter() - started
         )
@@ -113,10 +137,11 @@ def validation_of(
     every: int,
     patience: int,
     saves: Save,
+    heldout_of: HeldoutOf | None = None,
 ) -> list[Validation]:
     """The Validation in batches of `tokens`; none where nothing is held out.
 
-    The processes deal its batches out to each other.
+    The processes deal its batches out to each other. heldout_of: what is measured instead of cross entropy.
     """
     from unfreeze.data import validation_batches
     from unfreeze.evaluate.perplexity import heldout
@@ -125,10 +150,13 @@ def validation_of(
     if dataset.validation is None:
         return []
     examples = dataset.validation
-    total = supervised_bytes(examples, tokenizer)
+    total = supervised_bytes(examples, tokenizer) if heldout_of is None else 0
 
-    def measure() -> Heldout:
-        return heldout(state.model, validation_batches(examples, tokens), bytes_total=total, group=group)
+    def measure() -> Measured:
+        batches = validation_batches(examples, tokens)
+        if heldout_of is not None:
+            return heldout_of(state.model, batches, group)
+        return heldout(state.model, batches, bytes_total=total, group=group)
 
     def keep(state: State) -> bool:
         return save_together(state, saves.keep, saves.on_full_disk, group) is not None

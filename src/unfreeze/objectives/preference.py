@@ -43,6 +43,8 @@ WITHOUT_REFERENCE: tuple[Kind, ...] = ("simpo", "orpo")
 CHOSEN, REJECTED, MISMATCHED = 1, -1, 0
 """Batch.documents["side"]: the answer of a pair, or by its label; an answer to another prompt (KTO's y')."""
 
+Objective = Callable[["Tensor", "nn.Module", "Batch"], "Loss"]
+
 Reference = Callable[["Batch"], "Tensor"]
 """batch -> l_ref of its documents, float64 [S] on the batch's device."""
 
@@ -87,8 +89,9 @@ def preference(
     metrics, sums over examples: `accuracy` (share of pairs whose chosen answer has the higher reward; of
     answers with a label, share on its side of z), `margin` (r_w - r_v), `reward_*`, `logp_*` and `length_*`
     (supervised tokens) of chosen and rejected answers; `longer` (share of pairs whose chosen answer is the
-    longer one, ties half); of kto `kl` (z) and no `longer`. The reward of simpo and orpo is beta · l / n.
-    kto's means of a side are those of the micro-batch.
+    longer one) and `by_length` (share whose longer answer has the higher reward), ties half; of kto `kl` (z)
+    instead of these two. The reward of simpo and orpo is beta · l / n. kto's means of a side are those of
+    the micro-batch.
     Raises ValueError where `reference` is absent and `kind` needs one.
     """
     import torch
@@ -232,6 +235,7 @@ _PAIRS: dict[str, Callable[[Answers, Answers, float, float, float], Each]] = {
 
 
 def _metrics(w: Answers, v: Answers, reward_w: Tensor, reward_v: Tensor) -> dict[str, float | Tensor]:
+    longer_E = (w.length_E - v.length_E).sign()
     values = {
         "accuracy": (reward_w > reward_v).double(),
         "margin": reward_w - reward_v,
@@ -241,7 +245,8 @@ def _metrics(w: Answers, v: Answers, reward_w: Tensor, reward_v: Tensor) -> dict
         "logp_rejected": v.logp_E,
         "length_chosen": w.length_E,
         "length_rejected": v.length_E,
-        "longer": ((w.length_E - v.length_E).sign() + 1) / 2,
+        "longer": (longer_E + 1) / 2,
+        "by_length": (longer_E * (reward_w - reward_v).sign() + 1) / 2,
     }
     return {name: value.detach().sum() for name, value in values.items()}
 

@@ -178,8 +178,17 @@ def writer(folder: Path) -> str:
     return ""
 
 
-APART = {"divergence": "Divergence", "cross_entropy": "Cross entropy"}
-"""Metrics of a loss that has parts (objectives/divergence.py) -> their names; nats per supervised token."""
+APART = {
+    "divergence": "Divergence",
+    "cross_entropy": "Cross entropy",
+    "accuracy": "Chosen answer preferred, share",
+    "margin": "Margin of rewards",
+    "logp_chosen": "Log-probability of chosen answers",
+    "logp_rejected": "Log-probability of rejected answers",
+    "length_chosen": "Tokens of chosen answers",
+    "length_rejected": "Tokens of rejected answers",
+}
+"""Metrics of a loss -> their names: of a divergence in nats per token, of preference per answer."""
 
 
 def facts(run: Run) -> list[tuple[str, str]]:

@@ -28,6 +28,8 @@ UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's fi
     "seconds": ("time of the evaluation", "s"),
     "style": ("style: answers that speak like Yoda", "%"),
     "facts": ("facts: answers with the right fact", "%"),
+    "accuracy": ("held-out pairs whose chosen answer has the higher reward", "share"),
+    "margin": ("held-out margin of rewards", "nats times beta"),
 }
 ABOUT = ("loss", "perplexity", "bits_per_byte", "tokens", "seconds")  # not scores
 NOUNS = {
@@ -35,6 +37,7 @@ NOUNS = {
     "prompt/completion": "answers",
     "instruction/output": "answers",
     "text": "texts",
+    "chosen/rejected": "pairs of answers",
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from unfreeze.core.batch import Batch
+from unfreeze.core.batch import Batch, Loss
 from unfreeze.models import Decoder
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.train.step import Objective, forward
@@ -45,6 +45,9 @@ def rank_documents(
     for number, host_batch in enumerate(micro_batches):
         batch = host_batch.to(model.device)
         hidden_TD, *found = forward(model, batch, objective, recompute)
+        if host_batch.examples is not None:
+            documents += _of_examples(objective(hidden_TD, model.lm_head, batch, *found), host_batch, number)
+            continue
         for entry in entries(host_batch, number):
             weights_T = torch.zeros_like(batch.weights_T)
             span = slice(entry.pop("start"), entry.pop("stop"))
@@ -52,6 +55,20 @@ def rank_documents(
             loss = objective(hidden_TD, model.lm_head, replace(batch, weights_T=weights_T), *found)
             documents.append({**entry, "loss": float(loss.sum) / float(loss.count) if loss.count else None})
     return sorted(documents, key=_rank, reverse=True)
+
+
+def _of_examples(loss: Loss, batch: Batch, number: int) -> list[dict[str, Any]]:
+    """The documents of examples, each with the loss of its example: a pair's answers have one."""
+    each: list[float] = [] if loss.each is None else loss.each.tolist()
+    numbers: list[int] = batch.documents["example"].tolist()
+    found = [
+        {**entry, "loss": each[example] if 0 <= example < len(each) else None}
+        for entry, example in zip(entries(batch, number), numbers, strict=True)
+        if example >= 0
+    ]
+    for entry in found:
+        del entry["start"], entry["stop"]
+    return found
 
 
 def _rank(entry: dict[str, Any]) -> float:

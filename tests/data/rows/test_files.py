@@ -264,15 +264,15 @@ def test_mixed_shapes_blank_lines_bom_and_line_separators_inside_strings(tmp_pat
         ({"conversations": [{"from": "human", "value": 1}]}, r"conversations\[0\]\.value is a number"),
         (
             {"prompt": "Q", "chosen": "A", "rejected": "B"},
-            r"a pair of answers \(chosen, rejected\); preference training is not built",
+            r"a pair of answers \(chosen, rejected\); unfreeze prefer --model",
         ),
         (
             {"prompt": "Q", "completion": "A", "label": True},
-            r"an answer with a label \(completion, label: KTO\); preference training is not built",
+            r"an answer with a label \(completion, label: KTO\); unfreeze prefer --loss kto",
         ),
         (
             {"prompt": "Q", "completions": ["A", "B"], "labels": [True, False]},
-            r"steps with labels \(completions, labels: a reward model's\); preference training is not built",
+            r"steps with labels \(completions, labels: a reward model's\); models of rewards are not built",
         ),
         ('{"question": "Q\\ud83d", "answer": "A"}', r"field question has half a surrogate pair \(.ud83d\)"),
     ],

@@ -1,0 +1,111 @@
+"""Two signs that a comparison teaches something else than is wanted, said once in a run.
+
+falls    the chosen answers become less likely: the margin grows because the rejected ones fall faster
+length   the chosen answer is the longer (or the shorter) one of nearly every pair, and the model chooses so
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from unfreeze.core.schema import TrainEvent, WarningEvent
+from unfreeze.report.events import of_kind, read_events
+
+if TYPE_CHECKING:
+    from unfreeze.train.state import State
+    from unfreeze.train.step import StepResult
+
+WINDOW = 16  # steps of a mean; as many at the start are compared with as many at the end
+ERRORS = 4.0  # standard errors of their difference: of noise one run in 30,000 has as many
+NATS = 1.0  # an answer that is e times less likely; less is said of none
+SHARE = 0.8  # of the pairs, from which on length alone would choose about as well as a trained model
+FALLS, LENGTH = "the chosen answers become less likely", "length alone tells chosen from rejected"
+USED = "reward_chosen reward_rejected logp_chosen logp_rejected length_chosen length_rejected".split()
+USED.extend(("longer", "by_length"))
+Metrics = Mapping[str, float]
+
+
+class Signs:
+    """A hook of fit() (Parts.on_step) that reads the metrics of objectives/preference.py.
+
+    beta: of the loss, by which a reward is nats; 0 where rewards are of tokens (simpo, orpo): then the
+    answers' own log-probabilities are looked at.
+    """
+
+    def __init__(self, beta: float = 0.0):
+        self._beta = beta
+        self._seen: list[dict[str, float]] | None = None
+        self._said: set[str] = set()
+
+    def __call__(self, state: State, result: StepResult) -> None:
+        if self._seen is None:
+            self._seen = self._before(state)
+        self._seen.append({name: result.metrics[name] for name in USED if name in result.metrics})
+        for sign, message in ((FALLS, falls(self._seen, self._beta)), (LENGTH, by_length(self._seen))):
+            if message and sign not in self._said:
+                self._said.add(sign)
+                state.run.events.emit("warning", state.step, message=f"{sign}: {message}")
+
+    def _before(self, state: State) -> list[dict[str, float]]:
+        """The steps of a run that goes on, and what was said of them."""
+        path = state.run.path / "events.jsonl"
+        events = read_events(path) if state.step > 1 and path.is_file() else []
+        for event in of_kind(events, WarningEvent):
+            self._said |= {sign for sign in (FALLS, LENGTH) if event["message"].startswith(sign)}
+        return [
+            {name: float(value) for name in USED if isinstance(value := event.get(name), int | float)}
+            for event in of_kind(events, TrainEvent)
+            if event["step"] < state.step
+        ]
+
+
+def falls(steps: Sequence[Metrics], beta: float) -> str:
+    """What is to be said where log p of chosen answers fell over the run; else "".
+
+    mean of the last WINDOW steps < mean of the first - max(NATS, ERRORS · standard error of the difference).
+    """
+    name, unit = ("reward_chosen", beta) if beta else ("logp_chosen", 1.0)
+    values = [step[name] / unit for step in steps if name in step]
+    if len(values) < 2 * WINDOW:
+        return ""
+    first, last = values[:WINDOW], values[-WINDOW:]
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / WINDOW)
+    change = statistics.fmean(last) - statistics.fmean(first)
+    if change > -max(NATS, ERRORS * error):
+        return ""
+    other = name.replace("chosen", "rejected")
+    others = [step[other] / unit for step in steps if other in step]
+    beside = statistics.fmean(others[-WINDOW:]) - statistics.fmean(others[:WINDOW])
+    return (
+        f"by {-change:.1f} nats an answer since the start, the rejected ones by {-beside:.1f}. A lower"
+        " learning_rate or a higher beta holds them, and --loss orpo teaches them too"
+    )
+
+
+def by_length(steps: Sequence[Metrics]) -> str:
+    """What is to be said where length alone would have chosen; else "".
+
+    The share of pairs whose chosen answer is the longer one is at least SHARE (or at most 1 - SHARE), over
+    all steps, and in the last WINDOW the model's own choice agrees with that rule as often.
+    """
+    seen = [step for step in steps if "longer" in step and "by_length" in step]
+    if len(seen) < WINDOW:
+        return ""
+    longer = statistics.fmean(step["longer"] for step in seen)
+    follows = statistics.fmean(step["by_length"] for step in seen[-WINDOW:])
+    rule = "longer" if longer >= SHARE else "shorter" if longer <= 1 - SHARE else ""
+    agrees = follows if rule == "longer" else 1 - follows
+    if not rule or agrees < SHARE:
+        return ""
+    chosen, rejected = (
+        statistics.fmean(step[f"length_{side}"] for step in seen) for side in ("chosen", "rejected")
+    )
+    share = longer if rule == "longer" else 1 - longer
+    return (
+        f"the chosen answer is the {rule} one in {100 * share:.0f} % of the pairs ({chosen:.0f} tokens to"
+        f" {rejected:.0f}), and the model chooses the {rule} one in {100 * agrees:.0f} %. Whether it learned"
+        " more than that cannot be seen: balance the lengths, or --loss simpo, which counts per token"
+    )

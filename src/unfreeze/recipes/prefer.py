@@ -1,0 +1,84 @@
+"""unfreeze prefer --model M --data pairs.jsonl --loss dpo: train a model to prefer one answer to another.
+
+Rows hold two answers to one prompt (chosen, rejected), or an answer and a label (kto: prompt, completion,
+label). Each answer is encoded and checked as in sft. The reference is the model as it began: with adapters
+the base with these switched off, which takes no second copy. Losses: dpo, ipo, kto, simpo, orpo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from unfreeze.config.parse import parse
+from unfreeze.config.prefer import Config
+from unfreeze.core.command import Common
+from unfreeze.job import job
+from unfreeze.job.folder import typed
+from unfreeze.job.signs import Signs
+from unfreeze.objectives.preference import WITHOUT_REFERENCE, preference
+from unfreeze.recipes import sft
+from unfreeze.teach.reference import AsBegun, Kind
+
+if TYPE_CHECKING:
+    from unfreeze.core.batch import Batch
+    from unfreeze.evaluate.compared import Compared
+    from unfreeze.models import Decoder
+    from unfreeze.objectives.preference import Objective, Reference
+    from unfreeze.parallel.collectives import Group
+
+
+def main(arguments: list[str], common: Common) -> dict[str, Any]:
+    """Parse, train, report. -> what sft gives."""
+    config = parse(Config, arguments, command="prefer", description=__doc__ or "")
+    return train(config, common, typed("prefer", arguments))
+
+
+def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
+    """A run in the config's folder; see job.run."""
+    return job.run(config, parts(config), common, command)
+
+
+def parts(config: Config) -> job.Parts:
+    """The Parts of sft with a loss over answers, and the model as it began as the reference."""
+    asked, same = config.preference, sft.parts(config)
+    alone = partial(
+        preference,
+        kind=asked.loss,
+        beta=asked.beta,
+        gamma=asked.gamma,
+        label_smoothing=asked.label_smoothing,
+        desirable_weight=asked.desirable_weight,
+        undesirable_weight=asked.undesirable_weight,
+    )
+
+    def against(reference: Reference) -> Objective:
+        return partial(alone, reference=reference)
+
+    encoding = same.encoding.copy()
+    encoding["answers"] = "labels" if asked.loss == "kto" else "pairs"
+    return replace(
+        same,
+        recipe="prefer",
+        objective=cast("Objective", alone),
+        encoding=encoding,
+        second=None if asked.loss in WITHOUT_REFERENCE else AsBegun(reference_of(config), against),
+        heldout=_heldout,
+        on_step=(Signs(0.0 if asked.loss in WITHOUT_REFERENCE else asked.beta),),
+    )
+
+
+def _heldout(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> Compared:
+    """Loss, accuracy and margins of held-out pairs."""
+    from unfreeze.evaluate.compared import compared
+
+    return compared(model, batches, group, objective=objective)
+
+
+def reference_of(config: Config) -> Kind:
+    """The model as it began: also where adapters go on from others, of which a copy is kept."""
+    if config.lora is None:
+        return "copy"
+    return "adapters" if config.adapter else "base"

@@ -1,0 +1,106 @@
+"""What a policy is compared with: the model as it was when training began, frozen.
+
+    base       adapters that begin with B = 0: the model with its adapters switched off. No second copy
+    adapters   adapters that go on from others: a copy of these, put in the place of those that train
+    copy       every weight trains: a copy of the model, which the plan counts
+
+It is asked once a micro-batch, after the policy's forward pass and before its backward pass.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from unfreeze.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from unfreeze.checkpoint.manifest import Manifest
+    from unfreeze.core.batch import Batch
+    from unfreeze.data.examples import Example, Examples
+    from unfreeze.data.tokens.tokenizer import Tokenizer
+    from unfreeze.models import Decoder
+    from unfreeze.objectives.preference import Objective, Reference
+    from unfreeze.parallel.plan.aside import Aside
+
+Kind = Literal["base", "adapters", "copy"]
+"""What the model as it began is kept as; see the top of this file."""
+
+
+class AsBegun:
+    """The model as it began, as the second model of a run (job.Second).
+
+    minimise: what the reference says -> what is minimised.
+    """
+
+    def __init__(self, kind: Kind, minimise: Callable[[Reference], Objective]):
+        self.kind, self.minimise = kind, minimise
+
+    def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
+        """It is the model itself: nothing can be wrong with it."""
+
+    def known(self, examples: Examples) -> None:
+        """Every document can be asked about."""
+
+    def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
+        """Nothing has to be looked up on the host."""
+        return batch
+
+    def aside(
+        self,
+        start: Manifest,
+        tokens: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        trained: bool,
+    ) -> Aside:
+        """What it takes, for the plan: of a copy its weights, of all the forward pass."""
+        from unfreeze.models import meta_model, shape
+        from unfreeze.parallel.plan.aside import aside_of
+
+        model = meta_model(shape(start.config), start, dtype)
+        return aside_of(model, tokens, longest, device, shared=self.kind != "copy")
+
+    def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
+        """Keep the model as it is now, and give what is minimised.
+
+        A run that goes on asks before its save is loaded, so that this is the same model each time.
+        Raises ConfigError where every weight trains and they are divided among processes.
+        """
+        from unfreeze.adapters import sites
+
+        if self.kind == "base":
+            return self.minimise(partial(_asked, model, {}))
+        if self.kind == "adapters":
+            kept: dict[str, Any] = {site.name: copy.deepcopy(site.adapter) for site in sites(model)}
+            for adapter in kept.values():
+                adapter.requires_grad_(False)
+            return self.minimise(partial(_asked, model, kept))
+        if model.sharded or model.exchanges:
+            raise ConfigError(
+                "the reference is a copy of every weight, and these are divided among processes",
+                next="--train adapters, whose reference is the model with its adapters off; or --loss simpo",
+            )
+        frozen = copy.deepcopy(model).requires_grad_(False)
+        return self.minimise(partial(_asked, frozen, None))
+
+
+def _asked(model: Decoder, adapters: dict[str, Any] | None, batch: Batch) -> Tensor:
+    """l of each document, float64 [S]; with these adapters instead of the model's own (None: as it is)."""
+    from contextlib import nullcontext
+
+    import torch
+
+    from unfreeze.adapters import with_adapters
+    from unfreeze.models.recompute import plain
+    from unfreeze.objectives.preference import log_probabilities
+
+    instead: Any = nullcontext() if adapters is None else with_adapters(model, adapters)
+    with torch.no_grad(), instead, model.looking():
+        return log_probabilities(model.hidden(batch, recompute=plain), model.lm_head, batch)
