@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 COPY_BYTES = 2**30  # full copies of trained weights up to 1 GiB; beyond, a sample per parameter
 SAMPLE = 65536  # elements of a sampled parameter
+BESIDE = "beside."  # begins the name of what trains with a model and is no part of it (teach/inside.py)
 
 
 @dataclass
@@ -60,5 +61,6 @@ def change_since(weight: Tensor, kept: Tensor | None, full: bool) -> tuple[Tenso
 
 
 def trained_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters that train."""
-    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    """Names and parameters of the model that train; not what a loss learns beside it."""
+    named = model.named_parameters()
+    return ((name, p) for name, p in named if p.requires_grad and not name.startswith(BESIDE))

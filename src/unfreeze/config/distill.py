@@ -61,6 +61,45 @@ class Distillation(Frozen):
         description="with prepare: compact takes at most 120 bytes a token at top_k 32, float32 260",
     )
 
+    relations: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "weight of how far relations among queries, keys and values are apart (MiniLMv2), added to the"
+            " loss; 0: none. Widths and heads of the two models may differ"
+        ),
+    )
+    hidden: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "weight of the squared difference of hidden states, through a matrix that is learnt with the"
+            " model (TinyBERT), added to the loss; 0: none"
+        ),
+    )
+    layers: str = Field(
+        default="",
+        pattern=r"^(\d+:\d+(,\d+:\d+)*)?$",
+        description=(
+            "of relations and hidden: STUDENT:TEACHER, layers from 1, more with commas; unset: both last"
+            " ones. MiniLMv2 found the last one best of a teacher of 12 layers, and the 19th or 21st of 24"
+        ),
+    )
+    relation_heads: int | None = Field(
+        default=None,
+        ge=1,
+        description=(
+            "pieces that queries, keys and values are cut into; unset: as many as leave 16 numbers in each,"
+            " at most 64 (MiniLMv2: 48 and 64, better than as many as heads of attention)"
+        ),
+    )
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """`layers` as numbers."""
+        pairs = [pair.split(":") for pair in self.layers.split(",") if pair]
+        return tuple((int(own), int(their)) for own, their in pairs)
+
     @property
     def mixture(self) -> float:
         """beta of objectives.divergence: 0 forward KL, 1 reverse KL."""
@@ -101,6 +140,12 @@ class Config(sft.Config):
         """As sft's. The base as a teacher has adapters to be switched off, and something else to learn."""
         if "distillation.beta" in fields and fields.get("distillation.divergence") != "jsd":
             raise ValueError("beta is of divergence = jsd alone: give --divergence jsd, or remove beta")
+        reads = [name for name in ("relations", "hidden") if fields.get(f"distillation.{name}")]
+        unread = [name for name in ("layers", "relation_heads") if fields.get(f"distillation.{name}")]
+        if unread and not reads:
+            raise ValueError(
+                f"{unread[0]} is of relations and hidden alone: give --relations 1, or remove it"
+            )
         if fields.get("teacher") == BASE:
             if fields.get("train") == "all":
                 raise ValueError(

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.distill import BASE, Config
 from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
 from unfreeze.job import job
 from unfreeze.job.device import say
 from unfreeze.job.folder import typed
 from unfreeze.recipes import sft
+from unfreeze.teach.inside import Inside
 from unfreeze.teach.teacher import Asked, BaseAsked
 
 if TYPE_CHECKING:
@@ -61,11 +63,19 @@ def teacher_of(config: Config) -> Asked | Stored:
 
     asked = config.distillation
     minimise = partial(_divergence, config)
-    options = {"temperature": asked.temperature, "beta": asked.mixture}
+    options: dict[str, Any] = {"temperature": asked.temperature, "beta": asked.mixture}
+    if is_store(config.teacher):
+        if asked.relations or asked.hidden:
+            raise ConfigError(
+                f"{config.teacher} is what a teacher said: --relations and --hidden compare layers",
+                next="--teacher with the teacher itself, or leave them out",
+            )
+        return Stored(config.teacher, minimise, **options)
+    if asked.relations or asked.hidden:
+        given = asked.relations, asked.hidden, "mse", asked.pairs, asked.relation_heads, config.seed
+        options["inside"] = Inside(*given)
     if config.teacher == BASE:
         return BaseAsked(minimise, **options)
-    if is_store(config.teacher):
-        return Stored(config.teacher, minimise, **options)
     return Asked(config.teacher, minimise, **options)
 
 

@@ -187,6 +187,8 @@ APART = {
     "logp_rejected": "Log-probability of rejected answers",
     "length_chosen": "Tokens of chosen answers",
     "length_rejected": "Tokens of rejected answers",
+    "relations": "Relations",
+    "hidden": "Hidden states",
 }
 """Metrics of a loss -> their names: of a divergence in nats per token, of preference per answer."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze.config.distill import BASE
 from unfreeze.core.errors import CheckpointError, ConfigError
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.generate.source import Source
     from unfreeze.models import Decoder
+    from unfreeze.models.blocks.taps import Taps
     from unfreeze.objectives.divergence import LogProbs, Teacher
     from unfreeze.parallel.plan.aside import Aside
+    from unfreeze.teach.inside import Inside
 
 Objective = Callable[["Tensor", "nn.Module", "Batch"], "Loss"]
 ToObjective = Callable[["Teacher", int], Objective]
@@ -40,10 +43,20 @@ class Asked:
     temperature by which its logits are divided
     minimise    (what it says, words) -> the objective
     beta        as of the objective; the plan counts its block of logits by it
+    inside      what of its layers is compared too
     """
 
-    def __init__(self, source: str, minimise: ToObjective, *, temperature: float = 1.0, beta: float = 0.0):
+    def __init__(
+        self,
+        source: str,
+        minimise: ToObjective,
+        *,
+        temperature: float = 1.0,
+        beta: float = 0.0,
+        inside: Inside | None = None,
+    ):
         self.source, self.minimise, self.temperature, self.beta = source, minimise, temperature, beta
+        self.inside = inside
         self._words = 0
         self._opened: tuple[Source, Manifest] | None = None
 
@@ -123,14 +136,34 @@ class Asked:
         model, student = meta_model(shape(manifest.config), manifest, dtype), shape(start.config)
         rows = divergence_rows(0, student.vocab_size, dtype, device, trained, self.beta)
         each = bytes_per_logit(dtype, self.beta) + dtype.itemsize * (student.softcap is not None)
-        return aside_of(model, tokens, longest, device, loss_rows=rows, loss_bytes=each, **more)
+        aside = aside_of(model, tokens, longest, device, loss_rows=rows, loss_bytes=each, **more)
+        if self.inside is None:
+            return aside
+        own = meta_model(student, start, dtype)
+        read = self.inside.read(own, model, tokens, longest, dtype.itemsize)
+        return replace(aside, inside=read.at_loss, inside_later=read.later, learnt=read.trained)
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
         """Load it, frozen, and give what is minimised."""
-        return self.minimise(self.load(device, dtype), self._words)
+        return self._minimised(model, self._loaded(device, dtype))
 
     def load(self, device: torch.device, dtype: str) -> Teacher:
         """Read its weights."""
+        return partial(asked, self._loaded(device, dtype), self._words, self.temperature)
+
+    def _minimised(self, model: Decoder, teacher: Decoder, *, own: bool = False) -> Objective:
+        says = partial(asked, teacher, self._words, self.temperature, own=own)
+        if self.inside is None:
+            return self.minimise(says, self._words)
+
+        def words(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, said: Teacher) -> Loss:
+            return self.minimise(said, self._words)(hidden_TD, lm_head, batch)
+
+        # it has a field `taps`, so it is called with one argument more (train/step.py)
+        found = self.inside.objective(model, teacher, lambda batch, taps: says(batch, taps=taps), words)
+        return cast(Any, found)
+
+    def _loaded(self, device: torch.device, dtype: str) -> Decoder:
         from unfreeze.adapters.read import load_adapter
         from unfreeze.generate.open import dtype_of, open_model
 
@@ -138,15 +171,14 @@ class Asked:
         teacher = open_model(manifest, dtype_of(dtype), device)
         if found.adapter is not None:
             load_adapter(teacher, found.adapter)
-        teacher.eval().requires_grad_(False)
-        return partial(asked, teacher, self._words, self.temperature)
+        return teacher.eval().requires_grad_(False)
 
 
 class BaseAsked(Asked):
     """The model itself with its adapters off: no second copy in memory, and no file is read."""
 
-    def __init__(self, minimise: ToObjective, *, temperature: float = 1.0, beta: float = 0.0):
-        super().__init__(BASE, minimise, temperature=temperature, beta=beta)
+    def __init__(self, minimise: ToObjective, **options: Any):
+        super().__init__(BASE, minimise, **options)
 
     def open(self, say: Callable[[str], None] | None = None) -> None:
         """The model itself is open."""
@@ -166,14 +198,22 @@ class BaseAsked(Asked):
         return self._aside(start, start, tokens, longest, dtype, device, trained, shared=True)
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
-        return self.minimise(partial(asked, model, self._words, self.temperature, own=True), self._words)
+        return self._minimised(model, model, own=True)
 
 
-def asked(teacher: Decoder, words: int, temperature: float, batch: Batch, *, own: bool = False) -> LogProbs:
+def asked(
+    teacher: Decoder,
+    words: int,
+    temperature: float,
+    batch: Batch,
+    *,
+    own: bool = False,
+    taps: Taps | None = None,
+) -> LogProbs:
     """log softmax(z / τ) over the first `words` words, at the supervised rows, a block at a time.
 
     What lives until the last block is the teacher's hidden state of these rows, [N, D].
-    own: the teacher is the model that trains; its adapters are off meanwhile.
+    own: the teacher is the model that trains; its adapters are off meanwhile. taps: filled on the way.
     """
     import torch
 
@@ -183,7 +223,9 @@ def asked(teacher: Decoder, words: int, temperature: float, batch: Batch, *, own
 
     off: Callable[[], Any] = partial(without_adapters, teacher) if own else nullcontext
     with torch.no_grad(), off(), teacher.looking():
-        hidden_ND = teacher.hidden(batch, recompute=keep_inputs).index_select(0, batch.supervised())
+        hidden_TD = teacher.hidden(batch, recompute=keep_inputs, taps=taps)
+        hidden_ND = hidden_TD.index_select(0, batch.supervised())
+        del hidden_TD
 
     def log_q(rows: slice, log_p_BV: Tensor) -> Tensor:
         with torch.no_grad(), off():

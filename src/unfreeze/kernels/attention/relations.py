@@ -34,6 +34,17 @@ def relation_divergence(
     return _Relations.apply(own_T, their_T.detach(), weights_T.to(exact), layout, heads)
 
 
+def block_bytes(heads: int, tokens: int, longest: int) -> int:
+    """Bytes of a tensor of scores: of as many documents as have them within SCORE_BYTES. Four live."""
+    one = _block(heads, longest)
+    return min(max(SCORE_BYTES, one), one * -(-tokens // longest))
+
+
+def _block(heads: int, length: int) -> int:
+    """Of a block of rows of one document."""
+    return 4 * heads * min(QUERIES, length) * length
+
+
 class _Relations(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -48,8 +59,7 @@ class _Relations(torch.autograd.Function):
         d_N = torch.empty_like(own_N) if wanted else None
         begin = 0
         for bucket in layout.buckets:
-            # as many documents as have the scores of a block within SCORE_BYTES; four such tensors are alive
-            at_once = max(1, SCORE_BYTES // (4 * heads * min(QUERIES, bucket.length) * bucket.length))
+            at_once = max(1, SCORE_BYTES // _block(heads, bucket.length))
             for first in range(0, bucket.num_documents, at_once):
                 count = min(at_once, bucket.num_documents - first)
                 rows = slice(begin + first * bucket.length, begin + (first + count) * bucket.length)

@@ -28,6 +28,9 @@ class Aside:
     said        of what it said of a micro-batch, which lives until the loss is made
     loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it, both models'
                 together, where that is not cross entropy's; 0: it is
+    inside      of what the loss reads of both models' layers, with its gradients; inside_later: of these what
+                waits for the layers' backward
+    learnt      numbers that the loss learns besides the model: projections
     """
 
     stays: int = 0
@@ -36,6 +39,9 @@ class Aside:
     said: int = 0
     loss_rows: int = 0
     loss_bytes: int = 0
+    inside: int = 0
+    inside_later: int = 0
+    learnt: int = 0
 
 
 def aside_of(

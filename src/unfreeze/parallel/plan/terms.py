@@ -199,7 +199,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     if work.divided:
         base += _here(sizes, work) * 4 - sizes.elements * sizes.compute_bytes
     buffers = buffer_bytes(come) if work.experts != "device" else 0
-    second = work.aside.stays if work.aside else 0
+    second, learnt = (work.aside.stays, work.aside.learnt) if work.aside else (0, 0)
     if work.experts == "disk" or (work.experts == "host" and hardware.kind != "cpu"):
         base -= sum(sizes.streamed)
         host = sum(sizes.streamed) if work.experts == "host" else 0
@@ -217,6 +217,8 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
             **({"expert buffers": buffers} if buffers else {}),
             **({"gathered layers": gathered} if gathered else {}),
             **_stays(sizes, work),
+            # float32: itself, its gradient and its moments
+            **({"projections": int(learnt * (8 + MOMENT_BYTES[work.optimizer_moments]))} if learnt else {}),
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
             **worst,
             "expert workspace": max(sizes.workspace + cast, work.aside.workspace if work.aside else 0),
@@ -385,7 +387,7 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
     every, early, late = _gradients(sizes, work)
     if work.aside is not None:
         without = _micro_batch(sizes, replace(work, aside=None))
-        return [*_asking(without[0], work.aside), *without[1:]]
+        return _asking(without, work.aside)
     end = {"gradients": every, "boundary activations": 2 * stream}
     loss = _loss(sizes, work, stream)
     if work.recompute == "nothing":
@@ -417,12 +419,19 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
     ]
 
 
-def _asking(at_loss: dict[str, int], aside: Aside) -> list[dict[str, int]]:
-    """The loss's moment where it reads a second model: while that one runs forward, and after it."""
+def _asking(moments: list[dict[str, int]], aside: Aside) -> list[dict[str, int]]:
+    """The loss's moment where it reads a second model: while that one runs forward, and after it.
+
+    What it reads of layers is there at both; later of the student's the gradients, which wait for backward.
+    """
+    at_loss, *later = moments
     others = {name: size for name, size in at_loss.items() if name != "loss block"}
+    read = {"read inside of layers": aside.inside} if aside.inside else {}
+    waiting = {"read inside of layers": aside.inside_later} if aside.inside else {}
     return [
-        others | {"second model's forward": aside.forward},
-        at_loss | {"what the second model said": aside.said},
+        others | {"second model's forward": aside.forward} | read,
+        at_loss | {"what the second model said": aside.said} | read,
+        *(moment | waiting for moment in later),
     ]
 
 
