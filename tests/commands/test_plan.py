@@ -78,10 +78,68 @@ def test_what_does_not_fit_ends_with_exit_code_2_and_its_json_is_whole(config, t
 
 
 def test_what_is_not_built_is_said_first(config, capsys):
+    """And it ends as what does not fit: a script would start the run."""
     found, lines = said(capsys, "--model", config, "--hardware", "1xRTX4090+128GB")
-    assert found["fits"] and found["not_built"]
+    assert found["fits"] and found["not_built"] and found["exit_code"] == 2
     assert lines[0].endswith(f": not built yet: {', '.join(found['not_built'])}; it would fit")
     assert "not built" not in "".join(lines[1:])
+
+
+def test_the_model_may_come_first(config, tmp_path, monkeypatch):
+    """A config.json, a folder, an id; a run's TOML file as before."""
+    wanted = planned("--model", config, "--hardware", "1xH200")
+    assert planned(config, "--hardware", "1xH200") == wanted
+    folder = str(Path(config).parent)
+    assert planned(folder, "--hardware", "1xH200") == wanted | {"model": folder}
+    with pytest.raises(ConfigError, match="is a model, and --model names one too"):
+        planned(config, "--model", config)
+    with pytest.raises(ConfigError, match="is not a file"):
+        planned(str(tmp_path / "absent.json"))
+    broken = tmp_path / "run.toml"
+    broken.write_text("model")
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        planned(str(broken))
+
+
+def test_places_are_planned_as_they_are_named_by_flags_and_by_a_file(config, tmp_path):
+    """What is chosen without them is another: experts on the device, which is fastest."""
+    asked = ["--hardware", "8xH200+1TB"]
+    free = planned(config, *asked)
+    assert (
+        free["layout"].startswith("experts on device; rest on device")
+        and "boundary on device" in free["layout"]
+    )
+    for flags, said in (
+        (["--place.experts", "host"], "experts on host"),
+        (["--place.experts", "disk", "--place.split", "4"], "experts on disk, split over 4; "),
+        (["--place.split", "2"], "experts on device, split over 2; "),
+        (["--place.rest", "peers"], "rest on sharded; "),
+        (["--place.boundary", "host"], "boundary on host; "),
+    ):
+        found = planned(config, *asked, *flags, "--waiting", "1")
+        assert said in found["layout"], flags
+    file = tmp_path / "run.toml"
+    file.write_text(f'model = "{config}"\ndata = "chat.jsonl"\n[place]\nexperts = "disk"\nsplit = 2\n')
+    found = planned(str(file), *asked, "--waiting", "1")
+    assert "experts on disk, split over 2; " in found["layout"]
+    found = planned(str(file), *asked, "--place.split", "4", "--waiting", "1")
+    assert "experts on disk, split over 4; " in found["layout"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("8xH200 --place.experts host --train all", "place.experts is host, but every weight trains"),
+        ("cpu:256GB --place.boundary host", "without a GPU is the host's"),
+        ("1xH200 --place.rest peers", "one device has no peers"),
+        ("8xH200 --place.split 3", "place.split is 3, which does not divide the 8 processes"),
+        ("8xH200 --train all --place.weights sharded", "only the plan of a run counts it"),
+        ("8xH200 --place.experts disk --place.buffer 0.5", "only the plan of a run counts it"),
+    ],
+)
+def test_places_that_cannot_be_are_one_line(config, arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        planned(config, "--hardware", *arguments.split())
 
 
 def test_a_dense_model_has_no_line_of_experts_and_no_row_of_0_bytes(config, tmp_path, capsys):
@@ -114,7 +172,7 @@ def test_no_price_without_the_users_own(config):
 def test_a_card_too_small_says_what_fits(config):
     found = planned("--model", config, "--hardware", "1xRTX4090")
     assert not found["fits"] and found["bytes"]["device"] > found["bytes"]["device_usable"]
-    assert any("128 GB of host memory" in line for line in found["proposals"])
+    assert any(line.startswith("--hardware 1xRTX4090+128GB (") for line in found["proposals"])
 
 
 def test_given_tokens_are_kept(config):
@@ -183,34 +241,14 @@ def test_where_all_trains_experts_are_not_split(config):
 
 
 def flags_of(line, arguments):
-    """The arguments of a plan with what a proposal changes: "lora.rank 8, waiting 0.93 (…)"."""
-    found = list(arguments)
-    hardware = found.index("--hardware") + 1
-
-    def give(flag, value):
+    """The arguments of a plan with the flags of a proposal in their place: "--lora.rank 8 --waiting 0.93 (…)"."""
+    found, words = list(arguments), line.split(" (")[0].split()
+    for flag, value in zip(words[::2], words[1::2], strict=True):
+        assert flag.startswith("--"), line
         if flag in found:
             found[found.index(flag) + 1] = value
         else:
-            found.extend((flag, value))
-
-    for words in line.split(" (")[0].split(", "):
-        name, _, value = words.partition(" ")
-        if name in ("lora.rank", "optimizer_moments", "tokens_per_step", "waiting"):
-            give("--" + name.replace("_", "-"), value.replace(",", ""))
-        elif words.endswith("of host memory"):
-            gib = words.split()[0].replace(",", "")
-            found[hardware] = f"{found[hardware].partition('+')[0]}+{gib}GB"
-        elif words == "--train adapters":
-            give("--train", "adapters")
-        elif name == "rank":
-            give("--lora.rank", value)
-        elif value == "such devices":
-            count, _, rest = found[hardware].partition("x")
-            assert count.isdigit()
-            found[hardware] = f"{name}x{rest}"
-        else:
-            assert not value, words
-            found[hardware] = words.replace(",", "")
+            found += [flag, value]
     return found
 
 
@@ -245,7 +283,7 @@ def test_what_fits_but_waits_is_proposed_with_its_wait(tmp_path):
     arguments = "--model", str(tmp_path), "--hardware", "72xL40S"
     (line,) = (line for line in planned(*arguments)["proposals"] if "of a step waits for transfers" in line)
     name, share = line.split(" (")[0].split()
-    assert name == "waiting" and 0.25 < float(share) < 1
+    assert name == "--waiting" and 0.25 < float(share) < 1
     found = planned(*arguments, "--waiting", share)
     assert found["fits"] and 0.25 < found["seconds"]["shown"] / found["seconds"]["step"] <= float(share)
     assert not planned(*arguments)["fits"]  # control arm
@@ -255,8 +293,8 @@ def test_what_waits_for_a_few_tokens_is_told_how_many_are_enough(tmp_path):
     """405 billion parameters stream from host memory once a pass, whatever a step has."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     arguments = ["--model", str(tmp_path), "--hardware", "8xH100+1TB", "--tokens-per-step"]
-    more = [line for line in planned(*arguments, "4096")["proposals"] if line.startswith("tokens_per_step")]
-    tokens = more[0].split()[1].replace(",", "")
+    more = [line for line in planned(*arguments, "4096")["proposals"] if line.startswith("--tokens-per-step")]
+    tokens = more[0].split()[1]
     assert int(tokens) > 4096 and planned(*arguments, tokens)["fits"]
     assert not planned(*arguments, str(int(tokens) // 2))["fits"]  # control arm
 
@@ -389,8 +427,8 @@ def test_every_weight_that_does_not_fit_is_told_adapters_that_do(config):
     one, four = (
         planned("--model", config, "--hardware", m, "--train", "all") for m in ("1xH200", "1xRTX4090")
     )
-    assert any(line.startswith("--train adapters, rank 16 (") for line in one["proposals"])
-    assert any(line.startswith("--train adapters, ") and "host memory" in line for line in four["proposals"])
+    assert any(line.startswith("--train adapters --lora.rank 16 (") for line in one["proposals"])
+    assert any(line.startswith("--train adapters --") and "host memory" in line for line in four["proposals"])
     assert planned("--model", config, "--hardware", "1xH200")["fits"]
     assert not planned("--model", config, "--hardware", "1xRTX4090")["fits"]
 

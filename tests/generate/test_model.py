@@ -292,6 +292,12 @@ def test_sources_that_are_no_model_are_refused(tmp_path, llama):
     (tmp_path / "run" / "resolved_config.json").write_text(json.dumps({"model": str(llama[0])}))
     with pytest.raises(CheckpointError, match="has not saved anything yet"):
         unfreeze.load(tmp_path / "run")
+    for step in (2, 4):  # an interrupted run that trains every weight
+        (tmp_path / "run" / "state" / f"step-00000{step}").mkdir(parents=True)
+    (tmp_path / "run" / "state" / "step-000006.tmp").mkdir()
+    with pytest.raises(CheckpointError, match="is saved as of step-000004, but the model") as said:
+        unfreeze.load(tmp_path / "run")
+    assert said.value.next == "start the same training command again: it goes on from that save"
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="base_model_name_or_path"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ import pytest
 from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import Started, nearest_multiples, sharers, started
+from unfreeze.job.folder import _gone
 from unfreeze.job.job import Job
-from unfreeze.job.processes import refuse_uneven
+from unfreeze.job.processes import alone, refuse_uneven
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.recipes.sft import Config
 from unfreeze.train.events import emit_nonfinite
@@ -84,7 +86,10 @@ def test_what_torchrun_says(monkeypatch):
     ("variables", "words"),
     [
         ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', which is no number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0: a run has at least one process"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is '-1', which is no number"),
         ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK is 5, and WORLD_SIZE 2: there is no such process"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0: a run has at"),
     ],
 )
 def test_what_torchrun_never_says_is_one_line(variables, words, tmp_path, monkeypatch, capsys):
@@ -109,11 +114,39 @@ def test_the_spike_guard_of_every_process_has_the_steps_before_that_only_process
         state=SimpleNamespace(step=2, run=SimpleNamespace(path=tmp_path, shown=tmp_path)),
         **dict.fromkeys(("model", "recompute", "on_spike", "max_norm", "describe")),
         parts=SimpleNamespace(objective=None),
+        objective=None,
     )
     (tmp_path / "events.jsonl").write_text("")  # a process beyond the first has a folder of its own
     assert Job.spike_guard(job) == [[2.0, 1.0], [1.9, 0.9]]  # type: ignore[arg-type]
     job.group = ALONE
     assert Job.spike_guard(job) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (3, "gone in step 4; saved: nothing yet"),
+        (4, "gone after the last step, 4, while its results were written; saved: nothing yet"),
+    ],
+)
+def test_one_that_goes_while_results_are_written_is_in_no_step(steps, said, tmp_path):
+    told = [{"kind": "start", "step": 0, "steps": 4, "time": 0.0}]
+    told += [{"kind": "train", "step": step, "time": 0.0} for step in range(1, steps + 1)]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    run = SimpleNamespace(path=tmp_path, step=0, began=True)
+    assert _gone("process 0 is gone", run, "").message.removeprefix("process 0 is ") == said  # type: ignore[arg-type]
+
+
+def test_where_several_run_torch_does_not_print_its_frames(monkeypatch):
+    """Of a store that went with process 0: it reads the variable once, when it is imported."""
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "")
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert alone(config(2), None, None) is None  # type: ignore[arg-type]
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    alone(config(2), None, None)  # type: ignore[arg-type]
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"  # the user's own stays
 
 
 def test_a_process_beyond_the_first_tells_of_the_folder_that_stays(tmp_path):

@@ -459,7 +459,7 @@ def test_too_large_is_refused_with_arithmetic_and_with_what_fits():
             "base 8.0 GiB",
             "optimizer",
             "boundary activations",
-            "Fits with micro_batches 3 of",
+            "Fits with --micro-batches 3 (",
         )
     )
     tokens = proposals(made)["--tokens-per-step"]

@@ -29,7 +29,7 @@ NODES = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]  # host and place there of four
 def soon(monkeypatch):
     monkeypatch.setattr(roll, "LOOK", timedelta(seconds=0.1))
     monkeypatch.setattr(roll, "PATIENCE", 0.5)
-    monkeypatch.setattr(roll, "COMING", timedelta(seconds=10))
+    monkeypatch.setattr(roll, "COMING_ALONE", timedelta(seconds=10))
 
 
 def together(action: Callable[[Roll], Any], monkeypatch, nodes=NODES, pids=None) -> list[Any]:
@@ -118,10 +118,21 @@ def test_another_version_of_torch_is_refused_by_all_naming_the_process(monkeypat
     assert "next: install torch 2.13.0+cpu on a too" in line
 
 
-def test_one_that_does_not_come_is_named(monkeypatch):
-    monkeypatch.setattr(roll, "COMING", timedelta(seconds=0.3))
+def test_one_that_does_not_come_is_named(monkeypatch, capsys):
+    """Where torchrun's agents started them later than without: there nobody begins by himself."""
+    monkeypatch.setattr(roll, "COMING_ALONE", timedelta(seconds=0.6))
+    monkeypatch.setattr(roll, "SAID", 0.1)
     with pytest.raises(UserError, match="processes 1 and 2 of 3 did not come within"):
         Roll(dist.HashStore(), 0, 3)
+    said = "process 0 waits for processes 1 and 2 of 3, at most 0 minutes\n"
+    assert capsys.readouterr().err == said
+    store = dist.HashStore()
+    store.set("here/0", member("elsewhere", 1))
+    with pytest.raises(UserError, match="process 2 of 3 did not come within"):
+        Roll(store, 1, 3)
+    assert not capsys.readouterr().err  # process 0 says it
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert roll.coming() == roll.COMING
 
 
 def a_dead_process() -> int:
@@ -218,6 +229,10 @@ def test_a_port_in_use_is_said_in_one_line(monkeypatch):
     assert said.value.message == (
         f"the processes cannot meet at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): another program has that port"
     )
+    for wrong in ("65536", "x", "-1"):
+        monkeypatch.setenv("MASTER_PORT", wrong)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT is '{wrong}', which is no port"):
+            collectives._met()
     monkeypatch.delenv("MASTER_PORT")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is set, but not what belongs to it"):
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is set, but not what .*: MASTER_PORT is not set"):
         collectives._met()

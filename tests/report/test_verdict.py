@@ -14,6 +14,7 @@ from unfreeze.config.names import flat, given
 from unfreeze.config.parse import parse
 from unfreeze.job.folder import write_resolved
 from unfreeze.recipes import pretrain, sft
+from unfreeze.report.events import ENOUGH_STEPS
 from unfreeze.report.run import read_run
 from unfreeze.report.verdict import again, change, evaluation_rows, machine_rows, verdict
 
@@ -85,6 +86,11 @@ SAID = [
     ),
     ([], "tiny-k2 has made no training step."),
 ]
+
+
+@pytest.fixture(autouse=True)
+def two_steps_are_enough(monkeypatch):
+    monkeypatch.setattr("unfreeze.report.verdict.ENOUGH_STEPS", 2)
 
 
 def made(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Path:
@@ -220,6 +226,23 @@ def test_rows_that_were_held_out_are_not_learnt(fraction, trained, tmp_path):
     events = [START, DATA | {"held_out": 122}, *train(3, 2), END]
     run = made(tmp_path, events, {"data": "yoda.jsonl", "validation_fraction": fraction})
     assert f"learnt {trained} answers of yoda.jsonl" in verdict(read_run(run))
+
+
+@pytest.mark.parametrize(
+    "steps, samples, learnt", [(3, 0, False), (39, 0, False), (40, 0, True), (3, 1, True)]
+)
+def test_a_loss_of_few_steps_is_no_learning_where_no_answers_show_it(
+    steps, samples, learnt, tmp_path, monkeypatch
+):
+    """Each step has other rows, so their losses differ. Sample answers that changed are seen."""
+    monkeypatch.setattr("unfreeze.report.verdict.ENOUGH_STEPS", ENOUGH_STEPS)
+    shown = [
+        {"kind": "sample", "step": step, "when": when, "prompt": "p", "text": when, "index": 0}
+        for step, when in ((0, "before"), (steps, "after")) * samples
+    ]
+    losses, end = range(steps, 0, -1), {**END, "step": steps}
+    said = verdict(read_run(made(tmp_path / "r", [START, DATA, *train(*losses), *shown, end])))
+    assert ("learnt" in said) == learnt != ("was trained on" in said)
 
 
 @pytest.mark.parametrize("steps, learnt", [(3, False), (4, True)])

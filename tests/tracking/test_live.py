@@ -140,6 +140,18 @@ def test_load_progress_says_rate_and_time_left():
     assert lines == ["load  2.50 GB of 5.00 GB  0.50 GB/s  5.0 s left", "load  5.00 GB of 5.00 GB"]
 
 
+def test_the_time_left_is_of_what_came_in_some_seconds_not_of_the_first_byte():
+    """A checkpoint whose first byte comes after 30 s, and then 1 GB/s: not "53 h left"."""
+    now, out = [0.0], io.StringIO()
+    with LoadProgress(stream=out, clock=lambda: now[0]) as progress:
+        for second, done in ((30, 1), (35, 5 * 10**9), (40, 10 * 10**9)):
+            now[0] = float(second)
+            progress(done, 60 * 10**9)
+    first, *others = out.getvalue().splitlines()
+    assert first == "load  0.0 MB of 60.00 GB"
+    assert [line.partition("GB/s  ")[2] for line in others] == ["55 s left", "50 s left"]
+
+
 def test_what_is_loaded_at_once_has_no_line():
     out = io.StringIO()
     with LoadProgress(stream=out, clock=lambda: 1.0) as progress:

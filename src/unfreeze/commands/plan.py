@@ -1,4 +1,6 @@
-"""unfreeze plan run.toml --hardware 8xH200: what a run will take and cost, on any machine.
+"""unfreeze plan MODEL --hardware 8xH200: what a run will take and cost, on any machine.
+
+MODEL is a checkpoint's folder, an id of the Hub, a config.json, or a run's TOML file.
 
 The machine need not be here, and no weights, GPU or network are needed: --model may be a config.json alone.
 The plan chooses where experts, adapters and activations lie, how experts are split, what is recomputed and
@@ -18,7 +20,8 @@ from pydantic import Field
 from rich.console import Console
 
 from unfreeze.config.lora import LoraConfig
-from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, parse, writing
+from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_model, parse, writing
+from unfreeze.config.tables import Place
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 SWEEP_RANKS, SWEEP_LENGTHS = (4, 8, 16, 32), (2048, 8192)
 HERE = "this machine"
+PLACES = ("place.experts", "place.buffer", "place.split", "place.weights", "place.rest", "place.boundary")
 DOES_NOT_FIT = 2
 
 
@@ -49,7 +53,7 @@ class Config(Frozen):
             "keep_layers",
             "optimizer_moments",
         ),
-        "Where": ("hardware", "machines", "usd_per_hour", "waiting"),
+        "Where": ("hardware", "machines", "usd_per_hour", "waiting", *PLACES),
         "More": ("sweep", "out", "simulate", "trace"),
     }
     FIRST: ClassVar[tuple[str, ...]] = (
@@ -110,6 +114,7 @@ class Config(Frozen):
         ge=0,
         description="selective, elementwise: only the last so many layers keep; unset: all",
     )
+    place: Place = Field(default_factory=lambda: Place(), description="where parts must lie; auto: chosen")
     sweep: bool = Field(
         default=False, description="a table of ranks and lengths on every machine named, and a picture"
     )
@@ -123,7 +128,7 @@ class Config(Frozen):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> the plan of the first machine (Planned.fields). With several, or --sweep, `plans` has all.
 
-    exit_code 2 where it fits none of them: what a run would end with.
+    exit_code 2 where it fits none of them with what is built: what a run would end with.
     """
     config = configured(arguments)
     if not config.model:
@@ -144,11 +149,18 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     if not common.quiet:
         console.print("\n".join(lines))
     found = plans[0].fields() | ({"plans": [p.fields() for p in plans]} if len(plans) > 1 else {})
-    return found | ({} if any(planned.fits for planned in plans) else {"exit_code": DOES_NOT_FIT})
+    return found | ({} if any(planned.runs for planned in plans) else {"exit_code": DOES_NOT_FIT})
 
 
 def configured(arguments: list[str]) -> Config:
-    """The Config: a run's TOML file gives model, adapters and step, and flags win over it."""
+    """The Config: a run's TOML file gives model, adapters, step and places, and flags win over it.
+
+    In its place may stand the model itself.
+    """
+    if arguments and (is_model(arguments[0]) or arguments[0].endswith(".json")):
+        if "--model" in {word.partition("=")[0] for word in arguments}:
+            raise ConfigError(f"{arguments[0]} is a model, and --model names one too", next="leave one out")
+        arguments = ["--model", *arguments]
     if not arguments or arguments[0].startswith("-"):
         config = parse(Config, arguments, command="plan", description=__doc__ or "")
         _refuse_without_effect(config, config.model_fields_set)
@@ -161,6 +173,7 @@ def configured(arguments: list[str]) -> Config:
         "model": run.model,
         "train": run.train,
         "lora": _merged(run.lora, given.lora) if run.lora else given.lora,
+        "place": run.place.model_copy(update=given.place.model_dump(exclude_unset=True)),
         "tokens_per_step": run.training.tokens_per_step,
         "sequence_length": run.data.sequence_length,
         "dtype": run.memory.dtype,
@@ -169,7 +182,7 @@ def configured(arguments: list[str]) -> Config:
         "keep_layers": run.memory.keep_layers,
         "micro_batches": run.memory.micro_batches,
     }
-    kept = given.model_fields_set - {"lora"}  # its flags are in it already
+    kept = given.model_fields_set - {"lora", "place"}  # its flags are in it already
     config = given.model_copy(update={k: v for k, v in of_run.items() if k not in kept})
     _refuse_without_effect(config, given.model_fields_set)
     return config
@@ -301,8 +314,9 @@ def _instead(
         # adapters instead of every weight, at their default rank
         others = config.model_copy(update={"train": "adapters"})
         with_adapters, counts, smaller = _measured(others, machine, opened)
-        given, words = (with_adapters, counts, machine, smaller), f"--train adapters, rank {config.lora.rank}"
-        fewer = [f"--train adapters, {line}" for line in proposals(*given)[:1]]
+        given = with_adapters, counts, machine, smaller
+        words = f"--train adapters --lora.rank {config.lora.rank}"
+        fewer = [f"--train adapters {line}" for line in proposals(*given)[:1]]
         found = (if_it_fits(words, *given) or fewer) + found
     return found, "" if found else too_large(sizes, opened.counts, machine, asked)
 
@@ -366,6 +380,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
     import torch
 
     from unfreeze.adapters.snapshot import COPY_BYTES
+    from unfreeze.commands.planned_places import given_places
     from unfreeze.parallel.plan import rates_here, work_of
     from unfreeze.parallel.plan.choose import Asked
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
@@ -412,7 +427,8 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
             packed=counted.packed,
             optimizer_moments=config.optimizer_moments,
         )
-    asked = Asked(work, config.tokens_per_step, length, recomputes, rates, config.waiting)
+    given = given_places(config.place, config.train, machine, model.shape.num_experts)
+    asked = Asked(work, config.tokens_per_step, length, recomputes, rates, config.waiting, given)
     return opened.sizes(lora, machine.kind), counted, asked
 
 

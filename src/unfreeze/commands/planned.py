@@ -43,6 +43,11 @@ class Planned:
     rates: str = ""
 
     @property
+    def runs(self) -> bool:
+        """Whether a run could begin: it fits, and all that its layout needs is built."""
+        return self.fits and not self.choice.not_built
+
+    @property
     def usd_per_million_tokens(self) -> float | None:
         """price an hour / (3,600 · tokens per second) · 1e6."""
         rate, price = self.choice.tokens_per_second, self.usd_per_hour

@@ -88,7 +88,7 @@ def _kind(annotation: Any) -> str:
     if origin is Literal:
         return "|".join(map(str, inner))
     if origin in (Union, UnionType):
-        return _kind(next(kind for kind in inner if kind is not NoneType))
+        return "|".join(_kind(kind) for kind in inner if kind is not NoneType)
     if origin is tuple:
         return f"{_kind(inner[0])} …"
     return _kind(inner[0]) if inner else ""  # Annotated

@@ -87,7 +87,7 @@ def parse(
         raise SystemExit(0)
     fields: dict[str, Any] = {}
     if not positional and arguments and not arguments[0].startswith("-"):
-        if "model" in places(config) and _is_model(arguments[0]):
+        if "model" in places(config) and is_model(arguments[0]):
             raise _model_first(arguments, command)
         fields = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
         arguments = arguments[1:]
@@ -98,7 +98,7 @@ def parse(
     return _validated(config, fields, f"unfreeze {command} --help")
 
 
-def _is_model(name: str) -> bool:
+def is_model(name: str) -> bool:
     """Whether it is a checkpoint's folder, or written like org/name where no such path is."""
     path = Path(name).expanduser()
     if path.exists():

@@ -24,23 +24,30 @@ def started() -> Started:
     """As torchrun started this process: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK.
 
     Without a WORLD_SIZE above 1: alone, whatever else is set. Where LOCAL_WORLD_SIZE is not set: one node.
-    Raises ConfigError where one of them is no number, or there is no such process.
+    Raises ConfigError where one of them is no number or too small, or there is no such process.
     """
 
-    def number(name: str, otherwise: int) -> int:
+    def number(name: str, otherwise: int, least: int = 0) -> int:
         said = os.environ.get(name) or str(otherwise)
         if not (said.isascii() and said.isdigit()):
             raise _not_torchruns(f"{name} is {said!r:.40}, which is no number of processes")
+        if int(said) < least:
+            raise _not_torchruns(f"{name} is {said}: a run has at least one process")
         return int(said)
 
-    rank, size = number("RANK", 0), number("WORLD_SIZE", 1)
-    if size <= 1:
+    rank, size = number("RANK", 0), number("WORLD_SIZE", 1, 1)
+    if size == 1:
         return Started()
     if rank >= size:
         raise _not_torchruns(f"RANK is {rank}, and WORLD_SIZE {size}: there is no such process")
-    on_node = number("LOCAL_WORLD_SIZE", size)
-    node, nodes = number("GROUP_RANK", rank // on_node), number("GROUP_WORLD_SIZE", -(-size // on_node))
+    on_node = number("LOCAL_WORLD_SIZE", size, 1)
+    node, nodes = number("GROUP_RANK", rank // on_node), number("GROUP_WORLD_SIZE", -(-size // on_node), 1)
     return Started(rank, size, number("LOCAL_RANK", rank % on_node), on_node, node, nodes)
+
+
+def quieten() -> None:
+    """Before torch is imported: of a store that is gone it would print C++ frames at each call."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _not_torchruns(words: str) -> ConfigError:

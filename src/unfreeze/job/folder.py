@@ -25,7 +25,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import FULL, ConfigError, ProcessGone
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.schema import TrainEvent
+from unfreeze.core.schema import StartEvent, TrainEvent
 from unfreeze.core.torchrun import started
 from unfreeze.job.resume import FIXED, allowed
 from unfreeze.report.events import last, read_events
@@ -120,9 +120,12 @@ def _gone(who: str, run: Run, command: str) -> ProcessGone:
     from unfreeze.train.run import latest
 
     save, events = latest(run.path), run.path / "events.jsonl"
-    step = last(read_events(events), TrainEvent) if events.is_file() else None
-    trained = max(run.step, step["step"] if step else 0)
+    told = read_events(events) if events.is_file() else []
+    step, start = last(told, TrainEvent), last(told, StartEvent)
+    trained, steps = max(run.step, step["step"] if step else 0), start.get("steps") if start else None
     at = f"in step {trained + 1}" if run.began else "before the first step"
+    if steps is not None and trained >= steps:
+        at = f"after the last step, {trained}, while its results were written"
     return ProcessGone(f"{who} {at}; saved: {save.name if save else 'nothing yet'}", next=again(command))
 
 

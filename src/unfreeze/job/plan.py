@@ -263,7 +263,7 @@ def start_lines(
     config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan, disk: Disk
 ) -> list[str]:
     """The plan in three lines: what is trained on what, and what that takes."""
-    from unfreeze.parallel.plan.words import experts_held, groups_of
+    from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 
     experts = (
         f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
@@ -277,7 +277,7 @@ def start_lines(
         )
         what = (
             f"{ranks} on {', '.join(trained.lora.targets)},"
-            f" {format_count(plan.adapter_parameters)} parameters{trained.begins}"
+            f" {format_count(all_parameters(plan))} parameters{trained.begins}"
         )
     taken = planned_words(plan.total + plan.hardware.process, plan.hardware.kind)
     room = format_bytes(plan.usable + plan.hardware.process)
@@ -363,6 +363,8 @@ ROOM = "free space, give --out on another disk, or lower --keep-saves"
 
 def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Plan) -> Disk:
     """What the run takes of the disk of its folder, and what is free there."""
+    from unfreeze.parallel.plan.words import all_parameters
+
     folder = config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"]
@@ -370,9 +372,7 @@ def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Pla
     if plan.work.divided:
         each *= plan.work.processes
     if plan.work.split > 1:  # the plan is of one process, the files are of all
-        every = plan.adapter_parameters + (plan.work.split - 1) * plan.sizes.experts_per_rank * (
-            plan.work.experts_rank or plan.work.rank or 0
-        )
+        every = all_parameters(plan)
         each, adapter = (size * every // plan.adapter_parameters for size in (each, adapter))
     result = trained.written_bytes(start, adapter)
     free = shutil.disk_usage(existing).free

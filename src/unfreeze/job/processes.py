@@ -17,7 +17,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.torchrun import nearest_multiples, sharers, started
+from unfreeze.core.torchrun import nearest_multiples, quieten, sharers, started
 from unfreeze.job.device import say
 from unfreeze.job.folder import contents, files_in, versions, with_files
 
@@ -73,6 +73,7 @@ def alone(
     before: it may be finished, and need no model.
     """
     if started().size > 1:
+        quieten()
         return None
     config = with_files(config, say(common))
     return config, None if _was_started(config) else opened_start(config.model, parts, common)

@@ -15,10 +15,11 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.config.names import nested
 from unfreeze.config.sft import ALL_RATE, Config
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.job.data import ENOUGH_STEPS, steps_of
+from unfreeze.job.data import steps_of
 from unfreeze.job.folder import with_files
 from unfreeze.job.plan import plan_of
 from unfreeze.job.trained import Adapters
+from unfreeze.report.events import ENOUGH_STEPS
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest

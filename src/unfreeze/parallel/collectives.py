@@ -26,7 +26,7 @@ from torch import Tensor
 
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.torchrun import started
-from unfreeze.parallel.roll import COMING, Roll, Told
+from unfreeze.parallel.roll import Roll, Told, coming, has_agent
 
 Item = TypeVar("Item")
 # bytes of gradients in flight at once: long enough for full bandwidth, small beside the gradients themselves
@@ -330,7 +330,7 @@ def open_group(device: torch.device) -> Iterator[Group]:
     by the others as ProcessGone, with exit code 1.
     Raises ConfigError where they cannot meet, or have different versions of torch.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if started().size == 1:
         yield ALONE
         return
     if device.type == "cuda":
@@ -356,10 +356,24 @@ def open_group(device: torch.device) -> Iterator[Group]:
 
 
 def _met() -> tuple[dist.Store, int, int]:
-    """torchrun's store, or that of process 0 -> with this process's rank and how many there are."""
-    at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    """torchrun's store, or that of process 0 -> with this process's rank and how many there are.
+
+    Of process 0's own none waits until all have come: who has not is known to the Roll, which says it.
+    """
+    here, said = started(), os.environ
+    at = f"{said.get('MASTER_ADDR')}:{said.get('MASTER_PORT')}"
     try:
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=COMING)))
+        if has_agent():
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=coming())))
+        else:
+            for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+                if not said.get(name):
+                    raise ValueError(f"{name} is not set")
+            host, port, rank, size = said["MASTER_ADDR"], said["MASTER_PORT"], here.rank, here.size
+            if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+                raise ValueError(f"MASTER_PORT is {port!r:.40}, which is no port")
+            more = {"timeout": coming(), "wait_for_workers": False, "multi_tenant": True}
+            store = dist.TCPStore(host, int(port), size, rank == 0, **more)
     except dist.DistNetworkError as error:
         busy = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
         why = "another program has that port" if busy else str(error).strip().partition("\n")[0][:200]
@@ -367,7 +381,7 @@ def _met() -> tuple[dist.Store, int, int]:
             f"the processes cannot meet at {at} (MASTER_ADDR, MASTER_PORT): {why}",
             next="torchrun --master-port with a free port, the same on every node",
         ) from error
-    except ValueError as error:  # one of the variables is not set, or no number
+    except ValueError as error:  # one of the variables is not set, or no port
         words = f"WORLD_SIZE is set, but not what belongs to it: {error}"
         raise ConfigError(words, next="start the processes by torchrun") from error
     return dist.PrefixStore(f"attempt-{_attempt(store, rank)}", store), rank, size

@@ -33,8 +33,11 @@ import torch.distributed as dist
 from unfreeze.core.errors import ConfigError, ProcessGone, UserError
 from unfreeze.core.torchrun import started
 
-COMING = timedelta(minutes=10)
-"""How long processes wait for each other at the start: a node may begin later than another."""
+COMING, COMING_ALONE = timedelta(minutes=10), timedelta(minutes=2)
+"""How long processes wait for each other at the start: a node's agent may begin later than another's. Without
+agents somebody started each process, and one that is not there was forgotten."""
+SAID = 10.0
+"""Seconds after which the first of those that wait says for whom."""
 LOOK = timedelta(seconds=5)
 """How often one that waits looks whether the others still run. It waits for their work without end."""
 PATIENCE = 5.0
@@ -46,6 +49,17 @@ NO_ANSWER = ("Connection", "onnection reset", "gloo", "NCCL", "Socket", "ocket",
 
 ALARM, LOST = "alarm", "lost another"
 """A key that is set once a process was found killed; what one writes that leaves because of another."""
+
+
+def has_agent() -> bool:
+    """Whether the store is that of torchrun's agent; else process 0 keeps it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def coming() -> timedelta:
+    """How long processes wait for each other at the start."""
+    return COMING if has_agent() else COMING_ALONE
+
 
 Item = TypeVar("Item")
 Told = Callable[[str], ProcessGone]
@@ -66,17 +80,13 @@ class Roll:
     def __init__(self, store: dist.Store, rank: int, size: int):
         self._store, self._rank, self._size, self._serial = store, rank, size, 0
         self.told: Told = plainly
-        self._hosted = (
-            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        )  # by process 0, not by an agent
+        self._hosted = not has_agent()  # by process 0
         own = {"host": _host(), "pid": os.getpid(), "torch": torch.__version__, "local": started().local}
         store.set(f"here/{rank}", json.dumps(own))
         keys = [f"here/{other}" for other in range(size)]
-        with suppress(dist.DistStoreError):  # what is missing is named below
-            store.wait(keys, COMING)
-        if absent := [other for other, key in enumerate(keys) if not store.check([key])]:
+        if absent := self._absent(keys):
             raise UserError(
-                f"{_named(absent)} of {size} did not come within {COMING.seconds // 60} minutes",
+                f"{_named(absent)} of {size} did not come within {coming().seconds // 60} minutes",
                 next="look at its host: start every process with the same address and port",
             )
         self._members: list[dict[str, Any]] = [json.loads(store.get(key)) for key in keys]
@@ -88,6 +98,20 @@ class Roll:
                 " would compute other numbers",
                 next=f"install torch {first} on {self._members[other]['host'].split()[0]} too",
             )
+
+    def _absent(self, keys: Sequence[str]) -> list[int]:
+        """Wait for all. -> who has not come in time; the first that is here says for whom it waits."""
+        began, said = time.monotonic(), False
+        while absent := [other for other, key in enumerate(keys) if not self._store.check([key])]:
+            waited = time.monotonic() - began
+            if waited > coming().total_seconds():
+                break
+            if waited > SAID and not said and all(other in absent for other in range(self._rank)):
+                words = f"process {self._rank} waits for {_named(absent)} of {len(keys)}"
+                print(f"{words}, at most {coming().seconds // 60} minutes", file=sys.stderr, flush=True)
+                said = True
+            time.sleep(0.05)
+        return absent
 
     # -- work of some while the others wait, however long that takes
 

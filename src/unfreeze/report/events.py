@@ -22,6 +22,10 @@ from unfreeze.core.units import format_count
 COLUMNS = 80  # of a terminal
 
 TEACH_LITTLE = "which teach little"  # the warning of a run with too few steps, job/data.py
+ENOUGH_STEPS = 40
+"""A run of fewer is warned about where epochs gave them, and has not "learnt" where only its training loss
+says so; `unfreeze init` proposes epochs until there are as many. Of 30 rows tiny-k2 learns at the defaults of
+sft from a loss of 5.25 to 3.70, 2.47 and 0.59 in 20, 40 and 80 steps."""
 
 Value = TypeVar("Value")
 E = TypeVar("E", bound=Event)

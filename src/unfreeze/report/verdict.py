@@ -9,6 +9,7 @@ from pathlib import Path
 from unfreeze.core.schema import DataEvent, EvalEvent
 from unfreeze.core.units import format_seconds
 from unfreeze.report.events import (
+    ENOUGH_STEPS,
     TEACH_LITTLE,
     last,
     numbers,
@@ -52,8 +53,9 @@ def verdict(run: Run) -> str:
     """'tiny-k2 learnt 1,219 answers of yoda_train.jsonl in 2 min 20 s: style 0 → 98 %, facts 100 → 99 %.'
 
     "learnt" only of a finished run that saw all of its data, and whose scores, held-out loss or, without
-    these, loss of training say so. A run without scores whose sample answers stayed the same learnt nothing
-    that is seen in them, and of too few steps no run learns much.
+    these, loss of training say so: without sample answers that of ENOUGH_STEPS steps. A run without scores
+    whose sample answers stayed the same learnt nothing that is seen in them, and of too few steps no run
+    learns much.
     """
     model, (share, things) = Path(run.source("model")).name or "The model", _what(run)
     what = f"{share}{things}"
@@ -122,7 +124,9 @@ def _measured(run: Run) -> tuple[str, bool]:
         ys = found["loss"][1]
         return f"held-out loss {change(ys, 3)}{unchanged}", not same and (len(ys) == 1 or min(ys) < ys[0])
     ys = series(run.events, "train", "loss")[1]
-    return (f"loss {change(ys, 3)}{unchanged}", not same and ys[-1] < ys[0]) if ys else ("", False)
+    # without samples a loss of other rows in each step is all there is: of a few steps it is noise
+    seen = bool(answers) or run.steps_done >= ENOUGH_STEPS
+    return (f"loss {change(ys, 3)}{unchanged}", seen and not same and ys[-1] < ys[0]) if ys else ("", False)
 
 
 def _answers(answers: int) -> str:

@@ -39,6 +39,7 @@ from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbe
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
 
+RATED = 3.0  # seconds of reading after which the time left is estimated
 # steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
 WINDOW = 20
 
@@ -256,7 +257,7 @@ def eval_words(event: EvalEvent) -> str:
 
 
 class LoadProgress:
-    """Progress of loading or downloading: share done, GB/s (decimal) and time left.
+    """Progress of loading or downloading: share done; after RATED seconds also GB/s (decimal) and time left.
 
     A context manager that is called with (bytes_done, bytes_total).
     """
@@ -274,6 +275,7 @@ class LoadProgress:
         self._clock = clock
         self._display = _Display(quiet, stream)
         self._began = self._shown = clock()
+        self._first: tuple[float, int] | None = None  # when something was read first, and how much
         self._inside = False
 
     def __enter__(self) -> LoadProgress:
@@ -289,6 +291,7 @@ class LoadProgress:
 
     def __call__(self, bytes_done: int, bytes_total: int) -> None:
         now, finished = self._clock(), bytes_done >= bytes_total
+        self._first = self._first or (now, bytes_done)
         drawing = self._inside and self._display.may_draw
         # 0.1 s between redraws: a checkpoint of 69,120 tensors calls this once per tensor. What is done
         # before its first line has none
@@ -296,17 +299,18 @@ class LoadProgress:
         if self._display.quiet or (soon and not (finished and (drawing or self._shown > self._began))):
             return
         self._shown = now
-        status = self._status(bytes_done, bytes_total, now - self._began)
+        status = self._status(bytes_done, bytes_total, now, *self._first)
         if drawing:
             self._display.draw(self.label, bytes_done, bytes_total, status)
         else:
             self._display.line(f"{self.label}  {status}")
 
-    def _status(self, done: int, total: int, seconds: float) -> str:
-        words = f"{decimal_bytes(done)} of {decimal_bytes(total)}"
-        if seconds > 0 and 0 < done < total:
-            left = format_seconds((total - done) * seconds / done)
-            words += f"  {decimal_bytes(done / seconds)}/s  {left} left"
+    def _status(self, done: int, total: int, now: float, first: float, before: int) -> str:
+        """before: bytes that were read at the moment `first`; the rate is of what came since."""
+        words, seconds, read = f"{decimal_bytes(done)} of {decimal_bytes(total)}", now - first, done - before
+        if seconds >= RATED and read > 0 and done < total:
+            left = format_seconds((total - done) * seconds / read)
+            words += f"  {decimal_bytes(read / seconds)}/s  {left} left"
         return words
 
 

@@ -144,8 +144,8 @@ def test_one_h200_and_its_host_by_hand(kimi):
 
 def test_what_would_fit_is_said(kimi):
     said = proposals(*kimi, fleet("1xH200+768GB"), asked(16))
-    assert [line.split(" (")[0] for line in said][:2] == ["lora.rank 8", "optimizer_moments int8"]
-    assert any("768 GB of host memory" in line for line in proposals(*kimi, fleet("8xH100"), asked(16)))
+    assert [line.split(" (")[0] for line in said][:2] == ["--lora.rank 8", "--optimizer-moments int8"]
+    assert any("--hardware 8xH100+768GB (" in line for line in proposals(*kimi, fleet("8xH100"), asked(16)))
 
 
 def test_what_runs_today_is_chosen_before_what_is_faster():
@@ -210,15 +210,21 @@ def test_a_published_config_is_read(shared=Path(__file__).parents[4] / "shared" 
     assert counts(models.from_config(json.loads(path.read_text()), torch.bfloat16)) == ours
 
 
+def given(words):
+    """Flag -> value of a proposal, "--lora.rank 8 --waiting 0.9"."""
+    parts = words.split()
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
 def changed(before, words):
     """The Asked and host memory that a proposal's words name."""
-    parts = dict(part.strip().split(" ", 1) for part in words.split(",") if not part.strip()[0].isdigit())
+    parts = given(words)
     work = replace(
         before.work,
-        rank=int(parts.get("lora.rank", before.work.rank)),
-        optimizer_moments=parts.get("optimizer_moments", before.work.optimizer_moments),
+        rank=int(parts.get("--lora.rank", before.work.rank)),
+        optimizer_moments=parts.get("--optimizer-moments", before.work.optimizer_moments),
     )
-    tokens = parts.get("tokens_per_step", "").replace(",", "")
+    tokens = parts.get("--tokens-per-step", "")
     return replace(before, work=work, tokens=int(tokens) if tokens else before.tokens)
 
 
@@ -226,17 +232,18 @@ def test_where_no_single_change_is_enough_several_are_proposed_and_they_fit(kimi
     """One 24 GB card for Kimi-K2 at rank 64: neither a rank nor a host alone is enough."""
     small, what = fleet("1xRTX4090"), asked(64)
     (line, *_) = proposals(*kimi, small, what)
-    rank, host, waiting = line.split(" (")[0].split(", ")
-    assert host.endswith("GB of host memory") and waiting.startswith("waiting 0.")
-    gib = int(host.split()[0].replace(",", ""))
-    both = changed(what, rank)
+    words = line.split(" (")[0]
+    flags = given(words)
+    assert list(flags) == ["--lora.rank", "--hardware", "--waiting"]
+    both, larger = changed(what, words), fleet(flags["--hardware"])
+    assert (larger.count, larger.memory) == (small.count, small.memory)
     # experts on disk: it fits, and waits, which choose() takes only where it may
     assert both.work.rank < 64 and "of a step waits" in line
-    alone = (replace(small, host=gib * 2**30), what), (small, both)
+    alone = (larger, what), (small, both)
     for machine, fewer in alone:  # control arm: each of the two alone is not
         assert not any(c.places.fits for c in _choices(*kimi, machine, fewer))
     assert any(c.places.fits for c in _choices(*kimi, alone[0][0], both))
-    patient = replace(both, waiting=float(waiting.split()[1]))
+    patient = replace(both, waiting=float(flags["--waiting"]))
     assert [choose(*kimi, alone[0][0], one)[1] for one in (both, patient)] == [False, True]
     # nor would a larger rank do
     twice = replace(both, work=replace(both.work, rank=2 * both.work.rank))
@@ -245,7 +252,7 @@ def test_where_no_single_change_is_enough_several_are_proposed_and_they_fit(kimi
 
 def test_a_machine_without_a_gpu_is_told_the_memory_it_would_need(kimi):
     (line,) = proposals(*kimi, fleet("cpu:24GB"), asked(16))
-    words = line.split(" (")[0]
+    words = given(line.split(" (")[0])["--hardware"]
     assert choose(*kimi, fleet(words), asked(16))[1]
     smaller = next(f"cpu:{a}GB" for a, b in pairwise(CPU_SIZES) if f"cpu:{b}GB" == words)
     assert not choose(*kimi, fleet(smaller), asked(16))[1]  # control arm: the size before it is too small
@@ -257,8 +264,11 @@ def test_a_device_too_small_for_every_weight_is_told_the_next_larger_one():
     dense, every = (measure(model, None, "cuda"), counts(model)), asked(None)
     card = replace(fleet("1xRTX4090"), memory=8 * dense[0].elements)
     found = proposals(*dense, card, every)
-    named = next(line for line in found if line.startswith("1x"))
-    assert choose(*dense, fleet(named.split(" (")[0]), every)[1] and not choose(*dense, card, every)[1]
+    named = next(line for line in found if line.startswith("--hardware 1x"))
+    assert (
+        choose(*dense, fleet(given(named.split(" (")[0])["--hardware"]), every)[1]
+        and not choose(*dense, card, every)[1]
+    )
 
 
 def test_the_commands_default_is_the_planners():
@@ -269,7 +279,7 @@ def test_what_is_too_large_by_itself_is_named(kimi):
     """A CPU of 1 GB: with the least that can be asked, the frozen rest alone is 21.8 GiB."""
     said = too_large(*kimi, fleet("cpu:1GB"), asked(16))
     assert said.startswith(
-        "even with lora.rank 1, optimizer_moments int8, tokens_per_step 512: the frozen rest"
+        "even with --lora.rank 1 --optimizer-moments int8 --tokens-per-step 512: the frozen rest"
     )
     assert "alone 21.8 GiB" in said and "a device has 942.1 MiB usable" in said
     # nothing alone is too large: the sum is said

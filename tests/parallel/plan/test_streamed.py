@@ -176,8 +176,8 @@ def test_streaming_is_proposed_first_where_experts_were_asked_onto_the_device(fo
     small = replace(MACHINE, available=int(55e6))
     made = plan(sizes, Work(tokens=256, rank=4), small)
     (first, words), *_ = what_fits(made)
-    assert not made.fits and first == "--place.experts disk" and words.startswith("experts from disk (")
-    with pytest.raises(DoesNotFit, match="Fits with experts from disk"):
+    assert not made.fits and first == "--place.experts disk" and words.startswith("--place.experts disk (")
+    with pytest.raises(DoesNotFit, match=r"Fits with --place\.experts disk"):
         refuse_if_too_large(made)
     assert plan(sizes, Work(tokens=256, rank=4, experts="disk"), small).fits
     every = what_fits(plan(sizes, Work(tokens=256), small))  # every weight trains, and does not stream

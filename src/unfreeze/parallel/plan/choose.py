@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class Asked:
     recomputes  recompute policies to try
     rates       as measured on this machine; None: from the device's entry in machines.toml, if there is one
     waiting     share of a step that may be spent waiting for transfers
+    given       field of Layout -> the value that it must have
     """
 
     work: Work
@@ -54,6 +55,7 @@ class Asked:
     recomputes: tuple[Recompute, ...] = FASTEST_FIRST
     rates: Rates | None = None
     waiting: float = WAITING
+    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -119,18 +121,18 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
             lower = replace(
                 asked.work, rank=rank, experts_rank=None if experts is None else min(experts, rank)
             )
-            found += if_it_fits(f"lora.rank {rank}", sizes, counts, fleet, replace(asked, work=lower))
+            found += if_it_fits(f"--lora.rank {rank}", sizes, counts, fleet, replace(asked, work=lower))
             if found:
                 break
     if asked.work.optimizer_moments == "float32":
         small = replace(asked, work=replace(asked.work, optimizer_moments="int8"))
-        found += if_it_fits("optimizer_moments int8", sizes, counts, fleet, small)
+        found += if_it_fits("--optimizer-moments int8", sizes, counts, fleet, small)
 
     # more host memory
     for gib in HOST_SIZES:
         if gib * 2**30 > fleet.host and fleet.kind == "cuda":
             more = replace(fleet, host=gib * 2**30)
-            lines = if_it_fits(f"{gib:,} GB of host memory", sizes, counts, more, asked)
+            lines = if_it_fits(_with_host(more), sizes, counts, more, asked)
             if lines:
                 found += lines
                 break
@@ -142,13 +144,13 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
     for numbers in (fewer, more):
         for tokens in numbers:
             other = replace(asked, tokens=tokens)
-            if lines := if_it_fits(f"tokens_per_step {tokens:,}", sizes, counts, fleet, other):
+            if lines := if_it_fits(f"--tokens-per-step {tokens}", sizes, counts, fleet, other):
                 found += lines
                 break
 
     # as many tokens or fewer, even if it then waits for transfers
     for tokens in (asked.tokens, *fewer):
-        words = "" if tokens == asked.tokens else f"tokens_per_step {tokens:,}"
+        words = "" if tokens == asked.tokens else f"--tokens-per-step {tokens}"
         lines = if_it_fits(words, sizes, counts, fleet, replace(asked, tokens=tokens), slow=True)
         if lines:
             found += [line for line in lines if line not in found]
@@ -220,30 +222,52 @@ def _changed(fleet: Fleet, asked: Asked, changes: Mapping[str, Any]) -> tuple[Fl
 
 
 def _words_of(fleet: Fleet, asked: Asked, changes: Mapping[str, Any]) -> str:
-    """'lora.rank 4, tokens_per_step 512': what differs from what was asked."""
+    """'--lora.rank 4 --tokens-per-step 512': what differs from what was asked."""
     words = []
     if changes["rank"] != asked.work.rank:
-        words.append(f"lora.rank {changes['rank']}")
+        words.append(f"--lora.rank {changes['rank']}")
     if changes["moments"] != asked.work.optimizer_moments:
-        words.append(f"optimizer_moments {changes['moments']}")
+        words.append(f"--optimizer-moments {changes['moments']}")
     if changes["tokens"] != asked.tokens:
-        words.append(f"tokens_per_step {changes['tokens']:,}")
+        words.append(f"--tokens-per-step {changes['tokens']}")
     if changes["host"] != fleet.host:
-        words.append(f"{changes['host'] // 2**30:,} GB of host memory")
-    return ", ".join(words)
+        words.append(_with_host(replace(fleet, host=changes["host"])))
+    return " ".join(words)
+
+
+def _with_host(fleet: Fleet) -> str:
+    """'--hardware 8xH100+768GB'; of this machine, which has no such name, '768 GB of host memory'."""
+    if fleet.here:
+        return f"{fleet.host // 2**30:,} GB of host memory"
+    return f"--hardware {_named(fleet, fleet.name.partition('+')[0].strip())}"
+
+
+def _named(fleet: Fleet, devices: str) -> str:
+    """'8xH100+768GB', as --hardware takes it."""
+    return devices + (f"+{fleet.host / 2**30:g}GB" if fleet.host else "")
 
 
 def _larger_machine(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[str]:
     """The next larger machine that fits: more memory of a CPU; more devices, or the next larger one."""
     if fleet.kind == "cpu":
-        larger = [(f"cpu:{gib:,}GB", replace(fleet, memory=gib * 2**30)) for gib in CPU_SIZES]
+        larger = [(f"--hardware cpu:{gib}GB", replace(fleet, memory=gib * 2**30)) for gib in CPU_SIZES]
         larger = [(words, machine) for words, machine in larger if machine.memory > fleet.memory]
     else:
         counts_of = [fleet.count * 2**power for power in range(1, 7) if fleet.count * 2**power <= MOST]
-        larger = [(f"{n} such devices", replace(fleet, count=n)) for n in counts_of]
+        kind = fleet.name.partition("+")[0].strip().rpartition("x")[2]
+        larger = [
+            (
+                f"{n} such devices" if fleet.here else f"--hardware {_named(fleet, f'{n}x{kind}')}",
+                replace(fleet, count=n),
+            )
+            for n in counts_of
+        ]
         known = sorted(devices().items(), key=lambda item: item[1].memory_gib)
         larger += [
-            (f"{fleet.count}x{name}", replace(fleet, memory=int(facts.memory_gib * 2**30), device=facts))
+            (
+                f"--hardware {_named(fleet, f'{fleet.count}x{name}')}",
+                replace(fleet, memory=int(facts.memory_gib * 2**30), device=facts),
+            )
             for name, facts in known
             if facts.memory_gib * 2**30 > fleet.memory
         ]
@@ -272,11 +296,9 @@ def if_it_fits(
     if rate is not None:
         parts.append(f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s predicted")
     if best.waits > asked.waiting:
-        longer = f"waiting {math.ceil(best.waits * 100) / 100:.2f}"
-        words = f"{words}, {longer}" if words else longer
+        longer = f"--waiting {math.ceil(best.waits * 100) / 100:.2f}"
+        words = f"{words} {longer}" if words else longer
         parts.append(f"{best.waits:.0%} of a step waits for transfers")
-    if best.not_built:
-        parts.append(f"not built yet: {', '.join(best.not_built)}")
     if best.not_built:
         parts.append(f"not built yet: {', '.join(best.not_built)}")
     return [f"{words} ({', '.join(parts)}; {best.layout.words(counts.num_experts)})"]
@@ -360,14 +382,10 @@ def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
     splits = {1}
     if counts.num_experts and frozen:
         splits |= {fleet.count, PER_HOST if fleet.count % PER_HOST == 0 else 1}
-    combinations = product(
-        experts if counts.num_experts else experts[:1],
-        rest,
-        elsewhere,
-        elsewhere,
-        sorted(splits),
-        asked.recomputes,
-    )
+    tried: dict[str, Any] = {"experts": experts if counts.num_experts else experts[:1], "rest": rest}
+    tried |= {"state": elsewhere, "boundary": elsewhere, "split": sorted(splits)}
+    tried |= {name: [value] for name, value in asked.given.items()}
+    combinations = product(*tried.values(), asked.recomputes)
     for where, others, state, boundary, split, recompute in combinations:
         layout = Layout(where, others, state, boundary, split, recompute)
         yield layout

@@ -20,7 +20,7 @@ LESS: dict[Recompute, tuple[Recompute, ...]] = {
 """recompute -> what keeps less, the most first."""
 
 Proposal = tuple[str, str]
-"""(flags, description with its bytes)."""
+"""(flags, the same with their bytes)."""
 
 
 def refuse_if_too_large(plan: Plan) -> None:
@@ -58,15 +58,13 @@ def what_fits(plan: Plan) -> list[Proposal]:
     if work.experts == "device" and plan.sizes.streamed and rank is not None:
         for place in ("host", "disk") if plan.hardware.kind == "cuda" else ("disk",):
             elsewhere = replace_work(plan, experts=place)
-            proposals += _if_it_fits(elsewhere, f"--place.experts {place}", f"experts from {place}")
+            proposals += _if_it_fits(elsewhere, f"--place.experts {place}")
 
     # inputs of layers in host memory
     if plan.hardware.kind == "cuda" and rank is not None and work.boundary == "device":
         elsewhere = replace_work(plan, boundary="host")
         if elsewhere.work.boundary_leaves:
-            proposals += _if_it_fits(
-                elsewhere, "--place.boundary host", "the inputs of layers in host memory"
-            )
+            proposals += _if_it_fits(elsewhere, "--place.boundary host")
 
     # fewer layers that keep
     if work.recompute == "selective":
@@ -74,12 +72,12 @@ def what_fits(plan: Plan) -> list[Proposal]:
         fewer = _largest(most, lambda count: replace_work(plan, keep_layers=count).fits)
         if 0 < fewer < most:
             kept = replace_work(plan, keep_layers=fewer)
-            proposals += _if_it_fits(kept, f"--keep-layers {fewer}", f"keep_layers {fewer}")
+            proposals += _if_it_fits(kept, f"--keep-layers {fewer}")
 
     # more is recomputed
     for mode in LESS[work.recompute]:
         less = replace_work(plan, recompute=mode)
-        proposals += _if_it_fits(less, f"--recompute {mode}", f"recompute = {mode}")
+        proposals += _if_it_fits(less, f"--recompute {mode}")
 
     # fewer tokens at once, a lower rank, at last both
     for start in _starts(plan):
@@ -87,33 +85,28 @@ def what_fits(plan: Plan) -> list[Proposal]:
     if rank is not None:
         lower = _largest(rank, lambda value: _with_rank(plan, value).fits)
         if lower:
-            proposals += _if_it_fits(_with_rank(plan, lower), f"--lora.rank {lower}", f"lora.rank {lower}")
+            proposals += _if_it_fits(_with_rank(plan, lower), f"--lora.rank {lower}")
         if not proposals:
             for start in _starts(plan):
-                one = _Start(
-                    _with_rank(start.plan, 1),
-                    f"{start.flags}--lora.rank 1 ",
-                    f"{start.words}lora.rank 1 and ",
-                )
+                one = _Start(_with_rank(start.plan, 1), f"{start.flags}--lora.rank 1 ")
                 proposals += _fewer_tokens(one)
     return proposals
 
 
 @dataclass(frozen=True)
 class _Start:
-    """A plan that a proposal changes further, with the flags and words that lead to it."""
+    """A plan that a proposal changes further, with the flags that lead to it."""
 
     plan: Plan
     flags: str = ""
-    words: str = ""
 
 
 def _starts(plan: Plan) -> list[_Start]:
-    """This plan, and where not all is recomputed, the same with it."""
+    """This plan; where not all is recomputed, first the same with it."""
     if plan.work.recompute == "layers":
         return [_Start(plan)]
     least = replace_work(plan, recompute="layers")
-    return [_Start(least, "--recompute layers ", "recompute = layers and "), _Start(plan)]
+    return [_Start(least, "--recompute layers "), _Start(plan)]
 
 
 def _fewer_tokens(start: _Start) -> list[Proposal]:
@@ -135,17 +128,11 @@ def _fewer_tokens(start: _Start) -> list[Proposal]:
         cut = replace_work(plan, tokens=step // more, micro_batches=more)
         if more > parts and step // more >= MIN_TOKENS and not proposals:
             proposals += _if_it_fits(
-                cut,
-                f"{start.flags}--micro-batches {more}",
-                f"{start.words}micro_batches {more:,} of {step // more:,} tokens",
+                cut, f"{start.flags}--micro-batches {more}", f"{step // more:,} tokens each, "
             )
 
     smaller = replace_work(plan, tokens=tokens)
-    return proposals + _if_it_fits(
-        smaller,
-        f"{start.flags}--tokens-per-step {tokens * parts}",
-        f"{start.words}tokens_per_step {tokens * parts:,}",
-    )
+    return proposals + _if_it_fits(smaller, f"{start.flags}--tokens-per-step {tokens * parts}")
 
 
 def _with_rank(plan: Plan, rank: int) -> Plan:
@@ -156,9 +143,9 @@ def _with_rank(plan: Plan, rank: int) -> Plan:
     return replace_work(plan, rank=rank, experts_rank=scaled)
 
 
-def _if_it_fits(plan: Plan, flags: str, words: str) -> list[Proposal]:
-    """The plan as a proposal, or none."""
-    return [(flags, f"{words} ({format_bytes(plan.total)})")] if plan.fits else []
+def _if_it_fits(plan: Plan, flags: str, what: str = "") -> list[Proposal]:
+    """The plan as a proposal, or none. what: is said beside its bytes."""
+    return [(flags, f"{flags} ({what}{format_bytes(plan.total)})")] if plan.fits else []
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:

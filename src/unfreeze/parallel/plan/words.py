@@ -120,6 +120,15 @@ def experts_held(plan: Plan) -> int:
     return -(-plan.sizes.num_experts // plan.work.split)
 
 
+def all_parameters(plan: Plan) -> int:
+    """Adapter parameters of all processes that share the experts, each once; the plan is of the fullest."""
+    work = plan.work
+    if work.split == 1:
+        return plan.adapter_parameters
+    own = plan.sizes.experts_per_rank * (work.experts_rank or work.rank or 0)
+    return plan.adapter_parameters - own + own * plan.sizes.num_experts // experts_held(plan)
+
+
 def work_place(plan: Plan) -> str:
     """Where the experts come from, in words."""
     return {"host": "host memory", "disk": "disk"}[plan.work.experts]
