@@ -262,7 +262,7 @@ TESTED_BY = {
     "quant/compressed.py": "quant/test_scheme.py",
     "config/sft.py": "recipes/test_continue.py",
     "config/distill.py": "recipes/test_distill.py",
-    "teach/teacher.py": "recipes/test_distill.py",
+    "parallel/plan/aside.py": "teach/test_teacher.py",
     "teach/answers.py": "commands/test_answers.py",
     "teach/chat.py": "commands/test_answers.py",
     "teach/coding.py": "teach/test_store.py",

@@ -3,7 +3,11 @@ refused in one line before a weight is read."""
 
 import hashlib
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -178,3 +182,24 @@ def test_from_python(run_dir, rows, tmp_path):
     assert run.finished and run.loss is not None and run.loss > 0
     with pytest.raises(ConfigError, match="teacher"):
         unfreeze.distill(model=TINY_K2, data=str(rows))
+
+
+@pytest.mark.nightly
+def test_two_processes_are_one(run_dir, rows, tmp_path):
+    """Each has the teacher; the micro-batches are dealt. The losses are those of one process."""
+    line = ["distill", "--quiet", "--model", TINY_K2, "--teacher", run_dir, "--data", rows, *WORDS, *SMALL]
+    line = list(map(str, [*line, "--steps", 3, "--micro-batches", 2, "--alpha", 0.3, "--threads", 1]))
+    assert cli.main([*line, "--out", str(tmp_path / "one")]) == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    subprocess.run(
+        [*start, "-m", "unfreeze", *line, "--out", str(tmp_path / "two")],
+        check=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    one, two = trains(tmp_path / "one"), trains(tmp_path / "two")
+    for name in ("loss", "divergence", "cross_entropy"):
+        assert [event[name] for event in two] == pytest.approx([event[name] for event in one], rel=1e-5)

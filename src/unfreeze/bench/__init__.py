@@ -1,8 +1,8 @@
 """Measure one thing beside its peers in the same run, and keep what was found as rows.
 
 `unfreeze bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
-WHAT is moe, formats, dense, recompute, load, start, data, decode, growth, beyond, equal, layer, model, plan
-or profile;
+WHAT is moe, formats, dense, recompute, load, start, data, decode, growth, beyond, equal, layer, model, plan,
+profile or teach;
 `unfreeze bench WHAT --help` says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.
 """
@@ -30,6 +30,7 @@ BENCHMARKS = {
     "layer": "one true Kimi-K2 layer on a GPU, beside the predictions",
     "model": "LoRA training of whole models of real shape on a GPU",
     "plan": "what the plan states of twenty small runs, beside what they took",
+    "teach": "a student of a language whose probabilities are known, with and without its teacher",
     "profile": "where the time of a job's step goes, per op, beside the machine's GEMM and copy rates",
     "report": "docs/performance.md from the committed rows",
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.chunks import chunk_tokens
 from unfreeze.parallel.plan.sizes import measure
 
@@ -60,18 +61,21 @@ def aside_of(
     more    bytes of an adapter beside it
     shared  it is the model that trains, whose weights are counted already
 
-    forward = the input and the output of a layer, 2 · T · D, and what the layer makes of the tokens that go
-    through it at once; its rotary tables.
+    forward = the input and the output of a layer, 2 · T · D; of the tokens that go through it at once, what
+    its largest part makes, attention or MLP (without a backward to come, the rest is freed); rotary tables.
     """
     sizes = measure(model, None, device.type)
     shape = model.shape
     chunk = chunk_tokens(shape.num_experts, shape.experts_per_token, device.type)
     at_once = tokens if chunk is None else min(tokens, max(chunk, longest))
     stream = tokens * sizes.hidden_size * sizes.compute_bytes
+    dtype = next(model.parameters()).dtype
+    blocks = (block for layer in model.layers for block in layer.children() if isinstance(block, Block))
+    part = max(block.bytes(dtype, device.type).held for block in blocks)
     return Aside(
         stays=0 if shared else sizes.base + more,
         workspace=sizes.workspace,
-        forward=2 * stream + at_once * max(sizes.held, default=0) + tokens * sizes.tables,
+        forward=2 * stream + at_once * part + tokens * sizes.tables,
         said=stream,
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,

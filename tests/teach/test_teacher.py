@@ -1,0 +1,205 @@
+"""A teacher beside a student: the plan against counted bytes; its weights and the student's gradients are left alone;
+the contract of vocabularies."""
+
+import hashlib
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unfreeze import models
+from unfreeze.adapters import LoraConfig, attach
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import CheckpointError
+from unfreeze.data import load_tokenizer
+from unfreeze.kernels.attention import workspace
+from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.objectives.divergence import bytes_per_logit, divergence, divergence_rows
+from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.plan import Work, measure, plan
+from unfreeze.parallel.plan.aside import Aside, aside_of
+from unfreeze.teach.teacher import asked
+from unfreeze.teach.vocabulary import refuse_other, vocabulary
+
+LLAMA = {
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+}
+CPU = torch.device("cpu")
+
+
+def config(width: int, vocab: int, layers: int = 2) -> dict:
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers}
+    return LLAMA | sizes | {"vocab_size": vocab}
+
+
+def a_model(width: int, vocab: int, dtype=torch.float32, seed=0, layers=2):
+    model = models.build(models.shape(config(width, vocab, layers)), dtype=dtype, device="cpu")
+    models.initialize(model, seed)
+    return model
+
+
+def batch_of(tokens: int, documents: int, vocab: int) -> Batch:
+    length = tokens // documents
+    made = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab, (tokens,), generator=made)
+    positions = torch.arange(length).repeat(documents)
+    return Batch(ids, ids.roll(-1), torch.ones(tokens), positions, torch.arange(documents) * length)
+
+
+def digest(model) -> str:
+    whole = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        whole.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
+
+
+def counted(live, patch, *, student: int, teacher: int, vocab: int, tokens: int, recompute: str, own=False):
+    """(planned, counted) bytes of a step, but weights, adapters and moments."""
+    patch.setattr(loop_cpu, "WORKERS_FROM", math.inf)  # torch's dispatch modes see the thread they are set in
+    patch.setattr(workspace, "SPREAD_FROM", math.inf)
+    release_scratch()
+    dtype = torch.float32
+    model = a_model(student, vocab)
+    second = model if own else a_model(teacher, vocab, seed=1).eval().requires_grad_(False)
+    lora = LoraConfig(rank=4)
+    sizes = measure(model, lora)
+    attach(model, lora, 0)
+    batch = batch_of(tokens, 16, vocab)
+    says = partial(asked, second, vocab, 1.0, own=own)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        hidden_TD = model.hidden(batch, models.RECOMPUTE[recompute])
+        loss = divergence(hidden_TD, model.lm_head, batch, says, alpha=0.5)
+        (loss.sum / loss.count).backward()
+
+    there = [*model.parameters(), *model.buffers(), *second.parameters(), *second.buffers()]
+    there += [batch.tokens_T, batch.targets_T, batch.weights_T, batch.positions_T]
+    watch = live.Live(there)
+    with watch:
+        step()
+        step()
+    shape = models.shape(config(student if own else teacher, vocab))
+    meta = models.build(shape, dtype=dtype, device="meta")
+    rows = divergence_rows(0, vocab, dtype, CPU, False, 0.0)
+    size = {"loss_rows": rows, "loss_bytes": bytes_per_logit(dtype, 0.0)}
+    aside = aside_of(meta, tokens, tokens // 16, CPU, shared=own, **size)
+    asks = {"rank": 4, "recompute": recompute, "longest": tokens // 16, "threads": 1}
+    work = Work(tokens=tokens, aside=aside, **size, **asks)
+    machine = Hardware("cpu", "a machine", 1, 2**40, 2**40)
+    terms = plan(sizes, work, machine).terms
+    apart = ("base", "second model", "adapter", "optimizer")
+    return sum(size for name, size in terms.items() if name not in apart), watch.peak, terms, aside
+
+
+CASES = {
+    "the block of logits is the worst": {"student": 32, "teacher": 64, "vocab": 20_000, "tokens": 512},
+    "the teacher's forward is the worst": {"student": 32, "teacher": 512, "vocab": 300, "tokens": 1024},
+    "the student's backward is the worst": {"student": 256, "teacher": 32, "vocab": 300, "tokens": 1024},
+}
+
+
+@pytest.mark.parametrize(
+    "case, recompute", [*((case, "layers") for case in CASES), (list(CASES)[1], "nothing")]
+)
+def test_the_plan_of_a_student_and_its_teacher_is_within_a_tenth(case, recompute, live, monkeypatch):
+    planned, peak, terms, _ = counted(live, monkeypatch, recompute=recompute, **CASES[case])
+    assert 0.9 < planned / peak < 1.1, (planned, peak, terms)
+
+
+def test_the_plan_of_the_base_as_teacher_is_within_a_tenth_and_has_no_second_model(live, monkeypatch):
+    case = {"student": 128, "teacher": 0, "vocab": 2000, "tokens": 512}
+    planned, peak, terms, aside = counted(live, monkeypatch, recompute="layers", own=True, **case)
+    assert 0.9 < planned / peak < 1.1, (planned, peak, terms)
+    assert aside.stays == 0 and "second model" not in terms
+
+
+def test_control_arm_a_plan_that_forgets_the_teacher_is_seen(live, monkeypatch):
+    case = CASES["the teacher's forward is the worst"]
+    _, peak, _, aside = counted(live, monkeypatch, recompute="layers", **case)
+    sizes = measure(
+        models.build(models.shape(config(32, 300)), dtype=torch.float32, device="meta"), LoraConfig()
+    )
+    work = Work(
+        tokens=1024, rank=4, recompute="layers", loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes
+    )
+    terms = plan(sizes, work, Hardware("cpu", "a machine", 1, 2**40, 2**40)).terms
+    assert (
+        sum(size for name, size in terms.items() if name not in ("base", "adapter", "optimizer")) < 0.8 * peak
+    )
+    assert Aside().stays == 0
+
+
+@pytest.mark.parametrize("recompute", ["layers", "selective", "elementwise", "nothing"])
+def test_asking_between_forward_and_backward_leaves_the_students_gradients_to_the_bit(recompute):
+    """alpha = 1: the loss is cross entropy, whatever the teacher says; teacher and base keep every bit."""
+    teacher, batch = a_model(48, 300, seed=1).eval().requires_grad_(False), batch_of(256, 4, 300)
+    before = digest(teacher)
+    gradients = []
+    for own in (None, False, True):
+        model = a_model(32, 300)
+        attach(model, LoraConfig(rank=4), 0)
+        for name, parameter in model.named_parameters():
+            if name.endswith(".B"):
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
+        says = partial(asked, model if own else teacher, 300, 1.0, own=bool(own))
+        hidden = model.hidden(batch, models.RECOMPUTE[recompute])
+        if own is None:
+            loss = cross_entropy(hidden, model.lm_head, batch, impl="reference", block_rows=64)
+        else:
+            loss = divergence(hidden, model.lm_head, batch, says, alpha=1.0, block_rows=64)
+        (loss.sum / loss.count).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert digest(teacher) == before and all(p.grad is None for p in teacher.parameters())
+    for other in gradients[1:]:
+        assert other.keys() == gradients[0].keys()
+        assert all(torch.equal(other[name], gradients[0][name]) for name in other)
+
+
+def test_the_base_as_a_teacher_says_what_the_base_says():
+    model, batch = a_model(32, 300), batch_of(64, 2, 300)
+    with torch.no_grad():
+        plain = model.logits(model.hidden(batch)).log_softmax(-1)
+    for site in attach(model, LoraConfig(rank=4), 0):
+        torch.nn.init.normal_(site.adapter.B)
+    said = asked(model, 300, 1.0, batch, own=True)(slice(0, 64), torch.empty(0))
+    assert torch.equal(said, plain)
+    with torch.no_grad():  # control: with its adapters on it says something else
+        assert not torch.allclose(model.logits(model.hidden(batch)).log_softmax(-1), plain, atol=1e-2)
+
+
+def words(*texts: str, special: tuple[int, ...] = ()):
+    return SimpleNamespace(
+        named_size=len(texts), token_text=texts.__getitem__, special_ids=frozenset(special)
+    )
+
+
+def test_vocabularies_are_compared_word_by_word():
+    own = vocabulary(words("a", "b", "<s>", special=(2,)))
+    refuse_other(own, vocabulary(words("a", "b", "<s>", special=(2,))), "same")
+    others = (
+        words("b", "a", "<s>", special=(2,)),
+        words("a", "b", "<s>"),
+        words("a", "b", "<s>", "c", special=(2,)),
+    )
+    for other in others:
+        with pytest.raises(CheckpointError) as refused:
+            refuse_other(own, vocabulary(other), "T")
+        assert own.hash in refused.value.message and vocabulary(other).hash in refused.value.message
+    assert vocabulary(words("ab", "c")) != vocabulary(words("a", "bc"))
+
+
+def test_a_vocabulary_is_that_of_the_tokenizer_whatever_its_template(tmp_path):
+    import shutil
+
+    shutil.copytree(TINY_K2, tmp_path / "m")
+    (tmp_path / "m" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert vocabulary(load_tokenizer(TINY_K2)) == vocabulary(load_tokenizer(tmp_path / "m"))
