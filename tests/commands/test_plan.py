@@ -77,10 +77,12 @@ def test_what_does_not_fit_ends_with_exit_code_2_and_its_json_is_whole(config, t
     assert "exit_code" not in both and [each["fits"] for each in both["plans"]] == [False, True]
 
 
-def test_what_is_not_built_is_said_first(config, capsys):
+def test_what_is_not_built_is_said_first(tmp_path, capsys):
     """And it ends as what does not fit: a script would start the run."""
-    found, lines = said(capsys, "--model", config, "--hardware", "1xRTX4090+128GB")
-    assert found["fits"] and found["not_built"] and found["exit_code"] == 2
+    (tmp_path / "dense.json").write_text(json.dumps(LLAMA))
+    found, lines = said(capsys, "--model", str(tmp_path / "dense.json"), "--hardware", "1xH100+1TB")
+    assert found["fits"] and found["not_built"] == ["the frozen rest streamed from host memory"]
+    assert found["exit_code"] == 2
     assert lines[0].endswith(f": not built yet: {', '.join(found['not_built'])}; it would fit")
     assert "not built" not in "".join(lines[1:])
 
@@ -115,6 +117,7 @@ def test_places_are_planned_as_they_are_named_by_flags_and_by_a_file(config, tmp
         (["--place.split", "2"], "experts on device, split over 2; "),
         (["--place.rest", "peers"], "rest on sharded; "),
         (["--place.boundary", "host"], "boundary on host; "),
+        (["--place.optimizer", "host"], "adapter state on device, its moments on host; "),
     ):
         found = planned(config, *asked, *flags, "--waiting", "1")
         assert said in found["layout"], flags

@@ -18,6 +18,7 @@ from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import USABLE, plan_training
 from unfreeze.report.run import facts, read_run
 from unfreeze.tracking import scalars
+from unfreeze.train.host_state import InHost
 
 SAME = ("loss", "grad_norm", "tokens", "expert_load", "correct", "learning_rate")
 
@@ -139,6 +140,37 @@ def test_a_run_whose_boundary_activations_are_copied_to_host_memory(
     assert code == 0 and plan["boundary"] == "host" and plan["recompute"] != "nothing"
     assert any("the inputs of 3 layers lie in host memory until backward" in line for line in plan["lines"])
     assert numbers(events) == numbers(wanted) and adapter(out) == adapter(folder)
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_a_run_whose_moments_lie_in_host_memory_and_one_that_goes_on(
+    chat_rows, tmp_path, monkeypatch, moments
+):
+    """Where a GPU would do so; here they are copied, and what nobody may read is NaN. Half of another run has them
+    on the device."""
+    flags = ["--dtype", "float32", "--samples", 0, "--optimizer-moments", moments]
+    _, wanted = sft(chat_rows, tmp_path / "resident", *flags, "--save-every", 2)
+    here = hardware(torch.device("cpu"))
+    monkeypatch.setattr(places, "possible_optimizers", lambda *given: ["host"])
+    monkeypatch.setattr(parallel_plan, "hardware", lambda place: replace(here, host=2**34))
+    monkeypatch.setattr(InHost, "poison", True)
+    monkeypatch.setattr(InHost, "chunk", 4096)
+    half = tmp_path / "half"
+    shutil.copytree(tmp_path / "resident", half)
+    for path in (half / "state" / "step-000004", half / "adapter"):
+        shutil.rmtree(path)
+    for out, resumed in ((tmp_path / "whole", False), (half, True)):
+        code, events = sft(chat_rows, out, *flags, "--save-every", 2)
+        plan = of(events, "plan")[-1]
+        assert code == 0 and plan["optimizer"] == "host" and "optimizer" not in of(wanted, "plan")[0]
+        assert of(events, "start")[-1].get("resumed", False) == resumed
+        assert any("the moments of the adapters lie in host memory" in line for line in plan["lines"])
+        assert numbers(events)[-4:] == numbers(wanted) and adapter(out) == adapter(tmp_path / "resident")
+        saves = [
+            run / "state" / "step-000004" / "tensors.safetensors" for run in (out, tmp_path / "resident")
+        ]
+        assert saves[0].read_bytes() == saves[1].read_bytes()
+        assert plan["save_bytes"] == of(wanted, "plan")[0]["save_bytes"]
 
 
 def test_a_run_goes_on_from_another_place_with_the_same_bits(resident, chat_rows, tmp_path):

@@ -24,6 +24,7 @@ from unfreeze.job.places import (
     OF_CONFIG,
     Where,
     possible_boundaries,
+    possible_optimizers,
     possible_places,
     possible_rests,
     possible_splits,
@@ -59,9 +60,10 @@ def test_auto_tries_what_is_fastest_first_and_the_smallest_split_that_may_fit():
     disk = [*each("disk", 2, 4), *grouped("disk")]
     assert places(True, 4) == [*each("device", 1, 2, 4), *disk]
     gpu = [*each("device", 1, 2, 4), *each("host", 2, 4), *grouped("host"), *disk]
-    assert places(False, 8, boundary="device") == gpu
-    assert places(False, 8)[:3] == [gpu[0], gpu[0]._replace(boundary="host"), gpu[1]]
-    assert len(places(False, 8)) == 2 * len(gpu)
+    assert places(False, 8, boundary="device", optimizer="device") == gpu
+    host = {"boundary": "host"}, {"optimizer": "host"}, {"boundary": "host", "optimizer": "host"}
+    assert places(False, 8)[:5] == [gpu[0], *(gpu[0]._replace(**moved) for moved in host), gpu[1]]
+    assert len(places(False, 8)) == 4 * len(gpu)
     assert places(True, 4, split=2) == [*each("device", 2), *each("disk", 2)]
     alone = {"experts": "disk", "split": 1, "rest": "device"}
     assert places(True, 4, **alone) == [Where("disk"), Where("disk", buffer=OF_CONFIG)]
@@ -106,6 +108,19 @@ def test_inputs_of_layers_that_cannot_leave_the_device_are_one_line(device, trai
     with pytest.raises(ConfigError, match=f"place.boundary is host, but .*{said}") as caught:
         possible("host")
     assert caught.value.next == remedy and possible("auto") == ["device"]
+
+
+@pytest.mark.parametrize(
+    ("device", "trained", "said"),
+    [("cpu", LORA, "the device is a CPU"), ("cuda", ALL, "every weight trains")],
+)
+def test_moments_that_cannot_leave_the_device_are_one_line(device, trained, said):
+    def possible(optimizer: str) -> list[str]:
+        return possible_optimizers(config(optimizer=optimizer), trained, torch.device(device))
+
+    with pytest.raises(ConfigError, match=f"place.optimizer is host, but .*{said}") as caught:
+        possible("host")
+    assert caught.value.next == "--place.optimizer auto" and possible("auto") == ["device"]
 
 
 def test_auto_stays_inside_a_host(monkeypatch: pytest.MonkeyPatch):

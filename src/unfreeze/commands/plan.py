@@ -36,7 +36,15 @@ if TYPE_CHECKING:
 
 SWEEP_RANKS, SWEEP_LENGTHS = (4, 8, 16, 32), (2048, 8192)
 HERE = "this machine"
-PLACES = ("place.experts", "place.buffer", "place.split", "place.weights", "place.rest", "place.boundary")
+PLACES = (
+    "place.experts",
+    "place.buffer",
+    "place.split",
+    "place.weights",
+    "place.rest",
+    "place.boundary",
+    "place.optimizer",
+)
 DOES_NOT_FIT = 2
 
 

@@ -130,7 +130,9 @@ def _hint(config: type[BaseModel], key: str, known: list[str], *, inside: bool =
     inside: within a table, where a field is named by its place.
     """
     name, at = key.replace("-", "_"), places(config)
-    home = at.get(name) or next((place for place in at.values() if place.endswith(f".{name}")), None)
+    home = at.get(name)
+    if home is None and name not in config.model_fields:  # a table's own name is sent into no other table
+        home = next((place for place in at.values() if place.endswith(f".{name}")), None)
     if home:
         table = home.rpartition(".")[0]
         return f"; it stands in [{table}]: {home}" if table else f"; it stands above the tables: {home}"

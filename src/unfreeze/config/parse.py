@@ -11,7 +11,7 @@ import itertools
 import os
 import shlex
 import tomllib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar, cast, get_args, get_origin
@@ -127,7 +127,7 @@ def from_keywords(
     """
     # refuse a keyword that is no field
     names = places(config)
-    inner = {name.rpartition(".")[2]: name for name in names if "." in name}
+    inner = _last_words(config, names)
     known = {*names, *config.model_fields, *inner}
     unknown = next((name for name in given if name.replace("-", "_") not in known), None)
     if unknown is not None:
@@ -206,7 +206,8 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
     written = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
     known = {*flat, *dotted}
     # the last word of a dotted flag: --rank for --lora.rank
-    ends = {flag.rpartition(".")[2]: flag for flag in flat if "." in flag}
+    words = _last_words(config, places(config))
+    ends = {word.replace("_", "-"): f"--{name.replace('_', '-')}" for word, name in words.items()}
     absent: list[str] = []
     for unknown in dict.fromkeys(flag for flag in written if flag.replace("_", "-") not in known):
         near = [*flat, *dotted] if "." in unknown else flat
@@ -218,6 +219,12 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
     else:
         message = _wrong_flag(config, arguments) or message
     raise ConfigError(message, next=f"unfreeze {command} --help")
+
+
+def _last_words(config: type[BaseModel], names: Iterable[str]) -> dict[str, str]:
+    """The last word of each dotted name -> the name, but for words that are tables or fields themselves."""
+    words = {name.rpartition(".")[2]: name for name in names if "." in name}
+    return {word: name for word, name in words.items() if word not in config.model_fields}
 
 
 def _wrong_flag(config: type[BaseModel], arguments: Sequence[str]) -> str:

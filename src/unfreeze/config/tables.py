@@ -274,6 +274,14 @@ class Place(Frozen):
             " the same, to the bit"
         ),
     )
+    optimizer: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description=(
+            "with CUDA, where adapters train: AdamW's moments between updates; host: in host memory, from"
+            " where some at a time come to the device for an update; auto: device where that fits. The"
+            " numbers are the same, to the bit"
+        ),
+    )
 
 
 class Save(Frozen):

@@ -91,6 +91,7 @@ CHANGES_NOTHING = {
     "place.weights",
     "place.rest",
     "place.boundary",
+    "place.optimizer",
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
@@ -147,6 +148,7 @@ HELP = {
         "place.weights",
         "place.rest",
         "place.boundary",
+        "place.optimizer",
     ),
     "Output": (
         "out",

@@ -145,9 +145,13 @@ class PlanEvent(CommonFields):
     boundary: NotRequired[
         Annotated[AnyText, of("name", "host where the inputs of layers lie in host memory until backward")]
     ]
+    optimizer: NotRequired[
+        Annotated[AnyText, of("name", "host where the adapters' moments lie in host memory between updates")]
+    ]
     host: NotRequired[
         Annotated[
-            Int, of("bytes", "of experts and inputs of layers in host memory, where the device is a GPU")
+            Int,
+            of("bytes", "of experts, inputs of layers and moments in host memory, where the device is a GPU"),
         ]
     ]
     save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]

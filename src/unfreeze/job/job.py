@@ -50,7 +50,7 @@ from unfreeze.job.plan import (
 )
 from unfreeze.job.processes import alone, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
-from unfreeze.job.residency import keep_boundary, refuse_samples, transfers_of
+from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_samples, transfers_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.trained import Trained
@@ -343,7 +343,6 @@ def prepare(
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.kernels.choice.choose import choose_anew
     from unfreeze.parallel.mesh import mesh_of
-    from unfreeze.train.optim import AdamW
     from unfreeze.train.state import start_or_resume
 
     choose_anew()  # what this run uses, for its events
@@ -416,7 +415,7 @@ def prepare(
     state = start_or_resume(
         folder,
         model,
-        optimizer=AdamW(model, weight_decay=optimizer.weight_decay, moments=optimizer.moments, held=held),
+        optimizer=optimizer_of(model, optimizer, plan.work, device, held),
         schedule=schedule_of(optimizer, steps),
         after_update=parts.after_update(model),
     )

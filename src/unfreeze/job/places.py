@@ -31,6 +31,7 @@ class Where(NamedTuple):
     split     processes that share one set of experts
     rest      of what a layer has besides: "device", or "peers", of which each keeps a part
     boundary  "device" or "host": of the inputs of layers
+    optimizer "device" or "host": of the adapters' moments
     buffer    bytes that a buffer of experts may have, or OF_CONFIG; None: as many as a layer's
     """
 
@@ -39,13 +40,14 @@ class Where(NamedTuple):
     rest: str = "device"
     boundary: str = "device"
     buffer: int | None = None
+    optimizer: str = "device"
 
 
 def place_of(plan: Plan) -> Where:
     """Where a plan's weights lie."""
     work = plan.work
     experts = SHARDED if work.divided else work.experts
-    return Where(experts, work.split, work.rest, work.boundary, work.buffer)
+    return Where(experts, work.split, work.rest, work.boundary, work.buffer, work.optimizer)
 
 
 def possible_places(
@@ -57,9 +59,10 @@ def possible_places(
     processes: int = 1,
 ) -> list[Where]:
     """Where the experts' weights may lie, how many processes may share them, and whether peers may keep the
-    rest; where every weight trains, whether all may be divided. Whether the inputs of layers may lie in host
-    memory. As asked, or with "auto" all that can be, in the order of their speed: a layer's input is small
-    beside what else could move, and a layer's experts come in groups where they do not fit together.
+    rest; where every weight trains, whether all may be divided. Whether the inputs of layers, and the
+    adapters' moments, may lie in host memory. As asked, or with "auto" all that can be, in the order of their
+    speed: a layer's input is small beside what else could move, moments move once a step, and a layer's
+    experts come in groups where they do not fit together.
 
     Raises ConfigError where they are asked to stream, to come in groups, to be split, to be kept in parts, to
     be divided or to lie in host memory, and cannot.
@@ -68,6 +71,7 @@ def possible_places(
     rests = possible_rests(config, trained, start, processes)
     splits = possible_splits(config, trained, shape, processes)
     boundaries = possible_boundaries(config, trained, device)
+    optimizers = possible_optimizers(config, trained, device)
     shared = [split for split in splits if split > 1]
     asked = config.place.experts
     if not shape.num_experts:
@@ -83,11 +87,12 @@ def possible_places(
         grouped = possible_buffers(config, places, splits)
         whole = config.place.buffer == "auto"
         return [
-            Where(place, split, rest, boundary, buffer)
+            Where(place, split, rest, boundary, buffer, optimizer)
             for place in places
             for buffer in ([None] if place == "device" else [None] * whole + grouped)
             for rest in rests
             for split in (splits if place == "device" else [1] if buffer is not None else shared or splits)
+            for optimizer in optimizers
             for boundary in boundaries
         ]
     if asked in ("host", "disk"):
@@ -96,7 +101,10 @@ def possible_places(
         raise ConfigError(f"place.buffer is {config.place.buffer:g}, but {fault}", next="--place.buffer auto")
     if trained.lora is None:
         return [Where(SHARDED if held == "sharded" else "device") for held in weights]
-    return [Where("device", *others) for others in product(splits, rests, boundaries)]
+    return [
+        Where("device", split, rest, boundary, optimizer=optimizer)
+        for split, rest, optimizer, boundary in product(splits, rests, optimizers, boundaries)
+    ]
 
 
 def possible_buffers(
@@ -157,6 +165,24 @@ def possible_boundaries(config: TrainingConfig, trained: Trained, device: torch.
     return ["device"]
 
 
+def possible_optimizers(config: TrainingConfig, trained: Trained, device: torch.device) -> list[str]:
+    """Where the adapters' moments may lie between updates: as asked, or with "auto" on the device, then in
+    host memory (CUDA).
+
+    Raises ConfigError where they are asked into host memory and cannot lie there.
+    """
+    asked = config.place.optimizer
+    if device.type != "cuda":
+        fault = "the device is a CPU: its memory is the host's"
+    elif trained.lora is None:
+        fault = "every weight trains, and then nothing leaves the device"
+    else:
+        return ["device", "host"] if asked == "auto" else [asked]
+    if asked == "host":
+        raise ConfigError(f"place.optimizer is host, but {fault}", next="--place.optimizer auto")
+    return ["device"]
+
+
 def possible_weights(config: TrainingConfig, trained: Trained, processes: int) -> list[str]:
     """How the weights may be held where every weight trains: as asked, or with "auto" whole, then divided.
 
@@ -209,4 +235,5 @@ def place_words(plan: Plan) -> str:
     rest = ", the rest from peers" if plan.work.rest == "peers" else ""
     boundary = ", inputs of layers in host memory" if plan.work.boundary == "host" else ""
     groups = f" in groups of {format_bytes(plan.work.buffer)}" if plan.work.buffer else ""
-    return f"{plan.work.experts}{groups}{split}{rest}{boundary}"
+    moments = ", moments in host memory" if plan.work.optimizer == "host" else ""
+    return f"{plan.work.experts}{groups}{split}{rest}{boundary}{moments}"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from unfreeze.job.job import Second
     from unfreeze.models import Shape
     from unfreeze.parallel.collectives import Group
-    from unfreeze.parallel.plan import Plan
+    from unfreeze.parallel.plan import Measured, Plan
     from unfreeze.train.run import Run
 
 
@@ -50,6 +50,7 @@ def plan_of(
     longest: int | None = None,
     place: Where | None = None,
     second: Second | None = None,
+    measured: Measured | None = None,
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
 
@@ -60,18 +61,21 @@ def plan_of(
     place      where weights lie, instead of what the config says; there "auto" is the first of
                `possible_places` where the run fits
     second     a model beside the one that trains
+    measured   what the model says of itself, where it was asked before
     """
     import torch
 
     from unfreeze.adapters.snapshot import COPY_BYTES
-    from unfreeze.parallel.plan import plan_training
+    from unfreeze.parallel.plan import measured_of, plan_training
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.memory.dtype]
     if place is None:
+        measured = measured_of(shape, start, trained.lora, dtype, device)
         given = config, trained, start, shape, device, lengths, processes, recompute, began, longest
         made: list[Plan] = []
         for possible in possible_places(config, trained, start, shape, device, processes):
-            made.append(plan := plan_of(*given, possible, second))
+            made.append(plan := plan_of(*given, possible, second, measured))
             if plan.fits:
                 break
         return _explained(made)
@@ -84,7 +88,6 @@ def plan_of(
     if place.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
         among = [choice for choice in among if choice != "nothing"] or among
     longest = longest or max(lengths, default=sequence_length(config.data, tokens, shape.max_positions))
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[memory.dtype]
     aside = second.aside(start, tokens, longest, dtype, device, trained.lora is None) if second else None
     return plan_training(
         shape,
@@ -109,7 +112,9 @@ def plan_of(
         split=place.split,
         rest=cast(Any, place.rest),
         boundary=cast(Any, place.boundary),
+        optimizer=cast(Any, place.optimizer),
         aside=aside,
+        measured=measured,
     )
 
 
@@ -167,7 +172,7 @@ def agreed_plan(
         first = first._replace(buffer=OF_CONFIG)
     place = tried[max(map(int, group.texts(str(tried.index(first)))))]
     if place.buffer is not None:  # as large as fits everywhere
-        there = own if place == first else plan_of(*given, longest=longest, place=place)
+        there = own if place == first else plan_of(*given, **more, place=place)
         place = place._replace(buffer=min(map(int, group.texts(str(there.work.buffer)))))
     if config.memory.recompute != "auto":
         return own if place == place_of(own) else plan_of(*given, **more, place=place)
@@ -367,7 +372,7 @@ def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Pla
 
     folder = config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
-    each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"]
+    each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"] + plan.host_moments
     adapter = plan.terms["adapter"]
     if plan.work.divided:
         each *= plan.work.processes

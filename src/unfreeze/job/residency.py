@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.units import format_bytes
 from unfreeze.job.samples import ANSWER, Prompt
@@ -11,10 +11,13 @@ from unfreeze.job.samples import ANSWER, Prompt
 if TYPE_CHECKING:
     import torch
 
+    from unfreeze.config.tables import Optimizer
     from unfreeze.models import Decoder
+    from unfreeze.parallel.mesh import Held
     from unfreeze.parallel.plan import Plan, Work
     from unfreeze.parallel.residency import Streamed
     from unfreeze.train.fit import OnStep
+    from unfreeze.train.optim import AdamW
     from unfreeze.train.run import Run
     from unfreeze.train.state import State
     from unfreeze.train.step import StepResult
@@ -34,6 +37,19 @@ def keep_boundary(model: Decoder, work: Work, device: torch.device) -> None:
         from unfreeze.parallel.lanes import lane_of
 
         model.boundary = InHost(model.layers, lane_of(device))
+
+
+def optimizer_of(
+    model: Decoder, config: Optimizer, work: Work, device: torch.device, held: Callable[[str], Held] | None
+) -> AdamW:
+    """AdamW of what trains; its moments lie where the plan says. held: as AdamW's."""
+    from unfreeze.parallel.lanes import lane_of
+    from unfreeze.train.host_state import InHost
+    from unfreeze.train.optim import AdamW
+
+    place = InHost(device, lane_of(device), lane_of(device)) if work.optimizer == "host" else None
+    more: dict[str, Any] = {"weight_decay": config.weight_decay, "moments": config.moments}
+    return AdamW(model, **more, held=held, place=place)
 
 
 class TransfersSaid:

@@ -156,6 +156,20 @@ def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, 
     return dense, experts
 
 
+def largest_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, int]:
+    """(dense, experts): numbers of the largest factor that one unit of rank makes; 0 where there is none."""
+    dense = experts = 0
+    for candidate, projections in resolve(model, targets).values():
+        owner = candidate.owner
+        if isinstance(owner, Linear):
+            dense = max(dense, owner.in_features, owner.out_features)
+            continue
+        D, I, E = owner.hidden_size, owner.intermediate_size, owner.num_experts
+        twice = 2 if f"{candidate.name}.gate_up_proj" in projections else 1
+        experts = max(experts, E * twice * max(D, I))
+    return dense, experts
+
+
 def per_rank(config: LoraConfig, model: nn.Module) -> tuple[int, int]:
     """(dense, experts): adapter parameters per unit of rank on this model, which may be on meta.
 

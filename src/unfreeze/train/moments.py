@@ -48,11 +48,16 @@ Part = Rows | Uncut
 
 
 class Float32:
-    """step: a tensor of one number on the host: every save reads it, and that must not wait for a GPU."""
+    """device: where they are made; None: beside the master.
 
-    def __init__(self, name: str, master: Tensor):
+    step: a tensor of one number on the host: every save reads it, and that must not wait for a GPU.
+    """
+
+    def __init__(self, name: str, master: Tensor, device: torch.device | None = None):
         self.step = torch.zeros((), dtype=torch.float32)
-        self.exp_avg, self.exp_avg_sq = (torch.zeros_like(master, requires_grad=False) for _ in range(2))
+        self.exp_avg, self.exp_avg_sq = (
+            torch.zeros_like(master, device=device, requires_grad=False) for _ in range(2)
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         return {"step": self.step, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -65,13 +70,13 @@ class Float32:
 class Int8:
     """Codes in the shape of the parameter, and a scale per block of its numbers end to end."""
 
-    def __init__(self, name: str, master: Tensor):
+    def __init__(self, name: str, master: Tensor, device: torch.device | None = None):
         self.step, self._name = torch.zeros((), dtype=torch.float32), name
-        blocks = -(-master.numel() // BLOCK)
-        self.exp_avg = torch.zeros(master.shape, dtype=torch.int8, device=master.device)
-        self.exp_avg_sq = torch.zeros(master.shape, dtype=torch.uint8, device=master.device)
+        blocks, device = -(-master.numel() // BLOCK), device or master.device
+        self.exp_avg = torch.zeros(master.shape, dtype=torch.int8, device=device)
+        self.exp_avg_sq = torch.zeros(master.shape, dtype=torch.uint8, device=device)
         self.exp_avg_scale, self.exp_avg_sq_scale = (
-            torch.zeros(blocks, dtype=torch.float32, device=master.device) for _ in range(2)
+            torch.zeros(blocks, dtype=torch.float32, device=device) for _ in range(2)
         )
 
     def tensors(self) -> dict[str, Tensor]:

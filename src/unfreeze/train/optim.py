@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -24,6 +24,7 @@ from unfreeze.core.rows import here
 from unfreeze.kernels import adamw as kernel
 from unfreeze.parallel.collectives import ALONE, Group, buckets
 from unfreeze.parallel.mesh import Held
+from unfreeze.train.host_state import OnDevice, Place
 from unfreeze.train.moments import KINDS, Int8, Moments, Part
 
 
@@ -56,6 +57,7 @@ class AdamW:
     moments  how m and v are stored (train/moments.py).
     impl     an implementation of the kernel ("auto": by record).
     held     what this process holds of the parameter of a name (parallel/mesh.py). None: all of each.
+    place    where the moments lie between updates (train/host_state.py).
 
     State is made here, not at the first step: the memory a run needs is taken before it starts, and a save is
     checked name by name.
@@ -71,6 +73,7 @@ class AdamW:
         moments: Moments = "float32",
         impl: str = "auto",
         held: Callable[[str], Held] | None = None,
+        place: Place | None = None,
     ):
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
@@ -91,7 +94,12 @@ class AdamW:
         self._masters: dict[str, Tensor] = {
             name: p.detach().float() if name in self._half else here(p) for name, p in self.parameters.items()
         }
-        self._state = {name: KINDS[moments](name, master) for name, master in self._masters.items()}
+        self._place: Place = place or OnDevice()
+        self._state = {
+            name: KINDS[moments](name, master, self._place.like(master))
+            for name, master in self._masters.items()
+        }
+        self._place.keep(self._state)
         self._held = held
         self._gradients: dict[str, Tensor] = {}  # of half precision weights
         self._on_cpu = all(master.device.type == "cpu" for master in self._masters.values())
@@ -247,10 +255,9 @@ class AdamW:
         self.refuse_non_finite(norm)
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
-        rule, updates = kernel.Rule(learning_rate, self._betas, self._eps, scale), []
+        rule = kernel.Rule(learning_rate, self._betas, self._eps, scale)
         probe = _probe(rule) if self._on_cpu else None
-
-        # float32 moments go to the kernel in one call; int8 ones are expanded and updated one by one
+        due: dict[str, kernel.Update] = {}
         for name, master in self._masters.items():
             gradient, parameter, state = self.gradient(name), self.parameters[name], self._state[name]
             if gradient is None:
@@ -260,7 +267,7 @@ class AdamW:
                 continue
             weight = parameter.detach() if name in self._half else None
             decay = self._weight_decay if master.dim() >= 2 else 0.0
-            update = kernel.Update(
+            due[name] = kernel.Update(
                 master.detach(),
                 gradient.detach(),
                 state.exp_avg,
@@ -269,22 +276,38 @@ class AdamW:
                 decay,
                 int(state.step),
             )
-            if isinstance(state, Int8):
-                state.update(update, rule, self._impl)
-            else:
-                updates.append(update)
-        if probe is not None:
-            updates.append(probe)
-        if updates:
-            kernel.adamw(updates, rule, self._impl)
+        self._apply(due, [] if probe is None else [probe], rule)
         self._used = rule.learning_rate if probe is None else _applied(probe, rule)
         return Update(grad_norm=norm, clip_scale=scale)
+
+    def _apply(
+        self, due: Mapping[str, kernel.Update], others: list[kernel.Update], rule: kernel.Rule
+    ) -> None:
+        """The updates by name, and others that have no name.
+
+        float32 moments go to the kernel in one call; where they lie elsewhere in one for each round of them,
+        as a part of all. int8 ones are expanded and updated one by one.
+        """
+        every = [u for name, u in due.items() if not isinstance(self._state[name], Int8)] + others
+        for states in self._place.rounds({name: self._state[name] for name in due}):
+            for name, state in states.items():
+                update = replace(due[name], exp_avg=state.exp_avg, exp_avg_sq=state.exp_avg_sq)
+                if isinstance(state, Int8):
+                    state.update(update, rule, self._impl)
+                else:
+                    others.append(update)
+            if others:
+                kernel.adamw(others, rule, self._impl, every)
+            others = []
+        if others:
+            kernel.adamw(others, rule, self._impl, every)
 
     def tensors(self) -> dict[str, Tensor]:
         """The live state, to save or to copy into.
 
         exp_avg, exp_avg_sq and step of each parameter, and its master where there is one.
         """
+        self._place.settle()
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             tensors |= {f"{part}.{name}": tensor for part, tensor in self._state[name].tensors().items()}

@@ -142,6 +142,22 @@ def test_one_h200_and_its_host_by_hand(kimi):
     assert by_hand > found.host_usable == int(768 * 2**30 * USABLE)
 
 
+def test_one_h200_and_its_host_run_at_rank_8_with_what_is_built(kimi):
+    """The moments' 8 bytes a parameter lie in the host, factors and gradients on the device, with two slots for
+    the moments of the largest factor on their way: gate and up's A of 384 experts."""
+    machine = fleet("1xH200+768GB")
+    choice, fits = choose(*kimi, machine, asked(8))
+    assert fits and choice.not_built == () and choice.layout.state == "moments"
+    parameters = 10.281e9 / 2
+    assert choice.places.host["moments"] == pytest.approx(8 * parameters, rel=1e-3)
+    device = choice.places.device
+    assert device["adapter"] + device["gradients"] == pytest.approx(8 * parameters, rel=1e-3)
+    assert device["moments on their way"] == 2 * 8 * 384 * 2 * 8 * 7168 and "optimizer" not in device
+    # control arm: with the moments on the device it would not fit
+    before = replace(choice.layout, state="device")
+    assert not places(*kimi, replace(asked(8).work, tokens=choice.tokens), machine, before).fits
+
+
 def test_what_would_fit_is_said(kimi):
     said = proposals(*kimi, fleet("1xH200+768GB"), asked(16))
     assert [line.split(" (")[0] for line in said][:2] == ["--lora.rank 8", "--optimizer-moments int8"]

@@ -48,6 +48,15 @@ def test_the_stream_of_one_h200_by_hand():
     assert found.dominating == "stream of experts" and 0 < found.shown < found.terms["stream of experts"]
 
 
+def test_moments_in_host_memory_go_up_while_others_go_down():
+    """8 bytes a parameter each way, where that is longer than the update itself."""
+    time = of("1xH200+768GB", Layout("host", state="moments"))
+    host, trained = fleet("1xH200").device.host_gb_s * 1e9, sum(TRAINED.values())
+    assert time.terms["optimizer"] == pytest.approx(8 * trained / host)
+    resident = of("1xH200+768GB", Layout("host"))
+    assert time.step - resident.step == pytest.approx(8 * trained / host - resident.terms["optimizer"])
+
+
 def test_experts_split_inside_a_host_talk_over_its_own_link():
     """16 devices in two hosts: eight share the experts, so no row leaves its host."""
     eight, sixteen = (of(f"{n}xH200", Layout(split=8)) for n in (8, 16))

@@ -169,6 +169,30 @@ def test_inputs_of_layers_in_the_host_memory_of_a_gpu(folder):
     assert "--place.boundary host" not in dict(what_fits(plan(sizes, work, on_cpu)))
 
 
+def test_moments_in_the_host_memory_of_a_gpu(folder):
+    """Two slots of the largest factor's moments, or of 64 MiB, take their place; saves have them as before."""
+    sizes = measure(
+        models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), LoraConfig()
+    )
+    gpu = Hardware("cuda", "gpu", 2, 2**36, 2**36, host=2**34)
+    model = models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16)
+    attach(model, LoraConfig(rank=64, experts_rank=32), 0)
+    largest = max(p.numel() for p in model.parameters() if p.requires_grad)
+    assert sizes.largest_factor(64, 32) == largest == 16 * 2 * 32 * 256
+    for rank, slots in ((1, lambda state: 2 * state), (1024, lambda state: 2 * 8 * largest // 32 * 1024)):
+        work = Work(tokens=256, rank=rank)
+        made, host = plan(sizes, work, gpu), plan(sizes, replace(work, optimizer="host"), gpu)
+        state = made.terms["optimizer"]
+        assert state == 8 * made.adapter_parameters and host.terms["optimizer"] == 0
+        assert (host.host, host.host_moments) == (state, state) and (made.host, made.host_moments) == (0, 0)
+        assert host.terms["moments on their way"] == slots(state)
+        assert host.total - made.total == slots(state) - state
+    # proposed where it is enough, and not where the host is the device
+    small = replace(gpu, available=math.ceil((made.total + host.total) / 2 / USABLE))
+    assert "--place.optimizer host" in dict(what_fits(plan(sizes, work, small)))
+    assert "--place.optimizer host" not in dict(what_fits(plan(sizes, work, replace(small, kind="cpu"))))
+
+
 def test_streaming_is_proposed_first_where_experts_were_asked_onto_the_device(folder):
     sizes = measure(
         models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), LoraConfig()

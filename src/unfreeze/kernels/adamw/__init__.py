@@ -18,18 +18,21 @@ __all__ = ["OP", "Rule", "Update", "adamw", "bucket"]
 SMALL = 1 << 20  # numbers per tensor on average; below, what a call costs counts
 
 
-def adamw(updates: Sequence[Update], rule: Rule, impl: str = "auto") -> list[Tensor]:
+def adamw(
+    updates: Sequence[Update], rule: Rule, impl: str = "auto", among: Sequence[Update] | None = None
+) -> list[Tensor]:
     """Update weights in place by AdamW, all tensors on one device.
 
     g = s grad;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g²;  w = w (1 - lr decay) - lr (m / (1-b1^t)) /
     (sqrt(v / (1-b2^t)) + eps).
 
-    A half precision weight beside its float32 master gets the master rounded. Returns master, exp_avg and
-    exp_avg_sq of each tensor. Source: Loshchilov & Hutter, arXiv:1711.05101; the arithmetic of
+    among: all updates of this step, where these are a part: the implementation is that of all, and so are
+    the bits. A half precision weight beside its float32 master gets the master rounded. Returns master,
+    exp_avg and exp_avg_sq of each tensor. Source: Loshchilov & Hutter, arXiv:1711.05101; the arithmetic of
     torch.optim.AdamW to float32 rounding.
     """
     master = updates[0].master
-    return choose(OP, master.device, master.dtype, bucket(updates, rule), impl)(updates, rule)
+    return choose(OP, master.device, master.dtype, bucket(among or updates, rule), impl)(updates, rule)
 
 
 def bucket(updates: Sequence[Update], rule: Rule) -> str:

@@ -7,6 +7,7 @@ Pure arithmetic; it never changes the config.
 
 sizes.py    what the plan knows of a model: its blocks say what they need (models/blocks/bytes.py), this adds
 terms.py    Work -> bytes per term
+grouped.py  what of them experts in groups change
 propose.py  what would fit, where the run does not
 words.py    the plan for people and for plan.json
 rates.py    how fast a device works, by its makers' facts or by records; seconds.py: of a step
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -30,7 +31,7 @@ from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import hardware
 from unfreeze.parallel.plan.aside import Aside
 from unfreeze.parallel.plan.choose import Asked, seconds_of
-from unfreeze.parallel.plan.counts import counts
+from unfreeze.parallel.plan.counts import Counts, counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST, fastest
 from unfreeze.parallel.plan.layout import Layout, of_one
 from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
@@ -45,10 +46,12 @@ __all__ = [
     "LOAD_BUFFERS",
     "MOMENT_BYTES",
     "USABLE",
+    "Measured",
     "Plan",
     "Sizes",
     "Work",
     "measure",
+    "measured_of",
     "plan",
     "plan_fields",
     "plan_lines",
@@ -59,6 +62,21 @@ __all__ = [
     "what_fits",
     "work_of",
 ]
+
+
+class Measured(NamedTuple):
+    """What a model says of itself, the same wherever its parts lie."""
+
+    counts: Counts
+    sizes: Sizes
+
+
+def measured_of(
+    shape: models.Shape, manifest: Manifest, lora: LoraConfig | None, dtype: torch.dtype, device: torch.device
+) -> Measured:
+    """Of a model on meta; of Kimi-K2's size it takes a second."""
+    model = models.meta_model(shape, manifest, dtype)
+    return Measured(counts(model), measure(model, lora, device.type))
 
 
 def plan_training(
@@ -85,6 +103,8 @@ def plan_training(
     weights: Literal["device", "sharded"] = "device",
     rest: Literal["device", "peers"] = "device",
     boundary: Literal["device", "host"] = "device",
+    optimizer: Literal["device", "host"] = "device",
+    measured: Measured | None = None,
     aside: Aside | None = None,
 ) -> Plan:
     """The plan of a training run on one device.
@@ -103,14 +123,17 @@ def plan_training(
     weights        whether each process holds all of what trains, or 1/processes ("sharded")
     rest           whether each process holds all of the other frozen weights, or a part of each layer's
     boundary       where the inputs of recomputed layers lie until backward
+    optimizer      where the adapters' moments lie between updates
     aside          a second model, which the loss reads
     sharing        processes of one host: of its memory each has as much
+    measured       what `measured_of` says of the model, where it was asked before
     recompute      "auto": the first of `among` that fits (fastest.py)
 
     Reads nothing but the manifest and allocates nothing. Call `refuse_if_too_large` on the result.
     """
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-    model, place = models.meta_model(shape, manifest, kind), torch.device(device)
+    place = torch.device(device)
+    counted, measured_sizes = measured or measured_of(shape, manifest, lora, kind, place)
     work = work_of(
         shape,
         lora,
@@ -130,13 +153,13 @@ def plan_training(
         weights=weights,
         rest=rest,
         boundary=boundary,
+        optimizer=optimizer,
     )
     if aside is not None:
         work = replace(work, aside=aside)
         if aside.loss_rows:
             work = replace(work, loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes)
-    counted = counts(model)
-    sizes = of_one(measure(model, lora, place.type), counted, place.type, split)
+    sizes = of_one(measured_sizes, counted, place.type, split)
     machine = hardware(place).shared(sharing)
     made = plan(sizes, work, machine)
     if buffer == "auto":

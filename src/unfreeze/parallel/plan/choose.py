@@ -370,11 +370,13 @@ def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
     host = fleet.host > 0 and fleet.kind == "cuda"
     experts: list[Literal["device", "host", "disk"]] = ["device"]
     rest: list[Literal["device", "sharded", "host"]] = ["device"]
-    elsewhere: list[Literal["device", "host"]] = ["device"]
+    state: list[Literal["device", "moments", "host"]] = ["device"]
+    boundary: list[Literal["device", "host"]] = ["device"]
     if frozen and many:
         rest.append("sharded")
     if frozen and host:
-        elsewhere.append("host")
+        state += ("moments", "host")
+        boundary.append("host")
         rest.append("host")
         experts.append("host")
     if frozen:
@@ -383,11 +385,11 @@ def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
     if counts.num_experts and frozen:
         splits |= {fleet.count, PER_HOST if fleet.count % PER_HOST == 0 else 1}
     tried: dict[str, Any] = {"experts": experts if counts.num_experts else experts[:1], "rest": rest}
-    tried |= {"state": elsewhere, "boundary": elsewhere, "split": sorted(splits)}
+    tried |= {"state": state, "boundary": boundary, "split": sorted(splits)}
     tried |= {name: [value] for name, value in asked.given.items()}
     combinations = product(*tried.values(), asked.recomputes)
-    for where, others, state, boundary, split, recompute in combinations:
-        layout = Layout(where, others, state, boundary, split, recompute)
+    for where, others, moments, inputs, split, recompute in combinations:
+        layout = Layout(where, others, moments, inputs, split, recompute)
         yield layout
         of_layer = int(counts.layer_experts * share(counts, split))
         buffer = buffer_of(of_layer, fleet, groups=True)

@@ -37,13 +37,14 @@ class Layout:
     rest    "sharded": layers lie on the devices in n parts and are gathered one by one (parallel/peers.py);
             embeddings and head are whole on each.
     split   devices that share one set of experts; 1: each holds all.
+    state   "moments": of the adapters' state only the moments lie in host memory (train/host_state.py).
     groups  a layer's experts arrive some at a time, in buffers of a BUFFER_SHARE of the device's memory
             (parallel/groups.py).
     """
 
     experts: Literal["device", "host", "disk"] = "device"
     rest: Literal["device", "sharded", "host"] = "device"
-    state: Literal["device", "host"] = "device"
+    state: Literal["device", "moments", "host"] = "device"
     boundary: Literal["device", "host"] = "device"
     split: int = 1
     recompute: Recompute = "layers"
@@ -61,8 +62,9 @@ class Layout:
     def words(self, num_experts: int) -> str:
         """In one line; of experts only where the model has some."""
         split = ", in groups" * self.groups + (f", split over {self.split}" if self.split > 1 else "")
+        state = "device, its moments on host" if self.state == "moments" else self.state
         return f"experts on {self.experts}{split}; " * (num_experts > 0) + (
-            f"rest on {self.rest}; adapter state on {self.state}; boundary on {self.boundary};"
+            f"rest on {self.rest}; adapter state on {state}; boundary on {self.boundary};"
             f" recompute {self.recompute}"
         )
 
@@ -107,6 +109,7 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
         micro_batches=work.micro_batches * n,
         processes=work.processes * n,
         boundary=layout.boundary,
+        optimizer="host" if layout.state == "moments" else "device",
     )
     state = ("adapter", "gradients", "optimizer")
     in_host = state if layout.state == "host" else ()
@@ -137,7 +140,9 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
         terms = {name: size for name, size in terms.items() if name not in state}
         terms["adapters of two layers"] = 2 * BUFFERS * local.compute_bytes * numbers // counts.num_layers
     if layout.boundary == "host":
-        host["boundary activations"] = n * made.host
+        host["boundary activations"] = n * (made.host - made.host_moments)
+    if layout.state == "moments":
+        host["moments"] = n * made.host_moments
     return Places(
         device={k: v for k, v in {"experts": experts, "the frozen rest": rest, **terms}.items() if v},
         host={name: size for name, size in host.items() if size},
@@ -210,6 +215,7 @@ def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
         own=sizes.own + rows - rows // 4,
         workspace=workspace,
         cast_per_rank=int(sizes.cast_per_rank * experts_here),
+        experts_largest=int(sizes.experts_largest * experts_here),
         experts_per_rank=int(sizes.experts_per_rank * experts_here),
     )
 

@@ -66,6 +66,13 @@ def what_fits(plan: Plan) -> list[Proposal]:
         if elsewhere.work.boundary_leaves:
             proposals += _if_it_fits(elsewhere, "--place.boundary host")
 
+    # the adapters' moments in host memory
+    if plan.hardware.kind == "cuda" and rank is not None and work.optimizer == "device":
+        elsewhere = replace_work(plan, optimizer="host")
+        proposals += _if_it_fits(
+            elsewhere, "--place.optimizer host", "the moments of the adapters in host memory"
+        )
+
     # fewer layers that keep
     if work.recompute == "selective":
         most = plan.sizes.num_layers if work.keep_layers is None else work.keep_layers

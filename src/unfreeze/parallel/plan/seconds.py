@@ -21,7 +21,8 @@ train.
     stream     bytes of experts here · 2 / host link             forward and backward, under the computation
     gather     rest · (n - 1) / n · 2 / link                     likewise
     head       t · 2 · D V · 2 / head                            3 where it trains; never computed again
-    optimizer  trained here / optimizer
+    optimizer  trained here / optimizer                          moments in host memory: 8 B · trained here /
+                                                                 host link where that is longer
     sums       2 · 4 B · trained here · (c - 1) / c / link       c devices hold a copy
     launches   layers · 200 · 3 · launch                         what of it the device does not hide
 
@@ -152,7 +153,7 @@ def seconds(
         "all-to-all": exchange,
         **arriving,
         "head": t * 2 * D * counts.vocab_size * (3 if every_weight else 2) / rates.head,
-        "optimizer": here / rates.optimizer if layout.state == "device" else 28 * here * n / HOST_MEMORY,
+        "optimizer": _update(layout, here / rates.optimizer, here, n, host),
         "launches": launches,
     }
     # gradients of what several devices hold: a sum goes there and back
@@ -166,3 +167,15 @@ def seconds(
     each = layers + exchange + shown + launches + terms.get("head", 0.0) / micro_batches
     step = micro_batches * each + sum(terms.get(name, 0.0) for name in once)
     return Seconds(terms, step, micro_batches * shown, forward)
+
+
+def _update(layout: Layout, on_device: float, here: int, n: int, host: float) -> float:
+    """Seconds of an update of `here` parameters on each of n devices. host: bytes per second of its link.
+
+    Moments in host memory are float32 here: 8 bytes up and 8 down, which all devices of a host share.
+    """
+    if layout.state == "device":
+        return on_device
+    if layout.state == "moments":
+        return max(on_device, 8 * here / host, 16 * here * min(n, PER_HOST) / HOST_MEMORY)
+    return 28 * here * n / HOST_MEMORY

@@ -9,7 +9,7 @@ from torch import nn
 from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape
-from unfreeze.models.targets import per_rank
+from unfreeze.models.targets import largest_per_rank, per_rank
 from unfreeze.parallel.peers import rest_bytes
 from unfreeze.parallel.residency import bytes_of_expert, come_whole, streamed_bytes
 
@@ -31,6 +31,7 @@ class Sizes:
     products        bytes per token of outputs of linear layers, likewise
     workspace       bytes of the expert op's scratch before adapters; 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
+    dense_largest, experts_largest     of them, those of the largest factor
     cast_per_rank   bytes per unit of rank that the expert op holds of one layer's adapter: copies of its
                     factors, their gradient, and on CUDA their columns of the workspace
     tables          bytes per token of the rotary cos and sin, float32
@@ -58,6 +59,8 @@ class Sizes:
     workspace: int = 0
     dense_per_rank: int = 0
     experts_per_rank: int = 0
+    dense_largest: int = 0
+    experts_largest: int = 0
     cast_per_rank: int = 0
     elements: int = 0
     last_elements: int = 0
@@ -80,6 +83,10 @@ class Sizes:
             0 if rank is None else self.dense_per_rank * rank + self.experts_per_rank * (experts_rank or rank)
         )
 
+    def largest_factor(self, rank: int, experts_rank: int | None) -> int:
+        """Numbers of the largest tensor of an adapter."""
+        return max(self.dense_largest * rank, self.experts_largest * (experts_rank or rank))
+
 
 def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Sizes:
     """Measure the sizes of a model for a device of that kind ("cpu", "cuda").
@@ -93,6 +100,7 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
     cast = max(layer.adapter_per_rank + layer.scratch_per_rank * dtype.itemsize for layer in layers)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     dense_per_rank, experts_per_rank = per_rank(lora, model) if lora else (0, 0)
+    dense_largest, experts_largest = largest_per_rank(model, lora.targets) if lora else (0, 0)
     return Sizes(
         base=base,
         expanded=base + sum(weight.numel * dtype.itemsize - weight.nbytes for weight in packed),
@@ -111,6 +119,8 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
         workspace=max(layer.scratch for layer in layers),
         dense_per_rank=dense_per_rank,
         experts_per_rank=experts_per_rank,
+        dense_largest=dense_largest,
+        experts_largest=experts_largest,
         cast_per_rank=cast if experts_per_rank else 0,
         tables=8 * sum(len(rope.inverse_frequency) for rope in (shape.rope, *shape.ropes.values())),
         attention=tuple({layer.attention for layer in layers if layer.attention}),

@@ -17,19 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from unfreeze.checkpoint.stream import CHUNK, THREADS
-from unfreeze.core.errors import ConfigError
-from unfreeze.core.units import format_bytes
 from unfreeze.kernels.attention.by_blocks import scratch_bytes
 from unfreeze.kernels.attention.workspace import workspace_bytes
 from unfreeze.models.blocks.bytes import AttentionShape
-from unfreeze.models.blocks.experts import UNEVEN
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.collectives import BUCKET
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.peers import part_bytes
+from unfreeze.parallel.plan.grouped import grouped, units
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.residency import buffer_bytes
-from unfreeze.parallel.units import group_bytes
 
 if TYPE_CHECKING:
     from unfreeze.parallel.plan.aside import Aside
@@ -37,6 +34,7 @@ if TYPE_CHECKING:
 
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
 GRADIENT_BYTES = 4  # adapters, their gradients, and sums of gradients are fp32
+MOMENT_SLOTS, MOMENT_CHUNK = 2, 64 << 20  # where they lie in host memory: train/host_state.py
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
 # per token: tokens, targets, positions (int64), weights (float32), and which are supervised
 BATCH_BYTES = 3 * 8 + 4 + 8
@@ -72,6 +70,8 @@ class Work:
                     gathers them layer by layer into two buffers (parallel/peers.py)
     boundary        "host": the inputs of recomputed layers lie in host memory until backward
                     (parallel/boundary.py)
+    optimizer       "host": the adapters' moments lie in host memory, and for an update some at a time come to
+                    the device (train/host_state.py)
     aside           a second model that the loss reads (aside.py)
     """
 
@@ -95,6 +95,7 @@ class Work:
     weights: Literal["device", "sharded"] = "device"
     rest: Literal["device", "peers"] = "device"
     boundary: Literal["device", "host"] = "device"
+    optimizer: Literal["device", "host"] = "device"
     aside: Aside | None = None
 
     @property
@@ -135,8 +136,9 @@ class Plan:
     rates    where the rates come from, in words.
     why      why `work.recompute` was chosen, in words; "" where it was asked for.
     why_experts, why_weights  the same of `work.experts` and `work.weights`.
-    host     bytes of experts and of layers' inputs in host memory, where that is not the device's, and what
-             of it is usable.
+    host     bytes of experts, of layers' inputs and of moments in host memory, where that is not the
+             device's, and what of it is usable.
+    host_moments  of them, those of the moments.
     """
 
     terms: dict[str, int]
@@ -155,6 +157,7 @@ class Plan:
     why_weights: str = ""
     host: int = 0
     host_usable: int = 0
+    host_moments: int = 0
 
     @property
     def training(self) -> int:
@@ -189,7 +192,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     come = units(sizes, work.buffer)
     in_groups = len(come) > len(sizes.streamed)
     moments = (
-        _moments(_in_groups(sizes, come), replace(work, chunk=None)) if in_groups else _moments(sizes, work)
+        _moments(grouped(sizes, come), replace(work, chunk=None)) if in_groups else _moments(sizes, work)
     )
     worst = max(moments, key=lambda terms: sum(size for name, size in terms.items() if name not in elsewhere))
     names = {name for terms in moments for name in terms}
@@ -205,6 +208,9 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
         host = sum(sizes.streamed) if work.experts == "host" else 0
     if work.boundary_leaves:  # the last layer's stays
         host += (sizes.num_layers - 1) * work.tokens * sizes.hidden_size * sizes.compute_bytes
+    in_host = 0
+    if work.optimizer == "host":
+        in_host = _moments_of(sizes, work)
     gathered = 0
     if work.rest == "peers":
         parts = [part_bytes(layer, work.processes) for layer in sizes.rest]
@@ -232,45 +238,9 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
         hardware=hardware,
         work=work,
         sizes=sizes,
-        host=host,
+        host=host + in_host,
         host_usable=int(hardware.host * USABLE),
-    )
-
-
-def units(sizes: Sizes, buffer: int | None) -> list[int]:
-    """Bytes of what comes at once from where the experts lie: a layer's, or groups of them.
-
-    Raises ConfigError where a layer does not fit into `buffer` and cannot come in groups, or one expert does
-    not fit.
-    """
-    if buffer is None or max(sizes.streamed, default=0) <= buffer:
-        return list(sizes.streamed)
-    if sizes.come_whole:
-        raise ConfigError(
-            f"a buffer may have {format_bytes(buffer)}, and a layer's experts are"
-            f" {format_bytes(max(sizes.streamed))}: they cannot come in groups, because a norm reads what"
-            " they made",
-            next="--place.buffer auto",
-        )
-    return [size for layer in sizes.of_expert for size in group_bytes(layer, sizes.num_experts, buffer)]
-
-
-def _in_groups(sizes: Sizes, come: Sequence[int]) -> Sizes:
-    """The sizes with what parallel/groups.py holds of a layer's n = T K rows, where experts come in groups.
-
-    Of all rows x as it came, instead of gate and up; in backward also their dy and dx. Of the fullest group,
-    UNEVEN times its share, what the op holds: gate and up, its result, and dx in float32 and rounded.
-    """
-    size, K, D = sizes.compute_bytes, sizes.experts_per_token, sizes.hidden_size
-    gate_up, groups = K * 2 * sizes.expert_width * size, len(come) / len(sizes.streamed)
-    at_work = min(1.0, UNEVEN / groups) * (gate_up + K * D * (2 * size + 4))
-    held, own = K * D * size - gate_up, int(2 * K * D * size + at_work)
-    dense = len(sizes.held) - len(sizes.streamed)
-    return replace(
-        sizes,
-        layer=sizes.layer + held + own,
-        held=tuple(of + held * (layer >= dense) for layer, of in enumerate(sizes.held)),
-        own=sizes.own + own,
+        host_moments=in_host,
     )
 
 
@@ -283,8 +253,12 @@ def _stays(sizes: Sizes, work: Work) -> dict[str, int]:
     """What is there during the whole run besides the base."""
     moments = MOMENT_BYTES[work.optimizer_moments]
     if work.rank is not None:
-        trained = sizes.adapter_parameters(work.rank, work.experts_rank)
-        return {"adapter": trained * 4, "optimizer": int(trained * moments)}
+        adapter, state = sizes.adapter_parameters(work.rank, work.experts_rank) * 4, _moments_of(sizes, work)
+        if work.optimizer == "device":
+            return {"adapter": adapter, "optimizer": state}
+        largest = int(sizes.largest_factor(work.rank, work.experts_rank) * moments)
+        slots = MOMENT_SLOTS * min(state, max(MOMENT_CHUNK, largest))
+        return {"adapter": adapter, "optimizer": 0, "moments on their way": slots}
 
     if work.divided:
         here = _here(sizes, work)
@@ -299,6 +273,11 @@ def _stays(sizes: Sizes, work: Work) -> dict[str, int]:
     if work.receipt_bytes:  # copies of what the optimizer updates: fp32
         stays["copies for the receipt"] = min(weights * max(sizes.compute_bytes, 4), work.receipt_bytes)
     return stays
+
+
+def _moments_of(sizes: Sizes, work: Work) -> int:
+    """Bytes of the adapters' moments, wherever they lie."""
+    return int(sizes.adapter_parameters(work.rank, work.experts_rank) * MOMENT_BYTES[work.optimizer_moments])
 
 
 def _here(sizes: Sizes, work: Work) -> int:

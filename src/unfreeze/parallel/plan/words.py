@@ -7,7 +7,8 @@ from typing import Any
 
 from unfreeze.core.process import COMPILED_AT_MOST
 from unfreeze.core.units import format_bytes, format_count, format_step
-from unfreeze.parallel.plan.terms import Plan, units
+from unfreeze.parallel.plan.grouped import units
+from unfreeze.parallel.plan.terms import Plan
 from unfreeze.parallel.residency import reads_of
 
 KERNELS = f"0.3 to {COMPILED_AT_MOST} for kernels as they are compiled"
@@ -42,6 +43,8 @@ def plan_lines(plan: Plan) -> list[str]:
         lines += _gathered(plan)
     if work.boundary_leaves:
         lines += _boundary(plan)
+    if work.optimizer == "host":
+        lines += _moments(plan)
     if work.divided:
         words = f"  every weight, its gradient and moments in {work.processes} parts, one of them here"
         lines.append(words + (f": {plan.why_weights}" if plan.why_weights else ""))
@@ -109,6 +112,17 @@ def _boundary(plan: Plan) -> list[str]:
     return lines + [f"  because {plan.why_experts}"] * (bool(plan.why_experts) and not said)
 
 
+def _moments(plan: Plan) -> list[str]:
+    """Of the adapters' moments in host memory; and why."""
+    work, there = plan.work, plan.terms["moments on their way"]
+    lines = [
+        f"  the moments of the adapters lie in host memory, {format_bytes(plan.host_moments)}; for an update"
+        f" they come some at a time, {format_bytes(there)} on the device at once"
+    ]
+    said = work.experts != "device" or work.rest != "device" or work.boundary_leaves  # which say why
+    return lines + [f"  because {plan.why_experts}"] * (bool(plan.why_experts) and not said)
+
+
 def groups_of(plan: Plan) -> int:
     """Groups in which most of a layer's experts come; 0 where a layer's come together."""
     layers, come = len(plan.sizes.streamed), len(units(plan.sizes, plan.work.buffer))
@@ -156,6 +170,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         **({"weights": plan.work.weights} if plan.work.divided else {}),
         **({"rest": plan.work.rest} if plan.work.rest != "device" else {}),
         **({"boundary": plan.work.boundary} if plan.work.boundary_leaves else {}),
+        **({"optimizer": plan.work.optimizer} if plan.work.optimizer != "device" else {}),
         **({"host": plan.host} if plan.host else {}),
         "hardware": asdict(plan.hardware),
         "lines": plan_lines(plan),
