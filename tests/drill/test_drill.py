@@ -134,6 +134,12 @@ def trust_the_template(patch):
     patch.setattr("unfreeze.data.tokens.turns.check_words", nothing)
 
 
+def nobody_looks(patch):
+    """An exchange that breaks off says only that a connection closed."""
+    patch.setattr("unfreeze.parallel.roll.Roll._look", lambda roll: {})
+    patch.setattr("unfreeze.parallel.roll.PATIENCE", 0.1)
+
+
 def no_vocabulary_check(patch):
     patch.setattr("unfreeze.data.check_vocab", nothing)
     patch.setattr("unfreeze.generate.model.check_vocab", nothing)
@@ -383,6 +389,8 @@ CONTROLS = {
         "unfreeze.data.rows.lines.without_bom", lambda line, path: line
     ),
     "R8 two runs in one folder": no_lock,
+    "R9 a process that is killed while others compute with it": nobody_looks,
+    "R9 processes that read other data": lambda patch: patch.setattr(runs, "agree", nothing),
 }
 
 
@@ -412,7 +420,7 @@ def test_control_arm_without_its_guard_the_fault_goes_unnamed(sandbox, name, mon
 
 
 def test_every_row_has_a_fault_and_every_fault_a_control_arm():
-    assert len(ROWS) == 29 and {fault.row for fault in FAULTS.values()} == set(ROWS)
+    assert len(ROWS) == 30 and {fault.row for fault in FAULTS.values()} == set(ROWS)
     assert FAULTS.keys() - CONTROLS.keys() == set()
 
 
@@ -453,5 +461,5 @@ def test_an_unnamed_fault_ends_it_with_1(monkeypatch, capsys):
 
 
 def test_an_unknown_row_is_refused():
-    with pytest.raises(ConfigError, match="'R9' is no row of the drill"):
-        drill.main(["--only", "R9"], Common(quiet=True))
+    with pytest.raises(ConfigError, match="'R6' is no row of the drill"):
+        drill.main(["--only", "R6"], Common(quiet=True))

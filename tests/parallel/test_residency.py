@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -146,6 +148,30 @@ def test_dense_experts_biases_and_layers_without_experts(family: Path, recompute
             assert isinstance(model.residency, Streamed)
             model.residency.poison = True
             assert all(same(step(model, recompute, given), wanted) for _ in range(2)), experts
+
+
+def test_files_of_the_hubs_cache_and_reads_that_come_in_pieces_give_the_same_bits(
+    tmp_path, monkeypatch
+) -> None:
+    """A snapshot is symlinks to blobs; a read of a network disk may return less than it was asked for."""
+    given = batch(64, 4, 256)
+    wanted = step(opened(TINY_K2, torch.float32, "device"), "layers", given)
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(path for path in TINY_K2.iterdir() if path.is_file()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    reads, preadv = [0], os.preadv
+
+    def short(descriptor: int, buffers: Any, offset: int) -> int:
+        reads[0] += 1
+        first = memoryview(buffers[0]).cast("B")
+        return preadv(descriptor, [first[: max(1, len(first) // 3)]], offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    assert same(step(opened(snapshot, torch.float32, "disk"), "layers", given), wanted)
+    assert reads[0] > 1000
 
 
 @pytest.mark.parametrize("recompute", ["layers", "nothing"])

@@ -1,6 +1,6 @@
 """unfreeze dev drill: plant every fault people lose days to, in a sandbox, and show the line that names it.
 
-29 rows (L loading, N numbers, M mixtures of experts, R runs), most with several faults. Each fault is planted
+30 rows (L loading, N numbers, M mixtures of experts, R runs), most with several faults. Each fault is planted
 for real in a temporary folder:
 nothing of yours is touched. A fault that goes through unnamed ends the drill with exit code 1. --clean does
 the opposite: ten clean runs of different families under the same guards, of which none may raise an alarm.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Config(Frozen):
     """What to drill."""
 
-    only: tuple[str, ...] = Field(default=(), description="rows to plant, such as L7 N1; default: all 29")
+    only: tuple[str, ...] = Field(default=(), description="rows to plant, such as L7 N1; default: all 30")
     clean: bool = Field(
         default=False,
         description="plant nothing: ten clean runs of different families, of which none may raise an alarm",

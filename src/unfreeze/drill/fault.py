@@ -45,8 +45,9 @@ ROWS = (
     "R5",
     "R7",
     "R8",
+    "R9",
 )
-"""The 29 rows of the drill: loading (L), numbers (N), mixtures of experts (M), runs (R). R6, a paid API over
+"""The 30 rows of the drill: loading (L), numbers (N), mixtures of experts (M), runs (R). R6, a paid API over
 its budget, has no code yet."""
 
 

@@ -1,4 +1,7 @@
-"""R1 to R8 (without R6): faults of runs, their saves, their exports and their data."""
+"""R1 to R9 (without R6): faults of runs, their saves, their exports and their data."""
+
+# torch does not list its stores among what it exports:
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -8,17 +11,22 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from unfreeze.adapters import LoraConfig, attach, save_adapter, verify_adapter
 from unfreeze.core.schema import StartEvent, TrainEvent
 from unfreeze.data import Batches, encode_file
 from unfreeze.drill.fault import Fault, Outcome, measured, refused, said
-from unfreeze.drill.processes import kill_in_training, together
+from unfreeze.drill.processes import kill_in_training, together, waiting_process
 from unfreeze.drill.sandbox import ROWS, Sandbox
+from unfreeze.job.folder import contents
+from unfreeze.job.processes import agree
+from unfreeze.parallel.roll import Roll
 from unfreeze.report.events import of_kind, read_events, series
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
@@ -245,6 +253,36 @@ def two_runs(sandbox: Sandbox) -> Outcome:
         return refused(lambda: sandbox.sft(out=run), says="is in use by process")
 
 
+def dead_process(sandbox: Sandbox) -> Outcome:
+    """Two processes that know each other by process 0's store; one is killed, and an exchange breaks off.
+
+    What torch then raises says only that a connection closed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = waiting_process(store.port)
+    try:
+        roll = Roll(store, 0, 2)
+    finally:
+        other.kill()
+        other.wait()
+
+    def exchange() -> None:
+        with roll.watching():
+            raise RuntimeError("Connection closed by peer")
+
+    return refused(exchange, says="process 1 is gone (connection closed)")
+
+
+def other_files(sandbox: Sandbox) -> Outcome:
+    """Two processes with the same command, and a row less in the second one's data file."""
+    first, here = (
+        {"data file 1 (its size and hash)": contents(sandbox.sft_config(data=sandbox.rows(rows)).data)[0]}
+        for rows in (ROWS, ROWS[1:])
+    )
+    two: Any = SimpleNamespace(size=2, rank=1, texts=lambda text: [json.dumps(first), text])
+    return refused(lambda: agree(two, here), says="the processes differ in data file 1")
+
+
 FAULTS = [
     Fault("R1", "kill -9 in the middle of training and saving", killed),
     Fault("R1", "half a save left behind", half_a_save),
@@ -268,4 +306,6 @@ FAULTS = [
     Fault("R7", "a byte order mark", byte_order_mark),
     Fault("R7", "bad rows that vanish uncounted", skipped_rows),
     Fault("R8", "two runs in one folder", two_runs),
+    Fault("R9", "a process that is killed while others compute with it", dead_process),
+    Fault("R9", "processes that read other data", other_files),
 ]
