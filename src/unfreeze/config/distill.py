@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from unfreeze.config import sft
+from unfreeze.config.endpoint import EndpointConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName
 from unfreeze.config.training import FIRST, FLAT, HELP, portable
 
@@ -113,17 +114,20 @@ class Config(sft.Config):
         "teacher": "teacher",
         "prepare": "prepare",
         **{name: f"distillation.{name}" for name in Distillation.model_fields},
+        **{name: f"endpoint.{name}" for name in EndpointConfig.model_fields},
     }
     HELP: ClassVar[dict[str, tuple[str, ...]]] = {
         "Teacher": ("teacher", "prepare", *Distillation.model_fields),
         **HELP,
+        "Server": tuple(EndpointConfig.model_fields),
     }
     FIRST: ClassVar[tuple[str, ...]] = ("teacher", *FIRST)
 
     teacher: ModelName = Field(
         description=(
             "a checkpoint folder, a Hugging Face id, a run or an adapter's folder, with the model's own"
-            f" tokenizer; {BASE}: the model itself with its adapters off; or a folder that prepare wrote"
+            f" tokenizer; {BASE}: the model itself with its adapters off; a folder that prepare wrote; or,"
+            " with prepare, the address of an OpenAI-compatible server (http://…)"
         )
     )
     prepare: Folder = Field(
@@ -134,6 +138,7 @@ class Config(sft.Config):
         ),
     )
     distillation: Distillation = Distillation()
+    endpoint: EndpointConfig = EndpointConfig()
 
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
@@ -163,5 +168,6 @@ class Config(sft.Config):
     def record(self) -> dict[str, Any]:
         """As every run's; a teacher in a folder is found from any directory."""
         fields = super().record()
-        del fields["prepare"], fields["top_k"], fields["coding"]  # of no run
+        for name in ("prepare", "top_k", "coding", *EndpointConfig.model_fields):  # of no run
+            del fields[name]
         return fields | {"teacher": fields["teacher"] if self.teacher == BASE else portable(self.teacher)}

@@ -20,6 +20,7 @@ from unfreeze.job import job
 from unfreeze.job.device import say
 from unfreeze.job.folder import typed
 from unfreeze.recipes import sft
+from unfreeze.teach.client import is_url
 from unfreeze.teach.inside import Inside
 from unfreeze.teach.teacher import Asked, BaseAsked
 
@@ -46,8 +47,16 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 
 
 def parts(config: Config) -> job.Parts:
-    """The Parts of sft, with a teacher whose probabilities are the loss."""
-    same, teacher = sft.parts(config), teacher_of(config)
+    """The Parts of sft, with a teacher whose probabilities are the loss; a server is for --prepare alone."""
+    same = sft.parts(config)
+    if is_url(config.teacher):
+        if not config.prepare:
+            raise ConfigError(
+                f"{config.teacher} is a server, which is asked once and not while training",
+                next="add --prepare FOLDER; then train with --teacher FOLDER",
+            )
+        return replace(same, recipe="distill")
+    teacher = teacher_of(config)
 
     def start(model: str, common: Common) -> Manifest:
         manifest = same.start(model, common)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,10 @@ from unfreeze.job import job
 from unfreeze.job.data import check_vocabulary, sequence_length
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.folder import with_files
+from unfreeze.teach.client import base_url, is_url
 from unfreeze.teach.coding import Coding, top_of
-from unfreeze.teach.store import FORMAT, Writing, asked_about, is_store
+from unfreeze.teach.served import Asking
+from unfreeze.teach.store import FORMAT, Writing, asked_about, is_store, refuse_other_head
 from unfreeze.teach.teacher import Asked
 
 if TYPE_CHECKING:
@@ -36,11 +38,16 @@ BLOCK = 128  # rows whose logits exist at once
 
 def prepare(config: Config, parts: job.Parts, common: Common) -> dict[str, Any]:
     """-> teacher: the folder; documents, tokens, bytes, bytes_per_token; asked: how many were new."""
-    teacher = parts.second
-    if not isinstance(teacher, Asked) or config.teacher == BASE or is_store(config.teacher):
+    teacher, url = parts.second, is_url(config.teacher)
+    if not url and (not isinstance(teacher, Asked) or config.teacher == BASE or is_store(config.teacher)):
         raise ConfigError(
-            f"--prepare asks a teacher in a folder or a run, not {config.teacher!r}",
-            next="--teacher DIR_OR_RUN",
+            f"--prepare asks a teacher in a folder, a run or a server, not {config.teacher!r}",
+            next="--teacher DIR_OR_RUN_OR_URL",
+        )
+    if url and config.distillation.temperature != 1:
+        raise ConfigError(
+            f"temperature = {config.distillation.temperature:g}: a server says its probabilities at 1",
+            next="without --temperature",
         )
     if started().size > 1:
         raise ConfigError("--prepare is one process's work", next="give it without torchrun")
@@ -59,7 +66,8 @@ def prepare(config: Config, parts: job.Parts, common: Common) -> dict[str, Any]:
     now, variables = template_time(data.template_date), template_values(data.template_variables)
     tokenizer = load_tokenizer(start.path, now=now, template_variables=variables)
     check_vocabulary(tokenizer, shape, start)
-    teacher.check(start, tokenizer)
+    if teacher is not None:
+        teacher.check(start, tokenizer)
     tokens = config.tokens_per_micro_batch
     with EncodeProgress(quiet=common.quiet) as progress:
         dataset = encoded_files(
@@ -78,22 +86,25 @@ def prepare(config: Config, parts: job.Parts, common: Common) -> dict[str, Any]:
     coding = Coding(asked.coding, min(asked.top_k, words.size), words.size)
     head = {
         "format": FORMAT,
-        "teacher": _name(teacher),
+        "teacher": _name(teacher) if isinstance(teacher, Asked) else _served(config),
         "vocabulary": {"size": words.size, "hash": words.hash},
         "temperature": float(asked.temperature),
         "top_k": coding.top_k,
         "coding": coding.name,
         "bytes_per_token": coding.nbytes,
     }
-    writing = Writing(Path(config.prepare), head, coding)
-    had, tell = len(writing.done), say(common)
-    batches = asked_about(dataset.examples, writing, tokens)
-    if (first := next(batches, None)) is not None:
-        device = pick_device(config.memory.device, config.memory.threads)
-        says = teacher.load(device, config.memory.dtype)
-        for examples, batch in chain([first], batches):
-            ask(writing, says, examples, batch.to(device))
-            tell(f"asked about {len(writing.done) - had:,} documents, {len(dataset.examples):,} in all")
+    folder, tell = Path(config.prepare), say(common)
+    if isinstance(teacher, Asked):
+        writing = Writing(folder, head, coding)
+        had = len(writing.done)
+        _ask_all(teacher, config, writing, asked_about(dataset.examples, writing, tokens), tell)
+    else:
+        if is_store(folder):
+            refuse_other_head(folder, head)
+        server = Asking(config.teacher, config.endpoint, folder, coding, dataset.examples, tell)
+        writing = Writing(folder, head, coding)
+        had = len(writing.done)
+        server.into(writing, tokenizer)
     documents, supervised = len(dataset.examples), int(dataset.examples.supervised_N.sum())
     writing.finish(documents=documents, tokens=supervised)
     size = sum(path.stat().st_size for path in writing.folder.glob("part-*"))
@@ -112,6 +123,23 @@ def prepare(config: Config, parts: job.Parts, common: Common) -> dict[str, Any]:
     }
 
 
+def _ask_all(
+    teacher: Asked,
+    config: Config,
+    writing: Writing,
+    batches: Iterator[tuple[list[Example], Batch]],
+    tell: Callable[[str], None],
+) -> None:
+    """Load the teacher where something is lacking, and ask about that."""
+    if (first := next(batches, None)) is None:
+        return
+    device, had = pick_device(config.memory.device, config.memory.threads), len(writing.done)
+    says = teacher.load(device, config.memory.dtype)
+    for examples, batch in chain([first], batches):
+        ask(writing, says, examples, batch.to(device))
+        tell(f"asked about {len(writing.done) - had:,} documents")
+
+
 def ask(writing: Writing, says: Teacher, examples: Sequence[Example], batch: Batch) -> None:
     """Add what a teacher says of a batch of documents."""
     import numpy as np
@@ -125,6 +153,11 @@ def ask(writing: Writing, says: Teacher, examples: Sequence[Example], batch: Bat
     rows_NB = np.concatenate(raw or [np.empty((0, coding.nbytes), np.uint8)])
     for example, (first, end) in zip(examples, pairwise(ends), strict=True):
         writing.add(example.checksum, rows_NB[first:end])
+
+
+def _served(config: Config) -> str:
+    """A server: its address, and the name of its model."""
+    return f"{config.endpoint.served_name or 'model'} at {base_url(config.teacher)}"
 
 
 def _name(teacher: Asked) -> str:

@@ -4,7 +4,8 @@ vocabulary.py   the contract: the same words under the same ids
 teacher.py      a checkpoint, a run, or the model itself with its adapters off, asked while training
 store.py        what a teacher said, on disk: the likeliest words of each supervised token
 coding.py       how such an entry is written
-endpoint.py     a server's likeliest words of each token, checked; client.py asks it, budget.py prices it
+endpoint.py     a server's likeliest words of each token, checked; client.py asks it, budget.py prices it,
+                served.py writes them into the store
 answers.py      what a teacher writes, as rows for sft; chat.py asks a server for it
 reference.py    the model as it was when training began, which a policy is compared with
 

@@ -73,6 +73,7 @@ class Endpoint:
     ):
         self.client, self.name, self.tokenizer, self.top, self.reserve = client, name, tokenizer, top, reserve
         self._form: int | None = None  # of FORMS: what this server takes
+        self._texts: dict[int, str] = {}
 
     def __repr__(self) -> str:
         return f"{self.name or 'the model'} at {self.client.url}"
@@ -82,7 +83,7 @@ class Endpoint:
         for first in range(0, len(documents), TOGETHER):
             yield from self._ask(documents[first : first + TOGETHER])
 
-    def _ask(self, documents: Sequence[Sequence[int]]) -> list[Scored]:
+    def _ask(self, documents: Sequence[Sequence[int]]) -> Iterator[Scored]:
         read, written = sum(map(len, documents)), len(documents)
         forms = range(len(FORMS)) if self._form is None else (self._form,)
         for form in forms:
@@ -103,8 +104,8 @@ class Endpoint:
                     continue
                 raise self._unable(error) if error.status in (400, 422) else error from None
             self._form = form
-            return self._read(answer, documents)
-        raise AssertionError("there is a form")
+            yield from self._read(answer, documents)
+            return
 
     def _unable(self, error: EndpointError) -> EndpointError:
         return EndpointError(
@@ -116,15 +117,15 @@ class Endpoint:
             status=error.status,
         )
 
-    def _read(self, answer: dict[str, Any], documents: Sequence[Sequence[int]]) -> list[Scored]:
-        """The choices in the order of the documents, each checked."""
+    def _read(self, answer: dict[str, Any], documents: Sequence[Sequence[int]]) -> Iterator[Scored]:
+        """The choices in the order of the documents, each checked when its turn comes."""
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise self._wrong("its answer has no list of choices")
         by_index = {choice.get("index", place): choice for place, choice in enumerate(choices)}
         if sorted(map(repr, by_index)) != sorted(map(repr, range(len(documents)))):
             raise self._wrong(f"{len(choices)} choices came back for {len(documents)} documents")
-        return [self._document(by_index[i], document) for i, document in enumerate(documents)]
+        yield from (self._document(by_index[i], document) for i, document in enumerate(documents))
 
     def _document(self, choice: dict[str, Any], tokens: Sequence[int]) -> Scored:
         echoed = choice.get("prompt_token_ids")
@@ -241,7 +242,9 @@ class Endpoint:
         return True
 
     def _text(self, id: int) -> str:
-        return self.tokenizer.decode([id], skip_specials=False)
+        if id not in self._texts:
+            self._texts[id] = self.tokenizer.decode([id], skip_specials=False)
+        return self._texts[id]
 
     @cached_property
     def _ids(self) -> dict[str, tuple[int, ...]]:

@@ -62,6 +62,17 @@ def read_head(folder: Path) -> dict[str, Any]:
     return head
 
 
+def refuse_other_head(folder: Path, head: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a store holds what another teacher, temperature or coding gave."""
+    there = read_head(folder)
+    other = next((name for name, value in head.items() if there.get(name) != value), "")
+    if other:
+        raise ConfigError(
+            f"{folder} holds what another {other} gave ({there.get(other)!r}, not {head[other]!r})",
+            next="--prepare with another folder",
+        )
+
+
 class Parts:
     """The documents of a store: key -> (part, first row, rows)."""
 
@@ -109,13 +120,7 @@ class Writing:
 
         self.folder, self.head, self.coding = folder, dict(head), coding
         if is_store(folder):
-            there = read_head(folder)
-            other = next((name for name, value in head.items() if there.get(name) != value), "")
-            if other:
-                raise ConfigError(
-                    f"{folder} holds what another {other} gave ({there.get(other)!r}, not {head[other]!r})",
-                    next="--prepare with another folder",
-                )
+            refuse_other_head(folder, head)
         elif folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty and no teacher's", next="--prepare with another folder")
         else:

@@ -1,0 +1,92 @@
+"""A server's words for the store of what a teacher said (store.py); training then needs no network.
+
+N supervised tokens of a document, K words of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unfreeze.teach.budget import Budget, Price
+from unfreeze.teach.client import Client
+from unfreeze.teach.coding import LEAST, Coding
+from unfreeze.teach.endpoint import Endpoint, Scored
+from unfreeze.teach.store import Parts, Writing, is_store
+
+if TYPE_CHECKING:
+    from unfreeze.config.endpoint import EndpointConfig
+    from unfreeze.data.examples import Example
+    from unfreeze.data.tokens.tokenizer import Tokenizer
+
+KEEP_EVERY = 30.0  # seconds, after which what came is written: a power cut costs so much at most
+
+
+class Asking:
+    """What is to be asked of a server, priced: refused, where it is, before there is a folder.
+
+    lacking: the documents that a store in `folder` doesn't have
+    """
+
+    def __init__(
+        self,
+        url: str,
+        asked: EndpointConfig,
+        folder: Path,
+        coding: Coding,
+        examples: Sequence[Example],
+        say: Callable[[str], None],
+    ):
+        self.client, self.name, self.say = Client(url, timeout=asked.timeout), asked.served_name, say
+        taken = set(Parts(folder, coding).places) if is_store(folder) else set[bytes]()
+        self.lacking: list[Example] = []
+        for example in examples:
+            if example.checksum not in taken:
+                taken.add(example.checksum)
+                self.lacking.append(example)
+        self.budget = Budget(folder, asked.budget_usd, Price(asked.price_read, asked.price_written))
+        read = sum(example.num_tokens for example in self.lacking)
+        if line := self.budget.worst(self.client.url, read, len(self.lacking)):
+            say(f"{len(self.lacking):,} documents: {line}")
+
+    def into(self, writing: Writing, tokenizer: Tokenizer) -> None:
+        """Ask. Whatever ends it, what came is in the store.
+
+        Raises EndpointError at a document that cannot be used, ConfigError where the budget is spent.
+        """
+        coding, kept = writing.coding, time.monotonic()
+        endpoint = Endpoint(self.client, self.name, tokenizer, top=coding.top_k, reserve=self.budget.reserve)
+        scored = endpoint.scored([list(example.tokens) for example in self.lacking])
+        try:
+            for done, (example, said) in enumerate(zip(self.lacking, scored, strict=True), 1):
+                writing.add(example.checksum, rows_of(said, example, coding))
+                if time.monotonic() - kept > KEEP_EVERY:
+                    writing.flush()
+                    self.say(f"asked about {done:,} of {len(self.lacking):,} documents")
+                    kept = time.monotonic()
+        finally:
+            writing.flush()
+
+
+def rows_of(said: Scored, example: Example, coding: Coding) -> np.ndarray:
+    """What a server said of a document's supervised tokens, as the store has it: uint8 [N, bytes].
+
+    Words that are missing to K (texts that several ids have) get a probability of nothing under the last ids
+    of the vocabulary, which are special tokens; what the server left out is the rest's.
+    """
+    places = [place for place in range(1, example.num_tokens) if example.weights[place]]
+    ids_NK = np.empty((len(places), coding.top_k), dtype=np.int64)
+    log_q_NK = np.full((len(places), coding.top_k), LEAST)
+    for row, place in enumerate(places):
+        top = said.top[place - 1]
+        listed = {id for id, _ in top}
+        free = (id for id in range(coding.words - 1, -1, -1) if id not in listed)
+        ids_NK[row] = [id for id, _ in top] + [next(free) for _ in range(coding.top_k - len(top))]
+        log_q_NK[row, : len(top)] = [max(min(log_q, 0.0), LEAST) for _, log_q in top]
+    with np.errstate(divide="ignore"):
+        rest_N = np.log(np.clip(1 - np.exp(log_q_NK).sum(1), 0.0, 1.0))
+    return coding.encode(ids_NK, log_q_NK, np.maximum(rest_N, LEAST))
