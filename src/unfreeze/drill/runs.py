@@ -1,8 +1,5 @@
 """R1 to R9 (without R6): faults of runs, their saves, their exports and their data."""
 
-# torch does not list its stores among what it exports:
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import json
@@ -15,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from unfreeze.adapters import LoraConfig, attach, save_adapter, verify_adapter
@@ -26,7 +22,7 @@ from unfreeze.drill.processes import kill_in_training, together, waiting_process
 from unfreeze.drill.sandbox import ROWS, Sandbox
 from unfreeze.job.folder import contents
 from unfreeze.job.processes import agree
-from unfreeze.parallel.roll import Roll
+from unfreeze.parallel.roll import Roll, store_at
 from unfreeze.report.events import of_kind, read_events, series
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
@@ -258,7 +254,7 @@ def dead_process(sandbox: Sandbox) -> Outcome:
 
     What torch then raises says only that a connection closed.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store_at("127.0.0.1", 0, first=True)
     other = waiting_process(store.port)
     try:
         roll = Roll(store, 0, 2)

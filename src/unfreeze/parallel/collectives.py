@@ -26,7 +26,7 @@ from torch import Tensor
 
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.torchrun import started
-from unfreeze.parallel.roll import Roll, Told, coming, has_agent
+from unfreeze.parallel.roll import Roll, Told, coming, has_agent, store_at
 
 Item = TypeVar("Item")
 # bytes of gradients in flight at once: long enough for full bandwidth, small beside the gradients themselves
@@ -356,10 +356,7 @@ def open_group(device: torch.device) -> Iterator[Group]:
 
 
 def _met() -> tuple[dist.Store, int, int]:
-    """torchrun's store, or that of process 0 -> with this process's rank and how many there are.
-
-    Of process 0's own none waits until all have come: who has not is known to the Roll, which says it.
-    """
+    """torchrun's store, or that of process 0 -> with this process's rank and how many there are."""
     here, said = started(), os.environ
     at = f"{said.get('MASTER_ADDR')}:{said.get('MASTER_PORT')}"
     try:
@@ -372,8 +369,7 @@ def _met() -> tuple[dist.Store, int, int]:
             host, port, rank, size = said["MASTER_ADDR"], said["MASTER_PORT"], here.rank, here.size
             if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
                 raise ValueError(f"MASTER_PORT is {port!r:.40}, which is no port")
-            more = {"timeout": coming(), "wait_for_workers": False, "multi_tenant": True}
-            store = dist.TCPStore(host, int(port), size, rank == 0, **more)
+            store = store_at(host, int(port), first=rank == 0)
     except dist.DistNetworkError as error:
         busy = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
         why = "another program has that port" if busy else str(error).strip().partition("\n")[0][:200]

@@ -61,6 +61,15 @@ def coming() -> timedelta:
     return COMING if has_agent() else COMING_ALONE
 
 
+def store_at(host: str, port: int, *, first: bool) -> dist.TCPStore:
+    """The store that process 0, the `first`, keeps; port 0: a free one.
+
+    It waits for nobody: who has not come is known to the Roll, which says it.
+    """
+    more = {"timeout": coming(), "wait_for_workers": False, "multi_tenant": True}
+    return dist.TCPStore(host, port, None, first, **more)
+
+
 Item = TypeVar("Item")
 Told = Callable[[str], ProcessGone]
 """(who is gone, and why) -> the error, with where the run stands."""
