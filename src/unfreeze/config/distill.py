@@ -47,7 +47,8 @@ class Distillation(Frozen):
         le=1,
         description=(
             "share of cross entropy with the data's own words: alpha · CE + (1 - alpha) · temperature² ·"
-            " divergence; 0: the teacher alone"
+            " divergence; 0: the teacher alone, which recovered 92 % of the gap to a known teacher, 0.5 78 %"
+            " (docs/teach_measured.md)"
         ),
     )
 
