@@ -1,10 +1,57 @@
-"""live, which counts bytes (tests/parallel/live.py)."""
+"""Servers of these tests (servers.py, which can be imported by name) and the model behind them; and live, which
+counts bytes (tests/parallel/live.py)."""
+
+from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+import unfreeze
+from unfreeze.commands.demo import TINY_K2
+
+sys.path.insert(0, str(Path(__file__).parent))
+from servers import Completions, Reply, Server
+
+
+@pytest.fixture
+def serving():
+    """serving(reply) -> a running Server."""
+    running: list[Server] = []
+
+    def start(reply: Reply) -> Server:
+        running.append(Server(reply))
+        return running[-1]
+
+    yield start
+    for server in running:
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """tiny-k2 in memory, the teacher of these servers."""
+    return unfreeze.load(TINY_K2)
+
+
+@pytest.fixture
+def completions(serving, tiny):
+    """completions(kind, change) -> a running server of tiny-k2."""
+    return lambda kind="vllm", change=None: serving(Completions(tiny, kind, change))
+
+
+@pytest.fixture
+def oracle(tiny):
+    """oracle(tokens) -> log p_TV in float64: what each position says of the next token."""
+
+    def says(tokens: list[int]) -> torch.Tensor:
+        return tiny.logits([tokens])[0].double().log_softmax(-1)
+
+    return says
 
 
 @pytest.fixture(scope="session")
