@@ -203,3 +203,15 @@ def test_two_processes_are_one(run_dir, rows, tmp_path):
     one, two = trains(tmp_path / "one"), trains(tmp_path / "two")
     for name in ("loss", "divergence", "cross_entropy"):
         assert [event[name] for event in two] == pytest.approx([event[name] for event in one], rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_experts_from_disk_are_read_for_the_base_as_a_teacher_too(distill, tmp_path):
+    """The layers are visited once more, between forward and backward; every number is the resident model's."""
+    arguments = ["--teacher", "base", "--alpha", 0.5, "--recompute", "layers"]
+    runs = [
+        distill(*arguments, "--place.experts", where, out=tmp_path / where, steps=3)["run"]
+        for where in ("device", "disk")
+    ]
+    here, disk = ([(event["loss"], event["divergence"]) for event in trains(run)] for run in runs)
+    assert here == disk and here[-1][1] > 0
