@@ -40,6 +40,17 @@ PUBLISHED = {
         {name: f"{HUMAN} Which sky?{HUMAN} {said}" for name, said in (("chosen", "Blue."), ("rejected", "Green."))},
         [USER, FIRST, USER],
     ),
+    "Dahoas/rm-static: a prompt of turns": (
+        {"prompt": f"{HUMAN} Which sky?{HUMAN}", "response": " Blue.", "chosen": " Blue.", "rejected": " Green."},
+        [USER, FIRST, USER],
+    ),
+    "LLaMA-Factory, alpaca with history": (
+        {
+            "instruction": ASKED, "input": "", "history": [[ASKED, FIRST["content"]]],
+            "chosen": "Blue.", "rejected": "Green.",
+        },
+        [USER, FIRST, USER],
+    ),
     "LLaMA-Factory, alpaca": ({"instruction": ASKED, "input": "", "chosen": "Blue.", "rejected": "Green."}, [USER]),
     "LLaMA-Factory, sharegpt": (
         {
@@ -104,6 +115,13 @@ REFUSED = {
     "a label of more": ({"prompt": "a", "completion": "b", "label": 3}, "expected true or false"),
     "a label of -1": ({"prompt": "a", "completion": "b", "label": -1}, "expected true or false"),
     "a label alone": ({"prompt": "a", "label": True}, "a label and no answer"),
+    "a label of an earlier turn": ({"messages": [USER, BLUE, USER], "label": True}, "messages[2] is a turn of 'user'"),
+    "an answer behind an answer": ({"messages": [USER, BLUE], "chosen": "Blue.", "rejected": "Green."}, "a second one"),
+    "the beginning of an answer": ({"prompt": [USER, FIRST], "completion": [BLUE], "label": 1}, "prompt ends with a turn of the assistant (prompt[1])"),
+    "a prompt of another name": ({"query": "a", "chosen": "b", "rejected": "c"}, "no prompt: chosen and rejected begin with other words"),
+    "messages in a cell": ({"chosen": str([USER, BLUE]), "rejected": str([USER, GREEN])}, "field chosen is a list of messages written as text"),
+    "PKU-SafeRLHF": ({"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}, "stands in field 'better_response_id'"),
+    "HelpSteer2": ({"prompt": "a", "response_1": "b", "response_2": "c", "preference_strength": -2}, "'preference_strength' (a number (-2))"),
     "a picture": ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["x.png"]}, "'images'"),
 }  # fmt: skip
 
@@ -120,6 +138,15 @@ def test_columns_near_to_ours_are_named():
     with pytest.raises(DataError) as refused:
         judged_from_dict({"prompt": "a", "chosen_response": "b", "rejected_response": "c"})
     assert "chosen=chosen_response,rejected=rejected_response" in refused.value.next
+    for fields, says in (  # a rating is no answer (argilla); a label of another name (LLaMA-Factory)
+        ({"prompt": "a", "chosen_rating": 5.0, "chosen_text": "b", "rejected_rating": 1.0, "rejected_text": "c"},
+         "chosen=chosen_text,rejected=rejected_text"),
+        ({"instruction": "a", "output": "b", "kto_tag": True}, "--loss kto --columns label=kto_tag,completion=output"),
+        ({"query": "a", "chosen": "b", "rejected": "c"}, "--columns prompt=query"),
+    ):  # fmt: skip
+        with pytest.raises(DataError) as refused:
+            judged_from_dict(fields)
+        assert says in refused.value.next
 
 
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet"])

@@ -1,9 +1,10 @@
 """Rows of two answers to one prompt, or of an answer with a label, in the shapes that data sets have.
 
 chosen/rejected     the answers: two texts, two lists of messages, or a message each. Their prompt is
-                    prompt       a text or messages (TRL, UltraFeedback, which repeats it in both lists)
+                    prompt       a text or messages (TRL, UltraFeedback, which repeats it in both lists);
+                                 a text of "Human:" turns that ends with "Assistant:" is these turns
                     question, input   a text, with system (Intel/orca_dpo_pairs and its successors)
-                    instruction, input, system   as alpaca has them (LLaMA-Factory)
+                    instruction, input, history, system   as alpaca has them (LLaMA-Factory)
                     conversations, messages   the turns before (LLaMA-Factory, ShareGPT)
                     nothing: the turns that both lists begin with; of two texts with "Human:" and "Assistant:"
                     (Anthropic/hh-rlhf) the turns they share; of two other texts the tokens they share
@@ -11,7 +12,8 @@ prompt/completion/label   KTO: as sft's rows, with a label: true, false, 0 or 1,
 messages/label      the same with the answer as the last turn
 
 What is asked stands in both and is never taught; the answers are turns of the assistant, checked as those of
-sft's rows are. Equal and empty answers, and prompts that differ, are refused.
+sft's rows are. Equal and empty answers, and prompts that differ, are refused; so is what would be compared
+without its prompt, or behind a first answer.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from unfreeze.data.rows.shapes import (
     SHAREGPT_ROLES,
     Fields,
     conversation_of,
+    history_of,
     near_field,
     refuse_other_senses,
     with_input,
@@ -38,7 +41,17 @@ LABELS = {"true": True, "1": True, "1.0": True, "chosen": True} | {
 """What a label may be, in small letters."""
 PAIR = ("chosen", "rejected")
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
+_ANSWERS = (*PAIR, "completion")
 _TURNS = ("prompt", "conversations", "messages")
+_LIST_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
+"""How a list of messages begins that was written into a cell, by json or by Python's str."""
+_WHICH = (
+    "better_response_id safer_response_id preference_strength overall_preference preference winner"
+    " winner_model_a choice chosen_idx labels"
+).split()
+"""Columns that say which of a row's answers is the better one (PKU-SafeRLHF, HelpSteer2, arenas, SHP)."""
+_PROMPTS = ("query", "context", "history", "post", "problem", "user", "user_prompt", "instruct", "input_text")
+_LABEL_NAMES = ("kto_tag", "desirable", "thumbs_up", "is_desirable")
 Item = tuple[str, object]
 """A message and where it stands in the row."""
 
@@ -51,7 +64,7 @@ def judged_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | 
     """
     if deeper_than(fields, MAX_DEPTH):
         raise DataError(f"row {row}: nested deeper than {MAX_DEPTH} levels", next="flatten the row")
-    there = {name: value for name, value in fields.items() if value is not None}
+    there = _spoken({name: value for name, value in fields.items() if value is not None}, row)
     refuse_other_senses(there, row)
     if all(name in there for name in PAIR):
         return _pair(there, row)
@@ -62,11 +75,27 @@ def judged_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | 
 
 def _no_pair(there: Fields, row: int, renames: Mapping[str, str]) -> DataError:
     missing = [name for name in PAIR if name not in there]
-    others = [other for other in there if other not in PAIR]
-    near = {  # chosen_response, or a slip of the pen
+    # an answer is a text or messages: chosen_response, not chosen_rating
+    others = [other for other in there if other not in PAIR and isinstance(there[other], str | list | dict)]
+    near = {  # or a slip of the pen
         name: next((other for other in others if name in other.lower()), near_field(name, others))
         for name in missing
     }
+    which = next((name for name in _WHICH if name in there), None)
+    if which is not None and len(missing) == len(PAIR) and not any(near.values()):
+        return DataError(
+            f"row {row}: which answer is the better one stands in field {which!r}"
+            f" ({json_type(there[which])}), and a pair has it as chosen, the other as rejected",
+            next="write rows of prompt, chosen, rejected by that field; --columns would fit some rows alone",
+        )
+    label = next((name for name in _LABEL_NAMES if name in there), None)
+    if label is not None:
+        answer = "" if "completion" in there or "messages" in there else ",completion=NAME"
+        answer = ",completion=output" if answer and "output" in there else answer
+        return DataError(
+            f"row {row}: no pair of answers; field {label!r} looks like a label",
+            next=f"--loss kto --columns label={label}{answer}",
+        )
     columns = {**renames, **{name: word or "NAME" for name, word in near.items()}}
     names = ", ".join(sorted(there)[:20]) or "none"
     several = len(missing) > 1
@@ -93,12 +122,15 @@ def _pair(fields: Fields, row: int) -> Judged:
     if asked is None and all(isinstance(answer, str) for answer in answers):
         texts = [text_of(answer, row, name) for name, answer in zip(PAIR, answers, strict=True)]
         if not all(_SPEAKER.match(text) for text in texts):
+            _check_shared(texts, fields, row)
             return Judged(Text(texts[0], row), Text(texts[1], row), row, "chosen/rejected")
         talks = [_transcript(text, row, name) for name, text in zip(PAIR, texts, strict=True)]
     else:
         talks = [_talk(asked or [], fields[name], row, name) for name in PAIR]
     begins = sum(1 for _ in takewhile(lambda two: two[0][1] == two[1][1], zip(*talks, strict=False)))
     _check_ways(talks, begins, row)
+    if asked:
+        _check_prompt(asked, talks[0][begins:], row)
     rest = {name: value for name, value in fields.items() if name in ("system", "tools", "functions")}
     made = [conversation_of(talk, rest, row, "chosen/rejected", prompt=begins) for talk in talks]
     return Judged(made[0], made[1], row, "chosen/rejected")
@@ -120,6 +152,32 @@ def _check_ways(talks: Sequence[Sequence[Item]], begins: int, row: int) -> None:
             raise DataError(f"row {row}: field {name} has no turn of the assistant")
 
 
+def _check_prompt(asked: Sequence[Item], answer: Sequence[Item], row: int) -> None:
+    """Refuse an answer behind an answer: the prompt holds one already, or the beginning of one."""
+    if answer and _role(asked[-1][1]) == "assistant" and _role(answer[0][1]) == "assistant":
+        raise DataError(
+            f"row {row}: the prompt ends with a turn of the assistant ({asked[-1][0]}), so the answer would"
+            " be a second one",
+            next="leave it out of the prompt; where it begins both answers, write it in front of them",
+        )
+
+
+def _check_shared(texts: Sequence[str], fields: Fields, row: int) -> None:
+    """Two texts without a prompt begin with it: with one word at least."""
+    if _LIST_AS_TEXT.match(texts[0]):
+        _talk([], texts[0], row, "chosen")
+    chosen, rejected = (text.split(maxsplit=1)[0] for text in texts)
+    if chosen == rejected:
+        return
+    others = [name for name, value in fields.items() if name not in PAIR and isinstance(value, str | list)]
+    near = next((name for name in others if name in _PROMPTS), None)
+    raise DataError(
+        f"row {row}: no prompt: chosen and rejected begin with other words, there are also:"
+        f" {', '.join(sorted(others)[:20]) or 'no other texts'}",
+        next=f"--columns prompt={near or 'NAME'}",
+    )
+
+
 def _labelled(fields: Fields, row: int) -> Judged:
     label = fields["label"]
     desirable = (
@@ -136,6 +194,7 @@ def _labelled(fields: Fields, row: int) -> Judged:
             raise DataError(f"row {row}: field 'prompt' is missing", next="--columns prompt=NAME")
         talk = _talk(asked, fields["completion"], row, "completion")
         begins = len(asked)
+        _check_prompt(asked, talk[begins:], row)
     else:
         name = next((name for name in ("messages", "conversations") if name in fields), None)
         if name is None:
@@ -146,6 +205,12 @@ def _labelled(fields: Fields, row: int) -> Judged:
             )
         talk, shape = _items(fields[name], row, name), f"{name}/label"
         begins = len(talk) - 1
+        if _role(talk[-1][1]) != "assistant":
+            raise DataError(
+                f"row {row}: {talk[-1][0]} is a turn of {_role(talk[-1][1])!r}: the label is of the last"
+                " turn, which is the assistant's",
+                next="leave out what comes behind the answer, or --on-bad-row skip",
+            )
     rest = {name: value for name, value in fields.items() if name in ("system", "tools", "functions")}
     made = conversation_of(talk, rest, row, shape, prompt=begins)
     return Judged(made if desirable else None, None if desirable else made, row, shape)
@@ -160,7 +225,8 @@ def _asked(fields: Fields, row: int) -> list[Item] | None:
     if "prompt" in fields:
         return [("prompt", {"role": "user", "content": text_of(fields["prompt"], row, "prompt")})]
     if "instruction" in fields:
-        return [("instruction", {"role": "user", "content": with_input(fields, row)})]
+        before: list[Item] = [("history", turn) for turn in history_of(fields.get("history"), row)]
+        return [*before, ("instruction", {"role": "user", "content": with_input(fields, row)})]
     name = next((name for name in ("question", "input") if fields.get(name)), None)
     if name is None:
         return None
@@ -170,6 +236,11 @@ def _asked(fields: Fields, row: int) -> list[Item] | None:
 def _talk(asked: Sequence[Item], answer: object, row: int, name: str) -> list[Item]:
     """The turns before, and the answer; where the answer's list begins with them, once."""
     if isinstance(answer, str):
+        if _LIST_AS_TEXT.match(answer):
+            raise DataError(
+                f"row {row}: field {name} is a list of messages written as text",
+                next="write the list itself (jsonl, parquet), or in a csv as JSON",
+            )
         return [*asked, (name, {"role": "assistant", "content": text_of(answer, row, name)})]
     items = _items([answer] if isinstance(answer, dict) else answer, row, name)
     if not asked or _role(items[0][1]) in ("assistant", "tool"):
@@ -193,6 +264,19 @@ def _items(value: object, row: int, name: str) -> list[Item]:
             item = {"role": role, "content": item.get("value")}
         items.append((f"{name}[{i}]", item))
     return items
+
+
+def _spoken(fields: dict[str, object], row: int) -> dict[str, object]:
+    """A row whose prompt is a text of "Human:" turns, ending with "Assistant:", with these turns instead."""
+    prompt = fields.get("prompt")
+    if not isinstance(prompt, str) or not _SPEAKER.match(prompt):
+        return fields
+    turns = [message for _, message in _transcript(prompt, row, "prompt")]
+    if _role(turns[-1]) != "assistant" or _said(turns[-1]):
+        return fields
+    # the space behind "Assistant:" is the form's, not the answer's
+    bare = {name: text.strip() for name in _ANSWERS if isinstance(text := fields.get(name), str)}
+    return {**fields, "prompt": turns[:-1], **bare}
 
 
 def _transcript(text: str, row: int, name: str) -> list[Item]:

@@ -263,7 +263,7 @@ def _pair_row(first: str, second: str) -> Callable[[Fields, int, str], Row]:
 
 def _alpaca_row(fields: Fields, row: int, shape: str) -> Row:
     user = with_input(fields, row)
-    before = _system(fields, row) + _history(fields.get("history"), row)
+    before = _system(fields, row) + history_of(fields.get("history"), row)
     return _turns(before, user, text_of(fields["output"], row, "output"), row, shape)
 
 
@@ -275,7 +275,7 @@ def with_input(fields: Fields, row: int) -> str:
     return f"{instruction}\n\n{context}" if context.strip() else instruction
 
 
-def _history(value: object, row: int) -> list[Message]:
+def history_of(value: object, row: int) -> list[Message]:
     """The earlier turns of a row of LLaMA-Factory: [[instruction, answer], …]; its answers are taught too."""
     if isinstance(value, str) and value.strip():
         value = json_of(value, row, "history")
