@@ -2,7 +2,7 @@
 
 `unfreeze bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
 WHAT is moe, formats, dense, recompute, load, start, data, decode, growth, beyond, equal, layer, model, plan,
-profile or teach;
+prefer, profile or teach;
 `unfreeze bench WHAT --help` says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.
 """
@@ -31,6 +31,7 @@ BENCHMARKS = {
     "model": "LoRA training of whole models of real shape on a GPU",
     "plan": "what the plan states of twenty small runs, beside what they took",
     "teach": "a student of a language whose probabilities are known, with and without its teacher",
+    "prefer": "tiny-k2 taught Yoda by pairs of answers, beside fine-tuning: style, facts, memory",
     "profile": "where the time of a job's step goes, per op, beside the machine's GEMM and copy rates",
     "report": "docs/performance.md from the committed rows",
 }
