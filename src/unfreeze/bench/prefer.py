@@ -27,12 +27,12 @@ from pydantic import Field
 
 from unfreeze.bench.rows import Row, Stamp
 from unfreeze.bench.training import Measured, appended_to, command, say, show
-from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 from unfreeze.core.schema import TrainEvent
 from unfreeze.report.events import of_kind, read_events
 
+TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 Side = Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "sft+dpo"]
 
 
@@ -40,8 +40,8 @@ class Config(Measured):
     """What is measured."""
 
     sides: tuple[Side, ...] = Field(
-        default=("sft", "orpo", "dpo", "sft+dpo"),
-        description="kinds of training; sft+dpo: half of the steps each, dpo at a tenth of the rate",
+        default=("sft", "dpo", "orpo", "sft+dpo"),
+        description="kinds of training; sft+dpo: then half as many steps of dpo at a fiftieth of the rate",
     )
     beta: float = Field(default=0.0, ge=0, description="of the losses; 0: as `unfreeze prefer` has it")
     steps: int = Field(default=80, ge=2, description="optimizer steps of every side")
@@ -75,10 +75,10 @@ def yoda(config: Config, stamp: Stamp, folder: Path, common: Common) -> list[Row
     for side in config.sides:
         started = time.perf_counter()
         if side == "sft+dpo":
-            half = config.model_copy(update={"steps": config.steps // 2})
-            first = trained("sft", half, pairs, folder / "first")
-            half = half.model_copy(update={"learning_rate": config.learning_rate / 10})
-            run = trained("dpo", half, pairs, folder / "second", adapter=first)
+            first = trained("sft", config, pairs, folder / "first")
+            then = {"steps": max(1, config.steps // 2), "learning_rate": config.learning_rate / 50}
+            again = config.model_copy(update=then)
+            run = trained("dpo", again, pairs, folder / "second", adapter=first)
         else:
             run = trained(side, config, pairs, folder)
         seconds = time.perf_counter() - started
