@@ -26,6 +26,7 @@ from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.save import disk_tensors, save_checkpoint
 from unfreeze.core.batch import Batch, Loss
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.rows import whole
 from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model, open_sharded
@@ -214,6 +215,22 @@ def written(folder: Path, family: str, group: Group, dtype: torch.dtype) -> None
     write_divided(state, manifest, folder / f"{family}-{dtype}-written-{group.size}", group, {})
 
 
+def made_late(folder: Path, group: Group) -> dict[str, Any]:
+    """What AdamW says behind a forward pass; and what a step moves where it is not told what is held here."""
+    model, held = opened(folder / "deepseek_v3", group, torch.float32)
+    before = {name: whole(p).clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model.hidden(small.cut(4, True)[0])
+    try:
+        said = str(AdamW(model, held=held))
+    except ConfigError as error:
+        said = error.message
+    step((model, AdamW(model)), small.cut(4, True), group)
+    model.reshard()  # what is gathered is a copy
+    still = [name for name, p in model.named_parameters() if torch.equal(whole(p), before[name])]
+    return {"said": said, "still": still}
+
+
 def work(folder: Path) -> dict[str, Any]:
     for family in FAMILIES:
         checkpoint(folder / family, family)
@@ -228,6 +245,7 @@ def work(folder: Path) -> dict[str, Any]:
                 unit.set_gradient_divide_factor(2.0)
         optimizer = AdamW(model, held=held)
         found["mean"] = step((model, optimizer), small.cut(4, True), group).grad_norm
+        found["late"] = made_late(folder, group)
         (folder / f"facts-{group.rank}.json").write_text(json.dumps(found))
         session(folder / "resumed", group, 4, torch.float32)
         session(folder / "half", group, 4, torch.bfloat16)

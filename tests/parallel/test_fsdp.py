@@ -102,6 +102,15 @@ def test_control_arm_a_mean_for_a_sum_halves_the_gradient(runs):
         assert facts["mean"] == pytest.approx(expected / 2, rel=1e-5)
 
 
+def test_an_optimizer_made_while_weights_are_gathered_is_refused_and_control_arm_it_would_not_train_them(
+    runs,
+):
+    for facts in runs[1]["2"]:
+        assert facts["late"]["said"].startswith("model.embed_tokens.weight has 32 rows and 16 of 32 are")
+        ends = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+        assert set(facts["late"]["still"]) == ends  # all others moved
+
+
 def test_the_same_collectives_on_all_processes_whatever_the_routing(runs):
     two, other = runs[1]["2"]
     for name in ("deepseek_v3 float32", "llama float32", "deepseek_v3 bfloat16"):

@@ -61,6 +61,8 @@ class AdamW:
 
     State is made here, not at the first step: the memory a run needs is taken before it starts, and a save is
     checked name by name.
+    Raises ConfigError where no parameter trains, and where one has other rows than are held: FSDP2 puts whole
+    weights in place of its parts while they are gathered, and what is not a parameter would never move.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class AdamW:
                 "no parameter is trainable",
                 next="attach an adapter (lora.targets), or pretrain, which trains all weights",
             )
+        if held is not None:
+            _refuse_gathered(self.parameters, held)
         self.settings = {"betas": list(betas), "eps": eps, "weight_decay": weight_decay} | (
             {} if moments == "float32" else {"moments": moments}
         )
@@ -348,6 +352,18 @@ class AdamW:
             f"the gradient norm is {norm}: {len(bad)} of {len(self._masters)} parameters have a non-finite"
             f" gradient; first: {bad[0]}"
         )
+
+
+def _refuse_gathered(parameters: Mapping[str, nn.Parameter], held: Callable[[str], Held]) -> None:
+    """Raise ConfigError where a parameter has other rows than this process holds of it."""
+    for name, parameter in parameters.items():
+        rows = held(name).rows
+        if rows is not None and (count := here(parameter).shape[0]) != len(rows):
+            raise ConfigError(
+                f"{name} has {count:,} rows and {len(rows):,} of {rows.of:,} are held here: it is gathered"
+                " for a forward pass, and an optimizer made now would never move it",
+                next="make AdamW before the first forward pass",
+            )
 
 
 def _probe(rule: kernel.Rule) -> kernel.Update:
