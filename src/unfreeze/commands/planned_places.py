@@ -15,8 +15,13 @@ def given_places(place: Place, train: str, machine: Fleet, num_experts: int) -> 
 
     Raises ConfigError for what a run would refuse, and for what only a run's own plan counts.
     """
-    off = {"experts": ("host", "disk"), "rest": ("peers",), "boundary": ("host",), "weights": ("sharded",)}
-    off["optimizer"] = ("host",)
+    off = {
+        "experts": ("host", "disk"),
+        "rest": ("peers",),
+        "boundary": ("host",),
+        "weights": ("sharded",),
+        "optimizer": ("host",),
+    }
     asked = place.model_dump()
     moved = [name for name, places in off.items() if asked[name] in places]
     moved += ["split"] if asked["split"] not in ("auto", 1) else []
@@ -39,9 +44,7 @@ def given_places(place: Place, train: str, machine: Fleet, num_experts: int) -> 
         check_split(place.split, machine.count, num_experts)
     if asked["rest"] == "peers":
         asked["rest"] = "sharded"  # as a Layout has it
-    if asked["optimizer"] != "auto":  # likewise
-        asked["state"] = "moments" if asked["optimizer"] == "host" else "device"
-    asked.setdefault("state", "auto")
+    asked["state"] = "moments" if asked["optimizer"] == "host" else asked["optimizer"]  # likewise
     return {
         name: asked[name]
         for name in ("state", "experts", "rest", "boundary", "split")
