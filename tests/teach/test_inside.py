@@ -4,6 +4,8 @@ recomputation; the teacher is as it was; projections are saved and gone on with,
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,17 +14,23 @@ import torch
 from safetensors.torch import load_file
 
 from unfreeze import cli, models
+from unfreeze.adapters import LoraConfig, attach
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
+from unfreeze.kernels.attention import workspace
+from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch
 from unfreeze.models.publish import published
-from unfreeze.objectives.divergence import divergence
+from unfreeze.objectives.divergence import bytes_per_logit, divergence, divergence_rows
 from unfreeze.objectives.intermediate import Relations
+from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.plan import Work, measure, plan
+from unfreeze.parallel.plan.aside import Aside, aside_of
 from unfreeze.teach.inside import Inside
 from unfreeze.teach.teacher import asked
 from unfreeze.train.optim import AdamW
-from unfreeze.train.step import forward_backward
+from unfreeze.train.step import forward_backward, loss_of
 
 CONFIG = {
     "model_type": "qwen3",
@@ -61,8 +69,8 @@ def batch() -> Batch:
     return Batch(tokens, tokens.roll(-1), (tokens % 3 > 0).float(), positions, starts)
 
 
-def objective(model: models.Decoder, teacher: models.Decoder, inside: Inside):
-    says = partial(asked, teacher, WORDS, 1.0)
+def objective(model: models.Decoder, teacher: models.Decoder, inside: Inside, words: int = WORDS):
+    says = partial(asked, teacher, words, 1.0)
     return inside.objective(model, teacher, lambda batch, taps: says(batch, taps=taps), divergence)
 
 
@@ -133,9 +141,75 @@ def test_what_it_takes_is_counted():
     (term,) = Inside(1.0).terms(model, teacher)
     assert isinstance(term, Relations)
     scores = 4 * term.heads * 64 * 64
-    assert read.at_loss == 64 * 2 * (2 * own + their) + 4 * scores + 4 * 64 * (2 * 32 + 48)
+    assert read.tapped == 64 * 2 * (own + their)
+    assert read.compared == 64 * 2 * (2 * own + their) + 3 * scores + 4 * 64 * (3 * 32 + 48)
     assert read.later == 64 * 2 * own and read.trained == 0
     assert Inside(0.0, 1.0, layers=((1, 1), (2, 2))).read(model, teacher, 64, 64, 2).trained == 2 * 32 * 48
+
+
+@pytest.mark.parametrize(
+    ("inside", "documents", "recompute"),
+    [
+        (Inside(1.0), 1, "layers"),
+        (Inside(1.0), 32, "nothing"),
+        (Inside(0.0, 1.0), 8, "layers"),
+        (Inside(1.0, 1.0, layers=((1, 1), (2, 2))), 32, "nothing"),
+    ],
+)
+def test_the_plan_is_within_a_tenth_of_counted_bytes(inside, documents, recompute, live, monkeypatch):
+    monkeypatch.setattr(loop_cpu, "WORKERS_FROM", math.inf)  # a dispatch mode sees the thread it is set in
+    monkeypatch.setattr(workspace, "SPREAD_FROM", math.inf)
+    release_scratch()
+    tokens, vocab, lora = 1024 if recompute == "layers" else 512, 300, LoraConfig(rank=4)
+    wide, wider = (
+        {**CONFIG, "hidden_size": d, "intermediate_size": 3 * d, "head_dim": d // 4} for d in (128, 256)
+    )
+    configs = [
+        {**c, "vocab_size": vocab, "num_hidden_layers": 2, "num_attention_heads": 4} for c in (wide, wider)
+    ]
+    model, teacher = (made({**c, "max_position_embeddings": 2048}, 0) for c in configs)
+    teacher.eval().requires_grad_(False)
+    sizes = measure(model, lora)
+    attach(model, lora, 0)
+    starts = torch.arange(0, tokens, tokens // documents)
+    ids = torch.arange(tokens) * 7 % vocab
+    given = Batch(ids, ids.roll(-1), torch.ones(tokens), torch.arange(tokens) % (tokens // documents), starts)
+    whole = objective(model, teacher, inside, vocab)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        loss = loss_of(model, given, whole, models.RECOMPUTE[recompute])
+        (loss.sum / loss.count).backward()
+
+    there = [t for each in (model, teacher) for t in (*each.parameters(), *each.buffers())]
+    with live.Live([*there, given.tokens_T, given.targets_T, given.weights_T, given.positions_T]) as seen:
+        step()
+        step()
+    cpu, longest = torch.device("cpu"), tokens // documents
+    size = {
+        "loss_rows": divergence_rows(0, vocab, torch.float32, cpu, False, 0.0),
+        "loss_bytes": bytes_per_logit(torch.float32, 0.0),
+    }
+    read = inside.read(model, teacher, tokens, longest, 4)
+    meta = models.build(teacher.shape, dtype=torch.float32, device="meta")
+    aside = replace(
+        aside_of(meta, tokens, longest, cpu, **size),
+        tapped=read.tapped,
+        compared=read.compared,
+        later=read.later,
+    )
+    asks = {"rank": 4, "recompute": recompute, "longest": longest, "threads": 1}
+
+    def planned(aside: Aside) -> int:
+        work = Work(tokens=tokens, aside=aside, **size, **asks)
+        terms = plan(sizes, work, Hardware("cpu", "a machine", 1, 2**40, 2**40)).terms
+        return sum(
+            n for name, n in terms.items() if name not in ("base", "second model", "adapter", "optimizer")
+        )
+
+    assert 0.9 < planned(aside) / seen.peak < 1.1, (planned(aside), seen.peak)
+    without = planned(replace(aside, tapped=0, compared=0, later=0))  # control arm: what is read is forgotten
+    assert without < 0.95 * planned(aside)
 
 
 def test_layers_and_heads_that_are_not_there_are_refused():

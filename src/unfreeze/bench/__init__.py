@@ -2,7 +2,7 @@
 
 `unfreeze bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
 WHAT is moe, formats, dense, recompute, load, start, data, decode, growth, beyond, equal, layer, model, plan,
-prefer, profile or teach;
+profile, teach, prefer or inside;
 `unfreeze bench WHAT --help` says what it does, how long it takes and its flags.
 `unfreeze bench report` writes docs/performance.md from the committed rows.
 """
@@ -32,6 +32,7 @@ BENCHMARKS = {
     "plan": "what the plan states of twenty small runs, beside what they took",
     "teach": "a student of a language whose probabilities are known, with and without its teacher",
     "prefer": "tiny-k2 taught Yoda by pairs of answers, beside fine-tuning: style, facts, memory",
+    "inside": "layers compared with a teacher's, beside its words alone, where the language is known",
     "profile": "where the time of a job's step goes, per op, beside the machine's GEMM and copy rates",
     "report": "docs/performance.md from the committed rows",
 }

@@ -40,12 +40,14 @@ if TYPE_CHECKING:
 class Read:
     """Bytes that comparing layers takes.
 
-    at_loss   of both models' layers, their gradients, and a block of relations, until the loss is made
-    later     of them the gradients, which wait for their layers' backward
+    tapped    of both models' layers, from their forward until the loss is made
+    compared  these, the gradients of the student's, and a block of relations, when the words are done with
+    later     the gradients, which wait for their layers' backward
     trained   numbers that are learnt with the model: projections
     """
 
-    at_loss: int
+    tapped: int
+    compared: int
     later: int
     trained: int
 
@@ -96,9 +98,9 @@ class Inside:
     def read(self, model: Decoder, teacher: Decoder, tokens: int, longest: int, compute_bytes: int) -> Read:
         """For the plan; both models may be on "meta".
 
-        own and their are the tapped tensors, T · width each. Of relations four tensors of a block of scores
-        (block_bytes), and both models' numbers of one name and the gradient in float32. Hidden states are
-        compared in float32: x, W x, y and their difference.
+        own and their are the tapped tensors, T · width each. Of relations three tensors of a block of scores
+        (block_bytes), and of one name both models' numbers, and the gradient twice, in float32. Hidden states
+        are compared in float32: x, W x, y and their difference.
         """
         from unfreeze.kernels.attention.relations import block_bytes
         from unfreeze.models.widths import tap_width
@@ -112,12 +114,12 @@ class Inside:
                 for own_tap, their_tap in _taps(pairs)
             ]
             own, their = (sum(each) for each in zip(*widths, strict=True))
-            block = 4 * block_bytes(heads, tokens, longest) + 4 * tokens * max(2 * a + b for a, b in widths)
+            block = 3 * block_bytes(heads, tokens, longest) + 4 * tokens * max(3 * a + b for a, b in widths)
         if self.hidden:
             own, their, trained = own + len(pairs) * D, their + len(pairs) * E, len(pairs) * D * E
             block = max(block, 4 * tokens * (D + 3 * E))
         stream = tokens * compute_bytes
-        return Read(stream * (2 * own + their) + block, stream * own, trained)
+        return Read(stream * (own + their), stream * (2 * own + their) + block, stream * own, trained)
 
     def _pairs(self, model: Decoder, teacher: Decoder) -> tuple[Pair, ...]:
         return pairs_of(model.shape.num_layers, teacher.shape.num_layers, self.layers, option="--layers")

@@ -141,7 +141,9 @@ class Asked:
             return aside
         own = meta_model(student, start, dtype)
         read = self.inside.read(own, model, tokens, longest, dtype.itemsize)
-        return replace(aside, inside=read.at_loss, inside_later=read.later, learnt=read.trained)
+        return replace(
+            aside, tapped=read.tapped, compared=read.compared, later=read.later, learnt=read.trained
+        )
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
         """Load it, frozen, and give what is minimised."""

@@ -35,7 +35,7 @@ def relation_divergence(
 
 
 def block_bytes(heads: int, tokens: int, longest: int) -> int:
-    """Bytes of a tensor of scores: of as many documents as have them within SCORE_BYTES. Four live."""
+    """Bytes of a tensor of scores: of as many documents as have them within SCORE_BYTES. Three live."""
     one = _block(heads, longest)
     return min(max(SCORE_BYTES, one), one * -(-tokens // longest))
 
@@ -68,6 +68,7 @@ class _Relations(torch.autograd.Function):
                 total += kl
                 if d_N is not None and d_SALc is not None:
                     d_N[rows] = d_SALc.transpose(1, 2).flatten(2).flatten(0, 1).to(d_N.dtype)
+                del own, their, d_SALc
             begin += bucket.num_slots
         if d_N is not None:
             d_T = d_N if layout.slot_T is None else d_N.index_select(0, layout.slot_T)
@@ -88,20 +89,26 @@ def _documents(
     total, d_SALc = weights_SL.new_zeros(()), torch.zeros_like(own_SALc) if wanted else None
     for begin in range(0, length, QUERIES):
         end = min(begin + QUERIES, length)
-        hidden = torch.ones(end - begin, end, dtype=torch.bool, device=own_SALc.device).triu_(begin + 1)
-        log_p, log_q = (_log_softmax(x, begin, end, hidden) for x in (own_SALc, their_SALc))
-        weights_S1n = weights_SL[:, None, begin:end] / heads
-
-        # a masked pair has log 0 on both sides: its share is 0
-        q = log_q.exp()
-        apart_SAn = log_q.sub_(log_p).masked_fill_(hidden, 0.0).mul_(q).sum(-1)
-        total += (apart_SAn * weights_S1n).sum()
-        if d_SALc is None:
-            continue
-        dz = log_p.exp_().sub_(q).mul_(weights_S1n[..., None]).mul_(own_SALc.shape[-1] ** -0.5)
-        d_SALc[:, :, begin:end] += dz @ own_SALc[:, :, :end]
-        d_SALc[:, :, :end] += dz.mT @ own_SALc[:, :, begin:end]
+        kl, dz = _rows(own_SALc, their_SALc, weights_SL[:, None, begin:end] / heads, begin, end)
+        total += kl
+        if d_SALc is not None:
+            d_SALc[:, :, begin:end] += dz @ own_SALc[:, :, :end]
+            d_SALc[:, :, :end] += dz.mT @ own_SALc[:, :, begin:end]
+        del dz  # before the next block makes its own
     return total, d_SALc
+
+
+def _rows(
+    own_SALc: Tensor, their_SALc: Tensor, weights_S1n: Tensor, begin: int, end: int
+) -> tuple[Tensor, Tensor]:
+    """Of the rows begin:end (the weighted sum, its gradient by a_t · a_s)."""
+    hidden = torch.ones(end - begin, end, dtype=torch.bool, device=own_SALc.device).triu_(begin + 1)
+    log_p, log_q = (_log_softmax(x, begin, end, hidden) for x in (own_SALc, their_SALc))
+    # a masked pair has log 0 on both sides: its share is 0
+    q = log_q.exp()
+    apart_SAn = log_q.sub_(log_p).masked_fill_(hidden, 0.0).mul_(q).sum(-1)
+    dz = log_p.exp_().sub_(q).mul_(weights_S1n[..., None]).mul_(own_SALc.shape[-1] ** -0.5)
+    return (apart_SAn * weights_S1n).sum(), dz
 
 
 def _log_softmax(x_SALc: Tensor, begin: int, end: int, hidden: Tensor) -> Tensor:

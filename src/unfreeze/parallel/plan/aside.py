@@ -29,8 +29,8 @@ class Aside:
     said        of what it said of a micro-batch, which lives until the loss is made
     loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it, both models'
                 together, where that is not cross entropy's; 0: it is
-    inside      of what the loss reads of both models' layers, with its gradients; inside_later: of these what
-                waits for the layers' backward
+    tapped      of what the loss reads of both models' layers; compared: with gradients and what it takes to
+                compare them, once the words are done with; later: of these what waits for backward
     learnt      numbers that the loss learns besides the model: projections
     """
 
@@ -40,8 +40,9 @@ class Aside:
     said: int = 0
     loss_rows: int = 0
     loss_bytes: int = 0
-    inside: int = 0
-    inside_later: int = 0
+    tapped: int = 0
+    compared: int = 0
+    later: int = 0
     learnt: int = 0
 
 

@@ -366,7 +366,7 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
     every, early, late = _gradients(sizes, work)
     if work.aside is not None:
         without = _micro_batch(sizes, replace(work, aside=None))
-        return _asking(without, work.aside)
+        return _asking(without, work.aside, stream)
     end = {"gradients": every, "boundary activations": 2 * stream}
     loss = _loss(sizes, work, stream)
     if work.recompute == "nothing":
@@ -398,19 +398,23 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
     ]
 
 
-def _asking(moments: list[dict[str, int]], aside: Aside) -> list[dict[str, int]]:
+def _asking(moments: list[dict[str, int]], aside: Aside, stream: int) -> list[dict[str, int]]:
     """The loss's moment where it reads a second model: while that one runs forward, and after it.
 
-    What it reads of layers is there at both; later of the student's the gradients, which wait for backward.
+    Where it reads layers too, these come third; of the words there is the gradient, and the hidden state that
+    they were said from. The gradients by layers wait for backward.
     """
     at_loss, *later = moments
     others = {name: size for name, size in at_loss.items() if name != "loss block"}
-    read = {"read inside of layers": aside.inside} if aside.inside else {}
-    waiting = {"read inside of layers": aside.inside_later} if aside.inside else {}
+    said = {"what the second model said": aside.said}
+    if not aside.compared:
+        return [others | {"second model's forward": aside.forward}, at_loss | said, *later]
+    read = "read inside of layers"
     return [
-        others | {"second model's forward": aside.forward} | read,
-        at_loss | {"what the second model said": aside.said} | read,
-        *(moment | waiting for moment in later),
+        others | {"second model's forward": aside.forward, read: aside.tapped},
+        at_loss | said | {read: aside.tapped},
+        others | said | {"loss block": 3 * stream, read: aside.compared},
+        *(moment | {read: aside.later} for moment in later),
     ]
 
 
