@@ -295,3 +295,9 @@ def test_every_weight_trained_the_checkpoint_has_none_of_them(distill, tmp_path)
 def test_what_cannot_be_compared_is_refused_in_one_line(distill, run_dir, arguments, says, tmp_path):
     assert says in distill("--teacher", run_dir, *arguments, code=2)
     assert not (tmp_path / "student" / "state").exists()
+
+
+def test_a_store_of_words_has_no_layers(distill, tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "teacher.json").write_text("{}")
+    assert "compare layers" in distill("--teacher", tmp_path / "store", "--relations", 0.1, code=2)
