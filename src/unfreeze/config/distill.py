@@ -63,6 +63,26 @@ class Distillation(Frozen):
         description="with prepare: compact takes at most 120 bytes a token at top_k 32, float32 260",
     )
 
+    on_policy: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description=(
+            "share of the steps that are on the student's own answers to the data's prompts (GKD's lambda,"
+            " TRL's lmbda): sampled as it is then, scored by the teacher; 0: the data's answers alone"
+        ),
+    )
+    answer_temperature: float = Field(
+        default=1.0, ge=0, description="of on_policy: temperature of the student's answers; 0 is greedy"
+    )
+    gamma: float | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "the student as corrector of the teacher: p ∝ teacher · student^gamma, whose likelihood of the"
+            " data is trained and measured; unset: distillation"
+        ),
+    )
     relations: float = Field(
         default=0.0,
         ge=0,
@@ -147,6 +167,22 @@ class Config(sft.Config):
         """As sft's. The base as a teacher has adapters to be switched off, and something else to learn."""
         if "distillation.beta" in fields and fields.get("distillation.divergence") != "jsd":
             raise ValueError("beta is of divergence = jsd alone: give --divergence jsd, or remove beta")
+        of_own = "distillation.answer_temperature" in fields
+        if of_own and not fields.get("distillation.on_policy"):
+            raise ValueError("answer_temperature is of on_policy alone: give --on-policy 0.5, or remove it")
+        if fields.get("distillation.on_policy") and fields.get("distillation.alpha"):
+            raise ValueError(
+                "alpha is the share of the data's own words, and on_policy has others: give one of the two"
+            )
+        corrects = fields.get("distillation.gamma") is not None
+        if corrects:
+            others = [name.partition(".")[2] for name in fields if name.startswith("distillation.")]
+            others = [name for name in others if name != "gamma"] + ["prepare"] * bool(fields.get("prepare"))
+            if others:
+                raise ValueError(
+                    f"gamma trains the likelihood of teacher and student together, without {others[0]}:"
+                    " remove one of the two"
+                )
         reads = [name for name in ("relations", "hidden") if fields.get(f"distillation.{name}")]
         unread = [name for name in ("layers", "relation_heads") if fields.get(f"distillation.{name}")]
         if unread and not reads:
@@ -159,7 +195,7 @@ class Config(sft.Config):
                     f"teacher = {BASE} is the model with its adapters off, and train = all has none: give"
                     " another teacher, or train adapters"
                 )
-            if not fields.get("distillation.alpha") and not fields.get("adapter"):
+            if not (corrects or fields.get("distillation.alpha") or fields.get("adapter")):
                 raise ValueError(
                     f"teacher = {BASE} and alpha = 0: the model begins as its own teacher, and nothing would"
                     " be learned; give alpha above 0, so that the data teaches and the teacher holds it"

@@ -288,6 +288,16 @@ class SampleEvent(CommonFields):
     source: NotRequired[Annotated[PromptSource, of("where the prompt is from")]]
 
 
+class OnPolicyEvent(CommonFields):
+    """A step of distillation on the student's own answers, sampled right before it."""
+
+    kind: Literal["on_policy"]
+    answers: Annotated[Int, of("answers", "of the step, one a document")]
+    tokens: Annotated[Int, of("tokens", "sampled, all of them supervised")]
+    ended: Annotated[Real, of("share, 0 to 1", "of the answers that ended by themselves")]
+    seconds: Annotated[Real, of("seconds", "that the sampling took")]
+
+
 class GapEvent(CommonFields):
     """How far the model that samples and the model that trains are apart, measured on the sample answers.
 
@@ -389,6 +399,7 @@ Event = (
     | StreamEvent
     | EvalEvent
     | SampleEvent
+    | OnPolicyEvent
     | GapEvent
     | ReceiptEvent
     | SaveEvent

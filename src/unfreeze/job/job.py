@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
@@ -50,8 +50,9 @@ from unfreeze.job.plan import (
 )
 from unfreeze.job.processes import alone, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
-from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_samples, transfers_of
+from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples, transfers_of
 from unfreeze.job.samples import Samples, own_prompts
+from unfreeze.job.second import Second
 from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.trained import Trained
 from unfreeze.job.validation import Heldout, Validation, best_is_written, validation_of, write_best
@@ -63,54 +64,18 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.batch import Batch
-    from unfreeze.data import Batches, Dataset, Example, Examples, Tokenizer
+    from unfreeze.data import Batches, Dataset
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.models import Decoder
     from unfreeze.models.recompute import RecomputePolicy
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.mesh import Mesh
-    from unfreeze.parallel.plan.aside import Aside
     from unfreeze.train.fit import OnStep
     from unfreeze.train.guards import OnSpike, SpikeGuard
     from unfreeze.train.run import Run
     from unfreeze.train.state import AfterUpdate, State
     from unfreeze.train.step import Objective
     from unfreeze.train.suspects import Describe
-
-
-class Second(Protocol):
-    """A second model, which the objective reads: a teacher, or what a policy is compared with.
-
-    It never trains. teach/ has the kinds of it.
-    """
-
-    def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
-        """Raise UserError where it cannot stand beside the model that starts as `start`; reads no tensor."""
-        ...
-
-    def known(self, examples: Examples) -> None:
-        """Raise UserError for a document it cannot say anything of; `examples` are those of the run."""
-        ...
-
-    def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
-        """The batch of these documents with what the objective reads besides, on the host."""
-        ...
-
-    def aside(
-        self,
-        start: Manifest,
-        tokens: int,
-        longest: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        trained: bool,
-    ) -> Aside:
-        """What it takes beside micro-batches of `tokens`; trained: whether the model's head trains."""
-        ...
-
-    def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
-        """What is minimised, with the second model in its place. `model` has its adapters already."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -127,6 +92,8 @@ class Parts:
     on_step       called with (state, result) after each step, after receipt and validation
     second        a model beside the one that trains, which the objective reads
     heldout       what is measured of held-out documents, where that is not their cross entropy
+    rewrite       (the run, a step's micro-batches, steps before it) -> the micro-batches that are learned:
+                  with answers of the model's own, for example. Called on every process; all get the same
     """
 
     recipe: str
@@ -139,6 +106,7 @@ class Parts:
     on_step: Sequence[OnStep] = ()
     second: Second | None = None
     heldout: Heldout | None = None
+    rewrite: Callable[[Job, list[Batch], int], list[Batch]] | None = None
 
 
 def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "") -> dict[str, Any]:
@@ -242,6 +210,7 @@ class Job:
                 self.objective,
                 recompute=self.recompute,
                 micro_batches=self.memory.micro_batches,
+                rewrite=self.rewrite,
                 max_norm=self.max_norm,
                 save_every=saves.every,
                 save_minutes=saves.minutes,
@@ -255,6 +224,10 @@ class Job:
         if fitted.reason == "done":
             self.samples.say("after", state.step)
         return fitted.reason == "done"
+
+    def rewrite(self, micro_batches: list[Batch], step: int) -> list[Batch]:
+        """What is learned in the step behind `step` others, instead of these."""
+        return micro_batches if self.parts.rewrite is None else self.parts.rewrite(self, micro_batches, step)
 
     @cached_property
     def recompute(self) -> RecomputePolicy:
@@ -381,6 +354,8 @@ def prepare(
     length = sequence_length(data, document_tokens(parts.encoding, tokens), shape.max_positions)
     longest = None if dataset.stream is None else length  # of rows that are not encoded yet nobody knows
     plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group, longest, second)
+    if parts.rewrite is not None:
+        refuse_answers(plan)
     memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)

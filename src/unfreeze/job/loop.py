@@ -97,7 +97,7 @@ class Loop:
                 micro_batches, self._cursor = take(
                     self.job.batches, self.job.memory.micro_batches, before, state.schedule.steps
                 )
-                yield micro_batches
+                yield self.job.rewrite(micro_batches, before)
                 due = self._save_is_due or (saves.every and state.step % saves.every == 0)
                 if due and state.step > before:
                     save_together(state, saves.keep, saves.on_full_disk, self.job.group)

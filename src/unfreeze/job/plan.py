@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
-    from unfreeze.job.job import Second
+    from unfreeze.job.second import Second
     from unfreeze.models import Shape
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Measured, Plan

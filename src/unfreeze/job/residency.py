@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
 from unfreeze.job.samples import ANSWER, Prompt
 
@@ -69,6 +70,17 @@ class TransfersSaid:
             seconds=came.seconds,
             waited=came.waited,
             hidden=came.hidden,
+        )
+
+
+def refuse_answers(plan: Plan) -> None:
+    """Raise ConfigError where each token that the model answers in training would need every layer anew."""
+    work = plan.work
+    if work.experts != "device" or work.rest != "device":
+        what = f"experts come from {work.experts}" if work.experts != "device" else "layers come from peers"
+        raise ConfigError(
+            f"the model is to answer while it trains, and {what}: each token would need every layer anew",
+            next="--place.experts device, --place.rest device, or without the model's own answers",
         )
 
 

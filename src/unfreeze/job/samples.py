@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from unfreeze.data import Example, Row, Tokenizer
     from unfreeze.data.rows.row import Answers
     from unfreeze.evaluate.gap import Gap
+    from unfreeze.generate.engine import Engine
     from unfreeze.generate.model import Model
     from unfreeze.parallel.collectives import Group
     from unfreeze.train.run import Run
@@ -75,6 +76,11 @@ class Samples:
             except DataError as error:
                 if run.step == 0:
                     run.events.emit("warning", 0, message=f"no sample of {error.message}")
+
+    @property
+    def engine(self) -> Engine:
+        """What answers. Processes that share the model's weights take the same tokens of it."""
+        return self._speaker.engine
 
     def say(self, when: str, step: int) -> None:
         """Greedy answers to all prompts in one batch, and their trainer/sampler gap (evaluate/gap.py).

@@ -8,6 +8,8 @@ everything else is as in sft: adapters or every weight, packed experts, conversa
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,11 +24,16 @@ from unfreeze.job.folder import typed
 from unfreeze.recipes import sft
 from unfreeze.teach.client import is_url
 from unfreeze.teach.inside import Inside
+from unfreeze.teach.on_policy import OnPolicy
 from unfreeze.teach.teacher import Asked, BaseAsked
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
+    from unfreeze.core.batch import Batch
+    from unfreeze.evaluate.perplexity import Heldout
+    from unfreeze.models import Decoder
     from unfreeze.objectives.divergence import Teacher
+    from unfreeze.parallel.collectives import Group
     from unfreeze.teach.store import Stored
     from unfreeze.train.step import Objective
 
@@ -63,7 +70,12 @@ def parts(config: Config) -> job.Parts:
         teacher.open(say(common))
         return manifest
 
-    return replace(same, recipe="distill", start=start, second=teacher)
+    made = replace(same, recipe="distill", start=start, second=teacher)
+    asked = config.distillation
+    if asked.on_policy:
+        on_policy = OnPolicy(asked.on_policy, asked.answer_temperature, config.seed)
+        made = replace(made, rewrite=partial(_own_answers, on_policy))
+    return made if asked.gamma is None else replace(made, heldout=_of_both)
 
 
 def teacher_of(config: Config) -> Asked | Stored:
@@ -79,6 +91,12 @@ def teacher_of(config: Config) -> Asked | Stored:
                 f"{config.teacher} is what a teacher said: --relations and --hidden compare layers",
                 next="--teacher with the teacher itself, or leave them out",
             )
+        needs = "on_policy" if asked.on_policy else "gamma" if asked.gamma is not None else ""
+        if needs:
+            raise ConfigError(
+                f"{config.teacher} is what a teacher said of the data, and {needs} asks about more words",
+                next="--teacher with the teacher itself, or leave it out",
+            )
         return Stored(config.teacher, minimise, **options)
     if asked.relations or asked.hidden:
         given = asked.relations, asked.hidden, "mse", asked.pairs, asked.relation_heads, config.seed
@@ -92,5 +110,29 @@ def _divergence(config: Config, teacher: Teacher, words: int) -> Objective:
     from unfreeze.objectives.divergence import divergence
 
     asked = config.distillation
+    if asked.gamma is not None:
+        from unfreeze.objectives.corrector import corrector
+
+        return partial(corrector, teacher=teacher, vocab=words, gamma=asked.gamma)
     options: dict[str, Any] = {"beta": asked.mixture, "temperature": asked.temperature, "alpha": asked.alpha}
     return partial(divergence, teacher=teacher, vocab=words, **options)
+
+
+def _own_answers(on_policy: OnPolicy, run: job.Job, micro_batches: list[Batch], step: int) -> list[Batch]:
+    """A step's micro-batches, with the student's own answers where it is one of those."""
+    began = time.perf_counter()
+    found = on_policy(run.samples.engine, micro_batches, step, run.group)
+    if found is None:
+        return micro_batches
+    seconds = time.perf_counter() - began
+    ended = found.ended / max(1, found.answers)
+    said = {"answers": found.answers, "tokens": found.tokens, "ended": ended, "seconds": seconds}
+    run.state.run.events.emit("on_policy", step + 1, **said)
+    return found.micro_batches
+
+
+def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> Heldout:
+    """Held-out loss of student and teacher together."""
+    from unfreeze.evaluate.perplexity import heldout
+
+    return heldout(model, batches, group=group, objective=objective)

@@ -2,6 +2,7 @@
 
 Features enter through these arguments, never through a flag here:
 - the objective;
+- `rewrite`: what is learned in place of a step's micro-batches, such as answers of the model's own;
 - `recompute`: what of a layer is kept for backward and what is computed again;
 - State.after_update: what changes the model after an update, such as the balancing bias;
 - `judge`: what may refuse an update;
@@ -26,7 +27,7 @@ from unfreeze.train.memory import memory_fields, peak_bytes
 from unfreeze.train.nonfinite import investigate
 from unfreeze.train.optim import NonFinite
 from unfreeze.train.state import OnFullDisk, State
-from unfreeze.train.step import Judge, Objective, StepResult, accept, train_step
+from unfreeze.train.step import Judge, Objective, Rewrite, StepResult, accept, as_read, train_step
 from unfreeze.train.suspects import Describe
 from unfreeze.train.timer import SaveTimer
 from unfreeze.train.together import save_together
@@ -60,6 +61,7 @@ def fit(
     *,
     recompute: RecomputePolicy,
     micro_batches: int = 1,
+    rewrite: Rewrite = as_read,
     max_norm: float = 1.0,
     save_every: int = 0,
     save_minutes: float = 0,
@@ -76,6 +78,7 @@ def fit(
     batches        endless iterator of (Batch on the host, cursor behind it), from state.cursor on.
     recompute      one of models.RECOMPUTE.
     micro_batches  batches per optimizer step; the gradient is that of all their tokens at once.
+    rewrite        called with them and the number of steps before; the same on every process.
     max_norm       limit of the global gradient norm; 0 doesn't clip.
     save_every     steps between saves; 0: none. At the end and on an interruption it always saves.
     save_minutes   of `clock` since the last save, after which it saves; 0: never. Process 0's clock decides.
@@ -98,6 +101,7 @@ def fit(
             # forward, backward and update; at a NaN the step is run again to find where it came up
             started = time.perf_counter()
             batch_list, cursor = take(batches, micro_batches, step, steps)
+            batch_list = rewrite(batch_list, step)
             try:
                 result = train_step(
                     model,
