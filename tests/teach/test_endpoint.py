@@ -3,7 +3,9 @@ spells it; and everything it can get wrong is one line."""
 
 from __future__ import annotations
 
+import copy
 import math
+import random
 
 import pytest
 import torch
@@ -176,6 +178,64 @@ def test_servers_that_cannot_are_told_apart_and_the_way_out_is_named(
     with pytest.raises(EndpointError, match=says) as caught:
         list(endpoint(completions(kind), tiny).scored(documents))
     assert "unfreeze generate URL" in caught.value.next
+
+
+JUNK = [
+    None,
+    True,
+    -1,
+    2.5,
+    10**400,
+    -(10**400),
+    "",
+    "²",
+    "9" * 5000,
+    [],
+    [[]],
+    {},
+    {"a": 1},
+    "\ud800",
+    math.nan,
+]
+
+
+def places(value, path=()):
+    """Every place in a JSON value."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in inside:
+        yield from places(part, (*path, name))
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_whatever_an_answer_holds_it_is_one_line(tiny, kind):
+    """Junk at each of 300 places of an answer: it is read as it stands, or refused as a server's fault."""
+    tokens = tiny.tokenizer.encode("Paris, the capital.", specials=True)
+    asked = Endpoint(Client("http://127.0.0.1:1"), "", tiny.tokenizer, top=3)
+    body = {
+        "prompt": [tokens],
+        "logprobs": 3,
+        "echo": True,
+        **({"prompt_logprobs": 3} if kind == "vllm" else {}),
+    }
+    answer, draw, refused = Completions(tiny, kind)(None, None, body), random.Random(0), 0
+    assert len(list(asked._read(answer, [tokens]))) == 1
+    for _ in range(300):
+        spoilt = copy.deepcopy(answer)
+        *way, last = draw.choice([path for path in places(spoilt) if path])
+        inside = spoilt
+        for name in way:
+            inside = inside[name]
+        if isinstance(inside, dict) and draw.random() < 0.2:
+            inside[draw.choice(["²", "9" * 5000, "-1", ""])] = inside.pop(last)
+        else:
+            inside[last] = draw.choice(JUNK)
+        try:
+            list(asked._read(spoilt, [tokens]))
+        except EndpointError as error:
+            refused += 1
+            assert "\n" not in error.message
+    assert refused > 150
 
 
 def test_padding_of_the_servers_head_is_left_out(completions, tiny, documents):

@@ -122,10 +122,10 @@ class Endpoint:
         choices = answer.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
             raise self._wrong("its answer has no list of choices")
-        by_index = {choice.get("index", place): choice for place, choice in enumerate(choices)}
-        if sorted(map(repr, by_index)) != sorted(map(repr, range(len(documents)))):
+        by_index = {repr(choice.get("index", place)): choice for place, choice in enumerate(choices)}
+        if len(choices) != len(documents) or by_index.keys() != {repr(i) for i in range(len(documents))}:
             raise self._wrong(f"{len(choices)} choices came back for {len(documents)} documents")
-        yield from (self._document(by_index[i], document) for i, document in enumerate(documents))
+        yield from (self._document(by_index[repr(i)], document) for i, document in enumerate(documents))
 
     def _document(self, choice: dict[str, Any], tokens: Sequence[int]) -> Scored:
         echoed = choice.get("prompt_token_ids")
@@ -156,7 +156,7 @@ class Endpoint:
             self._enough(len(entries), place)
             words: dict[int, float] = {}
             for written, entry in entries.items():
-                if not written.isdigit() or not isinstance(entry, dict):
+                if not _is_id(written) or not isinstance(entry, dict):
                     raise self._wrong(f"token {place}: {written!r} is no token id with a log-probability")
                 said = self._number(entry.get("logprob"), place)
                 if self._same_word(int(written), entry.get("decoded_token"), place):
@@ -278,6 +278,10 @@ FORMS: tuple[Callable[[int], dict[str, Any]], ...] = (_for_vllm, lambda top: {})
 def _spelled(text: str) -> str:
     """A word's text, however a server spells the space before it."""
     return text.replace("\u2581", " ").replace("\u0120", " ").removeprefix(" ") or text
+
+
+def _is_id(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _short(value: object) -> str:
