@@ -123,7 +123,9 @@ def trainer(**fields: Any) -> SimpleNamespace:
     )
 
 
-def theirs(kind: str, model: Toy, other: Toy, examples: list[Example]) -> tuple[Tensor, dict[str, float]]:
+def theirs(
+    kind: str, model: Toy, other: Toy, examples: list[Example], nll: float = 0.0
+) -> tuple[Tensor, dict[str, float]]:
     """TRL's mean loss over the batch, and its metrics."""
     model.is_gradient_checkpointing = other.is_gradient_checkpointing = False
     if kind in ("dpo", "ipo"):
@@ -131,10 +133,10 @@ def theirs(kind: str, model: Toy, other: Toy, examples: list[Example]) -> tuple[
 
         sides = [example.documents() for example in examples]
         ids, attention, answers = padded([w for w, _ in sides] + [v for _, v in sides])
-        names = ["sigmoid" if kind == "dpo" else "ipo"]
+        names = ["sigmoid" if kind == "dpo" else "ipo", *["sft"] * bool(nll)]
         own = trainer(
             model=model, ref_model=other, beta=BETA, f_divergence_type="reverse_kl", loss_types=names,
-            loss_weights=[1.0], label_smoothing=0.0,
+            loss_weights=[1.0, nll][: len(names)], label_smoothing=0.0,
         )  # fmt: skip
         inputs = {"input_ids": ids, "attention_mask": attention, "completion_mask": answers}
         loss = DPOTrainer._compute_loss(own, model, inputs, False)
@@ -173,7 +175,7 @@ def theirs(kind: str, model: Toy, other: Toy, examples: list[Example]) -> tuple[
         from trl.experimental.cpo.cpo_trainer import CPOTrainer as Trainer
 
         own = trainer(
-            beta=BETA, simpo_gamma=GAMMA, loss_type="simpo", cpo_alpha=0, alpha=0.0, label_smoothing=0.0,
+            beta=BETA, simpo_gamma=GAMMA, loss_type="simpo", cpo_alpha=nll, alpha=0.0, label_smoothing=0.0,
             pad_token_id=0,
         )  # fmt: skip
         own.cpo_loss = lambda w, v: Trainer.cpo_loss(own, w, v)
@@ -224,6 +226,21 @@ def test_loss_gradients_and_rewards_equal_trl(kind: str):
             mine = float(got.metrics[NAMES[name]]) / got.count
             assert mine == pytest.approx(value, rel=1e-5, abs=1e-5), name
     assert {"rewards/chosen", "rewards/margins"} <= measured.keys()
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo"])
+def test_with_fine_tuning_on_the_chosen_answer_loss_and_gradients_equal_trl(kind: str):
+    """Chosen answers of one length: there TRL's mean over the tokens of a batch is the mean over pairs."""
+    model, other, examples = Toy(1), Toy(2), pairs(prompt=1, chosen=6)
+    expected = theirs(kind, model, other, examples, nll=0.2)[0]
+    want = gradients(expected, model)
+    got = ours(kind, model, other, examples, nll=0.2)
+    have = gradients(got.sum / got.count, model)
+    assert float(got.sum.detach()) / got.count == pytest.approx(float(expected.detach()), rel=1e-5)
+    for name in want:
+        torch.testing.assert_close(have[name], want[name], rtol=1e-5, atol=1e-6, msg=name)
+    without = ours(kind, model, other, examples)  # control arm
+    assert float(got.sum.detach()) > 1.01 * float(without.sum.detach())
 
 
 @pytest.mark.parametrize("fault", ["swapped", "mean", "without reference"])
@@ -282,7 +299,7 @@ def test_a_policy_that_is_its_reference_has_no_margin_and_log_two():
     model = Toy(1)
     loss = ours("dpo", model, model, pairs())
     assert float(loss.sum.detach()) / loss.count == pytest.approx(math.log(2), rel=1e-6)
-    assert float(loss.metrics["margin"]) == 0
+    assert float(loss.metrics["margin"]) == 0 and float(loss.metrics["accuracy"]) == loss.count / 2
 
 
 def test_a_loss_that_compares_needs_a_reference():

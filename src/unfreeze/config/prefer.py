@@ -18,10 +18,11 @@ ADAPTER_RATE, ALL_RATE = 2e-5, 1e-6
 ONLY = {
     "gamma": ("simpo",),
     "label_smoothing": ("dpo",),
+    "nll": ("dpo", "ipo", "simpo"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
-"""Fields of one loss alone."""
+"""Fields of some losses alone."""
 
 
 class Preference(Frozen):
@@ -49,6 +50,14 @@ class Preference(Frozen):
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=0.5, description="of dpo: the share of pairs that are taken to be swapped"
+    )
+    nll: float = Field(
+        default=0.0,
+        ge=0,
+        description=(
+            "of dpo, ipo and simpo: weight of fine-tuning on the chosen answer, -log p / tokens, added to the"
+            " loss; without it the chosen answer may become less likely, too. Llama 3 has 0.2, RPO's paper 1"
+        ),
     )
     desirable_weight: float = Field(
         default=1.0, gt=0, description="of kto: the weight of answers whose label is true"
@@ -102,7 +111,9 @@ class Config(sft.Config):
         loss = fields.get("preference.loss", "dpo")
         for name, losses in ONLY.items():
             if f"preference.{name}" in fields and loss not in losses:
-                raise ValueError(f"{name} is of loss = {losses[0]} alone: remove it, or change loss")
+                raise ValueError(
+                    f"{name} is of loss = {' or '.join(losses)} alone: remove it, or change loss"
+                )
         rate = ALL_RATE if fields.get("train") == "all" else ADAPTER_RATE
         own = {"preference.beta": BETA.get(str(loss), 0.1), "optimizer.learning_rate": rate}
         return super().completed({**own, **fields})

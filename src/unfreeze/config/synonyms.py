@@ -58,6 +58,7 @@ loss | dpo, ipo, kto, simpo or orpo | loss_type pref_loss rl
 beta | of the loss that compares answers | pref_beta dpo_beta kto_beta rl_beta orpo_alpha cpo_beta
 gamma | a margin of rewards; TRL's simpo_gamma | simpo_gamma
 label_smoothing | a share of the pairs | dpo_label_smoothing
+nll | the weight of fine-tuning on the chosen answer | rpo_alpha cpo_alpha pref_ftx sft_weight loss_weights
 desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
 undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
 """

@@ -20,6 +20,10 @@ many those are, r(y) = beta · (l(y) - l_ref(y)) its reward. w is the chosen ans
             Hong et al. 2024 (2403.07691, eq. 6, 7). No reference: fine-tuning on the chosen answer, and a
             penalty on the odds of the rejected one. Assumes a base that does not answer well yet. TRL's first
             term also counts the prompt's tokens, and is a mean over the tokens of a batch
+    nll     + nll · (-l_w / n_w), beside dpo, ipo and simpo. These compare only: l_w may fall as long as l_v
+            falls faster. Pang et al. 2024 (2404.19733, eq. 1) add the term with weight 1, Llama 3
+            (2407.21783, 4.1.4) with 0.2. Per pair, as the paper has it; TRL's `sft` among its loss types is a
+            mean over the chosen tokens of a batch
 
 Each is a function of S numbers, so the head runs twice by blocks of rows: without gradients for log p, then
 with d loss / d log p as the weight of each token. [T, V] is never held.
@@ -75,6 +79,7 @@ def preference(
     beta: float = 0.1,
     gamma: float = 0.5,
     label_smoothing: float = 0.0,
+    nll: float = 0.0,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
     reference: Reference | None = None,
@@ -87,7 +92,8 @@ def preference(
     [S]: CHOSEN and REJECTED in turn for pairs; of answers with a label the CHOSEN, the REJECTED, then the
     MISMATCHED ones.
     metrics, sums over examples: `accuracy` (share of pairs whose chosen answer has the higher reward; of
-    answers with a label, share on its side of z), `margin` (r_w - r_v), `reward_*`, `logp_*` and `length_*`
+    answers with a label, share on its side of z; a tie is half, where TRL counts it as wrong: a model that
+    is its own reference has not chosen), `margin` (r_w - r_v), `reward_*`, `logp_*` and `length_*`
     (supervised tokens) of chosen and rejected answers; `longer` (share of pairs whose chosen answer is the
     longer one) and `by_length` (share whose longer answer has the higher reward), ties half; of kto `kl` (z)
     instead of these two. The reward of simpo and orpo is beta · l / n. kto's means of a side are those of
@@ -127,6 +133,8 @@ def preference(
             )
         else:
             each_E, rewards = _PAIRS[kind](chosen, rejected, beta, gamma, label_smoothing)
+            if nll:
+                each_E = each_E - nll * chosen.logp_E / chosen.length_E
             metrics = _metrics(chosen, rejected, *rewards)
         total = each_E.sum()
         (slope_S,) = torch.autograd.grad(total, leaf_S)
@@ -237,7 +245,7 @@ _PAIRS: dict[str, Callable[[Answers, Answers, float, float, float], Each]] = {
 def _metrics(w: Answers, v: Answers, reward_w: Tensor, reward_v: Tensor) -> dict[str, float | Tensor]:
     longer_E = (w.length_E - v.length_E).sign()
     values = {
-        "accuracy": (reward_w > reward_v).double(),
+        "accuracy": ((reward_w - reward_v).sign() + 1) / 2,
         "margin": reward_w - reward_v,
         "reward_chosen": reward_w,
         "reward_rejected": reward_v,
@@ -267,7 +275,7 @@ def _kto(
         return values_E.detach().sum() * (count / max(1, len(values_E)))
 
     metrics: dict[str, float | Tensor] = {
-        "accuracy": torch.cat([above_E > 0, below_E > 0]).double().sum(),
+        "accuracy": ((torch.cat([above_E, below_E]).detach().sign() + 1) / 2).sum(),
         "margin": mean(beta * w.ratio_E) - mean(beta * v.ratio_E),
         "kl": z * count,
     }

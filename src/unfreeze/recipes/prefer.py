@@ -50,6 +50,7 @@ def parts(config: Config) -> job.Parts:
         beta=asked.beta,
         gamma=asked.gamma,
         label_smoothing=asked.label_smoothing,
+        nll=asked.nll,
         desirable_weight=asked.desirable_weight,
         undesirable_weight=asked.undesirable_weight,
     )
