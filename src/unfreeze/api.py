@@ -30,6 +30,7 @@ from unfreeze.core.errors import ConfigError, DataError, UserError
 from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
 from unfreeze.job.folder import SAME_CALL
+from unfreeze.job.parts import Parts
 from unfreeze.recipes import distill as distilling
 from unfreeze.recipes import prefer as preferring
 from unfreeze.recipes import pretrain as pretraining
@@ -219,7 +220,7 @@ def prepare(
 
 def _run(
     kind: type[C],
-    parts: Callable[[C], job.Parts],
+    parts: Callable[[C], Parts],
     name: str,
     file: str | Path | None,
     fields: dict[str, Any],
@@ -300,7 +301,7 @@ def _config(kind: type[C], fields: dict[str, Any], function: str, file: str | Pa
     return config.model_copy(update={"data": data, "out": str(config.run_dir)})
 
 
-def _with(parts: job.Parts, objective: Objective | None, on_step: Sequence[OnStep]) -> job.Parts:
+def _with(parts: Parts, objective: Objective | None, on_step: Sequence[OnStep]) -> Parts:
     from dataclasses import replace
 
     return replace(parts, objective=objective or parts.objective, on_step=(*parts.on_step, *on_step))

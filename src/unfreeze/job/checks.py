@@ -16,7 +16,7 @@ from unfreeze.core.torchrun import nearest_multiples, sharers, started
 from unfreeze.core.units import format_bytes
 from unfreeze.job.data import few_steps, steps_of
 from unfreeze.job.folder import with_files
-from unfreeze.job.job import Parts
+from unfreeze.job.parts import Parts
 from unfreeze.job.plan import ROOM, disk_of, plan_of
 from unfreeze.report.run import writer
 from unfreeze.tracking.live import EncodeProgress

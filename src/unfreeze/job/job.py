@@ -8,9 +8,8 @@ validation, guards, receipt, report.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from unfreeze.core.command import Common
 from unfreeze.core.garbage import take_up
 from unfreeze.core.schema import TrainEvent
 from unfreeze.job.data import (
-    Encoding,
     batches_in,
     check_vocabulary,
     describer,
@@ -38,6 +36,7 @@ from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_other_data, write_resolved
 from unfreeze.job.kernels import KernelChoices, predicted_ops
 from unfreeze.job.loading import load, load_divided
+from unfreeze.job.parts import Parts
 from unfreeze.job.plan import (
     agreed_plan,
     as_it_began,
@@ -52,10 +51,8 @@ from unfreeze.job.processes import alone, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples, transfers_of
 from unfreeze.job.samples import Samples, own_prompts
-from unfreeze.job.second import Second
 from unfreeze.job.streaming import Followed, saved_before
-from unfreeze.job.trained import Trained
-from unfreeze.job.validation import Heldout, Validation, best_is_written, validation_of, write_best
+from unfreeze.job.validation import Validation, best_is_written, validation_of, write_best
 from unfreeze.job.written import forget, is_noted, note
 from unfreeze.report.events import of_kind, read_events
 
@@ -73,40 +70,9 @@ if TYPE_CHECKING:
     from unfreeze.train.fit import OnStep
     from unfreeze.train.guards import OnSpike, SpikeGuard
     from unfreeze.train.run import Run
-    from unfreeze.train.state import AfterUpdate, State
+    from unfreeze.train.state import State
     from unfreeze.train.step import Objective
     from unfreeze.train.suspects import Describe
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What makes a kind of training.
-
-    recipe        its name on the command line
-    trained       what trains and is left behind: Adapters | AllWeights
-    objective     what is minimised; with a second model, `second.objective` gives it
-    start         the model's name -> where training starts
-    encoding      how rows become examples
-    after_update  what changes the model after an update, such as the balancing bias
-    chat          whether prompts of the user's own are asked as messages (else continued)
-    on_step       called with (state, result) after each step, after receipt and validation
-    second        a model beside the one that trains, which the objective reads
-    heldout       what is measured of held-out documents, where that is not their cross entropy
-    rewrite       (the run, a step's micro-batches, steps before it) -> the micro-batches that are learned:
-                  with answers of the model's own, for example. Called on every process; all get the same
-    """
-
-    recipe: str
-    trained: Trained
-    objective: Objective
-    start: Callable[[str, Common], Manifest]
-    encoding: Encoding = field(default_factory=Encoding)
-    after_update: Callable[[Decoder], Sequence[AfterUpdate]] = lambda model: ()
-    chat: bool = True
-    on_step: Sequence[OnStep] = ()
-    second: Second | None = None
-    heldout: Heldout | None = None
-    rewrite: Callable[[Job, list[Batch], int], list[Batch]] | None = None
 
 
 def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "") -> dict[str, Any]:

@@ -21,7 +21,8 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.job.device import pick_device
 from unfreeze.job.end import finish
 from unfreeze.job.folder import SAME_CALL, live
-from unfreeze.job.job import Job, Parts, is_written, prepare, target_of
+from unfreeze.job.job import Job, is_written, prepare, target_of
+from unfreeze.job.parts import Parts
 from unfreeze.job.plan import as_it_began
 from unfreeze.job.processes import alone, refuse_uneven, together
 

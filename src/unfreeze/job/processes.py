@@ -23,7 +23,7 @@ from unfreeze.job.folder import contents, files_in, versions, with_files
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
-    from unfreeze.job.job import Parts
+    from unfreeze.job.parts import Parts
     from unfreeze.parallel.collectives import Group
 
 OWN = frozenset({"model", "data", "validation", "adapter", "device", "threads"})

@@ -21,6 +21,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.job import job
 from unfreeze.job.device import say
 from unfreeze.job.folder import typed
+from unfreeze.job.parts import Parts
 from unfreeze.recipes import sft
 from unfreeze.teach.client import is_url
 from unfreeze.teach.inside import Inside
@@ -53,7 +54,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     return job.run(config, parts(config), common, command)
 
 
-def parts(config: Config) -> job.Parts:
+def parts(config: Config) -> Parts:
     """The Parts of sft, with a teacher whose probabilities are the loss; a server is for --prepare alone."""
     same = sft.parts(config)
     if is_url(config.teacher):

@@ -17,6 +17,7 @@ from unfreeze.config.prefer import Config
 from unfreeze.core.command import Common
 from unfreeze.job import job
 from unfreeze.job.folder import typed
+from unfreeze.job.parts import Parts
 from unfreeze.job.signs import Signs
 from unfreeze.objectives.preference import WITHOUT_REFERENCE, preference
 from unfreeze.recipes import sft
@@ -41,7 +42,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     return job.run(config, parts(config), common, command)
 
 
-def parts(config: Config) -> job.Parts:
+def parts(config: Config) -> Parts:
     """The Parts of sft with a loss over answers, and the model as it began as the reference."""
     asked, same = config.preference, sft.parts(config)
     alone = partial(

@@ -18,10 +18,10 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import started
 from unfreeze.core.units import format_bytes
-from unfreeze.job import job
 from unfreeze.job.data import check_vocabulary, sequence_length
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.folder import with_files
+from unfreeze.job.parts import Parts
 from unfreeze.teach.client import base_url, is_url
 from unfreeze.teach.coding import Coding, top_of
 from unfreeze.teach.served import Asking
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BLOCK = 128  # rows whose logits exist at once
 
 
-def prepare(config: Config, parts: job.Parts, common: Common) -> dict[str, Any]:
+def prepare(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
     """-> teacher: the folder; documents, tokens, bytes, bytes_per_token; asked: how many were new."""
     teacher, url = parts.second, is_url(config.teacher)
     if not url and (not isinstance(teacher, Asked) or config.teacher == BASE or is_store(config.teacher)):

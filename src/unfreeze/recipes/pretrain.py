@@ -15,6 +15,7 @@ from unfreeze.config.pretrain import Config
 from unfreeze.core.command import Common
 from unfreeze.job import job
 from unfreeze.job.folder import typed
+from unfreeze.job.parts import Parts
 from unfreeze.job.trained import AllWeights
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     return job.run(config, parts(config), common, command)
 
 
-def parts(config: Config) -> job.Parts:
+def parts(config: Config) -> Parts:
     """The Parts of pretraining: every token has loss, every weight trains, a bias balances the experts."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
@@ -48,7 +49,7 @@ def parts(config: Config) -> job.Parts:
         biased = any(hasattr(moe.gate, "e_score_correction_bias") for moe in model.moe_layers().values())
         return (LossFreeBalance(model, rate),) if biased and rate else ()
 
-    return job.Parts(
+    return Parts(
         recipe="pretrain",
         trained=AllWeights(),
         objective=cross_entropy,

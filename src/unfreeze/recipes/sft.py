@@ -17,6 +17,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import CheckpointError
 from unfreeze.job import job
 from unfreeze.job.folder import typed
+from unfreeze.job.parts import Parts
 from unfreeze.job.trained import Adapters, AllWeights, Continued, Trained
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
     return job.run(config, parts(config), common, command)
 
 
-def parts(config: Config) -> job.Parts:
+def parts(config: Config) -> Parts:
     """The Parts of fine-tuning: conversations, cross entropy, and adapters or every weight."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
-    return job.Parts(
+    return Parts(
         recipe="sft",
         trained=_trained(config),
         objective=cross_entropy,

@@ -9,5 +9,5 @@ endpoint.py     a server's likeliest words of each token, checked; client.py ask
 answers.py      what a teacher writes, as rows for sft; chat.py asks a server for it
 reference.py    the model as it was when training began, which a policy is compared with
 
-What is asked while training is a Second (job/job.py). It never trains.
+What is asked while training is a Second (job/second.py). It never trains.
 """

@@ -33,7 +33,7 @@ Kind = Literal["base", "adapters", "copy"]
 
 
 class AsBegun:
-    """The model as it began, as the second model of a run (job.Second).
+    """The model as it began, as the second model of a run (job/second.py).
 
     minimise: what the reference says -> what is minimised.
     """

@@ -170,7 +170,7 @@ class Writing:
 
 
 class Stored:
-    """A second model (job/job.py) that need not be in memory: what it said is in a store."""
+    """A second model (job/second.py) that need not be in memory: what it said is in a store."""
 
     def __init__(self, folder: str, minimise: ToObjective, *, temperature: float = 1.0, beta: float = 0.0):
         self.folder, self.minimise, self.temperature, self.beta = Path(folder), minimise, temperature, beta
