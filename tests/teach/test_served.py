@@ -114,6 +114,30 @@ def test_the_store_is_the_one_of_the_same_teacher_in_memory(distill, completions
         assert (ids == own_ids).mean() > 0.98  # two words may be as likely
 
 
+def test_words_that_share_their_text_are_said(tiny, completions, tmp_path, monkeypatch):
+    """As of Llama 2's tokenizer, of which \u2581the and the are the same text; none is said of whole words."""
+    from unfreeze.config.endpoint import EndpointConfig
+    from unfreeze.data import Example
+    from unfreeze.teach.client import Client
+    from unfreeze.teach.endpoint import Endpoint
+    from unfreeze.teach.served import Asking
+    from unfreeze.teach.store import Writing
+
+    tokens = tiny.tokenizer.encode("Paris, the capital of France is.", specials=True)
+    coding, whole = Coding("compact", 4, 1536), Endpoint._ids.func
+    for name, known, warns in (
+        ("whole", whole, False),
+        ("shared", lambda self: {text: (*ids, 0) for text, ids in whole(self).items()}, True),
+    ):
+        monkeypatch.setattr(Endpoint, "_ids", property(known))
+        lines, folder = [], tmp_path / name
+        document = [Example(tokens, [0.0, *[1.0] * (len(tokens) - 1)], 1)]
+        asking = Asking(completions("sglang").url, EndpointConfig(), folder, coding, document, lines.append)
+        asking.client = Client(asking.client.url, tries=1)
+        asking.into(Writing(folder, {}, coding), tiny.tokenizer)
+        assert bool([line for line in lines if "100% of the words" in line]) == warns, lines
+
+
 def test_broken_off_it_goes_on_and_no_document_is_asked_twice(distill, tiny, serving, tmp_path):
     vllm, fails = Completions(tiny), {"from": 1}
 

@@ -3,6 +3,7 @@ teacher, and that what does not fit is refused."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.objectives.divergence import divergence, log_softmax
 from unfreeze.teach.coding import Coding, top_of
-from unfreeze.teach.store import IDS, LOG_Q, REST, said_in
+from unfreeze.teach.store import IDS, LOG_Q, REST, alone, said_in
 
 N, V, D = 400, 1000, 24
 
@@ -286,6 +287,43 @@ def test_another_teacher_does_not_go_on_in_the_folder(store, run_dir, rows, tmp_
     assert "holds what another top_k gave" in capsys.readouterr().err
     command("--teacher", store, "--prepare", tmp_path / "x", rows=rows, code=2)
     assert "--prepare asks a teacher" in capsys.readouterr().err
+
+
+def test_bytes_that_changed_on_disk_are_refused_when_they_are_read(store, rows, tmp_path, capsys):
+    """Control arm: the store as it was written trains (above). A bit of a probability is seen as one of an id is."""
+    other = tmp_path / "other"
+    shutil.copytree(store, other)
+    (part,) = other.glob("part-*")
+    content = bytearray(part.read_bytes())
+    content[-1000] ^= 1  # the tensors' bytes are last
+    part.write_bytes(content)
+    command("--teacher", other, "--out", tmp_path / "a", *RUN, rows=rows, code=2)
+    assert "was changed on disk" in capsys.readouterr().err
+    head = json.loads((other / "teacher.json").read_text())
+    (other / "teacher.json").write_text(json.dumps({**head, "vocabulary": {"size": "many"}}))
+    command("--teacher", other, "--out", tmp_path / "a", *RUN, rows=rows, code=2)
+    assert "vocabulary is {'size': 'many'}, which is not read" in capsys.readouterr().err
+
+
+def test_a_folder_has_one_writer_and_one_teacher(run_dir, rows, tmp_path, capsys):
+    """Two saves of one run have the same name and headers; their bytes tell them apart."""
+    given = ["--coding", "float32", "--top-k", 4, "--prepare"]
+    with alone(tmp_path / "busy"):
+        command("--teacher", run_dir, *given, tmp_path / "busy", rows=rows, code=2)
+        assert "another process writes" in capsys.readouterr().err
+    command("--teacher", run_dir, *given, rows, rows=rows, code=2)
+    assert "is a file, not a folder" in capsys.readouterr().err
+
+    for name, changed in (("a", False), ("b", True)):
+        shutil.copytree(TINY_K2, tmp_path / name / "model")
+        path = tmp_path / name / "model" / "model.safetensors"
+        tensors = load_file(path)
+        scale = 1.5 if changed else 1.0
+        save_file({n: t * scale if t.is_floating_point() else t for n, t in tensors.items()}, path)
+    command("--teacher", tmp_path / "a" / "model", *given, tmp_path / "said", rows=rows)
+    capsys.readouterr()
+    command("--teacher", tmp_path / "b" / "model", *given, tmp_path / "said", rows=rows, code=2)
+    assert "holds what another teacher gave" in capsys.readouterr().err
 
 
 def test_log_softmax_of_half_precision_is_float32():

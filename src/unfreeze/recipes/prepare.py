@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.distill import BASE, Config
+from unfreeze.config.parse import writing as written
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import started
@@ -25,7 +26,7 @@ from unfreeze.job.parts import Parts
 from unfreeze.teach.client import base_url, is_url
 from unfreeze.teach.coding import Coding, top_of
 from unfreeze.teach.served import Asking
-from unfreeze.teach.store import FORMAT, Writing, asked_about, is_store, refuse_other_head
+from unfreeze.teach.store import FORMAT, Writing, alone, asked_about, is_store, refuse_other_head
 from unfreeze.teach.teacher import Asked
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from unfreeze.objectives.divergence import Teacher
 
 BLOCK = 128  # rows whose logits exist at once
+SAMPLED = 256  # tensors at most, of whose bytes the first 4096 tell one teacher from another
 
 
 def prepare(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
@@ -94,19 +96,20 @@ def prepare(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
         "bytes_per_token": coding.nbytes,
     }
     folder, tell = Path(config.prepare), say(common)
-    if isinstance(teacher, Asked):
-        writing = Writing(folder, head, coding)
-        had = len(writing.done)
-        _ask_all(teacher, config, writing, asked_about(dataset.examples, writing, tokens), tell)
-    else:
+    server = None
+    if url:  # what is refused is refused before there is a folder
         if is_store(folder):
             refuse_other_head(folder, head)
         server = Asking(config.teacher, config.endpoint, folder, coding, dataset.examples, tell)
+    documents, supervised = len(dataset.examples), int(dataset.examples.supervised_N.sum())
+    with written(folder, "prepare"), alone(folder):
         writing = Writing(folder, head, coding)
         had = len(writing.done)
-        server.into(writing, tokenizer)
-    documents, supervised = len(dataset.examples), int(dataset.examples.supervised_N.sum())
-    writing.finish(documents=documents, tokens=supervised)
+        if server is not None:
+            server.into(writing, tokenizer)
+        elif isinstance(teacher, Asked):
+            _ask_all(teacher, config, writing, asked_about(dataset.examples, writing, tokens), tell)
+        writing.finish(documents=documents, tokens=supervised)
     size = sum(path.stat().st_size for path in writing.folder.glob("part-*"))
     tell(
         f"{writing.folder}: {supervised:,} tokens of {documents:,} documents, {coding.nbytes} bytes a token,"
@@ -135,9 +138,12 @@ def _ask_all(
         return
     device, had = pick_device(config.memory.device, config.memory.threads), len(writing.done)
     says = teacher.load(device, config.memory.dtype)
-    for examples, batch in chain([first], batches):
-        ask(writing, says, examples, batch.to(device))
-        tell(f"asked about {len(writing.done) - had:,} documents")
+    try:
+        for examples, batch in chain([first], batches):
+            ask(writing, says, examples, batch.to(device))
+            tell(f"asked about {len(writing.done) - had:,} documents")
+    finally:  # of Ctrl-C too: what was said is kept
+        writing.flush()
 
 
 def ask(writing: Writing, says: Teacher, examples: Sequence[Example], batch: Batch) -> None:
@@ -161,10 +167,16 @@ def _served(config: Config) -> str:
 
 
 def _name(teacher: Asked) -> str:
-    """Who it is: its name and a hash of what its files are, the adapter's bytes included."""
+    """Who it is: its name and a hash of what its files are: their headers, some of the bytes of SAMPLED
+    tensors, and an adapter's bytes. Two saves of one run have the same name and headers."""
     found, manifest = teacher.open()
-    tensors = sorted((info.name, info.dtype, info.shape, info.offset) for info in manifest.tensors.values())
+    infos = sorted(manifest.tensors.values(), key=lambda info: info.name)
+    tensors = [(info.name, info.dtype, info.shape, info.offset) for info in infos]
     digest = hashlib.sha256(json.dumps([manifest.config, tensors], sort_keys=True, default=str).encode())
+    for info in infos[:: -(-len(infos) // SAMPLED) or 1]:
+        with info.file.open("rb") as file:
+            file.seek(info.offset)
+            digest.update(file.read(min(info.nbytes, 4096)))
     for path in sorted(found.adapter.glob("*.safetensors")) if found.adapter else ():
         digest.update(path.read_bytes())
     return f"{Path(teacher.source).name} {digest.hexdigest()[:12]}"

@@ -74,6 +74,8 @@ class Endpoint:
         self.client, self.name, self.tokenizer, self.top, self.reserve = client, name, tokenizer, top, reserve
         self._form: int | None = None  # of FORMS: what this server takes
         self._texts: dict[int, str] = {}
+        self.listed = self.shared = 0
+        """Words that came under their texts, and how many of these have a text that several ids share."""
 
     def __repr__(self) -> str:
         return f"{self.name or 'the model'} at {self.client.url}"
@@ -111,8 +113,8 @@ class Endpoint:
         return EndpointError(
             error.message,
             next=(
-                f"if {self.top} words are more than it gives, a lower --top (or vLLM's --max-logprobs); else:"
-                f" {NO_LOGPROBS}"
+                f"if {self.top} words are more than it gives, a lower --top-k (or vLLM's --max-logprobs);"
+                f" else: {NO_LOGPROBS}"
             ),
             status=error.status,
         )
@@ -194,6 +196,7 @@ class Endpoint:
                 ids, said = self._ids.get(text, ()), self._number(said, place)
                 if not ids and "\ufffd" not in text:
                     raise self._other(f"token {place}: it lists {text!r}, which is no word of ours")
+                self.listed, self.shared = self.listed + 1, self.shared + (len(ids) != 1)
                 if len(ids) == 1:
                     words[ids[0]] = said
                     if ids[0] == tokens[place] and abs(said - own) > EPSILON:
@@ -222,7 +225,7 @@ class Endpoint:
         if count < min(self.top, self.tokenizer.named_size):
             raise self._wrong(
                 f"token {place}: {count} words with log-probabilities, {self.top} were asked for",
-                f"--top {count}; or let the server give more (vLLM: --max-logprobs {self.top})",
+                f"--top-k {count}; or let the server give more (vLLM: --max-logprobs {self.top})",
             )
 
     def _same_word(self, id: int, text: Any, place: int) -> bool:

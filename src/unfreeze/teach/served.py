@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unfreeze.data.examples import Example
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
+LOST = 0.05  # share of the words, beyond which what is lost is said
 KEEP_EVERY = 30.0  # seconds, after which what came is written: a power cut costs so much at most
 
 
@@ -70,6 +71,12 @@ class Asking:
                     kept = time.monotonic()
         finally:
             writing.flush()
+        if endpoint.shared > LOST * endpoint.listed:
+            share = f"{endpoint.shared / endpoint.listed:.0%}"
+            self.say(
+                f"warning: {share} of the words that {endpoint!r} listed have a text that several ids share;"
+                " they are left to the rest. A server that names ids (vLLM) says more"
+            )
 
 
 def rows_of(said: Scored, example: Example, coding: Coding) -> np.ndarray:

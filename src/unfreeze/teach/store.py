@@ -2,17 +2,22 @@
 
 A folder:
   teacher.json            who said it: teacher, vocabulary, temperature, K, coding; whether it is whole
-  part-00001.safetensors  keys [documents, 16], counts [documents], rows [tokens, bytes of a token]
+  part-00001.safetensors  keys [documents, 16], counts [documents], rows [tokens, bytes of a token],
+                          checks [documents]: crc32 of a document's rows
 
 A document is found by its key, a checksum of its tokens and weights (data/examples.py), so order and packing
 do not matter; inside it the rows are its supervised tokens in order. A part is there whole or not at all:
-asking that was broken off goes on behind the last part.
+asking that was broken off goes on behind the last part. One process at a time writes into a folder.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import zlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
     from unfreeze.teach.teacher import Objective, ToObjective
 
 HEAD = "teacher.json"
-FORMAT = 1
+FORMAT = 2
 PART_TOKENS = 1 << 16  # supervised tokens of a part: 8 MB of the compact coding
 IDS, LOG_Q, REST = "teacher_ids", "teacher_log_q", "teacher_rest"
 
@@ -54,6 +59,7 @@ def read_head(folder: Path) -> dict[str, Any]:
     head = read_object(folder / HEAD, CheckpointError)
     wanted = {"format": int, "vocabulary": dict, "temperature": float, "top_k": int, "coding": str}
     bad = next((name for name, kind in wanted.items() if not isinstance(head.get(name), kind)), "")
+    bad = bad or ("" if isinstance(head["vocabulary"].get("size"), int) else "vocabulary")
     if bad or head["format"] != FORMAT or head["coding"] not in ("compact", "float32"):
         raise CheckpointError(
             f"{folder / HEAD}: {bad or 'format'} is {head.get(bad or 'format')!r}, which is not read",
@@ -73,40 +79,74 @@ def refuse_other_head(folder: Path, head: Mapping[str, Any]) -> None:
         )
 
 
+@contextmanager
+def alone(folder: Path) -> Generator[None]:
+    """A folder, made where there is none, that no other process writes into meanwhile. Raises ConfigError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another process writes what a teacher says into {folder}",
+            next="wait for it, or --prepare with another folder",
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 class Parts:
-    """The documents of a store: key -> (part, first row, rows)."""
+    """The documents of a store: key -> (part, first row, rows, crc32 of these)."""
 
     def __init__(self, folder: Path, coding: Coding):
         from safetensors import safe_open
 
-        self.places: dict[bytes, tuple[int, int, int]] = {}
+        self.places: dict[bytes, tuple[int, int, int, int]] = {}
         self.files: list[Any] = []
-        for path in sorted(folder.glob("part-*.safetensors")):
+        self.paths = sorted(folder.glob("part-*.safetensors"))
+        for path in self.paths:
             try:
                 file = cast(Any, safe_open(path, "pt"))
                 keys, counts = file.get_tensor("keys").numpy(), file.get_tensor("counts").tolist()
+                checks = file.get_tensor("checks").tolist()
                 rows, width = file.get_slice("rows").get_shape()
             except Exception as error:
                 raise CheckpointError(
                     f"{path} cannot be read: {error}", next="remove it, and give the --prepare again"
                 ) from None
-            if len(keys) != len(counts) or sum(counts) != rows or (rows and width != coding.nbytes):
+            if (
+                not len(keys) == len(counts) == len(checks)
+                or sum(counts) != rows
+                or (rows and width != coding.nbytes)
+            ):
                 raise CheckpointError(
                     f"{path} has {rows:,} rows of {width} bytes, not {sum(counts):,} of {coding.nbytes}",
                     next="remove it, and give the --prepare again",
                 )
             first = 0
-            for key, count in zip(keys, counts, strict=True):
-                self.places[key.tobytes()] = len(self.files), first, count
+            for key, count, check in zip(keys, counts, checks, strict=True):
+                self.places[key.tobytes()] = len(self.files), first, count, check
                 first += count
             self.files.append(file)
 
     def rows(self, key: bytes) -> np.ndarray | None:
-        """uint8 [tokens, bytes of a token]; None for a document that is not there."""
+        """uint8 [tokens, bytes of a token]; None for a document that is not there.
+
+        Raises CheckpointError where they are not the bytes that were written.
+        """
         if (place := self.places.get(key)) is None:
             return None
-        part, first, count = place
-        return self.files[part].get_slice("rows")[first : first + count].numpy()
+        part, first, count, check = place
+        rows = self.files[part].get_slice("rows")[first : first + count].numpy()
+        if zlib.crc32(rows.tobytes()) != check:
+            raise CheckpointError(
+                f"{self.paths[part]} was changed on disk: what the teacher said of a document is damaged",
+                next="remove it, and give the --prepare again",
+            )
+        return rows
 
 
 class Writing:
@@ -156,6 +196,7 @@ class Writing:
             {
                 "keys": torch.from_numpy(keys.copy()),
                 "counts": torch.tensor([len(rows) for rows in self._rows]),
+                "checks": torch.tensor([zlib.crc32(rows.tobytes()) for rows in self._rows]),
                 "rows": torch.from_numpy(np.concatenate(self._rows)),
             },
         )
