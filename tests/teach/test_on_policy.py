@@ -189,23 +189,33 @@ def same(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_lambda_0_is_plain_and_a_resumed_run_samples_what_an_unbroken_one_does(distill, tmp_path):
+@pytest.mark.nightly
+def test_lambda_0_is_plain_distillation_to_the_bit(distill, tmp_path):
     plain, none = tmp_path / "plain", tmp_path / "none"
-    distill(plain, "--steps", 1)
-    distill(none, "--steps", 1, "--on-policy", 0)
+    distill(plain, "--steps", 2)
+    distill(none, "--steps", 2, "--on-policy", 0)
     assert same(adapter(plain), adapter(none)) and not events(none, "on_policy")
 
-    own = ["--on-policy", 0.6, "--seed", 1, "--steps"]
+
+OWN = ["--on-policy", 0.6, "--seed", 1, "--steps"]
+
+
+def test_a_resumed_run_samples_what_an_unbroken_one_does(distill, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    distill(whole, *own, 3)
-    distill(parts, *own, 1)
-    distill(parts, *own, 3, "--allow-changed", "steps")
+    distill(whole, *OWN, 3)
+    distill(parts, *OWN, 1)
+    distill(parts, *OWN, 3, "--allow-changed", "steps")
     assert same(adapter(whole), adapter(parts))
     sampled = [{**event, "time": 0, "seconds": 0} for event in events(whole, "on_policy")]
     assert sampled == [{**event, "time": 0, "seconds": 0} for event in events(parts, "on_policy")]
     assert 0 < len(sampled) < 3
-    control = tmp_path / "control"  # other draws are another run
-    distill(control, *own, 3, "--answer-temperature", 0.5)
+
+
+@pytest.mark.nightly
+def test_control_arm_other_draws_are_another_run(distill, tmp_path):
+    whole, control = tmp_path / "whole", tmp_path / "control"
+    distill(whole, *OWN, 2)
+    distill(control, *OWN, 2, "--answer-temperature", 0.5)
     assert not same(adapter(whole), adapter(control))
 
 

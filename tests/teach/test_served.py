@@ -79,9 +79,9 @@ TRAIN = [
 @pytest.mark.parametrize(
     "kind, arguments, limit",
     [
-        ("vllm", ["--top-k", 1536, "--coding", "float32"], 2e-5),
+        pytest.param("vllm", ["--top-k", 1536, "--coding", "float32"], 2e-5, marks=pytest.mark.nightly),
         ("sglang", ["--top-k", 64, "--coding", "float32"], 2e-3),
-        ("strict", ["--top-k", 8], 2e-2),
+        pytest.param("strict", ["--top-k", 8], 2e-2, marks=pytest.mark.nightly),
     ],
 )
 def test_a_student_that_is_the_served_model_has_nothing_to_learn(
