@@ -6,6 +6,7 @@ store.py        what a teacher said, on disk: the likeliest words of each superv
 coding.py       how such an entry is written
 endpoint.py     a server's likeliest words of each token, checked; client.py asks it, budget.py prices it,
                 served.py writes them into the store
+on_policy.py    steps on the student's own answers
 answers.py      what a teacher writes, as rows for sft; chat.py asks a server for it
 reference.py    the model as it was when training began, which a policy is compared with
 
