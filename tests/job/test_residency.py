@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ from unfreeze import cli, models
 from unfreeze.adapters import LoraConfig
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.config.sft import Config
 from unfreeze.job import places
+from unfreeze.job import plan as job_plan
 from unfreeze.parallel import plan as parallel_plan
+from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import USABLE, plan_training
+from unfreeze.parallel.plan.aside import Aside
 from unfreeze.report.run import facts, read_run
 from unfreeze.tracking import scalars
 from unfreeze.train.host_state import InHost
@@ -259,3 +264,21 @@ def test_auto_takes_the_disk_where_the_device_is_too_small(chat_rows, tmp_path, 
     assert code == 0 and planned["experts"] == "disk" and planned["recompute"] == "layers"
     assert any("because device would take" in line for line in planned["lines"])
     assert len(of(events, "stream")) == 4
+
+
+def test_a_second_model_is_measured_once_for_all_places_that_are_tried(chat_rows, monkeypatch):
+    """None of them fits, so all are tried."""
+    monkeypatch.setattr(parallel_plan, "hardware", lambda place: Hardware("cpu", "here", 2, 2**20, 2**20))
+    tried, asked = [], []
+    real = job_plan.plan_of
+    monkeypatch.setattr(
+        job_plan, "plan_of", lambda *given, **more: tried.append(given) or real(*given, **more)
+    )
+    config = Config.model_validate({"model": str(TINY_K2), "data": [str(chat_rows)]})
+    start = open_checkpoint(TINY_K2)
+    given = config, SimpleNamespace(lora=LoraConfig(rank=2)), start, models.shape(start.config)
+    second = SimpleNamespace(aside=lambda *of: asked.append(of) or Aside(stays=2**30))
+    folder = SimpleNamespace(step=0)
+    plan = job_plan.agreed_plan(*given, torch.device("cpu"), [5, 7], folder, ALONE, second=second)
+    assert len(tried) > 3 and plan.terms["second model"] == 2**30
+    assert [(tokens, longest) for _, tokens, longest, *_ in asked] == [(config.tokens_per_micro_batch, 7)]

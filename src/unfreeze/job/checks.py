@@ -17,7 +17,7 @@ from unfreeze.core.units import format_bytes
 from unfreeze.job.data import few_steps, steps_of
 from unfreeze.job.folder import with_files
 from unfreeze.job.parts import Parts
-from unfreeze.job.plan import ROOM, disk_of, plan_of
+from unfreeze.job.plan import ROOM, disk_of, plan_of, taken_aside
 from unfreeze.report.run import writer
 from unfreeze.tracking.live import EncodeProgress
 
@@ -115,7 +115,7 @@ class Subject:
     def plan(self) -> Plan:
         self.parts.trained.check(self.manifest)
         given = self.config, self.parts.trained, self.manifest, self.shape, self.device
-        return plan_of(*given, second=self.parts.second)
+        return plan_of(*given, aside=taken_aside(self.parts.second, *given))
 
 
 Check = Callable[[Subject], Iterator[Finding]]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Shape
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Measured, Plan
+    from unfreeze.parallel.plan.aside import Aside
     from unfreeze.train.run import Run
 
 
@@ -49,7 +50,7 @@ def plan_of(
     began: str = "",
     longest: int | None = None,
     place: Where | None = None,
-    second: Second | None = None,
+    aside: Aside | None = None,
     measured: Measured | None = None,
 ) -> Plan:
     """What the run will take, term by term; `unfreeze doctor` shows the same plan.
@@ -60,22 +61,19 @@ def plan_of(
     longest    tokens of the longest document, where that is not among `lengths`
     place      where weights lie, instead of what the config says; there "auto" is the first of
                `possible_places` where the run fits
-    second     a model beside the one that trains
+    aside      what a model beside the one that trains takes (taken_aside)
     measured   what the model says of itself, where it was asked before
     """
-    import torch
-
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.parallel.plan import measured_of, plan_training
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.memory.dtype]
     if place is None:
-        measured = measured_of(shape, start, trained.lora, dtype, device)
+        measured = measured_of(shape, start, trained.lora, _dtype(config), device)
         given = config, trained, start, shape, device, lengths, processes, recompute, began, longest
         made: list[Plan] = []
         for possible in possible_places(config, trained, start, shape, device, processes):
-            made.append(plan := plan_of(*given, possible, second, measured))
+            made.append(plan := plan_of(*given, possible, aside, measured))
             if plan.fits:
                 break
         return _explained(made)
@@ -87,8 +85,6 @@ def plan_of(
         among = SAME_BITS[SAME_BITS.index(began) :] if began in SAME_BITS else (cast(Any, began),)
     if place.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
         among = [choice for choice in among if choice != "nothing"] or among
-    longest = longest or max(lengths, default=sequence_length(config.data, tokens, shape.max_positions))
-    aside = second.aside(start, tokens, longest, dtype, device, trained.lora is None) if second else None
     return plan_training(
         shape,
         start,
@@ -97,7 +93,7 @@ def plan_of(
         dtype=memory.dtype,
         device=device,
         micro_batches=memory.micro_batches,
-        longest=longest,
+        longest=longest or _longest(config, shape, lengths),
         mean_length=mean_length(lengths) if lengths else None,
         recompute=cast(Any, recompute or memory.recompute),
         among=cast(Any, among),
@@ -116,6 +112,35 @@ def plan_of(
         aside=aside,
         measured=measured,
     )
+
+
+def taken_aside(
+    second: Second | None,
+    config: TrainingConfig,
+    trained: Trained,
+    start: Manifest,
+    shape: Shape,
+    device: torch.device,
+    lengths: Sequence[int] = (),
+    longest: int | None = None,
+) -> Aside | None:
+    """What a model beside the one that trains takes, wherever that one lies; measured once for all plans."""
+    if second is None:
+        return None
+    longest, tokens = longest or _longest(config, shape, lengths), config.tokens_per_micro_batch
+    return second.aside(start, tokens, longest, _dtype(config), device, trained.lora is None)
+
+
+def _longest(config: TrainingConfig, shape: Shape, lengths: Sequence[int]) -> int:
+    """Tokens of the longest document; as many as it may have, where lengths are not known."""
+    most = sequence_length(config.data, config.tokens_per_micro_batch, shape.max_positions)
+    return max(lengths, default=most)
+
+
+def _dtype(config: TrainingConfig) -> torch.dtype:
+    import torch
+
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.memory.dtype]
 
 
 def _buffer(config: TrainingConfig, place: Where) -> int | Literal["auto"] | None:
@@ -164,7 +189,8 @@ def agreed_plan(
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 
     given = config, trained, start, shape, device, lengths, group.size
-    more: dict[str, Any] = {"longest": longest, "second": second}
+    aside = taken_aside(second, config, trained, start, shape, device, lengths, longest)
+    more: dict[str, Any] = {"longest": longest, "aside": aside}
     own = plan_of(*given, **more)
     tried = possible_places(config, trained, start, shape, device, group.size)
     first = place_of(own)
