@@ -8,7 +8,7 @@ import pytest
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import Mixed, encode_files, load_tokenizer
-from unfreeze.data.remarks import losses, mixture
+from unfreeze.data.remarks import labels, losses, mixture
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +126,16 @@ def test_nothing_left_says_each_reason_once_and_what_to_do(encoded):
     with pytest.raises(DataError, match="the file is empty") as error:
         encoded([])
     assert "give --data a file with rows" in error.value.next
+
+
+def test_labels_that_are_all_the_same_are_said(encoded):
+    """Control arms: both labels, pairs (which are two labels), and rows of sft."""
+    answers = [{"prompt": f"What is {n}?", "completion": "It is.", "label": True} for n in range(3)]
+    (said,) = labels(encoded(answers, answers="labels").examples)
+    assert "all 3 answers have the label true" in said
+    (said,) = labels(encoded([{**answer, "label": 0} for answer in answers], answers="labels").examples)
+    assert "all 3 answers have the label false" in said
+    both = [*answers, {**answers[0], "completion": "No.", "label": False}]
+    pair = [{"prompt": "What?", "chosen": "It is.", "rejected": "No."}]
+    for rows, kind in ((both, "labels"), (pair, "labels"), (pair, "pairs"), ([talk(1)], "taught")):
+        assert labels(encoded(rows, answers=kind).examples) == []

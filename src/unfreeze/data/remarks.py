@@ -52,6 +52,19 @@ def losses(stats: Stats, length: int, positions: int | None = None) -> list[str]
     return said
 
 
+def labels(examples: Examples) -> list[str]:
+    """A warning where all answers with a label have the same one: then nothing says what is better."""
+    chosen_N = examples.chosen_N
+    counts = {"true": int((chosen_N == examples.lengths_N).sum()), "false": int((chosen_N == 0).sum())}
+    given = [label for label, count in counts.items() if count]
+    if len(given) != 1 or (several := counts[given[0]]) < len(examples):
+        return []
+    return [
+        f"{'all ' if several > 1 else ''}{several:,} answers have the label {given[0]}, none has the other:"
+        " what is better is a comparison; look at the label column"
+    ]
+
+
 def _rows(count: int, stats: Stats) -> str:
     verb = "is" if count == 1 else "are"
     return f"{count:,} of {stats.rows:,} rows ({100 * count / max(1, stats.rows):.0f} %) {verb}"

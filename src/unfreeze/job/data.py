@@ -96,7 +96,7 @@ def encode(
     length was asked for.
     """
     from unfreeze.data import Dataset, encoded_files, split_by_content
-    from unfreeze.data.remarks import losses, mixture
+    from unfreeze.data.remarks import labels, losses, mixture
 
     length = sequence_length(data, document_tokens(options, tokens), max_positions)
     given: dict[str, Any] = {
@@ -155,7 +155,7 @@ def encode(
 
     def wrong(stats: Stats) -> list[str]:
         """What is wrong with the data."""
-        said = losses(stats, length, max_positions)
+        said = losses(stats, length, max_positions) + labels(dataset.examples)
         if data.validation and (leaked := dataset.leaked()):
             said.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
         asked = data.sequence_length != Data.model_fields["sequence_length"].default
