@@ -273,6 +273,7 @@ TESTED_BY = {
     "models/blocks/attention.py": "models/test_families.py",
     "bench/checkpoints.py": "bench/test_load.py",
     "commands/planned.py": "commands/test_plan.py",
+    "commands/opened.py": "commands/test_plan.py",
     "parallel/dispatch.py": "parallel/test_expert_parallel.py",
     "parallel/plan/counts.py": "parallel/plan/test_choose.py",
     "parallel/plan/layout.py": "parallel/plan/test_choose.py",

@@ -103,6 +103,9 @@ def test_a_run_as_teacher_on_packed_experts(distill, run_dir, rows, tmp_path):
     names = load_file(Path(result["run"]) / "adapter" / "adapter_model.safetensors")
     assert any("experts" in name for name in names)
     assert unfreeze.FinishedRun(result["run"]).receipt["experts"]["trained"] > 0
+    line = json.loads((Path(result["run"]) / "plan.json").read_text())["start"][-1]
+    assert line.startswith(f"learns from: {run_dir} (kimi_k2, ")
+    assert line.endswith(" MB, frozen); forward KL, temperature 2, 0.25 of cross entropy")
     page = (Path(result["run"]) / "report.html").read_text()
     assert "Divergence" in page and "Cross entropy" in page
 

@@ -18,11 +18,14 @@ from typing import Annotated, Any
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.commands.recipe import recipe_of
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, read_toml
+from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
 from unfreeze.job.checks import Finding, examine
+from unfreeze.job.parts import Parts
 from unfreeze.recipes import sft
 
 
@@ -41,16 +44,19 @@ class Config(Frozen):
     columns: Columns = Field(
         default=(), description="FIELD=COLUMN where the file's fields have other names, as sft's"
     )
-    config: Folder = Field(default="", description="TOML file of `unfreeze sft`; default: sft's own defaults")
+    config: Folder = Field(
+        default="", description="TOML file of a run (sft, distill, prefer); default: sft's own defaults"
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> findings (check, level, line, remedy), faults, warnings, exit_code."""
     if arguments and arguments[0].endswith(".toml") and "--config" not in arguments:
         file = Path(arguments[0]).expanduser()
+        name, recipe = recipe_of(file)
         model = (
             read_toml(file).get("model")
-            or parse(sft.Config, [str(file)], command="sft", description="").model
+            or parse(recipe.Config, [str(file)], command=name, description="").model
         )
         arguments = [str(model), "--config", str(file), *arguments[1:]]
     config = parse(Config, arguments, command="doctor", description=__doc__ or "", positional=True)
@@ -89,22 +95,23 @@ def as_text(finding: Finding) -> str:
 def findings_of(config: Config, *, quiet: bool = True) -> Iterator[Finding]:
     """The findings one by one; a config that cannot be read is the first and only one."""
     try:
-        examined = run_config(config)
+        examined, parts = run_config(config)
     except UserError as error:
         yield Finding("config", "fault", error.message, error.next)
         return
     has_data = bool(config.data or config.config)
-    yield from examine(examined, sft.parts(examined), has_data=has_data, quiet=quiet)
+    yield from examine(examined, parts, has_data=has_data, quiet=quiet)
 
 
-def run_config(config: Config) -> sft.Config:
-    """The sft run that is examined: of --config, with MODEL and --data on top."""
+def run_config(config: Config) -> tuple[TrainingConfig, Parts]:
+    """The run that is examined: of --config, with MODEL and --data on top; without a file one of sft."""
     on_top = ["--model", config.model, *(["--data", config.data] if config.data else [])]
     on_top += ["--columns", *config.columns] if config.columns else []
     needed = [] if config.data or config.config else ["--data", "none"]
-    return parse(
-        sft.Config,
-        [*([config.config] if config.config else []), *on_top, *needed],
-        command="sft",
-        description="",
-    )
+    if config.config:
+        name, recipe = recipe_of(config.config)
+    else:
+        name, recipe = "sft", sft
+    file = [config.config] if config.config else []
+    run = parse(recipe.Config, [*file, *on_top, *needed], command=name, description="")
+    return run, recipe.parts(run)

@@ -12,13 +12,15 @@ from its records (`unfreeze kernels measure --to user`). Nothing is measured her
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 from rich.console import Console
 
+from unfreeze.commands.opened import Opened, open_model
+from unfreeze.commands.recipe import recipe_of
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_model, parse, writing
 from unfreeze.config.tables import Place
@@ -27,7 +29,7 @@ from unfreeze.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
-    from unfreeze.models import Decoder
+    from unfreeze.job.second import Second
     from unfreeze.models.recompute import Recompute
     from unfreeze.parallel.fleet import Fleet
     from unfreeze.parallel.plan.choose import Asked, Choice
@@ -138,7 +140,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
     exit_code 2 where it fits none of them with what is built: what a run would end with.
     """
-    config = configured(arguments)
+    config, second = configured(arguments)
     if not config.model:
         raise ConfigError(
             "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
@@ -146,6 +148,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     from unfreeze.commands.planned import sweep_table, write_picture
 
     opened = open_model(config)
+    opened.second = second
     plans = [plan(*asked, opened) for asked in _asked_for(config)]
     console = Console(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if config.sweep:
@@ -160,8 +163,10 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     return found | ({} if any(planned.runs for planned in plans) else {"exit_code": DOES_NOT_FIT})
 
 
-def configured(arguments: list[str]) -> Config:
+def configured(arguments: list[str]) -> tuple[Config, Second | None]:
     """The Config: a run's TOML file gives model, adapters, step and places, and flags win over it.
+
+    With the second model of a run that has one: a teacher, a reference.
 
     In its place may stand the model itself.
     """
@@ -172,10 +177,9 @@ def configured(arguments: list[str]) -> Config:
     if not arguments or arguments[0].startswith("-"):
         config = parse(Config, arguments, command="plan", description=__doc__ or "")
         _refuse_without_effect(config, config.model_fields_set)
-        return config
-    from unfreeze.recipes import sft
-
-    run = from_keywords(sft.Config, {}, function="plan", file=arguments[0])
+        return config, None
+    _, recipe = recipe_of(arguments[0])
+    run = from_keywords(recipe.Config, {}, function="plan", file=arguments[0])
     given = parse(Config, arguments[1:], command="plan", description=__doc__ or "")
     of_run = {
         "model": run.model,
@@ -193,7 +197,7 @@ def configured(arguments: list[str]) -> Config:
     kept = given.model_fields_set - {"lora", "place"}  # its flags are in it already
     config = given.model_copy(update={k: v for k, v in of_run.items() if k not in kept})
     _refuse_without_effect(config, given.model_fields_set)
-    return config
+    return config, recipe.parts(run).second
 
 
 def _refuse_without_effect(config: Config, given: Set[str]) -> None:
@@ -342,47 +346,6 @@ def _cut(config: Config, machine: Fleet, asked: Asked, choice: Choice) -> list[s
     return []
 
 
-@dataclass
-class Opened:
-    """A model on "meta" (shapes, dtypes, no memory) and what its blocks say: the same in every plan of it."""
-
-    model: Decoder
-    counts: Counts
-    found: dict[tuple[str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
-
-    def sizes(self, lora: LoraConfig | None, kind: str) -> Sizes:
-        """For a device of that kind; the adapters' rank is not in it."""
-        from unfreeze.parallel.plan import measure
-
-        key = kind, lora and lora.targets
-        if key not in self.found:
-            self.found[key] = measure(self.model, lora, kind)
-        return self.found[key]
-
-
-def open_model(config: Config) -> Opened:
-    """From a checkpoint's headers or a config.json alone."""
-    import torch
-
-    from unfreeze import models
-    from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.checkpoint.manifest import read_config
-    from unfreeze.parallel.plan.counts import counts
-
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
-    path = Path(config.model)
-    if path.suffix == ".json" and not path.is_file():
-        raise ConfigError(
-            f"model = {config.model!r} is not a file", next="give --model a release's config.json"
-        )
-    if path.suffix == ".json" or ((path / "config.json").is_file() and not list(path.glob("*.safetensors"))):
-        model = models.from_config(read_config(path), dtype)
-    else:
-        manifest = open_checkpoint(config.model)
-        model = models.meta_model(models.shape(manifest.config), manifest, dtype)
-    return Opened(model, counts(model))
-
-
 def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Counts, Asked]:
     """(bytes of the parts, counts, what is asked)."""
     import torch
@@ -437,6 +400,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         )
     given = given_places(config.place, config.train, machine, model.shape.num_experts)
     asked = Asked(work, config.tokens_per_step, length, recomputes, rates, config.waiting, given)
+    asked = replace(asked, aside=opened.aside(dtype, machine.kind, length, every_weight=lora is None))
     return opened.sizes(lora, machine.kind), counted, asked
 
 

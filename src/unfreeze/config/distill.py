@@ -124,6 +124,17 @@ class Distillation(Frozen):
         return tuple((int(own), int(their)) for own, their in pairs)
 
     @property
+    def words(self) -> str:
+        """What is minimised, in words: 'forward KL, temperature 1'."""
+        if self.gamma is not None:
+            return f"the likelihood of the data where both speak, teacher · student^{self.gamma:g}"
+        kind = {"forward": "forward KL", "reverse": "reverse KL", "jsd": f"JSD with beta {self.beta:g}"}
+        more = {"alpha": "of cross entropy", "relations": "of relations", "hidden": "of hidden states"}
+        given = [f"{getattr(self, name):g} {of}" for name, of in more.items() if getattr(self, name)]
+        own = [f"{self.on_policy:g} of the steps on its own answers"] * bool(self.on_policy)
+        return ", ".join([kind[self.divergence], f"temperature {self.temperature:g}", *given, *own])
+
+    @property
     def mixture(self) -> float:
         """beta of objectives.divergence: 0 forward KL, 1 reverse KL."""
         return {"forward": 0.0, "reverse": 1.0, "jsd": self.beta}[self.divergence]

@@ -241,6 +241,17 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
         yield Finding("vocabulary", "ok", line)
 
 
+def check_second(subject: Subject) -> Iterator[Finding]:
+    """A teacher, or what a policy is compared with: as a run refuses it. Nothing where there is none."""
+    second = subject.parts.second
+    if second is None:
+        return
+    second.check(subject.manifest, subject.tokenizer)
+    if subject.has_data:
+        second.known(subject.dataset.examples)
+    yield Finding("second", "ok", second.said(subject.manifest))
+
+
 def check_template(subject: Subject) -> Iterator[Finding]:
     """docs/trust.md N4 and N6: what the template's mask teaches of a conversation of known words."""
     from unfreeze.data import Conversation
@@ -479,6 +490,7 @@ CHECKS: tuple[tuple[str, Check, tuple[str, ...]], ...] = (
     ("template", check_template, ("vocabulary",)),
     ("data", check_data, ("vocabulary",)),
     ("steps", check_steps, ("data",)),
+    ("second", check_second, ("checkpoint", "vocabulary", "data")),
     ("memory", check_memory, ("checkpoint",)),
     ("disk", check_disk, ("checkpoint",)),
     ("run", check_run, ()),

@@ -325,7 +325,7 @@ def prepare(
     memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)
-    lines = start_lines(config, parts.trained, start, shape, plan, disk)
+    lines = start_lines(config, parts.trained, start, shape, plan, disk, second)
     note = export_note(parts.trained.lora, start, shape)
     emit_plan(folder, plan, group, lines, predicted, disk=disk, note=note)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))

@@ -291,9 +291,15 @@ def emit_plan(
 
 
 def start_lines(
-    config: TrainingConfig, trained: Trained, start: Manifest, shape: Shape, plan: Plan, disk: Disk
+    config: TrainingConfig,
+    trained: Trained,
+    start: Manifest,
+    shape: Shape,
+    plan: Plan,
+    disk: Disk,
+    second: Second | None = None,
 ) -> list[str]:
-    """The plan in three lines: what is trained on what, and what that takes."""
+    """The plan in three lines: what is trained on what, and what that takes; and one of the second model."""
     from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 
     experts = (
@@ -323,6 +329,7 @@ def start_lines(
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
         f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
+        *([second.said(start)] if second else []),
     ]
 
 

@@ -26,6 +26,10 @@ class Second(Protocol):
         """Raise UserError where it cannot stand beside the model that starts as `start`; reads no tensor."""
         ...
 
+    def said(self, start: Manifest) -> str:
+        """What it is and what is minimised, in one line, for the start of a run."""
+        ...
+
     def known(self, examples: Examples) -> None:
         """Raise UserError for a document it cannot say anything of; `examples` are those of the run."""
         ...

@@ -85,7 +85,7 @@ def teacher_of(config: Config) -> Asked | Stored:
 
     asked = config.distillation
     minimise = partial(_divergence, config)
-    options: dict[str, Any] = {"temperature": asked.temperature, "beta": asked.mixture}
+    options: dict[str, Any] = {"temperature": asked.temperature, "beta": asked.mixture, "loss": asked.words}
     if is_store(config.teacher):
         if asked.relations or asked.hidden:
             raise ConfigError(

@@ -44,6 +44,11 @@ class AsBegun:
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
         """It is the model itself: nothing can be wrong with it."""
 
+    def said(self, start: Manifest) -> str:
+        """What it is, in one line."""
+        kept = {"base": "its adapters off", "adapters": "a copy of its adapters", "copy": "a copy of all"}
+        return f"compared with: the model as it began, {kept[self.kind]}"
+
     def known(self, examples: Examples) -> None:
         """Every document can be asked about."""
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from unfreeze.core.errors import CheckpointError, ConfigError, DataError
+from unfreeze.core.errors import CheckpointError, ConfigError, DataError, printable
 from unfreeze.teach.coding import Coding
 from unfreeze.teach.vocabulary import Vocabulary, refuse_other, vocabulary
 from unfreeze.untrusted.json_object import read_object
@@ -213,8 +213,17 @@ class Writing:
 class Stored:
     """A second model (job/second.py) that need not be in memory: what it said is in a store."""
 
-    def __init__(self, folder: str, minimise: ToObjective, *, temperature: float = 1.0, beta: float = 0.0):
+    def __init__(
+        self,
+        folder: str,
+        minimise: ToObjective,
+        *,
+        temperature: float = 1.0,
+        beta: float = 0.0,
+        loss: str = "",
+    ):
         self.folder, self.minimise, self.temperature, self.beta = Path(folder), minimise, temperature, beta
+        self.loss = loss
         self._coding: Coding | None = None
         self._parts: Parts | None = None
 
@@ -249,6 +258,14 @@ class Stored:
         words = read_head(self.folder)["vocabulary"]
         refuse_other(
             vocabulary(tokenizer), Vocabulary(coding.words, str(words.get("hash"))), str(self.folder)
+        )
+
+    def said(self, start: Manifest) -> str:
+        """'learns from: said (the 32 likeliest words of BIG 0a1b2c3d4e5f, compact); forward KL, …'."""
+        coding, who = self.opened[0], read_head(self.folder).get("teacher")
+        return (
+            f"learns from: {self.folder} (the {coding.top_k} likeliest words of {printable(str(who))},"
+            f" {coding.name}); {self.loss}"
         )
 
     def known(self, examples: Examples) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze.config.distill import BASE
@@ -44,6 +45,7 @@ class Asked:
     minimise    (what it says, words) -> the objective
     beta        as of the objective; the plan counts its block of logits by it
     inside      what of its layers is compared too
+    loss        what is minimised, in words
     """
 
     def __init__(
@@ -54,9 +56,10 @@ class Asked:
         temperature: float = 1.0,
         beta: float = 0.0,
         inside: Inside | None = None,
+        loss: str = "",
     ):
         self.source, self.minimise, self.temperature, self.beta = source, minimise, temperature, beta
-        self.inside = inside
+        self.inside, self.loss = inside, loss
         self._words = 0
         self._opened: tuple[Source, Manifest] | None = None
 
@@ -96,6 +99,16 @@ class Asked:
         check_vocab(tokenizer, shape(manifest.config).vocab_size)
         return vocabulary(tokenizer)
 
+    def said(self, start: Manifest) -> str:
+        """'learns from: runs/t (kimi_k2, 2.4 MB, frozen); forward KL, temperature 1'."""
+        from unfreeze.models import shape
+        from unfreeze.report.run import decimal_bytes
+
+        found, manifest = self.open()
+        size = manifest.nbytes + adapter_bytes(found.adapter)
+        kind = shape(manifest.config).model_type
+        return f"learns from: {self.source} ({kind}, {decimal_bytes(size)}, frozen); {self.loss}"
+
     def known(self, examples: Examples) -> None:
         """Every document can be asked about."""
 
@@ -114,8 +127,7 @@ class Asked:
     ) -> Aside:
         """What it takes, for the plan."""
         found, manifest = self.open()
-        adapter = found.adapter
-        more = sum(path.stat().st_size for path in adapter.glob("*.safetensors")) if adapter else 0
+        more = adapter_bytes(found.adapter)
         return self._aside(manifest, start, tokens, longest, dtype, device, trained, more=more)
 
     def _aside(
@@ -188,6 +200,9 @@ class BaseAsked(Asked):
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
         self._words = vocabulary(tokenizer).size
 
+    def said(self, start: Manifest) -> str:
+        return f"learns from: itself with its adapters off, no second copy; {self.loss}"
+
     def aside(
         self,
         start: Manifest,
@@ -201,6 +216,11 @@ class BaseAsked(Asked):
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
         return self._minimised(model, model, own=True)
+
+
+def adapter_bytes(folder: Path | None) -> int:
+    """Of an adapter's files; 0 without one."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder else 0
 
 
 def asked(

@@ -37,7 +37,16 @@ from unfreeze.parallel.plan.layout import Layout, of_one
 from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
 from unfreeze.parallel.plan.rates import LEAST_WIDTH, Base, Rates, of_records
 from unfreeze.parallel.plan.sizes import Sizes, measure
-from unfreeze.parallel.plan.terms import LOAD_BUFFERS, MOMENT_BYTES, USABLE, Plan, Work, plan, replace_work
+from unfreeze.parallel.plan.terms import (
+    LOAD_BUFFERS,
+    MOMENT_BYTES,
+    USABLE,
+    Plan,
+    Work,
+    beside,
+    plan,
+    replace_work,
+)
 from unfreeze.parallel.plan.words import KERNELS, plan_fields, plan_lines
 from unfreeze.parallel.units import group_bytes
 
@@ -156,9 +165,7 @@ def plan_training(
         optimizer=optimizer,
     )
     if aside is not None:
-        work = replace(work, aside=aside)
-        if aside.loss_rows:
-            work = replace(work, loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes)
+        work = beside(work, aside)
     sizes = of_one(measured_sizes, counted, place.type, split)
     machine = hardware(place).shared(sharing)
     made = plan(sizes, work, machine)

@@ -8,7 +8,7 @@ Where none fits, `proposals` says what would: fewer tokens a step, a lower rank,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import PER_HOST, Fleet, devices
+from unfreeze.parallel.plan.aside import Aside
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 from unfreeze.parallel.plan.layout import Layout, Places, buffer_of, places, share
@@ -24,7 +25,7 @@ from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, seconds
 from unfreeze.parallel.plan.sizes import Sizes
-from unfreeze.parallel.plan.terms import Work
+from unfreeze.parallel.plan.terms import Work, beside
 
 TOKENS = tuple(2**power for power in range(16, 8, -1))
 """Tokens of a step that are tried where the user names none, 65,536 first; and, if that is more, as many as
@@ -47,6 +48,7 @@ class Asked:
     rates       as measured on this machine; None: from the device's entry in machines.toml, if there is one
     waiting     share of a step that may be spent waiting for transfers
     given       field of Layout -> the value that it must have
+    aside       tokens of a device's micro-batch -> what a second model takes beside them; None: there is none
     """
 
     work: Work
@@ -56,6 +58,7 @@ class Asked:
     rates: Rates | None = None
     waiting: float = WAITING
     given: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    aside: Callable[[int], Aside] | None = None
 
 
 @dataclass(frozen=True)
@@ -315,6 +318,8 @@ def _choices(
         if tokens < MIN_TOKENS * parts:
             continue
         work, tokens = replace(asked.work, tokens=tokens // parts), tokens // parts * parts
+        if asked.aside is not None:
+            work = beside(work, asked.aside(work.tokens))
         for layout in _layouts(counts, fleet, asked):
             found = places(sizes, counts, work, fleet, layout)
             if only_fitting and not found.fits:

@@ -244,6 +244,12 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
     )
 
 
+def beside(work: Work, aside: Aside) -> Work:
+    """The Work with a second model, whose block of logits is its own where it says so."""
+    work = replace(work, aside=aside)
+    return replace(work, loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes) if aside.loss_rows else work
+
+
 def replace_work(before: Plan, **changes: Any) -> Plan:
     """The plan of the same model on the same machine with other work."""
     return plan(before.sizes, replace(before.work, **changes), before.hardware)

@@ -1,0 +1,87 @@
+"""The model that is planned, and the second one of a run that has one: shapes and dtypes, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unfreeze.config.lora import LoraConfig
+from unfreeze.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.commands.plan import Config
+    from unfreeze.job.second import Second
+    from unfreeze.models import Decoder
+    from unfreeze.parallel.plan.aside import Aside
+    from unfreeze.parallel.plan.counts import Counts
+    from unfreeze.parallel.plan.sizes import Sizes
+
+
+@dataclass
+class Opened:
+    """A model on "meta" (shapes, dtypes, no memory) and what its blocks say: the same in every plan of it."""
+
+    model: Decoder
+    counts: Counts
+    start: Manifest
+    second: Second | None = None
+    found: dict[tuple[str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
+
+    def sizes(self, lora: LoraConfig | None, kind: str) -> Sizes:
+        """For a device of that kind; the adapters' rank is not in it."""
+        from unfreeze.parallel.plan import measure
+
+        key = kind, lora and lora.targets
+        if key not in self.found:
+            self.found[key] = measure(self.model, lora, kind)
+        return self.found[key]
+
+    def aside(
+        self, dtype: torch.dtype, kind: str, length: int, *, every_weight: bool
+    ) -> Callable[[int], Aside] | None:
+        """Tokens of a device's micro-batch -> what the second model takes beside them."""
+        import torch
+
+        second = self.second
+        if second is None:
+            return None
+        # a GPU that is not here is taken to have this machine's block of logits, as work_of takes it
+        here = kind == "cpu" or torch.cuda.is_available()
+        device = torch.device(kind if here else "cpu")
+
+        @cache
+        def aside(tokens: int) -> Aside:
+            return second.aside(self.start, tokens, min(length, tokens), dtype, device, every_weight)
+
+        return aside
+
+
+def open_model(config: Config) -> Opened:
+    """From a checkpoint's headers or a config.json alone."""
+    import torch
+
+    from unfreeze import models
+    from unfreeze.checkpoint import open_checkpoint
+    from unfreeze.checkpoint.manifest import Manifest, read_config
+    from unfreeze.parallel.plan.counts import counts
+
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
+    path = Path(config.model)
+    if path.suffix == ".json" and not path.is_file():
+        raise ConfigError(
+            f"model = {config.model!r} is not a file", next="give --model a release's config.json"
+        )
+    if path.suffix == ".json" or ((path / "config.json").is_file() and not list(path.glob("*.safetensors"))):
+        fields = read_config(path)
+        start = Manifest(path=path, config=fields, tensors={}, prefix="", files=())
+        model = models.from_config(fields, dtype)
+    else:
+        start = open_checkpoint(config.model)
+        model = models.meta_model(models.shape(start.config), start, dtype)
+    return Opened(model, counts(model), start)

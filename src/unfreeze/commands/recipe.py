@@ -1,0 +1,52 @@
+"""Which recipe a run's TOML file is for: it is not written there, the keys say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from pydantic import BaseModel
+
+from unfreeze.config import sft
+from unfreeze.config.names import places
+from unfreeze.config.parse import read_toml
+from unfreeze.job.parts import Parts
+
+RECIPES = ("sft", "prefer", "distill")
+
+
+class Recipe(Protocol):
+    """A module of recipes/ whose fields are those of sft and its own."""
+
+    Config: type[sft.Config]
+
+    def parts(self, config: Any) -> Parts: ...
+
+
+def recipe_of(file: str | Path) -> tuple[str, Recipe]:
+    """The recipe that knows most of the file's keys, the first of RECIPES where several know as many.
+
+    So a file with `teacher` is of distill, one with `loss` of prefer; one of prefer that names nothing of its
+    own is taken for one of sft.
+    """
+    table = read_toml(Path(file).expanduser())
+    name = max(RECIPES, key=lambda recipe: _known(_config(recipe), table))
+    return name, cast(Recipe, import_module(f"unfreeze.recipes.{name}"))
+
+
+def _config(recipe: str) -> type[BaseModel]:
+    return import_module(f"unfreeze.config.{recipe}").Config
+
+
+def _known(config: type[BaseModel], table: Mapping[str, Any]) -> int:
+    """How many of the keys this config has, in either spelling."""
+    names = places(config)
+    known = {*names, *names.values()}
+    written = (
+        f"{key}.{inner}" if isinstance(value, Mapping) else key
+        for key, value in table.items()
+        for inner in (cast(Mapping[str, Any], value) if isinstance(value, Mapping) else [key])
+    )
+    return sum(name.replace("-", "_") in known for name in written)

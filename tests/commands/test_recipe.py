@@ -1,0 +1,76 @@
+"""A run's file says by its keys which recipe it is for, and plan and doctor know its second model."""
+
+import json
+
+import pytest
+
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.commands.recipe import recipe_of
+
+
+@pytest.mark.parametrize(
+    "text, recipe",
+    [
+        ('model = "m"\nlearning_rate = 1e-4\n', "sft"),
+        ('teacher = "t"\n[data]\nfiles = "f"\n', "distill"),
+        ('[distillation]\ntemperature = 2.0\n[data]\nfiles = "f"\n', "distill"),
+        ('loss = "dpo"\nbeta = 0.2\n', "prefer"),
+        ("[preference]\nlabel-smoothing = 0.1\n", "prefer"),
+        ('data = "f"\nteacher = "t"\nbeta = 0.2\ndivergence = "jsd"\n', "distill"),
+        ("learning_rat = 1.0\n", "sft"),
+    ],
+)
+def test_the_keys_say_it(text, recipe, tmp_path):
+    (tmp_path / "run.toml").write_text(text)
+    assert recipe_of(tmp_path / "run.toml")[0] == recipe
+
+
+@pytest.fixture
+def write(tmp_path, chat_rows):
+    def written(*lines, name="run.toml", data=chat_rows):
+        model = f'model = "{TINY_K2}"\ndata = "{data}"\nout = "{tmp_path / "out"}"\ndtype = "float32"'
+        (tmp_path / name).write_text("\n".join([model, "tokens_per_step = 256", "epochs = 40", *lines]))
+        return tmp_path / name
+
+    return written
+
+
+def test_the_plan_of_a_file_has_its_teacher(write, run_dir, unfreeze_json):
+    """Its weights, and what its forward takes; the base as a teacher has no weights of its own."""
+    alone, taught, base = (
+        unfreeze_json("plan", write(*lines), "--hardware", "cpu:4GB")["bytes"]["device_terms"]
+        for lines in ([], [f'teacher = "{run_dir}"'], ['teacher = "base"', "alpha = 0.5"])
+    )
+    adapter = sum(path.stat().st_size for path in (run_dir / "adapter").glob("*.safetensors"))
+    weights = alone["experts"] + alone["the frozen rest"]
+    assert taught["second model"] == weights + adapter
+    assert "second model" not in base and "second model" not in alone
+    assert taught["experts"] == alone["experts"]
+
+
+def test_the_plan_of_a_file_of_preference_has_its_reference(write, unfreeze_json, tmp_path):
+    rows = tmp_path / "pairs.jsonl"
+    rows.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 4)
+    file = write('loss = "dpo"', data=rows)
+    asked = {"hardware": "cpu:4GB", "tokens-per-step": 2048}
+    flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
+    dpo = unfreeze_json("plan", file, *flags)["bytes"]["device_terms"]
+    simpo = unfreeze_json("plan", write('loss = "simpo"', data=rows), *flags)["bytes"]["device_terms"]
+    beside = {"second model's forward", "what the second model said"}
+    assert beside & dpo.keys() and not beside & simpo.keys()
+
+
+def test_doctor_looks_at_the_teacher(write, run_dir, capsys):
+    def found(*lines, code):
+        assert cli.main(["doctor", str(write(*lines)), "--json", "--quiet"]) == code
+        return {f["check"]: f for f in json.loads(capsys.readouterr().out.splitlines()[-1])["findings"]}
+
+    good = found(f'teacher = "{run_dir}"', code=0)
+    assert good["second"]["level"] == "ok" and good["second"]["line"].startswith(f"learns from: {run_dir} (")
+    assert good["second"]["line"].endswith("frozen); forward KL, temperature 1")
+    bad = found(f'teacher = "{TINY_K2}"', code=2)
+    assert bad["second"]["level"] == "fault" and "is the model itself" in bad["second"]["line"]
+    assert bad["template"]["level"] == "ok" and "second" not in found(code=0)
+    nowhere = found('teacher = "/nowhere"', code=2)
+    assert nowhere["second"]["level"] == "fault" and nowhere["second"]["remedy"]
