@@ -10,6 +10,7 @@ import pytest
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.commands.doctor import Config, findings_of
 from unfreeze.core.errors import DataError
 from unfreeze.core.schema import faults
 from unfreeze.data import Stats, encoded, streamed
@@ -122,6 +123,36 @@ def test_control_arm_fewer_rows_or_epochs_are_encoded_before_the_first_step(rows
     out = killed(tmp_path / "limit", 8, tmp_path / "later")
     monkeypatch.setattr(job_data, "MANY_ROWS", 60)
     assert losses(run(rows, out)) == losses(tmp_path / "limit")
+
+
+@pytest.mark.parametrize("length", ["steps = 2", "epochs = 0.05"])
+def test_the_doctor_encodes_into_the_store_that_the_run_reads(rows, tmp_path, length, monkeypatch):
+    """Read in windows, or whole. Control arm: behind a doctor that reads every file whole, windows are encoded
+    again."""
+    (tmp_path / "run.toml").write_text(f"tokens_per_step = 256\n{length}\n")
+
+    def encoded_again(out):
+        """Whether the run that follows a doctor begins before its last row is encoded."""
+        doctor = ["doctor", TINY_K2, "--data", rows, "--config", tmp_path / "run.toml"]
+        sft = ["sft", tmp_path / "run.toml", "--model", TINY_K2, "--data", rows, "--lora.rank", 1]
+        for command in (doctor, [*sft, "--threads", 1, "--samples", 0, "--out", out]):
+            assert cli.main(["--quiet", *map(str, command)]) == 0
+            (store,) = encoded.root().iterdir()
+        shutil.rmtree(store)
+        return "rows_in_files" in events(out, "data")[0]
+
+    assert not encoded_again(tmp_path / "run")
+    monkeypatch.setattr(job_data, "may_stream", lambda data, training: False)
+    assert encoded_again(tmp_path / "control") == ("steps" in length)
+
+
+def test_the_doctor_counts_bad_rows_of_large_files(tmp_path):
+    (tmp_path / "run.toml").write_text("steps = 2\n")
+    bad = write(tmp_path / "bad.jsonl", bad=70)
+    given = Config(model=str(TINY_K2), data=str(bad), config=str(tmp_path / "run.toml"))
+    (found,) = [each for each in findings_of(given) if each.check == "data"][1:]
+    assert found.level == "fault" and found.line.startswith("1 of 80 rows cannot be read")
+    assert "row 71: broken JSON" in found.line
 
 
 def test_a_run_of_epochs_is_read_whole(rows, tmp_path):

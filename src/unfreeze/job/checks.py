@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.torchrun import nearest_multiples, sharers, started
 from unfreeze.core.units import format_bytes
-from unfreeze.job.data import few_steps, steps_of
+from unfreeze.job.data import every_row, few_steps, steps_of
 from unfreeze.job.folder import with_files
 from unfreeze.job.parts import Parts
 from unfreeze.job.plan import ROOM, disk_of, plan_of, taken_aside
@@ -90,20 +90,18 @@ class Subject:
     @cached_property
     def dataset(self) -> Dataset:
         """The data as the run would encode it, bad rows counted instead of refused."""
-        from unfreeze.data import encoded_files
-
-        data = with_files(self.config).data
+        config = with_files(self.config)
+        data, tokens = config.data, config.tokens_per_micro_batch
+        given: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "sequence_length": self.length,
+            "truncation": data.truncation,
+            "on_bad_row": "skip",
+            "columns": data.columns,
+            **self.parts.encoding,
+        }
         with EncodeProgress(quiet=self.quiet) as progress:
-            return encoded_files(
-                data.files,
-                self.tokenizer,
-                self.length,
-                truncation=data.truncation,
-                on_bad_row="skip",
-                columns=data.columns,
-                progress=progress,
-                **self.parts.encoding,
-            )
+            return every_row(data, config.training, tokens, config.seed, progress, given)
 
     @cached_property
     def device(self) -> torch.device:

@@ -16,7 +16,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.processes import others
-from unfreeze.job.streaming import MANY_ROWS, Followed, in_windows, shared
+from unfreeze.job.streaming import MANY_ROWS, Followed, in_windows, may_stream, shared
 from unfreeze.report.events import ENOUGH_STEPS, TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
 from unfreeze.untrusted.json_object import read_object
@@ -211,6 +211,22 @@ def stream_of(
     if stream is not None:
         run.leaving.callback(stream.close)
     return stream
+
+
+def every_row(
+    data: Data, training: Training, tokens: int, seed: int, progress: EncodeProgress, given: dict[str, Any]
+) -> Dataset:
+    """All rows, in the store that a run of the same config then finds: one read in windows has its own."""
+    from unfreeze.data import Dataset, encoded_files
+    from unfreeze.data.streamed import streamed_files
+
+    if may_stream(data, training):
+        behind = {"epoch": 1, "window": 0}  # a cursor behind the first epoch needs every row
+        asked: dict[str, Any] = {"tokens_per_step": tokens, "seed": seed, "start": behind, **given}
+        stream = streamed_files(data.files, least=MANY_ROWS, progress=progress, **asked)
+        if stream is not None and stream.whole is not None:
+            return Dataset(stream.whole, stream.stats())
+    return encoded_files(data.files, progress=progress, **given)
 
 
 def batches_of(
