@@ -102,6 +102,12 @@ def all_zero(choice):
             entry["logprob"] = 0.0
 
 
+def shifted(choice, change):
+    for position in choice["prompt_logprobs"][1:]:
+        for entry in position.values():
+            entry["logprob"] = change(entry["logprob"])
+
+
 LIES = {
     "sums beyond 1": (lambda c: [e.update(logprob=-0.1) for e in entries(c).values()], "words sum to"),
     "NaN": (lambda c: first(c).update(logprob=math.nan), "a log-probability is nan"),
@@ -128,6 +134,8 @@ LIES = {
     "none": (lambda c: c.update(prompt_logprobs=None), "no log-probabilities of the prompt"),
     "nulls": (lambda c: c.update(prompt_logprobs=[None] * 50), "its log-probabilities are None"),
     "all zero": (all_zero, "sum to"),
+    "all the same": (lambda c: shifted(c, lambda said: -7.5), "every log-probability is -7.5"),
+    "logits": (lambda c: shifted(c, lambda said: said - 20), "likeliest of 1,536 words have .* together"),
     "another index": (lambda c: c.update(index=7), "choices came back"),
 }
 

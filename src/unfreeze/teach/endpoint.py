@@ -113,8 +113,8 @@ class Endpoint:
         return EndpointError(
             error.message,
             next=(
-                f"if {self.top} words are more than it gives, a lower --top-k (or vLLM's --max-logprobs);"
-                f" else: {NO_LOGPROBS}"
+                f"a shorter --sequence-length, if its context is shorter; a lower --top-k (or vLLM's"
+                f" --max-logprobs), if {self.top} words are more than it gives; else: {NO_LOGPROBS}"
             ),
             status=error.status,
         )
@@ -141,8 +141,9 @@ class Endpoint:
             positions = self._by_text(found, tokens)
         else:
             raise self._wrong("its answer has no log-probabilities of the prompt", NO_LOGPROBS)
-        if len(tokens) > SHORT and not any(said for words, _ in positions for said in words.values()):
-            raise self._wrong("every log-probability is 0")
+        each = {said for words, _ in positions for said in words.values()}
+        if len(tokens) > SHORT and len(each) == 1:
+            raise self._wrong(f"every log-probability is {each.pop():g}")
         scored = [self._checked(words, own, place) for place, (words, own) in enumerate(positions, 1)]
         return Scored(scored, [own for _, own in positions])
 
@@ -167,8 +168,20 @@ class Endpoint:
                 raise self._wrong(
                     f"token {place}: {tokens[place]}, the prompt's own, is not among those listed"
                 )
+            self._likeliest(words, len(entries), place)
             positions.append((words, words[tokens[place]]))
         return positions
+
+    def _likeliest(self, words: dict[int, float], listed: int, place: int) -> None:
+        """The K likeliest of V words have K / V or more; half of it leaves room for a padded head."""
+        total, size = sum(map(math.exp, words.values())), self.tokenizer.named_size
+        least = self.top / size
+        if len(words) == listed and total < least / 2:
+            raise self._wrong(
+                f"token {place}: the {listed} likeliest of {size:,} words have {total:.2g}"
+                f" together, which is less than {least:.2g}: logits instead of log-probabilities?",
+                "log-probabilities from the server (vLLM: --logprobs-mode raw_logprobs)",
+            )
 
     def _by_text(self, found: dict[str, Any], tokens: Sequence[int]) -> list[tuple[dict[int, float], float]]:
         """OpenAI's: tokens, token_logprobs, top_logprobs, each a list over the prompt and what was added.
