@@ -30,6 +30,7 @@ def rows(tmp_path_factory):
     return {row.side: row for row in read(path)}
 
 
+@pytest.mark.nightly
 def test_every_side_is_measured_or_says_why_not(rows):
     assert list(rows) == ["unfreeze", "transformers", "transformers-liger"]
     assert (
@@ -38,6 +39,7 @@ def test_every_side_is_measured_or_says_why_not(rows):
     )
 
 
+@pytest.mark.nightly
 def test_the_state_is_what_each_side_really_holds(rows):
     """unfreeze: bf16 weight 2, gradient 2 (one micro-batch), float32 master and moments 12; transformers: all
     of these in bf16."""
@@ -57,6 +59,7 @@ def test_the_state_is_what_each_side_really_holds(rows):
     )
 
 
+@pytest.mark.nightly
 def test_both_sides_agree_with_float64(rows):
     """The same weights and tokens: a mean loss in bf16 agrees to 1e-3, the norm of all gradients to 3 %."""
     for name in ("unfreeze", "transformers"):

@@ -34,6 +34,7 @@ def test_flat_time_and_a_linear_memory_are_told_from_others():
     assert not steep["flat"] and steep["slope_ratio"] > 4 and steep["furthest_from_line"] > 0.02
 
 
+@pytest.mark.nightly
 def test_every_size_and_the_growth_have_a_row(tmp_path, tiny_sizes):
     path = tmp_path / "rows.jsonl"
     growth.measure(

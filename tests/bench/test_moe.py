@@ -22,6 +22,7 @@ def measured(tmp_path_factory, tiny_sizes):
     return found, read(folder / "rows.jsonl"), config
 
 
+@pytest.mark.nightly
 def test_every_side_has_a_row_in_its_turn(measured):
     found, rows, _ = measured
     assert [row.model_dump() for row in rows] == found["rows"]
@@ -35,6 +36,7 @@ def test_every_side_has_a_row_in_its_turn(measured):
     ]
 
 
+@pytest.mark.nightly
 def test_speed_memory_and_state_add_up(measured):
     for row in [row for row in measured[1] if row.side != "torch.mm"]:
         r = row.results
@@ -51,6 +53,7 @@ def test_speed_memory_and_state_add_up(measured):
         )
 
 
+@pytest.mark.nightly
 def test_peers_say_how_the_first_side_compares(measured):
     rows = {(row.settings["turn"], row.side): row.results for row in measured[1]}
     for turn, peer in ((1, "peft-experts"), (2, "peft-attention")):
@@ -61,6 +64,7 @@ def test_peers_say_how_the_first_side_compares(measured):
         assert theirs["first_side_memory"] == pytest.approx(ours["peak_bytes"] / theirs["peak_bytes"])
 
 
+@pytest.mark.nightly
 def test_every_side_agrees_with_float64(measured):
     """bf16 has 8 bits: a loss is an average over tokens and agrees to 1e-3; a gradient norm is a sum of
     rounded products, 3 %."""
@@ -71,6 +75,7 @@ def test_every_side_agrees_with_float64(measured):
         assert errors.get("gradient norm, against float64", 0) < 0.03
 
 
+@pytest.mark.nightly
 def test_the_share_is_flops_over_time_over_the_measured_rate(measured):
     rows = {row.side: row.results for row in measured[1] if row.settings["turn"] == 1}
     rate = rows["torch.mm"]["gflops_per_second"] * 1e9
@@ -81,12 +86,14 @@ def test_the_share_is_flops_over_time_over_the_measured_rate(measured):
     assert ours["model_flops"] == kept["model_flops"]
 
 
+@pytest.mark.nightly
 def test_the_checkpoint_is_reused_and_another_model_is_refused(measured, tiny_sizes):
     config = measured[2].model_copy(update={"sides": ("unfreeze",), "append": "", "steps": 1})
     with pytest.raises(ConfigError, match="holds another model"):
         moe.measure(config, Common(quiet=True), tiny_sizes | {"vocab_size": 512}, checked={})
 
 
+@pytest.mark.nightly
 def test_without_a_device_everything_runs_on_the_cpu(measured):
     assert (
         {row.settings["device"] for row in measured[1]}

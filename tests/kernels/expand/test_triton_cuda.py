@@ -114,6 +114,7 @@ def test_control_arm_the_scales_of_another_expert_are_seen():
     assert not torch.equal(out.nan_to_num(), wanted.nan_to_num())
 
 
+@pytest.mark.nightly
 def test_every_code_and_every_scale_bit_pattern_that_is_finite():
     scales = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     scales = scales[scales.isfinite()].view(1, -1, 16).to(DEVICE)

@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).with_name("compile_triton.py")
 KERNELS = Path(triton_options.__file__).parents[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="triton brings an assembler for x86-64")
 def test_every_kernel_compiles_for_an_h200_without_spills_and_planted_faults_are_found(tmp_path):
