@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from unfreeze.config.sft import Config
 from unfreeze.job import places
 from unfreeze.job import plan as job_plan
 from unfreeze.parallel import plan as parallel_plan
-from unfreeze.parallel.collectives import ALONE
+from unfreeze.parallel.collectives import ALONE, Alone
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import USABLE, plan_training
 from unfreeze.parallel.plan.aside import Aside
@@ -282,3 +283,55 @@ def test_a_second_model_is_measured_once_for_all_places_that_are_tried(chat_rows
     plan = job_plan.agreed_plan(*given, torch.device("cpu"), [5, 7], folder, ALONE, second=second)
     assert len(tried) > 3 and plan.terms["second model"] == 2**30
     assert [(tokens, longest) for _, tokens, longest, *_ in asked] == [(config.tokens_per_micro_batch, 7)]
+
+
+class Together(Alone):
+    """Two threads as the processes of a group, of which only texts are exchanged."""
+
+    size = 2
+
+    def __init__(self, rank, said, barrier):
+        self.rank, self._said, self._barrier = rank, said, barrier
+
+    def texts(self, text):
+        self._barrier.wait(60)
+        self._said[self.rank] = text
+        self._barrier.wait(60)
+        return [*self._said]
+
+
+def test_processes_with_unequal_memory_agree_on_the_smaller_buffer(chat_rows, monkeypatch):
+    """One has room for whole layers, one for groups of experts alone; each plans by itself, then both the same.
+    Control arm: a process alone takes what it has room for."""
+    rooms = threading.local()
+    monkeypatch.setattr(
+        parallel_plan, "hardware", lambda place: Hardware("cpu", "here", 2, rooms.bytes, rooms.bytes)
+    )
+    place = {"experts": "disk", "split": 1, "rest": "device"}
+    fields = {"data": [str(chat_rows)], "place": place, "training": {"tokens_per_step": 16}}
+    fields["memory"] = {"recompute": "layers", "dtype": "float32"}
+    config = Config.model_validate({"model": str(TINY_K2), **fields})
+    start = open_checkpoint(TINY_K2)
+    given = config, SimpleNamespace(lora=LoraConfig(rank=2)), start, models.shape(start.config)
+    rooms.bytes = 2**40
+    needed = job_plan.plan_of(*given, torch.device("cpu"), [5, 7])
+    most = needed.total - needed.terms["expert buffers"] // 4
+    folder, said, found, barrier = SimpleNamespace(step=0), ["", ""], {}, threading.Barrier(2)
+
+    def agree(rank, room, group):
+        rooms.bytes = group.size * (int(room / USABLE) + 2**10)
+        made = job_plan.agreed_plan(*given, torch.device("cpu"), [5, 7], folder, group)
+        found[rank] = (made.fits, made.work.experts, made.work.buffer)
+
+    for rank, room in enumerate((2**40, most)):
+        agree(f"alone {rank}", room, ALONE)
+    threads = [
+        threading.Thread(target=agree, args=(rank, room, Together(rank, said, barrier)))
+        for rank, room in enumerate((2**40, most))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert found["alone 0"] == (True, "disk", None) and found["alone 1"][2] is not None
+    assert found[0] == found[1] == found["alone 1"] and found[0][0]

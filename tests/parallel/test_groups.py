@@ -23,7 +23,10 @@ from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.dispatch import RowsDispatch
 from unfreeze.parallel.groups import FEW, InGroups
-from unfreeze.parallel.residency import Streamed, Streaming, reads_of, streamed_bytes
+from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.plan import Work, measure, plan, with_groups
+from unfreeze.parallel.plan.grouped import units
+from unfreeze.parallel.residency import Streamed, Streaming, come_whole, reads_of, streamed_bytes
 
 BIASED = {
     "model_type": "gpt_oss",
@@ -187,6 +190,46 @@ def test_groups_of_split_experts_are_refused() -> None:
     buffer = max(streamed_bytes(model.layers)) // 2
     with pytest.raises(ConfigError, match=r"cannot come in groups: place\.split"):
         Streaming("disk", buffer).take(model, [], params, "cpu")
+
+
+GEMMA_4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+
+
+def test_gemma_4s_experts_come_whole_because_a_norm_reads_what_they_made() -> None:
+    """Refused by the plan before anything is loaded, and by the load; a buffer of a whole layer is none."""
+    model = models.build(models.shape(GEMMA_4), dtype=torch.float32, device="meta")
+    sizes = measure(model, None)
+    assert come_whole(model.layers) and sizes.come_whole
+    layer = max(streamed_bytes(model.layers))
+    assert units(sizes, layer) == units(sizes, None) == list(sizes.streamed)
+    with pytest.raises(ConfigError, match=r"cannot come in groups, because a norm reads what they made"):
+        units(sizes, layer - 1)
+    params = {name: (p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}
+    with pytest.raises(ConfigError, match=r"cannot come in groups: a norm reads what its experts made"):
+        Streaming("disk", layer - 1).take(model, [], params, "cpu")
+    here = Hardware("cpu", "small", 2, 2**20, 2**20)
+    made = plan(sizes, Work(tokens=64, longest=64, experts="disk"), here)
+    assert not made.fits and with_groups(made).work.buffer is None
+
+    # control arm: another family's experts come in groups of such a buffer
+    other = models.build(models.shape(BIASED), dtype=torch.float32, device="meta")
+    assert not come_whole(other.layers) and len(units(measure(other, None), layer // 2)) > 3
 
 
 def test_an_expert_larger_than_a_buffer_is_refused() -> None:
