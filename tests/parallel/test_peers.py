@@ -39,7 +39,7 @@ from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel import peers
+from unfreeze.parallel import owned, peers
 from unfreeze.parallel.collectives import Group, Processes
 from unfreeze.parallel.mesh import ONE, Mesh, mesh_of
 from unfreeze.parallel.peers import part_bytes, rest_bytes, rest_names, rest_of
@@ -246,18 +246,18 @@ def loading(facts: dict[str, Any], mesh: Mesh, dense: Path) -> None:
     facts["memory"] = [len(memory), sum(memory.values()), sum(map(len, source._parts))]
 
     # a process that cannot read ends the others
-    before = peers.stream
+    before = owned.stream
     if mesh.all.rank == 1:
 
         def stream(*arguments: Any) -> LoadStats:
             raise CheckpointError("a disk that fails")
 
-        peers.stream = stream
+        owned.stream = stream
     try:
         open_model(open_checkpoint(dense), mesh=mesh, rest="peers")
     except UserError as error:
         facts["unreadable"] = str(error)
-    peers.stream = before
+    owned.stream = before
 
 
 def each(folder: Path, group: Group) -> None:

@@ -1,7 +1,9 @@
-"""Data parallelism: processes that train one model together. The only file that talks to torch.distributed.
+"""Processes that train one model together: what they exchange. Beside this file fsdp.py and roll.py alone talk
+to torch.distributed.
 
-A step's micro-batches are dealt out to the processes, gradients are summed over them, and every process makes
-the same update. So replicas stay identical, and a save does not record how many there were.
+A step's micro-batches are dealt out to the processes, gradients are summed over those that hold the same rows
+(mesh.py), and each makes the same update of them. So replicas stay identical, and a save may go on in another
+number of processes.
 Every process makes the same collective calls with the same sizes, whatever the data and the routing were. So
 an idle expert cannot make one process wait for another (docs/trust.md M1).
 

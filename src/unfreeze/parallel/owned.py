@@ -209,20 +209,8 @@ def fill(
     started, everyone, rounded = time.perf_counter(), mesh.all, 0
     # tensors that are stored twice are compared with the first, so when that is whole everywhere
     for aliases in (False, True):
-        error: CheckpointError | None = None
-        try:
-            mine = [placement for placement in division.mine if placement.alias == aliases]
-            rounded += stream(mine, tensors, progress).rounded
-        except CheckpointError as found:
-            error = found
-        failed = everyone.any(error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise UserError(
-                "another process could not read its part of the checkpoint, so this one stops too",
-                next="see what it says",
-            )
+        mine = [placement for placement in division.mine if placement.alias == aliases]
+        rounded += read_part(everyone, mine, tensors, progress)
         for shared in () if aliases else division.shared:
             give(shared, tensors)
     return LoadStats(
@@ -232,6 +220,32 @@ def fill(
         rounded,
         tuple(division.bytes_by_rank) if everyone.size > 1 else (),
     )
+
+
+def read_part(
+    everyone: Group,
+    mine: Sequence[Placement],
+    tensors: Mapping[str, Tensor],
+    progress: Progress | None = None,
+) -> int:
+    """Read this process's part, as all others read theirs. -> how many numbers were rounded.
+
+    Raises CheckpointError; in the other processes UserError.
+    """
+    rounded, error = 0, None
+    try:
+        rounded = stream(mine, tensors, progress).rounded
+    except CheckpointError as found:
+        error = found
+    failed = everyone.any(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise UserError(
+            "another process could not read its part of the checkpoint, so this one stops too",
+            next="see what it says",
+        )
+    return rounded
 
 
 def give(shared: Shared, tensors: Mapping[str, Tensor]) -> None:

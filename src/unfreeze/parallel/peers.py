@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.checkpoint.resolve import Params, Placement
-from unfreeze.checkpoint.stream import Progress, stream
+from unfreeze.checkpoint.stream import Progress
 from unfreeze.core.dtypes import ITEMSIZE
-from unfreeze.core.errors import CheckpointError, ConfigError, UserError
+from unfreeze.core.errors import ConfigError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.parallel.collectives import Group, Processes
 from unfreeze.parallel.lanes import lane_of
 from unfreeze.parallel.mesh import Mesh
-from unfreeze.parallel.owned import Shared, cut, give, spans_of
+from unfreeze.parallel.owned import Shared, cut, give, read_part, spans_of
 from unfreeze.parallel.residency import BUFFERS, From, Slot, Streamed, layers_of
 from unfreeze.parallel.units import ALIGN, Layout, layout_bytes, layout_of
 
@@ -145,19 +145,8 @@ class FromPeers:
         return tensors
 
     def _read(self, rest: Rest, views: Mapping[str, Tensor]) -> None:
-        group, error = self._everyone, None
-        try:
-            self.rounded += stream(rest.reads[group.rank], views).rounded
-        except CheckpointError as found:
-            error = found
-        failed = group.any(error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise UserError(
-                "another process could not read its part of the checkpoint, so this one stops too",
-                next="see what it says",
-            )
+        group = self._everyone
+        self.rounded += read_part(group, rest.reads[group.rank], views)
         give(Shared(group, [spans_of(placements) for placements in rest.given]), views)
 
 
