@@ -1,5 +1,5 @@
-"""Processes that train one model together: what they exchange. Beside this file fsdp.py and roll.py alone talk
-to torch.distributed.
+"""Processes that train one model together: what they exchange. Beside this file only fsdp.py and roll.py talk to
+torch.distributed.
 
 A step's micro-batches are dealt out to the processes, gradients are summed over those that hold the same rows
 (mesh.py), and each makes the same update of them. So replicas stay identical, and a save may go on in another
