@@ -1,4 +1,4 @@
-"""Processes that train one model together: what they exchange. Beside this file only fsdp.py and roll.py talk to
+"""Processes that train one model together: what they exchange. Besides this, fsdp.py and roll.py talk to
 torch.distributed.
 
 A step's micro-batches are dealt out to the processes, gradients are summed over those that hold the same rows
