@@ -270,6 +270,7 @@ TESTED_BY = {
     "config/prefer.py": "recipes/test_prefer.py",
     "teach/reference.py": "recipes/test_prefer.py",
     "job/signs.py": "recipes/test_prefer.py",
+    "job/second.py": "teach/test_kept.py",
     "models/blocks/attention.py": "models/test_families.py",
     "bench/checkpoints.py": "bench/test_load.py",
     "commands/planned.py": "commands/test_plan.py",

@@ -19,6 +19,7 @@ ONLY = {
     "gamma": ("simpo",),
     "label_smoothing": ("dpo",),
     "nll": ("dpo", "ipo", "simpo"),
+    "reference": ("dpo", "ipo", "kto"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
@@ -33,6 +34,13 @@ class Preference(Frozen):
         description=(
             "dpo, ipo: pairs against a reference; kto: answers with a label; simpo, orpo: pairs without a"
             " reference"
+        ),
+    )
+    reference: Literal["live", "cached"] = Field(
+        default="live",
+        description=(
+            "of dpo, ipo and kto: live asks the model as it began in each step; cached once before the first,"
+            " and keeps the numbers in the run: steps are faster, and train = all needs no copy of the model"
         ),
     )
     beta: float = Field(

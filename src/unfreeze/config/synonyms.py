@@ -58,12 +58,14 @@ loss | dpo, ipo, kto, simpo or orpo | loss_type pref_loss rl
 beta | of the loss that compares answers | pref_beta dpo_beta kto_beta rl_beta orpo_alpha cpo_beta
 gamma | a margin of rewards; TRL's simpo_gamma | simpo_gamma
 label_smoothing | a share of the pairs | dpo_label_smoothing
+reference | live, or cached: asked once before the first step | precompute_ref_log_probs
+    precompute_reference_logps
 nll | the weight of fine-tuning on the chosen answer | rpo_alpha cpo_alpha pref_ftx sft_weight loss_weights
 desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
 undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
 """
 _NOT_HERE = """
-ref_model reference_model precompute_ref_log_probs reference_free sync_ref_model | unfreeze prefer compares
+ref_model reference_model reference_free sync_ref_model | unfreeze prefer compares
     with the model as it began, which takes no second copy beside adapters; --loss simpo and orpo need none
 load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type | files that are 4-bit stay 4-bit, without a
     flag; others cannot be quantized here yet

@@ -51,6 +51,7 @@ from unfreeze.job.processes import alone, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples, transfers_of
 from unfreeze.job.samples import Samples, own_prompts
+from unfreeze.job.second import first_asked
 from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.validation import Validation, best_is_written, validation_of, write_best
 from unfreeze.job.written import forget, is_noted, note
@@ -325,7 +326,7 @@ def prepare(
     memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)
-    lines = start_lines(config, parts.trained, start, shape, plan, disk, second)
+    lines = [*start_lines(config, parts.trained, start, shape, plan, disk, second), *parts.said]
     note = export_note(parts.trained.lora, start, shape)
     emit_plan(folder, plan, group, lines, predicted, disk=disk, note=note)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
@@ -343,14 +344,18 @@ def prepare(
     objective = second.objective(model, device, config.memory.dtype) if second else parts.objective
 
     # the order of the data, from where the last save was; and how many steps that is
-    batches = batches_in(
-        data, dataset, tokens=tokens, seed=config.seed, packing=training.packing, start=folder.cursor
-    )
+    ordered = partial(batches_in, data, dataset, tokens=tokens, seed=config.seed, packing=training.packing)
+    batches = ordered(start=folder.cursor)
     if second is not None:
         batches.fill = second.fill
     steps = num_steps(training, batches, config.memory.micro_batches)
     if folder.step == 0 and (few := few_steps(training, steps))[0]:
         folder.events.emit("warning", 0, message=": ".join(few))
+
+    if parts.begin is not None:
+        asked = steps * config.memory.micro_batches
+        more = {"dtype": config.memory.dtype, "folder": folder.path, "group": group, "say": say(common)}
+        first_asked(parts.begin, model, ordered(), dataset, asked, **more)
 
     # weights, optimizer and schedule: new, or as the last save has them
     state = start_or_resume(

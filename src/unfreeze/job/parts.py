@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from unfreeze.core.command import Common
 from unfreeze.job.data import Encoding
-from unfreeze.job.second import Second
+from unfreeze.job.second import Begin, Second
 from unfreeze.job.trained import Trained
 from unfreeze.job.validation import Heldout
 
@@ -38,6 +38,8 @@ class Parts:
     heldout       what is measured of held-out documents, where that is not their cross entropy
     rewrite       (the run, a step's micro-batches, steps before it) -> the micro-batches that are learned:
                   with answers of the model's own, for example. Called on every process; all get the same
+    begin         what is asked of the model as it began, before a save is loaded
+    said          lines that the start shows of the recipe, beside model, memory and what trains
     """
 
     recipe: str
@@ -51,3 +53,5 @@ class Parts:
     second: Second | None = None
     heldout: Heldout | None = None
     rewrite: Callable[[Job, list[Batch], int], list[Batch]] | None = None
+    begin: Begin | None = None
+    said: Sequence[str] = ()

@@ -59,6 +59,15 @@ def parts(config: Config) -> Parts:
     def against(reference: Reference) -> Objective:
         return partial(alone, reference=reference)
 
+    kept = None
+    if asked.loss in WITHOUT_REFERENCE:
+        second = None
+    elif asked.reference == "live":
+        second = AsBegun(reference_of(config), against, loss=loss_of(config))
+    else:
+        from unfreeze.teach.kept import Kept  # it needs numpy
+
+        second = kept = Kept(reference_of(config), against, loss=loss_of(config))
     encoding = same.encoding.copy()
     encoding["answers"] = "labels" if asked.loss == "kto" else "pairs"
     return replace(
@@ -66,7 +75,9 @@ def parts(config: Config) -> Parts:
         recipe="prefer",
         objective=cast("Objective", alone),
         encoding=encoding,
-        second=None if asked.loss in WITHOUT_REFERENCE else AsBegun(reference_of(config), against),
+        second=second,
+        begin=kept.ask if kept else None,
+        said=[] if second else [f"compares: {loss_of(config)}, without a reference"],
         heldout=_heldout,
         on_step=(Signs(0.0 if asked.loss in WITHOUT_REFERENCE else asked.beta),),
     )
@@ -77,6 +88,15 @@ def _heldout(model: Decoder, batches: Iterable[Batch], group: Group, *, objectiv
     from unfreeze.evaluate.compared import compared
 
     return compared(model, batches, group, objective=objective)
+
+
+def loss_of(config: Config) -> str:
+    """What is minimised, in words: 'dpo, beta 0.1, nll 0.2'."""
+    asked = config.preference
+    words = [asked.loss, f"beta {asked.beta:g}"]
+    words += [f"gamma {asked.gamma:g}"] * (asked.loss == "simpo")
+    words += [f"label smoothing {asked.label_smoothing:g}"] * bool(asked.label_smoothing)
+    return ", ".join([*words, *[f"nll {asked.nll:g}"] * bool(asked.nll)])
 
 
 def reference_of(config: Config) -> Kind:

@@ -8,7 +8,8 @@ endpoint.py     a server's likeliest words of each token, checked; client.py ask
                 served.py writes them into the store
 on_policy.py    steps on the student's own answers
 answers.py      what a teacher writes, as rows for sft; chat.py asks a server for it
-reference.py    the model as it was when training began, which a policy is compared with
+reference.py    the model as it was when training began, which a policy is compared with;
+                kept.py keeps what it says of every answer
 
 What is asked while training is a Second (job/second.py). It never trains.
 """

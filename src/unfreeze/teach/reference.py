@@ -4,7 +4,8 @@
     adapters   adapters that go on from others: a copy of these, put in the place of those that train
     copy       every weight trains: a copy of the model, which the plan counts
 
-It is asked once a micro-batch, after the policy's forward pass and before its backward pass.
+It is asked once a micro-batch, after the policy's forward pass and before its backward pass; or once for all
+before the first step (kept.py).
 """
 
 from __future__ import annotations
@@ -30,24 +31,34 @@ if TYPE_CHECKING:
 
 Kind = Literal["base", "adapters", "copy"]
 """What the model as it began is kept as; see the top of this file."""
+KEPT_AS: dict[Kind, str] = {
+    "base": "adapters off",
+    "adapters": "a copy of its adapters",
+    "copy": "a copy of every weight",
+}
+
+
+def compares(loss: str, how: str) -> str:
+    """What is minimised against what, in a line."""
+    return f"compares: {loss}, with the model as it began ({how})"
 
 
 class AsBegun:
     """The model as it began, as the second model of a run (job/second.py).
 
-    minimise: what the reference says -> what is minimised.
+    minimise: what the reference says -> what is minimised. loss: that in words.
     """
 
-    def __init__(self, kind: Kind, minimise: Callable[[Reference], Objective]):
-        self.kind, self.minimise = kind, minimise
+    def __init__(self, kind: Kind, minimise: Callable[[Reference], Objective], *, loss: str = ""):
+        self.kind: Kind = kind
+        self.minimise, self.loss = minimise, loss
 
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
         """It is the model itself: nothing can be wrong with it."""
 
     def said(self, start: Manifest) -> str:
-        """What it is, in one line."""
-        kept = {"base": "its adapters off", "adapters": "a copy of its adapters", "copy": "a copy of all"}
-        return f"compared with: the model as it began, {kept[self.kind]}"
+        """'compares: dpo, beta 0.1, with the model as it began (adapters off)'."""
+        return compares(self.loss, KEPT_AS[self.kind])
 
     def known(self, examples: Examples) -> None:
         """Every document can be asked about."""
@@ -81,22 +92,22 @@ class AsBegun:
         from unfreeze.adapters import sites
 
         if self.kind == "base":
-            return self.minimise(partial(_asked, model, {}))
+            return self.minimise(partial(asked, model, {}))
         if self.kind == "adapters":
             kept: dict[str, Any] = {site.name: copy.deepcopy(site.adapter) for site in sites(model)}
             for adapter in kept.values():
                 adapter.requires_grad_(False)
-            return self.minimise(partial(_asked, model, kept))
+            return self.minimise(partial(asked, model, kept))
         if model.sharded or model.exchanges:
             raise ConfigError(
                 "the reference is a copy of every weight, and these are divided among processes",
                 next="--train adapters, whose reference is the model with its adapters off; or --loss simpo",
             )
         frozen = copy.deepcopy(model).requires_grad_(False)
-        return self.minimise(partial(_asked, frozen, None))
+        return self.minimise(partial(asked, frozen, None))
 
 
-def _asked(model: Decoder, adapters: dict[str, Any] | None, batch: Batch) -> Tensor:
+def asked(model: Decoder, adapters: dict[str, Any] | None, batch: Batch) -> Tensor:
     """l of each document, float64 [S]; with these adapters instead of the model's own (None: as it is)."""
     from contextlib import nullcontext
 
