@@ -1,10 +1,13 @@
-"""live.py as a module: what counts the bytes alive."""
+"""live.py as a module: what counts the bytes alive. adapted.py can be imported by name."""
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from adapted import adapted, same, step
 
 from unfreeze import models
-from unfreeze.adapters import LoraConfig, attach
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
@@ -19,7 +19,6 @@ from unfreeze.generate.open import open_model
 from unfreeze.kernels.expert_mlp.decode_cpu import ROWS_PER_EXPERT
 from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
-from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.dispatch import RowsDispatch
 from unfreeze.parallel.groups import FEW, InGroups
@@ -63,28 +62,12 @@ def opened(folder: Path, dtype: torch.dtype, experts: str, share: float | None =
         meta = models.meta_model(models.shape(manifest.config), manifest, dtype)
         buffer = int(share * max(streamed_bytes(meta.layers)))
     model = open_model(manifest, dtype, "cpu", experts=experts, buffer=buffer)
-    attach(model, LoraConfig(rank=4), 0)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name.endswith("B"):
-            torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(3))
+    adapted(model)
     if share is not None:
         assert isinstance(model.residency, Streamed)
         assert all(len(slot.bytes) <= buffer for slot in model.residency._slots)
         model.residency.poison = True
     return model
-
-
-def step(model: models.Decoder, recompute: str, given: Batch) -> dict[str, torch.Tensor]:
-    """The loss, and every gradient by name."""
-    model.zero_grad()
-    loss = cross_entropy(model.hidden(given, RECOMPUTE[recompute]), model.lm_head, given)
-    loss.sum.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.sum.detach(), **found}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture(scope="module", params=["tiny-k2", "biases"])
