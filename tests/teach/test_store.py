@@ -326,5 +326,32 @@ def test_a_folder_has_one_writer_and_one_teacher(run_dir, rows, tmp_path, capsys
     assert "holds what another teacher gave" in capsys.readouterr().err
 
 
+def test_a_teacher_that_says_nan_is_refused_with_the_row_and_impossible_words_are_kept(store, tmp_path):
+    """Packed to bits NaN would be some probability. Control arm: the same without NaN is written, -inf too."""
+    from unfreeze.core.errors import CheckpointError
+    from unfreeze.data import Example, pack
+    from unfreeze.recipes.prepare import ask
+    from unfreeze.teach.store import Parts, Writing
+
+    examples = [Example([1, 2, 3, 4], [0.0, 0.0, 1.0, 1.0], row) for row in (7, 8)]
+    for coding in (Coding("compact", 3, 16), Coding("float32", 3, 16)):
+        log_q_NV = torch.zeros(4, 16).log_softmax(-1)
+        log_q_NV[0] = torch.tensor([0.0, *[-torch.inf] * 15])
+        folder = tmp_path / coding.name
+
+        def says(batch, log_q_NV=log_q_NV):
+            return lambda rows, like: log_q_NV[rows].clone()
+
+        with alone(folder):
+            writing = Writing(folder, json.loads((store / "teacher.json").read_text()), coding)
+            ask(writing, says, examples, pack(examples))
+            writing.flush()
+            _, log_q, _ = coding.decode(Parts(folder, coding).rows(examples[0].checksum))
+            assert np.isfinite(log_q).all() and log_q[0, 0] == pytest.approx(0) and (log_q[0, 1:] < -30).all()
+            log_q_NV[2, 5] = torch.nan
+            with pytest.raises(CheckpointError, match="NaN of a token of row 8"):
+                ask(writing, says, examples, pack(examples))
+
+
 def test_log_softmax_of_half_precision_is_float32():
     assert log_softmax(torch.zeros(1, 3).bfloat16(), 2.0, torch.float32).dtype == torch.float32

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.distill import BASE, Config
 from unfreeze.config.parse import writing as written
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.core.torchrun import started
 from unfreeze.core.units import format_bytes
 from unfreeze.job.data import check_vocabulary, sequence_length
@@ -147,15 +147,26 @@ def _ask_all(
 
 
 def ask(writing: Writing, says: Teacher, examples: Sequence[Example], batch: Batch) -> None:
-    """Add what a teacher says of a batch of documents."""
+    """Add what a teacher says of a batch of documents. Raises CheckpointError where that is no number."""
     import numpy as np
     import torch
 
     log_q, rows, like = says(batch), len(batch.supervised()), torch.empty(0, device=batch.tokens_T.device)
     coding = writing.coding
     blocks = [slice(first, min(first + BLOCK, rows)) for first in range(0, rows, BLOCK)]
-    raw = [coding.encode(*top_of(log_q(block, like), coding.top_k)) for block in blocks]
     ends = np.cumsum([0, *(example.num_supervised for example in examples)])
+    raw: list[Any] = []
+    for block in blocks:
+        ids_BK, log_q_BK, rest_B = top_of(log_q(block, like), coding.top_k)
+        bad_B = np.isnan(log_q_BK).any(1) | np.isnan(rest_B)
+        if bad_B.any():  # softmax makes a row of NaN of one: all that comes of it would be noise
+            token = block.start + int(bad_B.argmax())
+            row = examples[int(np.searchsorted(ends, token, side="right")) - 1].row
+            raise CheckpointError(
+                f"the teacher says NaN of a token of row {row}: nothing can be learned from that",
+                next="--dtype float32, if it is another now; else other weights of the teacher",
+            )
+        raw.append(coding.encode(ids_BK, log_q_BK, rest_B))
     rows_NB = np.concatenate(raw or [np.empty((0, coding.nbytes), np.uint8)])
     for example, (first, end) in zip(examples, pairwise(ends), strict=True):
         writing.add(example.checksum, rows_NB[first:end])

@@ -76,7 +76,8 @@ def top_of(log_q_BV: Tensor, top_k: int) -> tuple[Any, Any, Any]:
     log_q_BK, ids_BK = log_q_BV.topk(top_k, dim=-1)
     others_BV = log_q_BV.exp().scatter_(1, ids_BK, 0.0)
     rest_B = others_BV.sum(-1).log().clamp_(min=LEAST)
-    return ids_BK.cpu().numpy(), log_q_BK.cpu().numpy(), rest_B.cpu().numpy()
+    # a word that cannot be (-inf) is one of e^LEAST: 0 times -inf is no number
+    return ids_BK.cpu().numpy(), log_q_BK.clamp_(min=LEAST).cpu().numpy(), rest_B.cpu().numpy()
 
 
 def _single(values: np.ndarray) -> np.ndarray:
