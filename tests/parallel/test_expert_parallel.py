@@ -102,7 +102,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 """One of each kind of mixture: plain, gated shared expert, biases, scaled inputs, norms around it."""
-ROUTINGS = ("random", "skewed", "starved", "one expert", "one token")
+ROUTINGS = ("random", "skewed", "starved", "one expert", "one token", "no token")
 RECOMPUTE = ("layers", "selective", "elementwise", "nothing")
 STEPS = 10
 
@@ -172,7 +172,8 @@ def op(mesh: Mesh, routing: str, dtype: torch.dtype, shift: int = 0) -> dict[str
 
     shift: of the experts that each process holds (control arm)."""
     E, D, K, group = 7, 24, 3, mesh.experts
-    counts = [1 if routing == "one token" and rank == 1 else 20 + 7 * rank for rank in range(group.size)]
+    counts = [20 + 7 * rank for rank in range(group.size)]
+    counts[1] = {"one token": 1, "no token": 0}.get(routing, counts[1])
     generator = torch.Generator().manual_seed(2)
     x, dy = (torch.randn(sum(counts), D, generator=generator).to(dtype) for _ in range(2))
     ids, weights = routed(routing, sum(counts), E, K, seed=3)
