@@ -149,3 +149,24 @@ def test_several_files_name_the_file(unfreeze_json, file, tmp_path):
         "file": "other.jsonl",
     }
     assert stats["files"] == {"chat.jsonl": 4, "other.jsonl": 1}
+
+
+def test_both_answers_of_a_pair_are_shown_with_their_masks(unfreeze_json, tmp_path, capsys):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(
+        json.dumps({"prompt": "Who is it?", "chosen": "Me it is.", "rejected": "It is me, not you."})
+    )
+    shown = unfreeze_json("data", "show", pairs, "--model", TINY_K2)["samples"]
+    assert [s["side"] for s in shown] == ["chosen", "rejected"]
+    for side, answer in zip(shown, ("Me it is.", "It is me, not you."), strict=True):
+        taught = "".join(text for text, weight in zip(side["texts"], side["weights"], strict=True) if weight)
+        assert taught.startswith(answer) and "Who" not in taught
+        assert "".join(side["texts"]).count("Who is it?") == 1
+    labels = tmp_path / "labels.jsonl"
+    rows = [{"prompt": "a", "completion": f"b{label}", "label": label} for label in (True, False)]
+    labels.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown = unfreeze_json("data", "show", labels, "--model", TINY_K2)["samples"]
+    assert [s["side"] for s in shown] == ["chosen", "rejected"]
+    # control arm: what is taught has no side, and pairs read as such are still refused in one line
+    assert cli.main(["data", "show", str(pairs), "--answers", "taught", "--model", str(TINY_K2)]) == 2
+    assert "unfreeze prefer" in capsys.readouterr().err

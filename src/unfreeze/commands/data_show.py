@@ -1,5 +1,6 @@
 """unfreeze data show F --model M: the data as the model will see it. Trains nothing, reads no weights.
 
+Of pairs and of answers with a label (`unfreeze prefer`) each answer is shown with its mask.
 Samples with their tokens by loss weight, lengths, supervised share, truncations, exact duplicates, bad rows,
 and how full packing makes a step.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,11 +23,13 @@ from tyro.conf import Positional, arg
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.core.errors import ConfigError, DataError, nearest
+from unfreeze.job.data import document_tokens
 from unfreeze.tracking.live import EncodeProgress
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
+    from unfreeze.data.rows.row import Answers
 
 BAR = 40  # characters of the longest bar
 BINS = 8
@@ -70,6 +74,13 @@ class Config(Frozen):
     supervise: Literal["assistant", "all"] = Field(
         default="assistant", description="loss on the assistant's turns, or on every token"
     )
+    answers: Literal["auto", "taught", "pairs", "labels"] = Field(
+        default="auto",
+        description=(
+            "what rows are read for: taught (sft), pairs (prefer) or labels (prefer --loss kto); auto: what"
+            " the first row can be"
+        ),
+    )
     turns: Literal["auto", "whole", "each", "last"] = Field(
         default="auto", description="examples of a conversation, as sft's"
     )
@@ -88,7 +99,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Show what a run would train on; -> stats, warnings, vocabulary, lengths, samples.
 
     vocabulary: base, total, padded. lengths: min, median, p95, max, histogram. samples: row, tokens, texts,
-    weights of each.
+    weights of each; side (chosen, rejected) of answers that are compared.
     """
     if arguments[:1] in (["-h"], ["--help"]):
         arguments = ["show", *arguments]
@@ -125,7 +136,9 @@ def show(
     now, variables = template_time(config.template_date), template_values(config.template_variables)
     tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
     positions = positions_of(folder)
-    length = min(config.sequence_length, config.tokens_per_step, positions or config.sequence_length)
+    answers = answers_of(files, config.columns) if config.answers == "auto" else config.answers
+    room = document_tokens({"answers": answers}, config.tokens_per_step)
+    length = min(config.sequence_length, room, positions or config.sequence_length)
     with EncodeProgress(quiet=quiet) as progress:
         dataset = encoded_files(
             files,
@@ -137,6 +150,7 @@ def show(
             reasoning=config.reasoning,
             on_bad_row="skip",
             columns=config.columns,
+            answers=answers,
             progress=progress,
         )
     batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
@@ -147,8 +161,23 @@ def show(
         "summary": dataset.stats.summary(),
         "vocabulary": vocabulary(folder, tokenizer),
         "lengths": lengths(dataset.examples),
-        "samples": [sample(example, tokenizer) for example in chosen(dataset, config)],
+        "samples": [shown for example in chosen(dataset, config) for shown in samples_of(example, tokenizer)],
     }
+
+
+def answers_of(files: Sequence[Path], columns: Columns) -> Answers:
+    """What the first row can be read for; "taught" where it can be nothing, whose error says why."""
+    from unfreeze.data import read_rows
+
+    modes: tuple[Answers, ...] = ("taught", "labels")
+    for answers in modes:
+        with suppress(DataError):
+            first = next(iter(read_rows(files[0], None, columns, answers)), None)
+            if answers == "labels" and first is not None:  # of a pair both are there
+                return "pairs" if len(first.answers) == 2 else answers
+            if first is not None:
+                return answers
+    return "taught"
 
 
 def model_folder(model: str) -> Path:
@@ -221,6 +250,19 @@ def chosen(dataset: Dataset, config: Config) -> list[Example]:
             next=f"rows {examples.rows_N[0]} to {examples.rows_N[-1]}",
         )
     return [examples[i] for row in config.row for i, other in enumerate(rows) if other == row]
+
+
+def samples_of(example: Example, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The documents of an example: what is taught, an answer with a label, or both answers of a pair."""
+    from unfreeze.data.examples import TAUGHT
+
+    if example.chosen == TAUGHT:
+        return [sample(example, tokenizer)]
+    sides = ("chosen" if example.chosen else "rejected",) if example.has_label else ("chosen", "rejected")
+    return [
+        {"side": side, **sample(document, tokenizer)}
+        for side, document in zip(sides, example.documents(), strict=True)
+    ]
 
 
 def sample(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -307,9 +349,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     legend = "green: supervised" if console.is_terminal else "[[ ]]: supervised"
     for shown in facts["samples"]:
         cut = f", {shown['cut']} cut" if shown["cut"] else ""
-        say(
-            f"\nrow {shown['row']}: {len(shown['tokens'])} tokens, {shown['supervised']} supervised{cut}"
-            f" ({legend})",
-            style="bold",
-        )
+        side = f", {shown['side']}" if "side" in shown else ""
+        taught = f"{len(shown['tokens'])} tokens, {shown['supervised']} supervised{cut}"
+        say(f"\nrow {shown['row']}{side}: {taught} ({legend})", style="bold")
         say(coloured(shown, colour=console.is_terminal))
