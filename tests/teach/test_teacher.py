@@ -3,6 +3,7 @@ the contract of vocabularies."""
 
 import hashlib
 import math
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,17 +12,24 @@ import torch
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
+from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import CheckpointError
 from unfreeze.data import load_tokenizer
+from unfreeze.generate.open import open_model
 from unfreeze.kernels.attention import workspace
 from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.objectives.divergence import bytes_per_logit, divergence, divergence_rows
+from unfreeze.parallel.fleet import devices
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import Work, measure, plan
 from unfreeze.parallel.plan.aside import Aside, aside_of
+from unfreeze.parallel.plan.counts import counts
+from unfreeze.parallel.plan.rates import of_device
+from unfreeze.parallel.plan.seconds import asking
+from unfreeze.teach.store import IDS, LOG_Q, REST, said_in
 from unfreeze.teach.teacher import asked
 from unfreeze.teach.vocabulary import refuse_other, vocabulary
 
@@ -113,6 +121,106 @@ CASES = {
 def test_the_plan_of_a_student_and_its_teacher_is_within_a_tenth(case, recompute, live, monkeypatch):
     planned, peak, terms, _ = counted(live, monkeypatch, recompute=recompute, **CASES[case])
     assert 0.9 < planned / peak < 1.1, (planned, peak, terms)
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def a_teacher(kind: str, dtype: torch.dtype, device: str):
+    """A dense model whose block of logits is the worst, one of unpacked experts, and tiny-k2's packed ones."""
+    if kind == "packed experts":
+        manifest = open_checkpoint(TINY_K2)
+        if device == "meta":
+            return models.meta_model(models.shape(manifest.config), manifest, dtype)
+        return open_model(manifest, dtype, CPU)
+    sizes = config(64, 20_000)
+    if kind == "experts":
+        sizes = config(384, 300) | MOE | {"moe_intermediate_size": 384}
+    model = models.build(models.shape(sizes), dtype=dtype, device=device)
+    if device != "meta":
+        models.initialize(model, 1)
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, tokens, temperature",
+    [
+        ("dense", torch.bfloat16, 512, 1.0),
+        ("dense", torch.float32, 512, 2.0),
+        ("experts", torch.bfloat16, 4096, 1.0),
+        pytest.param("packed experts", torch.float32, 8192, 1.0, marks=pytest.mark.nightly),
+        ("a store", torch.bfloat16, 512, 1.0),
+    ],
+)
+def test_the_plan_is_within_a_tenth_for_experts_packed_ones_bf16_and_a_store(
+    kind, dtype, tokens, temperature, live, monkeypatch
+):
+    monkeypatch.setattr(loop_cpu, "WORKERS_FROM", math.inf)
+    monkeypatch.setattr(workspace, "SPREAD_FROM", math.inf)
+    release_scratch()
+    documents, stored = 64, kind == "a store"
+    meta = None if stored else a_teacher(kind, dtype, "meta")
+    vocab = meta.shape.vocab_size if meta else 20_000
+    student = a_model(32, vocab, dtype)
+    sizes = measure(student, LoraConfig(rank=4))
+    attach(student, LoraConfig(rank=4), 0)
+    batch = batch_of(tokens, documents, vocab)
+    there = [*student.parameters(), *student.buffers()]
+    size = {
+        "loss_rows": divergence_rows(0, vocab, dtype, CPU, False, 0.0),
+        "loss_bytes": bytes_per_logit(dtype, 0.0),
+    }
+    if meta is None:
+        ids_TK = torch.rand(tokens, vocab).topk(64).indices.int()
+        log_q_TK, rest_T = torch.full((tokens, 64), math.log(0.9 / 64)), torch.full((tokens,), math.log(0.1))
+        batch = replace(batch, extras={IDS: ids_TK, LOG_Q: log_q_TK, REST: rest_T})
+        says, aside = (
+            said_in,
+            Aside(said=tokens * (8 * 64 + 4), **size),
+        )  # those of the batch lie there already
+        there += batch.extras.values()
+    else:
+        teacher = a_teacher(kind, dtype, "cpu").eval().requires_grad_(False)
+        there += [*teacher.parameters(), *teacher.buffers()]
+        says = partial(asked, teacher, vocab, temperature)
+        aside = aside_of(meta, tokens, tokens // documents, CPU, **size)
+    there += [batch.tokens_T, batch.targets_T, batch.weights_T, batch.positions_T]
+
+    def step() -> None:
+        student.zero_grad(set_to_none=True)
+        hidden_TD = student.hidden(batch, models.RECOMPUTE["layers"])
+        loss = divergence(hidden_TD, student.lm_head, batch, says, temperature=temperature)
+        (loss.sum / loss.count).backward()
+
+    with live.Live(there) as watch:
+        step()
+        step()
+    asks = {"rank": 4, "recompute": "layers", "longest": tokens // documents, "threads": 1}
+    work = Work(tokens=tokens, aside=aside, **size, **asks)
+    terms = plan(sizes, work, Hardware("cpu", "a machine", 1, 2**40, 2**40)).terms
+    apart = ("base", "second model", "adapter", "optimizer")
+    planned = sum(size for name, size in terms.items() if name not in apart)
+    assert 0.9 < planned / watch.peak < 1.1, (planned, watch.peak, terms)
+
+
+def test_the_seconds_have_the_teachers_forward():
+    """2 FLOP per weight and token, attention and head being small here: q, o D²; k, v D²/2; an MLP of 3 D, 9 D²."""
+    rates = of_device(next(iter(devices().values())))
+    found = []
+    for layers in (2, 4):
+        meta = models.build(models.shape(config(1024, 300, layers)), dtype=torch.bfloat16, device="meta")
+        found.append(asking(counts(meta), rates, tokens=4096, length=64))
+    flops = [2 * 4096 * layers * (1024 * 1024 * (1 + 0.5 + 0.5 + 1) + 9 * 1024 * 1024) for layers in (2, 4)]
+    for seconds, flop in zip(found, flops, strict=True):
+        assert seconds == pytest.approx(flop / rates.dense, rel=0.05)
 
 
 def test_the_plan_of_the_base_as_teacher_is_within_a_tenth_and_has_no_second_model(live, monkeypatch):

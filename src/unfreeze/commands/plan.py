@@ -352,7 +352,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
 
     from unfreeze.adapters.snapshot import COPY_BYTES
     from unfreeze.commands.planned_places import given_places
-    from unfreeze.parallel.plan import rates_here, work_of
+    from unfreeze.parallel.plan import rates_here, rates_of_second, work_of
     from unfreeze.parallel.plan.choose import Asked
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 
@@ -400,7 +400,9 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         )
     given = given_places(config.place, config.train, machine, model.shape.num_experts)
     asked = Asked(work, config.tokens_per_step, length, recomputes, rates, config.waiting, given)
-    asked = replace(asked, aside=opened.aside(dtype, machine.kind, length, every_weight=lora is None))
+    if aside := opened.aside(dtype, machine.kind, length, every_weight=lora is None):
+        own = rates_of_second(aside(length), dtype, torch.device(machine.kind), length) if rates else None
+        asked = replace(asked, aside=aside, second_rates=own)
     return opened.sizes(lora, machine.kind), counted, asked
 
 

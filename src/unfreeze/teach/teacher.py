@@ -61,6 +61,7 @@ class Asked:
         self.source, self.minimise, self.temperature, self.beta = source, minimise, temperature, beta
         self.inside, self.loss = inside, loss
         self._words = 0
+        self._meta: dict[torch.dtype, Decoder] = {}
         self._opened: tuple[Source, Manifest] | None = None
 
     def open(self, say: Callable[[str], None] | None = None) -> tuple[Source, Manifest]:
@@ -145,7 +146,9 @@ class Asked:
         from unfreeze.objectives.divergence import bytes_per_logit, divergence_rows
         from unfreeze.parallel.plan.aside import aside_of
 
-        model, student = meta_model(shape(manifest.config), manifest, dtype), shape(start.config)
+        if (model := self._meta.get(dtype)) is None:
+            model = self._meta[dtype] = meta_model(shape(manifest.config), manifest, dtype)
+        student = shape(start.config)
         rows = divergence_rows(0, student.vocab_size, dtype, device, trained, self.beta)
         each = bytes_per_logit(dtype, self.beta) + dtype.itemsize * (student.softcap is not None)
         aside = aside_of(model, tokens, longest, device, loss_rows=rows, loss_bytes=each, **more)
@@ -241,7 +244,6 @@ def asked(
 
     from unfreeze.adapters import without_adapters
     from unfreeze.models.recompute import keep_inputs
-    from unfreeze.objectives.divergence import log_softmax
 
     off: Callable[[], Any] = partial(without_adapters, teacher) if own else nullcontext
     with torch.no_grad(), off(), teacher.looking():
@@ -250,8 +252,11 @@ def asked(
         del hidden_TD
 
     def log_q(rows: slice, log_p_BV: Tensor) -> Tensor:
+        # logits in half precision are gone before their softmax is there: bytes_per_logit counts no more
         with torch.no_grad(), off():
-            logits_BV = teacher.lm_head(hidden_ND[rows])
-        return log_softmax(logits_BV[:, :words], temperature, log_p_BV.dtype)
+            z_BV = teacher.lm_head(hidden_ND[rows])[:, :words].to(log_p_BV.dtype)
+        if temperature != 1:
+            z_BV /= temperature
+        return z_BV.log_softmax(-1)
 
     return log_q

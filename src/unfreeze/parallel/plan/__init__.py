@@ -186,7 +186,8 @@ def plan_training(
     if rates is None:
         return made
     here = Fleet(machine.name, 1, machine.available, kind="cuda" if place.type == "cuda" else "cpu")
-    asked = Asked(replace(made.work, micro_batches=1), tokens, length)
+    own = rates_of_second(aside, kind, place, length)
+    asked = Asked(replace(made.work, micro_batches=1), tokens, length, second_rates=own)
     groups = made.work.buffer is not None
     layout = Layout(experts, split=split, recompute=made.work.recompute, groups=groups)
     time = seconds_of(sizes, counted, here, rates, layout, asked, tokens)
@@ -238,6 +239,18 @@ def rates_here(
         vocab=shape.vocab_size,
         every_weight=every_weight,
         experts=("all weights" if every_weight else frozen) if shape.num_experts else None,
+    )
+
+
+def rates_of_second(
+    aside: Aside | None, dtype: torch.dtype, device: torch.device, length: int
+) -> Rates | None:
+    """The rates of this machine for a model that is asked; None where they are not known."""
+    if aside is None or aside.counts is None or aside.shape is None:
+        return None
+    packed = aside.counts.packed
+    return rates_here(
+        aside.shape, dtype=dtype, device=device, length=length, every_weight=False, packed=packed
     )
 
 

@@ -6,17 +6,18 @@ trains.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.chunks import chunk_tokens
+from unfreeze.parallel.plan.counts import Counts, counts
 from unfreeze.parallel.plan.sizes import measure
 
 if TYPE_CHECKING:
-    from unfreeze.models import Decoder
+    from unfreeze.models import Decoder, Shape
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Aside:
     tapped      of what the loss reads of both models' layers; compared: with gradients and what it takes to
                 compare them, once the words are done with; later: of these what waits for backward
     learnt      numbers that the loss learns besides the model: projections
+    counts      of the model that is asked, for the seconds of its forward; None: none is asked
+    shape       its sizes
     """
 
     stays: int = 0
@@ -44,6 +47,8 @@ class Aside:
     compared: int = 0
     later: int = 0
     learnt: int = 0
+    counts: Counts | None = None
+    shape: Shape | None = field(default=None, compare=False)
 
 
 def aside_of(
@@ -80,4 +85,6 @@ def aside_of(
         said=stream,
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,
+        counts=counts(model),
+        shape=shape,
     )

@@ -23,7 +23,7 @@ from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 from unfreeze.parallel.plan.layout import Layout, Places, buffer_of, places, share
 from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
-from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, seconds
+from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, asking, seconds
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import Work, beside
 
@@ -49,6 +49,7 @@ class Asked:
     waiting     share of a step that may be spent waiting for transfers
     given       field of Layout -> the value that it must have
     aside       tokens of a device's micro-batch -> what a second model takes beside them; None: there is none
+    second_rates  as measured on this machine for that model; None: the same as for the one that trains
     """
 
     work: Work
@@ -59,6 +60,7 @@ class Asked:
     waiting: float = WAITING
     given: Mapping[str, Any] = field(default_factory=dict[str, Any])
     aside: Callable[[int], Aside] | None = None
+    second_rates: Rates | None = None
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,8 @@ def _choices(
                 continue
             time = None
             if rates is not None:
-                time = seconds_of(sizes, counts, fleet, rates, layout, asked, tokens)
+                of_work = replace(asked, work=replace(asked.work, aside=work.aside))
+                time = seconds_of(sizes, counts, fleet, rates, layout, of_work, tokens)
             whole = work.tokens >= asked.length
             yield Choice(layout, tokens, found, time, tuple(layout.not_built()), whole)
 
@@ -347,6 +350,10 @@ def seconds_of(
     imbalance: float = IMBALANCE,
 ) -> Seconds:
     """The seconds of a step of so many tokens in a layout."""
+    second, beside_it = 0.0, asked.work.aside
+    if beside_it is not None and beside_it.counts is not None:
+        own, part = asked.second_rates or rates, tokens // (fleet.count * asked.work.micro_batches)
+        second = asking(beside_it.counts, own, tokens=part, length=asked.length)
     return seconds(
         counts,
         fleet,
@@ -358,6 +365,7 @@ def seconds_of(
         every_weight=asked.work.rank is None,
         micro_batches=asked.work.micro_batches,
         imbalance=imbalance,
+        second=second,
     )
 
 

@@ -87,10 +87,12 @@ def seconds(
     every_weight: bool = False,
     micro_batches: int = 1,
     imbalance: float = IMBALANCE,
+    second: float = 0.0,
 ) -> Seconds:
     """Of a step of `tokens` on all devices, in documents of `length`.
 
     trained: parameters that one device trains, of routed "experts" and of everything else, "dense".
+    second: of a model beside it, for a micro-batch (asking).
     """
     n, D, I = fleet.count, counts.hidden_size, counts.expert_width
     link, host = (
@@ -152,6 +154,7 @@ def seconds(
     terms |= {
         "all-to-all": exchange,
         **arriving,
+        "second model": second,
         "head": t * 2 * D * counts.vocab_size * (3 if every_weight else 2) / rates.head,
         "optimizer": _update(layout, here / rates.optimizer, here, n, host),
         "launches": launches,
@@ -164,9 +167,25 @@ def seconds(
     )
     once = {"optimizer", "sum of gradients"}
     terms = {name: s * (1 if name in once else micro_batches) for name, s in terms.items() if s}
-    each = layers + exchange + shown + launches + terms.get("head", 0.0) / micro_batches
+    each = layers + exchange + shown + launches + second + terms.get("head", 0.0) / micro_batches
     step = micro_batches * each + sum(terms.get(name, 0.0) for name in once)
     return Seconds(terms, step, micro_batches * shown, forward)
+
+
+def asking(counts: Counts, rates: Rates, *, tokens: int, length: int) -> float:
+    """Seconds of a model that is asked about a micro-batch: its layers forward once, and its head."""
+    D, I = counts.hidden_size, counts.expert_width
+    found = tokens * 2 * (counts.dense / rates.dense + D * counts.vocab_size / rates.head)
+    found += tokens * 2 * counts.router / rates.routers + tokens * counts.num_layers * D / rates.norms
+    found += tokens * min(length, tokens) / 2 * counts.attention / rates.attention
+    if counts.num_experts and counts.moe_layers:
+        rows = tokens * counts.experts_per_token
+        rate = rates.of_experts(rows / counts.num_experts)
+        # rates of a model without experts have none of them: theirs is then that of linear layers
+        flops = rows * 2 * counts.expert_weights / (rate if math.isfinite(rate) else rates.dense)
+        expanded = counts.num_experts * counts.expert_weights * EXPANDED * counts.packed / rates.expansion
+        found += counts.moe_layers * (flops + expanded + rows * (14 * D + 16 * I) / rates.passes)
+    return found
 
 
 def _update(layout: Layout, on_device: float, here: int, n: int, host: float) -> float:
