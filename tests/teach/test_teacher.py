@@ -30,7 +30,7 @@ from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.rates import of_device
 from unfreeze.parallel.plan.seconds import asking
 from unfreeze.teach.store import IDS, LOG_Q, REST, said_in
-from unfreeze.teach.teacher import asked
+from unfreeze.teach.teacher import Asked, asked
 from unfreeze.teach.vocabulary import refuse_other, vocabulary
 
 LLAMA = {
@@ -282,6 +282,21 @@ def test_the_base_as_a_teacher_says_what_the_base_says():
     assert torch.equal(said, plain)
     with torch.no_grad():  # control: with its adapters on it says something else
         assert not torch.allclose(model.logits(model.hidden(batch)).log_softmax(-1), plain, atol=1e-2)
+
+
+def test_a_teacher_speaks_of_the_words_alone_at_its_temperature(monkeypatch):
+    """300 rows of a head, 280 words: what the padding would have is the words'. So for training and --prepare."""
+    model, batch = a_model(32, 300), batch_of(64, 2, 280)
+    with torch.no_grad():
+        logits = model.logits(model.hidden(batch))
+    teacher = Asked("padded", lambda says, words: says, temperature=1.5)
+    monkeypatch.setattr(teacher, "_loaded", lambda device, dtype: model)
+    teacher._words = 280
+    for says in (teacher.load, lambda *where: teacher.objective(model, *where)):
+        said = says(torch.device("cpu"), "float32")(batch)(slice(0, 64), torch.empty(0))
+        torch.testing.assert_close(said, (logits[:, :280] / 1.5).log_softmax(-1), rtol=0, atol=1e-6)
+    control = (logits / 1.5).log_softmax(-1)[:, :280]
+    assert not torch.allclose(said, control, atol=1e-3)
 
 
 def words(*texts: str, special: tuple[int, ...] = ()):
