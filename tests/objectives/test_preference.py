@@ -317,6 +317,22 @@ def test_lengths_and_longer_answers_are_counted():
     assert float(loss.metrics["longer"]) == sum((w > v) + (w == v) / 2 for w, v in lengths)
 
 
+def test_longer_answers_are_counted_among_labels_too():
+    """Over every chosen with every rejected answer, by plain loops; of one side alone nothing is known: 1/2."""
+    model, other, examples = Toy(1), Toy(2), labelled(count=6)
+    loss = ours("kto", model, other, examples)
+    batch = pack(examples)
+    ratio = reference_of(model)(batch) - reference_of(other)(batch)
+    each = [(e.chosen > 0, sum(e.weights), float(r)) for e, r in zip(examples, ratio, strict=False)]
+    both = [(n - m, r - q) for good, n, r in each if good for bad, m, q in each if not bad]
+    longer = sum((n > 0) + (n == 0) / 2 for n, _ in both) / len(both)
+    follows = sum((n * r > 0) + (n == 0) / 2 for n, r in both) / len(both)
+    assert float(loss.metrics["longer"]) / loss.count == pytest.approx(longer) != 0.5
+    assert float(loss.metrics["by_length"]) / loss.count == pytest.approx(follows)
+    alone = ours("kto", model, other, [e for e in examples if e.chosen])
+    assert float(alone.metrics["longer"]) == alone.count / 2
+
+
 class LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor any operation made."""
 

@@ -95,9 +95,9 @@ def preference(
     answers with a label, share on its side of z; a tie is half, where TRL counts it as wrong: a model that
     is its own reference has not chosen), `margin` (r_w - r_v), `reward_*`, `logp_*` and `length_*`
     (supervised tokens) of chosen and rejected answers; `longer` (share of pairs whose chosen answer is the
-    longer one) and `by_length` (share whose longer answer has the higher reward), ties half; of kto `kl` (z)
-    instead of these two. The reward of simpo and orpo is beta · l / n. kto's means of a side are those of
-    the micro-batch.
+    longer one) and `by_length` (share whose longer answer has the higher reward), ties half; of kto, over all
+    pairs of a chosen and a rejected answer of the micro-batch, and `kl` (z). The reward of simpo and orpo is
+    beta · l / n. kto's means of a side are those of the micro-batch.
     Raises ValueError where `reference` is absent and `kind` needs one.
     """
     import torch
@@ -259,6 +259,17 @@ def _metrics(w: Answers, v: Answers, reward_w: Tensor, reward_v: Tensor) -> dict
     return {name: value.detach().sum() for name, value in values.items()}
 
 
+def _lengths(w: Answers, v: Answers) -> dict[str, Tensor]:
+    """`longer` and `by_length` over every chosen with every rejected answer; 1/2 where a side is absent."""
+    longer_WV = (w.length_E.unsqueeze(1) - v.length_E).sign()
+    higher_WV = (w.ratio_E.unsqueeze(1) - v.ratio_E).detach().sign()
+    pairs = max(1, longer_WV.numel())
+    return {
+        "longer": longer_WV.sum() / pairs / 2 + 0.5,
+        "by_length": (longer_WV * higher_WV).sum() / pairs / 2 + 0.5,
+    }
+
+
 def _kto(
     w: Answers, v: Answers, other: Answers, beta: float, gain: float, loss: float
 ) -> tuple[Tensor, dict[str, float | Tensor]]:
@@ -278,6 +289,7 @@ def _kto(
         "accuracy": ((torch.cat([above_E, below_E]).detach().sign() + 1) / 2).sum(),
         "margin": mean(beta * w.ratio_E) - mean(beta * v.ratio_E),
         "kl": z * count,
+        **{name: value * count for name, value in _lengths(w, v).items()},
     }
     for name, side in (("chosen", w), ("rejected", v)):
         metrics |= {

@@ -4,9 +4,9 @@
     labels    desirable answers, undesirable ones, then each prompt with the answer to another prompt of the
               batch, which KTO's reference point is the mean of
 
-A pair is one Example, so no packer parts it. Of n answers with a label the prompt of answer i is followed
-by the answer before it, the first by the last: lengths only change places, so the batch takes twice their
-tokens.
+A pair is one Example, so no packer parts it. Of n answers with a label each prompt is followed by the answer
+of another one, k places before it in a circle: lengths only change places, so the batch takes twice their
+tokens. k is the first of 1 to n - 1 at which the fewest meet an answer to their own prompt: mostly none.
 """
 
 from __future__ import annotations
@@ -36,19 +36,30 @@ def laid_out(examples: Sequence[Example]) -> tuple[list[Example], list[int], lis
 
 
 def mismatched(examples: Sequence[Example]) -> list[Example]:
-    """Each example's prompt, followed by the answer of the example before it."""
+    """Each example's prompt, followed by the answer of the example k places before it."""
     begins = [answer_begins(example) for example in examples]
-    return [
-        replace(
-            example,
-            tokens=[*example.tokens[:begin], *before.tokens[other:]],
-            weights=[*example.weights[:begin], *before.weights[other:]],
-            chosen=TAUGHT,
-        )
-        for example, begin, before, other in zip(
-            examples, begins, [examples[-1], *examples[:-1]], [begins[-1], *begins[:-1]], strict=True
-        )
-    ]
+    count, k = len(examples), shift_of(examples, begins)
+    made: list[Example] = []
+    for i, (example, begin) in enumerate(zip(examples, begins, strict=True)):
+        before, other = examples[(i - k) % count], begins[(i - k) % count]
+        tokens = [*example.tokens[:begin], *before.tokens[other:]]
+        weights = [*example.weights[:begin], *before.weights[other:]]
+        made.append(replace(example, tokens=tokens, weights=weights, chosen=TAUGHT))
+    return made
+
+
+def shift_of(examples: Sequence[Example], begins: Sequence[int]) -> int:
+    """k of 1 to n - 1 at which the fewest prompts meet an answer to the same prompt; of several the first."""
+    count = len(examples)
+    prompts = [tuple(example.tokens[:begin]) for example, begin in zip(examples, begins, strict=True)]
+    if len(set(prompts)) in (1, count):
+        return 1
+    same: list[int] = []
+    for k in range(1, count):
+        same.append(sum(prompts[i] == prompts[i - k] for i in range(count)))
+        if not same[-1]:
+            break
+    return 1 + same.index(min(same))
 
 
 def answer_begins(example: Example) -> int:
