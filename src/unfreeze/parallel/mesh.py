@@ -147,7 +147,9 @@ def check_split(split: int, processes: int, num_experts: int) -> None:
         raise ConfigError(f"place.split is {split}, and this model has no experts", next="--place.split 1")
     if processes % split:
         raise ConfigError(
-            f"place.split is {split}, which does not divide the {processes} processes",
+            f"place.split is {split}, and there is one process"
+            if processes == 1
+            else f"place.split is {split}, which does not divide the {processes} processes",
             next=f"--place.split {' or '.join(map(str, fits))}"
             + ("" if processes > 1 else f", or torchrun --nproc-per-node {split}"),
         )
