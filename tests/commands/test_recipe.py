@@ -1,6 +1,7 @@
 """A run's file says by its keys which recipe it is for, and plan and doctor know its second model."""
 
 import json
+import shutil
 
 import pytest
 
@@ -36,15 +37,17 @@ def write(tmp_path, chat_rows):
     return written
 
 
-def test_the_plan_of_a_file_has_its_teacher(write, run_dir, unfreeze_json):
+def test_the_plan_of_a_file_has_its_teacher(write, run_dir, unfreeze_json, tmp_path):
     """Its weights, and what its forward takes; the base as a teacher has no weights of its own."""
     alone, taught, base = (
         unfreeze_json("plan", write(*lines), "--hardware", "cpu:4GB")["bytes"]["device_terms"]
         for lines in ([], [f'teacher = "{run_dir}"'], ['teacher = "base"', "alpha = 0.5"])
     )
     adapter = sum(path.stat().st_size for path in (run_dir / "adapter").glob("*.safetensors"))
-    weights = alone["experts"] + alone["the frozen rest"]
-    assert taught["second model"] == weights + adapter
+    assert taught["second model"] == adapter  # its base is the one that is there
+    copied = write(f'teacher = "{shutil.copytree(TINY_K2, tmp_path / "copy")}"')
+    copied = unfreeze_json("plan", copied, "--hardware", "cpu:4GB")["bytes"]["device_terms"]
+    assert copied["second model"] == alone["experts"] + alone["the frozen rest"]
     assert "second model" not in base and "second model" not in alone
     assert taught["experts"] == alone["experts"]
 

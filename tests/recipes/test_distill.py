@@ -17,10 +17,13 @@ from safetensors.torch import load_file
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
 from unfreeze.data import load_tokenizer, pack
 from unfreeze.data.dataset import encode_file
+from unfreeze.teach.same import same_weights
+from unfreeze.teach.teacher import Asked
 
 WORDS = [
     "--tokens-per-step",
@@ -104,8 +107,8 @@ def test_a_run_as_teacher_on_packed_experts(distill, run_dir, rows, tmp_path):
     assert any("experts" in name for name in names)
     assert unfreeze.FinishedRun(result["run"]).receipt["experts"]["trained"] > 0
     line = json.loads((Path(result["run"]) / "plan.json").read_text())["start"][-1]
-    assert line.startswith(f"learns from: {run_dir} (kimi_k2, ")
-    assert line.endswith(" MB, frozen); forward KL, temperature 2, 0.25 of cross entropy")
+    assert line.startswith(f"learns from: {run_dir} (an adapter of the same base, ")
+    assert line.endswith(", frozen); forward KL, temperature 2, 0.25 of cross entropy")
     page = (Path(result["run"]) / "report.html").read_text()
     assert "Divergence" in page and "Cross entropy" in page
 
@@ -143,6 +146,45 @@ def test_broken_off_and_resumed_it_is_the_same_to_the_bit(distill, run_dir, tmp_
 def test_a_teacher_that_cannot_be_is_refused(distill, arguments, says, tmp_path):
     assert says in distill(*arguments, code=2)
     assert not (tmp_path / "student" / "state").exists()
+
+
+def test_the_model_itself_copied_elsewhere_is_refused_and_one_that_moved_is_not(distill, tmp_path):
+    """Whatever its folder is called; a copy of which one matrix of one layer moved is another model."""
+    shutil.copytree(TINY_K2, copy := tmp_path / "copy")
+    said = distill("--teacher", copy, code=2)
+    assert "is the model itself" in said and "copied" in said
+    own, other = open_checkpoint(TINY_K2), open_checkpoint(copy)
+    assert same_weights(own, other)
+    one_layer = [info for info in other.tensors.values() if ".1." in info.name and "expert" not in info.name]
+    assert len(one_layer) > 6
+    for info in one_layer[::3]:
+        with info.file.open("r+b") as file:
+            file.seek(at := info.offset + info.nbytes // 2)
+            byte = file.read(1)
+            for value, same in ((byte[0] ^ 1, False), (byte[0], True)):
+                file.seek(at)
+                file.write(bytes([value]))
+                file.flush()
+                assert same_weights(own, other) is same
+
+
+def test_a_run_on_the_models_own_base_is_no_second_copy_and_the_same_to_the_bit(
+    distill, run_dir, tmp_path, monkeypatch
+):
+    runs = {}
+    for how in ("one base", "two copies"):
+        if how == "two copies":
+            monkeypatch.setattr(Asked, "_on_the_same", lambda self, start: False)
+        runs[how] = Path(distill("--teacher", run_dir, out=tmp_path / how, steps=3)["run"])
+    weights = [load_file(run / "adapter/adapter_model.safetensors") for run in runs.values()]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    losses = [[event["loss"] for event in trains(run)] for run in runs.values()]
+    assert losses[0] == losses[1] and losses[0][0] > 0
+    plans = [json.loads((run / "plan.json").read_text()) for run in runs.values()]
+    adapter = sum(path.stat().st_size for path in (run_dir / "adapter").glob("*.safetensors"))
+    one, two = (each["terms"]["second model"] for each in plans)
+    assert one == adapter and two == adapter + plans[0]["terms"]["base"]
+    assert "an adapter of the same base" in plans[0]["start"][-1]
 
 
 @pytest.fixture

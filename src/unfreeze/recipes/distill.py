@@ -104,7 +104,7 @@ def teacher_of(config: Config) -> Asked | Stored:
         options["inside"] = Inside(*given)
     if config.teacher == BASE:
         return BaseAsked(minimise, **options)
-    return Asked(config.teacher, minimise, **options)
+    return Asked(config.teacher, minimise, shares=config.lora is not None, **options)
 
 
 def _divergence(config: Config, teacher: Teacher, words: int) -> Objective:

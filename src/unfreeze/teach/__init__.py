@@ -2,6 +2,7 @@
 
 vocabulary.py   the contract: the same words under the same ids
 teacher.py      a checkpoint, a run, or the model itself with its adapters off, asked while training
+same.py         whether two checkpoints are one model
 store.py        what a teacher said, on disk: the likeliest words of each supervised token
 coding.py       how such an entry is written
 endpoint.py     a server's likeliest words of each token, checked; client.py asks it, budget.py prices it,

@@ -6,7 +6,7 @@ T tokens of a micro-batch, N supervised ones, B rows of a block, D the teacher's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze.config.distill import BASE
 from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.teach.same import same_weights
 from unfreeze.teach.vocabulary import Vocabulary, refuse_other, vocabulary
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Asked:
     beta        as of the objective; the plan counts its block of logits by it
     inside      what of its layers is compared too
     loss        what is minimised, in words
+    shares      whether adapters train, so that an adapter of the model's own base needs no second copy of it
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class Asked:
         beta: float = 0.0,
         inside: Inside | None = None,
         loss: str = "",
+        shares: bool = False,
     ):
         self.source, self.minimise, self.temperature, self.beta = source, minimise, temperature, beta
-        self.inside, self.loss = inside, loss
-        self._words = 0
+        self.inside, self.loss, self.shares = inside, loss, shares
+        self._words, self._start = 0, cast("Manifest | None", None)
         self._meta: dict[torch.dtype, Decoder] = {}
         self._opened: tuple[Source, Manifest] | None = None
 
@@ -75,16 +78,18 @@ class Asked:
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
         """Raise CheckpointError for another vocabulary, ConfigError for the model itself as a teacher."""
         found, manifest = self.open()
-        if found.adapter is None and manifest.path.resolve() == start.path.resolve():
+        self._start = start
+        own = self._vocabulary(manifest)
+        refuse_other(vocabulary(tokenizer), own, self.source)
+        if found.adapter is None and same_weights(manifest, start):
+            copied = "" if manifest.path.resolve() == start.path.resolve() else f" ({start.path}, copied)"
             raise ConfigError(
-                f"the teacher {self.source} is the model itself, and nothing would be learned",
+                f"the teacher {self.source} is the model itself{copied}, and nothing would be learned",
                 next=(
                     f"another --teacher; or --teacher {BASE} with --alpha 0.5: the model with its adapters"
                     " off, which holds it near to where it began and takes no second copy"
                 ),
             )
-        own = self._vocabulary(manifest)
-        refuse_other(vocabulary(tokenizer), own, self.source)
         self._words = own.size
 
     def _vocabulary(self, manifest: Manifest) -> Vocabulary:
@@ -106,9 +111,17 @@ class Asked:
         from unfreeze.report.run import decimal_bytes
 
         found, manifest = self.open()
-        size = manifest.nbytes + adapter_bytes(found.adapter)
+        size = decimal_bytes(manifest.nbytes + adapter_bytes(found.adapter))
         kind = shape(manifest.config).model_type
-        return f"learns from: {self.source} ({kind}, {decimal_bytes(size)}, frozen); {self.loss}"
+        if self._on_the_same(start):
+            kind, size = "an adapter of the same base", decimal_bytes(adapter_bytes(found.adapter))
+        return f"learns from: {self.source} ({kind}, {size}, frozen); {self.loss}"
+
+    def _on_the_same(self, start: Manifest) -> bool:
+        """Whether it is an adapter on the model's own base: where adapters train, one base serves both."""
+        found, manifest = self.open()
+        same = found.adapter is not None and manifest.path.resolve() == start.path.resolve()
+        return same and self.shares
 
     def known(self, examples: Examples) -> None:
         """Every document can be asked about."""
@@ -128,8 +141,8 @@ class Asked:
     ) -> Aside:
         """What it takes, for the plan."""
         found, manifest = self.open()
-        more = adapter_bytes(found.adapter)
-        return self._aside(manifest, start, tokens, longest, dtype, device, trained, more=more)
+        adds = {"more": adapter_bytes(found.adapter), "shared": self._on_the_same(start)}
+        return self._aside(manifest, start, tokens, longest, dtype, device, trained, **adds)
 
     def _aside(
         self,
@@ -161,15 +174,18 @@ class Asked:
         )
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
-        """Load it, frozen, and give what is minimised."""
-        return self._minimised(model, self._loaded(device, dtype))
+        """Load it, frozen, and give what is minimised; of an adapter on the model's own base, it alone."""
+        found, _ = self.open()
+        if self._start is None or found.adapter is None or not self._on_the_same(self._start):
+            return self._minimised(model, self._loaded(device, dtype))
+        return self._minimised(model, model, own=True, adapters=adapters_of(model, found.adapter))
 
     def load(self, device: torch.device, dtype: str) -> Teacher:
         """Read its weights."""
         return partial(asked, self._loaded(device, dtype), self._words, self.temperature)
 
-    def _minimised(self, model: Decoder, teacher: Decoder, *, own: bool = False) -> Objective:
-        says = partial(asked, teacher, self._words, self.temperature, own=own)
+    def _minimised(self, model: Decoder, teacher: Decoder, **how: Any) -> Objective:
+        says = partial(asked, teacher, self._words, self.temperature, **how)
         if self.inside is None:
             return self.minimise(says, self._words)
 
@@ -221,6 +237,18 @@ class BaseAsked(Asked):
         return self._minimised(model, model, own=True)
 
 
+def adapters_of(model: Decoder, folder: Path) -> dict[str, nn.Module]:
+    """A folder's adapter by names of modules, frozen and in none of them; the model keeps its own."""
+    from unfreeze.adapters import load_adapter, sites, without_adapters
+
+    with without_adapters(model):
+        load_adapter(model, folder)
+        found: dict[str, nn.Module] = {site.name: site.adapter for site in sites(model)}
+    for adapter in found.values():
+        adapter.requires_grad_(False)
+    return found
+
+
 def adapter_bytes(folder: Path | None) -> int:
     """Of an adapter's files; 0 without one."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder else 0
@@ -233,19 +261,21 @@ def asked(
     batch: Batch,
     *,
     own: bool = False,
+    adapters: Mapping[str, nn.Module] | None = None,
     taps: Taps | None = None,
 ) -> LogProbs:
     """log softmax(z / τ) over the first `words` words, at the supervised rows, a block at a time.
 
     What lives until the last block is the teacher's hidden state of these rows, [N, D].
-    own: the teacher is the model that trains; its adapters are off meanwhile. taps: filled on the way.
+    own: the teacher is the model that trains; meanwhile `adapters` are in the place of its own, or none.
+    taps: filled on the way.
     """
     import torch
 
-    from unfreeze.adapters import without_adapters
+    from unfreeze.adapters import with_adapters
     from unfreeze.models.recompute import keep_inputs
 
-    off: Callable[[], Any] = partial(without_adapters, teacher) if own else nullcontext
+    off: Callable[[], Any] = partial(with_adapters, teacher, adapters or {}) if own else nullcontext
     with torch.no_grad(), off(), teacher.looking():
         hidden_TD = teacher.hidden(batch, recompute=keep_inputs, taps=taps)
         hidden_ND = hidden_TD.index_select(0, batch.supervised())

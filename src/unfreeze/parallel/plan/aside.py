@@ -79,7 +79,7 @@ def aside_of(
     blocks = (block for layer in model.layers for block in layer.children() if isinstance(block, Block))
     part = max(block.bytes(dtype, device.type).held for block in blocks)
     return Aside(
-        stays=0 if shared else sizes.base + more,
+        stays=more + (0 if shared else sizes.base),
         workspace=sizes.workspace,
         forward=2 * stream + at_once * part + tokens * sizes.tables,
         said=stream,
