@@ -40,7 +40,7 @@ TRAIN = {
     "distill": Command(
         "unfreeze.recipes.distill", "distill --teacher T …", "learn another model's probabilities"
     ),
-    "prefer": Command("unfreeze.recipes.prefer", "prefer --data PAIRS", "one answer rather than another"),
+    "prefer": Command("unfreeze.recipes.prefer", "prefer --data PAIRS", "learn which answers are better"),
     "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train every weight on text"),
 }
 LOOK = {

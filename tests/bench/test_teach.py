@@ -32,6 +32,7 @@ def test_the_language_itself_as_a_student_is_0_away():
     assert apart(student, language, batch) > 0.1
 
 
+@pytest.mark.nightly
 def test_a_teacher_recovers_half_of_the_gap_and_its_top_words_almost_all_of_that():
     config = Config(steps=150, documents=100, length=16, tokens=256, words=32, top_k=16)
     language = Language(config.words, 0)

@@ -123,6 +123,7 @@ def test_the_base_with_its_adapters_off_holds_the_model_near(distill, tmp_path):
     assert "second model" not in terms and "what the second model said" in terms
 
 
+@pytest.mark.nightly  # tests/teach/test_on_policy.py resumes in every suite
 def test_broken_off_and_resumed_it_is_the_same_to_the_bit(distill, run_dir, tmp_path):
     arguments = ["--teacher", run_dir, "--schedule", "constant"]
     whole = distill(*arguments, out=tmp_path / "whole", steps=4)
