@@ -261,3 +261,29 @@ def test_experts_from_disk_are_read_for_the_base_as_a_teacher_too(distill, tmp_p
     ]
     here, disk = ([(event["loss"], event["divergence"]) for event in trains(run)] for run in runs)
     assert here == disk and here[-1][1] > 0
+
+
+@pytest.mark.parametrize(
+    "flags, options",
+    [
+        ([], {"beta": 0.0, "temperature": 1.0, "alpha": 0.0}),
+        (["--divergence", "reverse", "--alpha", 0.25], {"beta": 1.0, "temperature": 1.0, "alpha": 0.25}),
+        (
+            ["--divergence", "jsd", "--beta", 0.3, "--temperature", 2],
+            {"beta": 0.3, "temperature": 2.0, "alpha": 0.0},
+        ),
+    ],
+)
+def test_each_flag_reaches_the_loss(flags, options):
+    """A loss without one of them runs and learns something else: no figure of a short run tells."""
+    from unfreeze.config.distill import Config
+    from unfreeze.config.parse import parse
+    from unfreeze.recipes.distill import parts
+
+    given = ["--model", "m", "--teacher", "t", "--data", "d", *flags]
+    config = parse(Config, list(map(str, given)), command="distill", description="")
+    teacher = parts(config).second
+    assert teacher.temperature == options["temperature"] and teacher.beta == options["beta"]
+    minimised = teacher.minimise(print, 7)
+    assert minimised.func.__name__ == "divergence"
+    assert minimised.keywords == {"teacher": print, "vocab": 7, **options}

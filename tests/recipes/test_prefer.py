@@ -283,3 +283,28 @@ def test_a_run_says_its_sign_once_and_not_again_where_it_goes_on(prefer, tmp_pat
         run = prefer(*words, steps=count, data=data, out=tmp_path / "long")["run"]
     said = [e["message"] for e in events(run, "warning") if e["message"].startswith(signs.LENGTH)]
     assert len(said) == 1 and "in 100 % of the pairs" in said[0]
+
+
+@pytest.mark.parametrize(
+    "loss, flags, options",
+    [
+        ("dpo", ["--beta", 0.3, "--label-smoothing", 0.2], {"beta": 0.3, "label_smoothing": 0.2}),
+        ("simpo", ["--gamma", 0.4], {"beta": 2.0, "gamma": 0.4}),
+        (
+            "kto",
+            ["--desirable-weight", 2, "--undesirable-weight", 3],
+            {"beta": 0.1, "desirable_weight": 2.0, "undesirable_weight": 3.0},
+        ),
+    ],
+)
+def test_each_flag_reaches_the_loss(loss, flags, options):
+    """A loss without one of them runs and learns something else: no figure of a short run tells."""
+    from unfreeze.config.parse import parse
+    from unfreeze.config.prefer import Config
+    from unfreeze.recipes.prefer import parts
+
+    given = ["--model", "m", "--data", "d", "--loss", loss, *flags]
+    made = parts(parse(Config, list(map(str, given)), command="prefer", description=""))
+    minimised = made.objective if made.second is None else made.second.minimise(print)
+    assert minimised.keywords.items() >= {"kind": loss, **options}.items()
+    assert minimised.keywords.get("reference") is (None if loss == "simpo" else print)
