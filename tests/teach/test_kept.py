@@ -2,6 +2,7 @@
 is asked in the micro-batch that it trains in; asked once, whole or not at all, and of no other model."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -136,6 +137,7 @@ def test_every_weight_needs_no_frozen_copy(prefer, tmp_path, dense):
     words = ["--train", "all", "--learning-rate", "1e-3"]
     live, cached = (prefer(name, *words, model=dense, small=[], steps=2) for name in ("live", "cached"))
     assert numbers(cached) == numbers(live)
+    assert numbers(live)[0][0] == pytest.approx(math.log(2), abs=1e-6) and numbers(live)[-1][1] > 0
     terms = [json.loads((run / "plan.json").read_text())["terms"] for run in (live, cached)]
     assert terms[0]["second model"] == terms[0]["base"] and not terms[1].get("second model")
 

@@ -33,16 +33,21 @@ from unfreeze.core.schema import TrainEvent
 from unfreeze.report.events import of_kind, read_events
 
 TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
-Side = Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "sft+dpo"]
+Side = Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "dpo+nll", "sft+dpo"]
 
 
 class Config(Measured):
     """What is measured."""
 
     sides: tuple[Side, ...] = Field(
-        default=("sft", "dpo", "orpo", "sft+dpo"),
-        description="kinds of training; sft+dpo: then half as many steps of dpo at a fiftieth of the rate",
+        default=("sft", "dpo", "dpo+nll", "orpo", "sft+dpo"),
+        description=(
+            "kinds of training; dpo+nll: with --nll; sft+dpo: then half as many steps of dpo at a fiftieth of"
+            " the rate"
+        ),
     )
+    nll: float = Field(default=5.0, gt=0, description="of dpo+nll; chosen on every other held-out question")
+    seed: int = Field(default=0, ge=0, description="of every side")
     beta: float = Field(default=0.0, ge=0, description="of the losses; 0: as `unfreeze prefer` has it")
     steps: int = Field(default=80, ge=2, description="optimizer steps of every side")
     tokens_per_step: int = Field(default=1024, ge=64, description="tokens of a step, of both answers")
@@ -116,7 +121,7 @@ def memory(config: Config, stamp: Stamp, folder: Path, common: Common) -> list[R
     ]
     asked = config.model_copy(update={"steps": STEPS, "beta": 0.0, "tokens_per_step": TOKENS})
     made: list[Row] = []
-    for side in dict.fromkeys(["sft", *(side for side in config.sides if side != "sft+dpo")]):
+    for side in dict.fromkeys(["sft", *(side for side in config.sides if "+" not in side)]):
         data = folder / f"long-{side}.jsonl"
         rows = taught if side == "sft" else pairs
         data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -189,12 +194,14 @@ def trained(
         "weight-decay": 0.3,
         "dtype": "float32",
         "threads": config.threads or 1,
+        "seed": config.seed,
     }
     given |= {"adapter": adapter} if adapter else {"lora.rank": config.rank}
     if side == "sft" and model == TINY_K2:
         given["columns"] = "completion=chosen"
     if side != "sft":
-        given |= {"loss": side} | ({"beta": config.beta} if config.beta else {})
+        given |= {"loss": side.removesuffix("+nll")} | ({"nll": config.nll} if "+nll" in side else {})
+        given |= {"beta": config.beta} if config.beta else {}
     flags = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
     recipe = "sft" if side == "sft" else "prefer"
     words = [sys.executable, "-m", "unfreeze", recipe, *flags, "--quiet"]
