@@ -287,3 +287,9 @@ def test_each_flag_reaches_the_loss(flags, options):
     minimised = teacher.minimise(print, 7)
     assert minimised.func.__name__ == "divergence"
     assert minimised.keywords == {"teacher": print, "vocab": 7, **options}
+
+
+def test_a_missing_teacher_is_in_the_call_that_is_shown():
+    with pytest.raises(ConfigError, match="distill needs teacher") as refused:
+        unfreeze.distill(model="m", data="d")
+    assert refused.value.next == 'unfreeze.distill(model="…", data="chat.jsonl", teacher="…")'

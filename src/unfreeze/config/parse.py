@@ -147,9 +147,10 @@ def from_keywords(
     }
     fields |= _given(config, keywords, f"unfreeze.{function}")
     if missing := _missing(config, fields):
+        others = "".join(f', {name}="…"' for name in missing if name not in ("model", "data"))
         raise ConfigError(
             f"unfreeze.{function} needs {' and '.join(missing)}",
-            next=f'unfreeze.{function}(model="…", data="chat.jsonl")',
+            next=f'unfreeze.{function}(model="…", data="chat.jsonl"{others})',
         )
     return _validated(config, fields, f"help(unfreeze.{function})")
 
