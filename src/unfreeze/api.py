@@ -277,11 +277,12 @@ def _absent(cell: Any) -> bool:
 
 
 def _config(kind: type[C], fields: dict[str, Any], function: str, file: str | Path | None) -> C:
-    """from_keywords, where `data` may also be rows: they become a file of the run folder.
+    """from_keywords, where a FinishedRun is its folder, and `data` may be rows: a file of the run folder.
 
     A file, because a run that goes on, its report and its card look rows up again. It is named after what it
     holds, so other rows are another file and, where `out` is not given, another run.
     """
+    fields = {name: str(v.path) if isinstance(v, FinishedRun) else v for name, v in fields.items()}
     rows = _rows(fields.get("data"))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return from_keywords(kind, fields, function=function, file=file)

@@ -13,6 +13,7 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
+from unfreeze.job.folder import refuse_other_recipe
 from unfreeze.job.resume import DERIVED, FIXED, allowed
 from unfreeze.recipes.sft import Config
 from unfreeze.report import verdict
@@ -186,6 +187,17 @@ def test_a_fixed_field_is_refused_with_its_reason(
         in said
     )
     assert "--allow-changed" not in said
+
+
+def test_another_recipe_in_a_runs_folder_is_refused(interrupted: list[str], tmp_path: Path):
+    """What is minimised would change, and no field says so."""
+    run = tmp_path / "other"
+    run.mkdir()
+    (run / "resolved_config.json").write_text('{"recipe": "sft"}', encoding="utf-8")
+    refuse_other_recipe(run, "sft")
+    refuse_other_recipe(tmp_path / "none", "distill")
+    with pytest.raises(ConfigError, match="is a run of unfreeze sft, and this is unfreeze distill"):
+        refuse_other_recipe(run, "distill")
 
 
 def test_control_arm_without_the_refusal_the_run_goes_on_with_other_numbers(

@@ -36,6 +36,7 @@ class Distillation(Frozen):
     temperature: float = Field(
         default=1.0,
         gt=0,
+        le=100,
         description=(
             "of both softmaxes; the loss is multiplied by its square, which keeps the gradient's size; 1 is"
             " the model's own distribution, 2 to 4 show more of unlikely words"

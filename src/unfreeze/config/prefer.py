@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from unfreeze.config import sft
-from unfreeze.config.parse import Frozen
+from unfreeze.config.parse import Files, Frozen
 from unfreeze.config.training import FIRST, FLAT, HELP
 
 BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
@@ -83,6 +83,14 @@ class Preference(Frozen):
 class Data(sft.Data):
     """Rows of two answers, or of an answer with a label."""
 
+    files: Files = Field(
+        min_length=1,
+        description=(
+            "files of rows (.jsonl .json .csv .parquet .arrow; prompt/chosen/rejected, chosen/rejected as"
+            " messages, or for kto prompt/completion/label); folders, patterns such as 'd/*.jsonl', or"
+            " hf:org/name[:config][:split]"
+        ),
+    )
     truncation: Literal["tail", "head", "error", "drop"] = Field(
         default="tail",
         description="prompt and answer over sequence_length: cut the tail or head, stop, or drop the row",

@@ -26,7 +26,7 @@ clip | the global norm; 0: none | max_grad_norm gradient_clipping grad_clip clip
 tokens_per_step | tokens of one optimizer step, all micro-batches together: about rows x their mean length |
     batch_size per_device_train_batch_size per_device_batch_size train_batch_size device_batch_size
     global_batch_size total_batch_size
-micro_batches | a count of parts: tokens_per_step is cut into so many, the gradient is the same |
+micro_batches | a count of parts: tokens_per_step is cut into so many, each of whole documents |
     micro_batch_size gradient_accumulation_steps grad_accum accumulation_steps
 sequence_length | tokens | max_seq_length max_seq_len sequence_len max_length cutoff_len seq_len block_size
     context_length model_max_length

@@ -194,7 +194,10 @@ class Memory(Frozen):
     micro_batches: int = Field(
         default=1,
         ge=1,
-        description="parts a step's tokens are cut into, to save memory; the gradient is the same",
+        description=(
+            "parts a step's tokens are cut into, to save memory; each holds whole documents, and the gradient"
+            " is that of all its documents together"
+        ),
     )
     dtype: Literal["bfloat16", "float32"] = Field(
         default="bfloat16",

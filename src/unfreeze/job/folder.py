@@ -57,6 +57,8 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
     from unfreeze.train.run import Run, latest
     from unfreeze.train.state import DiskFull
 
+    group.meet(lambda: refuse_other_recipe(config.run_dir, recipe))
+
     # what a resumed run may change, and the date of its chat template, the same on every process
     record = config.record()
     named = tuple(flat_name(type(config), name) for name in config.save.allow_changed)
@@ -97,6 +99,17 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 raise DiskFull(
                     f"the disk of {run.shown} is full{at}; {state}", next=f"free space, then {again(command)}"
                 ) from error
+
+
+def refuse_other_recipe(folder: Path, recipe: str) -> None:
+    """Raise ConfigError where the folder's run is of another recipe: what it minimised would change."""
+    path = folder / RESOLVED
+    began = read_object(path, ConfigError).get("recipe", recipe) if path.is_file() else recipe
+    if began != recipe:
+        raise ConfigError(
+            f"{folder} is a run of unfreeze {began}, and this is unfreeze {recipe}",
+            next=f"another folder with --out; to go on from what it learned: --adapter {folder}",
+        )
 
 
 def _shared(folder: Path, holder: str) -> Path:

@@ -29,7 +29,17 @@ from unfreeze.report.guards import (
 from unfreeze.report.kernels import KERNEL_HEAD, kernel_rows, kernel_words
 from unfreeze.report.page import Figure, document, render, write_page
 from unfreeze.report.pictures import Points, curve, points_json, smoothing_window
-from unfreeze.report.run import APART, Run, expert_balance, facts, flatten, read_run, result_words, started
+from unfreeze.report.run import (
+    APART,
+    OF_ROWS,
+    Run,
+    expert_balance,
+    facts,
+    flatten,
+    read_run,
+    result_words,
+    started,
+)
 from unfreeze.report.tables import (
     ABSENT,
     RECEIPT_HEAD,
@@ -208,7 +218,7 @@ def _machine(run: Run) -> Markup:
         ("Learning rate", series(run.events, "train", "learning_rate"), "number", False, "{:.3g}".format),
         ("Gradient norm", series(run.events, "train", "grad_norm"), "number", True, "{:.3g}".format),
     ]
-    for field, name in APART.items():
+    for field, name in (APART | OF_ROWS).items():
         if (points := series(run.events, "train", field))[1]:
             wanted.append((name, points, "number", True, "{:.3f}".format))
     figures, missing = [], []

@@ -185,12 +185,12 @@ APART = {
     "margin": "Margin of rewards",
     "logp_chosen": "Log-probability of chosen answers",
     "logp_rejected": "Log-probability of rejected answers",
-    "length_chosen": "Tokens of chosen answers",
-    "length_rejected": "Tokens of rejected answers",
     "relations": "Relations",
     "hidden": "Hidden states",
 }
-"""Metrics of a loss -> their names: of a divergence in nats per token, of preference per answer."""
+"""Metrics of a loss -> their names: of a divergence in nats per token, of preference in nats per answer."""
+OF_ROWS = {"length_chosen": "Tokens of chosen answers", "length_rejected": "Tokens of rejected answers"}
+"""Metrics that training doesn't change -> their names: they are the rows' own, so their mean is said."""
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -208,6 +208,9 @@ def facts(run: Run) -> list[tuple[str, str]]:
     for metric, name in APART.items():
         if values := series(run.events, "train", metric)[1]:
             rows.append((name, " → ".join(f"{value:.3f}" for value in [*values[:1], *values[1:][-1:]])))
+    for metric, name in OF_ROWS.items():
+        if values := series(run.events, "train", metric)[1]:
+            rows.append((name, f"{sum(values) / len(values):.1f} on average"))
     if held_out := series(run.events, "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
         rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
 NEXT = (
-    "a teacher with the same tokenizer; of another one take the texts: unfreeze sft on what the teacher wrote"
+    "a teacher with the same tokenizer; of another one take its texts: unfreeze generate TEACHER --data F"
+    " --out rows.jsonl, then unfreeze sft"
 )
 
 
