@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from unfreeze.config.distill import BASE, Config
+from unfreeze.config.distill import Config
 from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -23,19 +23,16 @@ from unfreeze.job.device import say
 from unfreeze.job.folder import typed
 from unfreeze.job.parts import Parts
 from unfreeze.recipes import sft
+from unfreeze.teach.chosen import teacher_of
 from unfreeze.teach.client import is_url
-from unfreeze.teach.inside import Inside
 from unfreeze.teach.on_policy import OnPolicy
-from unfreeze.teach.teacher import Asked, BaseAsked
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.batch import Batch
     from unfreeze.evaluate.perplexity import Heldout
     from unfreeze.models import Decoder
-    from unfreeze.objectives.divergence import Teacher
     from unfreeze.parallel.collectives import Group
-    from unfreeze.teach.store import Stored
     from unfreeze.train.step import Objective
 
 
@@ -77,46 +74,6 @@ def parts(config: Config) -> Parts:
         on_policy = OnPolicy(asked.on_policy, asked.answer_temperature, config.seed)
         made = replace(made, rewrite=partial(_own_answers, on_policy))
     return made if asked.gamma is None else replace(made, heldout=_of_both)
-
-
-def teacher_of(config: Config) -> Asked | Stored:
-    """Who is asked, or what was said."""
-    from unfreeze.teach.store import Stored, is_store  # it needs numpy
-
-    asked = config.distillation
-    minimise = partial(_divergence, config)
-    options: dict[str, Any] = {"temperature": asked.temperature, "beta": asked.mixture, "loss": asked.words}
-    if is_store(config.teacher):
-        if asked.relations or asked.hidden:
-            raise ConfigError(
-                f"{config.teacher} is what a teacher said: --relations and --hidden compare layers",
-                next="--teacher with the teacher itself, or leave them out",
-            )
-        needs = "on_policy" if asked.on_policy else "gamma" if asked.gamma is not None else ""
-        if needs:
-            raise ConfigError(
-                f"{config.teacher} is what a teacher said of the data, and {needs} asks about more words",
-                next="--teacher with the teacher itself, or leave it out",
-            )
-        return Stored(config.teacher, minimise, **options)
-    if asked.relations or asked.hidden:
-        given = asked.relations, asked.hidden, "mse", asked.pairs, asked.relation_heads, config.seed
-        options["inside"] = Inside(*given)
-    if config.teacher == BASE:
-        return BaseAsked(minimise, **options)
-    return Asked(config.teacher, minimise, shares=config.lora is not None, **options)
-
-
-def _divergence(config: Config, teacher: Teacher, words: int) -> Objective:
-    from unfreeze.objectives.divergence import divergence
-
-    asked = config.distillation
-    if asked.gamma is not None:
-        from unfreeze.objectives.corrector import corrector
-
-        return partial(corrector, teacher=teacher, vocab=words, gamma=asked.gamma)
-    options: dict[str, Any] = {"beta": asked.mixture, "temperature": asked.temperature, "alpha": asked.alpha}
-    return partial(divergence, teacher=teacher, vocab=words, **options)
 
 
 def _own_answers(on_policy: OnPolicy, run: job.Job, micro_batches: list[Batch], step: int) -> list[Batch]:

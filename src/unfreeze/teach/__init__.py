@@ -1,6 +1,7 @@
 """L7, a second model beside the one that trains: a teacher, or what is compared with.
 
 vocabulary.py   the contract: the same words under the same ids
+chosen.py       which of these a run of distill has, and what it minimises
 teacher.py      a checkpoint, a run, or the model itself with its adapters off, asked while training
 same.py         whether two checkpoints are one model
 store.py        what a teacher said, on disk: the likeliest words of each supervised token
