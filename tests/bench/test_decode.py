@@ -21,6 +21,7 @@ def rows(tmp_path_factory, tiny_sizes):
     return read(path)
 
 
+@pytest.mark.nightly
 def test_each_side_and_case_has_a_row(rows):
     assert [(row.settings["batch"], row.side) for row in rows] == [
         (1, "unfreeze"),
@@ -40,6 +41,7 @@ def test_each_side_and_case_has_a_row(rows):
     )
 
 
+@pytest.mark.nightly
 def test_what_both_sides_chose_is_nearly_float32s_choice(rows):
     """Logits of a random model spread over about 1; bf16 moves them by 2^-8 of that a layer, so a chosen
     token is at most a few hundredths behind."""
@@ -72,6 +74,7 @@ def test_a_case_that_is_none_is_named(text):
         decode.parse_case(text)
 
 
+@pytest.mark.nightly
 def test_without_a_device_everything_runs_on_the_cpu(rows):
     assert (
         {row.settings["device"] for row in rows}

@@ -172,6 +172,7 @@ def to_every_process_of(node, number):
         process.send_signal(number)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.others("clusters"))])
 def test_a_preempted_node_ends_all_with_75_and_the_same_command_finishes(tmp_path, count):
     run = tmp_path / "run"

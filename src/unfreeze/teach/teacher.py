@@ -175,10 +175,11 @@ class Asked:
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
         """Load it, frozen, and give what is minimised; of an adapter on the model's own base, it alone."""
-        found, _ = self.open()
-        if self._start is None or found.adapter is None or not self._on_the_same(self._start):
+        if self._start is None or not self._on_the_same(self._start):
             return self._minimised(model, self._loaded(device, dtype))
-        return self._minimised(model, model, own=True, adapters=adapters_of(model, found.adapter))
+        adapter = self.open()[0].adapter
+        assert adapter is not None  # _on_the_same found one
+        return self._minimised(model, model, own=True, adapters=adapters_of(model, adapter))
 
     def load(self, device: torch.device, dtype: str) -> Teacher:
         """Read its weights."""
