@@ -69,6 +69,10 @@ SAID = [
     # control arms: one answer that changed, and scores
     ([*train(3, 2, 1), *answers(("a", "a"), ("b", "c")), END], LEARNT + "loss 3.000 → 1.000."),
     ([*train(3, 2, 1), *evals(style=(0.0, 98.0)), *answers(("a", "a")), END], LEARNT + "style 0 → 98 %."),
+    (
+        [*train(3, 2, 1), *evals(accuracy=(0.5, 1.0), margin=(0.0, 8.4)), END],  # 0.5 is not 0
+        LEARNT + "accuracy 0.50 → 1.00, margin 0.00 → 8.40.",
+    ),
     ([*train(1, 1, 1), END], TRAINED + "loss 1.000 → 1.000."),
     (
         train(3, 2),
@@ -144,6 +148,13 @@ def test_digits_are_as_many_as_tell_the_two_apart():
         and change([1e-9, 2e-9]) == "0.0000 → 0.0000"
         and change([0.5]) == "0.50"
     )
+
+
+def test_the_loss_of_preference_is_no_loss_of_tokens(tmp_path: Path):
+    steps = [event | {"margin": 0.5} for event in train(3, 2)]
+    evaluated = [{"kind": "eval", "step": 1, "loss": 0.69}]
+    (row,) = evaluation_rows(read_run(made(tmp_path, [*steps, *evaluated])))
+    assert row[:2] == ("held-out loss", "mean over pairs, or answers with a label")
 
 
 def test_evaluations_have_units_and_steps(tmp_path: Path):

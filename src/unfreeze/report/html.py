@@ -36,6 +36,7 @@ from unfreeze.report.run import (
     expert_balance,
     facts,
     flatten,
+    loss_unit,
     read_run,
     result_words,
     started,
@@ -126,7 +127,7 @@ def _loss(run: Run) -> Markup:
     window = smoothing_window(len(losses))
     lowest = min(range(len(losses)), key=losses.__getitem__)
     words = f"{losses[0]:.3f} at step {steps[0]:,}, {losses[-1]:.3f} at step {steps[-1]:,}; "
-    words += f"lowest {losses[lowest]:.3f} at step {steps[lowest]:,}. Nats per supervised token."
+    words += f"lowest {losses[lowest]:.3f} at step {steps[lowest]:,}; {loss_unit(run)}."
     words += f" Faint: each step; strong: mean of {window} steps." if window > 1 else ""
     if evals[1]:
         best = min(range(len(evals[1])), key=evals[1].__getitem__)

@@ -193,6 +193,12 @@ OF_ROWS = {"length_chosen": "Tokens of chosen answers", "length_rejected": "Toke
 """Metrics that training doesn't change -> their names: they are the rows' own, so their mean is said."""
 
 
+def loss_unit(run: Run) -> str:
+    """What the loss is counted in: that of preference is a mean over pairs, or answers with a label."""
+    compared = series(run.events, "train", "margin")[1]
+    return "mean over pairs, or answers with a label" if compared else "nats per supervised token"
+
+
 def facts(run: Run) -> list[tuple[str, str]]:
     """(name, value) of the run's main numbers, leaving out what the run does not say.
 

@@ -19,7 +19,7 @@ from unfreeze.report.events import (
     times_larger,
     warnings,
 )
-from unfreeze.report.run import Run, flatten, leaves
+from unfreeze.report.run import Run, flatten, leaves, loss_unit
 
 UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
     "loss": ("held-out loss", "nats per token"),
@@ -113,7 +113,7 @@ def _measured(run: Run) -> tuple[str, bool]:
     found = evaluations(run)
     scores = {name: ys for name, (_, ys) in found.items() if name not in ABOUT}
     if scores:
-        words = [f"{name} {change(ys)}{' %' if _unit_of(name) == '%' else ''}" for name, ys in scores.items()]
+        words = [f"{name} {_change_of(name, ys)}" for name, ys in scores.items()]
         return ", ".join(words[:4]), any(ys[-1] > ys[0] for ys in scores.values()) or all(
             len(ys) == 1 for ys in scores.values()
         )
@@ -137,6 +137,13 @@ def _unit_of(name: str) -> str:
     return UNITS[name][1] if name in UNITS else ""
 
 
+def _change_of(name: str, values: Sequence[float]) -> str:
+    """change() of a score: in whole percent, and shares or margins below 10 to two digits."""
+    if _unit_of(name) == "%":
+        return f"{change(values)} %"
+    return change(values, 0 if max(map(abs, values)) >= 10 else 2)
+
+
 def change(values: Sequence[float], digits: int = 0) -> str:
     """'0 → 98' of first and last, with as many more digits (at most four) as it takes to tell them apart."""
     first, final = values[0], values[-1]
@@ -155,6 +162,7 @@ def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
     rows = []
     for name, (steps, ys) in evaluations(run).items():
         what, unit = UNITS.get(name, (name, ""))
+        unit = loss_unit(run).replace("supervised ", "") if name == "loss" else unit
         at = (0, -1, min(range(len(ys)), key=ys.__getitem__), max(range(len(ys)), key=ys.__getitem__))
         rows.append((what, unit, *(f"{ys[i]:.4g} (step {steps[i]:,})" for i in at)))
     return rows
