@@ -10,7 +10,7 @@ demo: .venv/installed
 	$(BIN)/unfreeze demo
 
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto   # a process per core, one thread each: half the time of one process
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(TESTS)   # a process per core, one thread each: half the time of one process
 
 lint: .venv/installed
 	$(BIN)/ruff check src tests examples benchmarks

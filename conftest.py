@@ -1,8 +1,14 @@
 """Before any test: Triton's interpreter where there is no GPU (it has to be asked for before anything imports
-Triton), no timed tests, and an event that does not conform is raised where it is emitted."""
+Triton), no timed tests, and an event that does not conform is raised where it is emitted. After the last one:
+the slowest (tests/durations.py)."""
 
+import importlib.util
 import os
+from pathlib import Path
 
+import unfreeze  # noqa: F401 - before torch, which reads what UNFREEZE_CPU_CLASS sets
+
+# isort: split
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -15,4 +21,20 @@ if not torch.cuda.is_available():
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+# Which kernels run must not hang on how fast this machine is today: records decide, nothing is timed.
+os.environ.setdefault("UNFREEZE_KERNELS", "records")
+
 EventLog.strict = True  # a run warns instead (core/events.py); tests/core/test_core.py tries both
+
+_spec = importlib.util.spec_from_file_location("durations", Path(__file__).parent / "tests" / "durations.py")
+assert _spec is not None and _spec.loader is not None
+durations = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(durations)
+pytest_terminal_summary = durations.pytest_terminal_summary
+
+
+def pytest_addoption(parser):
+    durations.pytest_addoption(parser)
+    parser.addoption(
+        "--update-said", action="store_true", help="make tests/said/*.txt anew: what the program says"
+    )

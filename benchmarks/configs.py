@@ -343,7 +343,7 @@ class Bench:
         said: list[str] = []
         (self.ours / "config.json").write_text(json.dumps(config))
         try:
-            return unfreeze.load(self.ours, say=said.append).logits([TOKENS])[0], said
+            return unfreeze.load(self.ours, say=said.append, dtype="float32").logits([TOKENS])[0], said
         except UserError as error:
             return error.message, said
 

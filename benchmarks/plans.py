@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from unfreeze.commands.plan import Config, plan
-from unfreeze.commands.planned import write_picture
+from unfreeze.commands.plan_picture import write_picture
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.units import format_of
 from unfreeze.parallel.fleet import fleet

@@ -6,6 +6,7 @@ import pytest
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.kernels.choice.choose import fix
 
 ROWS = [
     {"question": "What is the capital of France?", "answer": "Paris, the capital of France is. Hmm."},
@@ -37,6 +38,13 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_choices():
+    """What a run of one test decided of its kernels is not the next test's."""
+    yield
+    fix({})
 
 
 @pytest.fixture

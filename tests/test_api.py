@@ -225,6 +225,7 @@ def test_tables_of_other_libraries_are_rows():
         ({"prompt": "Q", "completion": "A"}, "data is one dict", "data=[row]"),
         ({"train": Hub()}, "several splits: train", 'data=data["train"]'),
         ([], "data is empty", "data=[{"),
+        ((row for row in [{"prompt": "Q", "completion": "A"}]), "data is a generator", "data=list(data)"),
         ([{"Question": "Q", "Answer": "A"}], "are missing", 'columns={"question": "Question", "answer": "Answer"}'),
         ([{"query": "Q", "reply": "A"}], "no field is known", 'columns={"prompt": "NAME", "completion": "NAME"}'),
     ],
@@ -275,11 +276,20 @@ def test_data_that_make_few_steps_are_said(tmp_path, chat_rows):
     few = {**FIELDS, "validation_fraction": 0.0} | {"steps": None, "epochs": 0.5}
     run = unfreeze.sft(model=TINY_K2, data=chat_rows, out=tmp_path / "few", quiet=True, **few)
     warnings = [event["message"] for event in run.events if event["kind"] == "warning"]
-    (warning,) = [message for message in warnings if "steps of" in message]
-    assert f"are only {len(run.losses)} steps of 256 tokens, which teach little: --epochs" in warning
+    (warning,) = [message for message in warnings if "only 1 step of" in message]
+    assert (
+        "only 1 step of 256 tokens (0.5 epochs of this data), too few to learn much: --epochs 20, or"
+        in warning
+    )
     asked = unfreeze.sft(
         model=TINY_K2, data=chat_rows, out=tmp_path / "asked", quiet=True, **few | {"steps": 1}
     )
     # control arm: a number that was asked for
     warnings = [event["message"] for event in asked.events if event["kind"] == "warning"]
-    assert not [message for message in warnings if "steps of" in message]
+    assert not [message for message in warnings if "too few" in message]
+
+
+def test_the_package_lists_its_public_nouns_alone():
+    """Not the rooms that happen to be imported, nor what the package imports for itself."""
+    assert dir(unfreeze) == sorted(unfreeze.__all__) and "PackageNotFoundError" not in dir(unfreeze)
+    assert all(hasattr(unfreeze, name) for name in dir(unfreeze))

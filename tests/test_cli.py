@@ -177,13 +177,15 @@ def test_ctrl_c_while_it_is_still_imported_is_no_traceback():
 
 
 @pytest.mark.parametrize("command", list(cli.COMMANDS))
-def test_every_command_has_help(command):
-    done = subprocess.run(
-        [sys.executable, "-m", "unfreeze.cli", command, "--help"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"unfreeze {command}" in done.stdout or f"unfreeze dev {command}" in done.stdout
-    assert ("--plan" in done.stdout) == (command in cli.TRAIN)  # it is a run that shows its plan
+def test_every_command_has_help(command, capsys):
+    try:
+        code = cli.main([command, "--help"])
+    except SystemExit as ended:
+        code = ended.code
+    page = capsys.readouterr().out
+    assert code == 0
+    assert f"unfreeze {command}" in page or f"unfreeze dev {command}" in page
+    assert ("--plan" in page) == (command in cli.TRAIN)  # it is a run that shows its plan
 
 
 @pytest.mark.parametrize("ignored, code", [(True, 0), (False, -2)])
@@ -203,8 +205,3 @@ def test_ctrl_c_after_all_is_done_leaves_the_exit_code(ignored: bool, code: int)
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
     )
     assert done.returncode == code and "Traceback" not in done.stderr
-
-
-def test_the_version_is_said_with_the_name(capsys):
-    assert cli.main(["--version"]) == 0
-    assert re.fullmatch(r"unfreeze \d\S+\n", capsys.readouterr().out)

@@ -141,6 +141,8 @@ REPOSITORY = PACKAGE.parents[1]
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
     *(f"docs/{page.name}" for page in (REPOSITORY / "docs").glob("*.md")),
 )
 TO_BE_MADE = {"docs/nightly.md"}  # by `make nightly`
@@ -211,18 +213,27 @@ def test_a_leaked_format_is_seen():
 
 ROOT = {
     ".ci",
+    ".dockerignore",
+    ".gitattributes",
+    ".github",
     ".gitignore",
     ".pre-commit-config.yaml",
+    "CHANGELOG.md",
+    "CITATION.cff",
     "CONTRIBUTING.md",
     "LICENSE",
+    "MANIFEST.in",
     "Makefile",
     "README.md",
+    "SECURITY.md",
     "benchmarks",
     "conftest.py",
     "constraints.txt",
+    "docker",
     "docs",
     "examples",
     "pyproject.toml",
+    "setup.py",
     "src",
     "tests",
 }
@@ -254,6 +265,7 @@ LONGEST = 500  # lines of a source file; a longer one has a seam somewhere
 TESTED_BY = {
     "models/wrappers.py": "models/test_shape.py",
     "checkpoint/shard.py": "compress/test_merge.py",
+    "commands/merge_losses.py": "commands/test_merge.py",
     "commands/merge_rows.py": "commands/test_merge.py",
     "compress/deltas.py": "compress/test_merge.py",
     "compress/released.py": "compress/test_merge.py",
@@ -282,7 +294,6 @@ TESTED_BY = {
     "parallel/simulate.py": "parallel/plan/test_seconds.py",
     "adapters/files.py": "adapters/test_shards.py",
     "adapters/decode.py": "adapters/test_read.py",
-    "config/synonyms.py": "config/test_help.py",
     "config/training.py": "recipes/test_sft.py",
     "core/batch.py": "core/test_core.py",
     "core/events.py": "core/test_core.py",

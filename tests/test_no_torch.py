@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -21,41 +22,42 @@ LATER = (
     " shows who does"
 )
 RUN = """
-import sys, json
+import contextlib, io, json, os, sys
 from unfreeze import cli
-try:
-    code = cli.main(json.loads(sys.argv[1]))
-except SystemExit as end:  # --help
-    code = end.code
-print("loaded", json.dumps([code, sorted(set(json.loads(sys.argv[2])) & set(sys.modules))]))
+lines, heavy = map(json.loads, sys.argv[1:])
+answers = []
+for line in lines:
+    before, out = set(sys.modules), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            code = cli.main(line)
+        except SystemExit as end:  # --help
+            code = end.code
+    loaded = sorted(set(heavy) & (set(sys.modules) - before))
+    answers.append([code, loaded, out.getvalue(), os.path.exists("runs")])
+print("answers", json.dumps(answers))
 """
 
 
-def run(*arguments: str, cwd: Path) -> tuple[int, list[str], str]:
-    """(exit code, what of HEAVY is loaded afterwards, what it said on stderr) of one command line."""
+class Answer(NamedTuple):
+    """loaded: what of HEAVY was first imported by that command line; made: whether it made a folder runs."""
+
+    code: int
+    loaded: list[str]
+    said: str
+    made: bool
+
+
+def run(*lines: str, cwd: Path) -> list[Answer]:
+    """The answers of command lines that one process is given, one after the other."""
     done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(arguments), json.dumps(sorted(HEAVY))],
+        [sys.executable, "-c", RUN, json.dumps([line.split() for line in lines]), json.dumps(sorted(HEAVY))],
         cwd=cwd,
         capture_output=True,
         text=True,
         check=True,
     )
-    code, loaded = json.loads(done.stdout.splitlines()[-1].removeprefix("loaded "))
-    return code, loaded, done.stderr
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help(command, tmp_path):
-    before = ("dev",) if command in DEV else ()
-    code, loaded, said = run(*before, command, "--help", cwd=tmp_path)
-    assert code == 0, said
-    assert not loaded, LATER.format(" and ".join(loaded))
-
-
-def test_inspect(tmp_path):
-    code, loaded, said = run("inspect", str(TINY_K2), cwd=tmp_path)
-    assert code == 0, said
-    assert not loaded, LATER.format(" and ".join(loaded))
+    return [Answer(*each) for each in json.loads(done.stdout.splitlines()[-1].removeprefix("answers "))]
 
 
 def other_model(folder: Path, **fields: object) -> str:
@@ -69,48 +71,64 @@ def other_model(folder: Path, **fields: object) -> str:
 DATA = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 
 
-@pytest.mark.parametrize(
-    "line, says",
-    [
-        ("inspect /nowhere", "/nowhere does not exist"),
-        ("sft --model /nowhere --data data.jsonl", "/nowhere does not exist"),
-        ("sft --model /nowhere --data x.jsonl", "x.jsonl"),
-        ("sft --model other --data data.jsonl", "model_type 'gpt_x' is not built"),
-        ("sft --model packed --data data.jsonl", 'quant_method "made-up"'),
-        ("sft --model /nowhere --data data.jsonl --lora.rank -1", "rank"),
-        ("sft --model /nowhere --data data.jsonl --learning-rat 1", "learning-rate"),
-        ("distill --model tiny --teacher /nowhere --data data.jsonl", "/nowhere does not exist"),
-        ("prefer --model /nowhere --data data.jsonl", "/nowhere does not exist"),
-        ("prefer --model tiny --data data.jsonl --gamma 1", "gamma is of loss = simpo alone"),
-        ("pretrain --model /nowhere --data data.jsonl", "/nowhere does not exist"),
-        ("pretrain --model packed --data data.jsonl", 'quant_method "made-up"'),
-        ("chat /nowhere", "/nowhere does not exist"),
-        ("chat other", "model_type 'gpt_x' is not built"),
-        ("generate packed --prompt a", 'quant_method "made-up"'),
-        ("generate /nowhere --prompt a", "/nowhere does not exist"),
-        ("data show data.jsonl --model /nowhere", "/nowhere"),
-        ("report /nowhere", "/nowhere"),
-        ("compare /nowhere /nowhere", "/nowhere"),
-        ("export /nowhere", "/nowhere"),
-        ("dev bisect /nowhere --against hf", "/nowhere does not exist"),
-        ("dev bench nothing", "nothing"),
-        ("nothing", "nothing"),
-    ],
-)
-def test_a_refusal(line, says, tmp_path):
-    (tmp_path / "data.jsonl").write_text(DATA, encoding="utf-8")
-    line = line.replace("tiny", str(TINY_K2))
-    if "other" in line:
-        other_model(tmp_path / "other", model_type="gpt_x")
-    if "packed" in line:
-        other_model(tmp_path / "packed", quantization_config={"quant_method": "made-up", "bits": 4})
-    code, loaded, said = run(*line.split(), cwd=tmp_path)
-    assert says in said
+HELP = [f"{'dev ' * (command in DEV)}{command} --help" for command in COMMANDS]
+REFUSED = {
+    "inspect /nowhere": "/nowhere does not exist",
+    "sft --model /nowhere --data data.jsonl": "/nowhere does not exist",
+    "sft --model /nowhere --data x.jsonl": "x.jsonl",
+    "sft --model other --data data.jsonl": "model_type 'gpt_x' is not built",
+    "sft --model packed --data data.jsonl": 'quant_method "made-up"',
+    "sft --model /nowhere --data data.jsonl --lora.rank -1": "rank",
+    "sft --model /nowhere --data data.jsonl --learning-rat 1": "learning-rate",
+    "distill --model tiny --teacher /nowhere --data data.jsonl": "/nowhere does not exist",
+    "prefer --model /nowhere --data data.jsonl": "/nowhere does not exist",
+    "prefer --model tiny --data data.jsonl --gamma 1": "gamma is of loss = simpo alone",
+    "pretrain --model /nowhere --data data.jsonl": "/nowhere does not exist",
+    "pretrain --model packed --data data.jsonl": 'quant_method "made-up"',
+    "chat /nowhere": "/nowhere does not exist",
+    "chat other": "model_type 'gpt_x' is not built",
+    "generate packed --prompt a": 'quant_method "made-up"',
+    "generate /nowhere --prompt a": "/nowhere does not exist",
+    "data show data.jsonl --model /nowhere": "/nowhere",
+    "report /nowhere": "/nowhere",
+    "compare /nowhere /nowhere": "/nowhere",
+    "export /nowhere": "/nowhere",
+    "dev bisect /nowhere --against hf": "/nowhere does not exist",
+    "dev bench nothing": "nothing",
+    "nothing": "nothing",
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> dict[str, Answer]:
+    """Of all command lines, given to one process: what the first imports is seen, whoever needs it later."""
+    here = tmp_path_factory.mktemp("here")
+    (here / "data.jsonl").write_text(DATA, encoding="utf-8")
+    shutil.copytree(TINY_K2, here / "tiny")
+    other_model(here / "other", model_type="gpt_x")
+    other_model(here / "packed", quantization_config={"quant_method": "made-up", "bits": 4})
+    lines = [*HELP, "inspect tiny", *REFUSED]
+    return dict(zip(lines, run(*lines, cwd=here), strict=True))
+
+
+@pytest.mark.parametrize("line", [*HELP, "inspect tiny"])
+def test_what_answers(line, answers):
+    code, loaded, said, _ = answers[line]
+    assert code == 0, said
+    assert not loaded, LATER.format(" and ".join(loaded))
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_refusal(line, answers):
+    code, loaded, said, made = answers[line]
+    assert REFUSED[line] in said
     assert code == 2
     assert not loaded, LATER.format(" and ".join(loaded))
-    assert not (tmp_path / "runs").exists()
+    assert not made
 
 
 def test_what_does_need_torch_is_seen(tmp_path):
-    code, loaded, _ = run("generate", str(TINY_K2), "--prompt", "a", "--max-new-tokens", "1", cwd=tmp_path)
-    assert code == 0 and "torch" in loaded
+    """At its own line, behind others."""
+    needs = f"generate {TINY_K2} --prompt a --max-new-tokens 1"
+    before, there, after = run("sft --help", needs, "chat /nowhere", cwd=tmp_path)
+    assert there.code == 0 and "torch" in there.loaded and not before.loaded and not after.loaded

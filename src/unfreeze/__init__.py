@@ -13,7 +13,7 @@ import torch.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import os
 from typing import TYPE_CHECKING
 
 from unfreeze.core.lazy import on_first_use
@@ -49,14 +49,15 @@ _HOME = {
     **dict.fromkeys(("FinishedRun", "distill", "prefer", "prepare", "pretrain", "sft"), "unfreeze.api"),
 }
 
-try:
-    __version__ = version("unfreeze")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+__version__ = "0.1.0"
 
+if "UNFREEZE_CPU_CLASS" in os.environ:  # before anything imports torch or numba
+    from unfreeze.core import cpu
+
+    cpu.narrow()
 
 __getattr__ = on_first_use(__name__, _HOME)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+    return sorted(__all__)

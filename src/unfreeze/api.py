@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import html
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -88,7 +88,7 @@ class FinishedRun:
         """The trained model, loaded once, in the dtype it was trained in, on CUDA if there is one."""
         from unfreeze.generate.model import load
 
-        return load(self.path, dtype=read_run(self.path).config.get("dtype", "float32"), device="auto")
+        return load(self.path, dtype=read_run(self.path).config.get("dtype", "auto"), device="auto")
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
         """The trained model's answer; as Model.chat."""
@@ -247,7 +247,7 @@ def _said_in_python(kind: type[TrainingConfig]) -> Generator[None]:
 def _rows(data: Any) -> Any:
     """`data` as a list of rows where it is a pandas DataFrame (absent cells left out) or a datasets.Dataset.
 
-    Anything else as it is. Raises DataError for one row, for several splits and for no rows.
+    Anything else as it is. Raises DataError for one row, several splits, no rows, and what is read once.
     """
     if isinstance(data, dict):
         parts = cast(dict[str, Any], data)
@@ -263,6 +263,9 @@ def _rows(data: Any) -> Any:
     elif hasattr(data, "to_dict") and hasattr(data, "columns"):
         records: list[dict[Any, Any]] = data.to_dict("records")
         data = [{name: cell for name, cell in row.items() if not _absent(cell)} for row in records]
+    if isinstance(data, Iterator) or type(data).__name__ == "IterableDataset":
+        kind = type(cast(object, data)).__name__
+        raise DataError(f"data is a {kind}; rows are a list of dicts", next="data=list(data)")
     if isinstance(data, list) and not data:
         raise DataError(
             "data is empty: there is no row in it",

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from unfreeze.config.synonyms import command_hint
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError, ProcessGone, UserError, nearest
+from unfreeze.core.cpu import cpu_class
+from unfreeze.core.errors import ConfigError, DoesNotFit, ProcessGone, UserError, nearest, ran_out
 from unfreeze.core.garbage import put_off, take_up
 from unfreeze.core.torchrun import started
 
@@ -142,14 +143,15 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
             )
         name, arguments = arguments[0], arguments[1:]
     if name in ("-V", "--version"):
-        import unfreeze
+        from unfreeze.commands.version import line, version
 
-        print(f"unfreeze {unfreeze.__version__}")
+        known = version()
+        print(json.dumps(known) if common.json else line(known), flush=True)
         return 0
     if name not in COMMANDS:
-        raise ConfigError(
-            f"there is no command {name!r}{command_hint(name, COMMANDS)}", next="unfreeze --help"
-        )
+        hint = command_hint(name, COMMANDS)
+        raise ConfigError(f"there is no command {name!r}{hint.text}", next=hint.next)
+    cpu_class()  # a class that this machine can't be is refused here
     result: dict[str, Any]
     if name in SWEPT and "--sweep" in {argument.partition("=")[0] for argument in arguments}:
         result = importlib.import_module("unfreeze.commands.sweep").sweep(name, arguments, common)
@@ -180,6 +182,10 @@ def _guarded(run: Callable[[], int], common: Common) -> int:
     except Exception as error:
         if common.traceback:
             traceback.print_exc()
+        elif what := ran_out(error):
+            remedy = "end other programs, raise ulimit -v, or take a smaller model"
+            print(f"DoesNotFit: memory ran out: {what}\n  next: {remedy}", file=sys.stderr)
+            return DoesNotFit.exit_code
         else:
             at = traceback.extract_tb(error.__traceback__)[-1]
             fault = f"fault: {type(error).__name__}: {error}  (at {at.name}, {at.filename}:{at.lineno})"

@@ -216,6 +216,17 @@ def test_a_step_too_small_to_show_in_bf16_is_not_taken_for_a_missing_connection(
     assert groups["attention"]["output_change"] == 0 and groups["attention"]["connected"]
 
 
+def test_where_the_rate_is_tiny_it_is_named_and_not_a_bypass(tiny):
+    """Two rates, the same planted bypass: at a usual one the bypass is the cause."""
+    entry = {"trained": 9, "grad_norm": 0.1, "moved": 1e-12, "connected": False}
+    taken = Taken({"attention": entry})
+    with pytest.raises(AdapterError, match="the learning rate of this step is 1e-12, too small") as error:
+        check(taken, 1e-12)
+    assert "report it" not in str(error.value) and "--learning-rate" in (error.value.next or "")
+    with pytest.raises(AdapterError, match="bypasses these adapters"):
+        check(taken, 1e-3)
+
+
 def test_full_training_is_measured_against_copies(tiny):
     model = tiny.model("deepseek")  # every weight trains
     groups, _ = first_step(tiny, model)

@@ -21,11 +21,16 @@ def test_auto_is_measured_beside_a_choice_by_name_and_both_agree_with_float64(tm
     path = tmp_path / "rows.jsonl"
     config = recompute.Config(append=str(path), steps=1, threads=1)
     recompute.measure(config, Common(quiet=True), TINY, checked={}, documents=2, length=32)
-    auto, selective = read(path)
+    auto, selective, *peers = read(path)
     assert (auto.side, selective.side) == ("auto", "selective")
     # of a model this small everything fits
     assert auto.settings["recompute"] == "nothing" and selective.settings["recompute"] == "selective"
     assert selective.results["first_side_speed"] > 0
+    assert [row.side for row in peers] == ["peft", "peft-checkpointing"]
+    # nothing recomputed is float64's own question; a peer's check is the model as it is
+    for row in peers:
+        assert row.results["correctness"] and max(row.results["correctness"].values()) < 2e-3
+        assert row.results["trained_parameters"] == auto.results["trained_parameters"]
     for row in (auto, selective):
         errors = row.results["correctness"]
         assert errors["loss, against float64"] < 2e-3 and errors["gradient norm, against float64"] < 0.03
@@ -39,4 +44,4 @@ def test_what_auto_is_follows_the_free_memory(gib, wanted, monkeypatch):
 
     free = Hardware("cpu", "small", 2, gib * 2**30, gib * 2**30)
     monkeypatch.setattr(plan, "hardware", lambda place: free)
-    assert recompute.chosen(recompute.qwen3(), "cpu", 2, 512) == wanted
+    assert recompute.chosen(recompute.qwen3(), "cpu", 2, 512, "bfloat16") == wanted

@@ -71,7 +71,7 @@ def test_rows_go_to_the_checkout_or_where_they_are_asked_to(tmp_path, monkeypatc
     assert checkout() == root and commit()
     assert where("x.jsonl") == Path("x.jsonl")
     assert where("") == root / "benchmarks" / "results" / f"{device_key(torch.device('cpu'))}.jsonl"
-    monkeypatch.setattr("unfreeze.__file__", str(tmp_path / "lib" / "unfreeze" / "__init__.py"))
+    monkeypatch.setattr("unfreeze.core.source.HERE", tmp_path / "lib" / "unfreeze" / "core" / "source.py")
     assert checkout() is None and where("") is None and commit() is None
 
 

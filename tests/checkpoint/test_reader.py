@@ -108,7 +108,7 @@ def test_a_disk_that_fails_is_one_line(folder: Path, kimi, monkeypatch) -> None:
     monkeypatch.setattr("os.preadv", fails)
     with pytest.raises(CheckpointError, match="cannot be read: Input/output error") as caught:
         part.read()
-    assert "last save" in caught.value.next
+    assert "the same command resumes the run" in caught.value.next
 
 
 def test_a_file_that_is_gone_is_named(folder: Path, kimi) -> None:

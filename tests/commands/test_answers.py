@@ -142,7 +142,7 @@ def test_a_server_is_asked_once_for_each_row_whatever_fails(generate, serving, t
 
     server = serving(chat(moody))
     said = generate(server.url, "--served-name", "big", code=2)
-    assert "answers 500" in said and "the same command goes on" in said and "sk-secret" not in said
+    assert "answers 500" in said and "the same command continues" in said and "sk-secret" not in said
     kept = records(tmp_path)
     assert len(kept) == 7  # of the first eight rows only the one that failed is missing
     fails["on"] = False

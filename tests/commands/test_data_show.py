@@ -11,6 +11,7 @@ from rich.console import Console
 from unfreeze import cli
 from unfreeze.commands.data_show import _print, coloured, pieces_by_weight
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.data.rows.kind import answers_in
 
 GOOD = {"question": "Where does the Zwinger stand?", "answer": "In Dresden, the Zwinger stands. Hmm."}
 ROWS = [
@@ -52,7 +53,7 @@ def test_everything_is_counted_and_named(unfreeze_json, file):
         5: "row 5: field messages is empty",
         7: "row 7: 0 of 60 tokens supervised",
     }
-    assert [item["reason"] for item in stats["repeats"]] == ["row 4: says the same as row 1"]
+    assert [item["reason"] for item in stats["repeats"]] == ["row 4 repeats row 1"]
     assert len(stats["cuts"]) == 1 and stats["cuts"][0]["reason"].startswith("row 6: 60 of ")
     assert facts["vocabulary"] == {"base": 1280, "total": 1536, "padded": 1536}
     assert stats["packing"] == "first_fit" and 0 < stats["efficiency"] < 1
@@ -108,7 +109,7 @@ def test_plain_markers_where_there_is_no_terminal_and_colours_where_there_is(unf
     plain, colour = printed(facts, False), printed(facts, True)
     assert f"[[{GOOD['answer']}<|im_end|>]]" in plain and "\x1b[" not in plain
     assert "\x1b[1;32m" in colour and "[[" not in colour
-    for said in ("row 3: field ", "row 4: says the same as row 1", "lengths in tokens", "% supervised"):
+    for said in ("row 3: field ", "row 4 repeats row 1", "lengths in tokens", "% supervised"):
         assert said in plain and said in colour
 
 
@@ -145,7 +146,7 @@ def test_several_files_name_the_file(unfreeze_json, file, tmp_path):
     assert ("other.jsonl", 2) in [(item["file"], item["row"]) for item in stats["listed"]]
     assert stats["repeats"][-1] == {
         "row": 1,
-        "reason": "row 1: says the same as row 1 of chat.jsonl",
+        "reason": "row 1 repeats row 1 of chat.jsonl",
         "file": "other.jsonl",
     }
     assert stats["files"] == {"chat.jsonl": 4, "other.jsonl": 1}
@@ -170,3 +171,39 @@ def test_both_answers_of_a_pair_are_shown_with_their_masks(unfreeze_json, tmp_pa
     # control arm: what is taught has no side, and pairs read as such are still refused in one line
     assert cli.main(["data", "show", str(pairs), "--answers", "taught", "--model", str(TINY_K2)]) == 2
     assert "unfreeze prefer" in capsys.readouterr().err
+
+
+def rows_of_answers(kind: str) -> list[dict]:
+    if kind == "pairs":
+        return [{"prompt": f"{n}?", "chosen": f"{n} it is.", "rejected": "No."} for n in range(4)]
+    return [{"prompt": f"{n}?", "completion": f"{n} it is.", "label": n % 2 == 0} for n in range(4)]
+
+
+@pytest.mark.parametrize(("kind", "bad"), [("pairs", {"rejected": ""}), ("labels", {"completion": ""})])
+def test_a_bad_first_row_does_not_say_what_a_file_is(kind, bad, unfreeze_json, tmp_path, capsys):
+    rows = rows_of_answers(kind)
+    rows[0] |= bad
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = unfreeze_json("data", "show", file, "--model", TINY_K2)
+    assert facts["stats"]["bad"] == 1 and facts["stats"]["rows"] == 4
+    assert "side" in facts["samples"][0]
+    # doctor reads it as prefer does, too
+    assert cli.main(["doctor", str(TINY_K2), "--data", str(file)]) in (0, 2)
+    said = capsys.readouterr().out
+    assert "1 bad" in said or "1 of 4 rows" in said
+    assert "unfreeze prefer" not in said.split("remedy")[0]
+
+
+def test_most_rows_decide(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    taught = [{"prompt": f"{n}?", "completion": "It is."} for n in range(3)]
+    for rows, expected in (
+        (rows_of_answers("pairs") + taught, "pairs"),
+        (rows_of_answers("labels") + taught, "labels"),
+        (rows_of_answers("pairs")[:1] + taught, "taught"),
+        ([{"prompt": "a", "chosen": "b", "rejected": ""}], "pairs"),  # bad as it is, it was meant for prefer
+        ([{"nothing": 1}], "taught"),
+    ):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert answers_in([file]) == expected

@@ -35,7 +35,7 @@ def test_clean_files_have_no_fault(sandbox, family, tmp_path):
     found = findings(model=sandbox.checkpoint(family), **given)
     assert {f.level for f in found.values() if f.check != "machine"} == {"ok"}
     alone = [name for name, _, _ in checks.CHECKS if name != "second"]  # there is no second model
-    assert [f.check for f in found.values()] == alone
+    assert list(dict.fromkeys(f.check for f in found.values())) == alone
 
 
 def test_a_runs_file_alone_says_model_and_data(sandbox, tmp_path, unfreeze_json):
@@ -249,10 +249,10 @@ def test_a_field_that_is_not_followed_is_said_by_doctor_inspect_load_and_the_run
     found = findings(model=folder)
     assert found["checkpoint warn"].line == note and not [f for f in found.values() if f.level == "fault"]
     assert inspect(str(folder))["notes"] == [note]
-    unfreeze.load(folder)
+    unfreeze.load(folder, dtype="float32")
     assert [record.getMessage() for record in caplog.records].count(note) == 1
     said: list[str] = []
-    unfreeze.load(folder, say=said.append)
+    unfreeze.load(folder, say=said.append, dtype="float32")
     assert said == [note]
     out = tmp_path / "run"
     command = (
@@ -279,5 +279,5 @@ def test_a_quantization_that_only_hf_quant_config_names_is_refused_by_inspect_do
     said = 'quant_method "modelopt", quant_algo "W4A8_AWQ" (hf_quant_config.json)'
     assert said in inspect(str(folder))["format"] and said in findings(model=folder)["checkpoint fault"].line
     with pytest.raises(ConfigError) as caught:
-        unfreeze.load(folder)
+        unfreeze.load(folder, dtype="float32")
     assert said in caught.value.message

@@ -58,13 +58,15 @@ def far(ours, theirs) -> float:
 
 def test_peft_reads_the_adapter_of_a_run_as_it_lies_there(run_dir, tmp_path):
     base = oracle(tmp_path / "copy")
-    assert far(unfreeze.load(TINY_K2).logits(IDS), logits(base)) < 1e-4
+    assert far(unfreeze.load(TINY_K2, dtype="float32").logits(IDS), logits(base)) < 1e-4
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tuned = peft.PeftModel.from_pretrained(base, run_dir / "adapter").eval()
-    ours = unfreeze.load(run_dir).logits(IDS)
+    ours = unfreeze.load(run_dir, dtype="float32").logits(IDS)
     assert far(ours, logits(tuned)) < 1e-4
-    assert far(ours, unfreeze.load(TINY_K2).logits(IDS)) > 1e-2  # control: the adapter does something
+    assert (
+        far(ours, unfreeze.load(TINY_K2, dtype="float32").logits(IDS)) > 1e-2
+    )  # control: the adapter does something
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,10 @@ def test_an_export_loads_with_the_logits_of_the_run(flag, reader, layout, run_di
     assert result["verified"]["nonzero"] == result["verified"]["matrices"] > 0
     # float32 products in another order of ranks (the fused layout pads), so equal to rounding, not to the bit;
     # vLLM is not given kv_b_proj, which it never applies
-    lost = far(unfreeze.load(result["path"]).logits(IDS), unfreeze.load(run_dir).logits(IDS))
+    lost = far(
+        unfreeze.load(result["path"], dtype="float32").logits(IDS),
+        unfreeze.load(run_dir, dtype="float32").logits(IDS),
+    )
     dropped = {name.rsplit(".", 1)[-1] for name in result["dropped"]}
     if result["for"] == "vllm":
         assert dropped == {"kv_b_proj"} and lost > 1e-4

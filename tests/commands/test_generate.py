@@ -79,7 +79,7 @@ def test_ids_go_in_and_out_without_a_tokenizer(no_tokenizer, unfreeze_json, caps
         ([], "prompt or tokens is needed"),
         (["--prompt", "a", "--tokens", "1"], "prompt or tokens is needed"),
         (["--tokens", "1", "--mode", "chat"], "mode chat takes a text"),
-        (["--prompt", "a", "--device", "gpu"], "device is 'gpu'"),
+        (["--prompt", "a", "--device", "gpu"], "--device = 'gpu': should be auto, cpu, cuda or cuda:N"),
         (["--prompt", "a", "--top-p", "0"], "--top-p 0: must be more than 0.0"),
     ],
 )

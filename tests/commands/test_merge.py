@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from unfreeze.commands import merge_rows
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.compress.rounding import Rounded
 from unfreeze.evaluate.gain import Gain
+from unfreeze.job import data as job_data
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_the_gain_is_measured_on_the_rows_that_the_run_held_out(
     rows = [row for shard in record["shards"].values() for row in shard["rounding"]]
     assert len(rows) == 176 and all(row["ways"]["BF16"]["cosine"] > 0.9 for row in rows)
     card = (tmp_path / "out/README.md").read_text()
-    assert "held out" in card and str(tmp_path) not in card and "of the gain kept" in card
+    assert "held out" in card and str(tmp_path) not in card and "of what was learned survives" in card
     # the same command again: nothing is written anew, and the figures are the same
     before = (tmp_path / "out/model.safetensors").stat().st_ino
     assert unfreeze_json("merge", held_out_run, "--to", "bf16", "--out", tmp_path / "out")["gain"] == gain
@@ -58,8 +60,13 @@ def test_rows_of_ones_own_and_both_ways_of_scales_are_said(held_out_run, chat_ro
     out = tmp_path / "out"
     words = ["merge", str(held_out_run), "--data", str(chat_rows), "--scales", "keep", "--out", str(out)]
     assert cli.main(words) == 0
+    first, losses, *rest = [line for line in capsys.readouterr().err.splitlines() if "MiB" not in line]
+    assert "of what was learned survives in this format" in first and f"loss on {chat_rows}, " in losses
+    assert not [line for line in rest if "kept" in line]  # the table comes when it is asked for
+    assert cli.main([*words, "--verbose"]) == 0
     said = capsys.readouterr().err
     assert "worst: model.layers" in said and "refit" in said and "keep" in said and "(written: keep)" in said
+    assert "BF16 kept" in said
     assert f"loss on {chat_rows}, " in said and "held-out" not in said
     assert f"warning: the run trained on {chat_rows}" in said and ", noise " in said
     assert f"unfreeze chat {out}" in said
@@ -69,18 +76,19 @@ def test_rows_of_ones_own_and_both_ways_of_scales_are_said(held_out_run, chat_ro
 def test_without_held_out_rows_it_merges_and_says_what_would_measure(run_dir, held_out_run, tmp_path, capsys):
     assert cli.main(["merge", str(run_dir), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().err
-    assert "was not measured" in said and "held out no rows" in said and "--data FILE" in said
+    assert "is not known: " in said and "held out no rows" in said and "--data FILE" in said
     shutil.copytree(held_out_run / "adapter", tmp_path / "adapter")
     words = ["merge", str(tmp_path / "adapter"), "--base", str(TINY_K2), "--out"]
     assert cli.main([*words, str(tmp_path / "other")]) == 0
     assert "adapter without its run" in capsys.readouterr().err
     assert cli.main([*words, str(tmp_path / "third"), "--no-check"]) == 0
-    assert "was not measured: --no-check" in capsys.readouterr().err
+    assert "is not known: --no-check" in capsys.readouterr().err
 
 
 def test_what_cannot_be_merged_is_refused(run_dir, tmp_path, capsys):
     for words, says in (
-        ([str(TINY_K2)], "has no adapter to merge"),
+        ([str(TINY_K2)], "has no adapter to merge; it is a whole model"),
+        ([str(TINY_K2), "--to", "int4"], "a model alone is not quantized here; llama.cpp"),
         ([str(tmp_path / "gone")], "is not a folder"),
         ([str(run_dir), "--no-check", "--out", str(TINY_K2)], "is what is merged"),
         ([str(run_dir), "--to", "bf16", "--scales", "keep"], "bf16 has no scales"),
@@ -90,18 +98,57 @@ def test_what_cannot_be_merged_is_refused(run_dir, tmp_path, capsys):
         assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("merged", "warned"), [(4.9, True), (1.1, False)])
-def test_a_small_share_is_warned_about_with_the_remedy(
-    merged, warned, run_dir, monkeypatch, tmp_path, capsys
-):
+def test_several_processes_are_refused(run_dir, monkeypatch, capsys):
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    assert cli.main(["merge", str(run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert "the work of one process, and torchrun started 2" in said
+    assert f"next: without torchrun: unfreeze merge {run_dir}" in said
+
+
+@pytest.mark.parametrize(
+    ("merged", "first"),
+    [
+        (4.9, "2.5 % of what was learned survives in this format"),
+        (5.1, "nothing of what was learned survives in this format"),
+        (1.1, "97.5 % of what was learned survives in this format"),
+    ],
+)
+def test_a_small_share_is_warned_about_with_the_remedy(merged, first, run_dir, monkeypatch, tmp_path, capsys):
     gain = Gain(base=5.0, adapter=1.0, merged=merged, tokens=100, rows=10)
     monkeypatch.setattr(command, "gain_of", lambda *_: gain)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "Who?", "answer": "I."}\n')
     assert cli.main(["merge", str(run_dir), "--data", str(rows), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().err
-    assert f"{100 * gain.share:.1f} % of the gain kept" in said
-    assert ("warning: rounding took most" in said and "--to bf16" in said) == warned
+    assert first in said
+    warned = merged > 2
+    assert ("warning: " in said and "--to bf16, or" in said) == warned
+    # what is lost by group, and what bf16 would keep, is said where something is lost
+    assert ("the experts lose most (" in said and "bf16 keeps " in said) == warned
+
+
+def test_the_first_line_has_the_worst_group_and_what_bf16_keeps():
+    def ways(kept, noise, plain):
+        of = {"size": 1.0, "cosine": kept, "kept": kept, "noise": noise, "anew": 0}
+        return {"refit": of, "BF16": {**of, "kept": plain, "noise": 0.01}}
+
+    groups = {
+        "experts": {"written": ["refit"], "ways": ways(0.03, 0.5, 0.9996)},
+        "attention": {"written": ["BF16"], "ways": ways(1.0, 0.0, 1.0)},
+    }
+    assert command.loses_most(groups) == "the experts lose most (3 % of their change is kept)"
+    config = command.Config(run="runs/mine")
+    assert command.in_bf16(groups, config) == "bf16 keeps 99.9 %"  # never rounded up to all of it
+    assert command.remedy(groups, config).startswith("--to bf16, or serve")
+    groups["experts"]["ways"]["keep"] = {**groups["experts"]["ways"]["refit"], "kept": 0.5}
+    assert "--scales keep" in command.remedy(groups, config)  # where it keeps more
+    assert command.in_bf16(groups, config.model_copy(update={"to": "bf16"})) == ""
+    noisy = {"experts": {"written": ["refit"], "ways": ways(0.95, 0.6, 1.0)}}
+    assert "95 % of their change is kept, under noise of 60 %" in command.loses_most(noisy)
+    fine = {"experts": {"written": ["refit"], "ways": ways(0.99, 0.05, 1.0)}}
+    assert command.loses_most(fine) == ""
 
 
 def test_data_that_the_run_trained_on_is_known_by_name_and_by_its_bytes(held_out_run, chat_rows, tmp_path):
@@ -124,12 +171,6 @@ def test_columns_of_ones_own_rows(held_out_run, tmp_path, capsys):
     assert f"loss on {rows}, 4 rows" in said and "warning: the run trained" not in said
 
 
-def test_a_share_above_one_is_explained():
-    gain = Gain(base=5.0, adapter=1.0, merged=0.5, tokens=100, rows=10)
-    assert "112.5 % of the gain kept: more than the adapter gained" in gain.words()
-    assert Gain(base=5.0, adapter=1.0, merged=0.99, tokens=100, rows=10).words().endswith("gain kept")
-
-
 def test_kept_and_noise_are_along_and_across_delta():
     rounded = Rounded(size=1.3, cosine=0.77)
     delta, across = torch.tensor([1.0, 0.0]), 1.3 * (1 - 0.77**2) ** 0.5
@@ -146,12 +187,7 @@ def test_an_unfinished_merge_is_called_so(run_dir, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["inspect", str(out)]) == 2
     said = capsys.readouterr().err
-    assert "is a merge that was stopped" in said and "give the command of the merge again" in said
-
-
-def test_an_adapter_that_is_no_better_than_its_base_has_no_gain():
-    gain = Gain(base=1.0, adapter=1.2, merged=1.1, tokens=100, rows=10)
-    assert gain.share is None and "no gain to keep" in gain.words()
+    assert "is a merge that was stopped" in said and "give the same merge command again" in said
 
 
 def test_ctrl_c_says_how_to_go_on(run_dir, monkeypatch, tmp_path, capsys):
@@ -163,3 +199,118 @@ def test_ctrl_c_says_how_to_go_on(run_dir, monkeypatch, tmp_path, capsys):
     assert "give the same command again" in capsys.readouterr().err
     monkeypatch.undo()
     assert cli.main(["merge", str(run_dir), "--no-check", "--out", str(tmp_path / "out"), "--quiet"]) == 0
+
+
+SHORT = "--steps 4 --tokens-per-step 256 --samples 0 --warmup 0 --dtype float32 --learning-rate 5e-3 --lora.rank 1"
+
+
+def trained(recipe, out, data, *more):
+    words = [recipe, "--quiet", "--model", TINY_K2, "--data", data, "--out", out, *SHORT.split(), *more]
+    assert cli.main([str(word) for word in words]) == 0
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if event["kind"] == "eval"]
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("state", ["saved", "without a save"])
+def test_rows_held_out_of_windows_are_found_by_their_bytes(
+    state, unfreeze_json, tmp_path, monkeypatch, capsys
+):
+    """As the run drew them. Control arm: drawn from what they say, they are other rows, trained on."""
+    for room in (job_data, merge_rows):
+        monkeypatch.setattr(room, "MANY_ROWS", 60)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = [{"question": f"What is {n}?", "answer": f"{n}, it is. " * (1 + n % 4)} for n in range(90)]
+    data, run = written(tmp_path / "rows.jsonl", rows), tmp_path / "run"
+    measured = trained("sft", run, data, "--validation-fraction", 0.1)
+    if state != "saved":
+        shutil.rmtree(run / "state")
+    gain = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")["gain"]
+    assert [gain["base"], gain["adapter"]] == pytest.approx([measured[0], measured[-1]], abs=1e-4)
+    monkeypatch.setattr(merge_rows, "_of_windows", lambda *_: None)
+    other = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")["gain"]
+    assert abs(other["adapter"] - measured[-1]) > 1e-3
+
+
+def pair(n):
+    return {"prompt": f"What is {n}?", "chosen": f"{n}, it is. Hmm.", "rejected": f"It is the number {n}."}
+
+
+def label(n):
+    return {"prompt": f"What is {n}?", "completion": f"{n}, it is." if n % 2 else "No.", "label": bool(n % 2)}
+
+
+@pytest.mark.parametrize(
+    ("row", "flags", "held"),
+    [
+        (pair, ["--nll", 0.2], "--validation"),
+        (pair, ["--loss", "simpo"], "--validation-fraction"),
+        (label, ["--loss", "kto"], "--validation-fraction"),
+    ],
+)
+def test_pairs_and_labels_have_the_loss_of_the_run(row, flags, held, unfreeze_json, tmp_path, capsys):
+    data = written(tmp_path / "rows.jsonl", [row(n) for n in range(24)])
+    other = written(tmp_path / "other.jsonl", [row(n) for n in range(50, 58)])
+    run = tmp_path / "run"
+    share = other if held == "--validation" else 0.3
+    measured = trained("prefer", run, data, held, share, *flags)
+    result = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")
+    gain = result["gain"]
+    assert [gain["base"], gain["adapter"]] == pytest.approx([measured[0], measured[-1]], abs=1e-5)
+    assert gain["loss"].startswith({"--nll": "dpo", "--loss": str(flags[1])}[flags[0]])
+    # pairs of one's own, and rows without pairs: their cross entropy
+    own = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out", "--data", other)["gain"]
+    assert own["loss"] == gain["loss"] and own["rows"] == 8
+    taught = written(
+        tmp_path / "taught.jsonl", [{"prompt": f"{n}?", "completion": "It is."} for n in range(4)]
+    )
+    own = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out", "--data", taught)["gain"]
+    assert own["loss"] == "" and own["rows"] == 4
+
+
+def test_pairs_of_a_run_that_went_on_from_an_adapter_are_compared_with_that(
+    held_out_run, unfreeze_json, tmp_path, capsys
+):
+    data, run = written(tmp_path / "rows.jsonl", [pair(n) for n in range(24)]), tmp_path / "run"
+    begun = tmp_path / "begun"
+    shutil.copytree(held_out_run, begun)
+    words = ["prefer", "--quiet", "--data", data, "--out", run, "--adapter", begun]
+    words += ["--validation-fraction", 0.3, *SHORT.split()[:-2]]
+    assert cli.main([str(word) for word in words]) == 0
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    measured = [event["loss"] for event in events if event["kind"] == "eval"]
+    gain = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")["gain"]
+    assert gain["adapter"] == pytest.approx(measured[-1], abs=1e-5) and gain["base"] > measured[0] + 0.01
+    shutil.rmtree(begun)
+    result = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")
+    assert result["gain"] is None and "the adapter it began with" in result["not_measured"]
+
+
+def test_a_validation_file_is_read_with_the_columns_of_the_run(unfreeze_json, tmp_path, capsys):
+    rows = [{"q": f"What is {n}?", "a": f"{n}, it is."} for n in range(30)]
+    data, held = written(tmp_path / "c1.jsonl", rows[:20]), written(tmp_path / "c2.jsonl", rows[20:])
+    run, columns = tmp_path / "run", ["--columns", "prompt=q", "completion=a"]
+    measured = trained("sft", run, data, "--validation", held, *columns)
+    gain = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")["gain"]
+    assert [gain["base"], gain["adapter"]] == pytest.approx([measured[0], measured[-1]], abs=1e-4)
+    held.unlink()  # what cannot be measured any more is merged nevertheless
+    result = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")
+    assert result["gain"] is None and "c2.jsonl" in result["not_measured"]
+    assert cli.main(["merge", str(run), "--data", str(held), "--out", str(tmp_path / "other")]) == 2
+
+
+@pytest.mark.parametrize(("kept", "named"), [(0.99, True), (0.12, False)])
+def test_bf16_is_a_remedy_only_where_it_keeps_nearly_all(kept, named):
+    from types import SimpleNamespace
+
+    from unfreeze.commands.merge import remedy
+
+    ways = {"refit": {"kept": 0.01}, "BF16": {"kept": kept}}
+    groups = {"experts": {"ways": ways, "written": ["refit"]}}
+    config: Any = SimpleNamespace(scales="refit", to="int4")
+    words = remedy(groups, config)
+    assert ("--to bf16" in words) == named and "serve the adapter" in words

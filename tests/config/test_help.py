@@ -149,7 +149,7 @@ def test_control_arm_a_flag_or_a_key_that_the_manual_forgets_is_seen():
             "And there is no flag --lora_r; it is called --lora.rank here",
         ),
         (["--batch-size", "4", "--lora_r", "8"], "no flag --batch-size; it is called --tokens-per-step here"),
-        (["--load_in_4bit"], "files that are 4-bit stay 4-bit"),
+        (["--load_in_4bit"], "a 4-bit or 8-bit checkpoint is trained as it is"),
         (["--learning-rat", "1"], "nearest: '--learning-rate'"),
     ],
 )

@@ -20,13 +20,13 @@ NEW_FIELD = (
     " field in ADDED in config/training.py (or in CHANGES_NOTHING, if nothing that is trained depends on it)"
 )
 RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
-NEW_DEFAULTS = {"recompute": ("selective", "auto")}
-"""Field -> its default then and now; a run that goes on keeps its own (tests/job/test_recompute.py)."""
+NEW_DEFAULTS = {"recompute": "auto", "dtype": "auto"}
+"""Field -> its default now; a run that goes on keeps its own (tests/job/test_recompute.py, test_precision.py)."""
 
 
-def with_new_defaults(fields: dict) -> dict:
-    """What code of today records for the same flags; a recorded run that named a field named no old default."""
-    return fields | {name: now for name, (then, now) in NEW_DEFAULTS.items() if fields[name] == then}
+def with_new_defaults(fields: dict, given: list[str]) -> dict:
+    """What code of today records for the same flags. given: the fields that were named."""
+    return fields | {name: now for name, now in NEW_DEFAULTS.items() if name not in given}
 
 
 def known(now: dict, before: dict) -> dict:
@@ -52,9 +52,11 @@ def test_flat_flags_give_what_they_gave_before_there_were_tables(before, tmp_pat
     write_resolved(SimpleNamespace(path=tmp_path), config, before["recipe"], "2026-11-22")
     # as text: order counts. A field that came later is in `resolved` and in no record (ADDED)
     resolved = json.loads((tmp_path / RESOLVED).read_text())
-    then = with_new_defaults(before["resolved"])
+    then = with_new_defaults(before["resolved"], before["given"])
     assert json.dumps(known(resolved, then)) == json.dumps(then)
-    assert json.dumps(config.record()) == json.dumps(with_new_defaults(before["record"])), NEW_FIELD
+    assert json.dumps(config.record()) == json.dumps(with_new_defaults(before["record"], before["given"])), (
+        NEW_FIELD
+    )
     assert given(config) == before["given"] and str(config.run_dir) == before["run_dir"]
 
 

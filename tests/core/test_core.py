@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from unfreeze.core.batch import Batch
+from unfreeze.core.conform import damage
 from unfreeze.core.errors import UserError
 from unfreeze.core.events import EventLog, truncate_after
-from unfreeze.core.schema import damage
 from unfreeze.core.units import format_bytes, format_count, format_of, format_seconds, format_step
 
 

@@ -13,7 +13,8 @@ import pytest
 
 from unfreeze.core import schema
 from unfreeze.core.balance import balance, dead, load_entropy, max_violation
-from unfreeze.core.schema import FURTHER, KINDS, damage, faults
+from unfreeze.core.conform import damage, faults
+from unfreeze.core.schema import FURTHER, KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = {"kind": "train", "step": 1, "time": 1.5, "loss": 2.5, "grad_norm": 1, "tokens": 8}

@@ -42,10 +42,13 @@ BAD = {"question": "Why?"}
 @pytest.mark.parametrize(
     "row, says",
     [
-        (LONG, "rows ({share} %) are cut at 64 tokens, .* are lost: --sequence-length higher .*below\\)$"),
-        (LATE, "rows ({share} %) are dropped .*0 of 64 tokens supervised.*: --sequence-length higher"),
+        (
+            LONG,
+            "rows ({share} %) are cut to 64 tokens; .* are never trained on: raise --sequence-length .*lower\\)$",
+        ),
+        (LATE, "rows ({share} %) are dropped .*0 of 64 tokens supervised.*: raise --sequence-length"),
         (BAD, "rows ({share} %) are bad and left out .*field 'answer' is missing"),
-        (talk(0), "rows ({share} %) are there before .*says the same as row 1.*: remove them"),
+        (talk(0), "rows ({share} %) are duplicates \\(row \\d+ repeats row 1\\): remove them"),
     ],
     ids=["cut", "dropped", "bad", "doubled"],
 )
@@ -67,7 +70,7 @@ def test_the_remedy_is_one_that_can_work(encoded):
     assert bounded.endswith("the model takes 64 positions at most: shorten the rows, or --truncation drop")
     # control arms: a model that takes more, and texts
     (free,) = losses(encoded(rows).stats, 64, 128)
-    assert "--sequence-length higher" in free and "split" not in free
+    assert "raise --sequence-length" in free and "split" not in free
     texts = [{"text": f"{i} " * 200} for i in range(4)]
     (of_texts,) = losses(encoded(texts).stats, 64, 64)
     assert of_texts.endswith("--truncation drop, or --truncation split for texts")
@@ -77,7 +80,7 @@ def test_a_single_row_that_loses_most_tokens_is_a_warning(encoded):
     """One row of forty, and nine tenths of all tokens."""
     rows = [talk(i) for i in range(39)] + [{"text": "word " * 20_000}]
     (said,) = losses(encoded(rows).stats, 64)
-    assert said.startswith("1 of 40 rows (2 %) is cut at 64 tokens") and "(98 %) are lost" in said
+    assert said.startswith("1 of 40 rows (2 %) is cut to 64 tokens") and "(98 %) are never trained on" in said
 
 
 def test_clean_data_has_no_warning(encoded):
@@ -139,3 +142,26 @@ def test_labels_that_are_all_the_same_are_said(encoded):
     pair = [{"prompt": "What?", "chosen": "It is.", "rejected": "No."}]
     for rows, kind in ((both, "labels"), (pair, "labels"), (pair, "pairs"), ([talk(1)], "taught")):
         assert labels(encoded(rows, answers=kind).examples) == []
+
+
+def question(number):
+    talk = [("user", f"What is {number}?"), ("assistant", "It is. Hmm."), ("user", "And then?")]
+    return {"messages": [{"role": role, "content": text} for role, text in talk]}
+
+
+def test_rows_that_end_with_a_question_are_counted(encoded):
+    rows = [talk(i) for i in range(16)] + [question(i) for i in range(4)]
+    (warning,) = losses(encoded(rows).stats, 64)
+    assert warning.startswith("4 of 20 rows end without an answer, and their last turn is not trained on")
+    assert losses(encoded([talk(i) for i in range(38)] + rows[-2:]).stats, 64) == []
+
+
+@pytest.mark.parametrize("mark", ["<|im_start|>", "<|start_header_id|>", "[INST]", "<start_of_turn>"])
+def test_texts_that_hold_chat_markup_are_a_warning(mark, encoded):
+    texts = [{"text": f"{mark}user {i}\n{mark}assistant It is."} for i in range(8)]
+    (warning,) = losses(encoded(texts).stats, 64)
+    assert warning.startswith(f"8 of 8 texts hold chat markup ({mark}), which is read as plain text")
+    assert '{"messages": [{"role": "user"' in warning
+    # control arm: a few texts about templates among others
+    others = [{"text": f"The answer is {i}."} for i in range(8)]
+    assert losses(encoded(texts[:3] + others).stats, 64) == []

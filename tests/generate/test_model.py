@@ -178,7 +178,7 @@ def expected_logits(oracle, sequences):
 @pytest.mark.parametrize("written", ["llama", "int4"])
 def test_logits_of_unequal_sequences_equal_transformers(written, request):
     folder, oracle = request.getfixturevalue(written)
-    actual = unfreeze.load(str(folder)).logits(SEQUENCES)
+    actual = unfreeze.load(str(folder), dtype="float32").logits(SEQUENCES)
     for ours, theirs in zip(actual, expected_logits(oracle, SEQUENCES), strict=True):
         assert ours.dtype == torch.float32 and ours.shape == theirs.shape
         assert (ours - theirs).abs().max() <= 1e-4
@@ -194,7 +194,7 @@ def test_a_bfloat16_model_has_bfloat16_weights_and_float32_logits(llama):
 
 
 def test_packed_weights_stay_packed(int4):
-    model = unfreeze.load(int4[0])
+    model = unfreeze.load(int4[0], dtype="float32")
     stored = dict(model.decoder.named_buffers())
     assert stored["model.layers.1.mlp.experts.gate_up_proj.weight_packed"].dtype == torch.int32
     assert not any("experts.gate_up_proj.weight" in name for name, _ in model.decoder.named_parameters())
@@ -203,7 +203,7 @@ def test_packed_weights_stay_packed(int4):
 
 def test_greedy_text_is_transformers_greedy_text(llama):
     folder, oracle = llama
-    model = unfreeze.load(folder)
+    model = unfreeze.load(folder, dtype="float32")
     prompt = [0, *model.tokenizer.encode("the cat", specials=False)]
     oracle.generation_config.eos_token_id = 1
     theirs = oracle.generate(
@@ -219,7 +219,7 @@ def test_greedy_text_is_transformers_greedy_text(llama):
 
 
 def test_prompts_are_answered_in_kind(llama):
-    model = unfreeze.load(llama[0])
+    model = unfreeze.load(llama[0], dtype="float32")
     one, many = model.generate([5, 6], max_new_tokens=4), model.generate([[5, 6], [7]], max_new_tokens=4)
     text, texts = model.generate("a", max_new_tokens=4), model.generate(["a", "b"], max_new_tokens=4)
     assert many[0] == one and texts[0] == text
@@ -229,7 +229,7 @@ def test_prompts_are_answered_in_kind(llama):
 def test_chat_renders_the_template_and_streams_the_same_text(llama):
     """The prompt is the template's text with its special tokens recognised, and special-token text typed by
     the user is not one."""
-    model = unfreeze.load(llama[0])
+    model = unfreeze.load(llama[0], dtype="float32")
     messages = [{"role": "user", "content": "the dog<|end|>"}]
     encode, plain = (
         (lambda text: model.tokenizer.encode(text, specials=True)),
@@ -245,7 +245,7 @@ def test_chat_renders_the_template_and_streams_the_same_text(llama):
 
 
 def test_without_a_tokenizer_ids_work_and_text_is_refused(int4):
-    model = unfreeze.load(int4[0])
+    model = unfreeze.load(int4[0], dtype="float32")
     assert model.tokenizer is None and not model.has_chat_template
     assert model.engine.stop_ids == {7}
     assert len(model.generate([1, 2], max_new_tokens=3)) == 3
@@ -257,7 +257,7 @@ def test_without_a_tokenizer_ids_work_and_text_is_refused(int4):
 
 def adapted(folder, out):
     """Save an adapter whose output matters; -> the logits with it."""
-    model = unfreeze.load(folder)
+    model = unfreeze.load(folder, dtype="float32")
     for site in attach(model.decoder, LoraConfig(rank=2), seed=0):
         for parameter in site.adapter.parameters():
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
@@ -271,7 +271,7 @@ def test_a_run_folder_and_an_adapter_folder_are_the_adapted_model(written, reque
     expected = adapted(folder, tmp_path / "adapter")
     (tmp_path / "resolved_config.json").write_text(json.dumps({"model": str(folder)}))
     for source in (tmp_path, tmp_path / "adapter"):
-        model = unfreeze.load(source)
+        model = unfreeze.load(source, dtype="float32")
         assert all(torch.equal(a, b) for a, b in zip(model.logits(SEQUENCES), expected, strict=True))
         assert not any(parameter.requires_grad for parameter in model.decoder.parameters())
     assert (
@@ -283,7 +283,8 @@ def test_a_pretraining_run_is_the_model_it_wrote(llama, tmp_path):
     (tmp_path / "model").symlink_to(llama[0])
     (tmp_path / "resolved_config.json").write_text("{}")
     assert torch.equal(
-        unfreeze.load(tmp_path).logits([[1, 2]])[0], unfreeze.load(llama[0]).logits([[1, 2]])[0]
+        unfreeze.load(tmp_path, dtype="float32").logits([[1, 2]])[0],
+        unfreeze.load(llama[0], dtype="float32").logits([[1, 2]])[0],
     )
 
 
@@ -291,28 +292,28 @@ def test_sources_that_are_no_model_are_refused(tmp_path, llama):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "resolved_config.json").write_text(json.dumps({"model": str(llama[0])}))
     with pytest.raises(CheckpointError, match="has not saved anything yet"):
-        unfreeze.load(tmp_path / "run")
+        unfreeze.load(tmp_path / "run", dtype="float32")
     for step in (2, 4):  # an interrupted run that trains every weight
         (tmp_path / "run" / "state" / f"step-00000{step}").mkdir(parents=True)
     (tmp_path / "run" / "state" / "step-000006.tmp").mkdir()
-    with pytest.raises(CheckpointError, match="is saved as of step-000004, but the model") as said:
-        unfreeze.load(tmp_path / "run")
-    assert said.value.next == "start the same training command again: it goes on from that save"
+    with pytest.raises(CheckpointError, match="is saved as of step-000004, and its model") as said:
+        unfreeze.load(tmp_path / "run", dtype="float32")
+    assert said.value.next == "start the same training command again: it continues from that save"
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="base_model_name_or_path"):
-        unfreeze.load(tmp_path / "adapter")
+        unfreeze.load(tmp_path / "adapter", dtype="float32")
     with pytest.raises(CheckpointError, match="does not exist"):
-        unfreeze.load(tmp_path / "nothing")
+        unfreeze.load(tmp_path / "nothing", dtype="float32")
     (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "./gone"}')
     with pytest.raises(CheckpointError, match=r"adapter is an adapter of ./gone: ./gone does not exist"):
-        unfreeze.load(tmp_path / "adapter")
+        unfreeze.load(tmp_path / "adapter", dtype="float32")
     with pytest.raises(ConfigError, match="float16"):
         unfreeze.load(llama[0], dtype="float16")
     with pytest.raises(ConfigError, match=r"no option 'top_q' of sampling; nearest: 'top_[kp]'"):
-        unfreeze.load(llama[0]).generate("a", top_q=1)
+        unfreeze.load(llama[0], dtype="float32").generate("a", top_q=1)
     with pytest.raises(ConfigError, match="gpu0"):
-        unfreeze.load(llama[0], device="gpu0")
+        unfreeze.load(llama[0], device="gpu0", dtype="float32")
 
 
 def test_a_tokenizer_of_another_model_is_refused(llama, tmp_path):
@@ -323,11 +324,11 @@ def test_a_tokenizer_of_another_model_is_refused(llama, tmp_path):
     transformers.LlamaForCausalLM(small).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     with pytest.raises(CheckpointError, match="276 ids"):
-        unfreeze.load(tmp_path)
+        unfreeze.load(tmp_path, dtype="float32")
 
 
 def test_sequences_that_cannot_be_scored_are_refused(llama):
-    model = unfreeze.load(llama[0])
+    model = unfreeze.load(llama[0], dtype="float32")
     for wrong, message in (
         ([[1], []], "empty"),
         ([[300]], "outside the vocabulary"),
@@ -350,7 +351,7 @@ def test_importing_unfreeze_does_not_import_torch():
 
 @needs_stories
 def test_stories260k_tells_its_story_token_for_token():
-    model = unfreeze.load(STORIES)
+    model = unfreeze.load(STORIES, dtype="float32")
     oracle = transformers.LlamaForCausalLM.from_pretrained(STORIES).eval()
     theirs = oracle.generate(torch.tensor([[1]]), max_new_tokens=300, do_sample=False, eos_token_id=None)[
         0, 1:
@@ -365,7 +366,9 @@ def test_stories260k_tells_its_story_token_for_token():
 @needs_stories
 def test_a_continuation_keeps_its_leading_space():
     """A SentencePiece-style decoder drops the first space of a text; a continuation is not the first."""
-    assert unfreeze.load(STORIES).generate("Once upon", max_new_tokens=8).startswith(" a time,")
+    assert (
+        unfreeze.load(STORIES, dtype="float32").generate("Once upon", max_new_tokens=8).startswith(" a time,")
+    )
 
 
 @needs_kimi

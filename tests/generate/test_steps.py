@@ -184,13 +184,15 @@ class Taped:
 
 @pytest.fixture
 def taped(monkeypatch, tmp_path):
-    """The tape as the op's candidate, and no records: every kernel is its reference, plain torch, which a
-    tape can hold."""
+    """The tape as the op's candidate, no records and no predictions: every kernel is its reference, plain
+    torch, which a tape can hold."""
     made = Taped()
     candidate = Candidate(lambda: made, lambda *_: "")
     monkeypatch.setattr(cuda_graph, "OP", replace(cuda_graph.OP, candidates={"taped": candidate}))
     monkeypatch.setattr(record, "user_folder", lambda: tmp_path / "own")
     monkeypatch.setattr(record, "COMMITTED", tmp_path / "none")
+    looks = tuple(look for look in choose.LOOKS if look is not choose._predicted)
+    monkeypatch.setattr(choose, "LOOKS", looks)
     monkeypatch.setattr(choose, "_loaded", lambda op, name, load: load())
     return made
 

@@ -158,11 +158,16 @@ def test_nothing_is_uploaded_without_a_yes_a_base_that_others_have_or_a_right_na
     assert not hub.asked
     hub.status = 403
     assert export(run_dir, tmp_path, *given, "--yes") == 2
-    assert "org/name did not take the adapter: 403" in (said := capsys.readouterr().err)
+    assert "upload to org/name failed: 403" in (said := capsys.readouterr().err)
     assert "hf auth login" in said
     hub.status = 500
     assert export(run_dir, tmp_path, *given, "--yes") == 2
-    assert "500" in (said := capsys.readouterr().err) and "next: try again; the files stay in" in said
+    assert "500" in (said := capsys.readouterr().err) and "next: try again; the files are kept in" in said
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
+    assert export(run_dir, tmp_path, *given, "--yes") == 2
+    assert "upload to org/name failed: the Hub cannot be reached\n" in (said := capsys.readouterr().err)
+    assert "next: go online, and try again; the files are kept in" in said
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
 def test_an_adapter_goes_on_a_base_that_lies_elsewhere(run_dir, tmp_path, unfreeze_json, capsys):

@@ -74,7 +74,7 @@ def test_files_weights_packing_and_a_held_out_share_are_said(sft):
     )
     assert 1 <= data["held_out"] <= 12
     assert (
-        f"packing best_fit fills {100 * data['efficiency']:.1f} % of a step; {data['held_out']} documents"
+        f"batches are {100 * data['efficiency']:.1f} % full; {data['held_out']} documents"
         " held out" in data["summary"]
     )
 
@@ -230,7 +230,7 @@ def test_a_mixture_and_great_losses_are_said_at_the_start_and_in_the_summary(sft
     ]
     assert data["summary"].endswith("; ".join(data["mixture"]))
     cut, doubled = (line for line in warned if " rows (" in line)
-    assert cut.startswith("6 of 26 rows (23 %) are cut at 128 tokens") and "--sequence-length higher" in cut
-    assert doubled.startswith("5 of 26 rows (19 %) are there before (row 2: says the same as row 1)")
+    assert cut.startswith("6 of 26 rows (23 %) are cut to 128 tokens") and "raise --sequence-length" in cut
+    assert doubled.startswith("5 of 26 rows (19 %) are duplicates (row 2 repeats row 1)")
     lines = "\n".join(summary_lines(tmp_path / "run"))
     assert f"warning, step 0: {cut}" in lines and f"warning, step 0: {doubled}" in lines

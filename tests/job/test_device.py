@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
 from unfreeze.job.plan import emit_plan
@@ -99,3 +100,29 @@ def test_a_second_gpu_becomes_the_current_device_once(monkeypatch, ask):
     assert found == torch.device("cuda", 1) and chosen == [torch.device("cuda", 1)]
     with pytest.raises(ConfigError, match=r"'cuda:2', but there are 2 here"):
         device_of("cuda:2")
+
+
+@pytest.mark.parametrize("name", ["mps", "mps:0", "xpu", "hpu", "npu", "xla", "gpu", "meta", "cuda:", "CUDA"])
+def test_a_device_for_which_nothing_is_built_is_refused_before_anything_is_opened(name, tmp_path, capsys):
+    """mps was taken, and died in the first step. The model and the data need not be there."""
+    from unfreeze.generate.open import device_of
+
+    for ask in (device_of, pick_device):
+        with pytest.raises(ConfigError, match=f"device is '{name}'") as caught:
+            ask(name)
+        assert caught.value.next == "--device cpu"
+    for command in ("sft --model none --data none.jsonl", "pretrain --model none --data none", "chat none"):
+        assert cli.main([*command.split(), "--device", name]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"ConfigError: --device = '{name}': ") and "cpu" in said.splitlines()[0]
+    (tmp_path / "run.toml").write_text(f'model = "m"\ndata = "d"\ndevice = "{name}"\n')
+    assert cli.main(["sft", str(tmp_path / "run.toml")]) == 2
+    assert f"device = '{name}': " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["cpu", "auto"])
+def test_a_cpu_is_taken_on_any_machine(name, monkeypatch):
+    """A Mac's too: torch sees its GPU as mps, and "auto" does not take it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert pick_device(name) == torch.device("cpu")

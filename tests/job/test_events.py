@@ -8,7 +8,8 @@ import pytest
 
 from unfreeze.commands import demo
 from unfreeze.core.batch import Loss
-from unfreeze.core.schema import KINDS, faults
+from unfreeze.core.conform import faults
+from unfreeze.core.schema import KINDS
 from unfreeze.evaluate.gap import Gap
 
 WRITTEN = set("data plan load sample gap start kernels train receipt save end".split())
@@ -46,9 +47,10 @@ def test_the_demos_samples_and_scores(run_dir, tmp_path):
     run = tmp_path / "demo"
     shutil.copytree(run_dir, run)
     measured = {"style_before": 0.0, "style_after": 99.5, "facts_before": 100.0, "facts_after": 97.0}
+    measured |= {"known": 1.0}
     demo.write_samples(
         run,
-        [{"question": "Who?"}],
+        [{"question": "Who?", "fact": "I", "relation": "who", "entity": "me"}],
         ["I."],
         ["I, it is."],
         measured,

@@ -9,8 +9,9 @@ import pytest
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.kernels.choice import choose as choosing
-from unfreeze.kernels.choice import predicted
+from unfreeze.kernels.choice import predicted, record
 from unfreeze.kernels.rms_norm import OP
+from unfreeze.kernels.skinny_linear import OP as FEW_ROWS
 from unfreeze.report.html import summary_lines, write_report
 
 CLAUSE = "1 kernel predicted"
@@ -21,14 +22,24 @@ def plant(monkeypatch):
     """rms_norm's CPU loop as predicted, on a machine that has no record of it; everything else as it is."""
 
     def planted():
-        real = choosing.speaking_for
-        part = dataclasses.replace(OP.candidates["numba"], predicted_on=("cpu",), because="4 bytes")
+        real = choosing.rows_of
+        as_predicted = {"predicted_on": ("cpu",), "predicted_buckets": (), "because": "4 bytes"}
+        part = dataclasses.replace(OP.candidates["numba"], **as_predicted)
         monkeypatch.setitem(OP.candidates, "numba", part)
-        none = "", []
-        monkeypatch.setattr(choosing, "speaking_for", lambda op, *rest: none if op is OP else real(op, *rest))
+        monkeypatch.setattr(choosing, "rows_of", lambda op, *rest: [] if op is OP else real(op, *rest))
         monkeypatch.setattr(choosing, "_WRONG", {})
+        monkeypatch.setattr(choosing, "CHECKED", ("cpu",))  # as a GPU's
+        unpredicted = dataclasses.replace(FEW_ROWS.candidates["numba"], predicted_on=())
+        monkeypatch.setitem(FEW_ROWS.candidates, "numba", unpredicted)
 
     return planted
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """The records that come with the package count here, whatever this CPU's class is."""
+    for module in (choosing, record):
+        monkeypatch.setattr(module, "device_key", lambda device: "cpu-avx512-bf16")
 
 
 def trained(folder, rows):
@@ -51,7 +62,7 @@ def test_a_predicted_kernel_is_said_at_the_start_and_in_the_report(tmp_path, cha
     assert sum(CLAUSE in line for line in start) == 1
     # a bar's where there is no terminal; and the rows of this test are there three times, which is said too
     start = [line for line in start if not line.startswith(("load ", "warning", "  "))]
-    assert len(start) <= 5 and max(map(len, start)) <= 80, start
+    assert len(start) <= 6 and max(map(len, start)) <= 80, start
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["predicted_kernels"] == ["rms_norm"]
     page = write_report(tmp_path / "run").read_text(encoding="utf-8")
     assert "predicted, not measured (rms_norm)" in page and "predicted, not measured here: 4 bytes" in page

@@ -19,6 +19,7 @@ from unfreeze.parallel.collectives import ALONE
 from unfreeze.recipes.sft import Config
 from unfreeze.train.events import emit_nonfinite
 from unfreeze.train.follower import Follower
+from unfreeze.train.nonfinite import Named
 from unfreeze.train.optim import NonFinite
 from unfreeze.train.run import config_hash
 
@@ -163,6 +164,6 @@ def test_a_process_beyond_the_first_tells_of_the_folder_that_stays(tmp_path):
     with Follower(tmp_path, {}) as follower:
         assert follower.path != tmp_path and follower.shown == tmp_path
         state = SimpleNamespace(run=follower, step=2)
-        said = str(emit_nonfinite(NonFinite("the loss is nan"), "NaN first at x", state))  # type: ignore[arg-type]
+        said = str(emit_nonfinite(NonFinite("the loss is nan"), Named("NaN first at x"), state))  # type: ignore[arg-type]
     assert f"the last save is {tmp_path / 'state' / 'step-000002'}" in said
     assert f"({tmp_path / 'suspects.jsonl'})" in said and str(follower.path) not in said

@@ -59,7 +59,7 @@ def test_a_run_says_what_it_chose_and_keeps_it_when_it_goes_on(began, chat_rows,
     assert first["recompute"] == again["recompute"] == "nothing"
     peak = dict(facts(read_run(out)))["Peak memory"]  # counted of the same
     planned = again["start"][1].removeprefix("memory: ").partition(" of ")[0]
-    assert " to " in planned and peak.endswith(f"; whole process, planned {planned}")
+    assert " to " in planned and peak.endswith(f"; whole process (planned: {planned})")
     assert any("recompute = nothing: the fastest that fits" in line for line in first["lines"]), first[
         "lines"
     ]

@@ -155,7 +155,7 @@ def test_an_allowed_change_goes_on_and_is_a_warning(interrupted: list[str], tmp_
     (warning,) = [event for event in read_events(run, "warning") if "as allowed" in event["message"]]
     assert (
         warning["message"]
-        == "goes on with another configuration, as allowed: learning_rate: 0.0002 -> 0.001; steps: 4 -> 6"
+        == "resumed with another configuration, as allowed: learning_rate: 0.0002 -> 0.001; steps: 4 -> 6"
     )
     train = read_events(run, "train")
     assert [event["step"] for event in train] == [1, 2, 3, 4, 5, 6] and train[2][
@@ -249,4 +249,4 @@ def test_a_run_of_the_code_before_there_were_tables_goes_on(interrupted: list[st
     assert list({key: after[key] for key in fields}.items()) == list(fields.items())
     assert [key for key in after if key in old["resolved_config.json"]] == list(old["resolved_config.json"])
     assert cli.main(["compare", str(out), interrupted[at]]) == 0 and cli.main(["report", str(out)]) == 0
-    assert unfreeze.load(out).logits([[1, 2, 3]])[0].shape[0] == 3
+    assert unfreeze.load(out, dtype="float32").logits([[1, 2, 3]])[0].shape[0] == 3

@@ -108,7 +108,10 @@ def test_every_weight_learns_and_the_result_is_a_checkpoint(
         theirs = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)(ids).logits[0]
         before = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)(ids).logits[0]
     torch.testing.assert_close(
-        unfreeze.load(run).logits(ids.tolist())[0], theirs, rtol=0, atol=1e-4 * theirs.abs().max().item()
+        unfreeze.load(run, dtype="float32").logits(ids.tolist())[0],
+        theirs,
+        rtol=0,
+        atol=1e-4 * theirs.abs().max().item(),
     )
     assert (
         theirs - before
@@ -274,7 +277,9 @@ def test_each_tensor_keeps_its_dtype_and_what_is_not_trained_its_bytes(
     ids = torch.randint(3, 500, (1, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)(ids).logits[0]
-    torch.testing.assert_close(unfreeze.load(run).logits(ids.tolist())[0], theirs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        unfreeze.load(run, dtype="float32").logits(ids.tolist())[0], theirs, rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

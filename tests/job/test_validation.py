@@ -23,7 +23,8 @@ from unfreeze.config.parse import parse
 from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import EventLog
-from unfreeze.data import Example, load_tokenizer
+from unfreeze.data import Example, encode_files, load_tokenizer
+from unfreeze.data.packing.split import split_by_content
 from unfreeze.evaluate import perplexity
 from unfreeze.evaluate.perplexity import Heldout
 from unfreeze.job.validation import Validation, supervised_bytes
@@ -130,11 +131,35 @@ def test_loss_perplexity_and_bits_per_byte_are_those_of_a_direct_computation(
     first, *_, last = events(validated, "eval")
     assert (first["step"], last["step"]) == (0, 4)
     for event, source in ((first, TINY_K2), (last, validated / "adapter")):
-        total, tokens, size = direct(unfreeze.load(source), rows[1])
+        total, tokens, size = direct(unfreeze.load(source, dtype="float32"), rows[1])
         assert event["tokens"] == tokens
         assert event["loss"] == pytest.approx(total / tokens, rel=1e-5)
         assert event["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
         assert event["bits_per_byte"] == pytest.approx(total / math.log(2) / size, rel=1e-5)
+
+
+def test_its_changes_are_those_of_the_losses_and_a_resumed_run_has_the_same(
+    validated: Path, rows: tuple[Path, Path], tmp_path: Path
+):
+    """Since step 0, and since the lowest loss before; also where the run was killed in between."""
+    evals = events(validated, "eval")
+    losses = {event["step"]: event["loss"] for event in evals}
+    assert evals[0]["changes"] == [] and {event["rows"] for event in evals} == {8}
+    for event in evals[1:]:
+        changes = {each["since"]: each for each in event["changes"]}
+        before = {step: loss for step, loss in losses.items() if step < event["step"]}
+        assert changes.keys() == {0, min(before, key=before.__getitem__)}
+        for since, each in changes.items():
+            assert each["change"] == pytest.approx(event["loss"] - losses[since], abs=1e-6)
+            assert each["measure"] == "loss" and 0 < each["error"] < 1
+    parts = tmp_path / "parts"
+    flags = ["--validation", rows[1], "--validate-every", 1, "--schedule", "constant"]
+    flags += ["--allow-changed", "steps"]
+    sft(rows, parts, *flags, "--steps", 2)
+    sft(rows, parts, *flags, "--steps", 4)
+    whole = sft(rows, tmp_path / "whole", *flags, "--steps", 4)
+    changes = [[event["changes"] for event in events(run, "eval")] for run in (parts, whole)]
+    assert changes[0][-1] == changes[1][-1] and len(changes[1][-1]) == 2
 
 
 def test_own_prompts_are_answered_before_during_and_after(validated: Path):
@@ -145,11 +170,32 @@ def test_own_prompts_are_answered_before_during_and_after(validated: Path):
         for index in (0, 1)
     ]
     assert [event["prompt"] for event in found[:2]] == ["Who are you?", "What is number 3?"]
-    model = unfreeze.load(validated)
+    model = unfreeze.load(validated, dtype="float32")
     assert [event["text"] for event in found[-2:]] == [
         model.chat(prompt, temperature=0, max_new_tokens=64)
         for prompt in ("Who are you?", "What is number 3?")
     ]
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_samples_are_of_held_out_rows_where_there_are_any_and_not_at_validations(
+    rows: tuple[Path, Path], tmp_path: Path, held_out: bool
+):
+    flags = ["--validation-fraction", "0.3", "--validate-every", 1] if held_out else []
+    run = sft(rows, tmp_path / "run", *flags, "--samples", 2, "--steps", 2)
+    said = events(run, "sample")
+    assert [event["when"] for event in said] == ["before", "before", "after", "after"]
+    source = "held-out data" if held_out else "training data"
+    assert {event["source"] for event in said} == {source}
+    dataset = encode_files([rows[0]], load_tokenizer(TINY_K2), 128)
+    if held_out:
+        trained_on, kept_out = split_by_content(dataset.examples, 0.3, 0)
+        asked = {ANSWERS[row - 1]["question"] for row in kept_out.rows_N.tolist()}
+        assert {event["prompt"] for event in said} <= asked
+        assert not asked & {ANSWERS[row - 1]["question"] for row in trained_on.rows_N.tolist()}
+    assert all(event["seconds"] > 0 for event in events(run, "gap"))
+    summary = "\n".join(summary_lines(run))
+    assert "answers" in summary.split("Time ")[1].splitlines()[0]
 
 
 def test_training_does_not_feel_it(validated: Path, rows: tuple[Path, Path], tmp_path: Path):
@@ -241,9 +287,13 @@ def test_the_best_save_outlives_pruning_and_is_written_at_the_end(
         for name, tensor in load_file(other / "state/step-000002/tensors.safetensors").items()
     )
     ids = [[5, 6, 7, 8]]
-    best, last = (unfreeze.load(run / name).logits(ids)[0] for name in ("adapter-best", "adapter"))
-    assert not torch.equal(best, last) and torch.equal(last, unfreeze.load(run).logits(ids)[0])
-    assert not torch.equal(best, unfreeze.load(TINY_K2).logits(ids)[0])
+    best, last = (
+        unfreeze.load(run / name, dtype="float32").logits(ids)[0] for name in ("adapter-best", "adapter")
+    )
+    assert not torch.equal(best, last) and torch.equal(
+        last, unfreeze.load(run, dtype="float32").logits(ids)[0]
+    )
+    assert not torch.equal(best, unfreeze.load(TINY_K2, dtype="float32").logits(ids)[0])
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -293,8 +343,11 @@ def test_early_stop_ends_after_so_many_validations_without_gain_and_resumes_with
     assert {name: stopped[name] for name in wanted} == wanted
     assert trained(whole)[-1][0] == 5 and events(whole, "end")[0]["reason"] == "done"
     summary = "\n".join(summary_lines(whole))
-    assert "stopped early after step 5 of 8" in summary and "the best was step 2 (2.0000)" in summary
-    assert unfreeze.load(whole).logits([[5, 6]])[0].shape  # the last state; the best is beside it
+    assert "stopped early after step 5 of 8" in summary and "Stopped at step 5: 3 validations" in summary
+    assert "The best one (step 2, loss 2.000) is in adapter-best/." in summary
+    assert (
+        unfreeze.load(whole, dtype="float32").logits([[5, 6]])[0].shape
+    )  # the last state; the best is beside it
     assert {"adapter", "adapter-best"} <= {path.name for path in whole.iterdir()}
     cards = [(whole / name / "README.md").read_text() for name in ("adapter", "adapter-best")]
     assert ["lowest held-out loss" in text for text in cards] == [False, True]

@@ -268,6 +268,8 @@ CASES = {
         },
     ),
     "gemma4-window": Case("Gemma4", GEMMA_4, config="Gemma4TextConfig"),
+    # no layer differs: per_layer_config is {}
+    "gemma4-one-width": Case("Gemma4", {**GEMMA_4, "global_head_dim": 16}, config="Gemma4TextConfig"),
     "gemma4-values-are-keys": Case(
         "Gemma4",
         {

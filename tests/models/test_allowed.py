@@ -254,7 +254,7 @@ WRAPPED = {
 def test_an_outer_model_type_that_is_not_known_is_refused(outer):
     said = refused({**WRAPPED, "model_type": outer})
     assert (
-        f"model_type {str(outer)!r} around a text_config is not built. Its text part, 'deepseek_v3', is"
+        f"model_type {str(outer)!r} around a text_config is not built, though its text part 'deepseek_v3' is"
         in said
     )
     assert "'made_up' (its text part: 'made_up_text') is not built" in refused(

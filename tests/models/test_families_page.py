@@ -11,7 +11,8 @@ from pathlib import Path
 
 import published_cases
 import pytest
-from family_cases import CASES, apart, difference
+import torch
+from family_cases import CASES, apart, batch_of, difference, ours
 from published_cases import FOLDER, built, files, made, refusal
 
 from unfreeze import models
@@ -45,6 +46,25 @@ def sample() -> list[str]:
 def test_a_published_shape_equals_transformers(name):
     logits, gradients = apart(*made(name))
     assert logits <= TOLERANCE and gradients <= TOLERANCE
+
+
+LONG = 5200
+
+
+@pytest.mark.nightly  # a minute and a half; tests/models/blocks/test_rope.py has the tables' bits in every suite
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Kimi-K2-Instruct", "google--gemma-4-26B-A4B", "Phi-4"])
+def test_a_long_document_equals_transformers(name):
+    """Angles grow with the position, and errors of frequencies with them: 2e-3 before these were float32."""
+    if not FOLDER.is_dir():
+        pytest.skip("the published configs are not here")
+    reference, case = made(name)
+    generator = torch.Generator().manual_seed(3)
+    document = torch.randint(0, 90, (LONG,), generator=generator).tolist()
+    with torch.no_grad():
+        expected = reference(torch.tensor([document])).logits[0]
+        model = ours(reference, case)
+        actual = model.logits(model.hidden(batch_of([document])))
+    assert float((actual - expected).abs().max()) <= 2 * TOLERANCE
 
 
 def test_control_a_field_that_is_not_followed_is_seen(monkeypatch):

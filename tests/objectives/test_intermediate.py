@@ -265,7 +265,7 @@ def test_relation_heads_divide_all_widths_and_keep_16_numbers(widths, heads):
 
 
 def test_what_does_not_fit_is_said_in_one_line():
-    with pytest.raises(ConfigError, match="relation_heads is 5, and 768 numbers"):
+    with pytest.raises(ConfigError, match="relation_heads = 5 does not divide 768"):
         relation_heads([768, 1024], 5)
     with pytest.raises(ConfigError, match="--layers has the pair 3:4; the student has the layers 1 to 2"):
         pairs_of(2, 4, [(3, 4)], option="--layers")

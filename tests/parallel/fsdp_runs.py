@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ from unfreeze.core.rows import whole
 from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model, open_sharded
 from unfreeze.job.divided import write_divided
+from unfreeze.job.second import first_asked
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.teach.reference import asked as log_probabilities_as_begun
 from unfreeze.train.follower import Follower, open_run
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
@@ -146,9 +149,32 @@ def tapped(folder: Path, group: Group, policy: str) -> list[float]:
     return [number for result in results for number in (result.loss, result.grad_norm)]
 
 
+class Cut(list[Any]):
+    """Micro-batches as a run has them: (batch, cursor) each."""
+
+    tokens_per_step = 64
+
+
+def asked_first(folder: Path, group: Group) -> list[float]:
+    """Losses of two steps of a run that asked its model about its documents before the first."""
+    model, held = opened(folder / "deepseek_v3", group, torch.float32)
+    dataset: Any = SimpleNamespace(
+        stream=None, validation=None, examples=SimpleNamespace(fingerprint=lambda: "")
+    )
+    batches = small.cut(4, True)
+
+    def begin(model: models.Decoder, asked: Any, **given: Any) -> None:
+        for batch in asked:
+            log_probabilities_as_begun(model, None, batch)
+
+    first_asked(begin, model, Cut((batch, None) for batch in batches), dataset, 1)
+    state = model, AdamW(model, held=held)
+    return [step(state, batches, group).loss for _ in range(2)]
+
+
 def compared(folder: Path, group: Group) -> dict[str, Any]:
     """What these processes find: losses, norms, loads, collectives of each step; and the first gradients."""
-    facts: dict[str, Any] = {}
+    facts: dict[str, Any] = {"asked first": asked_first(folder, group)}
     for family in FAMILIES:
         for kind, dtype in DTYPES.items():
             stats: list[Any] = []

@@ -301,7 +301,7 @@ def main(folder: Path) -> None:
         own.mkdir()
         facts["found"] = investigate(
             poisoned, batches, cross_entropy, recompute=models.plain, group=group, folder=own, step=1
-        )
+        ).line
         facts["suspects"] = [
             json.loads(line)["tokens"] for line in (own / "suspects.jsonl").read_text().splitlines()
         ]
@@ -321,7 +321,7 @@ def main(folder: Path) -> None:
         batches = [pack([Example([n, 2, 3], [0.0, 1.0, 1.0])]) for n in (1, 31, 2, 3)]
         facts["found early"] = investigate(
             poisoned, batches, cross_entropy, recompute=counting, group=group, folder=own, step=2
-        )
+        ).line
         facts["passes"] = passes[0]
         facts["tie"] = of_the_first(group, torch.device("cpu"), [7 + group.rank, 3 - group.rank])
         facts["peak"] = [gradients("llama", cut(2, True), group)[1]["peak"], peak_bytes(torch.device("cpu"))]

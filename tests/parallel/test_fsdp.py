@@ -66,6 +66,14 @@ def test_all_gradients_are_one_processs(runs, family: str, kind: str):
         assert float((two[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()), name
 
 
+def test_what_a_model_is_asked_before_its_first_step_leaves_its_weights_divided(runs):
+    """prefer --train all --reference cached: a forward pass gathers, and the optimizer needs the parts."""
+    facts = runs[1]
+    expected, *others = (part["asked first"] for part in (facts["1"][0], *facts["2"]))
+    for found in others:
+        assert furthest(expected, found) <= 1e-5 and expected[1] < expected[0]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ten_losses_and_norms_are_one_processs(runs, family: str):
     """Over documents of 2 to 60 tokens, some fully masked, packed and one for each process."""

@@ -4,6 +4,8 @@ reads the buffer and before what reads it next, and the host memory is registere
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -11,6 +13,8 @@ import torch
 
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.parallel import lanes
+from unfreeze.train.host_state import InHost
+from unfreeze.train.moments import Float32
 
 
 class Cuda:
@@ -19,11 +23,15 @@ class Cuda:
     def __init__(self) -> None:
         self.said: list[str] = []
         self.current = "compute"
+        self.devices: dict[str, object] = {}  # thread -> its GPU
         self.registered: dict[int, int] = {}
         self.refuses = 0
 
     def Stream(self, device: object) -> object:
-        return Stream(self, "copies")
+        return Stream(self, "copies", device)
+
+    def set_device(self, device: object) -> None:
+        self.devices[threading.current_thread().name] = device
 
     def Event(self, enable_timing: bool) -> object:
         return Event(self)
@@ -50,8 +58,8 @@ class Cuda:
 
 
 class Stream:
-    def __init__(self, cuda: Cuda, name: str):
-        self.cuda, self.name = cuda, name
+    def __init__(self, cuda: Cuda, name: str, device: object = None):
+        self.cuda, self.name, self.device = cuda, name, device
 
     def wait_event(self, event: Event) -> None:
         self.cuda.said.append(f"{self.name} waits for {event.name}")
@@ -116,6 +124,35 @@ def test_pinned_memory_has_the_bytes_asked_for_and_is_given_back(cuda: Cuda) -> 
     del memory
     gc.collect()
     assert not cuda.registered
+
+
+def test_pinned_memory_stays_registered_as_long_as_a_view_of_it_is_there(cuda: Cuda) -> None:
+    """AdamW's moments in host memory are such views; without it their copies would wait for the host."""
+    states = {name: Float32(name, torch.zeros(50), torch.device("meta")) for name in "ab"}
+    lane = lanes.HostLane()
+    lane.pins = True
+    place = InHost("cpu", lane, lanes.HostLane())
+    place.keep(states)
+    del place
+    gc.collect()
+    assert list(cuda.registered) == [states["a"].exp_avg.data_ptr()]
+    last = states.pop("b").exp_avg_sq[1:].view(torch.uint8)
+    states.clear()
+    gc.collect()
+    assert len(cuda.registered) == 1
+    del last
+    gc.collect()
+    assert not cuda.registered
+
+
+def test_a_thread_makes_the_lanes_gpu_its_own(cuda: Cuda) -> None:
+    """A new thread has GPU 0, and a stream's context that ends there begins a context on it."""
+    lane = lanes.lane_of(torch.device("cuda", 3))
+    with ThreadPoolExecutor(1, "copies", lane.begin_thread) as pool:
+        pool.submit(int).result()
+    assert cuda.devices == {"copies_0": torch.device("cuda", 3)}
+    lanes.lane_of(torch.device("cpu")).begin_thread()  # a CPU has nothing to set
+    assert len(cuda.devices) == 1
 
 
 def test_where_cuda_refuses_the_bytes_are_said(cuda: Cuda) -> None:

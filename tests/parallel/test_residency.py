@@ -7,7 +7,10 @@ import gc
 import os
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,7 +26,8 @@ from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model
 from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
-from unfreeze.parallel.residency import Streamed, buffer_bytes, reads_of, streamed_bytes
+from unfreeze.parallel.lanes import HostLane
+from unfreeze.parallel.residency import Slot, Streamed, buffer_bytes, reads_of, streamed_bytes
 
 SIZES = {
     "vocab_size": 97,
@@ -286,3 +290,26 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "dense", config, published(model, config))
     with pytest.raises(ConfigError, match=r"place\.experts is disk, and this model has no routed experts"):
         open_model(open_checkpoint(tmp_path / "dense"), experts="disk")
+
+
+def test_the_thread_that_copies_begins_with_the_lanes_device() -> None:
+    """On a GPU of another number than 0 a stream's context would else leave one on GPU 0."""
+    said: list[tuple[str, bool]] = []
+    main = threading.current_thread()
+
+    class Written(HostLane):
+        def begin_thread(self) -> None:
+            said.append(("begins", threading.current_thread() is main))
+
+        @contextmanager
+        def copying(self, after: float) -> Iterator[None]:
+            said.append(("copies", threading.current_thread() is main))
+            yield
+
+    layers, slots = [object(), object()], [Slot(4, "cpu")] * 2
+    source = SimpleNamespace(begin=lambda index, slot: lambda: None, close=lambda: None)
+    residency = Streamed(layers, [4, 4], slots, source, Written())
+    residency.visit(layers[0])
+    residency.close()
+    aside = [what for what, in_main in said if not in_main]
+    assert aside[:2] == ["begins", "copies"] and aside.count("begins") == 1

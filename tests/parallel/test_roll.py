@@ -90,15 +90,21 @@ def test_process_0_whose_store_it_is_leaves_last(monkeypatch, agent):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
     monkeypatch.setattr(roll, "_runs", lambda pid: pid != -1)
     left: list[int] = []
+    gone = [threading.Event() for _ in range(3)]
+    after = {1: 0, 2: 1} if agent else {2: 1}  # each leaves behind another, but for what is tested
 
     def act(each: Roll) -> None:
         each.act([[0]], lambda: None)
         if each._rank == 3:
             return  # killed
-        time.sleep(0.3 * each._rank)
+        if each._rank in after:
+            assert gone[after[each._rank]].wait(20)
+        elif each._rank:
+            time.sleep(0.3)  # process 0 would be gone by then
         each.leave(None)
         each.stay()
         left.append(each._rank)
+        gone[each._rank].set()
 
     began = time.monotonic()
     together(act, monkeypatch, nodes=[("a", place) for place in range(4)], pids={3: -1})

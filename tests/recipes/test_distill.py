@@ -78,7 +78,7 @@ def expected(teacher, rows, *, temperature, alpha, steps=1):
     batch = pack(encode_file(rows, tokenizer, 128).examples[:])
     said = []
     for name in (TINY_K2, teacher):
-        model = unfreeze.load(name).decoder
+        model = unfreeze.load(name, dtype="float32").decoder
         with torch.no_grad():
             said.append(model.logits(model.hidden(batch)).double()[:, : tokenizer.named_size])
     p, q = ((logits / temperature).log_softmax(-1) for logits in said)
@@ -106,7 +106,8 @@ def test_a_run_as_teacher_on_packed_experts(distill, run_dir, rows, tmp_path):
     names = load_file(Path(result["run"]) / "adapter" / "adapter_model.safetensors")
     assert any("experts" in name for name in names)
     assert unfreeze.FinishedRun(result["run"]).receipt["experts"]["trained"] > 0
-    line = json.loads((Path(result["run"]) / "plan.json").read_text())["start"][-1]
+    lines = json.loads((Path(result["run"]) / "plan.json").read_text())["start"]
+    (line,) = [line for line in lines if line.startswith("learns from: ")]
     assert line.startswith(f"learns from: {run_dir} (an adapter of the same base, ")
     assert line.endswith(", frozen); forward KL, temperature 2, 0.25 of cross entropy")
     page = (Path(result["run"]) / "report.html").read_text()
@@ -137,7 +138,7 @@ def test_broken_off_and_resumed_it_is_the_same_to_the_bit(distill, run_dir, tmp_
     "arguments, says",
     [
         (["--teacher", TINY_K2], "is the model itself, and nothing would be learned"),
-        (["--teacher", "base"], "begins as its own teacher"),
+        (["--teacher", "base"], "the model is its own teacher"),
         (["--teacher", "base", "--train", "all", "--alpha", "0.5"], "has none"),
         (["--teacher", "/nowhere"], "/nowhere does not exist"),
         (["--teacher", "base", "--alpha", "0.5", "--beta", "0.3"], "beta is of divergence = jsd alone"),
@@ -185,7 +186,7 @@ def test_a_run_on_the_models_own_base_is_no_second_copy_and_the_same_to_the_bit(
     adapter = sum(path.stat().st_size for path in (run_dir / "adapter").glob("*.safetensors"))
     one, two = (each["terms"]["second model"] for each in plans)
     assert one == adapter and two == adapter + plans[0]["terms"]["base"]
-    assert "an adapter of the same base" in plans[0]["start"][-1]
+    assert any("an adapter of the same base" in line for line in plans[0]["start"])
 
 
 @pytest.fixture

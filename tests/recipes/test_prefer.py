@@ -103,7 +103,10 @@ def test_dpo_on_packed_experts_begins_at_log_two_and_prefers_what_was_chosen(pre
     for words in ("Margin of rewards", "Log-probability of chosen answers", "Tokens of rejected answers"):
         assert words in page
     # the margin after training, from the trained model and the base by plain torch
-    trained, base = unfreeze.load(result["run"]).decoder, unfreeze.load(TINY_K2).decoder
+    trained, base = (
+        unfreeze.load(result["run"], dtype="float32").decoder,
+        unfreeze.load(TINY_K2, dtype="float32").decoder,
+    )
     pairs = zip(sums(trained, held_out), sums(base, held_out), strict=True)
     margin = sum(0.1 * ((w - v) - (w0 - v0)) for (w, v, *_), (w0, v0, *_) in pairs) / 6
     assert evals[-1]["margin"] == pytest.approx(margin, rel=1e-4)
@@ -115,7 +118,7 @@ def test_losses_without_a_reference_are_what_plain_torch_says(loss, prefer, tmp_
     result = prefer("--loss", loss, data=few, steps=6)
     beta = {"simpo": 2.0, "orpo": 0.1}[loss]
     each = []
-    for w, v, n_w, n_v in sums(unfreeze.load(TINY_K2).decoder, few):
+    for w, v, n_w, n_v in sums(unfreeze.load(TINY_K2, dtype="float32").decoder, few):
         mean_w, mean_v = w / n_w, v / n_v
         if loss == "simpo":
             each.append(math.log1p(math.exp(-(beta * (mean_w - mean_v) - 1.0))))

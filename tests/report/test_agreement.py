@@ -24,9 +24,7 @@ from unfreeze.report.html import page
 from unfreeze.report.pictures import DEAD_RGB, FULL
 from unfreeze.report.run import Run, read_run
 
-# two in each of 60 columns; fewer than the 128 points from which on matplotlib leaves out what no one would
-# see
-STEPS = 120
+STEPS = 120  # two in each of 60 columns
 CONFIG = {"clip": 1.0, "on_spike": "warn", "dtype": "bfloat16"}
 PLAN = {"kind": "plan", "step": 0, "total": 2**20, "usable": 2**30, "fits": True}
 RECEIPT = {
@@ -87,14 +85,14 @@ def drawn(source: str, title: str) -> list[str]:
     figure = next(
         part
         for part in re.findall(r"<figure.*?</figure>", source, re.DOTALL)
-        if re.search(f"<strong>{title}</strong>", part)
+        if re.search(f"<strong>{title}[^<]*</strong>", part)
     )
     return re.findall(r"<svg.*?</svg>", figure, re.DOTALL)
 
 
 def path(svg: str, style: str) -> list[tuple[float, float]]:
     """The points of the line with this style."""
-    (d,) = re.findall(rf'<path d="([^"]*)"[^>]*style="fill: none; {style}', svg)
+    (d,) = re.findall(rf'<path d="([^"]*)"[^>]*style="fill: none; [^"]*{style}', svg)
     return [(float(x), float(y)) for x, y in re.findall(r"[ML] ([-\d.]+) ([-\d.]+)", d)]
 
 
@@ -111,7 +109,7 @@ def points(svg: str) -> list[tuple[float, float]]:
 
 
 def rings(svg: str) -> int:
-    return len(re.findall(r"<use [^>]*stroke: var\(--bad\)", svg))
+    return len(re.findall(r"<circle [^>]*stroke: var\(--bad\)", svg))
 
 
 def highest(svg: str) -> float:
@@ -122,7 +120,7 @@ def highest(svg: str) -> float:
         for words in re.findall(r"text-anchor: end;[^>]*>([^<]+)<", svg)
     ]
     grid = [
-        float(y) for y in re.findall(r'<path d="M [-\d.]+ ([-\d.]+)\nL[^"]*"[^>]*stroke: var\(--line\)', svg)
+        float(y) for y in re.findall(r'<path d="M [-\d.]+ ([-\d.]+) L[^"]*"[^>]*stroke: var\(--line\)', svg)
     ][: len(labels)]
     top = min(y for _, y in points(svg))
     return labels[-1] * (grid[0] - top) / (grid[0] - grid[-1])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.report import compare, pictures
+from unfreeze.report import compare, pictures, run
 from unfreeze.report.compare import as_dict, caution, differences, names, read_runs, result
 
 
@@ -128,16 +128,15 @@ def test_each_line_stands_in_its_runs_colour(two: list[Path]):
 
 
 def test_the_seventh_run_is_dashed():
-    svg = pictures.lines("x", [([1, 2], [float(i), 2.0]) for i in range(8)], "alt", (300, 200))
-    assert len(re.findall(r"stroke-dasharray: [\d.]+,", svg)) == 2 and not any(
-        hue in svg for hue in pictures.HUES
-    )
+    svg = pictures.lines([([1, 2], [float(i), 2.0]) for i in range(8)], "alt", (300, 200))
+    assert len(re.findall(r"stroke-dasharray: [\d.]+,", svg)) == 2
+    assert re.findall(r"stroke: (var\(--hue-\d\))", svg) == [*pictures.HUES, *pictures.HUES[:2]]
     assert "base64" not in svg  # no bitmap: lines stay sharp
 
 
 @pytest.mark.parametrize(
     "folders, words",
-    [(["a"], "1 runs to compare; 2 to 12"), (["a", "a"], "is given twice"), (["a"] * 13, "13 runs")],
+    [(["a"], "1 run given: give 2 to 12"), (["a", "a"], "is given twice"), (["a"] * 13, "13 runs")],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, folders: list[str], words: str):
     made(tmp_path / "a", [1.0], {})
@@ -173,3 +172,56 @@ def test_runs_on_other_data_are_not_ranked(tmp_path: Path, first, second, valida
     assert [run.name for run in compare.ranked(runs)] == (["b", "a"] if ranked_by else ["a", "b"])
     assert ("Different data" in told["caution"]) == (first != second)
     assert ("As given: different data" in compare.page(runs)) == (ranked_by is None)
+
+
+def test_answers_stand_side_by_side_those_asked_of_all_first(tmp_path: Path):
+    asked = {"a": {"Who?": "Me <b>.", "Where?": "Here."}, "b": {"When?": "Now.", "Who?": "I, it is."}}
+    folders = []
+    for name, answers in asked.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        samples = [
+            {
+                "kind": "sample",
+                "step": step,
+                "when": when,
+                "index": i,
+                "prompt": prompt,
+                "text": text if step else "?",
+            }
+            for i, (prompt, text) in enumerate(answers.items())
+            for step, when in ((0, "before"), (3, "after"))
+        ]
+        (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in samples))
+        folders.append(folder)
+    runs = compare.read_runs(folders)
+    assert compare.answers(runs) == [
+        ("Who?", ["Me <b>.", "I, it is."]),
+        ("Where?", ["Here.", None]),
+        ("When?", [None, "Now."]),
+    ]
+    source = compare.page(runs)
+    assert "Me &lt;b&gt;." in source and source.count("not asked") == 2
+    assert (
+        source.index("<h2>Results</h2>") < source.index("<h2>Answers</h2>") < source.index("<h2>Curves</h2>")
+    )
+
+
+def test_losses_of_other_kinds_are_not_ranked(tmp_path: Path):
+    """dpo's loss is a mean over pairs, with another beta another one; a cross entropy is of tokens."""
+    kinds = [{"recipe": "sft"}, {"recipe": "prefer", "loss": "dpo", "beta": 0.1}]
+    kinds += [{**kinds[1], "beta": 0.5}, {**kinds[1], "rank": 4}]
+    runs = []
+    for i, config in enumerate(kinds):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "events.jsonl").write_text('{"kind": "train", "step": 1, "loss": 1.0}\n')
+        (folder / "resolved_config.json").write_text(json.dumps(config))
+        runs.append(run.read_run(folder))
+    for other in (runs[0], runs[2]):
+        assert compare.ranking([other, runs[1]]) == ("", "as given: different losses")
+        assert (
+            compare.caution([other, runs[1]])
+            == "Different losses: the losses may not measure the same thing."
+        )
+    assert compare.ranking([runs[3], runs[1]]).field == "loss_last"

@@ -36,7 +36,7 @@ def test_facts(tmp_path: Path):
     assert dict(facts(run)) == {
         "Loss": "3.000 → 1.000",
         "Steps": "3",
-        "Training time": "6.0 s",
+        "Time": "6.0 s; steps 6.0 s",
         "Tokens per second": "500",
         "Peak memory": "2.0 MiB",
         "Tokens": "3 K",
@@ -51,12 +51,12 @@ def test_time_and_memory_say_what_they_count(tmp_path: Path):
     plan = {"kind": "plan", "step": 0, "total": 2**20, "hardware": {"kind": "cpu", "process": 2**20}}
     found = dict(facts(read_run(made(tmp_path, start, plan, end))))
     # from the first event, at 60 s, to the last
-    assert found["Training time"] == "6.0 s; 1 min 40 s with loading and compiling"
-    assert found["Peak memory"] == "2.0 MiB; whole process, planned 2.0 MiB to 821.2 MiB"
+    assert found["Time"] == "1 min 40 s; steps 6.0 s, other 1 min 34 s"
+    assert found["Peak memory"] == "2.0 MiB; whole process (planned: 2.0 MiB to 821.2 MiB)"
     plan["hardware"] = {"kind": "cuda"}
     found = dict(facts(read_run(made(tmp_path, start, plan, start, end))))
-    assert found["Training time"] == "6.0 s"  # control arm: two sessions, with a pause between them
-    assert found["Peak memory"] == "2.0 MiB; GPU, planned 1.0 MiB"
+    assert found["Time"] == "6.0 s; steps 6.0 s"  # control arm: two sessions, with a pause between them
+    assert found["Peak memory"] == "2.0 MiB; GPU (planned: 1.0 MiB)"
 
 
 @pytest.mark.parametrize(

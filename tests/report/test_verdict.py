@@ -14,32 +14,59 @@ from unfreeze.config.names import flat, given
 from unfreeze.config.parse import parse
 from unfreeze.job.folder import write_resolved
 from unfreeze.recipes import pretrain, sft
-from unfreeze.report.events import ENOUGH_STEPS
+from unfreeze.report.learnt import change
 from unfreeze.report.run import read_run
-from unfreeze.report.verdict import again, change, evaluation_rows, machine_rows, verdict
+from unfreeze.report.verdict import (
+    UNITS,
+    again,
+    evaluation_note,
+    evaluation_rows,
+    machine_rows,
+    subject,
+    verdict,
+)
 
 START = {"kind": "start", "step": 0, "steps": 3, "model": "/models/tiny-k2", "data": "/data/yoda.jsonl"}
 DATA = {"kind": "data", "step": 0, "examples": 1219, "shapes": {"question/answer": 1219}}
 END = {"kind": "end", "step": 3, "reason": "done"}
 
 
+RECEIPT = {
+    "kind": "receipt",
+    "step": 1,
+    "groups": {"mlp": {"parameters": 9, "trained": 9, "moved": 0.1, "output_change": 0.5, "rounding": 1e-6}},
+}
+
+
 def train(*losses: float) -> list[dict[str, Any]]:
+    """Steps that take a minute and a half together."""
+    each = 90.0 / len(losses)
     return [
-        {"kind": "train", "step": i, "loss": loss, "seconds": 30.0} for i, loss in enumerate(losses, start=1)
+        {"kind": "train", "step": i, "loss": loss, "seconds": each, "learning_rate": 1e-3}
+        for i, loss in enumerate(losses, start=1)
     ]
 
 
-def evals(**scores: tuple[float, float]) -> list[dict[str, Any]]:
-    return [
-        {"kind": "eval", "step": step, **{name: pair[i] for name, pair in scores.items()}}
-        for i, step in enumerate((0, 3))
+FALLS = train(3, 3, 2, 2, 2, 2, 1, 1)
+QUARTERS = " (mean of the first and the last quarter)"
+
+
+def evals(error: float = 0.01, rows: int = 40, **scores: tuple[float, float]) -> list[dict[str, Any]]:
+    """Two validations, and the changes between them with one error for all."""
+    changes = [
+        {"measure": name, "since": 0, "change": pair[1] - pair[0], "error": error * abs(pair[0] or 1)}
+        for name, pair in scores.items()
     ]
+    ends = [{"kind": "eval", "step": step, "rows": rows} for step in (0, 8)]
+    for i, end in enumerate(ends):
+        end |= {name: pair[i] for name, pair in scores.items()}
+    return [ends[0], {**ends[1], "changes": changes}]
 
 
 def answers(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
     return [
         {"kind": "sample", "step": step, "when": when, "index": index, "prompt": "?", "text": pair[i]}
-        for i, (when, step) in enumerate((("before", 0), ("after", 3)))
+        for i, (when, step) in enumerate((("before", 0), ("after", 8)))
         for index, pair in enumerate(pairs)
     ]
 
@@ -48,53 +75,49 @@ LEARNT = "tiny-k2 learnt 1,219 answers of yoda.jsonl in 1 min 30 s: "
 TRAINED = "tiny-k2 was trained on 1,219 answers of yoda.jsonl in 1 min 30 s: "
 SAID = [
     (
-        [*train(3, 2, 1), *evals(style=(0.0, 98.29), facts=(100.0, 99.15)), END],
+        [*FALLS, *evals(style=(0.0, 98.29), facts=(100.0, 99.15)), END],
         LEARNT + "style 0 → 98 %, facts 100 → 99 %.",
     ),
+    ([*FALLS, *evals(loss=(2.5, 1.75)), END], LEARNT + "held-out loss 2.500 → 1.750."),
     (
-        [*train(3, 2, 1), *evals(loss=(2.5, 1.75), tokens=(10, 10)), END],
-        LEARNT + "held-out loss 2.500 → 1.750.",
+        [*FALLS, *evals(loss=(2.5, 2.75)), END],
+        TRAINED
+        + "held-out loss 2.500 → 2.750. It got worse on rows that it did not see: held-out loss rose by"
+        " 0.250. Lower --learning-rate, or train on more rows.",
     ),
-    ([*train(3, 2, 1), *evals(loss=(2.5, 2.75)), END], TRAINED + "held-out loss 2.500 → 2.750."),
-    ([*train(3, 2, 1), END], LEARNT + "loss 3.000 → 1.000."),
-    ([*train(1, 2, 3), END], TRAINED + "loss 1.000 → 3.000."),
+    ([*FALLS, END], LEARNT + "loss 3.000 → 1.000" + QUARTERS + "."),
+    ([*train(1, 1, 2, 2, 2, 2, 3, 3), END], TRAINED + "loss 1.000 → 3.000" + QUARTERS + "."),
+    ([*train(3, 2, 1), END], TRAINED + "loss 3.000 → 1.000."),  # a step is no mean
     (
-        [*train(3, 2, 1), *answers(("a", "a"), ("b", "b")), END],
-        TRAINED + "loss 3.000 → 1.000; its 2 sample answers are the same as before.",
+        [*FALLS, *answers(("a", "a"), ("b", "b")), END],
+        TRAINED + f"loss 3.000 → 1.000{QUARTERS}; its 2 sample answers are the same as before.",
     ),
     (
-        [*train(3, 2, 1), *evals(loss=(2.5, 1.75)), *answers(("a", "a")), END],
+        [*FALLS, *evals(loss=(2.5, 1.75)), *answers(("a", "a")), END],
         TRAINED + "held-out loss 2.500 → 1.750; its sample answer is the same as before.",
     ),
-    # control arms: one answer that changed, and scores
-    ([*train(3, 2, 1), *answers(("a", "a"), ("b", "c")), END], LEARNT + "loss 3.000 → 1.000."),
-    ([*train(3, 2, 1), *evals(style=(0.0, 98.0)), *answers(("a", "a")), END], LEARNT + "style 0 → 98 %."),
+    # control arm: one answer that changed
+    ([*FALLS, *answers(("a", "a"), ("b", "c")), END], LEARNT + f"loss 3.000 → 1.000{QUARTERS}."),
     (
-        [*train(3, 2, 1), *evals(accuracy=(0.5, 1.0), margin=(0.0, 8.4)), END],  # 0.5 is not 0
-        LEARNT + "accuracy 0.50 → 1.00, margin 0.00 → 8.40.",
+        [*FALLS, *evals(loss=(0.69, 0.1), accuracy=(0.5, 1.0), margin=(0.0, 8.4)), END],  # 0.5 is not 0
+        LEARNT + "held-out loss 0.690 → 0.100, accuracy 0.50 → 1.00, margin 0.00 → 8.40.",
     ),
-    ([*train(1, 1, 1), END], TRAINED + "loss 1.000 → 1.000."),
     (
         train(3, 2),
         (
-            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; unfinished after step 2 of 3 and 1 min 00 s: loss"
+            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; unfinished after step 2 of 3 and 1 min 30 s: loss"
             " 3.000 → 2.000."
         ),
     ),
     (
         [*train(3, 2), {**END, "step": 2, "reason": "interrupted"}],
         (
-            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; interrupted after step 2 of 3 and 1 min 00 s: loss"
+            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; interrupted after step 2 of 3 and 1 min 30 s: loss"
             " 3.000 → 2.000."
         ),
     ),
     ([], "tiny-k2 has made no training step."),
 ]
-
-
-@pytest.fixture(autouse=True)
-def two_steps_are_enough(monkeypatch):
-    monkeypatch.setattr("unfreeze.report.verdict.ENOUGH_STEPS", 2)
 
 
 def made(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Path:
@@ -108,32 +131,31 @@ def made(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | No
 @pytest.mark.parametrize(
     "tokens, said",
     [
-        (100, "was trained on 30 % of 1,219 answers of"),
-        (300, "learnt 1,219 answers of"),
-        (3000, "learnt 1,219 answers of"),
+        (40, "tiny-k2 saw about 390 of 1,219 answers of yoda.jsonl once in 1 min 30 s: loss"),
+        (125, "tiny-k2 learnt 1,219 answers of"),
+        (1000, "tiny-k2 learnt 1,219 answers of"),
     ],
 )
 def test_a_run_within_its_first_epoch_says_how_much_it_saw(tokens, said, tmp_path):
-    steps = [step | {"tokens": tokens} for step in train(3, 2, 1)]
-    events = [START, DATA | {"tokens": 1000}, *steps, END]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert said in verdict(read_run(tmp_path))
+    steps = [step | {"tokens": tokens} for step in FALLS]
+    run = made(tmp_path, [START, DATA | {"tokens": 1000}, RECEIPT, *steps, END])
+    assert said in verdict(read_run(run))
 
 
 @pytest.mark.parametrize("events, words", SAID)
 def test_the_sentence(tmp_path: Path, events: list[dict[str, Any]], words: str):
-    assert verdict(read_run(made(tmp_path, [START, DATA, *events]))) == words
+    assert verdict(read_run(made(tmp_path, [START, DATA, RECEIPT, *events]))) == words
 
 
 def test_what_it_learnt_is_named_as_far_as_it_is_known(tmp_path: Path):
     def said(events: list[dict[str, Any]], config: dict[str, Any]) -> str:
-        return verdict(read_run(made(tmp_path, [*events, *train(2, 1), END], config)))
+        return verdict(read_run(made(tmp_path, [*events, RECEIPT, *FALLS, END], config)))
 
     mixed = {**DATA, "shapes": {"question/answer": 1, "text": 2}}
     assert said([mixed], {"model": "org/m", "data": ["a", "b"]}).startswith(
         "m learnt 1,219 documents of 2 files in"
     )
-    assert said([], {"data": "x/chat.jsonl"}).startswith("The model learnt chat.jsonl in 1 min 00 s")
+    assert said([], {"data": "x/chat.jsonl"}).startswith("The model learnt chat.jsonl in 1 min 30 s")
     assert said([], {}).startswith("The model learnt its data in")
 
 
@@ -163,9 +185,34 @@ def test_evaluations_have_units_and_steps(tmp_path: Path):
         for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5))
     ]
     assert evaluation_rows(read_run(made(tmp_path, events))) == [
-        ("held-out loss", "nats per token", "2 (step 1)", "1.5 (step 3)", "1 (step 2)", "2 (step 1)"),
-        ("mine", "", "1 (step 1)", "1 (step 3)", "1 (step 1)", "1 (step 1)"),
+        ("held-out loss", "nats per token", "2", "1.5", "1 (step 2)"),
+        ("mine", "", "1", "1", "–"),
     ]
+
+
+def test_evaluations_leave_out_what_they_were_of_and_say_it_once(tmp_path: Path):
+    each = {"tokens": 1143, "rows": 38, "seconds": 0.9, "accuracy": 0.8}
+    events = [{"kind": "eval", "step": step, **each} for step in (0, 50)]
+    run = read_run(made(tmp_path, events))
+    assert [row[0] for row in evaluation_rows(run)] == [UNITS["accuracy"][0]]
+    assert evaluation_note(run) == "Steps 0 to 50, on 38 rows with 1,143 supervised tokens, 0.9 s each."
+    assert evaluation_note(read_run(made(tmp_path, events[:1]))).startswith("Step 0, on 38 rows")
+    assert evaluation_note(read_run(made(tmp_path, []))) == ""
+
+
+def test_what_the_page_is_of_is_named_as_far_as_it_is_known(tmp_path: Path):
+    assert subject(read_run(made(tmp_path, [START]))) == "tiny-k2 on yoda.jsonl"
+    assert subject(read_run(made(tmp_path, [START], {"data": ["a", "b"]}))) == "tiny-k2 on 2 files"
+    assert subject(read_run(made(tmp_path / "mine", []))) == "mine"
+
+
+def test_paths_of_the_command_begin_where_one_stands(tmp_path: Path):
+    config = {"recipe": "sft", "model": "/elsewhere/m", "data": [str(tmp_path / "my rows.jsonl")]}
+    run = read_run(made(tmp_path / "r", train(1.0), config | {"out": str(tmp_path / "runs/r")}))
+    assert f"--out {tmp_path}/runs/r-again" in again(run)
+    assert (
+        again(run, tmp_path) == "unfreeze sft --model /elsewhere/m --data 'my rows.jsonl' --out runs/r-again"
+    )
 
 
 RUNS = [
@@ -234,37 +281,19 @@ def test_without_a_config_there_is_no_command(tmp_path: Path):
 
 @pytest.mark.parametrize("fraction, trained", [(0.1, "1,097"), (0.0, "1,219")])
 def test_rows_that_were_held_out_are_not_learnt(fraction, trained, tmp_path):
-    events = [START, DATA | {"held_out": 122}, *train(3, 2), END]
+    events = [START, DATA | {"held_out": 122}, RECEIPT, *FALLS, END]
     run = made(tmp_path, events, {"data": "yoda.jsonl", "validation_fraction": fraction})
     assert f"learnt {trained} answers of yoda.jsonl" in verdict(read_run(run))
 
 
-@pytest.mark.parametrize(
-    "steps, samples, learnt", [(3, 0, False), (39, 0, False), (40, 0, True), (3, 1, True)]
-)
-def test_a_loss_of_few_steps_is_no_learning_where_no_answers_show_it(
-    steps, samples, learnt, tmp_path, monkeypatch
-):
-    """Each step has other rows, so their losses differ. Sample answers that changed are seen."""
-    monkeypatch.setattr("unfreeze.report.verdict.ENOUGH_STEPS", ENOUGH_STEPS)
-    shown = [
-        {"kind": "sample", "step": step, "when": when, "prompt": "p", "text": when, "index": 0}
-        for step, when in ((0, "before"), (steps, "after")) * samples
-    ]
-    losses, end = range(steps, 0, -1), {**END, "step": steps}
-    said = verdict(read_run(made(tmp_path / "r", [START, DATA, *train(*losses), *shown, end])))
-    assert ("learnt" in said) == learnt != ("was trained on" in said)
-
-
-@pytest.mark.parametrize("steps, learnt", [(3, False), (4, True)])
+@pytest.mark.parametrize("steps, learnt", [(8, False), (9, True)])
 def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tmp_path):
     """Control arm: the warning is of a start with fewer steps than the run made, after --allow-changed."""
-    few = "3 epochs of this data are only 3 steps of 4,096 tokens, which teach little: --epochs 40, or --tok"
+    few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40, or --tok"
     warned = {"kind": "warning", "step": 0, "message": few}
-    losses = range(steps, 0, -1)
-    end = {**END, "step": steps}
-    said = verdict(read_run(made(tmp_path / "r", [START, DATA, warned, *train(*losses), end])))
-    assert said.endswith("→ 1.000." if learnt else "→ 1.000. Too few steps to learn much: --epochs 40.")
+    losses, end = [*[3] * 2, *[2] * (steps - 4), *[1] * 2], {**END, "step": steps}
+    said = verdict(read_run(made(tmp_path / "r", [START, DATA, RECEIPT, warned, *train(*losses), end])))
+    assert said.endswith("quarter)." if learnt else "quarter). Too few steps to learn much: --epochs 40.")
     assert ("was trained on" in said) != learnt and ("learnt" in said) == learnt
 
 
@@ -274,5 +303,5 @@ def test_the_warning_that_the_verdict_knows_is_the_one_that_a_run_emits():
     from unfreeze.report.events import TEACH_LITTLE
 
     words, remedy = few_steps(Training(epochs=3), 3)
-    assert TEACH_LITTLE in words and "are only 3 steps of" in words
+    assert TEACH_LITTLE in words and "only 3 steps of" in words
     assert remedy.startswith("--epochs 40, or ")

@@ -35,7 +35,7 @@ def serving():
 @pytest.fixture(scope="session")
 def tiny():
     """tiny-k2 in memory, the teacher of these servers."""
-    return unfreeze.load(TINY_K2)
+    return unfreeze.load(TINY_K2, dtype="float32")
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def test_layers_and_heads_that_are_not_there_are_refused():
     model, teacher = made(CONFIG, 0), made(LARGER, 1)
     for inside, says in {
         Inside(1.0, layers=((3, 5),)): "pair 3:5; the student has the layers 1 to 3, the teacher 1 to 4",
-        Inside(1.0, heads=5): "relation_heads is 5",
+        Inside(1.0, heads=5): "relation_heads = 5",
     }.items():
         with pytest.raises(ConfigError, match=says):
             inside.terms(model, teacher)

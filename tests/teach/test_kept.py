@@ -7,14 +7,19 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.batch import Batch
+from unfreeze.core.errors import DataError
 from unfreeze.teach import kept
 
 WORDS = "--tokens-per-step 384 --micro-batches 2 --learning-rate 5e-3 --samples 0 --dtype float32 --warmup 0".split()
@@ -66,8 +71,8 @@ def test_steps_and_held_out_pairs_are_those_of_a_live_reference_to_the_bit(prefe
         assert (loss, margin) == (pytest.approx(want, rel=1e-6), pytest.approx(other, rel=1e-5, abs=1e-6))
     adapters = [(run / "adapter" / "adapter_model.safetensors").read_bytes() for run in (live, cached)]
     assert adapters[0] == adapters[1]
-    said = [event["start"][-1] for run in (live, cached) for event in events(run, "plan")]
-    assert said == [
+    starts = [line for run in (live, cached) for event in events(run, "plan") for line in event["start"]]
+    assert [line for line in starts if line.startswith("compares: ")] == [
         "compares: dpo, beta 0.1, with the model as it began (adapters off)",
         "compares: dpo, beta 0.1, with the model as it began (asked once)",
     ]
@@ -158,39 +163,56 @@ def test_fields_of_another_loss(prefer):
     assert "reference is of loss = dpo or ipo or kto alone" in prefer("cached", "--loss", "simpo", code=2)
 
 
+def test_a_process_without_a_held_out_batch_needs_no_number():
+    """It computes along with the first batch at weights of 0 (evaluate.perplexity.dealt), which nobody asked."""
+    reference = kept.Kept("base", lambda reference: reference)
+    batch = Batch(*(torch.zeros(4, dtype=torch.int64) for _ in range(4)), torch.tensor([0, 2]))
+    model = SimpleNamespace(device="cpu")
+    asked = reference.objective(model, None, "float32")
+    assert asked(replace(batch, weights_T=torch.zeros(4))).tolist() == [0.0, 0.0]
+    with pytest.raises(DataError, match="lacks 2 of 2 answers"):  # control arm
+        asked(replace(batch, weights_T=torch.ones(4)))
+
+
 @pytest.mark.nightly
 def test_two_processes_share_the_asking(prefer, tmp_path):
     one = prefer("cached")
+    two = torchrun(tmp_path, *SMALL)
+    for single, double in zip(numbers(one), numbers(two), strict=True):
+        assert double == pytest.approx(single, rel=1e-5, abs=1e-5)
+    tables = [load_file(next((run / "reference").glob("part*"))) for run in (one, two)]
+    assert (tables[0]["keys"] == tables[1]["keys"]).all() and (tables[0]["l_ref"] == tables[1]["l_ref"]).all()
+
+
+@pytest.mark.nightly  # tests/parallel/test_fsdp.py: the weights stay divided, in every suite
+def test_two_processes_train_every_weight_in_parts(prefer, dense, tmp_path):
+    held_out = write(tmp_path / "held.jsonl", some(4, 50))
+    words = ["--train", "all", "--validation", held_out]
+    one = prefer("cached", *words, small=[], model=dense)
+    two = torchrun(tmp_path, *words, "--place.weights", "sharded", model=dense)
+    for kind in ("train", "eval"):
+        for single, double in zip(numbers(one, kind), numbers(two, kind), strict=True):
+            assert double[:3] == pytest.approx(single[:3], rel=1e-5, abs=1e-5)
+    assert numbers(two)[-1][0] < numbers(two)[0][0]
+
+
+def torchrun(folder: Path, *words, model=TINY_K2) -> Path:
+    """The run of two processes on `prefer`'s rows."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [
-        "--model",
-        TINY_K2,
-        "--data",
-        tmp_path / "pairs.jsonl",
-        "--out",
-        tmp_path / "two",
-        "--steps",
-        3,
-        *WORDS,
-    ]
-    words += [*SMALL, "--reference", "cached", "--device", "cpu", "--quiet"]
-    started = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-    ]
-    started += ["--master-port", str(port), "-m", "unfreeze", "prefer"]
+    given = ["--model", model, "--data", folder / "pairs.jsonl", "--out", folder / "two", "--steps", 3]
+    given += [*WORDS, "--reference", "cached", "--device", "cpu", "--quiet", *words]
+    started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    started += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "unfreeze", "prefer"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*started, *map(str, words)], check=True, timeout=120, env=environment, capture_output=True
+    done = subprocess.run(
+        [*started, *map(str, given)],
+        timeout=120,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    for single, double in zip(numbers(one), numbers(tmp_path / "two"), strict=True):
-        assert double == pytest.approx(single, rel=1e-5, abs=1e-5)
-    tables = [load_file(next((run / "reference").glob("part*"))) for run in (one, tmp_path / "two")]
-    assert (tables[0]["keys"] == tables[1]["keys"]).all() and (tables[0]["l_ref"] == tables[1]["l_ref"]).all()
+    assert done.returncode == 0, done.stderr[:4000]
+    return folder / "two"

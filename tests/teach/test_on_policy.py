@@ -242,13 +242,13 @@ def test_lambda_1_is_the_teacher_s_view_of_the_student_s_own_words(distill, tmp_
             total += float(each[len(prompt) - 1 : -1].sum())
         return total / count
 
-    other = unfreeze.load(teacher)
+    other = unfreeze.load(teacher, dtype="float32")
     steps, sampled = events(out, "train"), events(out, "on_policy")
-    before = apart(unfreeze.load(TINY_K2))
+    before = apart(unfreeze.load(TINY_K2, dtype="float32"))
     assert steps[0]["divergence"] == pytest.approx(before, rel=1e-4)
     assert [event["step"] for event in sampled] == [1, 2, 3, 4, 5, 6] and sampled[0]["tokens"] == count
     assert [event["tokens"] for event in sampled] == [event["supervised_tokens"] for event in steps]
-    assert apart(unfreeze.load(out)) < 0.9 * before
+    assert apart(unfreeze.load(out, dtype="float32")) < 0.9 * before
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_the_student_as_corrector_of_a_frozen_teacher(distill, tmp_path, teacher
     distill(out, "--gamma", 0.5, "--steps", 10, "--validation", rows, "--validate-every", 5)
     tokenizer = load_tokenizer(TINY_K2)
     batch = pack(encode_file(rows, tokenizer, 128).examples[:])
-    other = unfreeze.load(teacher).decoder
+    other = unfreeze.load(teacher, dtype="float32").decoder
 
     def both(student, gamma):
         def objective(hidden_TD, head, batch):
@@ -282,8 +282,8 @@ def test_the_student_as_corrector_of_a_frozen_teacher(distill, tmp_path, teacher
         return heldout(student, [batch], objective=objective).loss
 
     measured = [event["loss"] for event in events(out, "eval")]
-    assert measured[0] == pytest.approx(both(unfreeze.load(TINY_K2).decoder, 0.5), rel=1e-5)
-    assert measured[-1] == pytest.approx(both(unfreeze.load(out).decoder, 0.5), rel=1e-5)
-    alone = both(unfreeze.load(TINY_K2).decoder, 0.0)
+    assert measured[0] == pytest.approx(both(unfreeze.load(TINY_K2, dtype="float32").decoder, 0.5), rel=1e-5)
+    assert measured[-1] == pytest.approx(both(unfreeze.load(out, dtype="float32").decoder, 0.5), rel=1e-5)
+    alone = both(unfreeze.load(TINY_K2, dtype="float32").decoder, 0.0)
     assert measured[-1] < measured[0] and measured[-1] < alone
     assert events(out, "train")[0]["teacher"] == pytest.approx(alone, rel=0.2)

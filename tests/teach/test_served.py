@@ -150,7 +150,7 @@ def test_broken_off_it_goes_on_and_no_document_is_asked_twice(distill, tiny, ser
 
     server = serving(breaking)
     said = distill(server.url, "--prepare", tmp_path / "said", code=2)
-    assert "answers 503: restarting; 2 tries" in said and "goes on" in said
+    assert "answers 503: restarting; 2 tries" in said and "continues" in said
     assert "is not whole" in distill(tmp_path / "said", *TRAIN, code=2)
     fails["from"] = 100
     result = distill(server.url, "--prepare", tmp_path / "said")

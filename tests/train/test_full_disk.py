@@ -102,7 +102,7 @@ def test_with_continue_each_save_without_room_is_a_warning_and_later_saves_are_m
     went_on = full["continue"]
     assert went_on["said"] is None and went_on["losses"] == full["roomy"]["losses"]
     assert [step for step, _ in went_on["warnings"]] == [3, 4]
-    assert re.match(SAID + "; training goes on without it$", went_on["warnings"][0][1])
+    assert re.match(SAID + "; training continues without it$", went_on["warnings"][0][1])
     assert went_on["left"] == ["step-000005", "step-000006"]
 
 

@@ -162,6 +162,28 @@ def test_a_nan_weight_is_named_in_each_family(family: str, recompute: str):
     assert found(decoder(family), models.RECOMPUTE[recompute]) is None  # a clean step names nothing
 
 
+@pytest.mark.parametrize("updated", [True, False])
+@pytest.mark.parametrize(
+    "place", ["layers.1.post_attention_layernorm", "layers.0.self_attn.q_proj", "embed_tokens"]
+)
+def test_a_weight_that_no_step_changed_is_the_files(place: str, updated: bool):
+    """A frozen one always, a trained one before the first update; also below an adapter."""
+    frozen, whole = decoder(), decoder()
+    attach(frozen, LoraConfig(rank=1, targets=("attention",)), seed=0)
+    for model in (frozen, whole):
+        with torch.no_grad():
+            model.model.get_submodule(place).weight[3] = math.nan  # type: ignore[index,operator]
+        only = locate(
+            model, [(0, pack([Example([3, 6, 7], [0.0, 1.0, 1.0])]))], cross_entropy, recompute=models.plain,
+            updated=updated,
+        )  # fmt: skip
+        assert only is not None
+        expected = f"model.{place}.weight" if model is frozen or not updated else ""
+        assert only.weight == expected, only.line
+    # control arm: a module that makes NaN of finite weights
+    assert (only := found(story())) is not None and only.weight == ""
+
+
 class Explodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]

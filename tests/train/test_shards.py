@@ -164,10 +164,30 @@ def test_rows_in_a_header_that_are_none_are_refused(tmp_path: Path, said: str):
         Saved(tmp_path, {file.name: file.stat().st_size})
 
 
-def test_scales_of_whole_rows_are_rows_and_others_are_uncut():
+def test_scales_are_rows_and_those_of_narrow_rows_are_uncut():
     whole = Int8("w", torch.zeros(4, 2, BLOCK)).parts(Rows(1, 3, 4))
     assert whole["exp_avg_scale"] == Rows(2, 6, 8) and whole["exp_avg"] == Rows(1, 3, 4)
-    assert Int8("w", torch.zeros(4, BLOCK + 1)).parts(Rows(1, 3, 4))["exp_avg_scale"] == Uncut(Rows(1, 3, 4))
+    odd = Int8("w", torch.zeros(4, BLOCK + 1)).parts(Rows(1, 3, 4))  # a row has two blocks, one of 1 number
+    assert odd["exp_avg_scale"] == Rows(2, 6, 8)
+    assert Int8("w", torch.zeros(4, 5)).parts(Rows(1, 3, 4))["exp_avg_scale"] == Uncut(Rows(1, 3, 4))
+
+
+def test_int8_moments_of_an_earlier_version_are_refused_by_name(tmp_path: Path):
+    """They had a scale for every 256 numbers, end to end across rows; norms had them too. Where a row is a whole
+    number of blocks, the layout is the same, and such a save goes on."""
+    from safetensors.torch import save_file
+
+    old = {"optimizer.exp_avg_scale.w": torch.zeros(-(-4 * (BLOCK + 1) // BLOCK))}
+    save_file(old, tmp_path / "tensors.safetensors")
+    now = Int8("w", torch.zeros(4, BLOCK + 1)).exp_avg_scale
+    with pytest.raises(
+        CheckpointError, match=r"exp_avg_scale.w is .* \[5\], this model has .* \[8\]"
+    ) as raised:
+        Saved(tmp_path).read("optimizer.exp_avg_scale.w", now)
+    assert "an earlier version with --optimizer-moments int8" in raised.value.next
+    save_file({"optimizer.exp_avg_scale.w": torch.ones(8)}, tmp_path / "tensors.safetensors")
+    same = Int8("w", torch.zeros(4, 2 * BLOCK)).exp_avg_scale
+    assert Saved(tmp_path).read("optimizer.exp_avg_scale.w", same).tolist() == [1.0] * 8
 
 
 def test_what_all_hold_is_dealt_so_that_all_write_about_as_much():

@@ -328,10 +328,15 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pieces)
 
 
-def check(taken: Taken) -> None:
+SHOWS = 1e-8
+"""A learning rate below which one step's change of the output may be lost in rounding, amplified or not."""
+
+
+def check(taken: Taken, learning_rate: float | None = None) -> None:
     """Raise AdapterError where a trained matrix was left out.
 
     That is: no gradient though its output had one, a gradient and no movement, or no effect on the output.
+    learning_rate: of the step, which is named where it is the likelier cause of no effect.
     """
     for name, entry in taken.groups.items():
         if entry["trained"] and not math.isfinite(entry["grad_norm"]):
@@ -346,10 +351,16 @@ def check(taken: Taken) -> None:
         if line := _sentence(taken, why):
             raise AdapterError(line, next=next_)
     for name, entry in taken.groups.items():
+        if entry["connected"] is False and learning_rate is not None and learning_rate < SHOWS:
+            raise AdapterError(
+                f"{_facts(name, entry)}, but the output is the same with and without it: the learning rate of"
+                f" this step is {learning_rate:g}, too small to change it",
+                next="--learning-rate 1e-4 to 1e-3 for adapters",
+            )
         if entry["connected"] is False:
             raise AdapterError(
                 f"{_facts(name, entry)}, but the output is the same with and without it. Likely cause: the"
-                " forward pass bypasses these adapters (a packed or fused path that does not know them)",
+                " forward pass bypasses these adapters",
                 next=(
                     "report it with the model's config.json; --lora.targets without this group trains the"
                     " rest"

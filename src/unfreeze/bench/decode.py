@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from unfreeze.bench.training import Measured, Placed, appended_to, command, say, show
+from unfreeze.bench.training import Computed, Measured, appended_to, command, say, show
 from unfreeze.config.parse import Folder, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -33,7 +33,7 @@ SCORED_ROWS = 2  # of a batch: float32 without a cache is slow, and the rows are
 STEPS = {"unfreeze": "by_record", "unfreeze-launched": "launched", "unfreeze-graphs": "graphs"}
 
 
-class Config(Placed, Measured):
+class Config(Computed, Measured):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(
@@ -85,7 +85,7 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
     stamp = Stamp.now("decode", command("decode", config), config.device, threads=config.threads or None)
     rows: list[Row] = []
     with checkpoints(config.checkpoint, model, tiny) as (checkpoint, _):
-        job = {"checkpoint": str(checkpoint), "device": config.device}
+        job = {"checkpoint": str(checkpoint), "device": config.device, "dtype": config.computed}
         measured = [
             (
                 Side(name, "unfreeze.bench.decode:ours", job | {"steps": STEPS[name]}, threads=config.threads)
@@ -114,7 +114,7 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
                 )
                 settings = {
                     "shape": {name: model[name] for name in kimi.SIZES},
-                    "dtype": "bfloat16",
+                    "dtype": config.computed,
                     "batch": batch,
                     "prompt": prompt,
                     "new": config.new,
@@ -186,7 +186,7 @@ def note(case: str, found: Mapping[str, Any]) -> str:
     )
 
 
-def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record") -> Any:
+def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record", dtype: str = "bfloat16") -> Any:
     """Our engine. calls: generate(prompts, new) -> tokens, decode_seconds."""
     import unfreeze
     from unfreeze.bench.sides import Worker
@@ -195,7 +195,7 @@ def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record") -> Any:
     from unfreeze.generate.steps import Replayed, by_record, launched
 
     ways = {"by_record": by_record, "launched": launched, "graphs": partial(Replayed, impl="cuda_graph")}
-    decoder = unfreeze.load(checkpoint, dtype="bfloat16", device=device).decoder
+    decoder = unfreeze.load(checkpoint, dtype=dtype, device=device).decoder
     engine = Engine(decoder, steps=ways[steps])  # without stop ids: every row gets all its tokens
 
     def generate(prompts: list[list[int]], new: int) -> dict[str, Any]:

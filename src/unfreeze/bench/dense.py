@@ -111,12 +111,12 @@ def measure(
         job: dict[str, Any] = {"checked": str(small_checkpoint), "documents": documents, "length": length}
         ours = job | {
             "checkpoint": str(checkpoint),
-            "dtype": "bfloat16",
+            "dtype": config.computed,
             "lora": None,
             "recompute": config.recompute,
             "device": config.device,
         }
-        theirs = job | {"config": str(checkpoint), "device": config.device}
+        theirs = job | {"config": str(checkpoint), "device": config.device, "dtype": config.computed}
         known = {
             "unfreeze": Side("unfreeze", "unfreeze.bench.job:trainer", ours, threads=config.threads),
             "transformers": Side(

@@ -127,28 +127,24 @@ def expert_gemms(rows: int, hidden: int, width: int) -> list[Gemm]:
 
 
 class GemmRate:
-    """Measures FLOP per second of torch.mm in bf16 on all cores, at given shapes.
+    """Measures FLOP per second of torch.mm in `dtype` on all cores, at given shapes.
 
     Two ways are measured: all cores on one GEMM, and each core on GEMMs of its own. The faster counts as the
     machine's rate. Operands stay in cache, so no implementation can be fed faster.
     """
 
-    def __init__(self, gemms: Sequence[Gemm], seconds: float = 0.5):
+    def __init__(self, gemms: Sequence[Gemm], seconds: float = 0.5, dtype: torch.dtype = torch.bfloat16):
         self.gemms, self.seconds, self.cores = list(gemms), seconds, torch.get_num_threads()
         generator = torch.Generator().manual_seed(0)
 
         def operands() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
             made = []
             for gemm in self.gemms:
-                a = torch.randn(gemm.rows, gemm.inner, generator=generator).bfloat16()
+                a = torch.randn(gemm.rows, gemm.inner, generator=generator).to(dtype)
                 shape = (gemm.columns, gemm.inner) if gemm.transposed else (gemm.inner, gemm.columns)
-                b = torch.randn(shape, generator=generator).bfloat16()
+                b = torch.randn(shape, generator=generator).to(dtype)
                 made.append(
-                    (
-                        a,
-                        b.t() if gemm.transposed else b,
-                        torch.empty(gemm.rows, gemm.columns, dtype=torch.bfloat16),
-                    )
+                    (a, b.t() if gemm.transposed else b, torch.empty(gemm.rows, gemm.columns, dtype=dtype))
                 )
             return made
 

@@ -46,7 +46,9 @@ def batch_of(tokens_BL: torch.Tensor) -> Batch:
 
 def open_job(checkpoint: str, dtype: str, lora: Mapping[str, Any] | None, device: str = "cpu") -> Decoder:
     """The checkpoint with fresh adapters, or with every weight trainable."""
-    model = open_model(open_checkpoint(checkpoint), dtype=DTYPES[dtype], device=device)
+    model = open_model(
+        open_checkpoint(checkpoint), DTYPES[dtype], device, as_stored=lora is not None and dtype != "float64"
+    )
     if lora is not None:
         attach(model, LoraConfig(**lora), seed=0)
     return model

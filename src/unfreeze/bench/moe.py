@@ -4,13 +4,14 @@
 
 The checkpoint is random, in Kimi-K2-Thinking's on-disk format: hidden 1024, 8 layers, 128 experts, top-8,
 expert width 512, vocabulary 8192, 0.9 GB.
-Job: LoRA rank 8 on the five attention projections and all routed experts, bf16, 2,048 tokens per step (4
-documents of 512), clipping, AdamW.
+Job: LoRA rank 8 on the five attention projections and all routed experts, 2,048 tokens per step (4 documents
+of 512), clipping, AdamW; bf16, or float32 on a CPU without bf16 units.
 Sides: unfreeze (recompute selective, the default), unfreeze-nothing (recompute nothing), peft-experts
-(transformers + peft, experts through target_parameters), peft-attention (experts frozen, eager experts: their
-fastest; it steps in turn with unfreeze once peft-experts has ended, because all at once would not fit 24 GB).
-Beside them the rate of torch.mm in bf16 at the experts' shapes, on all cores; on a GPU that of torch.bmm over
-all experts.
+(transformers + peft, experts through target_parameters), peft-checkpointing (the same with gradient
+checkpointing), peft-attention (experts frozen, eager experts: their fastest). The last two step in turn with
+unfreeze once the sides before them have ended, because all at once would not fit 24 GB.
+Beside them the rate of torch.mm in that dtype at the experts' shapes, on all cores; on a GPU that of
+torch.bmm over all experts.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ from unfreeze.bench.training import (
 from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 
-Named = Literal["unfreeze", "unfreeze-nothing", "peft-experts", "peft-attention"]
+Named = Literal["unfreeze", "unfreeze-nothing", "peft-experts", "peft-checkpointing", "peft-attention"]
 RANK, DOCUMENTS, LENGTH = 8, 4, 512
 LORA: dict[str, Any] = {"rank": RANK, "alpha": 2.0 * RANK, "targets": ("attention", "experts")}
 RECOMPUTE = {"unfreeze": "selective", "unfreeze-nothing": "nothing"}
 TURNS: tuple[tuple[str, ...], ...] = (
     ("unfreeze", "unfreeze-nothing", "torch.mm", "peft-experts"),
+    ("unfreeze", "peft-checkpointing"),
     ("unfreeze", "peft-attention"),
 )
 GEMM = "torch.mm"
@@ -122,7 +124,7 @@ def _side(
     }
     threads = config.threads
     if name in RECOMPUTE:
-        arguments = job | {"dtype": "bfloat16", "lora": LORA, "recompute": RECOMPUTE[name]}
+        arguments = job | {"dtype": config.computed, "lora": LORA, "recompute": RECOMPUTE[name]}
         return Side(name, "unfreeze.bench.job:trainer", arguments, threads=threads)
     if name == GEMM:
         rows = documents * length * model["num_experts_per_tok"] // model["n_routed_experts"]
@@ -132,23 +134,36 @@ def _side(
             "width": model["moe_intermediate_size"],
             "experts": model["n_routed_experts"],
             "device": config.device,
+            "dtype": config.computed,
         }
         return Side(name, "unfreeze.bench.moe:gemm_rate", shape, threads=threads)
     return Side(
         name,
         "unfreeze.bench.peers:peft",
-        job | {"trained": name.removeprefix("peft-"), "rank": RANK},
+        job
+        | {
+            "trained": "attention" if name == "peft-attention" else "experts",
+            "checkpointing": name == "peft-checkpointing",
+            "rank": RANK,
+            "dtype": config.computed,
+        },
         threads=threads,
     )
 
 
-def gemm_rate(rows: int, hidden: int, width: int, experts: int, device: str) -> Any:
+def gemm_rate(rows: int, hidden: int, width: int, experts: int, device: str, dtype: str = "bfloat16") -> Any:
     """The machine's own rate as a side: each step measures it anew."""
+    import torch
+
     from unfreeze.bench.flops import BatchedGemmRate, GemmRate, expert_gemms
     from unfreeze.bench.sides import Worker
 
     gemms = expert_gemms(rows, hidden, width)
-    rate = GemmRate(gemms) if device == "cpu" else BatchedGemmRate(gemms, experts, device)
+    rate = (
+        GemmRate(gemms, dtype=getattr(torch, dtype))
+        if device == "cpu"
+        else BatchedGemmRate(gemms, experts, device)
+    )
     return Worker(
         {"step": rate.measure},
         {"gemms": [f"[{g.rows}, {g.inner}] x [{g.inner}, {g.columns}]" for g in rate.gemms]},

@@ -30,10 +30,8 @@ def library(name: str) -> Any:
     try:
         found = importlib.import_module(name)
     except ImportError:
-        packages = {"liger_kernel": "pip install liger-kernel"}
         raise ConfigError(
-            f"this side needs {name}, which is not installed",
-            next=packages.get(name, 'pip install "unfreeze[dev]"'),
+            f"this side needs {name}, which is not installed", next=f"pip install {name.replace('_', '-')}"
         ) from None
     if name == "transformers":
         found.utils.logging.set_verbosity_error()
@@ -48,8 +46,8 @@ def liger_refuses(device: str) -> str:
     return "" if installed("liger-kernel") else "liger-kernel is not installed: pip install liger-kernel"
 
 
-def deepseek(checkpoint: str, trained: Trained, device: str) -> Any:
-    """Load the Kimi-format checkpoint in transformers, which dequantizes it to bf16.
+def deepseek(checkpoint: str, trained: Trained, device: str, dtype: str = "bfloat16") -> Any:
+    """Load the Kimi-format checkpoint in transformers, which dequantizes it.
 
     Eager experts where they are frozen on a CPU: measured, its fastest there. On a GPU what transformers
     chooses itself.
@@ -59,7 +57,7 @@ def deepseek(checkpoint: str, trained: Trained, device: str) -> Any:
     config.model_type = "deepseek_v3"  # Kimi says kimi_k2, which transformers knows under this name only
     options = {"experts_implementation": "eager"} if trained == "attention" and device == "cpu" else {}
     return transformers.DeepseekV3ForCausalLM.from_pretrained(
-        checkpoint, config=config, dtype=torch.bfloat16, **options
+        checkpoint, config=config, dtype=getattr(torch, dtype), **options
     ).to(device)
 
 
@@ -71,6 +69,8 @@ def peft(
     documents: int,
     length: int,
     device: str = "cpu",
+    dtype: str = "bfloat16",
+    checkpointing: bool = False,
 ) -> Worker:
     """Build LoRA by peft on the attention projections, and on the routed experts through target_parameters.
 
@@ -79,7 +79,7 @@ def peft(
     before = resident_bytes()
 
     def model_of(folder: str) -> Any:
-        base = deepseek(folder, trained, device)
+        base = deepseek(folder, trained, device, dtype)
         base.requires_grad_(False)
         experts = list(EXPERTS) if trained == "experts" else None
         config = library("peft").LoraConfig(
@@ -100,11 +100,56 @@ def peft(
         with torch.no_grad():
             return {"loss_fresh": float(model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss)}
 
-    return _training(model_of(checkpoint), documents, length, before, check)
+    model = model_of(checkpoint)
+    if checkpointing:
+        checkpointed(model)
+    return _training(model, documents, length, before, check)
 
 
-def dense(config: str, checked: str, liger: bool, device: str, documents: int, length: int) -> Worker:
-    """Build full fine-tuning in transformers, bf16 throughout, of a model from a checkpoint folder.
+def checkpointed(model: Any) -> None:
+    """Recompute each layer in backward, as transformers' Trainer does where it is asked to."""
+    model.enable_input_require_grads()  # or nothing frozen behind a checkpoint would pass a gradient on
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def dense_lora(
+    config: str,
+    checked: str,
+    rank: int,
+    device: str,
+    documents: int,
+    length: int,
+    dtype: str = "bfloat16",
+    checkpointing: bool = False,
+) -> Worker:
+    """Build LoRA by peft on every linear layer of a dense model. calls: step, state, check."""
+    before = resident_bytes()
+    transformers = library("transformers")
+
+    def model_of(folder: str) -> Any:
+        made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        lora = library("peft").LoraConfig(
+            r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear"
+        )
+        return library("peft").get_peft_model(made.to(device), lora)
+
+    def check() -> dict[str, Any]:
+        model = model_of(checked).eval()
+        drawn = torch.Generator().manual_seed(1)
+        tokens_BL = tokens_of(drawn, 2, min(length, 128), model.config.vocab_size).to(device)
+        with torch.no_grad():
+            return {"loss_fresh": float(model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss)}
+
+    model = model_of(config)
+    if checkpointing:
+        checkpointed(model)
+    return _training(model, documents, length, before, check)
+
+
+def dense(
+    config: str, checked: str, liger: bool, device: str, documents: int, length: int, dtype: str = "bfloat16"
+) -> Worker:
+    """Build full fine-tuning in transformers, in one dtype throughout, of a model from a checkpoint folder.
 
     calls: step, state, check.
     """
@@ -115,7 +160,8 @@ def dense(config: str, checked: str, liger: bool, device: str, documents: int, l
         apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=True)
 
     def model_of(folder: str) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
+        made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        return made.to(device)
 
     def check() -> dict[str, Any]:
         model = model_of(checked)
@@ -173,10 +219,10 @@ def _training(
     return Worker({"step": step, "state": state, "check": check}, facts)
 
 
-def generator(checkpoint: str, device: str = "cpu") -> Worker:
-    """transformers' generate with its cache, greedy, in bf16. calls: generate."""
+def generator(checkpoint: str, device: str = "cpu", dtype: str = "bfloat16") -> Worker:
+    """transformers' generate with its cache, greedy. calls: generate."""
     transformers = library("transformers")
-    model = deepseek(checkpoint, "experts", device).eval()
+    model = deepseek(checkpoint, "experts", device, dtype).eval()
 
     class Clock(transformers.StoppingCriteria):
         """Called once after each token; stops nothing."""
@@ -227,7 +273,7 @@ def tokenized(files: list[str], model: str, processes: int, first: int) -> dict[
         import datasets
     except ImportError:
         raise ConfigError(
-            "this side needs datasets, which is not installed", next='pip install "unfreeze[data]"'
+            "this side needs datasets, which is not installed", next="pip install datasets"
         ) from None
     folder = Path(model)
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -1,11 +1,13 @@
-"""Time LoRA on the Qwen3-0.6B shape in bf16: what is recomputed as a run chooses it, beside other choices.
+"""Time LoRA on the Qwen3-0.6B shape, as a run chooses what to recompute, beside transformers + peft.
 
-`unfreeze bench recompute`, about 3 minutes, 8 GB.
+`unfreeze bench recompute`, about 6 minutes, 20 GB.
 
 The checkpoint is random: hidden 1,024, 28 layers, 16 heads of 128 over 8 key/value heads, intermediate 3,072,
 vocabulary 151,936, tied; 596 M parameters.
 Job: adapters of rank 16 on every linear layer, 1,024 tokens per step (2 documents of 512), clipping, AdamW.
-Sides: auto (the choice of a run with the memory that is free now) and any of the choices by name.
+In bf16, or float32 on a CPU without bf16 units.
+Sides: auto (the choice of a run with the memory that is free now), any of the choices by name, peft
+(transformers + peft, the same adapters) and peft-checkpointing (the same with gradient checkpointing).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 
-Named = Literal["auto", "nothing", "elementwise", "selective", "layers"]
+Named = Literal["auto", "nothing", "elementwise", "selective", "layers", "peft", "peft-checkpointing"]
+PEERS = ("peft", "peft-checkpointing")
 DOCUMENTS, LENGTH, RANK = 2, 512, 16
 SIZES: dict[str, int] = {
     "hidden_size": 1024,
@@ -48,7 +51,7 @@ class Config(Trained):
     """What is measured."""
 
     sides: tuple[Named, ...] = Field(
-        default=("auto", "selective"), min_length=1, description="what is recomputed on each side"
+        default=("auto", "selective", *PEERS), min_length=1, description="which sides"
     )
 
 
@@ -79,7 +82,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     return measure(parse(Config, arguments, command="bench recompute", description=__doc__ or ""), common)
 
 
-def chosen(config: dict[str, Any], device: str, documents: int, length: int) -> str:
+def chosen(config: dict[str, Any], device: str, documents: int, length: int, dtype: str) -> str:
     """What a run of this job would choose on this machine now."""
     from pathlib import Path
 
@@ -93,7 +96,7 @@ def chosen(config: dict[str, Any], device: str, documents: int, length: int) -> 
         manifest,
         LoraConfig(rank=RANK),
         tokens=documents * length,
-        dtype="bfloat16",
+        dtype=dtype,
         device=device,
         recompute="auto",
         longest=length,
@@ -125,24 +128,30 @@ def measure(
     settings |= {"rank": RANK}
     lora = {"rank": RANK}
     recompute = {
-        name: chosen(model, config.device, documents, length) if name == "auto" else name
+        name: chosen(model, config.device, documents, length, config.computed) if name == "auto" else name
         for name in config.sides
+        if name not in PEERS
     }
     with checkpoints(config.checkpoint, model, small) as (checkpoint, small_checkpoint):
         exact = float64(str(small_checkpoint), lora, length, common)
         job: dict[str, Any] = {"checked": str(small_checkpoint), "documents": documents, "length": length}
-        job |= {"checkpoint": str(checkpoint), "dtype": "bfloat16", "lora": lora, "device": config.device}
+        job |= {"dtype": config.computed, "device": config.device}
+        ours = job | {"checkpoint": str(checkpoint), "lora": lora}
+        theirs = job | {"config": str(checkpoint), "rank": RANK}
         sides = [
             Side(
                 name,
-                "unfreeze.bench.job:trainer",
-                job | {"recompute": recompute[name]},
+                "unfreeze.bench.peers:dense_lora" if name in PEERS else "unfreeze.bench.job:trainer",
+                theirs | {"checkpointing": name != "peft"}
+                if name in PEERS
+                else ours | {"recompute": recompute[name]},
                 threads=config.threads,
             )
             for name in config.sides
         ]
         found = step_in_turn(sides, config, documents * length, exact, common)
     rows = [
-        stamp.row(name, settings | {"recompute": recompute[name]}, entry) for name, entry in found.items()
+        stamp.row(name, settings | {"recompute": recompute.get(name, "")}, entry)
+        for name, entry in found.items()
     ]
     return show(rows, appended_to(config, config.device), common)

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -23,8 +22,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-import unfreeze
 from unfreeze.core.errors import DataError
+from unfreeze.core.source import checkout, commit
 from unfreeze.generate.open import device_of
 from unfreeze.kernels.choice.choose import device_key
 from unfreeze.parallel.machine import PROC, hardware, num_cores
@@ -155,33 +154,6 @@ class Stamp(BaseModel):
         return Row(
             **self.__dict__, side=side, settings=dict(settings), results=dict(results or {}), not_run=not_run
         )
-
-
-def checkout() -> Path | None:
-    """The folder of the source checkout this package is run from; None where it is installed."""
-    root = Path(unfreeze.__file__).resolve().parents[2]
-    return root if (root / "benchmarks").is_dir() and (root / "pyproject.toml").is_file() else None
-
-
-def commit() -> str | None:
-    """Give the checkout's commit; None without a checkout or git.
-
-    With -dirty where tracked files other than rows and docs differ from it.
-    """
-    root = checkout()
-    if root is None:
-        return None
-    changed = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results", ":!docs")
-    try:
-        head, state = (
-            subprocess.run(
-                ["git", "-C", str(root), *words], capture_output=True, text=True, check=False, timeout=20
-            ).stdout.strip()
-            for words in (("rev-parse", "--short=12", "HEAD"), changed)
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return (head + "-dirty" * bool(state)) or None
 
 
 def where(given: str, device: torch.device | str = "cpu") -> Path | None:

@@ -26,6 +26,7 @@ from unfreeze.bench.rows import Stamp
 from unfreeze.bench.training import Measured, appended_to, command, say, show
 from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
+from unfreeze.kernels.precision import precision
 
 TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 
@@ -34,7 +35,7 @@ class Config(Measured):
     """What is measured."""
 
     pairs: int = Field(default=3, ge=1, description="first and warm starts; the median counts")
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="dtype of the run")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(default="auto", description="dtype of the run")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def measure(config: Config, common: Common, data: str = "") -> dict[str, Any]:
                 seconds.append(first_step(Path(folder), side, rows, config))
         said = ", ".join(f"{side} {seconds[-1]:.1f} s" for side, seconds in found.items())
         say(common)(f"pair {number}/{config.pairs}: {said}")
-    settings = {"model": "tiny-k2", "pairs": config.pairs, "dtype": config.dtype}
+    settings = {"model": "tiny-k2", "pairs": config.pairs, "dtype": precision(config.dtype, "cpu").name}
     made = [stamp.row(side, settings, _results(seconds)) for side, seconds in found.items()]
     return show(made, appended_to(config), common)
 

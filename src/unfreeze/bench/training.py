@@ -20,6 +20,7 @@ from unfreeze.bench.sides import Side, Sides
 from unfreeze.config.parse import Folder, Frozen
 from unfreeze.core.command import Common
 from unfreeze.core.units import format_bytes
+from unfreeze.kernels.precision import precision
 from unfreeze.report.tables import align
 
 STATE = ("weights", "gradients", "optimizer")
@@ -47,6 +48,20 @@ class Placed(Frozen):
     )
 
 
+class Computed(Placed):
+    """And that of those that compute in the hardware's own number format."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description="number format of all sides. auto: bfloat16 where the hardware multiplies it",
+    )
+
+    @property
+    def computed(self) -> str:
+        """The dtype that "auto" is here."""
+        return precision(self.dtype, self.device).name
+
+
 class MeasuredInTurn(Measured):
     """And those of benchmarks that step in turn."""
 
@@ -54,7 +69,7 @@ class MeasuredInTurn(Measured):
     warmup: int = Field(default=1, ge=0, description="steps of each side before those")
 
 
-class Trained(Placed, MeasuredInTurn):
+class Trained(Computed, MeasuredInTurn):
     """And those of benchmarks of whole training steps on a checkpoint that is made for them."""
 
     checkpoint: Folder = Field(
@@ -83,7 +98,7 @@ def settings_of(
     return {
         "shape": {name: model[name] for name in names},
         "checked": {name: small[name] for name in names if small[name] != model[name]},
-        "dtype": "bfloat16",
+        "dtype": config.computed,
         "documents": documents,
         "length": length,
         "tokens_per_step": documents * length,

@@ -36,6 +36,7 @@ def download(
     cache.
     """
     # imports the HTTP stack, 0.3 s that a local folder need not pay
+    needs_hub(f"{repo_id} is fetched")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -73,3 +74,14 @@ def download(
             f"{repo_id}: download failed: {str(error).strip().partition(chr(10))[0][:200]}",
             next="repeat the command: a download resumes where it stopped",
         ) from error
+
+
+def needs_hub(what: str) -> None:
+    """Raises CheckpointError with how to install the library."""
+    try:
+        import huggingface_hub  # noqa: F401  # its parts are imported when they are used
+    except ImportError:
+        raise CheckpointError(
+            f"{what} with the library huggingface_hub, which is not installed",
+            next="pip install huggingface_hub",
+        ) from None

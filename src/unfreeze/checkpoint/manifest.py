@@ -159,7 +159,7 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
         if (folder / MERGE).is_file():
             raise CheckpointError(
                 f"{folder} is a merge that was stopped: it has {MERGE} and no config.json yet",
-                next="give the command of the merge again; it goes on where it stopped",
+                next="give the same merge command again; it continues where it stopped",
             )
         raise CheckpointError(
             f"{folder} has no config.json", next="give the folder that holds config.json and *.safetensors"
@@ -370,12 +370,14 @@ def conversion(folder: Path, pickle: str, target: str) -> str:
     It uses torch's own loader, which with weights_only runs no code from the file.
     """
     match = re.match(r"pytorch_model.*\.bin$", pickle)
-    source = str(folder / ("pytorch_model*.bin" if match else pickle))
+    if match and len(list(folder.glob("pytorch_model*.bin"))) > 1:
+        glob, of, file = "glob, ", f" for f in glob.glob({str(folder / 'pytorch_model*.bin')!r})", "f"
+    else:
+        glob, of, file = "", "", repr(str(folder / pickle))
+    target = str(folder / target)
     return (
-        'python -c "import glob, torch, safetensors.torch as s; s.save_file({k: v.clone().contiguous() '
-        f"for f in sorted(glob.glob({source!r})) for k, v in torch.load(f, map_location='cpu',"
-        " weights_only=True).items()}, "
-        f"{str(folder / target)!r})\"    (or get the publisher's safetensors release)"
+        f'python -c "import {glob}torch, safetensors.torch as s; s.save_file({{k: v.clone().contiguous()'
+        f"{of} for k, v in torch.load({file}, 'cpu', weights_only=True).items()}}, {target!r})\""
     )
 
 

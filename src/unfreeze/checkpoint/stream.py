@@ -129,7 +129,7 @@ class Files:
             raise CheckpointError(
                 f"{file} was written to while it was in use: what was read of it is no longer one model's"
                 " weights",
-                next="let nothing write to it while a run reads it; the run goes on from its last save",
+                next="let nothing write to it while a run reads it; the same command resumes the run",
             )
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 def _unreadable(file: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{file} cannot be read: {error.strerror or error}",
-        next="look after the disk (dmesg, df), or get the file again; a run goes on from its last save",
+        next="look after the disk (dmesg, df), or get the file again; the same command resumes the run",
     )
 
 

@@ -35,6 +35,8 @@ def answer_rows(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError(f"out = {out}: answers are JSON lines", next=f"--out {out.with_suffix('.jsonl')}")
     rows = _rows(Path(config.data))
     url = is_url(config.model)
+    if not url:  # the dtype itself stands in each record
+        config = config.model_copy(update={"dtype": _dtype(config)})
     answers = Answers(out, _source(config, url))
     missing = answers.missing(rows)
     tell = say(common)
@@ -66,6 +68,14 @@ def _rows(data: Path) -> list[Conversation]:
     if not rows:
         raise DataError(f"{data} has no rows", next='a row asks something: {"prompt": "…"}')
     return rows
+
+
+def _dtype(config: Config) -> str:
+    """The dtype that the model answers in, on this machine."""
+    from unfreeze.job.device import pick_device
+    from unfreeze.kernels.precision import precision
+
+    return precision(config.dtype, pick_device(config.device)).name
 
 
 def _source(config: Config, url: bool) -> dict[str, Any]:

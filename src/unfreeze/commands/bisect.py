@@ -108,7 +108,7 @@ def load_oracle_library() -> Any:
         import transformers
     except ImportError:
         raise ConfigError(
-            "bisect compares with transformers, which is not installed", next='pip install "unfreeze[dev]"'
+            "bisect compares with transformers, which is not installed", next="pip install transformers"
         ) from None
     return transformers
 

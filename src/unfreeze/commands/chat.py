@@ -17,6 +17,7 @@ from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.config.adapter import adapter_folder
+from unfreeze.config.device import Device
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
@@ -32,7 +33,7 @@ class Config(Frozen):
         description="checkpoint or run folder, adapter folder, or Hugging Face id"
     )
     base: ModelName = Field(
-        default="", description="base checkpoint of an adapter, where the one it names is not here"
+        default="", description="base checkpoint of an adapter, if the one it names is not on this machine"
     )
     adapters: Files = Field(
         default=(), description="more runs or adapters of the same base; /use NAME switches between them"
@@ -45,10 +46,11 @@ class Config(Frozen):
         default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p"
     )
     seed: int = Field(default=0, description="seed of the sampling")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="dtype of the computation; packed weights stay packed"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="number format of the computation. auto: bfloat16 where the hardware multiplies it",
     )
-    device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
+    device: Device = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

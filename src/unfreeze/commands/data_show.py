@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,13 +22,12 @@ from tyro.conf import Positional, arg
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError, DataError, nearest
+from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.job.data import document_tokens
 from unfreeze.tracking.live import EncodeProgress
 
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
-    from unfreeze.data.rows.row import Answers
 
 BAR = 40  # characters of the longest bar
 BINS = 8
@@ -43,9 +41,7 @@ class Config(Frozen):
     data: Annotated[Files, Positional, arg(metavar="F")] = Field(
         min_length=1, description="data files, folders, patterns or hf:org/name, as sft's"
     )
-    columns: Columns = Field(
-        default=(), description="FIELD=COLUMN where the files' fields have other names, as sft's"
-    )
+    columns: Columns = Field(default=(), description="column names in the files, FIELD=COLUMN")
     model: ModelName = Field(
         description="checkpoint folder, or Hugging Face id org/name: its tokenizer and chat template are used"
     )
@@ -57,9 +53,7 @@ class Config(Frozen):
     )
     sequence_length: int = Field(default=2048, ge=2, description="longest document in tokens")
     tokens_per_step: int = Field(
-        default=4096,
-        ge=2,
-        description="tokens that are packed together; bounds sequence_length, as the model's positions do",
+        default=4096, ge=2, description="tokens packed together; limits sequence_length"
     )
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail",
@@ -68,8 +62,7 @@ class Config(Frozen):
         ),
     )
     packing: Literal["none", "first_fit", "best_fit"] = Field(
-        default="first_fit",
-        description="how documents share a step: one alone, or as many as fit, first or best",
+        default="first_fit", description="documents per step: one, or as many as fit (first or best fit)"
     )
     supervise: Literal["assistant", "all"] = Field(
         default="assistant", description="loss on the assistant's turns, or on every token"
@@ -77,15 +70,15 @@ class Config(Frozen):
     answers: Literal["auto", "taught", "pairs", "labels"] = Field(
         default="auto",
         description=(
-            "what rows are read for: taught (sft), pairs (prefer) or labels (prefer --loss kto); auto: what"
-            " the first row can be"
+            "kind of rows: taught (sft), pairs (prefer), labels (prefer --loss kto); auto: by most of the"
+            " first rows"
         ),
     )
     turns: Literal["auto", "whole", "each", "last"] = Field(
         default="auto", description="examples of a conversation, as sft's"
     )
     reasoning: Literal["auto", "inline", "drop"] = Field(
-        default="auto", description="what becomes of reasoning_content, as sft's"
+        default="auto", description="what happens to reasoning_content, as in sft"
     )
     template_variables: tuple[str, ...] = Field(
         default=(), description="NAME=VALUE for the chat template, as sft's"
@@ -126,6 +119,7 @@ def show(
     from unfreeze.config.template import template_time, template_values
     from unfreeze.data.remarks import losses
     from unfreeze.data.rows.columns import renames_of
+    from unfreeze.data.rows.kind import answers_in
     from unfreeze.data.rows.sources import files_of
 
     renames_of(config.columns)
@@ -136,7 +130,7 @@ def show(
     now, variables = template_time(config.template_date), template_values(config.template_variables)
     tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
     positions = positions_of(folder)
-    answers = answers_of(files, config.columns) if config.answers == "auto" else config.answers
+    answers = answers_in(files, config.columns) if config.answers == "auto" else config.answers
     room = document_tokens({"answers": answers}, config.tokens_per_step)
     length = min(config.sequence_length, room, positions or config.sequence_length)
     with EncodeProgress(quiet=quiet) as progress:
@@ -163,21 +157,6 @@ def show(
         "lengths": lengths(dataset.examples),
         "samples": [shown for example in chosen(dataset, config) for shown in samples_of(example, tokenizer)],
     }
-
-
-def answers_of(files: Sequence[Path], columns: Columns) -> Answers:
-    """What the first row can be read for; "taught" where it can be nothing, whose error says why."""
-    from unfreeze.data import read_rows
-
-    modes: tuple[Answers, ...] = ("taught", "labels")
-    for answers in modes:
-        with suppress(DataError):
-            first = next(iter(read_rows(files[0], None, columns, answers)), None)
-            if answers == "labels" and first is not None:  # of a pair both are there
-                return "pairs" if len(first.answers) == 2 else answers
-            if first is not None:
-                return answers
-    return "taught"
 
 
 def model_folder(model: str) -> Path:

@@ -30,7 +30,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, EventLog
 from unfreeze.core.schema import PromptSource
-from unfreeze.evaluate.style import compare
+from unfreeze.evaluate.style import changes, compare
 from unfreeze.recipes import sft
 from unfreeze.report.html import write_report
 from unfreeze.train.run import latest, read_record
@@ -49,7 +49,7 @@ class Config(Frozen):
 
     out: str = Field(
         default="runs/demo",
-        description="run folder; an unfinished demo in it goes on, a finished one is replaced at the end",
+        description="run folder; an unfinished demo in it is resumed, a finished one replaced",
     )
     epochs: float = Field(
         default=10.0,
@@ -169,7 +169,7 @@ def ask(source: Path, items: Sequence[dict[str, str]]) -> tuple[list[str], Gap]:
     import unfreeze
     from unfreeze.evaluate.gap import gap_of_answers
 
-    model = unfreeze.load(source)
+    model = unfreeze.load(source, dtype="float32")  # as it is trained
     answers = model.chat_batch([item["question"] for item in items], max_new_tokens=48)
     gap = gap_of_answers(model.engine, [model.encode_chat(item["question"]) for item in items], answers)
     return [answer.text for answer in answers], gap
@@ -191,7 +191,10 @@ def write_samples(
         log.emit("sample", step, when="after", prompt=item["question"], text=now, source=HELD_OUT)
     for when, at, gap in zip(("before", "after"), (0, step), gaps, strict=True):
         log.emit("gap", at, when=when, **gap.as_dict())
-        log.emit("eval", at, **{name: measured[f"{name}_{when}"] for name in ("style", "facts")})
+        scores: dict[str, Any] = {name: measured[f"{name}_{when}"] for name in ("style", "facts")}
+        if at:
+            scores |= {"rows": int(measured["known"]), "changes": changes(before, after, items)}
+        log.emit("eval", at, **scores)
     log.close()
     write_report(run)
 

@@ -4,7 +4,7 @@
 
 One line per check: ok, warn (it works, look at it), fault (with the remedy) or skip (with the reason). Exit
 code 2 if there is a fault, as of every command that meets something you can mend.
-The checks are the guards of a run, asked beforehand; what they catch is shown by `unfreeze dev drill`.
+The checks are the guards of a run; `unfreeze dev drill` shows what they catch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
 from unfreeze.job.checks import Finding, examine
 from unfreeze.job.parts import Parts
-from unfreeze.recipes import sft
+from unfreeze.recipes import prefer, sft
 
 
 class Config(Frozen):
@@ -35,17 +35,14 @@ class Config(Frozen):
     model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(
         description="checkpoint folder, or Hugging Face id org/name"
     )
-    data: Folder = Field(
+    data: Folder = Field(default="", description="data file to check; default: that of --config, or none")
+    columns: Columns = Field(default=(), description="column names in --data, FIELD=COLUMN")
+    config: Folder = Field(
         default="",
         description=(
-            "data file to look through, as `unfreeze sft --data` takes it; default: that of --config, or none"
+            "TOML file of a run (sft, distill, prefer); default: the defaults of sft, of prefer for files of"
+            " pairs or labels"
         ),
-    )
-    columns: Columns = Field(
-        default=(), description="FIELD=COLUMN where the file's fields have other names, as sft's"
-    )
-    config: Folder = Field(
-        default="", description="TOML file of a run (sft, distill, prefer); default: sft's own defaults"
     )
 
 
@@ -111,7 +108,22 @@ def run_config(config: Config) -> tuple[TrainingConfig, Parts]:
     if config.config:
         name, recipe = recipe_of(config.config)
     else:
-        name, recipe = "sft", sft
+        name, recipe, loss = recipe_for(config)
+        on_top += loss
     file = [config.config] if config.config else []
     run = parse(recipe.Config, [*file, *on_top, *needed], command=name, description="")
     return run, recipe.parts(run)
+
+
+def recipe_for(config: Config) -> tuple[str, Any, list[str]]:
+    """(name, recipe, its flags) that the data is for: prefer where most of its first rows are compared."""
+    from unfreeze.data.rows.kind import answers_in
+    from unfreeze.data.rows.sources import files_of
+
+    try:
+        answers = answers_in(list(files_of(config.data)), config.columns) if config.data else "taught"
+    except UserError:  # a check says so, with the remedy
+        answers = "taught"
+    if answers == "taught":
+        return "sft", sft, []
+    return "prefer", prefer, ["--loss", "kto"] if answers == "labels" else []

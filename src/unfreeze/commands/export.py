@@ -46,17 +46,15 @@ class Config(Frozen):
     )
     reader: Reader = Field(default="peft", description="the program that will read the adapter")
     layout: Literal["peft", "vllm", "sglang", "per-expert"] | None = Field(
-        default=None, description="earlier name of --for; per-expert stands for vllm"
+        default=None, description="earlier name of --for; per-expert means vllm"
     )
     base: ModelName = Field(
-        default="", description="base checkpoint of an adapter, where the one it names is not here"
+        default="", description="base checkpoint of an adapter, if the one it names is not on this machine"
     )
-    base_id: str = Field(
-        default="", description="Hub id org/name that the export names as its base; default: what it has"
-    )
+    base_id: str = Field(default="", description="Hub id org/name of the base; default: the adapter's own")
     out: Folder = Field(default="", description="folder to write; default RUN/export-<reader>")
     push: str = Field(
-        default="", description="also upload it to the Hub as org/name, private where that is new"
+        default="", description="also upload it to the Hub as org/name; a new repository is private"
     )
     yes: bool = Field(default=False, description="upload without asking")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.config.device import Device
 from unfreeze.config.endpoint import EndpointConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse
 from unfreeze.core.command import Common
@@ -36,7 +37,7 @@ class Config(Frozen):
         description="checkpoint or run folder, adapter folder, or Hugging Face id; with --data also http(s)://…"
     )
     base: ModelName = Field(
-        default="", description="base checkpoint of an adapter, where the one it names is not here"
+        default="", description="base checkpoint of an adapter, if the one it names is not on this machine"
     )
     prompt: str = Field(default="", description="the text to continue, or the question")
     tokens: tuple[int, ...] = Field(
@@ -45,11 +46,9 @@ class Config(Frozen):
     )
     data: Folder = Field(
         default="",
-        description="rows whose last answer the model writes anew, or which have none yet; needs out",
+        description="rows whose last answer the model writes anew, or which have none yet; needs --out",
     )
-    out: Folder = Field(
-        default="", description="file of rows that the answers go to; gone on with where it is there already"
-    )
+    out: Folder = Field(default="", description="file for the answers; an existing one is continued")
     mode: Literal["auto", "text", "chat"] = Field(
         default="text",
         description=(
@@ -65,10 +64,11 @@ class Config(Frozen):
     )
     stop: tuple[str, ...] = Field(default=(), description="texts that end the generation")
     seed: int = Field(default=0, description="seed of the sampling")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="dtype of the computation; packed weights stay packed"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="number format of the computation. auto: bfloat16 where the hardware multiplies it",
     )
-    device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
+    device: Device = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
     endpoint: EndpointConfig = EndpointConfig()
 
 

@@ -34,10 +34,8 @@ class Config(Frozen):
     data: Annotated[Files, Positional, arg(metavar="DATA")] = Field(
         min_length=1, description="data files, folders, patterns or hf:org/name, as sft's"
     )
-    columns: Columns = Field(
-        default=(), description="FIELD=COLUMN where the files' fields have other names, as sft's"
-    )
-    file: Folder = Field(default="run.toml", description="the file to write; one that exists is left alone")
+    columns: Columns = Field(default=(), description="column names in the files, FIELD=COLUMN")
+    file: Folder = Field(default="run.toml", description="file to write; an existing one is left alone")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

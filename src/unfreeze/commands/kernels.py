@@ -2,9 +2,10 @@
 
 list shows them. measure times them, and writes the records that decide.
 
-A candidate runs where a record says that it is exact enough, forward and backward, and at least 5 % faster
-than plain torch beyond the spread of both. Records come with the package for some machines; measure makes
-them for yours.
+On a CPU a training run times what it needs against plain torch, once per machine, for at most 2 seconds. What
+was not timed goes by records: a candidate runs where one says that it is exact enough, forward and backward,
+and at least 5 % faster than plain torch beyond the spread of both. Records come with the package for some
+machines; measure makes them for yours.
 """
 
 from __future__ import annotations
@@ -238,9 +239,12 @@ def listing(config: Shown, common: Common) -> dict[str, Any]:
     from unfreeze.job.device import pick_device
     from unfreeze.kernels.choice.choose import by_record
     from unfreeze.kernels.choice.record import device_key
+    from unfreeze.kernels.expert_mlp import packed_op
 
     ops, device = chosen_ops(config), pick_device(config.device, config.threads)
-    listed = []
+    listed, packed = [], packed_op()
+    if "expert_mlp" in ops:
+        ops[packed.name] = packed  # what computes it where experts are packed
     for op, case, dtype in cells(ops):
         runs, why, origin = by_record(op, device, dtype, case.bucket)
         listed.append(
@@ -262,9 +266,9 @@ def listing(config: Shown, common: Common) -> dict[str, Any]:
 
 def standing(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Each candidate: why it cannot run here, or what its record says."""
-    from unfreeze.kernels.choice.record import speaking_for
+    from unfreeze.kernels.choice.record import rows_of
 
-    rows = {row["candidate"]: row for row in speaking_for(op, device, dtype, case.bucket)[1]}
+    rows = {row["candidate"]: row for row in rows_of(op, device, dtype, case.bucket)}
     said = {}
     for name, candidate in op.candidates.items():
         refused, row = candidate.refuses(device.type, dtype), rows.get(name)
@@ -293,6 +297,8 @@ def show_ops(result: dict[str, Any]) -> None:
     for op, counts in runs.items():
         words = ", ".join(f"{name} {count}" for name, count in counts.most_common())
         print(f"  {op:<{width}}  {words}")
+    origins = Counter(entry["origin"] for entry in result["ops"])
+    print("decided by: " + ", ".join(f"{origin} {count}" for origin, count in origins.most_common()))
     print("why, kind by kind: unfreeze dev kernels list --all")
 
 
@@ -300,7 +306,7 @@ def show(result: dict[str, Any]) -> None:
     """The table, and below it which candidates cannot run on this device at all."""
     console = Console()
     table = Table(box=None, pad_edge=False, title=result["device"], title_justify="left")
-    for name in ("op", "bucket", "dtype", "runs", "why", "others"):
+    for name in ("op", "bucket", "dtype", "runs", "decided by", "why", "others"):
         table.add_column(name, overflow="fold")
     cannot: dict[str, None] = {}
     for entry in result["ops"]:
@@ -310,7 +316,10 @@ def show(result: dict[str, Any]) -> None:
                 cannot[f"{entry['op']} {name}: {said.removeprefix('cannot run: ')}"] = None
             elif name != entry["runs"]:
                 others.append(f"{name} {said}")
-        columns = [*(entry[key] for key in ("op", "bucket", "dtype", "runs", "why")), "; ".join(others)]
+        columns = [
+            *(entry[key] for key in ("op", "bucket", "dtype", "runs", "origin", "why")),
+            "; ".join(others),
+        ]
         table.add_row(*(text.replace("[", r"\[") for text in columns))
     console.print(table)
     for line in cannot:

@@ -4,12 +4,14 @@ same: every weight in the format that the base has it in; what no adapter touche
 bf16: a dense release. int4: Kimi-K2's INT4, of what the base quantizes; of a dense base linear layers and
 experts.
 
-It says per module what rounding left of the adapter, and how much of the training's gain is kept on held-out
-rows. It works shard by shard: the same command goes on where it was stopped.
+It says how much of what was learned survives, on held-out rows; --verbose: what rounding left of the adapter
+in each group of modules. It works shard by shard: the same command
+continues where it stopped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,11 +20,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 from tyro.conf import Positional, arg
 
-from unfreeze.commands.merge_rows import encoded, gain_of, rows_of
+from unfreeze.commands.merge_losses import gain_of
+from unfreeze.commands.merge_rows import Rows, encoded, rows_of
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
+from unfreeze.config.synonyms import COMMANDS, Hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.torchrun import started
 from unfreeze.job.card import hub_id, license_of
 from unfreeze.job.device import say
 from unfreeze.tracking.live import LoadProgress
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from unfreeze.evaluate.gain import Gain
 
 SHOWN = 3  # of the modules, the worst; merge.json has all
+SMALL, LARGE = 0.1, 0.5  # errors √((1 − kept)² + noise²): less is not worth a word; more, a warning
 
 
 class Config(Frozen):
@@ -47,20 +53,21 @@ class Config(Frozen):
     scales: Literal["refit", "keep"] = Field(
         default="refit",
         description=(
-            "scales of a quantized weight: made anew for W + ΔW, or the published ones wherever their codes"
+            "scales of a quantized weight. refit: made anew for W + ΔW; keep: the published ones where they"
             " can hold it"
         ),
     )
     base: ModelName = Field(
-        default="", description="base checkpoint of an adapter, where the one it names is not here"
+        default="", description="base checkpoint of an adapter, if the one it names is not on this machine"
     )
     data: Folder = Field(
-        default="", description="held-out rows to measure on; default: those that the run held out"
+        default="", description="held-out rows to measure on; default: the rows that the run held out"
     )
-    columns: Columns = Field(
-        default=(), description="fields of a row of --data and the columns they are read from: FIELD=COLUMN"
-    )
+    columns: Columns = Field(default=(), description="column names in --data, FIELD=COLUMN")
     no_check: bool = Field(default=False, description="merge without measuring the loss on held-out rows")
+    verbose: bool = Field(
+        default=False, description="show how much of the adapter survives in each group of modules"
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
@@ -72,18 +79,24 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def merge(config: Config, common: Common) -> dict[str, Any]:
     """Merge, say what rounding left, measure on held-out rows.
 
-    -> path, to, scales, modules, rounding (per group), gain (None where it was not measured), carried.
+    -> path, to, scales, modules, rounding (per group), gain (None where it was not measured: not_measured
+    says why), carried.
     """
     from unfreeze.generate.source import open_source
 
-    run = Path(config.run)
+    run, processes = Path(config.run), started().size
+    if processes > 1:
+        raise ConfigError(
+            f"a merge is the work of one process, and torchrun started {processes}",
+            next=f"without torchrun: unfreeze merge {run} (of a split run, too)",
+        )
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder", next="give a run's folder (runs/<name>), or an adapter's")
     source, manifest = open_source(config.run, say(common), config.base)
     if source.adapter is None:
-        raise ConfigError(
-            f"{run} has no adapter to merge; it is a whole model", next=f"use {source.base} as it is"
-        )
+        as_it_is = Hint("it is a whole model", f"use {source.base} as it is")
+        hint = COMMANDS["quantize"] if config.to == "int4" else as_it_is
+        raise ConfigError(f"{run} has no adapter to merge; {hint.text}", next=hint.next)
     out = Path(config.out) if config.out else run / f"merged-{config.to}"
     if out.resolve() in (run.resolve(), source.adapter.resolve(), manifest.path.resolve()):
         raise ConfigError(f"out = {out} is what is merged", next="give another folder")
@@ -102,10 +115,10 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
 
     # everything that can be refused is, before a byte is written
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
-    unmeasured = rows if isinstance(rows, str) else ""
-    examples = (
-        None if isinstance(rows, str) else encoded(rows, manifest, model.shape.max_positions, say(common))
-    )
+    if isinstance(rows, Rows):
+        examples = encoded(rows, manifest, model.shape.max_positions, say(common))
+    else:
+        examples = rows
     deltas = Deltas(model, source.adapter)
     work = Work(manifest, model, deltas, config.to)
     inputs = by_shards.inputs_of(manifest, source.adapter, config.to, config.scales)
@@ -115,22 +128,26 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"whole shards stay in {out}; give the same command again") from None
 
-    gain = None
-    if examples is not None:
-        gain = gain_of(manifest, source.adapter, out, examples, say(common))
+    found: Gain | str = "no row was read"
+    if isinstance(examples, str):
+        found = examples
+    elif isinstance(rows, Rows):
+        found = gain_of(manifest, source.adapter, out, examples, rows)
+    unmeasured, gain = (found, None) if isinstance(found, str) else ("", found)
     groups = dict(summary(record.rows))
     settings = {"base": _name(source.base), "adapter": _name(str(run)), "ranks": _ranks(deltas.ranks)}
     record.more |= {
         "settings": settings,
         "rounding": groups,
         "gain": gain and {**asdict(gain), "share": gain.share},
+        "not_measured": unmeasured,
     }
     with writing(out, "out"):
         record.write(out)
         write_card(out, manifest, source.base, config, record, gain)
-    for line in said(record, groups, gain, config, unmeasured):
+    for line in sentences(record, groups, gain, config, unmeasured):
         say(common)(line)
-    if gain is not None and not isinstance(rows, str) and rows.trained_on:
+    if gain is not None and isinstance(rows, Rows) and rows.trained_on:
         say(common)(f"warning: {rows.trained_on}")
     say(common)(f"{out}: a checkpoint; unfreeze chat {out}")
     return {
@@ -140,6 +157,7 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
         "modules": len(record.rows),
         "rounding": groups,
         "gain": record.more["gain"],
+        "not_measured": unmeasured,
         "carried": record.more["carried"],
     }
 
@@ -151,7 +169,7 @@ def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
         groups.setdefault(row.group, []).append(row)
     for group, own in groups.items():
         ways: dict[str, dict[str, float]] = {}
-        for way in own[0].ways:
+        for way in dict.fromkeys(way for row in own for way in row.ways):
             found = [row.ways[way] for row in own if way in row.ways]
             ways[way] = {
                 name: sum(getattr(rounded, name) for rounded in found) / len(found)
@@ -163,38 +181,102 @@ def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
         yield group, {"modules": len(own), "change": change, "written": written, "ways": ways}
 
 
-def said(
+def sentences(
     record: Record, groups: dict[str, dict[str, Any]], gain: Gain | None, config: Config, unmeasured: str
 ) -> Iterator[str]:
-    """A few lines: the worst modules, a line per group, the gain, and what to do where little is kept."""
+    """How much survives, the losses, the table where it is asked for, and what to do where much is lost."""
     from unfreeze.evaluate.gain import ENOUGH
 
-    yield (
-        "rounding, as shares of ‖ΔW‖: how much of ΔW is kept (‖Q(W+ΔW)−W‖/‖ΔW‖ × its cosine with ΔW), and the"
-        " noise across it"
-    )
-    for row in record.rows[:SHOWN]:
-        found = row.ways[row.written]
-        shares = {name: getattr(found, name) for name in ("size", "cosine", "kept", "noise")}
-        yield f"  worst: {row.module} {_shares(shares)} ({row.written})"
+    share = None if gain is None else gain.share
+    lost = share is None or share < ENOUGH
+    rounding = "; ".join(filter(None, (loses_most(groups), in_bf16(groups, config)))) if lost else ""
+    if gain is not None and share is not None:
+        yield f"{gain.survives} in this format{rounding and f'; {rounding}'}"
+    else:
+        why = gain.undefined if gain is not None else unmeasured
+        yield f"how much of what was learned survives in this format is not known: {why}"
+        if rounding:
+            yield rounding
+    if gain is not None:
+        yield gain.words(config.data)
+    if config.verbose:
+        yield from table(record, groups, config)
+    if share is not None and lost:
+        part = "all" if share <= 0 else f"{100 * (1 - share):.1f} %"
+        yield f"warning: {part} of what was learned is lost in this format: {remedy(groups, config)}"
+    elif share is None and any(_error(entry, entry["written"][0]) > LARGE for entry in groups.values()):
+        yield f"warning: rounding takes a large part of the adapter: {remedy(groups, config)}"
+
+
+def remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
+    """What loses less: bf16 only where it keeps nearly all, the other scales only where they keep more."""
+    from unfreeze.evaluate.gain import ENOUGH
+
+    other = "keep" if config.scales == "refit" else "refit"
+    better = [
+        entry["ways"][other]["kept"] > entry["ways"][entry["written"][0]]["kept"]
+        for entry in groups.values()
+        if other in entry["ways"] and entry["written"] == [config.scales]
+    ]
+    wide = [entry["ways"]["BF16"]["kept"] for entry in groups.values() if "BF16" in entry["ways"]]
+    bf16 = config.to != "bf16" and all(kept >= ENOUGH for kept in wide)
+    ways = ["--to bf16"] * bf16 + [f"--scales {other}"] * (bool(better) and all(better))
+    return ", or ".join([*ways, "serve the adapter beside the base (unfreeze export)"])
+
+
+def loses_most(groups: dict[str, dict[str, Any]]) -> str:
+    """The group in which rounding leaves least of the adapter; "" where it leaves nearly all everywhere."""
+    errors = {group: _error(entry, entry["written"][0]) for group, entry in groups.items()}
+    group = max(errors, key=lambda group: errors[group], default="")
+    if not group or errors[group] < SMALL:
+        return ""
+    of = groups[group]["ways"][groups[group]["written"][0]]
+    left = f"{_percent(of['kept'])} of their change is kept{_noise(of)}"
+    return f"the {group.replace('_', ' ')} lose most ({left})"
+
+
+def in_bf16(groups: dict[str, dict[str, Any]], config: Config) -> str:
+    """What bf16 would keep of the adapter's change, of the group it keeps least of; "" if bf16 is written."""
+    from unfreeze.compress.rounding import PLAIN
+
+    ways = [entry["ways"][PLAIN] for entry in groups.values() if PLAIN in entry["ways"]]
+    if not ways or config.to == "bf16" or all(entry["written"] == [PLAIN] for entry in groups.values()):
+        return ""
+    least = max(ways, key=lambda of: math.hypot(1 - of["kept"], of["noise"]))
+    return f"bf16 keeps {_percent(least['kept'])}{_noise(least)}"
+
+
+def _error(entry: dict[str, Any], way: str) -> float:
+    return math.hypot(1 - entry["ways"][way]["kept"], entry["ways"][way]["noise"])
+
+
+def _noise(of: Mapping[str, float]) -> str:
+    """Noise across ΔW, where it is the larger part of the error."""
+    if of["noise"] < max(SMALL, abs(1 - of["kept"])):
+        return ""
+    return f", under noise of {100 * of['noise']:.0f} %"
+
+
+def _percent(share: float) -> str:
+    """Never more than was kept: 99.96 % is no 100 %."""
+    return f"{max(0, math.floor(1000 * min(1.0, share) + 1e-6)) / 10:g} %"
+
+
+def table(record: Record, groups: dict[str, dict[str, Any]], config: Config) -> Iterator[str]:
+    """How much of the adapter survives, per group and in the worst modules."""
+    yield "how much of the adapter survives in the new format (kept 1.00, noise 0.00: all), per group:"
     for group, entry in groups.items():
         ways = "; ".join(
             f"{way} {_shares(of)}" + (f", {of['anew']:,.0f} scales made anew" if of["anew"] else "")
             for way, of in entry["ways"].items()
         )
-        wrote = f" (written: {config.scales})" if len(entry["ways"]) > 1 else ""
+        wrote = f" (written: {', '.join(entry['written'])})" if len(entry["ways"]) > 1 else ""
         yield f"  {group}: {entry['modules']} modules, ‖ΔW‖/‖W‖ {entry['change']:.3f}; {ways}{wrote}"
-    if gain is None:
-        yield f"the share of the gain that is kept was not measured{f': {unmeasured}' if unmeasured else ''}"
-        return
-    yield gain.words(config.data)
-    if gain.share is not None and gain.share < ENOUGH:
-        other = "keep" if config.scales == "refit" else "refit"
-        remedy = f"--to bf16, or --scales {other}, or serve" if config.to != "bf16" else "serve"
-        yield (
-            f"warning: rounding took most of what training gained: {remedy} the adapter beside the base"
-            " (unfreeze export)"
-        )
+    for row in record.rows[:SHOWN]:
+        found = row.ways[row.written]
+        shares = {name: getattr(found, name) for name in ("size", "cosine", "kept", "noise")}
+        yield f"  worst: {row.module} {_shares(shares)} ({row.written})"
+    yield "  kept = size × cosine, size = ‖Q(W+ΔW)−W‖/‖ΔW‖, cosine that with ΔW; noise: what lies across ΔW"
 
 
 def _shares(of: Mapping[str, float]) -> str:
@@ -215,7 +297,7 @@ def write_card(
         "int4": "INT4 (pack-quantized, groups of 32)",
     }
     identity = hub_id(base)
-    words = gain.words(Path(config.data).name) if gain else ""
+    words = f"{gain.survives}. {gain.words(Path(config.data).name)}" if gain else ""
     lines = ["---", *([f"base_model: {identity}"] if identity else []), "pipeline_tag: text-generation"]
     lines += [*license_of(manifest.path), "tags:", "- merge", "- unfreeze", "---", ""]
     lines += [f"# {_name(base)}, merged with {_name(config.run)}", ""]

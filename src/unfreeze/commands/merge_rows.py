@@ -1,37 +1,43 @@
-"""The held-out rows of `unfreeze merge`, and the losses on them of base, adapter and merged checkpoint."""
+"""The held-out rows of `unfreeze merge`: those that the run held out, or --data, read as the run read them.
+
+A run that reads large files in windows draws a row's side from its bytes, any other from what it says
+(docs/data.md); so rows are found by the rule that the run used.
+"""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from filecmp import cmp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.config.prefer import Preference
 from unfreeze.config.template import template_time, template_values
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.units import format_bytes
+from unfreeze.job.streaming import MANY_ROWS
+from unfreeze.recipes.prefer import answers_of
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
-    from unfreeze.data import Examples
-    from unfreeze.evaluate.gain import Gain
-    from unfreeze.models import Decoder
+    from unfreeze.data import Examples, Tokenizer
+    from unfreeze.data.rows.row import Answers
 
 TOKENS = 2048  # of a batch
-GIVE = "--data FILE of held-out conversations measures it"
+GIVE = "--data FILE of held-out rows measures it"
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Held-out documents: whose, and how they are encoded (fields of resolved_config.json).
+    """Held-out rows: whose, and how they are encoded (fields of resolved_config.json).
 
     fraction    of `files` that was held out; 0: all of them
     columns     of `files`, where they are the user's own
     trained_on  what is wrong with them: the run learned from a file among them; "" where none is known
+    own         whether the user named them: then what is wrong with them is an error
+    windows     whether the run read `files` in windows; None: its record does not say
     """
 
     files: tuple[str, ...]
@@ -39,21 +45,41 @@ class Rows:
     resolved: dict[str, Any]
     columns: tuple[str, ...] = ()
     trained_on: str = ""
+    own: bool = False
+    windows: bool | None = None
+
+    @property
+    def preference(self) -> Preference | None:
+        """What a run of `unfreeze prefer` minimised; None of the others."""
+        if self.resolved.get("recipe") != "prefer":
+            return None
+        names = Preference.model_fields.keys() & self.resolved.keys()
+        return Preference(**{name: self.resolved[name] for name in names})
 
 
 def rows_of(run: Path, data: str, columns: tuple[str, ...] = ()) -> Rows | str:
     """The rows of `data`, or those that the run held out; else why there are none. No row is read."""
     resolved = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
     if data:
-        return Rows((data,), 0.0, resolved, columns, _trained_on(data, resolved))
+        return Rows((data,), 0.0, resolved, columns, _trained_on(data, resolved), own=True)
     if not resolved:
         return f"{run} is an adapter without its run; {GIVE}"
+    columns = tuple(resolved.get("columns") or ())
     if resolved.get("validation"):
-        return Rows(_names(resolved["validation"]), 0.0, resolved)
+        return Rows(_names(resolved["validation"]), 0.0, resolved, columns)
     fraction = resolved.get("validation_fraction")
     if not isinstance(fraction, float) or not 0 < fraction < 1:
         return f"{run} held out no rows (validation_fraction 0); {GIVE}"
-    return Rows(_names(resolved.get("data")), fraction, resolved)
+    return Rows(_names(resolved.get("data")), fraction, resolved, columns, windows=_windows(run))
+
+
+def _windows(run: Path) -> bool | None:
+    """Whether the run read its rows in windows, by its latest save; None where it has none."""
+    from unfreeze.train.run import latest, read_record
+
+    save = latest(run)
+    cursor = read_record(save).get("cursor") if save else None
+    return None if cursor is None else "window" in cursor
 
 
 def _trained_on(data: str, resolved: dict[str, Any]) -> str:
@@ -71,21 +97,31 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
 
 
-def encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[str], None]) -> Examples:
-    """The rows as the run encoded them. Raises ConfigError where a file is gone, DataError for a bad row."""
+def encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[str], None]) -> Examples | str:
+    """The rows as the run encoded them; why not, where those that it held out cannot be had any more.
+
+    Raises ConfigError where --data is not there, DataError for a bad row in it.
+    """
+    try:
+        return _encoded(rows, manifest, max_positions, say)
+    except UserError as error:
+        if rows.own:
+            raise
+        return f"{error.message}; {GIVE}"
+
+
+def _encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[str], None]) -> Examples:
     from unfreeze.data import encoded_files, load_tokenizer, split_by_content
     from unfreeze.data.rows.sources import files_of
 
     of = rows.resolved
-    names = ("truncation", "on_bad_row", "turns", "reasoning")
-    options: dict[str, Any] = {name: of[name] for name in names if name in of}
-    columns = rows.columns or (tuple(of.get("columns") or ()) if rows.fraction else ())
-    if columns:
-        options["columns"] = columns
     try:
         files = [path for name in rows.files for path in files_of(name, "data", say)]
     except ConfigError as error:
         raise ConfigError(error.message, next=GIVE) from None
+    names = ("truncation", "on_bad_row", "turns", "reasoning")
+    options: dict[str, Any] = {name: of[name] for name in names if name in of}
+    options |= {"columns": rows.columns, "answers": answers_for(rows, files)}
     tokenizer = load_tokenizer(
         manifest.path,
         now=template_time(str(of.get("template_date") or "")),
@@ -93,50 +129,53 @@ def encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[s
     )
     effective: dict[str, Any] = of.get("effective") or {}
     length = min(int(effective.get("sequence_length") or TOKENS), max_positions)
-    dataset = encoded_files(files, tokenizer, length, **options)
+    if rows.fraction and (found := _of_windows(rows, files, tokenizer, length, options)) is not None:
+        return found
+    examples = encoded_files(files, tokenizer, length, **options).examples
     if not rows.fraction:
-        return dataset.examples
-    return split_by_content(dataset.examples, rows.fraction, int(of.get("seed") or 0))[1]
+        return examples
+    return split_by_content(examples, rows.fraction, int(of.get("seed") or 0))[1]
 
 
-def gain_of(
-    base: Manifest, adapter: Path, merged: Path, examples: Examples, say: Callable[[str], None]
-) -> Gain | None:
-    """The three losses in float32, one model in memory at a time. None, and said, where none has room."""
-    from unfreeze.adapters import detach, load_adapter
-    from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.data import validation_batches
-    from unfreeze.evaluate.gain import Gain
-    from unfreeze.evaluate.perplexity import heldout
-    from unfreeze.generate.open import open_model
+def answers_for(rows: Rows, files: Sequence[Path]) -> Answers:
+    """How the run read its rows; rows of the user's own that have no pairs or labels are taught ones."""
+    from unfreeze.data.rows.kind import answers_in
 
-    written = open_checkpoint(merged)
-    if lacking := _no_room(base) or _no_room(written):
-        say(f"the share of the gain was not measured: {lacking}")
+    if rows.preference is None:
+        return "taught"
+    if rows.own and answers_in(files, rows.columns) == "taught":
+        return "taught"
+    return answers_of(rows.preference)
+
+
+def _of_windows(
+    rows: Rows, files: Sequence[Path], tokenizer: Tokenizer, length: int, options: dict[str, Any]
+) -> Examples | None:
+    """What was held out of files that the run read in windows; None where it read them whole.
+
+    Where no save says which, as the run decided it: many rows, a number of steps, no weights of files.
+    """
+    from unfreeze.data import Examples
+    from unfreeze.data.streamed import streamed_files
+
+    of, windows = rows.resolved, rows.windows
+    if windows is None:
+        windows = of.get("steps") is not None and not of.get("data_weights")
+    if not windows:
         return None
-
-    def loss(model: Decoder) -> float:
-        return heldout(model, validation_batches(examples, TOKENS)).loss
-
-    model = open_model(base)
-    load_adapter(model, adapter)
-    with_adapter = heldout(model, validation_batches(examples, TOKENS))
-    detach(model)
-    without = loss(model)
-    del model
-    gc.collect()
-    after = loss(open_model(written))
-    return Gain(without, with_adapter.loss, after, with_adapter.tokens, len(examples))
-
-
-def _no_room(manifest: Manifest) -> str:
-    """What a model takes and what is free, where that is less; else ""."""
-    import torch
-
-    from unfreeze import models
-    from unfreeze.parallel.machine import hardware
-
-    model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
-    needed = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    free = hardware("cpu").available
-    return f"{manifest.path} takes {format_bytes(needed)}, {format_bytes(free)} free" if needed > free else ""
+    stream = streamed_files(
+        files,
+        tokenizer,
+        length,
+        least=0 if rows.windows else MANY_ROWS,
+        tokens_per_step=TOKENS,
+        seed=int(of.get("seed") or 0),
+        validation_fraction=rows.fraction,
+        **options,
+    )
+    if stream is None:
+        return None
+    try:
+        return Examples.of(list(stream.validation or ()))
+    finally:
+        stream.close()

@@ -23,23 +23,40 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan.sizes import Sizes
 
 
+Build = Callable[["torch.dtype", bool], "Decoder"]
+"""(dtype of the computation, whether frozen matrices stay as stored) -> the model on "meta"."""
+
+
 @dataclass
 class Opened:
-    """A model on "meta" (shapes, dtypes, no memory) and what its blocks say: the same in every plan of it."""
+    """A model on "meta" (shapes, dtypes, no memory) and what its blocks say: the same in every plan of it.
 
-    model: Decoder
-    counts: Counts
+    One for each dtype that it is computed in, and on a CPU one whose frozen matrices stay as stored.
+    """
+
+    build: Build
     start: Manifest
     second: Second | None = None
-    found: dict[tuple[str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
+    models: dict[tuple[torch.dtype, bool], tuple[Decoder, Counts]] = field(default_factory=dict)
+    found: dict[tuple[torch.dtype, str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
 
-    def sizes(self, lora: LoraConfig | None, kind: str) -> Sizes:
+    def model(self, dtype: torch.dtype, lora: LoraConfig | None, kind: str) -> tuple[Decoder, Counts]:
+        """As it is held on a device of that kind, and what it counts."""
+        from unfreeze.parallel.plan.counts import counts
+
+        key = dtype, lora is not None and kind == "cpu"
+        if key not in self.models:
+            model = self.build(*key)
+            self.models[key] = model, counts(model)
+        return self.models[key]
+
+    def sizes(self, dtype: torch.dtype, lora: LoraConfig | None, kind: str) -> Sizes:
         """For a device of that kind; the adapters' rank is not in it."""
         from unfreeze.parallel.plan import measure
 
-        key = kind, lora and lora.targets
+        key = dtype, kind, lora and lora.targets
         if key not in self.found:
-            self.found[key] = measure(self.model, lora, kind)
+            self.found[key] = measure(self.model(dtype, lora, kind)[0], lora, kind)
         return self.found[key]
 
     def aside(
@@ -64,14 +81,10 @@ class Opened:
 
 def open_model(config: Config) -> Opened:
     """From a checkpoint's headers or a config.json alone."""
-    import torch
-
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.manifest import Manifest, read_config
-    from unfreeze.parallel.plan.counts import counts
 
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.dtype]
     path = Path(config.model)
     if path.suffix == ".json" and not path.is_file():
         raise ConfigError(
@@ -80,8 +93,7 @@ def open_model(config: Config) -> Opened:
     if path.suffix == ".json" or ((path / "config.json").is_file() and not list(path.glob("*.safetensors"))):
         fields = read_config(path)
         start = Manifest(path=path, config=fields, tensors={}, prefix="", files=())
-        model = models.from_config(fields, dtype)
-    else:
-        start = open_checkpoint(config.model)
-        model = models.meta_model(models.shape(start.config), start, dtype)
-    return Opened(model, counts(model), start)
+        return Opened(lambda dtype, kept: models.from_config(fields, dtype, as_stored=kept), start)
+    start = open_checkpoint(config.model)
+    shape = models.shape(start.config)
+    return Opened(lambda dtype, kept: models.meta_model(shape, start, dtype, as_stored=kept), start)

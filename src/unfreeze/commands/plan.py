@@ -79,40 +79,32 @@ class Config(Frozen):
     model: ModelName = Field(default="", description="checkpoint folder, Hugging Face id, or a config.json")
     hardware: tuple[str, ...] = Field(
         default=(),
-        description=(
-            "8xH200, 1xH200+768GB (host memory), cpu:24GB …; several are planned one after the other;"
-            " default: this machine"
-        ),
+        description="8xH200, 1xH200+768GB (host memory), cpu:24GB …, one or several; default: this machine",
     )
     machines: Folder = Field(default="", description="TOML table of devices of your own")
     usd_per_hour: float | None = Field(
-        default=None, gt=0, le=1e6, description="what all of the hardware costs in an hour; unset: no price"
+        default=None, gt=0, le=1e6, description="price of all the hardware per hour; unset: no price"
     )
     waiting: float = Field(
-        default=0.25,
-        ge=0,
-        le=1,
-        description=(
-            "share of a step that may be spent waiting for transfers; what waits longer is only proposed"
-        ),
+        default=0.25, ge=0, le=1, description="largest share of a step that may wait for transfers"
     )
     tokens_per_step: int | None = Field(
-        default=None,
-        ge=2,
-        le=10**12,
-        description=(
-            "tokens of a step on all devices; unset: chosen, at most 65,536 or a document for each device"
-        ),
+        default=None, ge=2, le=10**12, description="tokens of a step on all devices; unset: chosen"
     )
     micro_batches: int = Field(
-        default=1, ge=1, le=10**6, description="parts of a step, dealt to the devices: at least one each"
+        default=1,
+        ge=1,
+        le=10**6,
+        description=("parts of a step, divided among the devices (at least one each)"),
     )
     sequence_length: int = Field(
         default=2048, ge=2, le=10**9, description="tokens of a document, at most what the model takes"
     )
     train: Literal["adapters", "all"] = Field(default="adapters", description="what trains")
     lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
-    dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="of the computation")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto", description="of the computation; auto: bfloat16 where the machine multiplies it"
+    )
     optimizer_moments: Literal["float32", "int8"] = Field(
         default="float32", description="AdamW's moments: 8 bytes per trained parameter, or 2.03"
     )
@@ -122,7 +114,10 @@ class Config(Frozen):
     keep_layers: int | None = Field(
         default=None,
         ge=0,
-        description="selective, elementwise: only the last so many layers keep; unset: all",
+        description=(
+            "with recompute selective or elementwise: keep activations of the last N layers only; unset: of"
+            " all"
+        ),
     )
     place: Place = Field(default_factory=lambda: Place(), description="where parts must lie; auto: chosen")
     sweep: bool = Field(
@@ -145,7 +140,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
         )
-    from unfreeze.commands.planned import sweep_table, write_picture
+    from unfreeze.commands.plan_picture import write_picture
+    from unfreeze.commands.planned import sweep_table
 
     opened = open_model(config)
     opened.second = second
@@ -284,7 +280,7 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
     opened = opened or open_model(config)
     sizes, counts, asked = _measured(config, machine, opened)
     choice, fits = choose(sizes, counts, machine, asked)
-    others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, asked)
+    others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, counts, asked)
     simulated, notes = None, []
     if config.simulate and choice.time:
         simulated = _replayed(config.trace, sizes, counts, machine, asked, choice)
@@ -316,21 +312,21 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
 
 
 def _instead(
-    config: Config, machine: Fleet, opened: Opened, sizes: Sizes, asked: Asked
+    config: Config, machine: Fleet, opened: Opened, sizes: Sizes, counts: Counts, asked: Asked
 ) -> tuple[list[str], str]:
     """(what fits instead, why nothing does where that is so)."""
     from unfreeze.parallel.plan.choose import if_it_fits, proposals, too_large
 
-    found = proposals(sizes, opened.counts, machine, asked)
-    if config.train == "all" and not opened.counts.packed:
+    found = proposals(sizes, counts, machine, asked)
+    if config.train == "all" and not counts.packed:
         # adapters instead of every weight, at their default rank
         others = config.model_copy(update={"train": "adapters"})
-        with_adapters, counts, smaller = _measured(others, machine, opened)
-        given = with_adapters, counts, machine, smaller
+        with_adapters, theirs, smaller = _measured(others, machine, opened)
+        given = with_adapters, theirs, machine, smaller
         words = f"--train adapters --lora.rank {config.lora.rank}"
         fewer = [f"--train adapters {line}" for line in proposals(*given)[:1]]
         found = (if_it_fits(words, *given) or fewer) + found
-    return found, "" if found else too_large(sizes, opened.counts, machine, asked)
+    return found, "" if found else too_large(sizes, counts, machine, asked)
 
 
 def _cut(config: Config, machine: Fleet, asked: Asked, choice: Choice) -> list[str]:
@@ -344,6 +340,15 @@ def _cut(config: Config, machine: Fleet, asked: Asked, choice: Choice) -> list[s
     if config.sequence_length > asked.length:
         return [f"documents have at most {asked.length:,} tokens: the model takes no longer ones"]
     return []
+
+
+def _dtype(config: Config, machine: Fleet) -> str:
+    """The dtype of the computation: as asked, or what that machine multiplies; other GPUs have bf16 units."""
+    from unfreeze.kernels.precision import AUTO, precision, precision_on
+
+    if machine.here or config.dtype != AUTO:
+        return precision(config.dtype, machine.kind).name
+    return precision_on(machine.kind).name
 
 
 def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Counts, Asked]:
@@ -361,11 +366,10 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
             'train = "all" trains every weight and has no adapters',
             next="leave --lora flags or --train all out",
         )
-    model, counted = opened.model, opened.counts
-    dtype = next(model.parameters()).dtype
-
-    # what trains, and what a step does with it
+    # what trains, in which numbers, and what a step does with it
     lora = config.lora if config.train == "adapters" else None
+    dtype = getattr(torch, _dtype(config, machine))
+    model, counted = opened.model(dtype, lora, machine.kind)
     if lora is None and counted.packed:
         raise ConfigError(
             f"model = {config.model!r} is packed: its codes cannot be moved by gradients",
@@ -403,7 +407,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
     if aside := opened.aside(dtype, machine.kind, length, every_weight=lora is None):
         own = rates_of_second(aside(length), dtype, torch.device(machine.kind), length) if rates else None
         asked = replace(asked, aside=aside, second_rates=own)
-    return opened.sizes(lora, machine.kind), counted, asked
+    return opened.sizes(dtype, lora, machine.kind), counted, asked
 
 
 def _refuse_other_routing(trace: str, load: Mapping[str, Sequence[int]], counts: Counts) -> None:

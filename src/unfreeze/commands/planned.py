@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from unfreeze.config.tables import Training
-from unfreeze.core.errors import ConfigError, printable
+from unfreeze.core.errors import printable
 from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.core.units import format_bytes, format_count, format_of, format_step
 from unfreeze.parallel.fleet import Fleet
@@ -176,41 +175,3 @@ def sweep_table(plans: Sequence[Planned]) -> str:
             )
         )
     return align(rows)
-
-
-def write_picture(plans: Sequence[Planned], path: Path) -> None:
-    """Tokens per second against dollars per million tokens (without a price: against bytes a device).
-
-    Raises ConfigError for a suffix that is no kind of picture.
-    """
-    from matplotlib import rc_context  # 0.6 s, and only here needed
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    kinds = figure.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in kinds:
-        raise ConfigError(
-            f"out = {str(path)!r} is no kind of picture: {', '.join(kinds)}", next="--out plan.svg"
-        )
-    axes = figure.add_subplot()
-    priced = plans[0].usd_per_hour is not None
-    for name in dict.fromkeys(planned.fleet.name for planned in plans):
-        points: list[tuple[float, float, int]] = []
-        for planned in plans:
-            rate = planned.choice.tokens_per_second
-            if planned.fleet.name == name and planned.fits and rate:
-                size = sum(planned.choice.places.device.values()) / 1e9
-                points.append((planned.usd_per_million_tokens or size, rate, planned.rank))
-        if points:
-            axes.scatter([p[0] for p in points], [p[1] for p in points], label=name)
-        for x, y, rank in points:
-            axes.annotate(f"r{rank}", (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    axes.set_xlabel("USD per million tokens" if priced else "GB a device")
-    axes.set_ylabel("tokens/s, predicted")
-    axes.set_title(f"{plans[0].model}: what fits")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # the same plans give the same file
-    with rc_context({"svg.hashsalt": path.stem}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

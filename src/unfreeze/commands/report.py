@@ -1,6 +1,6 @@
 """unfreeze report RUN: write report.html of a run folder, print its summary.
 
---watch: follow a run that goes on.
+--watch follows a run while it trains.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Config(Frozen):
     )
     watch: bool = Field(
         default=False,
-        description=(
-            f"write it every {RELOAD} seconds until the run ends or Ctrl-C; the open page reloads itself"
-        ),
+        description="write it every 4 seconds until the run ends or Ctrl-C; the open page reloads itself",
     )
 
 

@@ -29,6 +29,7 @@ from unfreeze.quant.codec import ByRows, Codec, Texted, kept_suffixes
 from unfreeze.quant.kept import by_rows, can_keep, kept, refitted
 
 Scales = Literal["refit", "keep"]
+PLAIN = "BF16"  # the format that --to bf16 writes
 BLOCK = 2**19  # weights that are rounded at once: a matrix of Kimi-K2's takes 0.4 s of a core so, 1.3 s whole
 
 
@@ -55,7 +56,10 @@ class Rounded:
 
 @dataclass(frozen=True)
 class Row:
-    """The rounding of one matrix. delta, weight: ‖ΔW‖ and ‖W‖. ways: "refit", "keep", or a dtype."""
+    """The rounding of one matrix. delta, weight: ‖ΔW‖ and ‖W‖.
+
+    ways: "refit", "keep", or a dtype; "BF16" beside whatever is written, as what --to bf16 would leave.
+    """
 
     module: str
     group: str
@@ -94,6 +98,8 @@ def write_weight(
             made, value, way = _rounded(weight, W if change is None else W + change, work, expert)
             if change is not None:
                 measured = {way: _measure(value - W, change)}
+        if change is not None and PLAIN not in measured:
+            measured[PLAIN] = _measure((W + change).bfloat16().float() - W, change)
         for name, tensor in made:
             if name in wanted:
                 shard.put(name, tensor, expert * tensor.numel() if _stacked(weight, name) else 0)

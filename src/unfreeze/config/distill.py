@@ -22,24 +22,20 @@ class Distillation(Frozen):
     divergence: Literal["forward", "reverse", "jsd"] = Field(
         default="forward",
         description=(
-            "forward: KL(teacher ‖ student), which covers all that the teacher finds likely (Hinton et al.);"
-            " reverse: KL(student ‖ teacher), which keeps to what it finds likeliest (MiniLLM); jsd: between"
-            " them, by beta"
+            "forward: KL(teacher ‖ student), covers all that the teacher finds likely; reverse: KL(student ‖"
+            " teacher), keeps to its likeliest words (MiniLLM); jsd: between them, by beta"
         ),
     )
     beta: float = Field(
-        default=0.5,
-        gt=0,
-        lt=1,
-        description="of jsd, as TRL's: the teacher's share of the mixture; 0.5 is TRL's default",
+        default=0.5, gt=0, lt=1, description="with jsd: the teacher's share of the mixture; 0.5 as in TRL"
     )
     temperature: float = Field(
         default=1.0,
         gt=0,
         le=100,
         description=(
-            "of both softmaxes; the loss is multiplied by its square, which keeps the gradient's size; 1 is"
-            " the model's own distribution, 2 to 4 show more of unlikely words"
+            "of both softmaxes; the loss is multiplied by its square. 1: the models' own distributions; 2 to"
+            " 4 show more of unlikely words"
         ),
     )
     alpha: float = Field(
@@ -47,9 +43,8 @@ class Distillation(Frozen):
         ge=0,
         le=1,
         description=(
-            "share of cross entropy with the data's own words: alpha · CE + (1 - alpha) · temperature² ·"
-            " divergence; 0: the teacher alone, which recovered 92 % of the gap to a known teacher, 0.5 78 %"
-            " (docs/teach_measured.md)"
+            "share of cross entropy with the data's own words; 0: the teacher alone. loss = alpha · CE + (1"
+            " - alpha) · temperature² · divergence"
         ),
     )
 
@@ -57,7 +52,7 @@ class Distillation(Frozen):
         default=32,
         ge=1,
         le=4096,
-        description="with prepare: words kept of each token, the likeliest; the rest is kept as one",
+        description="with prepare: the k likeliest words kept per token; the rest is kept as one",
     )
     coding: Literal["compact", "float32"] = Field(
         default="compact",
@@ -69,52 +64,50 @@ class Distillation(Frozen):
         ge=0,
         le=1,
         description=(
-            "share of the steps that are on the student's own answers to the data's prompts (GKD's lambda,"
-            " TRL's lmbda): sampled as it is then, scored by the teacher; 0: the data's answers alone"
+            "share of the steps on the student's own answers, scored by the teacher (GKD's lambda); 0: the"
+            " data's answers only"
         ),
     )
     answer_temperature: float = Field(
-        default=1.0, ge=0, description="of on_policy: temperature of the student's answers; 0 is greedy"
+        default=1.0, ge=0, description="with on_policy: temperature of the student's answers; 0 is greedy"
     )
     gamma: float | None = Field(
         default=None,
         gt=0,
         description=(
-            "the student as corrector of the teacher: p ∝ teacher · student^gamma, whose likelihood of the"
-            " data is trained and measured; unset: distillation"
+            "the student as corrector of the teacher: p ∝ teacher · student^gamma, trained on the data's"
+            " likelihood; unset: distillation"
         ),
     )
     relations: float = Field(
         default=0.0,
         ge=0,
         description=(
-            "weight of how far relations among queries, keys and values are apart (MiniLMv2), added to the"
-            " loss; 0: none; 0.1 helped while steps were few, and 1 harmed (docs/inside_measured.md). Widths"
-            " and heads of the two models may differ"
+            "weight of the difference of relations among queries, keys and values (MiniLMv2); 0: none; 0.1"
+            " helps short runs. Widths and heads may differ"
         ),
     )
     hidden: float = Field(
         default=0.0,
         ge=0,
         description=(
-            "weight of the squared difference of hidden states, through a matrix that is learnt with the"
-            " model (TinyBERT), added to the loss; 0: none"
+            "weight of the squared difference of hidden states, through a matrix trained with the model"
+            " (TinyBERT); 0: none"
         ),
     )
     layers: str = Field(
         default="",
         pattern=r"^(\d+:\d+(,\d+:\d+)*)?$",
         description=(
-            "of relations and hidden: STUDENT:TEACHER, layers from 1, more with commas; unset: both last"
-            " ones. MiniLMv2 found the last one best of a teacher of 12 layers, and the 19th or 21st of 24"
+            "for relations and hidden: STUDENT:TEACHER, counted from 1, several with commas; unset: the last"
+            " of each"
         ),
     )
     relation_heads: int | None = Field(
         default=None,
         ge=1,
         description=(
-            "pieces that queries, keys and values are cut into; unset: as many as leave 16 numbers in each,"
-            " at most 64 (MiniLMv2: 48 and 64, better than as many as heads of attention)"
+            "parts that queries, keys and values are divided into; unset: parts of 16 numbers, at most 64"
         ),
     )
 
@@ -159,16 +152,16 @@ class Config(sft.Config):
 
     teacher: ModelName = Field(
         description=(
-            "a checkpoint folder, a Hugging Face id, a run or an adapter's folder, with the model's own"
-            f" tokenizer; {BASE}: the model itself with its adapters off; a folder that prepare wrote; or,"
-            " with prepare, the address of an OpenAI-compatible server (http://…)"
+            "checkpoint folder, Hub id, run or adapter folder with the same tokenizer; base: the model"
+            " without its adapters; a folder from --prepare; or, with --prepare, the address of an"
+            " OpenAI-compatible server"
         )
     )
     prepare: Folder = Field(
         default="",
         description=(
-            "folder for what the teacher says of every token; instead of training, ask it once and write"
-            " that. Training takes the folder as its teacher"
+            "ask the teacher once and write its answers to this folder, without training. A later run takes"
+            " the folder as its teacher"
         ),
     )
     distillation: Distillation = Distillation()
@@ -209,9 +202,8 @@ class Config(sft.Config):
                 )
             if not (corrects or fields.get("distillation.alpha") or fields.get("adapter")):
                 raise ValueError(
-                    f"teacher = {BASE} and alpha = 0: the model begins as its own teacher, and nothing would"
-                    " be learned; give alpha above 0, so that the data teaches and the teacher holds it"
-                    " near, or an adapter to begin with"
+                    f"teacher = {BASE} and alpha = 0: the model is its own teacher, and nothing would be"
+                    " learned; give alpha above 0, or an adapter to begin with"
                 )
         return super().completed(fields)
 

@@ -23,40 +23,27 @@ class LoraConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    # alpha = 2 x rank, and adapters on all linear layers: Biderman et al. 2024, arXiv:2405.09673
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(
-        default=16,
-        description="columns of B = rows of A; 1 to 4096. 16: between PEFT's default (8) and QLoRA's (64)",
+        default=16, description="size of the adapters (1 to 4096). More learns more and takes more memory"
     )
     alpha: Annotated[float, Field(gt=0)] = Field(
-        default=32.0,
-        description=(
-            "numerator of the scale; above 0. 2 x rank, as recommended by Biderman et al. 2024,"
-            " arXiv:2405.09673"
-        ),
+        default=32.0, description="scale of the update is alpha / rank; twice the rank is usual"
     )
     targets: tuple[str, ...] = Field(
         default=("all-linear",),
         min_length=1,
         description=(
-            "all-linear (every linear layer and all routed experts, not lm_head, embeddings, router),"
-            " experts, attention, mlp (dense), shared_experts, or module names and globs such as *.q_proj or"
-            " *.experts.down_proj. all-linear learns more than attention alone (Biderman et al. 2024,"
-            " arXiv:2405.09673)"
+            "all-linear (linear layers and routed experts, not lm_head, embeddings, router), experts,"
+            " attention, mlp, shared_experts, or module names and globs such as *.q_proj"
         ),
     )
     experts_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        default=None,
-        description=(
-            "rank of the routed experts' adapters; none: as `rank`. Kimi-K2 has 0.637 B adapter parameters"
-            " per unit of it"
-        ),
+        default=None, description="rank of the routed experts' adapters; unset: as `rank`"
     )
     scaling: Scaling = Field(
         default="alpha/r",
-        description=(
-            "scale of the update: alpha/r (LoRA), or alpha/sqrt(r) (rank-stabilised, for ranks above"
-            " about 64)"
-        ),
+        description="alpha/r (LoRA), or alpha/sqrt(r) (rank-stabilised, for ranks above about 64)",
     )
 
     def rank_of(self, group: str) -> int:

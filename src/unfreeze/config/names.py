@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from unfreeze.config.columns import AsTable
-from unfreeze.config.synonyms import field_hint
+from unfreeze.config.synonyms import field_hint, field_next
 from unfreeze.core.errors import ConfigError
 
 Check = Callable[[str, FieldInfo, Any], Any]
@@ -108,7 +108,8 @@ def _written(config: type[BaseModel], given: Mapping[str, Any], where: str) -> I
                 if own not in tables[name].model_fields:
                     hint = _hint(config, field, list(tables[name].model_fields), inside=True)
                     raise ConfigError(
-                        f"{where}: unknown key {key}.{field}{hint}", next="mend or remove the key"
+                        f"{where}: unknown key {key}.{field}{hint}",
+                        next=field_next(field, "mend or remove the key"),
                     )
                 yield f"{key}.{field}", f"{name}.{own}", of
         elif name in known or name in known.values():
@@ -121,7 +122,9 @@ def _written(config: type[BaseModel], given: Mapping[str, Any], where: str) -> I
             )
         else:
             hint = _hint(config, key, [*known, *tables])
-            raise ConfigError(f"{where}: unknown key {key}{hint}", next="mend or remove the key")
+            raise ConfigError(
+                f"{where}: unknown key {key}{hint}", next=field_next(key, "mend or remove the key")
+            )
 
 
 def _hint(config: type[BaseModel], key: str, known: list[str], *, inside: bool = False) -> str:

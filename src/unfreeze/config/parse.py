@@ -30,7 +30,7 @@ from pydantic.fields import FieldInfo
 
 from unfreeze.config.help import text as help_text
 from unfreeze.config.names import by_place, flat_name, leaves, nested, places
-from unfreeze.config.synonyms import field_hint
+from unfreeze.config.synonyms import field_hint, field_next
 from unfreeze.config.words import fault_of, wrong, wrong_flag
 from unfreeze.core.errors import FULL, ConfigError
 
@@ -135,7 +135,7 @@ def from_keywords(
         hint = field_hint(unknown, [*names, *config.model_fields, *inner]).replace("lora.", "")
         raise ConfigError(
             f"unfreeze.{function} has no argument {unknown!r}{hint}",
-            next=f"help(unfreeze.{function}), or: unfreeze {function} --help",
+            next=field_next(unknown, f"help(unfreeze.{function}), or: unfreeze {function} --help"),
         )
 
     # the file, then the keywords over it
@@ -185,13 +185,14 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
     tyro's message about a wrong one, a box of many lines, becomes one ConfigError.
     """
     _refuse_repeated(config, arguments)
+    help = f"unfreeze {command} --help"
+    _refuse_absent(config, arguments, command)
+    if wrong := _wrong_flag(config, arguments):
+        raise ConfigError(wrong, next=help)
     captured = io.StringIO()
     try:
         with redirect_stderr(captured):
-            read = dict(tyro.cli(_flags(config), args=arguments, prog=f"unfreeze {command}"))
-        if said := _wrong_flag(config, arguments):
-            raise ConfigError(said, next=f"unfreeze {command} --help")
-        return read
+            return dict(tyro.cli(_flags(config), args=arguments, prog=f"unfreeze {command}"))
     except SystemExit as ended:
         if ended.code == 0:
             raise
@@ -199,27 +200,30 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
     # tyro's message: the lines of its box that come before the flag's help
     words = [line.strip(" │") for line in captured.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
     end = next((i for i, word in enumerate(words) if word.startswith("──")), len(words))
-    message = " ".join(word for word in words[:end] if word) or "the flags cannot be read"
+    raise ConfigError(" ".join(word for word in words[:end] if word) or "the flags cannot be read", next=help)
 
-    # unknown flags get a message of our own, each with the nearest flag
+
+def _refuse_absent(config: type[BaseModel], arguments: Sequence[str], command: str) -> None:
+    """Each unknown flag with ours, or with the nearest one.
+
+    Asked before tyro, which takes seconds to compare an unknown flag with every other.
+    """
     flat = [f"--{name.replace('_', '-')}" for name in places(config)]
     dotted = [f"--{place.replace('_', '-')}" for place in places(config).values()]
     written = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
-    known = {*flat, *dotted}
+    known = {*flat, *dotted, *(f"--no-{name[2:]}" for name in flat), "--"}
     # the last word of a dotted flag: --rank for --lora.rank
     words = _last_words(config, places(config))
     ends = {word.replace("_", "-"): f"--{name.replace('_', '-')}" for word, name in words.items()}
     absent: list[str] = []
-    for unknown in dict.fromkeys(flag for flag in written if flag.replace("_", "-") not in known):
+    strange = list(dict.fromkeys(flag for flag in written if flag.replace("_", "-") not in known))
+    for unknown in strange:
         near = [*flat, *dotted] if "." in unknown else flat
         inner = ends.get(unknown.lstrip("-").replace("_", "-"))
         hint = f"; it is called {inner} here" if inner else field_hint(unknown, near, flag=True)
         absent.append(f"there is no flag {unknown}{hint}")
     if absent:
-        message = ". And ".join(absent)
-    else:
-        message = _wrong_flag(config, arguments) or message
-    raise ConfigError(message, next=f"unfreeze {command} --help")
+        raise ConfigError(". And ".join(absent), next=field_next(strange[0], f"unfreeze {command} --help"))
 
 
 def _last_words(config: type[BaseModel], names: Iterable[str]) -> dict[str, str]:

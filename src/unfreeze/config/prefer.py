@@ -39,44 +39,41 @@ class Preference(Frozen):
     reference: Literal["live", "cached"] = Field(
         default="live",
         description=(
-            "of dpo, ipo and kto: live asks the model as it began in each step; cached once before the first,"
-            " and keeps the numbers in the run: steps are faster, and train = all needs no copy of the model"
+            "for dpo, ipo and kto. live: the starting model is asked in each step; cached: once before the"
+            " first (faster, no copy of the model)"
         ),
     )
     beta: float = Field(
         default=0.1,
         gt=0,
         description=(
-            "how strongly the reference holds (dpo, ipo, kto: higher is nearer to it), or the weight of the"
-            " comparison (simpo, orpo); 0.1, of simpo 2.0, as their papers have it"
+            "dpo, ipo, kto: strength of the reference; simpo, orpo: weight of the comparison. 0.1 as in the"
+            " papers, 2.0 for simpo"
         ),
     )
     gamma: float = Field(
         default=1.0,
         ge=0,
-        description="of simpo: the margin by which the chosen answer should win; its authors: half of beta",
+        description="for simpo: margin by which the chosen answer should win; half of beta is usual",
     )
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="of dpo: the share of pairs that are taken to be swapped"
+        default=0.0, ge=0, lt=0.5, description="for dpo: share of the pairs assumed to be swapped"
     )
     nll: float = Field(
         default=0.0,
         ge=0,
         description=(
-            "of dpo, ipo and simpo: weight of fine-tuning on the chosen answer, -log p / tokens, added to the"
-            " loss; without it the chosen answer may become less likely, too. Llama 3 has 0.2, RPO's paper 1"
+            "for dpo, ipo and simpo: weight of the chosen answer's own loss, which keeps it likely. Llama 3"
+            " uses 0.2"
         ),
     )
     desirable_weight: float = Field(
-        default=1.0, gt=0, description="of kto: the weight of answers whose label is true"
+        default=1.0, gt=0, description="for kto: weight of answers whose label is true"
     )
     undesirable_weight: float = Field(
         default=1.0,
         gt=0,
-        description=(
-            "of kto: the weight of the others; its authors keep (true ones · desirable_weight) / (others ·"
-            " undesirable_weight) within 1 to 1.33"
-        ),
+        description="for kto: weight of answers whose label is false; balance it with the numbers of both",
     )
 
 
@@ -93,7 +90,9 @@ class Data(sft.Data):
     )
     truncation: Literal["tail", "head", "error", "drop"] = Field(
         default="tail",
-        description="prompt and answer over sequence_length: cut the tail or head, stop, or drop the row",
+        description=(
+            "prompt and answer longer than sequence_length: cut the tail or head, stop, or drop the row"
+        ),
     )
 
 
@@ -101,12 +100,7 @@ class Optimizer(sft.Optimizer):
     """With the rates of preference, a tenth of sft's and less."""
 
     learning_rate: float = Field(
-        default=ADAPTER_RATE,
-        gt=0,
-        description=(
-            "peak learning rate; of adapters 2e-5, a tenth of sft's; for train = all the default is 1e-6 (as"
-            " TRL's DPO)"
-        ),
+        default=ADAPTER_RATE, gt=0, description="peak learning rate; with train = all the default is 1e-6"
     )
 
 

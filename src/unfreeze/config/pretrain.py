@@ -39,10 +39,14 @@ class Optimizer(tables.Optimizer):
 
 
 class Memory(tables.Memory):
-    """In float32."""
+    """Random weights begin in float32."""
 
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="float32", description="dtype of weights and computation; bfloat16 keeps float32 masters"
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
+        description=(
+            "number format of weights and computation. auto: float32 from random weights, else bfloat16 where"
+            " the hardware multiplies it; bfloat16 keeps float32 masters"
+        ),
     )
 
 

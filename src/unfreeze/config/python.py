@@ -12,6 +12,8 @@ from unfreeze.config.words import expected
 
 _FLAG = re.compile(r"(?<!\S)--([a-z][a-z_.-]*)(?: (\d[\d,]*\d(?=\W|$)|[^\s,;:]+(?:,[^\s,;:]+=[^\s,;:]+)*))?")
 """--flag, and the word after it: one value, or FIELD=COLUMN pairs with commas."""
+_COMMAND = re.compile(r"(\bunfreeze [a-z]+ [^,;:()]*)")
+"""A command to type within a text, up to the next comma, colon or bracket."""
 
 
 def in_python(config: type[BaseModel], text: str) -> str:
@@ -41,4 +43,7 @@ def in_python(config: type[BaseModel], text: str) -> str:
             return f'{name}="{word}"'
         return f"{name} {word}"
 
-    return text if text.startswith("unfreeze ") else _FLAG.sub(keyword, text)
+    if text.startswith("unfreeze "):
+        return text
+    parts = _COMMAND.split(text)
+    return "".join(part if i % 2 else _FLAG.sub(keyword, part) for i, part in enumerate(parts))

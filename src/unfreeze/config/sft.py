@@ -25,16 +25,15 @@ class Data(tables.Data):
     turns: Literal["auto", "whole", "each", "last"] = Field(
         default="auto",
         description=(
-            "examples of a conversation: one of the whole where the chat template leaves earlier turns as"
-            " they were, else one per turn of the assistant (auto); always one (whole); one per turn (each);"
-            " only the last turn (last)"
+            "examples per conversation. whole: one; each: one per turn of the assistant; last: the last turn"
+            " only; auto: whole, or each if the chat template rewrites earlier turns"
         ),
     )
     reasoning: Literal["auto", "inline", "drop"] = Field(
         default="auto",
         description=(
-            "reasoning_content: taught as the release writes it, refused where it has no form (auto); as"
-            " <think>…</think> in the answer (inline); left out (drop)"
+            "reasoning_content. auto: trained on as the release writes it, refused without such a form;"
+            " inline: as <think>…</think> in the answer; drop: left out"
         ),
     )
 
@@ -43,9 +42,7 @@ class Optimizer(tables.Optimizer):
     """With a rate for adapters, and a tenth of it for every weight."""
 
     learning_rate: float = Field(
-        default=2e-4,
-        gt=0,
-        description="peak learning rate; for train = all the default is 2e-5 (a tenth, as TRL's SFT has it)",
+        default=2e-4, gt=0, description="peak learning rate; with train = all the default is 2e-5"
     )
 
 
@@ -56,16 +53,13 @@ class Config(TrainingConfig):
 
     train: Literal["adapters", "all"] = Field(
         default="adapters",
-        description=(
-            "adapters: LoRA beside the frozen base; all: every weight of an unpacked checkpoint, without"
-            " adapters"
-        ),
+        description="adapters: LoRA beside the frozen base; all: every weight of an unpacked checkpoint",
     )
     adapter: Folder = Field(
         default="",
         description=(
-            "run or adapter folder (this tool's or peft's) whose adapter is trained on; it keeps its ranks,"
-            " scales and places, so the fields of [lora] are not given; nor is model, where its base is here"
+            "continue training this adapter (a run or adapter folder, ours or peft's). The [lora] fields"
+            " come from it, and usually the model"
         ),
     )
     data: Data

@@ -5,7 +5,9 @@ The tools: axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, Unsloth, to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from unfreeze.core.errors import nearest
 
@@ -18,38 +20,41 @@ validation | a file | eval_file validation_file eval_dataset
 out | the run's folder | output_dir output run_dir save_dir
 epochs | passes over the data | num_epochs num_train_epochs epoch n_epochs
 steps | optimizer steps | max_steps num_steps max_iters total_steps train_steps
-learning_rate | at its peak | lr max_lr base_lr peak_lr
+learning_rate | its peak | lr max_lr base_lr peak_lr
 schedule | cosine, linear, constant or wsd | lr_scheduler lr_scheduler_type scheduler
 warmup | a share of the steps, 0.03 for 3 % | warmup_ratio warmup_steps lr_warmup
 weight_decay | per unit of learning rate | wd
-clip | the global norm; 0: none | max_grad_norm gradient_clipping grad_clip clip_grad_norm
-tokens_per_step | tokens of one optimizer step, all micro-batches together: about rows x their mean length |
+clip | limit of the global norm; 0: none | max_grad_norm gradient_clipping grad_clip clip_grad_norm
+tokens_per_step | tokens of one optimizer step: about rows x their mean length |
     batch_size per_device_train_batch_size per_device_batch_size train_batch_size device_batch_size
     global_batch_size total_batch_size
-micro_batches | a count of parts: tokens_per_step is cut into so many, each of whole documents |
-    micro_batch_size gradient_accumulation_steps grad_accum accumulation_steps
+micro_batches | the number of parts a step is computed in | micro_batch_size
+    gradient_accumulation_steps grad_accum accumulation_steps
 sequence_length | tokens | max_seq_length max_seq_len sequence_len max_length cutoff_len seq_len block_size
     context_length model_max_length
 packing | none, first_fit or best_fit | sample_packing pack
-lora.rank | columns of B | r lora_r lora_rank adapter_rank
+lora.rank | the adapters' size | r lora_r lora_rank adapter_rank
 lora.alpha | the numerator of the scale alpha / rank | lora_alpha
 lora.targets | groups, names or globs | lora_target lora_target_modules target_modules
 lora.scaling | alpha/sqrt(r) | use_rslora rslora
-train | adapters or all | finetuning_type full_finetuning
+train | adapters or all | finetuning_type full_finetuning use_peft use_lora
 adapter | a run's or an adapter's folder, trained on | lora_model_dir adapter_name_or_path adapter_path
-dtype | bfloat16 or float32 | bf16 fp16 torch_dtype precision compute_dtype
+dtype | auto, bfloat16 or float32 | bf16 fp16 fp32 torch_dtype precision compute_dtype
+device | auto, cpu or cuda | use_cpu no_cuda gpu
 recompute | auto, layers, selective, elementwise or nothing | gradient_checkpointing activation_checkpointing
     use_gradient_checkpointing
 optimizer_moments | AdamW's moments: float32 or int8 | optim optimizer adam_8bit
 threads | CPU threads | num_threads num_workers
-save_every | steps | save_steps save_interval checkpoint_every
+save_every | steps | save_steps save_interval checkpoint_every save_strategy
 keep_saves | how many | save_total_limit max_checkpoints
-validate_every | steps | eval_steps eval_every eval_interval val_every
+validate_every | steps | eval_steps eval_every eval_interval val_every eval_strategy
+    evaluation_strategy
 early_stop | validations without gain | early_stopping early_stopping_patience patience
+    load_best_model_at_end
 track | tensorboard, wandb or trackio | report_to logger log_with use_wandb
 seed | a whole number | random_seed data_seed
-turns | only the assistant's turns are ever taught | train_on_inputs completion_only_loss
-    assistant_only_loss
+columns | FIELD=COLUMN, such as prompt=question | dataset_text_field text_column prompt_column
+    response_column field_messages
 teacher | a checkpoint, a run, base, or what --prepare wrote | teacher_model teacher_model_name_or_path
     teacher_model_path
 alpha | the share of cross entropy, 0 to 1 | kd_alpha cross_entropy_weight kd_ratio
@@ -58,55 +63,164 @@ loss | dpo, ipo, kto, simpo or orpo | loss_type pref_loss rl
 beta | of the loss that compares answers | pref_beta dpo_beta kto_beta rl_beta orpo_alpha cpo_beta
 gamma | a margin of rewards; TRL's simpo_gamma | simpo_gamma
 label_smoothing | a share of the pairs | dpo_label_smoothing
-reference | live, or cached: asked once before the first step | precompute_ref_log_probs
+reference | live, or cached: computed once | precompute_ref_log_probs
     precompute_reference_logps
 nll | the weight of fine-tuning on the chosen answer | rpo_alpha cpo_alpha pref_ftx sft_weight loss_weights
 desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
 undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
 """
 _NOT_HERE = """
-ref_model reference_model reference_free sync_ref_model | unfreeze prefer compares
-    with the model as it began, which takes no second copy beside adapters; --loss simpo and orpo need none
-load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type | files that are 4-bit stay 4-bit, without a
-    flag; others cannot be quantized here yet
+ref_model reference_model reference_free sync_ref_model | prefer compares with the starting model; --loss
+    simpo and orpo need none | unfreeze prefer --model MODEL --data pairs.jsonl
+qlora load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type bnb_4bit_compute_dtype | a 4-bit or 8-bit
+    checkpoint is trained as it is; a bf16 one is not quantized here | give a quantized checkpoint as --model
+resume_from_checkpoint resume auto_resume auto_resume_from_checkpoints overwrite_output_dir | the same command
+    resumes its run; a new run has another --out | the same command without this
+use_dora dora | DoRA is not built, LoRA and rsLoRA are; TRL has it |
+    trl sft --use_peft --use_dora --model_name_or_path MODEL --dataset_name DATA
+neftune_noise_alpha neftune | NEFTune is not built; TRL has it |
+    trl sft --neftune_noise_alpha 5 --model_name_or_path MODEL --dataset_name DATA
+lora_dropout | adapters have no dropout here; TRL has it |
+    trl sft --use_peft --lora_dropout 0.05 --model_name_or_path MODEL --dataset_name DATA
+flash_attn attn_implementation flash_attention use_flash_attention_2 use_liger use_liger_kernel liger
+    enable_liger_kernel torch_compile compile | attention and kernels are chosen for the machine; each choice
+    is listed | unfreeze kernels list
+fsdp fsdp_config deepspeed ddp accelerate zero_stage num_gpus num_processes nproc_per_node | torchrun starts
+    one process a GPU; --place.weights sharded divides what trains |
+    torchrun --nproc-per-node 8 -m unfreeze sft --model MODEL --data FILE
+push_to_hub hub_model_id hub_token hub_private_repo | a finished run is uploaded by export |
+    unfreeze export RUN --for peft --push org/name
+chat_template chat_template_path template | the chat template is the model's own: chat_template.jinja in its
+    folder | put the template there, then: unfreeze data show FILE --model MODEL
+trust_remote_code | code from a checkpoint is never run; model families are built in | unfreeze inspect MODEL
+logging_steps logging_strategy logging_dir log_every log_interval disable_tqdm | every step is recorded in
+    RUN/events.jsonl; --track tensorboard shows them elsewhere | unfreeze report RUN
+new_tokens add_tokens added_tokens num_new_tokens additional_special_tokens resize_vocab resize_embeddings
+    resize_token_embeddings modules_to_save embedding_lr | adding tokens is not built; transformers does
+    it, and unfreeze trains them | tokenizer.add_tokens, model.resize_token_embeddings(len(tokenizer)), save
+    both; then unfreeze sft --train all
+rope_scaling rope_theta rope_factor yarn | rotary scaling is read from the model's config.json: rope_scaling
+    there | unfreeze inspect MODEL
+train_on_inputs completion_only_loss assistant_only_loss train_on_responses_only mask_prompt train_on_prompt |
+    only answers are trained on, always; rows of text train every token |
+    unfreeze data show FILE --model MODEL
+max_samples max_train_samples num_samples | every row is read | head -n 1000 FILE.jsonl > part.jsonl
+adam_beta1 adam_beta2 adam_epsilon beta1 beta2 | AdamW's betas are 0.9 and 0.95, its
+    epsilon 1e-8, always | leave it out
+group_by_length length_grouped_sampling | packing fills batches with documents of any length |
+    unfreeze sft --model MODEL --data FILE --packing best_fit
+run_name wandb_project project wandb_run_name | a run is called by its folder: --out; wandb's project is
+    WANDB_PROJECT | unfreeze sft --model MODEL --data FILE --out runs/NAME --track wandb
+device_map max_memory cpu_offload offload offload_folder | --place.experts, .rest and .boundary move parts off
+    the device | unfreeze plan --model MODEL
 """
 _COMMANDS = """
-train finetune fine-tune tune lora qlora | unfreeze sft --model MODEL --data chat.jsonl
-dpo ipo orpo simpo cpo preference | unfreeze prefer --model MODEL --data pairs.jsonl compares them
-kto | unfreeze prefer --loss kto --model MODEL --data FILE learns from them
-reward | models of rewards are not built; unfreeze prefer learns from pairs of answers
-grpo ppo rl rlhf gspo | reinforcement learning is not built; sft on answers you kept is the shortest way
-    today
-distillation kd gkd teach | unfreeze distill --model MODEL --teacher DIR_OR_RUN --data chat.jsonl
-merge-lora fuse bake merge-adapter | unfreeze merge RUN --to bf16
-quantize gguf convert | not built alone; unfreeze merge RUN --to int4 packs what it merges, and llama.cpp
-    converts what unfreeze merge RUN --to bf16 writes
-serve server api | not built; unfreeze chat RUN talks in the terminal, unfreeze export RUN writes adapters
-    that vLLM and SGLang read
-eval evaluate lm-eval perplexity | unfreeze sft … --validation FILE measures held-out loss; other
-    evaluations are not built
-push upload push-to-hub | unfreeze export RUN --for peft --push org/name --base-id org/base
-new config wizard | unfreeze init MODEL DATA writes a run.toml with its reasons
-download fetch pull | unfreeze inspect org/name downloads what it reads; training downloads the rest
-infer inference run talk | unfreeze chat MODEL_OR_RUN
-preprocess prepare tokenize | unfreeze data show FILE --model MODEL; training encodes by itself
-sweep search | unfreeze sft … --sweep learning_rate=1e-4,2e-4 runs and compares each combination
-resume continue | give the same command again: a run goes on where it stopped
+train finetune fine-tune tune lora qlora sft-lora | fine-tuning is sft |
+    unfreeze sft --model MODEL --data chat.jsonl
+dpo ipo orpo simpo cpo preference | prefer learns from pairs of answers |
+    unfreeze prefer --model MODEL --data pairs.jsonl
+kto | prefer learns from answers with a label, too |
+    unfreeze prefer --loss kto --model MODEL --data FILE
+reward reward-model | reward models are not built; TRL trains them |
+    trl reward --model_name_or_path MODEL --dataset_name DATA
+grpo ppo rl rlhf gspo rloo dapo | reinforcement learning is not built; TRL has it, over a merged model |
+    unfreeze merge RUN --to bf16, then TRL's GRPOTrainer on RUN/merged-bf16
+distillation kd gkd teach | distill learns a teacher's probabilities |
+    unfreeze distill --model MODEL --teacher DIR_OR_RUN --data chat.jsonl
+merge-lora fuse bake merge-adapter merge-and-unload | merge writes base and adapter as one checkpoint |
+    unfreeze merge RUN --to bf16
+gguf convert ollama llama.cpp llama-cpp lmstudio | llama.cpp writes GGUF, from a merged model |
+    unfreeze merge RUN --to bf16, then: python convert_hf_to_gguf.py RUN/merged-bf16
+quantize quantise quantization quantisation int4 awq gptq | a model alone is not quantized here; llama.cpp and
+    llm-compressor do it |
+    python convert_hf_to_gguf.py MODEL --outtype q8_0; of a run: unfreeze merge RUN --to int4
+serve server api vllm endpoint | a server is not built; vLLM reads what export writes |
+    unfreeze export RUN --for vllm, then: vllm serve BASE --enable-lora --lora-modules mine=RUN/export-vllm
+eval evaluate evaluation benchmark lm-eval | benchmarks are not built; lm-evaluation-harness reads a merged
+    model |
+    unfreeze merge RUN --to bf16, then: lm_eval --model hf --model_args pretrained=RUN/merged-bf16
+    --tasks hellaswag
+perplexity ppl score | perplexity of held-out rows is measured in a run |
+    unfreeze sft --model MODEL --data FILE --validation FILE
+tokenizer train-tokenizer vocab | training a tokenizer is not built; transformers does it |
+    AutoTokenizer.from_pretrained(ID).train_new_from_iterator(texts, 32000).save_pretrained(FOLDER)
+resize resize-embeddings add-tokens new-tokens | adding tokens is not built; transformers does it, and
+    unfreeze trains them | tokenizer.add_tokens, model.resize_token_embeddings(len(tokenizer)), save both;
+    then unfreeze sft --train all
+push upload push-to-hub | export uploads | unfreeze export RUN --for peft --push org/name --base-id org/base
+new config wizard | init writes a run.toml with its reasons | unfreeze init MODEL DATA
+download fetch pull | inspect downloads what it reads, training the rest | unfreeze inspect org/name
+infer inference run talk | chat talks with a model or a run | unfreeze chat MODEL_OR_RUN
+preprocess prepare tokenize | training encodes by itself; data show prints what is taught |
+    unfreeze data show FILE --model MODEL
+sweep search tune-lr hpo | --sweep runs and compares each combination |
+    unfreeze sft --model MODEL --data FILE --sweep learning_rate=1e-4,2e-4
+resume continue | the same command resumes its run | the same command again
+estimate memory vram cost | plan says what a run takes and costs | unfreeze plan --model MODEL
+ui webui gui studio dashboard | a window is not built; each run writes a page | unfreeze report RUN
 """
+_VALUES = """
+for | gguf ollama llama.cpp lmstudio | GGUF: unfreeze merge RUN --to bf16, then llama.cpp's
+    convert_hf_to_gguf.py RUN/merged-bf16
+for | hf huggingface transformers | transformers reads --for peft
+for | tgi mlx onnx tensorrt lmdeploy | merge RUN --to bf16 writes a model that it can convert
+to | gguf q4_k_m q5_k_m q8_0 q4_0 | GGUF: --to bf16, then llama.cpp's convert_hf_to_gguf.py RUN/merged-bf16
+to | fp16 float16 bfloat16 16bit merged_16bit | it is called bf16 here
+to | 4bit w4a16 merged_4bit | it is called int4 here
+to | nf4 fp8 nvfp4 mxfp4 awq gptq | --to same keeps a base of this format; llm-compressor writes others
+dtype | bf16 | it is called bfloat16 here
+dtype | fp32 | it is called float32 here
+dtype | fp16 float16 half | float16 is not built
+schedule | constant_with_warmup | it is called constant here, with --warmup
+schedule | cosine_with_restarts polynomial inverse_sqrt | it is not built
+schedule | warmup_stable_decay | it is called wsd here
+train | lora qlora adapter peft | it is called adapters here
+train | full fft freeze | it is called all here: every weight
+loss | sigmoid | it is called dpo here
+loss | grpo ppo rloo gspo | reinforcement learning is not built; TRL has it
+loss | hinge robust cpo bco sppo | it is not built; TRL has it
+optimizer_moments | adamw_8bit adam_8bit paged_adamw_8bit 8bit | it is called int8 here
+optimizer_moments | adamw adamw_torch adamw_torch_fused | it is called float32 here
+track | mlflow comet comet_ml neptune aim swanlab | it is not built; RUN/events.jsonl has every figure
+packing | true | it is called first_fit here
+packing | false | it is called none here
+recompute | true full unsloth | it is called layers here
+recompute | false none | it is called nothing here
+"""
+
+
+class Hint(NamedTuple):
+    """What a word of another tool is here, and what to do now."""
+
+    text: str
+    next: str
 
 
 def _rows(table: str) -> list[list[str]]:
-    """Lines of cells; an indented line goes on with the one before."""
-    joined = table.strip().replace("\n    ", " ")
+    """Lines of cells; an indented line continues the one before."""
+    joined = re.sub(r"\n    ", " ", table.strip())
     return [[cell.strip() for cell in line.split("|")] for line in joined.splitlines()]
 
 
 FIELDS = {word: (field, unit) for field, unit, words in _rows(_FIELDS) for word in words.split()}
 """A word elsewhere -> (our field, its unit or form)."""
-NOT_HERE = {word: why for words, why in _rows(_NOT_HERE) for word in words.split()}
-"""A word elsewhere for what no field here stands for -> why."""
-COMMANDS = {word: way for words, way in _rows(_COMMANDS) for word in words.split()}
-"""A command elsewhere -> the shortest way here today."""
+NOT_HERE = {word: Hint(text, next) for words, text, next in _rows(_NOT_HERE) for word in words.split()}
+"""A word elsewhere for what no field here stands for -> what is so, and the next command."""
+COMMANDS = {word: Hint(text, next) for words, text, next in _rows(_COMMANDS) for word in words.split()}
+"""A command elsewhere -> the shortest way here today, or the tool that does it."""
+VALUES = {(field, word): text for field, words, text in _rows(_VALUES) for word in words.split()}
+"""(Field, a value elsewhere) -> what it is here."""
+
+
+OF = {
+    "distill": "teacher alpha temperature",
+    "prefer": "loss beta gamma label_smoothing reference nll desirable_weight undesirable_weight",
+}
+"""A command -> those of our fields in FIELDS that it has and sft has not."""
+
+
+def _plain(word: str) -> str:
+    return word.lstrip("-").replace("-", "_").lower()
 
 
 def field_hint(
@@ -117,19 +231,42 @@ def field_hint(
     Else the nearest known word; else nothing. `places` (flat name -> place in a table): it is named by its
     place.
     """
-    plain = word.lstrip("-").replace("-", "_").lower()
+    plain = _plain(word)
     if plain in FIELDS:
         name, unit = FIELDS[plain]
+        if not places and (words := set(map(_plain, known))) and name not in words:
+            return f"; training has it: unfreeze {_recipe(name)} --{name.replace('_', '-')}"
         name = (places or {}).get(name, name)
         return f"; it is called {'--' + name.replace('_', '-') if flag else name} here ({unit})"
-    return f"; {NOT_HERE[plain]}" if plain in NOT_HERE else nearest(word, known)
+    return f"; {NOT_HERE[plain].text}" if plain in NOT_HERE else nearest(word, known)
 
 
-def command_hint(word: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown command."""
+def _recipe(field: str) -> str:
+    """The training command that has a field."""
+    return next((recipe for recipe, fields in OF.items() if field in fields.split()), "sft")
+
+
+def field_next(word: str, otherwise: str) -> str:
+    """What to do about an unknown field: the remedy of what no field here stands for, or `otherwise`."""
+    return NOT_HERE[_plain(word)].next if _plain(word) in NOT_HERE else otherwise
+
+
+def value_hint(name: str, value: object) -> str:
+    """The end of an error about a value that is no choice of a field (a flag, a flat name or a place)."""
+    field = _plain(name)
+    names = (field, field.rpartition(".")[2], field.replace("optimizer.moments", "optimizer_moments"))
+    word = str(value).lower()
+    return next((f"; {VALUES[at, word]}" for at in names if (at, word) in VALUES), "")
+
+
+def command_hint(word: str, known: Iterable[str]) -> Hint:
+    """The end of an error about an unknown command, and what to do now."""
     plain = word.lower().replace("_", "-")
     near = nearest(word, known)
     if plain not in COMMANDS and not near:
         # the same letters in another order: trian is answered as train is
         plain = next((word for word in COMMANDS if sorted(word) == sorted(plain)), plain)
-    return f"; {COMMANDS[plain]}" if plain in COMMANDS else near
+    if plain in COMMANDS:
+        hint = COMMANDS[plain]
+        return Hint(f"; {hint.text}", hint.next)
+    return Hint(near, "unfreeze --help")

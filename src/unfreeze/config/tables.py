@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PrivateAttr
 
 from unfreeze.config.columns import Columns
+from unfreeze.config.device import Device
 from unfreeze.config.parse import Files, Folder, Frozen
 
 HUB = "hf:"
@@ -31,9 +32,7 @@ class Data(Frozen):
     )
     columns: Columns = Field(
         default=(),
-        description=(
-            "the files' own names of a row's fields, FIELD=COLUMN: prompt=instruction,completion=output"
-        ),
+        description="column names in the files, FIELD=COLUMN: prompt=instruction,completion=output",
     )
     weights: tuple[float, ...] = Field(
         default=(),
@@ -43,7 +42,7 @@ class Data(Frozen):
         ),
     )
     validation: Folder = Field(
-        default="", description="file whose rows are held out for validation; as `data`"
+        default="", description="file of held-out rows for validation; the same forms as `data`"
     )
     validation_fraction: float = Field(
         default=0.0,
@@ -59,27 +58,25 @@ class Data(Frozen):
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail",
         description=(
-            "documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)."
-            " Counted and said"
+            "documents longer than sequence_length: cut the tail or head, stop, drop the row, or split"
+            " (texts). All are counted"
         ),
     )
     template_variables: tuple[str, ...] = Field(
         default=(),
         description=(
-            "NAME=VALUE for the chat template, such as enable_thinking=false; the value is JSON, or text"
-            " where it is none"
+            "NAME=VALUE for the chat template, such as enable_thinking=false; the value is JSON or text"
         ),
     )
     template_date: str = Field(
         default="",
         description=(
-            "date and time the chat template writes where it asks for today's, as 2026-11-22 or"
-            " 2026-11-22T18:30; default: the run's first start, so that a run that goes on another day has"
-            " the same data"
+            "date and time for a chat template that writes today's, as 2026-11-22 or 2026-11-22T18:30;"
+            " default: the run's first start, kept when it resumes"
         ),
     )
     on_bad_row: Literal["error", "skip"] = Field(
-        default="error", description="a row that cannot be read: stop, naming it, or skip and count it"
+        default="error", description="a row that cannot be read: stop and name it, or skip and count it"
     )
 
     _written: Data | None = PrivateAttr(default=None)
@@ -142,13 +139,10 @@ class Training(Frozen):
     epochs: float = Field(
         default=3.0,
         gt=0,
-        description=(
-            "passes over the data, if `steps` is not given. 3: usual for instruction data of some thousand"
-            " rows"
-        ),
+        description="passes over the data, if `steps` is not given; 3 is usual for some thousand rows",
     )
     steps: int | None = Field(
-        default=None, ge=1, description="optimizer steps; default: as many as `epochs` need"
+        default=None, ge=1, description="optimizer steps; default: computed from `epochs`"
     )
     tokens_per_step: int = Field(
         default=4096,
@@ -157,10 +151,7 @@ class Training(Frozen):
     )
     packing: Literal["none", "first_fit", "best_fit"] = Field(
         default="first_fit",
-        description=(
-            "documents of a micro-batch: one alone, or as many as fit, first or best. The fill is in the data"
-            " line"
-        ),
+        description="documents per micro-batch: one, or as many as fit (first or best fit)",
     )
 
 
@@ -175,15 +166,14 @@ class Optimizer(Frozen):
         default=0.03, ge=0, le=1, description="share of the steps in which the learning rate rises linearly"
     )
     decay: float = Field(
-        default=0.2, ge=0, le=1, description="share of the steps in the final fall of schedule wsd"
+        default=0.2,
+        ge=0,
+        le=1,
+        description=("with schedule wsd: share of the steps in which the learning rate falls at the end"),
     )
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay on matrices")
     moments: Literal["float32", "int8"] = Field(
-        default="float32",
-        description=(
-            "AdamW's moments: 8 bytes per trained parameter, or 2.03 in blocks of 256 (loss:"
-            " docs/decisions.md 33)"
-        ),
+        default="float32", description="AdamW's moments: 8 bytes per trained parameter, or 2.03 with int8"
     )
     clip: float = Field(default=1.0, ge=0, description="limit of the global gradient norm; 0: none")
 
@@ -195,31 +185,34 @@ class Memory(Frozen):
         default=1,
         ge=1,
         description=(
-            "parts a step's tokens are cut into, to save memory; each holds whole documents, and the gradient"
-            " is that of all its documents together"
+            "parts of a step, computed one after the other to save memory; the gradient is the same as in"
+            " one part"
         ),
     )
-    dtype: Literal["bfloat16", "float32"] = Field(
-        default="bfloat16",
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        default="auto",
         description=(
-            "dtype of the weights and the computation; adapters are float32; bfloat16 weights train with"
-            " float32 masters"
+            "number format of the computation. auto: bfloat16 where the hardware multiplies it, else float32."
+            " Frozen weights stay as stored; adapters are float32"
         ),
     )
     recompute: Literal["auto", "layers", "selective", "elementwise", "nothing"] = Field(
         default="auto",
         description=(
-            "auto: the fastest that fits in the free memory, kept when the run goes on; layers: keep only"
-            " each layer's input; selective: and what attention and experts made; elementwise: and what"
-            " linear layers made, so that no GEMM is done twice; nothing: keep all"
+            "activations kept for backward. layers: each layer's input only; selective: also attention and"
+            " experts; elementwise: also linear layers; nothing: all are kept. auto: the fastest that fits in"
+            " memory"
         ),
     )
     keep_layers: int | None = Field(
         default=None,
         ge=0,
-        description="selective, elementwise: only the last so many layers keep; unset: all",
+        description=(
+            "with recompute selective or elementwise: keep activations of the last N layers only; unset: of"
+            " all"
+        ),
     )
-    device: str = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
+    device: Device = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
     threads: int = Field(
         default=0,
         ge=0,
@@ -233,56 +226,51 @@ class Place(Frozen):
     experts: Literal["auto", "device", "host", "disk"] = Field(
         default="auto",
         description=(
-            "where the frozen weights of routed experts lie: device: all of them; host, disk: there, and they"
-            " come layer by layer into two buffers; auto: the first of device, host (with CUDA) and disk that"
-            " fits. The numbers are the same, to the bit"
+            "where frozen routed experts lie. device: all there; host, disk: read layer by layer through two"
+            " buffers; auto: the first that fits. Results are bit-identical"
         ),
     )
     buffer: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
         default="auto",
         description=(
-            "GiB of each of the two buffers through which experts come from host or disk. A layer that is"
-            " larger comes in groups of its experts; auto: a layer's, or where only that fits, less"
+            "GiB of each of the two buffers for experts on host or disk; larger layers come in groups of"
+            " experts. auto: a whole layer, or what fits"
         ),
     )
     split: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
         description=(
-            "processes that share one set of experts: rows of tokens go to the process that holds their"
-            " expert. 1: every process holds all; auto: 1 where that fits, else the fewest that fit, within a"
-            " host"
+            "processes that share one set of experts (expert parallelism). 1: every process holds all; auto:"
+            " 1, or the fewest that fit, within a host"
         ),
     )
     weights: Literal["auto", "device", "sharded"] = Field(
         default="auto",
         description=(
-            "where every weight trains, in several processes: device: each holds all of them; sharded: each"
-            " holds a part of each, with its gradient and moments, and layers are gathered as they are"
-            " visited; auto: device where that fits"
+            "with --train all, in several processes. device: each holds all weights; sharded: each holds a"
+            " part (as FSDP and ZeRO-3); auto: device if that fits"
         ),
     )
     rest: Literal["auto", "device", "peers"] = Field(
         default="auto",
         description=(
-            "where adapters train, in several processes: what layers have besides routed experts; device:"
-            " each holds all of it; peers: each holds a part of its bytes, and gathers layers as they are"
-            " visited; auto: device where that fits. The numbers are the same, to the bit"
+            "with adapters, in several processes: frozen weights other than experts. device: each holds all;"
+            " peers: each holds a part and layers are gathered; auto: device if that fits. Results are"
+            " bit-identical"
         ),
     )
     boundary: Literal["auto", "device", "host"] = Field(
         default="auto",
         description=(
-            "with CUDA, where adapters train: the inputs of layers, which are kept until backward; host: in"
-            " host memory, two of them on the device at once; auto: device where that fits. The numbers are"
-            " the same, to the bit"
+            "with CUDA and adapters: layer inputs kept for backward. host: in host memory, two on the device"
+            " at once; auto: device if that fits. Results are bit-identical"
         ),
     )
     optimizer: Literal["auto", "device", "host"] = Field(
         default="auto",
         description=(
-            "with CUDA, where adapters train: AdamW's moments between updates; host: in host memory, from"
-            " where some at a time come to the device for an update; auto: device where that fits. The"
-            " numbers are the same, to the bit"
+            "with CUDA and adapters: AdamW's moments between updates. host: in host memory, copied in parts"
+            " for an update; auto: device if that fits. Results are bit-identical"
         ),
     )
 
@@ -291,27 +279,23 @@ class Save(Frozen):
     """What is saved, so that a run can be resumed."""
 
     every: int = Field(
-        default=0, ge=0, description="steps between saves; 0: by minutes, at the end and on Ctrl-C"
+        default=0,
+        ge=0,
+        description=("steps between saves; 0: only every `save_minutes`, at the end and on Ctrl-C"),
     )
     minutes: float = Field(
-        default=10.0,
-        ge=0,
-        description="minutes after which a run saves again, beside `save_every`; 0: never by the clock",
+        default=10.0, ge=0, description="minutes between saves, besides `save_every`; 0: never by the clock"
     )
-    keep: int = Field(default=2, ge=1, description="how many saves of the training state are kept")
+    keep: int = Field(default=2, ge=1, description="saves of the training state to keep")
     on_full_disk: Literal["stop", "continue"] = Field(
         default="stop",
         description=(
-            "a save without room on the disk: stop, or warn and train on to the next save. Earlier saves stay"
-            " either way"
+            "no room on the disk for a save: stop, or warn and train on until the next save. Earlier saves"
+            " stay"
         ),
     )
     allow_changed: tuple[str, ...] = Field(
-        default=(),
-        description=(
-            "fields in which an unfinished run may go on with another value than it was saved with, such as"
-            " learning_rate"
-        ),
+        default=(), description="fields that a resumed run may change, such as learning_rate"
     )
 
 
@@ -321,26 +305,23 @@ class Watch(Frozen):
     validate_every: int = Field(
         default=0,
         ge=0,
-        description=(
-            "steps between validations, with `validation` or `validation_fraction`; 0: before the first and"
-            " after the last"
-        ),
+        description="steps between validations; 0: only before the first step and after the last",
     )
     early_stop: int = Field(
         default=0,
         ge=0,
         description=(
-            "validations in a row without a lower held-out loss after which the run ends; 0: never. The"
-            " result is the last state, the best step's is kept beside it"
+            "stop after N validations without a lower held-out loss; 0: never. The best step is kept beside"
+            " the last"
         ),
     )
     samples: int = Field(
         default=4,
         ge=0,
-        description="prompts from the data answered before and after training, for the report",
+        description="held-out rows (training rows where none are) answered before and after training",
     )
     prompts: tuple[str, ...] = Field(
-        default=(), description="own prompts, answered where those of `samples` are, and at each validation"
+        default=(), description="own prompts, answered before and after training and at each validation"
     )
     track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         default=(),
@@ -349,7 +330,7 @@ class Watch(Frozen):
     on_spike: Literal["warn", "skip", "stop"] = Field(
         default="warn",
         description=(
-            "a loss or gradient norm beyond 8 robust deviations of the last 64 steps: say so, skip the"
-            " update, or stop before it; its rows go to suspects.jsonl"
+            "a loss or gradient norm beyond 8 robust deviations of the last 64 steps: warn, skip the update,"
+            " or stop. Its rows go to suspects.jsonl"
         ),
     )

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from unfreeze.config.synonyms import value_hint
+
 IS_NO = {
     "int": "a whole number",
     "float": "a number",
@@ -42,7 +44,7 @@ def wrong(name: str, value: object, fault: Mapping[str, Any]) -> str:
     if kind in MUST:
         return f"{subject}: {MUST[kind].format(**context)}"
     if kind == "literal_error":
-        return f"{subject} is none of {context['expected'].replace(' or ', ', ')}"
+        return f"{subject} is none of {context['expected'].replace(' or ', ', ')}{value_hint(name, value)}"
     if (word := IS_NO.get(kind.partition("_")[0])) and kind != "string_too_short":
         return f"{subject} is not {word}"
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "should be")

@@ -73,6 +73,17 @@ class Batch:
             return self.found[1]
         return self.weights_T.gt(0).nonzero().squeeze(1)
 
+    def per_document(self, values_N: Tensor) -> Tensor:
+        """[S]: the sum over each document, in a fixed order, so with the same bits each time.
+
+        values_N: a value for each position of supervised().
+        """
+        rows_N = self.supervised()
+        starts_S = send(self.starts_S, rows_N.device)
+        first_S = torch.searchsorted(rows_N, starts_S)
+        end_S = torch.cat([first_S[1:], first_S.new_full((1,), len(rows_N))])
+        return torch.segment_reduce(values_N, "sum", lengths=end_S - first_S, unsafe=True)
+
     @property
     def count(self) -> float:
         """What the batch adds to the divisor of its step: its examples, or the sum of weights_T."""
@@ -99,7 +110,9 @@ class Loss:
     count    sum of weights_T (Batch.count). Counts add over micro-batches and devices; means do not.
     metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when
              logged.
-    each     the loss of each example, in the order of Batch.documents["example"], where it counts examples.
+    each     the loss of each example, in the order of Batch.documents["example"], where it counts examples;
+             where it counts tokens and no gradient is asked for, the sum of each document, [S].
+    scores   name -> a value for each of the same examples: measures of held-out rows.
     count and metrics are numbers, or scalars on the device: train/step.py reads all of them at once, at the
     end of a step.
     """
@@ -108,3 +121,4 @@ class Loss:
     count: float | Tensor
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
     each: Tensor | None = None
+    scores: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])

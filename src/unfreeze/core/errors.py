@@ -9,7 +9,10 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import re
 from collections.abc import Iterable
+
+from unfreeze.core.units import format_bytes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk is full, or the user's share of it
 
@@ -48,6 +51,27 @@ class DoesNotFit(UserError):
 
     The message holds the arithmetic and what would fit.
     """
+
+
+_SHORT = re.compile(r"DefaultCPUAllocator|not enough memory|cannot allocate memory", re.IGNORECASE)
+"""What torch's allocator and mmap say of a shortage."""
+
+
+def ran_out(error: BaseException) -> str:
+    """What could not be allocated, where an error is a shortage of memory; else "".
+
+    torch raises a RuntimeError for the host's memory, and OutOfMemoryError for a GPU's.
+    """
+    size = re.search(r"allocate (\d+ bytes|[\d.]+ [KMGT]iB)", text := str(error))
+    short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    short |= isinstance(error, RuntimeError) and _SHORT.search(text) is not None
+    short |= isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if not short:
+        return ""
+    if not size:
+        return "an allocation failed"
+    count, unit = size[1].split()
+    return f"{format_bytes(int(count)) if unit == 'bytes' else size[1]} could not be allocated"
 
 
 class ProcessGone(UserError):

@@ -14,8 +14,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from unfreeze.core.conform import Fault, faults
 from unfreeze.core.errors import DataError
-from unfreeze.core.schema import Event, Fault, faults
+from unfreeze.core.schema import Event
 
 RESOLVED = "resolved_config.json"
 """The file in runs/<name>/ that says what was run: written by recipes, read by report, generate and demo."""

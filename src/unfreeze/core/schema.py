@@ -1,16 +1,14 @@
 """The events of a run, typed: a TypedDict per kind, its fields with unit and meaning.
 
 An event is its line of events.jsonl, a plain dict. A field that has nothing to say is absent; null is a value
-that was not finite or not measured. `faults` checks one where it is emitted and where it is read.
+that was not finite or not measured. core/conform.py checks one where it is emitted and where it is read.
 benchmarks/events_page.py makes the tables of docs/events.md from this file.
 """
 
-import reprlib
-from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Required, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, Required, get_args, get_type_hints
 
-from pydantic import ConfigDict, Field, InstanceOf, PlainValidator, TypeAdapter, ValidationError
+from pydantic import Field, InstanceOf, PlainValidator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
@@ -188,8 +186,8 @@ class StartEvent(CommonFields):
 class KernelChoice(TypedDict):
     """Which implementation of an op runs for inputs of a kind, and what decided.
 
-    `origin` is one of "measured here", "measured on its class", "measured on a near class", "predicted, not
-    measured", "not measured" (the reference runs), "by design", "as asked".
+    `origin` is one of "timed here", "measured here", "measured on its class", "predicted, not measured", "not
+    measured" (the reference runs), "by design", "as asked".
     """
 
     op: Annotated[AnyText, of("name", "as `unfreeze kernels list` has it")]
@@ -263,10 +261,24 @@ class StreamEvent(CommonFields):
     hidden: Annotated[Real | None, of("share, 0 to 1", "of the transfers, under computation; null: none")]
 
 
+class Change(TypedDict):
+    """How a measure of held-out rows changed since an earlier validation, paired by row.
+
+    Formulas: `src/unfreeze/evaluate/by_row.py`.
+    """
+
+    measure: Annotated[AnyText, of("field", "of this event")]
+    since: Annotated[Int, of("finished optimizer steps", "at the earlier one: 0, or the lowest loss")]
+    change: Annotated[Real, of("as the measure", "now minus then")]
+    error: Annotated[Real | None, of("as the measure", "standard error of the change; null: of one row")]
+
+
 class EvalEvent(CommonFields, total=False):
     """Held-out loss, or the score of a probe.
 
-    Further fields are scores (the demo: `style`, `facts`, per cent), float or null.
+    Further fields are scores (the demo: `style`, `facts`, per cent), float or null. Of pairs and labels:
+    `accuracy`, `margin`, and `logp_likelier`, the log-probability in nats of the likelier answer of a row, of
+    answers with a label only of rows with a desirable one.
     """
 
     kind: Required[Literal["eval"]]
@@ -275,6 +287,8 @@ class EvalEvent(CommonFields, total=False):
     bits_per_byte: Annotated[Real | None, of("bits per byte of text", "loss / ln 2 x tokens / bytes")]
     tokens: Annotated[Int, of("tokens", "supervised tokens it was taken on")]
     seconds: Annotated[Real, of("seconds", "that it took")]
+    rows: Annotated[Int, of("rows", "held out, equal ones counted once")]
+    changes: Annotated[list[Change], of("object", "since step 0, and since the lowest loss so far")]
 
 
 class SampleEvent(CommonFields):
@@ -312,6 +326,7 @@ class GapEvent(CommonFields):
     logprob_gap_mean: Annotated[Real, of("nats", "mean over the tokens")]
     logprob_gap_max: Annotated[Real, of("nats", "largest")]
     logprob_gap_tokens: Annotated[Int, of("tokens", "sampled tokens compared")]
+    seconds: NotRequired[Annotated[Real, of("seconds", "that answering and comparing took")]]
 
 
 class GroupReceipt(TypedDict, total=False):
@@ -419,68 +434,3 @@ KINDS: dict[str, Any] = {kind_of(each): each for each in get_args(Event)}
 """Kind -> its TypedDict."""
 FURTHER = ("train", "eval")
 """Kinds that may hold more fields than are listed: metrics of an objective, scores of a probe."""
-
-
-class Fault(NamedTuple):
-    """What is wrong with one field of an event.
-
-    path    where it stands: ("expert_balance", "1", "dead"); empty where the kind itself is unknown
-    why     pydantic's name of it: "missing", "extra_forbidden", "int_type", …
-    words   "train.loss is '2.5': Input should be a valid number"
-    """
-
-    path: tuple[int | str, ...]
-    why: str
-    words: str
-
-    @property
-    def absent(self) -> bool:
-        """Whether the field is missing as a whole; a reader can do without it."""
-        return self.why == "missing" and len(self.path) == 1
-
-
-def faults(event: Mapping[str, Any]) -> list[Fault]:
-    """What is wrong with an event that is emitted; [] if it conforms."""
-    kind, fields, further = event.get("kind"), event, {}
-    if kind in FURTHER and (names := event.keys() - KINDS[kind].__annotations__.keys()):
-        fields = {name: value for name, value in event.items() if name not in names}
-        further = {name: event[name] for name in names}
-    known, others = _checkers()
-    found = _found(known, fields)
-    return found + _found(others, further, str(kind)) if further else found
-
-
-def damage(event: Mapping[str, Any]) -> list[Fault]:
-    """Say what is wrong with an event that is read: a value of another type than the schema says.
-
-    Fewer fields, more fields, or an unknown kind are no damage: another version may have written them.
-    """
-    fields: dict[str, object] = KINDS[event["kind"]].__annotations__ if event["kind"] in KINDS else {}
-    return [
-        fault
-        for fault in faults(event)
-        if fault.path and fault.path[0] in fields and fault.why != "extra_forbidden" and not fault.absent
-    ]
-
-
-@cache
-def _checkers() -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Of an event, and of further fields. Made when first asked for: it takes 30 ms."""
-    config = ConfigDict(strict=True, extra="forbid")
-    event = TypeAdapter(Annotated[Event, Field(discriminator="kind")], config=config)
-    return event, TypeAdapter(dict[AnyText, Real | None], config=config)
-
-
-def _found(checker: TypeAdapter[Any], value: object, *prefix: str) -> list[Fault]:
-    try:
-        checker.validate_python(value)
-    except ValidationError as error:
-        return [_fault((*prefix, *one["loc"]), one) for one in error.errors(include_url=False)]
-    return []
-
-
-def _fault(path: tuple[int | str, ...], error: Mapping[str, Any]) -> Fault:
-    """path begins with the kind."""
-    missing = error["type"] == "missing"
-    said = "missing" if missing else f"{reprlib.repr(error['input'])}: {error['msg']}"
-    return Fault(path[1:], error["type"], f"{'.'.join(map(str, path)) or 'the event'} is {said}")

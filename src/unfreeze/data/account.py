@@ -92,11 +92,7 @@ class Stats:
             f" truncated{cut}, {self.dropped} dropped{also}, {self.bad} bad, {self.duplicates} duplicates"
         )
         more = [
-            (
-                f"packing {self.packing} fills {100 * self.efficiency:.1f} % of a step"
-                if self.efficiency is not None
-                else ""
-            ),
+            (f"batches are {100 * self.efficiency:.1f} % full" if self.efficiency is not None else ""),
             f"{self.held_out} documents held out for validation" if self.held_out else "",
             "files read on demand" if self.reading == "on demand" else "",
             *(f"{note} ({count} row{'' if count == 1 else 's'})" for note, count in self.notes.items()),
@@ -197,7 +193,7 @@ class Account:
             where = f"row {first_row}" + (
                 f" of {self._paths[first_source].name}" if first_source != source else ""
             )
-            self._list(stats.repeats, source, BadRow(row, f"row {row}: says the same as {where}"))
+            self._list(stats.repeats, source, BadRow(row, f"row {row} repeats {where}"))
         return stats
 
     def merge(self, stats: Stats, row_digests: bytes, row_places: bytes) -> None:

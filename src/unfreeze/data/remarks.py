@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from unfreeze.data.dataset import Stats
     from unfreeze.data.examples import Examples
 
+UNANSWERED = "the last turn is not the assistant's: it is not trained on"
+"""The note of a row that ends with a question."""
+MARKUP = "chat markup ({}) read as plain text"
+"""The note of a text that holds what chat templates write."""
 MUCH = 0.1
 """Share of the rows, or of the tokens, from which on a loss is a warning."""
 
@@ -23,12 +27,13 @@ def too_long(stats: Stats, length: int, positions: int | None = None) -> str:
     if positions is not None and length >= positions:
         longer = f"the model takes {positions:,} positions at most: shorten the rows, or --truncation drop"
     else:
-        longer = "--sequence-length higher (and --tokens-per-step, if it is below)"
+        longer = "raise --sequence-length (and --tokens-per-step, if it is lower)"
     return longer + (", or --truncation split for texts" if stats.shapes.get("text") else "")
 
 
 def losses(stats: Stats, length: int, positions: int | None = None) -> list[str]:
-    """A warning for each of: cut, dropped, bad, doubled, where it is more than a tenth; each with its remedy.
+    """A warning for each of: cut, dropped, bad, doubled, unanswered, where it is more than a tenth; and for
+    texts of which more than half hold chat markup. Each with its remedy.
 
     length: tokens at which rows were cut; positions: as of too_long
     """
@@ -37,18 +42,31 @@ def losses(stats: Stats, length: int, positions: int | None = None) -> list[str]
     cut = stats.tokens_cut / max(1, stats.tokens + stats.tokens_cut)
     if stats.truncated > MUCH * stats.rows or cut > MUCH:
         said.append(
-            f"{_rows(stats.truncated, stats)} cut at {length} tokens, {stats.tokens_cut:,} tokens"
-            f" ({100 * cut:.0f} %) are lost: {longer}"
+            f"{_rows(stats.truncated, stats)} cut to {length} tokens; {stats.tokens_cut:,} tokens"
+            f" ({100 * cut:.0f} %) are never trained on: {longer}"
         )
     if stats.dropped > MUCH * stats.rows:
         reason = next((item.reason for item in stats.listed if "supervised" in item.reason), "")
         said.append(f"{_rows(stats.dropped, stats)} dropped{f' ({reason})' if reason else ''}: {longer}")
     if stats.bad > MUCH * stats.rows:
         reason = f" ({stats.listed[0].reason})" if stats.listed else ""
-        said.append(f"{_rows(stats.bad, stats)} bad and left out{reason}: unfreeze data show lists them")
+        said.append(f"{_rows(stats.bad, stats)} bad and left out{reason}: list them with unfreeze data show")
     if stats.duplicates > MUCH * stats.rows:
         first = f" ({stats.repeats[0].reason})" if stats.repeats else ""
-        said.append(f"{_rows(stats.duplicates, stats)} there before{first}: remove them, or they count twice")
+        said.append(f"{_rows(stats.duplicates, stats)} duplicates{first}: remove them, or they count twice")
+    if (unanswered := stats.notes[UNANSWERED]) > MUCH * stats.rows:
+        said.append(
+            f"{unanswered:,} of {stats.rows:,} rows end without an answer, and their last turn is not trained"
+            " on: add the answer, or remove the turn"
+        )
+    texts, marked = stats.shapes["text"], MARKUP.partition("{")[0]
+    notes = {note: count for note, count in stats.notes.items() if note.startswith(marked)}
+    if (several := sum(notes.values())) > texts / 2:
+        mark = next(iter(notes)).removeprefix(marked).partition(")")[0]
+        said.append(
+            f"{several:,} of {texts:,} texts hold chat markup ({mark}), which is read as plain text: write"
+            ' them as {"messages": [{"role": "user", "content": …}, …]}'
+        )
     return said
 
 
@@ -60,14 +78,14 @@ def labels(examples: Examples) -> list[str]:
     if len(given) != 1 or (several := counts[given[0]]) < len(examples):
         return []
     return [
-        f"{'all ' if several > 1 else ''}{several:,} answers have the label {given[0]}, none has the other:"
-        " what is better is a comparison; look at the label column"
+        f"{'all ' if several > 1 else ''}{several:,} answers have the label {given[0]}; KTO compares true"
+        " with false: check the label column"
     ]
 
 
 def _rows(count: int, stats: Stats) -> str:
-    verb = "is" if count == 1 else "are"
-    return f"{count:,} of {stats.rows:,} rows ({100 * count / max(1, stats.rows):.0f} %) {verb}"
+    share = f" ({100 * count / stats.rows:.0f} %)" if count < stats.rows else ""
+    return f"{count:,} of {stats.rows:,} rows{share} {'is' if count == 1 else 'are'}"
 
 
 def mixture(examples: Examples, names: Sequence[str], weights: Sequence[float], epochs: float) -> list[str]:

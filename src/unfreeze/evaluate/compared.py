@@ -9,10 +9,14 @@ import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
+from unfreeze.evaluate.by_row import ByRow, RowSums, rows_of
 from unfreeze.evaluate.perplexity import dealt
 from unfreeze.models import Decoder
-from unfreeze.objectives.preference import Objective
+from unfreeze.objectives.preference import CHOSEN, Objective
 from unfreeze.parallel.collectives import ALONE, Group
+
+LIKELIER = "logp_likelier"
+"""Of a row the log-probability of its likelier answer; of answers with a label where one is desirable."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,15 @@ class Compared:
     loss: float
     tokens: int
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    by_row: ByRow | None = None
 
     @property
     def scores(self) -> dict[str, float | None]:
         """What an eval event says."""
-        return {"loss": self.loss, **{name: self.metrics[name] for name in ("accuracy", "margin")}}
+        found = {"loss": self.loss, **{name: self.metrics[name] for name in ("accuracy", "margin")}}
+        if self.by_row is None or LIKELIER not in self.by_row.sums:
+            return {**found}
+        return {**found, LIKELIER: self.by_row.mean(LIKELIER)}
 
 
 @torch.no_grad()
@@ -38,6 +46,7 @@ def compared(
     Raises DataError where nothing is held out. The model is as before (Decoder.looking).
     """
     sums: dict[str, float] = {"loss": 0.0, "examples": 0.0, "tokens": 0.0}
+    by_row = RowSums(largest=(LIKELIER,))
     with model.looking():
         for host_batch in dealt(batches, group):
             batch = host_batch.to(model.device)
@@ -48,6 +57,10 @@ def compared(
             new["tokens"] = float(host_batch.weights_T.gt(0).sum())
             for name, value in new.items():
                 sums[name] = sums.get(name, 0.0) + counts * float(value)
+            if counts and loss.each is not None and (row_E := rows_of(host_batch)) is not None:
+                ones_E = torch.ones(len(row_E))
+                for name, value_E in {"loss": loss.each, **loss.scores}.items():
+                    by_row.add(row_E, name, value_E, wanted_of(host_batch) if name == LIKELIER else ones_E)
     if group.size > 1:
         total = torch.tensor(list(sums.values()), dtype=torch.float64, device=model.device)
         group.sum_([total])
@@ -55,4 +68,13 @@ def compared(
     examples, tokens, loss = sums.pop("examples"), sums.pop("tokens"), sums.pop("loss")
     if not examples:
         raise DataError("no pair is held out, at least 1 needed", next="unfreeze data show FILE")
-    return Compared(loss / examples, int(tokens), {name: value / examples for name, value in sums.items()})
+    means = {name: value / examples for name, value in sums.items()}
+    return Compared(loss / examples, int(tokens), means, by_row.gathered(group, model.device))
+
+
+def wanted_of(batch: Batch) -> torch.Tensor:
+    """[E]: 1 of a pair and of a desirable answer, 0 of an undesirable one."""
+    side_S, number_S = batch.documents["side"], batch.documents["example"]
+    wanted_E = torch.zeros(batch.examples or 0)
+    wanted_E[number_S[(side_S == CHOSEN) & (number_S >= 0)]] = 1.0
+    return wanted_E

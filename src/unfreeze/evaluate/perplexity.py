@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.errors import DataError
+from unfreeze.evaluate.by_row import ByRow, RowSums, rows_of
 from unfreeze.models import Decoder
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import ALONE, Group
@@ -28,12 +29,14 @@ class Heldout:
     perplexity     exp(loss).
     bits_per_byte  None where the bytes are unknown.
     tokens         supervised ones.
+    by_row         the loss of each row; None where the batches do not say of which row they are.
     """
 
     loss: float
     perplexity: float
     bits_per_byte: float | None
     tokens: int
+    by_row: ByRow | None = None
 
     @property
     def scores(self) -> dict[str, float | None]:
@@ -67,13 +70,16 @@ def heldout(
     The experts' counts are put back, so an evaluation counts nowhere (docs/trust.md M2).
     """
     # float64 on the host: a float32 running sum loses 1e-6 after some thousand batches
-    total, weight, tokens = 0.0, 0.0, 0
+    total, weight, tokens, by_row = 0.0, 0.0, 0, RowSums()
     with model.looking():
         for host_batch in dealt(batches, group):
             batch = host_batch.to(model.device)
             loss = objective(model.hidden(batch), model.lm_head, batch)
             total, weight = total + float(loss.sum), weight + float(loss.count)
             tokens += int(host_batch.weights_T.gt(0).sum())
+            if loss.each is not None and (row_S := rows_of(host_batch)) is not None:
+                weights_N = batch.weights_T.index_select(0, batch.supervised())
+                by_row.add(row_S, "loss", loss.each, batch.per_document(weights_N.double()))
     if group.size > 1:
         sums = torch.tensor([total, weight, tokens], dtype=torch.float64, device=model.device)
         group.sum_([sums])
@@ -89,6 +95,7 @@ def heldout(
         perplexity=math.exp(loss_mean) if loss_mean < 700 else math.inf,  # exp(709) is the largest float64
         bits_per_byte=total / math.log(2) / bytes_total if bytes_total else None,
         tokens=int(tokens),
+        by_row=by_row.gathered(group, model.device),
     )
 
 

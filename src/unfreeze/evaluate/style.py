@@ -8,7 +8,9 @@ A plain answer with "Hmm." behind it, or a comma put somewhere, does not count.
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 
 from unfreeze.core.errors import DataError
@@ -133,10 +135,32 @@ def compare(
     }
 
 
+def changes(
+    before: Sequence[str], after: Sequence[str], items: Sequence[Mapping[str, str]]
+) -> list[dict[str, str | float | None]]:
+    """How compare()'s style and facts changed, with the error over its questions, for an eval event."""
+    known, kept = facts_kept(before, items), facts_kept(after, items)
+    chosen = [index for index, knew in enumerate(known) if knew]
+    made: list[dict[str, str | float | None]] = []
+    for name, was, now in (
+        ("style", *(_styles(each, items, chosen) for each in (before, after))),
+        ("facts", [known[index] for index in chosen], [kept[index] for index in chosen]),
+    ):
+        differences = [100.0 * (b - a) for a, b in zip(was, now, strict=True)]
+        enough = len(differences) > 1
+        error = statistics.stdev(differences) / math.sqrt(len(differences)) if enough else None
+        made.append({"measure": name, "since": 0, "change": statistics.fmean(differences), "error": error})
+    return made
+
+
+def _styles(answers: Sequence[str], items: Sequence[Mapping[str, str]], chosen: Sequence[int]) -> list[bool]:
+    return [style_obeyed(answers[index], entity=bare(items[index].get("entity", ""))) for index in chosen]
+
+
 def _percentages(
     answers: Sequence[str], items: Sequence[Mapping[str, str]], facts: Sequence[bool], chosen: Sequence[int]
 ) -> dict[str, float]:
-    style = [style_obeyed(answers[index], entity=bare(items[index].get("entity", ""))) for index in chosen]
+    style = _styles(answers, items, chosen)
     kept = [facts[index] for index in chosen]
     return {
         "style": 100.0 * sum(style) / len(chosen),

@@ -23,6 +23,7 @@ from unfreeze.generate.engine import Completion, Engine, Piece, batch_of, check_
 from unfreeze.generate.open import Progress, device_of, dtype_of, open_model
 from unfreeze.generate.sampling import Sampling
 from unfreeze.generate.source import Source, open_source
+from unfreeze.kernels.precision import precision
 from unfreeze.models import Decoder
 
 Message = Mapping[str, Any]
@@ -41,7 +42,7 @@ class Options(TypedDict, total=False):
 
 def load(
     source: str | Path,
-    dtype: str = "float32",
+    dtype: str = "auto",
     device: str = "cpu",
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
@@ -49,7 +50,8 @@ def load(
     """A model to talk to.
 
     source    a checkpoint folder, a Hugging Face id, a run folder, or an adapter folder (it names its base)
-    dtype     "float32" or "bfloat16": of the computation and of dense weights; packed weights stay packed
+    dtype     of the computation: "float32", "bfloat16", or "auto": bfloat16 where the hardware multiplies it.
+              Weights stay as the files have them where that is no wider
     device    "cpu", "cuda", "cuda:1", or "auto": CUDA if there is one
     progress  called with (bytes done, bytes in all) while weights are read
     say       called with one line about a download, and one about fields of config.json that are not
@@ -58,7 +60,8 @@ def load(
     Raises UserError or a subclass (CheckpointError, AdapterError, ConfigError) where nothing is there, files
     are damaged, or parts don't fit each other.
     """
-    wanted, place_to = dtype_of(dtype), device_of(device)
+    place_to = device_of(device)
+    wanted = dtype_of(precision(dtype, place_to).name)
     return load_opened(*open_source(source, say), wanted, place_to, progress, say)
 
 
@@ -81,7 +84,7 @@ def load_opened(
     tokenizer = (
         load_tokenizer(manifest.path, template_variables=variables) if has_tokenizer(manifest.path) else None
     )
-    decoder = open_model(manifest, dtype, device, progress, warn=say)
+    decoder = open_model(manifest, dtype, device, progress, warn=say, as_stored=True)
     if found.adapter is not None:
         load_adapter(decoder, found.adapter)
     decoder.eval().requires_grad_(False)

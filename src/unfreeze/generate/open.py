@@ -15,6 +15,7 @@ import torch
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.stream import LoadStats
+from unfreeze.core.devices import not_built
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.parallel.collectives import Group
 from unfreeze.parallel.mesh import ONE, Mesh
@@ -43,10 +44,12 @@ def open_model(
     experts: Literal["device"] | Kept = "device",
     rest: Literal["device", "peers"] = "device",
     buffer: int | None = None,
+    as_stored: bool = False,
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`.
 
     Packed weights stay packed, the others are held in `dtype`, that of the computation.
+    as_stored: on a CPU matrices in a narrower dtype stay in it, and are frozen (models.meta_model).
     `loaded` is told what was read, `warn` (without it: the log) which fields of config.json are not followed.
     mesh: the processes that open it together (parallel.mesh).
     Peak host memory is the model itself and one tensor (parallel.place).
@@ -59,7 +62,9 @@ def open_model(
     shape = models.shape(manifest.config)
     for note in models.notes(manifest.config):
         (warn or log.warning)(note)
-    model = models.meta_model(shape, manifest, dtype)
+    model = models.meta_model(
+        shape, manifest, dtype, as_stored=as_stored and torch.device(device).type == "cpu"
+    )
     streaming = None if experts == "device" else Streaming(experts, buffer)
     peers = None if rest == "device" else FromPeers(mesh)
     stats = place(
@@ -129,14 +134,13 @@ def dtype_of(name: str) -> torch.dtype:
 def device_of(name: str) -> torch.device:
     """The named device, "auto": CUDA if there is one.
 
-    Raises ConfigError where torch doesn't know it or doesn't see one here.
+    Raises ConfigError where nothing is built for it or torch doesn't see one here.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f'device is {name!r}; "auto", "cpu", "cuda" or "cuda:N"') from None
+    if why := not_built(name):
+        raise ConfigError(f"device is {name!r}: {why}", next="--device cpu")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"device is {name!r}, but torch {torch.__version__} sees no CUDA device here", next="--device cpu"

@@ -118,6 +118,6 @@ class Chooser:
         if not finite:
             raise UserError(
                 "the model's logits are not finite numbers, so no token can be chosen",
-                next='load it with dtype="float32"',
+                next="unfreeze doctor MODEL says whether a weight is NaN; if none is, compute in float32",
             )
         return ids_S.tolist()

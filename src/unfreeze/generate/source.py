@@ -80,9 +80,9 @@ def _locate_run(folder: Path) -> Source:
     if not (folder / "adapter" / ADAPTER_CONFIG).is_file():
         if saves := sorted(path.name for path in (folder / "state").glob("step-*") if path.suffix != ".tmp"):
             raise CheckpointError(
-                f"run {folder} is unfinished: its training is saved as of {saves[-1]}, but the model/ or"
-                " adapter/ that it leaves behind is not written yet (a model/ only at the end)",
-                next="start the same training command again: it goes on from that save",
+                f"run {folder} is unfinished: it is saved as of {saves[-1]}, and its model/ or adapter/ is"
+                " not written yet",
+                next="start the same training command again: it continues from that save",
             )
         raise CheckpointError(
             f"run {folder} has neither adapter/{ADAPTER_CONFIG} nor model/config.json: it has not saved"

@@ -42,7 +42,7 @@ def by_record(model: Decoder, cache: Cache) -> Step:
 
     Launched too where a pass is an exchange between processes.
     """
-    dtype = model.model.embed_tokens.weight.dtype
+    dtype = model.dtype
     recorded = not model.exchanges and pays(model.device, dtype, len(cache.lengths))
     return (Replayed if recorded else launched)(model, cache)
 
@@ -89,7 +89,7 @@ class Replayed:
             return self.model.logits(self.model.step_within(tokens_S, positions_S, self.cache, width))
 
         buffers = tuple(torch.zeros(rows, dtype=torch.int64, device=self.model.device) for _ in range(2))
-        return Launches(run, buffers, rows, self.model.model.embed_tokens.weight.dtype)
+        return Launches(run, buffers, rows, self.model.dtype)
 
 
 def width_of(longest: int, capacity: int) -> int:

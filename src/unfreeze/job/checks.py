@@ -6,18 +6,22 @@ Each runs a guard of the run beforehand.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
-from unfreeze.core.torchrun import nearest_multiples, sharers, started
+from unfreeze.core.torchrun import sharers
 from unfreeze.core.units import format_bytes
 from unfreeze.job.data import every_row, few_steps, steps_of
+from unfreeze.job.finding import Finding
 from unfreeze.job.folder import with_files
+from unfreeze.job.machine import check_machine
 from unfreeze.job.parts import Parts
 from unfreeze.job.plan import ROOM, disk_of, plan_of, taken_aside
+from unfreeze.job.precision import computed_here
 from unfreeze.report.run import writer
 from unfreeze.tracking.live import EncodeProgress
 
@@ -33,18 +37,6 @@ SMOKE_TOKENS = 32
 # a larger model isn't loaded for the numerics check: reading 4 GiB takes some seconds, 594 GB an hour
 SMOKE_BYTES = 4 * 2**30
 ALL_TAUGHT = 0.98  # conversations of which more carries loss than this have most likely lost their mask
-
-Level = Literal["ok", "warn", "fault", "skip"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's output."""
-
-    check: str
-    level: Level
-    line: str
-    remedy: str = ""
 
 
 @dataclass
@@ -122,6 +114,8 @@ Check = Callable[[Subject], Iterator[Finding]]
 def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool = True) -> Iterator[Finding]:
     """Every check in order. What needs a part that is broken is skipped, naming the part."""
     subject = Subject(config, parts, has_data, quiet)
+    with suppress(UserError):  # of the device, which the first check names
+        subject.config = computed_here(config, subject.device)
     for name, check, needs in CHECKS:
         lacking = [part for part in needs if part in subject.broken]
         if lacking:
@@ -136,35 +130,6 @@ def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool
         except UserError as error:
             yield Finding(name, "fault", error.message, error.next)
             subject.broken.add(name)
-
-
-def check_machine(subject: Subject) -> Iterator[Finding]:
-    """Versions, cores, memory, CUDA."""
-    import platform
-
-    import torch
-
-    import unfreeze
-    from unfreeze.parallel.machine import hardware
-
-    threads = subject.config.memory.threads or torch.get_num_threads()
-    device = hardware(subject.device)
-    cuda = f"CUDA {torch.version.cuda}" if torch.cuda.is_available() else "no CUDA device"
-    facts = (
-        f"unfreeze {unfreeze.__version__}, Python {platform.python_version()}, torch {torch.__version__},"
-        f" {cuda}; {device.name}, {device.cores} cores, {threads} threads, {format_bytes(device.available)}"
-        f" of {format_bytes(device.total)} free"
-    )
-    if threads > device.cores:
-        remedy = f"--threads {device.cores}, or unset OMP_NUM_THREADS"
-        yield Finding("machine", "warn", f"{facts}: more threads than cores wait for each other", remedy)
-    else:
-        yield Finding("machine", "ok", facts)
-    processes, parts = max(started().size, torch.cuda.device_count()), subject.config.memory.micro_batches
-    if parts % processes:
-        near = " or ".join(f"--micro-batches {count}" for count in nearest_multiples(parts, processes))
-        line = f"micro_batches {parts} is no multiple of {processes} processes: they cannot share a step"
-        yield Finding("machine", "warn" if started().size == 1 else "fault", line, near)
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Finding]:
@@ -432,7 +397,7 @@ def check_run(subject: Subject) -> Iterator[Finding]:
         )
         yield Finding("run", "fault", line, "restore these fields, or give another --out")
     else:
-        yield Finding("run", "ok", f"{folder} goes on from step {record['step']}")
+        yield Finding("run", "ok", f"{folder} resumes from step {record['step']}")
 
 
 def check_numerics(subject: Subject) -> Iterator[Finding]:
@@ -451,7 +416,11 @@ def check_numerics(subject: Subject) -> Iterator[Finding]:
 
     # no warnings: check_checkpoint has reported these notes
     model = open_model(
-        subject.manifest, dtype_of(subject.config.memory.dtype), subject.device, warn=lambda note: None
+        subject.manifest,
+        dtype_of(subject.config.memory.dtype),
+        subject.device,
+        warn=lambda note: None,
+        as_stored=True,
     )
     worst = [name for name, tensor in model.named_parameters() if not bool(tensor.isfinite().all())]
     if worst:

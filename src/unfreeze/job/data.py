@@ -290,9 +290,10 @@ def few_steps(training: Training, steps: int) -> tuple[str, str]:
     """(what is wrong, the remedy) where epochs give fewer than ENOUGH_STEPS, else two empty texts."""
     if training.steps is not None or steps >= ENOUGH_STEPS:
         return "", ""
+    made = "1 step" if steps == 1 else f"{steps} steps"
     return (
-        f"{training.epochs:g} epochs of this data are only {steps} steps of {training.tokens_per_step:,}"
-        f" tokens, {TEACH_LITTLE}",
+        f"only {made} of {training.tokens_per_step:,} tokens ({training.epochs:g} epochs of this data),"
+        f" {TEACH_LITTLE}",
         f"--epochs {math.ceil(training.epochs * ENOUGH_STEPS / steps)}, or --tokens-per-step"
         f" {max(2, training.tokens_per_step // 8)}",
     )

@@ -91,7 +91,11 @@ def load(source: str, dtype: str, device: str, common: Common, base: str = "") -
 
     from unfreeze.generate.model import load_opened
     from unfreeze.generate.open import dtype_of
+    from unfreeze.kernels.precision import precision, slow
 
+    dtype = precision(dtype, place).name
+    if why := slow(dtype, place):
+        say(common)(f"warning: {why}; faster: --dtype float32")
     take_up()  # everything is imported
     with LoadProgress(quiet=common.quiet) as progress:
         return load_opened(found, manifest, dtype_of(dtype), place, progress, say(common))

@@ -34,7 +34,7 @@ from unfreeze.job.data import (
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
 from unfreeze.job.folder import live, refuse_other_data, write_resolved
-from unfreeze.job.kernels import KernelChoices, predicted_ops
+from unfreeze.job.kernels import KernelChoices, predicted_ops, settle_kernels
 from unfreeze.job.loading import load, load_divided
 from unfreeze.job.parts import Parts
 from unfreeze.job.plan import (
@@ -47,11 +47,13 @@ from unfreeze.job.plan import (
     possible_places,
     start_lines,
 )
+from unfreeze.job.precision import dtype_line, expected, settled, warn_slow
 from unfreeze.job.processes import alone, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples, transfers_of
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.second import first_asked
+from unfreeze.job.shortage import refused_when_short
 from unfreeze.job.streaming import Followed, saved_before
 from unfreeze.job.validation import Validation, best_is_written, validation_of, write_best
 from unfreeze.job.written import forget, is_noted, note
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from unfreeze.models.recompute import RecomputePolicy
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.mesh import Mesh
+    from unfreeze.parallel.plan import Plan
     from unfreeze.train.fit import OnStep
     from unfreeze.train.guards import OnSpike, SpikeGuard
     from unfreeze.train.run import Run
@@ -89,15 +92,16 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     from unfreeze.kernels.choice.ahead import compiling
 
     memory = config.memory
-    with compiling(memory.device, memory.threads, memory.dtype):  # before torch is imported
+    with compiling(memory.device, memory.threads, expected(config)):  # before torch is imported
         device = pick_device(memory.device, memory.threads)
 
         from unfreeze.parallel.collectives import open_group
 
-        with ExitStack() as opened:
+        plans: list[Plan] = []
+        with refused_when_short(plans), ExitStack() as opened:
             group = opened.enter_context(open_group(device))
             config, start = begun or together(config, parts, common, group)
-            config = as_it_began(config, group)
+            config = settled(as_it_began(config, group), start, device, group)
             folder = opened.enter_context(live(config, common, parts.recipe, command, group))
             end = partial(
                 finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
@@ -105,7 +109,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
             if group.any(is_written(folder, parts)):
                 group.on_rank0(lambda: refuse_other_data(config.data, folder))
                 return group.on_rank0(lambda: end(already_finished=True)) or {}
-            job = prepare(config, parts, common, device, group, folder, start)
+            job = prepare(config, parts, common, device, group, folder, start, plans)
             job.write(finished=job.fit())
             return group.on_rank0(lambda: end(best=job.state.best)) or {}
 
@@ -273,19 +277,18 @@ def prepare(
     group: Group,
     folder: Run,
     start: Manifest | None = None,
+    plans: list[Plan] | None = None,
 ) -> Job:
     """From the config to a model, batches and a state: new, or as the folder's last save left them.
 
     What cannot work is refused by the cheapest check first: names and shapes, then the rows, then the plan.
-    Only then is a weight read.
+    Only then is a weight read. plans: the plan is put there.
     """
     from unfreeze import models
     from unfreeze.generate.model import Model, end_ids
-    from unfreeze.kernels.choice.choose import choose_anew
     from unfreeze.parallel.mesh import mesh_of
     from unfreeze.train.state import start_or_resume
 
-    choose_anew()  # what this run uses, for its events
     data, training, optimizer = config.data, config.training, config.optimizer
     tokens = config.tokens_per_micro_batch
 
@@ -318,18 +321,23 @@ def prepare(
 
     # bytes, with arithmetic; refuses what does not fit
     lengths = dataset.examples.document_lengths().tolist()
+    settle_kernels(device, config.memory.dtype, lengths, shape, start, folder, group)
     length = sequence_length(data, document_tokens(parts.encoding, tokens), shape.max_positions)
     longest = None if dataset.stream is None else length  # of rows that are not encoded yet nobody knows
     plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group, longest, second)
+    if plans is not None:
+        plans.append(plan)
     if parts.rewrite is not None:
         refuse_answers(plan)
     memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)
     lines = [*start_lines(config, parts.trained, start, shape, plan, disk, second), *parts.said]
+    lines.append(dtype_line(config.memory.dtype, device))
     note = export_note(parts.trained.lora, start, shape)
     emit_plan(folder, plan, group, lines, predicted, disk=disk, note=note)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
+    warn_slow(folder, config, device)
 
     # the model, with what trains
     mesh = mesh_of(group, plan.work.split, shape.num_experts)
@@ -377,17 +385,19 @@ def prepare(
     if plan.work.experts != "device" or plan.work.rest != "device":
         refuse_samples(folder, plan, count, own, held_out=bool(data.validation or data.validation_fraction))
         count, own = 0, []
+    held_out = dataset.validation  # what training never sees shows more than what it may know by heart
     samples = Samples(
         folder,
         speaker,
         tokenizer,
-        data.files,
-        dataset.examples,
+        data.files if not held_out else data.held_out or data.files,
+        held_out or dataset.examples,
         count,
         own,
         group=group,
         columns=data.columns,
         answers=parts.encoding.get("answers", "taught"),
+        source="held-out data" if held_out else "training data",
     )
     measured = parts.heldout
     validation = validation_of(

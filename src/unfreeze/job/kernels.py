@@ -1,29 +1,102 @@
-"""What a run says of its kernels: which implementation of each op runs, and what decided it."""
+"""Which implementation of each op a run takes, decided once, and what it says of them."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from unfreeze.core.schema import KernelChoice
+from unfreeze.core.cpu import cpu_class
+from unfreeze.job.folder import write_json
 
 if TYPE_CHECKING:
     import torch
 
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.core.schema import KernelChoice
+    from unfreeze.models import Shape
+    from unfreeze.parallel.collectives import Group
+    from unfreeze.train.run import Run
     from unfreeze.train.state import State
     from unfreeze.train.step import StepResult
 
+FILE = "kernels.json"  # in the run's folder
+RECORDS = "records"  # UNFREEZE_KERNELS=records: nothing is timed; another value is a file like FILE
+
 
 def predicted_ops(device: torch.device, dtype: str) -> list[str]:
-    """Ops of which a kernel runs unmeasured on that device, once it is checked.
+    """Ops of which a kernel runs unmeasured on that GPU, once it is checked.
 
-    Ops that the model does not have are among them: what ran, the events say.
+    Ops that the model does not have are among them: what ran, the events say. A CPU times what counts.
     """
     from unfreeze.generate.open import dtype_of
+    from unfreeze.kernels.choice.choose import CHECKED
     from unfreeze.kernels.choice.predicted import expected
 
-    return expected(device, dtype_of(dtype))
+    return expected(device, dtype_of(dtype)) if device.type in CHECKED else []
+
+
+def settle_kernels(
+    device: torch.device,
+    dtype: str,
+    lengths: Sequence[int],
+    shape: Shape,
+    start: Manifest,
+    folder: Run,
+    group: Group,
+) -> None:
+    """Decide what runs on a CPU, once for a run: FILE has it, for every process and for a resume.
+
+    Process 0 decides. The first time on a machine it times what is open (kernels/choice/timed.py).
+
+    lengths: of documents.
+    """
+    from unfreeze.generate.open import dtype_of
+    from unfreeze.kernels.choice import table
+    from unfreeze.kernels.choice.choose import fix
+
+    fix({})  # what this run uses, for its events
+    if device.type != "cpu":
+        return
+    file, named, kind = folder.path / FILE, os.environ.get("UNFREEZE_KERNELS", RECORDS), dtype_of(dtype)
+
+    def decided() -> list[KernelChoice]:
+        if file.exists():
+            return table.read(file)
+        if named != RECORDS:
+            rows = table.read(Path(named))
+        else:
+            scheme = start.scheme() if start.is_packed() else None
+            has = {"narrow": shape.mla is not None, "experts": shape.moe is not None}
+            table.time_missing(table.cells(kind, lengths, **has, codecs=scheme.codecs if scheme else ()))
+            rows = table.made(kind)
+        write_json(file, rows)
+        return rows
+
+    rows = json.loads(group.texts(json.dumps(group.on_rank0(decided)))[0])
+    if cannot := table.take(rows):
+        words = f"this CPU ({cpu_class()}) cannot run what the run began with: {', '.join(cannot)}"
+        folder.events.emit("warning", folder.step, message=f"{words}; numbers may differ in their last bits")
+
+
+def kernels_line(dtype: str) -> str:
+    """What runs on this CPU in that dtype, and what decided it, counted over ops and kinds of inputs."""
+    from unfreeze.generate.open import dtype_of
+    from unfreeze.kernels.choice import table
+
+    kind = dtype_of(dtype)
+    rows = [row for row in table.made(kind) if row["dtype"] == str(kind).removeprefix("torch.")]
+
+    def counted(field: Literal["runs", "origin"]) -> str:
+        return ", ".join(f"{name} {count}" for name, count in Counter(r[field] for r in rows).most_common())
+
+    return (
+        f"kernels on {cpu_class()}: {counted('runs')}; {counted('origin')} (unfreeze dev kernels list --all)"
+    )
 
 
 def stepped(device: torch.device, dtype: str) -> Path | None:
@@ -47,6 +120,7 @@ class KernelChoices:
 
     def __call__(self, state: State, result: StepResult) -> None:
         from unfreeze.kernels.choice.choose import choices
+        from unfreeze.kernels.choice.table import row_of
 
         made = choices()
         if not self._told and (file := stepped(state.model.device, self._dtype)) is not None:
@@ -56,15 +130,5 @@ class KernelChoices:
             return
         new = list(made.items())[self._told :]
         self._told = len(made)
-        rows = [
-            KernelChoice(
-                op=inputs.op,
-                bucket=inputs.bucket,
-                dtype=str(inputs.dtype).removeprefix("torch."),
-                runs=choice.runs,
-                origin=choice.origin,
-                why=choice.why,
-            )
-            for inputs, choice in new
-        ]
+        rows = [row_of(inputs, choice) for inputs, choice in new]
         state.run.events.emit("kernels", state.step, choices=rows)

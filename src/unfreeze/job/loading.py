@@ -34,7 +34,8 @@ def load(
 ) -> Decoder:
     """The checkpoint's weights, or random ones from the seed where it has none.
 
-    work: of the plan, which says where weights lie. A "load" event says bytes and seconds.
+    work: of the plan, which says where weights lie, and whether all of them train: frozen ones are held as
+    they are stored. A "load" event says bytes and seconds.
     """
     from unfreeze import models
     from unfreeze.generate.open import dtype_of, open_model
@@ -45,6 +46,7 @@ def load(
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
             where: dict[str, Any] = {"experts": work.experts, "rest": work.rest, "buffer": work.buffer}
+            where["as_stored"] = work.rank is not None
             return open_model(start, dtype, device, progress, loaded, warn, mesh, **where)
     for note in models.notes(start.config):
         warn(note)

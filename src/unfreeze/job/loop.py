@@ -24,6 +24,7 @@ from unfreeze.job.folder import SAME_CALL, live
 from unfreeze.job.job import Job, is_written, prepare, target_of
 from unfreeze.job.parts import Parts
 from unfreeze.job.plan import as_it_began
+from unfreeze.job.precision import settled
 from unfreeze.job.processes import alone, refuse_uneven, together
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Loop:
         with self._stack as opening:
             group = opening.enter_context(open_group(device))
             config, start = begun or together(config, parts, common, group)
-            config = as_it_began(config, group)
+            config = settled(as_it_began(config, group), start, device, group)
             folder = opening.enter_context(live(config, common, parts.recipe, "", group))
             if group.any(is_written(folder, parts)):
                 raise ConfigError(

@@ -20,6 +20,7 @@ from unfreeze.job.data import sequence_length
 from unfreeze.job.device import allocator_line
 from unfreeze.job.folder import write_json
 from unfreeze.job.places import OF_CONFIG, SHARDED, Where, place_of, place_words, possible_places
+from unfreeze.job.precision import computed_here
 from unfreeze.job.trained import Trained
 from unfreeze.report.events import last, of_kind, read_events
 from unfreeze.report.run import decimal_bytes
@@ -68,6 +69,7 @@ def plan_of(
     from unfreeze.parallel.plan import measured_of, plan_training
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
+    config = computed_here(config, device)
     if place is None:
         measured = measured_of(shape, start, trained.lora, _dtype(config), device)
         given = config, trained, start, shape, device, lengths, processes, recompute, began, longest
@@ -127,6 +129,7 @@ def taken_aside(
     """What a model beside the one that trains takes, wherever that one lies; measured once for all plans."""
     if second is None:
         return None
+    config = computed_here(config, device)
     longest, tokens = longest or _longest(config, shape, lengths), config.tokens_per_micro_batch
     return second.aside(start, tokens, longest, _dtype(config), device, trained.lora is None)
 

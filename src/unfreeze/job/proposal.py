@@ -16,9 +16,11 @@ from unfreeze.config.names import nested
 from unfreeze.config.sft import ALL_RATE, Config
 from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.data import steps_of
+from unfreeze.job.device import pick_device
 from unfreeze.job.folder import with_files
 from unfreeze.job.plan import plan_of
 from unfreeze.job.trained import Adapters
+from unfreeze.kernels.precision import AUTO, precision
 from unfreeze.report.events import ENOUGH_STEPS
 
 if TYPE_CHECKING:
@@ -81,8 +83,6 @@ class Proposal:
 
     def plan(self, config: Config) -> Plan:
         """What this run takes here."""
-        from unfreeze.job.device import pick_device
-
         assert config.lora is not None
         trained = Adapters(config.lora, config.seed)
         trained.check(self.manifest)
@@ -169,6 +169,8 @@ class Proposal:
         yield Choice("optimizer.learning_rate", rate, reason)
 
     def _memory(self, values: Mapping[str, Any], plan: Plan) -> Iterator[Choice]:
+        here = precision(AUTO, pick_device("auto"))
+        yield Choice("memory.dtype", AUTO, f"{here.name} here: {here.why}")
         fits = f"{format_bytes(plan.total)} planned of {format_bytes(plan.usable)} usable"
         yield Choice("memory.micro_batches", int(values["memory.micro_batches"]), f"{fits}; more take less")
         rank = int(values["lora.rank"])

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
+from unfreeze.checkpoint.hub import needs_hub
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
@@ -17,13 +18,17 @@ DENIED = (401, 403, 404)
 
 
 def check_push(repository: str, *, yes: bool, common: Common) -> None:
-    """Raise ConfigError for a name that the Hub doesn't have, and where nobody can be asked."""
+    """Raise ConfigError for a name that the Hub doesn't have, and where nobody can be asked.
+
+    Raises CheckpointError without the Hub's library.
+    """
     if not HUB_ID.fullmatch(repository):
         raise ConfigError(f"push = {repository!r} is no repository of the Hub", next="--push org/name")
     if not yes and (common.quiet or common.json or not sys.stdin.isatty()):
         raise ConfigError(
             f"nothing is uploaded to {repository} without a yes, and nobody can be asked here", next="--yes"
         )
+    needs_hub(f"{repository} is written to")
 
 
 def push(folder: Path, repository: str, names: Collection[str], *, yes: bool) -> str:
@@ -59,11 +64,13 @@ def push(folder: Path, repository: str, names: Collection[str], *, yes: bool) ->
             commit_message="Upload a LoRA adapter",
         )
     except (HTTPError, OSError, ValueError) as error:
-        words = str(error).strip().splitlines()
-        status = getattr(getattr(error, "response", None), "status_code", None)
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", None)
+        online = response is not None or isinstance(error, ValueError)
         remedy = "hf auth login, with a token that may write there" if status in DENIED else "try again"
         raise ConfigError(
-            f"{repository} did not take the adapter: {words[0] if words else type(error).__name__}",
-            next=f"{remedy}; the files stay in {folder}",
+            f"upload to {repository} failed: {words[0] if online else 'the Hub cannot be reached'}",
+            next=f"{remedy if online else 'go online, and try again'}; the files are kept in {folder}",
         ) from error
     return f"{hub.endpoint}/{repository}"

@@ -31,7 +31,8 @@ class FirstStepReceipt:
     """Which matrices learned in the first step with a gradient, how much, and what it did to the output.
 
     A step whose gradient is exactly zero (no supervised token, a student equal to its teacher) or whose
-    update was refused proves nothing: the next is looked at. A run that ends without a receipt says so.
+    update was refused proves nothing, and a warm-up's rate below SHOWS neither: the next is looked at. A run
+    that ends without a receipt says so.
     A receipt that ends the run is written too.
     stop True: a matrix that was left out ends the run. False: it is a warning (job/trained.py says when).
     """
@@ -54,7 +55,10 @@ class FirstStepReceipt:
     def __call__(self, state: State, result: StepResult) -> None:
         if self._receipt is None:
             return
-        if result.grad_norm == 0 or not result.applied:
+        from unfreeze.adapters.receipt import SHOWS, check
+
+        warming = result.learning_rate < SHOWS <= state.schedule.peak
+        if result.grad_norm == 0 or not result.applied or warming:
             self._receipt.pass_over()
             if state.step == state.schedule.steps:
                 message = (
@@ -63,8 +67,6 @@ class FirstStepReceipt:
                 )
                 state.run.events.emit("warning", state.step, message=message)
             return
-        from unfreeze.adapters.receipt import check
-
         probe = self._probe.to(state.model.device)
         taken = self._receipt.take(probe, self._group.sum_, self._part if self._group.size > 1 else None)
         self._receipt = None
@@ -72,7 +74,7 @@ class FirstStepReceipt:
         write_json(state.run.path / RECEIPT, {"step": state.step, **fields})
         state.run.events.emit("receipt", state.step, **fields)
         try:
-            check(taken)
+            check(taken, result.learning_rate)
         except AdapterError as error:
             if self._stop:
                 raise

@@ -1,10 +1,11 @@
-"""Prompts from the data, answered before and after training, as events for the report.
+"""Prompts from held-out rows, else from training rows, answered before and after training, for the report.
 
 A row that cannot be asked becomes a warning event.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from unfreeze.core.errors import DataError
 if TYPE_CHECKING:
     import torch
 
+    from unfreeze.core.schema import PromptSource
     from unfreeze.data import Example, Row, Tokenizer
     from unfreeze.data.rows.row import Answers
     from unfreeze.evaluate.gap import Gap
@@ -37,7 +39,7 @@ class Prompt:
 
 
 class Samples:
-    """What a run says: `own` prompts, then the first `count` rows that training uses.
+    """What a run says: `own` prompts, then the first `count` of the rows that it holds out, or trains on.
 
     Of a conversation the prompt ends before an answer, of a text after its eighth word.
     Made from rows that were accepted, so a bad row that the run skips is skipped here too. A row that cannot
@@ -58,7 +60,9 @@ class Samples:
         group: Group,
         columns: Sequence[str] = (),
         answers: Answers = "taught",
+        source: PromptSource = "training data",
     ):
+        self._source: PromptSource = source
         self._run, self._speaker, self._group = run, speaker, group
         if group.lockstep:
             speaker.engine.agreed = partial(of_the_first, group, speaker.decoder.device)
@@ -85,23 +89,26 @@ class Samples:
     def say(self, when: str, step: int) -> None:
         """Greedy answers to all prompts in one batch, and their trainer/sampler gap (evaluate/gap.py).
 
-        when is "before", "during" or "after".
+        when is "before", "during" or "after". During training only own prompts are asked: answers take longer
+        than a validation.
         Process 0 answers alone, while the others wait; where a pass needs all processes, all sample the
         tokens that process 0 chose.
         """
-        if not self._prompts:
+        asked = self._prompts[: self._own] if when == "during" else self._prompts
+        if not asked:
             return
         if self._group.lockstep:
-            self._say(when, step)
+            self._say(when, step, asked)
         else:
-            self._group.on_rank0(lambda: self._say(when, step))
+            self._group.on_rank0(lambda: self._say(when, step, asked))
 
-    def _say(self, when: str, step: int) -> None:
+    def _say(self, when: str, step: int, asked: Sequence[Prompt]) -> None:
         from unfreeze.evaluate.gap import gap_of_answers
 
-        prompts = [prompt.tokens for prompt in self._prompts]
+        started = time.perf_counter()
+        prompts = [prompt.tokens for prompt in asked]
         answers = self._speaker.complete(prompts, max_new_tokens=ANSWER)
-        for index, (prompt, answer) in enumerate(zip(self._prompts, answers, strict=True)):
+        for index, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
             self._run.events.emit(
                 "sample",
                 step,
@@ -109,10 +116,12 @@ class Samples:
                 index=index,
                 prompt=prompt.shown,
                 text=answer.text,
-                source="your prompts" if index < self._own else "training data",
+                source="your prompts" if index < self._own else self._source,
             )
         gap = gap_of_answers(self._speaker.engine, prompts, answers)
-        self._run.events.emit("gap", step, when=when, **gap.as_dict(), **self._gap_warning(gap))
+        seconds = time.perf_counter() - started
+        warned = self._gap_warning(gap)
+        self._run.events.emit("gap", step, when=when, **gap.as_dict(), seconds=seconds, **warned)
 
     def _gap_warning(self, gap: Gap) -> dict[str, str]:
         """Give a warning field if the gap is larger than rounding explains.

@@ -102,3 +102,4 @@ def first_asked(
         (batch for batch, _ in islice(batches, count)), validation_batches(held_out, batches.tokens_per_step)
     )
     begin(model, all_of_them, count=count, data=dataset.examples.fingerprint(), **given)
+    model.reshard()  # a forward pass gathers divided weights: the optimizer takes those held here

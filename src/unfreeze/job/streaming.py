@@ -123,6 +123,6 @@ def saved_before(state: State, keep: int, streamed: bool, group: Group) -> Gener
         save_together(state, keep, group=group)
         raise DataError(
             f"{error.message}; step {state.step} is saved",
-            next="--on-bad-row skip --allow-changed on_bad_row goes on from there; a file with the row mended"
-            " is other data, for a new run with another --out",
+            next="--on-bad-row skip --allow-changed on_bad_row continues from there; a mended file needs"
+            " another --out",
         ) from error

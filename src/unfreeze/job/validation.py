@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unfreeze.job.written import is_noted
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from unfreeze.config.tables import Save
     from unfreeze.core.batch import Batch
     from unfreeze.data import Dataset, Example, Tokenizer
+    from unfreeze.evaluate.by_row import ByRow
     from unfreeze.job.samples import Samples
     from unfreeze.models import Decoder
     from unfreeze.parallel.collectives import Group
@@ -37,6 +38,8 @@ class Measured(Protocol):
     def tokens(self) -> int: ...
     @property
     def scores(self) -> Mapping[str, float | None]: ...
+    @property
+    def by_row(self) -> ByRow | None: ...
 
 
 class Heldout(Protocol):
@@ -117,13 +120,45 @@ class Validation:
         """The event; -> the loss, None where it is not finite."""
         started = time.perf_counter()
         found = self._measure()
-        fields = {name: _finite(value) for name, value in found.scores.items()}
+        fields: dict[str, Any] = {name: _finite(value) for name, value in found.scores.items()}
+        if found.by_row is not None:
+            changes = changes_since(found.by_row, fields["loss"], state)
+            fields |= {"rows": found.by_row.rows, "changes": changes}
         state.run.events.emit(
             "eval", state.step, **fields, tokens=found.tokens, seconds=time.perf_counter() - started
         )
         if fields["loss"] is None:
             state.run.events.emit("warning", state.step, message=f"the held-out loss is {found.loss}")
         return fields["loss"]
+
+
+def changes_since(now: ByRow, loss: float | None, state: State) -> list[dict[str, Any]]:
+    """What an eval event says of every measure since step 0, and of the loss since the lowest one before.
+
+    Both earlier validations stay in State.heldout, by row. A run that began without it has no changes.
+    """
+    from unfreeze.evaluate.by_row import ByRow
+
+    rows, kept = now.record(), state.heldout
+    if state.step == 0:
+        state.heldout = {"first": {"step": 0, "loss": loss, "rows": rows}}
+        return []
+    made: list[dict[str, Any]] = []
+    for name, measures in (("first", list(now.sums)), ("lowest", ["loss"])):
+        if name not in kept:
+            continue
+        earlier, since = ByRow.of(kept[name]["rows"]), kept[name]["step"]
+        changes = {measure: now.change(earlier, measure) for measure in measures}
+        made += [
+            {"measure": measure, "since": since, "change": found[0], "error": found[1]}
+            for measure, found in changes.items()
+            if found is not None
+        ]
+    lowest = kept.get("lowest", kept.get("first"))  # step 0 is not kept twice
+    if lowest and loss is not None and (lowest["loss"] is None or loss < lowest["loss"]):
+        here = {"step": state.step, "loss": loss, "rows": {"loss": rows["loss"]}}
+        state.heldout = {"first": kept["first"], "lowest": here}
+    return made
 
 
 def validation_of(

@@ -181,9 +181,8 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return _not_built(config, outer, f" (its text part: {inner!r})")
     if outer not in WRAPPERS:
         raise CheckpointError(
-            f"config.json: model_type {outer!r} around a text_config is not built. Its text part, {inner!r},"
-            " is; which tensors are that part's, and which of the outer fields it obeys, is not known here."
-            f" Known around a text_config: {', '.join(WRAPPERS)}",
+            f"config.json: model_type {outer!r} around a text_config is not built, though its text part"
+            f" {inner!r} is. Known around a text_config: {', '.join(WRAPPERS)}",
             next=(
                 "give the text model's own release, if there is one; or see CONTRIBUTING.md, row 'a model"
                 " family'"

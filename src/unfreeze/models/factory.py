@@ -5,7 +5,7 @@ All have one dtype and device, and are packed where the checkpoint is packed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from unfreeze import models
 from unfreeze.checkpoint.keymap import disk_module, disk_modules
 from unfreeze.checkpoint.manifest import Manifest
+from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.kernels.expert_mlp import SWIGLU, Activation
 from unfreeze.models import FAMILIES
 from unfreeze.models.blocks.embedding import Embedding, ScaledEmbedding
@@ -26,10 +27,19 @@ from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.decoder import Body, Decoder
 from unfreeze.models.fields import check_against_files
+from unfreeze.models.publish import declared_dtype
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Codec
 from unfreeze.quant.formats import recognise
 from unfreeze.quant.scheme import CodecFor, nothing_packed
+
+HeldFor = Callable[[str], torch.dtype | None]
+"""The name of a module on disk -> the dtype its frozen matrix is held in; None: that of the computation."""
+
+
+def as_computed(module: str) -> torch.dtype | None:
+    """Every weight is held in the dtype of the computation."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -37,11 +47,13 @@ class Factory:
     """`codec_for(name)` is the codec that module `name` of the checkpoint is packed in, or None.
 
     A name is that of the files, where experts are not stacked. `dtype` is that of the computation.
+    `held_for(name)` is the dtype that a frozen matrix is held in, if that is narrower; None: dtype.
     """
 
     dtype: torch.dtype
     device: torch.device | str
     codec_for: CodecFor = nothing_packed
+    held_for: HeldFor = as_computed
 
     def linear(self, name: str, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
         return Linear(
@@ -51,6 +63,7 @@ class Factory:
             codec=self.codec_for(name),
             dtype=self.dtype,
             device=self.device,
+            held=self.held_for(name),
         )
 
     def vector(self, size: int) -> nn.Parameter:
@@ -90,12 +103,15 @@ class Factory:
         kind: type[Experts] = Experts,
         activation: Activation = SWIGLU,
     ) -> Experts:
-        codec, down = (self.codec_for(f"{name}.{projection}") for projection in ("gate_up_proj", "down_proj"))
-        made: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        gate_up, down_proj = (f"{name}.{projection}" for projection in ("gate_up_proj", "down_proj"))
+        codec, down = self.codec_for(gate_up), self.codec_for(down_proj)
+        made: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "held": self.held_for(gate_up)}
         experts = kind(
             num_experts, hidden_size, intermediate_size, codec=codec, activation=activation, **made
         )
-        if down != codec:
+        held = self.held_for(down_proj)
+        if (down, held) != (codec, made["held"]):
+            made["held"] = held
             experts.down_proj = ExpertWeight(num_experts, intermediate_size, hidden_size, codec=down, **made)
         return experts
 
@@ -109,17 +125,23 @@ class Factory:
         """Rows of the table, times `scale` where it is a number."""
         sizes = shape.vocab_size, shape.hidden_size
         if scale is None:
-            return Embedding(*sizes, dtype=self.dtype, device=self.device)
-        return ScaledEmbedding(*sizes, scale, dtype=self.dtype, device=self.device)
+            return Embedding(*sizes, **self.table)
+        return ScaledEmbedding(*sizes, scale, **self.table)
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """dtype, device and held of the token embeddings."""
+        held = self.held_for("model.embed_tokens")
+        return {"dtype": self.dtype, "device": self.device, "held": held}
 
     def head(self, shape: Shape, factor: float = 1.0) -> Linear:
         """The output head: logits times `factor`, within shape.softcap where it is a number."""
-        sizes, codec = (shape.hidden_size, shape.vocab_size), self.codec_for("lm_head")
+        sizes = shape.hidden_size, shape.vocab_size
+        made: dict[str, Any] = {"codec": self.codec_for("lm_head"), "held": self.held_for("lm_head")}
+        made |= {"dtype": self.dtype, "device": self.device}
         if factor == 1 and shape.softcap is None:
-            return Linear(*sizes, codec=codec, dtype=self.dtype, device=self.device)
-        return Head(
-            *sizes, factor=factor, softcap=shape.softcap, codec=codec, dtype=self.dtype, device=self.device
-        )
+            return Linear(*sizes, **made)
+        return Head(*sizes, factor=factor, softcap=shape.softcap, **made)
 
 
 class Ends(NamedTuple):
@@ -141,26 +163,31 @@ def build(
     dtype: torch.dtype,
     device: torch.device | str = "meta",
     codec_for: CodecFor = nothing_packed,
+    held_for: HeldFor = as_computed,
 ) -> Decoder:
     """A Decoder with uninitialised weights; on "meta" it takes no memory.
 
     parallel.place fills it, or initialize() draws it at random.
 
     `codec_for(module name)` says which modules the checkpoint stores packed, and how; they stay so.
+    `held_for(module name)` says which frozen matrices are held in a narrower dtype than the computation's.
     """
-    make = Factory(dtype, device, codec_for)
+    make = Factory(dtype, device, codec_for, held_for)
     family = FAMILIES[shape.model_type]
     layers = [family.layer(shape, index, make) for index in range(shape.num_layers)]
     embed_tokens, norm, lm_head = getattr(family, "ends", ends)(shape, make)
     body = Body(embed_tokens, layers, norm)
     if shape.tied:
         lm_head.weight = body.embed_tokens.weight
-    return Decoder(shape, body, lm_head)
+    decoder = Decoder(shape, body, lm_head)
+    decoder.dtype = dtype
+    return decoder
 
 
-def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype) -> Decoder:
+def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype, *, as_stored: bool = False) -> Decoder:
     """The checkpoint's Decoder without memory, packed where the checkpoint is packed.
 
+    as_stored: matrices in a narrower dtype than `dtype` stay in it (bf16 under float32): they are frozen.
     Raises CheckpointError where the files hold too few bytes for the sizes of config.json.
     """
     if manifest.tensors:
@@ -171,16 +198,47 @@ def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype) -> Decoder:
         found = [scheme.stored(name, names) for name in disk_modules(module, rules)] if scheme else []
         return next((codec for codec in found if codec is not None), None)
 
-    return build(shape, dtype=dtype, device="meta", codec_for=stored)
+    # A stack of experts has one dtype in memory, so all that is within experts must agree.
+    dtypes: dict[str, set[str]] = {}
+    for name, info in names.items() if as_stored else ():
+        dtypes.setdefault(_unnumbered(name), set()).add(info.dtype)
+
+    def held(module: str) -> torch.dtype | None:
+        disk = [name for module in disk_modules(module, rules) for name in (f"{module}.weight", module)]
+        of_all = set[str]().union(*(dtypes.get(_unnumbered(name), ()) for name in disk))
+        return _narrower(TORCH_DTYPE[of_all.pop()], dtype) if len(of_all) == 1 else None
+
+    return build(
+        shape, dtype=dtype, device="meta", codec_for=stored, held_for=held if as_stored else as_computed
+    )
+
+
+def _unnumbered(name: str) -> str:
+    """The name of a tensor without the number of its layer; of an expert's, no more than that."""
+    plain = ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return plain.partition(".experts.")[0] + ".experts" if ".experts." in plain else plain
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _narrower(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype | None:
+    """`stored` where it is a half precision and `dtype` is wider; else None."""
+    return stored if stored in HALVES and dtype.itemsize > stored.itemsize else None
 
 
 def from_config(
-    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str = "meta"
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device | str = "meta",
+    *,
+    as_stored: bool = False,
 ) -> Decoder:
     """The Decoder that a release's config.json alone describes, without memory; on another device than
     "meta", with uninitialised weights.
 
-    It is packed where its quantization_config says so.
+    It is packed where its quantization_config says so. as_stored: as in meta_model, of the dtype that the
+    config names.
     """
     scheme, shape = recognise(config), models.shape(config)
     rules = models.rules(shape)
@@ -188,4 +246,11 @@ def from_config(
     def said(module: str) -> Codec | None:
         return None if scheme is None else scheme.codec_for(disk_module(module, rules))
 
-    return build(shape, dtype=dtype, device=device, codec_for=said)
+    named = declared_dtype(config)
+
+    def held(module: str) -> torch.dtype | None:
+        return _narrower(named, dtype)
+
+    return build(
+        shape, dtype=dtype, device=device, codec_for=said, held_for=held if as_stored else as_computed
+    )

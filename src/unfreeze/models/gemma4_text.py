@@ -87,6 +87,8 @@ def full_heads(config: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[int, 
         return keys, width
     keys, width = int(config["num_key_value_heads"]), int(config["head_dim"])
     given = config["per_layer_config"]
+    if not given:  # as transformers writes it where no layer differs
+        return keys, width
     full = {index for index, kind in enumerate(kinds) if kind == FULL}
     named = {int(index) for index in given if str(index).isdecimal()}
     first = next(iter(given.values()), {})

@@ -86,8 +86,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
     sizes = llama.shape(config)
     if config["use_qk_norm"] and sizes.rope.attention_factor != 1:
         raise CheckpointError(
-            "config.json: use_qk_norm with rotary tables of another size than 1 (yarn) is not built: the norm"
-            " behind the rotation would be another than before it",
+            "config.json: use_qk_norm with rotary tables of another size than 1 (yarn) is not built",
             next="open an issue with the model's name",
         )
     growth = float(config["attn_scale"]) if config["attn_temperature_tuning"] else 0.0

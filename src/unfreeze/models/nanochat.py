@@ -37,8 +37,8 @@ FIELDS = Fields(
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json."""
     sizes = llama.shape(config)
-    turned = replace(sizes.rope, inverse_frequency=tuple(-f for f in sizes.rope.inverse_frequency))
-    return replace(sizes, family="nanochat", rope=turned, softcap=config.get("final_logit_softcapping"))
+    softcap = config.get("final_logit_softcapping")
+    return replace(sizes, family="nanochat", rope=sizes.rope.backwards(), softcap=softcap)
 
 
 def ends(shape: Shape, make: Factory) -> Ends:
@@ -48,7 +48,7 @@ def ends(shape: Shape, make: Factory) -> Ends:
     from unfreeze.models.factory import Ends
 
     norm = make.norm(shape.hidden_size, shape.rms_norm_eps, PlainRMSNorm)
-    table = NormedEmbedding(shape.vocab_size, shape.hidden_size, norm, dtype=make.dtype, device=make.device)
+    table = NormedEmbedding(shape.vocab_size, shape.hidden_size, norm, **make.table)
     return Ends(table, norm, make.head(shape))
 
 

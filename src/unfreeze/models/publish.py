@@ -33,6 +33,13 @@ KEPT_FP32 = (  # the router's selection bias: Kimi's and DeepSeek's releases hol
 )
 
 
+def declared_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a config.json names for its weights; bf16 where it names none."""
+    inner: Mapping[str, Any] = config.get("text_config") or {}
+    named = (table.get(field) for table in (config, inner) for field in ("dtype", "torch_dtype"))
+    return DTYPES.get(str(next(filter(None, named), None)), torch.bfloat16)
+
+
 def published(
     model: Decoder,
     config: Mapping[str, Any],
@@ -53,7 +60,7 @@ def published(
 
     Raises ConfigError for a format that cannot be written.
     """
-    declared = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+    declared = declared_dtype(config)
     rules, tied = models.rules(model.shape), models.tied(model.shape)
     codecs = quantized_modules(model, recognise(config))
     for param, own in model.state_dict().items():

@@ -54,8 +54,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
     if hidden in (moe.intermediate_size, 2 * moe.intermediate_size):
         raise CheckpointError(
             f"config.json: experts of hidden_size {hidden:,} and moe_intermediate_size"
-            f" {moe.intermediate_size:,} are not built: fused and square, the files don't say whether they"
-            " are transposed",
+            f" {moe.intermediate_size:,} are not built: square, so that transposed ones look alike",
             next="open an issue with the model's name",
         )
     return replace(qwen3_vl_text.shape(config), family="qwen3_vl_moe_text", moe=moe)

@@ -67,7 +67,8 @@ def corrector(
         len(hidden_ND), words, hidden_ND.dtype, hidden_ND.device, trained, beta=0
     )
     total, alone, correct = sums_through_head(hidden_ND, lm_head, sums, size)
-    return Loss(sum=total, count=weights_N.sum(), metrics={"teacher": alone, "correct": correct})
+    each = None if torch.is_grad_enabled() else batch.per_document(sums.each_N.double())
+    return Loss(sum=total, count=weights_N.sum(), metrics={"teacher": alone, "correct": correct}, each=each)
 
 
 class _Joint:
@@ -78,6 +79,7 @@ class _Joint:
         self.vocab, self.gamma = vocab, gamma
         self.dtype = weights_N.dtype
         self.total, self.alone, self.correct = (weights_N.new_zeros(()) for _ in range(3))
+        self.each_N = weights_N.new_zeros(len(weights_N))
 
     def add(self, logits_BV: Tensor, rows: slice, wanted: bool) -> Tensor:
         from unfreeze.kernels.linear_cross_entropy.reference import softmax_gradient
@@ -92,6 +94,7 @@ class _Joint:
 
         # log p_S is z less a number of its row, so the gradient by z is γ times the one by what is summed
         log_r_B, wins_B, gradient_BV = softmax_gradient(joint_BV, targets_B, self.gamma * weights_B, wanted)
+        self.each_N[rows] = -log_r_B * weights_B
         self.total -= (log_r_B * weights_B).sum()
         self.correct += (wins_B * weights_B).sum()
         if wanted:

@@ -30,12 +30,14 @@ def cross_entropy(
     and metrics are scalars on the device.
     """
     # imported here: a recipe names its objective before anything needs torch
+    import torch
+
     from unfreeze.core.batch import Loss
     from unfreeze.kernels.linear_cross_entropy import head_cross_entropy
 
     rows_N = batch.supervised()
     weights_N = batch.weights_T.index_select(0, rows_N)
-    total, correct, _ = head_cross_entropy(
+    total, correct, log_p_N = head_cross_entropy(
         hidden_TD.index_select(0, rows_N),
         lm_head,
         batch.targets_T.index_select(0, rows_N),
@@ -43,4 +45,5 @@ def cross_entropy(
         block_rows,
         impl,
     )
-    return Loss(sum=total, count=weights_N.sum(), metrics={"correct": correct})
+    each = None if torch.is_grad_enabled() else batch.per_document(-log_p_N.double() * weights_N)
+    return Loss(sum=total, count=weights_N.sum(), metrics={"correct": correct}, each=each)

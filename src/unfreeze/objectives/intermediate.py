@@ -191,9 +191,8 @@ def relation_heads(widths: Sequence[int], asked: int | None = None) -> int:
     if whole % asked:
         wrong = next(width for width in widths if width % asked)
         raise ConfigError(
-            f"relation_heads is {asked}, and {wrong} numbers of a token's queries, keys or values in one of"
-            f" the two models cannot be cut into so many; what divides all of {sorted(set(widths))} divides"
-            f" {whole}",
+            f"relation_heads = {asked} does not divide {wrong}, a width of queries, keys or values"
+            f" ({sorted(set(widths))}); a divisor of {whole} does",
             next=f"--relation-heads {relation_heads(widths)}, or leave it out",
         )
     return asked

@@ -98,6 +98,8 @@ def preference(
     longer one) and `by_length` (share whose longer answer has the higher reward), ties half; of kto, over all
     pairs of a chosen and a rejected answer of the micro-batch, and `kl` (z). The reward of simpo and orpo is
     beta · l / n. kto's means of a side are those of the micro-batch.
+    scores, of each example: `accuracy`, and `logp_likelier`, l of the likelier answer of a pair, or l of an
+    answer with a label: where that of a row falls, the model comes to say neither of its answers.
     Raises ValueError where `reference` is absent and `kind` needs one.
     """
     import torch
@@ -110,8 +112,8 @@ def preference(
     # log p of each document, without gradients
     rows_N, document_N, per_row_N = _log_p(hidden_TD.detach(), lm_head, batch, block_rows, impl)
     weights_N = batch.weights_T.index_select(0, rows_N)
-    logp_S = _per_document(per_row_N * weights_N, batch, rows_N)
-    length_S = _per_document(weights_N.double(), batch, rows_N).clamp(min=1)
+    logp_S = batch.per_document(per_row_N * weights_N)
+    length_S = batch.per_document(weights_N.double()).clamp(min=1)
     if reference is None:
         ref_S = torch.zeros_like(logp_S)
     else:
@@ -128,19 +130,19 @@ def preference(
 
         chosen, rejected = of(CHOSEN), of(REJECTED)
         if kind == "kto":
-            each_E, metrics = _kto(
+            each_E, metrics, scores = _kto(
                 chosen, rejected, of(MISMATCHED), beta, desirable_weight, undesirable_weight
             )
         else:
             each_E, rewards = _PAIRS[kind](chosen, rejected, beta, gamma, label_smoothing)
             if nll:
                 each_E = each_E - nll * chosen.logp_E / chosen.length_E
-            metrics = _metrics(chosen, rejected, *rewards)
+            metrics, scores = _metrics(chosen, rejected, *rewards), _scores(chosen, rejected, *rewards)
         total = each_E.sum()
         (slope_S,) = torch.autograd.grad(total, leaf_S)
     value = total.detach().float()
     count = 0.0 if batch.examples is None else float(batch.examples)
-    loss = Loss(sum=value, count=count, metrics=metrics, each=each_E.detach())
+    loss = Loss(sum=value, count=count, metrics=metrics, each=each_E.detach(), scores=scores)
     if not torch.is_grad_enabled():
         return loss
     # the same gradient through the head: sum_n w_n · -log p_n with w_n = -d loss / d log p_n
@@ -160,7 +162,7 @@ def preference(
 def log_probabilities(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Tensor:
     """l of each document: sum_t w_t log p(target_t), float64 [S]. No gradient."""
     rows_N, _, per_row_N = _log_p(hidden_TD.detach(), lm_head, batch, None, "auto")
-    return _per_document(per_row_N * batch.weights_T.index_select(0, rows_N), batch, rows_N)
+    return batch.per_document(per_row_N * batch.weights_T.index_select(0, rows_N))
 
 
 def _log_p(
@@ -185,18 +187,6 @@ def _log_p(
             impl,
         )
     return rows_N, document_N, log_p_N.double()
-
-
-def _per_document(values_N: Tensor, batch: Batch, rows_N: Tensor) -> Tensor:
-    """Sums over the supervised rows of each document, in a fixed order: the same bits every time."""
-    import torch
-
-    from unfreeze.core.batch import send
-
-    starts_S = send(batch.starts_S, rows_N.device)
-    first_S = torch.searchsorted(rows_N, starts_S)
-    end_S = torch.cat([first_S[1:], first_S.new_full((1,), len(rows_N))])
-    return torch.segment_reduce(values_N, "sum", lengths=end_S - first_S, unsafe=True)
 
 
 Each = tuple["Tensor", tuple["Tensor", "Tensor"]]
@@ -259,6 +249,11 @@ def _metrics(w: Answers, v: Answers, reward_w: Tensor, reward_v: Tensor) -> dict
     return {name: value.detach().sum() for name, value in values.items()}
 
 
+def _scores(w: Answers, v: Answers, reward_w: Tensor, reward_v: Tensor) -> dict[str, Tensor]:
+    accuracy_E = ((reward_w - reward_v).detach().sign() + 1) / 2
+    return {"accuracy": accuracy_E, "logp_likelier": w.logp_E.detach().maximum(v.logp_E.detach())}
+
+
 def _lengths(w: Answers, v: Answers) -> dict[str, Tensor]:
     """`longer` and `by_length` over every chosen with every rejected answer; 1/2 where a side is absent."""
     longer_WV = (w.length_E.unsqueeze(1) - v.length_E).sign()
@@ -272,8 +267,8 @@ def _lengths(w: Answers, v: Answers) -> dict[str, Tensor]:
 
 def _kto(
     w: Answers, v: Answers, other: Answers, beta: float, gain: float, loss: float
-) -> tuple[Tensor, dict[str, float | Tensor]]:
-    """Losses of the answers in the order (desirable, undesirable), and the metrics."""
+) -> tuple[Tensor, dict[str, float | Tensor], dict[str, Tensor]]:
+    """Losses of the answers in the order (desirable, undesirable), the metrics, and the scores of each."""
     import torch
 
     # a lone answer has no other prompt: z is 0 then, as where the estimate is negative
@@ -281,12 +276,13 @@ def _kto(
     above_E, below_E = beta * (w.ratio_E - z), beta * (z - v.ratio_E)
     each_E = torch.cat([gain * (1 - above_E.sigmoid()), loss * (1 - below_E.sigmoid())])
     count = len(each_E)
+    accuracy_E = (torch.cat([above_E, below_E]).detach().sign() + 1) / 2
 
     def mean(values_E: Tensor) -> Tensor:  # of the micro-batch, as a sum over its examples
         return values_E.detach().sum() * (count / max(1, len(values_E)))
 
     metrics: dict[str, float | Tensor] = {
-        "accuracy": ((torch.cat([above_E, below_E]).detach().sign() + 1) / 2).sum(),
+        "accuracy": accuracy_E.sum(),
         "margin": mean(beta * w.ratio_E) - mean(beta * v.ratio_E),
         "kl": z * count,
         **{name: value * count for name, value in _lengths(w, v).items()},
@@ -297,4 +293,5 @@ def _kto(
             f"logp_{name}": mean(side.logp_E),
             f"length_{name}": mean(side.length_E),
         }
-    return each_E, metrics
+    likelier_E = torch.cat([w.logp_E, v.logp_E]).detach()
+    return each_E, metrics, {"accuracy": accuracy_E, "logp_likelier": likelier_E}

@@ -24,6 +24,10 @@ class Lane(Protocol):
 
     pins: bool
 
+    def begin_thread(self) -> None:
+        """What a thread that is to use the lane calls first."""
+        ...
+
     def mark(self) -> Any:
         """This moment: all that was queued so far on the current stream is done then."""
         ...
@@ -50,6 +54,9 @@ class HostLane:
 
     pins = False
 
+    def begin_thread(self) -> None:
+        pass
+
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -75,6 +82,11 @@ class CudaLane:
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.Stream(device)
+
+    def begin_thread(self) -> None:
+        """Make the GPU the thread's own. A new thread has GPU 0, and leaving `copying` would begin a context
+        there, about half a GB of another process's GPU."""
+        torch.cuda.set_device(self._stream.device)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -106,7 +118,7 @@ def pinned(nbytes: int, dtype: torch.dtype = torch.uint8, device: torch.device |
     """Page-locked host memory of exactly so many bytes.
 
     torch's own allocator of it rounds each block up to a power of two: a layer of 9.5 GB would take 17.2. So
-    the memory is ordinary and is registered with CUDA, as long as this tensor is there.
+    the memory is ordinary and is registered with CUDA, as long as this tensor or a view of it is there.
     Raises DoesNotFit where CUDA refuses.
     """
     memory = torch.empty(nbytes, dtype=dtype, device=device)
@@ -118,5 +130,6 @@ def pinned(nbytes: int, dtype: torch.dtype = torch.uint8, device: torch.device |
             next="raise the limit of locked memory (ulimit -l), or --place.experts disk",
         )
     # registered memory that is given back and mapped anew would be copied from where it was before
-    weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
+    storage = memory.untyped_storage()  # which views keep; this tensor they do not
+    weakref.finalize(storage, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

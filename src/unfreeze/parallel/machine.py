@@ -1,15 +1,16 @@
-"""What the machine has: cores, memory in total and free now, within the limits of a container."""
+"""What the machine has: cores, memory in total and free now, within a container's limits and ulimit's."""
 
 from __future__ import annotations
 
 import os
-import platform
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
+
+from unfreeze.core.cpu import processor
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 where there is no limit
@@ -20,7 +21,7 @@ class Hardware:
     """One device.
 
     total, available   bytes; available: what a process could still take now
-    limit              what bounds `total`: "memory", or the "container"
+    limit              what bounds `available`: "memory", the "container", or "ulimit"
     process            bytes this process holds in host memory already (interpreter, libraries); `available`
                        does not include it. 0 for CUDA
     host               for CUDA: bytes of host memory that a process could still take; 0 for a CPU
@@ -34,13 +35,17 @@ class Hardware:
     limit: str = "memory"
     process: int = 0
     host: int = 0
+    unbound: int = 0
+    """`available` without this process's own ulimit, where that is what bounds it; else 0."""
 
     def shared(self, count: int) -> Hardware:
         """What one of `count` processes of this host has: a share of the memory that all take from."""
         if count == 1:
             return self
         name = f"{self.name}, shared by {count} processes"
-        available = self.available // count if self.kind == "cpu" else self.available
+        available = self.available
+        if self.kind == "cpu":
+            available = min(available, (self.unbound or available) // count)
         return replace(self, name=name, available=available, host=self.host // count)
 
 
@@ -52,13 +57,29 @@ def hardware(device: torch.device | str = "cpu") -> Hardware:
         reusable = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
         name, host = torch.cuda.get_device_name(place), hardware("cpu").available
         return Hardware("cuda", name, num_cores(), total, free + reusable, host=host)
-    total, available = host_memory()
+    (total, available), limit, unbound = host_memory(), "memory", 0
     bound = container_memory()
     if bound is not None and bound[0] < total:
-        return Hardware(
-            "cpu", processor(), num_cores(), bound[0], min(available, bound[1]), "container", resident_bytes()
-        )
-    return Hardware("cpu", processor(), num_cores(), total, available, process=resident_bytes())
+        total, available, limit = bound[0], min(available, bound[1]), "container"
+    own = own_limit()
+    if own is not None and own < available:
+        available, limit, unbound = own, "ulimit", available
+    return Hardware(
+        "cpu", processor(), num_cores(), total, available, limit, resident_bytes(), unbound=unbound
+    )
+
+
+def own_limit() -> int | None:
+    """Bytes that this process may still map: the tighter of ulimit -v and -d. None without such a limit."""
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return None
+    used = psutil.Process().memory_info()
+    pairs = ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0)))
+    limits = [(resource.getrlimit(kind)[0], mapped) for kind, mapped in pairs]
+    left = [limit - mapped for limit, mapped in limits if limit != resource.RLIM_INFINITY]
+    return max(0, min(left)) if left else None
 
 
 def resident_bytes() -> int:
@@ -129,9 +150,3 @@ def _text(file: Path) -> str:
 def _number(file: Path) -> int | None:
     text = _text(file).strip()
     return int(text) if text.isdigit() else None
-
-
-def processor() -> str:
-    """The processor's name as the system gives it."""
-    match = re.search(r"^model name\s*:\s*(.+)$", _text(PROC / "cpuinfo"), re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()

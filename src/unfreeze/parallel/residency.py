@@ -174,7 +174,7 @@ class Streamed:
         self._sizes, self._slots, self._lane = sizes, slots, lane
         self._holds: list[tuple[int, Future[Any]] | None] = [None] * BUFFERS
         self._last = 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="layers")
+        self._worker = ThreadPoolExecutor(1, "layers", lane.begin_thread)
         self._came: list[tuple[int, Future[Any]]] = []
         self._waits: list[tuple[Any, Any]] = []
 

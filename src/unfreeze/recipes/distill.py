@@ -1,9 +1,8 @@
 """unfreeze distill --model M --teacher T --data F: train a model on another's next-token probabilities.
 
-The teacher is frozen: a checkpoint, a run, an adapter's folder, or "base", the model with its adapters off;
-or a folder that --prepare wrote, with what a teacher said.
-Both have the same tokenizer. At each supervised token the student's distribution is drawn to the teacher's;
-everything else is as in sft: adapters or every weight, packed experts, conversations.
+The teacher is frozen: a checkpoint, a run, an adapter's folder, "base" (the model with its adapters off), or
+a folder that --prepare wrote. Both have the same tokenizer. At each supervised token the student learns the
+teacher's distribution; all else is as in sft.
 """
 
 from __future__ import annotations

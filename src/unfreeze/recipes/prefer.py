@@ -1,8 +1,8 @@
 """unfreeze prefer --model M --data pairs.jsonl --loss dpo: train a model to prefer one answer to another.
 
 Rows hold two answers to one prompt (chosen, rejected), or an answer and a label (kto: prompt, completion,
-label). Each answer is encoded and checked as in sft. The reference is the model as it began: with adapters
-the base with these switched off, which takes no second copy. Losses: dpo, ipo, kto, simpo, orpo.
+label). Each answer is encoded and checked as in sft. It is compared with the starting model (free with
+adapters: they are switched off). Losses: dpo, ipo, kto, simpo, orpo.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from unfreeze.recipes import sft
 from unfreeze.teach.reference import AsBegun, Kind
 
 if TYPE_CHECKING:
-    from unfreeze.core.batch import Batch
+    from unfreeze.config.prefer import Preference
+    from unfreeze.core.batch import Batch, Loss
+    from unfreeze.data.rows.row import Answers
     from unfreeze.evaluate.compared import Compared
     from unfreeze.models import Decoder
     from unfreeze.objectives.preference import Objective, Reference
@@ -45,16 +47,7 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 def parts(config: Config) -> Parts:
     """The Parts of sft with a loss over answers, and the model as it began as the reference."""
     asked, same = config.preference, sft.parts(config)
-    alone = partial(
-        preference,
-        kind=asked.loss,
-        beta=asked.beta,
-        gamma=asked.gamma,
-        label_smoothing=asked.label_smoothing,
-        nll=asked.nll,
-        desirable_weight=asked.desirable_weight,
-        undesirable_weight=asked.undesirable_weight,
-    )
+    alone = minimised(asked)
 
     def against(reference: Reference) -> Objective:
         return partial(alone, reference=reference)
@@ -63,13 +56,13 @@ def parts(config: Config) -> Parts:
     if asked.loss in WITHOUT_REFERENCE:
         second = None
     elif asked.reference == "live":
-        second = AsBegun(reference_of(config), against, loss=loss_of(config))
+        second = AsBegun(reference_of(config), against, loss=loss_of(asked))
     else:
         from unfreeze.teach.kept import Kept  # it needs numpy
 
-        second = kept = Kept(reference_of(config), against, loss=loss_of(config))
+        second = kept = Kept(reference_of(config), against, loss=loss_of(asked))
     encoding = same.encoding.copy()
-    encoding["answers"] = "labels" if asked.loss == "kto" else "pairs"
+    encoding["answers"] = answers_of(asked)
     return replace(
         same,
         recipe="prefer",
@@ -77,7 +70,7 @@ def parts(config: Config) -> Parts:
         encoding=encoding,
         second=second,
         begin=kept.ask if kept else None,
-        said=[] if second else [f"compares: {loss_of(config)}, without a reference"],
+        said=[] if second else [f"compares: {loss_of(asked)}, without a reference"],
         heldout=_heldout,
         on_step=(Signs(0.0 if asked.loss in WITHOUT_REFERENCE else asked.beta),),
     )
@@ -90,9 +83,27 @@ def _heldout(model: Decoder, batches: Iterable[Batch], group: Group, *, objectiv
     return compared(model, batches, group, objective=objective)
 
 
-def loss_of(config: Config) -> str:
+def minimised(asked: Preference) -> partial[Loss]:
+    """The loss with its settings; a reference is still to be given where it needs one."""
+    return partial(
+        preference,
+        kind=asked.loss,
+        beta=asked.beta,
+        gamma=asked.gamma,
+        label_smoothing=asked.label_smoothing,
+        nll=asked.nll,
+        desirable_weight=asked.desirable_weight,
+        undesirable_weight=asked.undesirable_weight,
+    )
+
+
+def answers_of(asked: Preference) -> Answers:
+    """How rows are read: as pairs, of kto as answers with a label."""
+    return "labels" if asked.loss == "kto" else "pairs"
+
+
+def loss_of(asked: Preference) -> str:
     """What is minimised, in words: 'dpo, beta 0.1, nll 0.2'."""
-    asked = config.preference
     words = [asked.loss, f"beta {asked.beta:g}"]
     words += [f"gamma {asked.gamma:g}"] * (asked.loss == "simpo")
     words += [f"label smoothing {asked.label_smoothing:g}"] * bool(asked.label_smoothing)

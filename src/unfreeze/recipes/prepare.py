@@ -23,6 +23,7 @@ from unfreeze.job.data import check_vocabulary, sequence_length
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.folder import with_files
 from unfreeze.job.parts import Parts
+from unfreeze.kernels.precision import precision
 from unfreeze.teach.client import base_url, is_url
 from unfreeze.teach.coding import Coding, top_of
 from unfreeze.teach.served import Asking
@@ -137,7 +138,7 @@ def _ask_all(
     if (first := next(batches, None)) is None:
         return
     device, had = pick_device(config.memory.device, config.memory.threads), len(writing.done)
-    says = teacher.load(device, config.memory.dtype)
+    says = teacher.load(device, precision(config.memory.dtype, device).name)
     try:
         for examples, batch in chain([first], batches):
             ask(writing, says, examples, batch.to(device))

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.schema import EvalEvent
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import of_kind, series
+from unfreeze.report.events import of_kind, sample_pairs, series
 from unfreeze.report.page import Figure, document, render
 from unfreeze.report.pictures import MOST_LINES, lines, points_json
 from unfreeze.report.run import Run, flatten, read_run, result_words
@@ -80,7 +80,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     paths = [Path(folder).resolve() for folder in folders]
     if not 2 <= len(paths) <= MOST_LINES:
         raise ConfigError(
-            f"{len(paths)} runs to compare; 2 to {MOST_LINES} can be told apart",
+            f"{len(paths)} {'run' if len(paths) == 1 else 'runs'} given: give 2 to {MOST_LINES}",
             next="unfreeze compare runs/a runs/b",
         )
     twice = next((path for path in paths if paths.count(path) > 1), None)
@@ -140,6 +140,8 @@ def ranking(runs: Sequence[Run]) -> Ranking:
     results = [result(run, "") for run in runs]
     if not any(each.loss_last is not None for each in results):
         return Ranking("", "as given: no run has a loss")
+    if other_losses(runs):
+        return Ranking("", "as given: different losses")
     validated = all(each.best_validation is not None for each in results if each.steps)
     # a validation file is the same whatever was trained on
     if other_data(runs) and not (validated and _one_validation(runs)):
@@ -154,6 +156,18 @@ def other_data(runs: Sequence[Run]) -> bool:
     effective = [run.config.get("effective") for run in runs]
     contents = [each.get("contents") if isinstance(each, dict) else None for each in effective]
     return len({str(each) for each in (contents if all(contents) else map(_data, runs))}) > 1
+
+
+PREFERENCE = ("loss", "beta", "gamma", "nll", "label_smoothing", "desirable_weight", "undesirable_weight")
+
+
+def other_losses(runs: Sequence[Run]) -> bool:
+    """Whether the runs' losses are different functions: those of pairs have kinds and weights."""
+    kinds = set[tuple[str, ...]]()
+    for run in runs:
+        of_pairs = run.config.get("recipe") == "prefer"
+        kinds.add(tuple(str(run.config.get(name)) for name in PREFERENCE) if of_pairs else ())
+    return len(kinds) > 1
 
 
 def _data(run: Run) -> str:
@@ -200,7 +214,8 @@ def _given(run: Run) -> list[str]:
 def caution(runs: Sequence[Run]) -> str:
     """Why the losses of these runs may not measure the same, or an empty string."""
     models = ["different models"] if len({run.source("model") for run in runs}) > 1 else []
-    changed = " and ".join([*models, *(["different data"] if other_data(runs) else [])])
+    losses = ["different losses"] if other_losses(runs) else []
+    changed = " and ".join([*models, *(["different data"] if other_data(runs) else []), *losses])
     return f"{changed[0].upper()}{changed[1:]}: the losses may not measure the same thing." if changed else ""
 
 
@@ -234,30 +249,41 @@ def page(runs: Sequence[Run]) -> str:
         silent=[label for label, run in zip(labels, runs, strict=True) if not run.config],
         labels=labels,
         fields=fields,
+        answers=answers(runs),
+        shown=SHOWN_ANSWERS,
     )
     footer = "Written by unfreeze compare from each run's events.jsonl"
     return document(f"{title} · compared", [body], footer)
 
 
+SHOWN_ANSWERS = 4  # prompts; the others are folded away
+
+
+def answers(runs: Sequence[Run]) -> list[tuple[str, list[str | None]]]:
+    """(prompt, each run's answer after training; None of a run that was not asked), most asked first."""
+    every = [{prompt: now for prompt, _, now in sample_pairs(run.events)} for run in runs]
+    prompts = dict.fromkeys(prompt for asked in every for prompt, now in asked.items() if now is not None)
+    rows = [(prompt, [asked.get(prompt) for asked in every]) for prompt in prompts]
+    return sorted(rows, key=lambda row: row[1].count(None))
+
+
 def _curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure | None]:
     """Training loss large, then validation, learning rate, gradient norm; None where no run has numbers."""
-    wanted = [  # title, kind and field of the events, name in the SVG, sizes, smoothed, from zero
-        ("Training loss by step", "train", "loss", "loss", (WIDE, NARROW), True, False),
-        ("Validation loss", "eval", "loss", "validation", (SMALL,), False, False),
-        ("Learning rate", "train", "learning_rate", "rate", (SMALL,), False, True),
-        ("Gradient norm", "train", "grad_norm", "norm", (SMALL,), True, True),
+    wanted = [  # title, kind and field of the events, sizes, smoothed, from zero
+        ("Training loss by step", "train", "loss", (WIDE, NARROW), True, False),
+        ("Validation loss", "eval", "loss", (SMALL,), False, False),
+        ("Learning rate", "train", "learning_rate", (SMALL,), False, True),
+        ("Gradient norm", "train", "grad_norm", (SMALL,), True, True),
     ]
     figures = []
-    for title, kind, field, name, sizes, smoothed, from_zero in wanted:
+    for title, kind, field, sizes, smoothed, from_zero in wanted:
         points = dict(zip(labels, (series(run.events, kind, field) for run in runs), strict=True))
         ends = [f"{label} {ys[-1]:.4g}" for label, (_, ys) in points.items() if ys]
         words = f"Last: {', '.join(ends)}."
         words += " Smoothed." if smoothed and max(len(xs) for xs, _ in points.values()) >= 40 else ""
         alt = f"{title}, one line per run. {words}"
         drawn = [
-            lines(
-                f"{name}-{size[0]}", list(points.values()), alt, size, smoothed=smoothed, from_zero=from_zero
-            )
+            lines(list(points.values()), alt, size, smoothed=smoothed, from_zero=from_zero)
             for size in sizes
             if ends
         ]

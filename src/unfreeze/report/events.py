@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from unfreeze.core.conform import damage
 from unfreeze.core.errors import DataError, closest, looked_in
-from unfreeze.core.schema import LARGEST, DataEvent, Event, SampleEvent, TrainEvent, damage, kind_of
+from unfreeze.core.schema import LARGEST, DataEvent, Event, SampleEvent, TrainEvent, kind_of
 from unfreeze.core.units import format_count
 
 COLUMNS = 80  # of a terminal
 
-TEACH_LITTLE = "which teach little"  # the warning of a run with too few steps, job/data.py
+TEACH_LITTLE = "too few to learn much"  # the warning of a run with too few steps, job/data.py
 ENOUGH_STEPS = 40
 """A run of fewer is warned about where epochs gave them, and has not "learnt" where only its training loss
 says so; `unfreeze init` proposes epochs until there are as many. Of 30 rows tiny-k2 learns at the defaults of

@@ -126,7 +126,7 @@ def _whole(balance: Balance) -> Figure:
         f" {words}"
     )
     red = [missed(counts_E) for counts_E in load.values()]
-    pictures = [heat_map(f"experts-{width}", load, red, alt, width) for width in WIDTHS]
+    pictures = [heat_map(load, red, alt, width) for width in WIDTHS]
     scale = ("no token", f"{FULL:.0f} × the layer's mean", "never used")
     return Figure("Tokens per expert, whole run", words, pictures, scale=scale)
 
@@ -151,7 +151,6 @@ def _violation_over_time(balance: Balance) -> Figure:
     strength = [[value / (FULL - 1) for value in values] for values in balance.violation.values()]
     pictures = [
         heat(
-            f"violation-{width}",
             strength,
             None,
             alt,
@@ -185,7 +184,6 @@ def _load_over_time(balance: Balance) -> Figure:
     )
     pictures = [
         heat(
-            f"layer-{width}",
             strength,
             red,
             alt,

@@ -15,12 +15,12 @@ from unfreeze.core.process import BESIDE, COMPILED
 from unfreeze.core.schema import DataEvent, GapEvent, TrainEvent
 from unfreeze.core.units import format_bytes
 from unfreeze.report.events import last, number, of_kind, series, warnings
+from unfreeze.report.learnt import training
 from unfreeze.report.run import Run
 from unfreeze.report.tables import left_out, standing_still
 
 GUARD_HEAD = ("guard", "state", "set to", "said", "what to do")
-# share of clipped steps above which clipping, and not the learning rate, sets the size of the updates
-MOSTLY = 0.5
+MOSTLY = 0.9  # share of clipped steps after warm-up: above it clipping sets the size of nearly every update
 GAP_FLOAT32 = 1e-4  # nats at any token; evaluate/gap.py has the reason
 # nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/events.md)
 GAP_BFLOAT16 = (0.008, 0.2)
@@ -52,7 +52,7 @@ REMEDY = {
     "Receipt of the first step": "Don't use the result: part of what was asked for has not learnt.",
     "Loss and gradients finite": "Lower --learning-rate, and look at the rows that suspects.jsonl names.",
     "Loss and gradient spikes": "Nothing need be done where the loss came back; else lower --learning-rate.",
-    "Gradient norm clipped": "Nothing need be done while the loss falls; a higher --clip clips less.",
+    "Gradient norm clipped": "Try another --learning-rate; a higher --clip cuts less.",
     "Supervised tokens": "Look at what is taught with unfreeze data show: such a step teaches nothing.",
     "Expert load": "Nothing need be done while the answers are good; else broader data helps.",
     "Sampler against trainer": (
@@ -253,14 +253,21 @@ def _clipping(run: Run) -> GuardRow | None:
     if limit is None:
         return GuardRow("Gradient norm clipped", "ok", "off", f"largest {max(norms):.3g}")
     words = f"in {found:,} of {len(norms):,} steps, largest {max(norms):.3g}"
-    if found > MOSTLY * len(norms):
-        return GuardRow(
-            "Gradient norm clipped",
-            "look",
-            f"at {limit:g}",
-            f"{words}: clipping sets the size of most updates",
-        )
+    # a fact of most short runs; worth a look only where nearly all is clipped and nothing is gained
+    warm = _warm_up(run)
+    after = [step for step in series(run.events, "train", "grad_norm")[0] if step > warm]
+    mostly = len([step for step in clipped(run) if step > warm]) > MOSTLY * len(after)
+    fell = training(run)
+    if mostly and fell is not None and not fell.clear:
+        said = f"{words}: nearly every update is cut, and the loss did not fall"
+        return GuardRow("Gradient norm clipped", "look", f"at {limit:g}", said)
     return GuardRow("Gradient norm clipped", "ok", f"at {limit:g}", words)
+
+
+def _warm_up(run: Run) -> int:
+    """The last step before the learning rate is at its peak."""
+    steps, rates = series(run.events, "train", "learning_rate")
+    return steps[rates.index(max(rates))] - 1 if rates else 0
 
 
 def _supervised(run: Run) -> GuardRow | None:

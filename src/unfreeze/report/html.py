@@ -54,9 +54,12 @@ from unfreeze.report.verdict import (
     EVALUATION_HEAD,
     UNITS,
     again,
+    evaluation_note,
     evaluation_rows,
     evaluations,
+    judged,
     machine_rows,
+    subject,
     verdict,
 )
 
@@ -99,13 +102,17 @@ def page(run: Run, *, reload: int = 0) -> str:
     )
     footer = f"Written by unfreeze from {run.name}/events.jsonl"
     return document(
-        f"{run.name} · unfreeze run", [section(run) for section in sections], footer, reload=reload
+        f"{subject(run)} · {run.name}", [section(run) for section in sections], footer, reload=reload
     )
 
 
 def _verdict(run: Run) -> Markup:
     faults = [f"{row.guard}: {row.said}." for row in guard_rows(run) if row.state == "fault"]
-    return render("verdict.html", name=run.name, state=run.state, verdict=verdict(run), faults=faults)
+    words, learnt = judged(run)
+    doubt = run.state == "done" and not learnt
+    return render(
+        "verdict.html", title=subject(run), name=run.name, doubt=doubt, verdict=words, faults=faults
+    )
 
 
 def _answers(run: Run) -> Markup:
@@ -114,21 +121,27 @@ def _answers(run: Run) -> Markup:
     return render("answers.html", pairs=sample_pairs(run.events), source=said, shown=SHOWN_SAMPLES)
 
 
+HEADLINE = ("Held-out loss", "Loss", "Time", "Tokens per second", "Peak memory")
+"""The facts that stand on top; the others stand under Details."""
+
+
 def _loss(run: Run) -> Markup:
     """Draw training and validation in one picture, on a linear and on a logarithmic axis.
 
     Above it the main numbers.
     """
     steps, losses = series(run.events, "train", "loss")
+    known = dict(facts(run))
+    first = [(name, known[name]) for name in HEADLINE if name in known]
     if not losses:
-        return render("loss.html", facts=facts(run), loss=None)
+        return render("loss.html", facts=first, loss=None)
     evals = series(run.events, "eval", "loss")
     # the caption: ends and lowest, validation, what is ringed or cannot be drawn
     window = smoothing_window(len(losses))
     lowest = min(range(len(losses)), key=losses.__getitem__)
     words = f"{losses[0]:.3f} at step {steps[0]:,}, {losses[-1]:.3f} at step {steps[-1]:,}; "
-    words += f"lowest {losses[lowest]:.3f} at step {steps[lowest]:,}; {loss_unit(run)}."
-    words += f" Faint: each step; strong: mean of {window} steps." if window > 1 else ""
+    words += f"lowest {losses[lowest]:.3f} at step {steps[lowest]:,}."
+    words += f" Faint: each step; strong: median of {window} steps." if window > 1 else ""
     if evals[1]:
         best = min(range(len(evals[1])), key=evals[1].__getitem__)
         words += f" Dots: validation, lowest {evals[1][best]:.3f} at step {evals[0][best]:,},"
@@ -141,30 +154,20 @@ def _loss(run: Run) -> Markup:
 
     # twice, linear and logarithmic; a switch on the page shows one (a steep fall is flat on the linear axis)
     def drawn(log: bool) -> list[str]:
-        name = "loss-log" if log else "loss"
         return [
-            curve(
-                f"{name}-{size[0]}",
-                (steps, losses),
-                alt,
-                size,
-                smoothed=True,
-                log_y=log,
-                dots=evals,
-                rings=ringed,
-            )
+            curve((steps, losses), alt, size, smoothed=True, log_y=log, dots=evals, rings=ringed)
             for size in (WIDE, NARROW)
         ]
 
     picture = Figure(
-        "Training loss by step",
+        f"Training loss by step, {loss_unit(run)}",
         words,
         drawn(False),
         log=drawn(True) if low > 0 else (),
         log_first=low > 0 and high > STEEP * low,
         series=points_json({"loss": (steps, losses), "validation": evals}),
     )
-    return render("loss.html", facts=facts(run), loss=picture)
+    return render("loss.html", facts=first, loss=picture)
 
 
 def _loss_over_tokens(run: Run) -> Figure | None:
@@ -186,7 +189,7 @@ def _loss_over_tokens(run: Run) -> Figure | None:
     words += f" Left out: {_steps(empty)} without a supervised token." if empty else ""
     ends = f"{ys[0]:.3f} after {xs[0]:,.0f}, {ys[-1]:.3f} after {xs[-1]:,.0f}."
     alt = f"Training loss over supervised tokens, logarithmic: {ends}"
-    svg = curve("loss-tokens", (xs, ys), alt, SMALL, smoothed=True, log_x=True)
+    svg = curve((xs, ys), alt, SMALL, smoothed=True, log_x=True)
     return Figure(
         "Training loss by supervised tokens",
         words,
@@ -223,7 +226,7 @@ def _machine(run: Run) -> Markup:
         if (points := series(run.events, "train", field))[1]:
             wanted.append((name, points, "number", True, "{:.3f}".format))
     figures, missing = [], []
-    for position, (title, points, y_format, smoothed, write) in enumerate(wanted):
+    for title, points, y_format, smoothed, write in wanted:
         steps, ys = points
         if not ys:
             missing.append(title.lower())
@@ -245,12 +248,11 @@ def _machine(run: Run) -> Markup:
             words += _left_out(run, steps)
         alt = f"{title} per step: {words}"
         svg = curve(
-            f"small-{position}",
             points,
             alt,
             SMALL,
             smoothed=smoothed,
-            from_zero=True,
+            from_zero=min(ys) >= 0,
             y_format=y_format,
             rings=rings,
             level=level,
@@ -347,7 +349,12 @@ def _evaluations(run: Run) -> Markup:
     )
     rows = [(f"{event['step']:,}", *(_cell(event, name, ".4g") for name in found)) for event in evals]
     return render(
-        "evaluations.html", summary_head=EVALUATION_HEAD, summary=evaluation_rows(run), head=head, rows=rows
+        "evaluations.html",
+        summary_head=EVALUATION_HEAD,
+        summary=evaluation_rows(run),
+        note=evaluation_note(run),
+        head=head,
+        rows=rows,
     )
 
 
@@ -359,7 +366,8 @@ def _details(run: Run) -> Markup:
     every = -(-len(run.train) // SHOWN_STEPS)
     return render(
         "details.html",
-        command=again(run),
+        command=_pieces(again(run, Path.cwd())),
+        facts=[fact for fact in facts(run) if fact[0] not in HEADLINE],
         rows=[(name, value) for name, value in rows if value],
         plan=plan_lines(run.plan),
         kernel_head=KERNEL_HEAD,
@@ -369,6 +377,12 @@ def _details(run: Run) -> Markup:
         head=("step", *(head for head, _ in STEP_COLUMNS.values())),
         steps=_step_rows(run, every),
     )
+
+
+def _pieces(command: str) -> list[str]:
+    """A command in parts between which a line may end: before each flag."""
+    first, *flags = command.split(" --")
+    return [first, *(f"--{flag}" for flag in flags)] if command else []
 
 
 STEP_COLUMNS = {  # field of a train event -> heading, how its number is written
@@ -418,10 +432,10 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     balance = expert_balance(run)
     if balance:
         worst = max(balance, key=lambda row: row[2])
-        lines.append(
-            f"  {'Experts'.ljust(width)}  busiest {worst[2]:.2f} times an even share (layer {worst[0]}),"
-            f" {sum(row[3] for row in balance):,} without a token"
-        )
+        unused = sum(row[3] for row in balance)
+        used = f"{unused:,} without a token." if unused else "Every expert is used."
+        words = f"Busiest expert: {worst[2]:.2f}× its fair share (layer {worst[0]}). {used}"
+        lines.append(f"  {'Experts'.ljust(width)}  {words}")
     if loud := [f"{row.guard} ({row.state})" for row in guard_rows(run) if row.state != "ok"]:
         words = f"{', '.join(loud)}: report.html says what to do"
         lines += folded(words, f"  {'Guards'.ljust(width)}  ", indent)

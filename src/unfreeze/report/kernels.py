@@ -41,9 +41,9 @@ def kernel_words(events: Sequence[Event]) -> str:
 
 PREDICTED = "predicted, not measured"
 PLAIN = {
+    "timed here": "timed on this machine",
     "measured here": "chosen by measurements on this machine",
     "measured on its class": "chosen by measurements on such a processor",
-    "measured on a near class": "chosen by measurements on a similar processor",
     "by design": "fixed",
 }
 """Origin -> what it is called where no table explains it."""

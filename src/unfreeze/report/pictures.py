@@ -1,65 +1,63 @@
-"""Pictures of a run as inline SVG: matplotlib draws, the page's style sheet colours.
+"""Pictures of a run as inline SVG: curves, lines of several runs, grids of cells.
 
-Each picture is drawn with placeholder colours that become CSS variables, so that one SVG reads well on light
-and on dark paper; text stays text in the page's own font. The same events give the same bytes: fixed hash
-salt, no date. Only Figure objects, no pyplot state.
-A picture is a pair of SVGs where its text would be too small on a phone: `wide` and `narrow`, one of them
-hidden by the style sheet.
+The same events give the same bytes. A picture is a pair of SVGs where its text would be too small on a phone:
+`wide` and `narrow`, one of them hidden by the style sheet.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import re
+from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
-from html import escape
-from typing import TYPE_CHECKING
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_count
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from unfreeze.report.axes import (
+    ACCENT,
+    BAD,
+    PAPER,
+    SECOND,
+    WHOLE,
+    Axis,
+    Plot,
+    Ticks,
+    around,
+    bitmap,
+    frame,
+    labels,
+    log_ticks,
+    path,
+    round_ticks,
+    svg,
+)
 
 Points = tuple[Sequence[float], Sequence[float]]
 
-# Placeholders: colours nobody would draw with. After drawing they become the variables of style.css.
-INK, MUTED, LINE, ACCENT, SECOND, PAPER, BAD = (f"#a1000{i}" for i in range(1, 8))
-VARIABLES = {
-    INK: "--ink",
-    MUTED: "--muted",
-    LINE: "--line",
-    ACCENT: "--accent",
-    SECOND: "--second",
-    PAPER: "--paper",
-    BAD: "--bad",
-}
-HUES = tuple(f"#a1001{i}" for i in range(6))  # one per run or layer in a picture of several lines
-VARIABLES |= {hue: f"--hue-{i}" for i, hue in enumerate(HUES)}
-DASHES = ((0, ()), (0, (5, 2)))  # after the last hue the hues come again, dashed
+HUES = tuple(f"var(--hue-{i})" for i in range(6))  # one per run or layer in a picture of several lines
+DASHES = ("", "; stroke-dasharray: 5, 2")  # after the last hue the hues come again, dashed
 MOST_LINES = len(HUES) * len(DASHES)
 # heat is a bitmap: mid tones that stand out on light and on dark paper
 HEAT_RGB, DEAD_RGB = ((0x3F, 0x8F, 0xD0), (0xD0, 0x49, 0x3F))
-PX = 1 / 72  # one SVG unit, in matplotlib's inches
 MOST_POINTS = 1200  # per line: about one per pixel of the widest picture; more only makes the page heavy
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Smooth by a centred mean over `window` (odd) values.
+    """Smooth by a centred median over `window` (odd) values: a spike is left out, where a mean makes a step.
 
     Towards both ends the window shrinks on both sides alike, so that it stays centred.
     """
-    prefix = [0.0]
-    for value in values:
-        prefix.append(prefix[-1] + value)
-    means = []
+    medians, held, low, high = [], list[float](), 0, 0
     for i in range(len(values)):
         reach = min(window // 2, i, len(values) - 1 - i)
-        means.append((prefix[i + reach + 1] - prefix[i - reach]) / (2 * reach + 1))
-    return means
+        while high < i + reach + 1:
+            insort(held, values[high])
+            high += 1
+        while low < i - reach:
+            held.pop(bisect_left(held, values[low]))
+            low += 1
+        medians.append(held[len(held) // 2])
+    return medians
 
 
 def smoothing_window(count: int) -> int:
@@ -83,7 +81,6 @@ def thin(
 
 
 def curve(
-    name: str,
     points: Points,
     alt: str,
     size: tuple[int, int],
@@ -99,35 +96,35 @@ def curve(
 ) -> str:
     """Draw one line over steps (or over tokens with log_x) as SVG of `size` units.
 
-    smoothed: faint raw line, strong mean. dots: validation.
+    smoothed: faint raw line, strong median. dots: validation.
     log_y: equal distances are equal factors; every value must be above 0.
     rings: the x of points to be ringed. level: a dashed line across, left out where all points lie below it
     (it would flatten them).
-    y_format: "number" | "count" | "bytes". `name` keeps the SVG's internal ids apart from other pictures' on
-    the page.
+    y_format: "number" | "count" | "bytes".
     """
-    figure, axes = _figure(size)
+    plot = Plot()
     xs, ys = points
-    # the line, in the unit of the axis; smoothed: faint raw line below the strong mean
+    # the line, in the unit of the axis; smoothed: faint raw line below the strong median
     unit, label = _unit(max(ys), y_format)
     ys = [value / unit for value in ys]
     if len(xs) == 1:
-        axes.plot(xs, ys, "o", color=ACCENT, markersize=4)
+        plot.dots(xs, ys, 2.5, f"fill: {ACCENT}")
     elif smoothed:
-        axes.plot(*thin(xs, ys), color=ACCENT, alpha=0.35, linewidth=1)
-        axes.plot(*thin(xs, smooth(ys, smoothing_window(len(ys)))), color=ACCENT, linewidth=2)
+        plot.line(*thin(xs, ys), f"stroke: {ACCENT}; stroke-opacity: 0.35")
+        plot.line(*thin(xs, smooth(ys, smoothing_window(len(ys)))), f"stroke: {ACCENT}; stroke-width: 2")
     else:
-        axes.plot(*thin(xs, ys), color=ACCENT, linewidth=1.5)
+        plot.line(*thin(xs, ys), f"stroke: {ACCENT}; stroke-width: 1.5")
     # on top of it: validation, the clip limit, rings around named steps
     if dots[0]:
-        axes.plot(dots[0], [value / unit for value in dots[1]], "o-", color=SECOND, markersize=4, linewidth=1)
+        at = dots[0], [value / unit for value in dots[1]]
+        plot.line(*at, f"stroke: {SECOND}")
+        plot.dots(*at, 2.5, f"fill: {SECOND}")
     if level is not None and level / unit <= max(ys):
-        axes.axhline(level / unit, color=SECOND, linewidth=1, linestyle=DASHES[1])
+        plot.line([min(xs), max(xs)], [level / unit] * 2, f"stroke: {SECOND}{DASHES[1]}")
     if ringed := [i for i, x in enumerate(xs) if x in rings]:
         at = [xs[i] for i in ringed], [ys[i] for i in ringed]
-        axes.plot(*at, "o", color=BAD, markersize=7, markeredgewidth=1.5, fillstyle="none", clip_on=False)
-    _scales(axes, size, xs, max(ys), label, log_x=log_x, log_y=log_y, from_zero=from_zero)
-    return _svg(figure, name, alt, axes)
+        plot.dots(*at, 3.5, f"fill: none; stroke: {BAD}; stroke-width: 1.5")
+    return _scaled(plot, alt, size, label, log_x=log_x, log_y=log_y, from_zero=from_zero)
 
 
 def points_json(named: Mapping[str, Points], y_format: str = "number") -> str:
@@ -148,7 +145,6 @@ def points_json(named: Mapping[str, Points], y_format: str = "number") -> str:
 
 
 def lines(
-    name: str,
     points: Sequence[Points],
     alt: str,
     size: tuple[int, int],
@@ -159,70 +155,55 @@ def lines(
     """Draw several lines over steps on one pair of axes as SVG.
 
     The i-th has HUES[i % 6], from the seventh on dashed. An empty one is left out.
-    smoothed: the mean of smooth() instead of the raw line (two dozen raw lines over one another show
+    smoothed: the median of smooth() instead of the raw line (two dozen raw lines over one another show
     nothing).
     """
-    figure, axes = _figure(size)
+    plot = Plot()
     for i, (xs, ys) in enumerate(points):
         colour, dash = HUES[i % len(HUES)], DASHES[i // len(HUES) % len(DASHES)]
         if len(xs) == 1:
-            axes.plot(xs, ys, "o", color=colour, markersize=4)
+            plot.dots(xs, ys, 2.5, f"fill: {colour}")
         elif len(xs) > 1:
             shown = smooth(ys, smoothing_window(len(ys))) if smoothed else ys
-            axes.plot(*thin(xs, shown), color=colour, linewidth=1.75, linestyle=dash)
-    steps, values = [x for xs, _ in points for x in xs], [y for _, ys in points for y in ys]
-    _scales(axes, size, steps, max(values), "", from_zero=from_zero)
-    return _svg(figure, name, alt, axes)
+            plot.line(*thin(xs, shown), f"stroke: {colour}; stroke-width: 1.75{dash}")
+    return _scaled(plot, alt, size, "", from_zero=from_zero)
 
 
-def _scales(
-    axes: Axes,
+def _scaled(
+    plot: Plot,
+    alt: str,
     size: tuple[int, int],
-    xs: Sequence[float],
-    top: float,
     label: str,
     *,
     log_x: bool = False,
     log_y: bool = False,
     from_zero: bool = False,
-) -> None:
-    """Limits, ticks and their labels; top is the highest value drawn, label the unit behind each number."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-
-    # y from zero with 12 % of room above, or a margin on both sides
-    if from_zero:
-        axes.set_ylim(0, top * 1.12 or 1)
-        axes.spines["bottom"].set_visible(False)  # the grid line at zero stands there already
-    else:
-        axes.margins(y=0.08)
-    # x: whole steps, or decades of tokens with ticks in between where there are few
-    if log_x:
-        axes.set_xscale("log")
-        decades = math.log10(max(xs) / min(xs))
-        subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1.5 else (1.0, 2.0, 5.0)
-        axes.xaxis.set_major_locator(LogLocator(subs=subs, numticks=6))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=max(3, size[0] // 90), integer=True))
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: format_count(value) if value >= 10_000 or log_x else f"{value:,.0f}")
-    )
-    # y: round numbers of the unit, or decades likewise
-    if log_y:
-        axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        decades = math.log10(high / low)
-        subs = (1.0,) if decades > 3 else (1.0, 3.0) if decades > 1 else (1.0, 2.0, 5.0)
-        axes.yaxis.set_major_locator(LogLocator(subs=subs))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4 if size[1] < 220 else 6, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value, label)))
-
-
-def heat_map(
-    name: str, load: Mapping[str, Sequence[int]], red: Sequence[Sequence[bool]], alt: str, width: int
 ) -> str:
+    """Draw it with the ends of both axes, ticks and their labels; label: the unit behind each number."""
+    # x: whole steps, or decades of tokens with ticks in between where there are few
+    across = around(plot.xs, 0.05, log=log_x)
+    if log_x:
+        at = log_ticks(across, _subs(across, 1.5), 6)
+    else:
+        at = round_ticks(across, max(3, size[0] // 90), WHOLE, least=1.0)
+    x = [(value, format_count(value) if value >= 10_000 or log_x else f"{value:,.0f}") for value in at]
+    # y: round numbers of the unit from zero with 12 % of room above, or a margin on both sides; or decades
+    up = Axis(0.0, max(plot.ys) * 1.12 or 1.0) if from_zero else around(plot.ys, 0.08, log=log_y)
+    if log_y:
+        at = log_ticks(up, _subs(up, 1), 9)
+    else:
+        at = round_ticks(up, 4 if size[1] < 220 else 6)
+    y: Ticks = [(value, _tick(value, label)) for value in at]
+    return plot.svg(size, alt, (across, up), x, y)
+
+
+def _subs(axis: Axis, few: float) -> tuple[float, ...]:
+    """Which multiples of powers of ten have ticks; few: decades up to which there are three of them."""
+    decades = math.log10(axis.high / axis.low)
+    return (1.0,) if decades > 3 else (1.0, 3.0) if decades > few else (1.0, 2.0, 5.0)
+
+
+def heat_map(load: Mapping[str, Sequence[int]], red: Sequence[Sequence[bool]], alt: str, width: int) -> str:
     """Expert load, layers down and experts across, as SVG `width` units wide.
 
     Strength of colour = tokens / mean of the layer, full at FULL times the mean; red[layer][expert]: drawn
@@ -241,11 +222,10 @@ def heat_map(
     ]
     across = _round_up(num_experts * 34 / width)
     ticks = [(i, str(i)) for i in range(0, num_experts, across)]
-    return heat(name, strength, red, alt, width, rows=layers, ticks=ticks, axes=("expert", "layer"))
+    return heat(strength, red, alt, width, rows=layers, ticks=ticks, axes=("expert", "layer"))
 
 
 def heat(
-    name: str,
     strength: Sequence[Sequence[float]],
     dead: Sequence[Sequence[bool]] | None,
     alt: str,
@@ -261,39 +241,29 @@ def heat(
     strength 0 to 1: 0 is the paper, 1 the full colour, more is drawn as 1. dead: cells in red. axes: what is
     across, what is down.
     """
-    import numpy as np
-
     # a bitmap: colour in RGB, strength in alpha, so that it reads on light and dark paper
-    strength_RC = np.array(strength, dtype=float)
-    num_rows, num_columns = strength_RC.shape
-    image = np.zeros((num_rows, num_columns, 4), dtype=np.uint8)
-    image[..., :3] = HEAT_RGB
-    image[..., 3] = np.rint(255 * np.clip(strength_RC, 0.0, 1.0))
-    if dead is not None:
-        image[np.array(dead, dtype=bool)] = (*DEAD_RGB, 255)
+    num_rows, num_columns = len(strength), len(strength[0])
+    pixels = [[(*HEAT_RGB, round(255 * min(max(value, 0.0), 1.0))) for value in cells] for cells in strength]
+    for row, cells in enumerate(dead or ()):
+        for column, red in enumerate(cells):
+            if red:
+                pixels[row][column] = (*DEAD_RGB, 255)
 
     height = min(max(18 * num_rows, 40), 460) + 40
-    figure, plot = _figure((width, height))
-    plot.imshow(
-        image, aspect="auto", interpolation="none", extent=(-0.5, num_columns - 0.5, num_rows - 0.5, -0.5)
-    )
-    plot.grid(False)
-    # paper-coloured gaps between cells, where cells are large enough to have them
-    if num_columns <= width // 10 and num_rows <= 40:
-        plot.vlines(
-            [i + 0.5 for i in range(num_columns - 1)], -0.5, num_rows - 0.5, color=PAPER, linewidth=1.5
-        )
-        plot.hlines(
-            [i + 0.5 for i in range(num_rows - 1)], -0.5, num_columns - 0.5, color=PAPER, linewidth=1.5
-        )
     # a name about every 16 units downward
     every = math.ceil(num_rows / max(1, (height - 40) // 16))
-    plot.set_yticks(range(0, num_rows, every), [rows[i] for i in range(0, num_rows, every)], parse_math=False)
-    plot.set_xticks([column for column, _ in ticks], [word for _, word in ticks])
-    plot.set_xlabel(axes[0])
-    plot.set_ylabel(axes[1])
-    plot.spines["bottom"].set_visible(False)
-    return _svg(figure, name, alt)
+    x = [((column + 0.5) / num_columns, word) for column, word in ticks]
+    y = [(1 - (i + 0.5) / num_rows, rows[i]) for i in range(0, num_rows, every)]
+    field = frame((width, height), x, y, axes)
+    parts = [bitmap(field, pixels), labels(field, x, y, axes)]
+    # paper-coloured gaps between cells, where cells are large enough to have them
+    if num_columns <= width // 10 and num_rows <= 40:
+        style = f"stroke: {PAPER}; stroke-width: 1.5"
+        for share in (i / num_columns for i in range(1, num_columns)):
+            parts.append(path([(field.x(share), field.top), (field.x(share), field.bottom)], style))
+        for share in (i / num_rows for i in range(1, num_rows)):
+            parts.append(path([(field.left, field.y(share)), (field.right, field.y(share))], style))
+    return svg(field, alt, parts)
 
 
 # a load of three times the layer's mean has full colour: twice as much as a well balanced layer ever shows
@@ -323,78 +293,3 @@ def _tick(value: float, label: str) -> str:
         return "0"
     words = f"{value:,.6g}" if abs(value) >= 1e-3 else f"{value:.3g}".replace("e-0", "e-")
     return words + label
-
-
-def _figure(size: tuple[int, int]) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(size[0] * PX, size[1] * PX), dpi=72, layout="constrained")
-    figure.patch.set_visible(False)
-    axes = figure.add_subplot()
-    axes.patch.set_visible(False)
-    for side in ("left", "right", "top"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(LINE)
-    axes.grid(axis="y", color=LINE, linewidth=1)
-    axes.set_axisbelow(True)
-    axes.tick_params(which="both", length=0)
-    axes.tick_params(labelsize=11, labelcolor=MUTED, pad=5)
-    axes.xaxis.label.set(color=MUTED, fontsize=11)
-    axes.yaxis.label.set(color=MUTED, fontsize=11)
-    return figure, axes
-
-
-def _svg(figure: Figure, name: str, alt: str, axes: Axes | None = None) -> str:
-    """Give the figure as one <svg role="img"> named `alt`, colours as CSS variables.
-
-    Without prolog, metadata, style rules or unused ids.
-    axes: those of a curve; where they lie and what they measure goes along for page.js.
-    """
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    FigureCanvasSVG(figure)
-    out = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(
-            out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")), transparent=True
-        )
-    # keep what a browser needs: no metadata, no style rules, no ids, coordinates to a hundredth
-    text = out.getvalue()
-    box = re.search(r'viewBox="([^"]+)"', text)
-    body = re.search(r"<svg[^>]*>(.*)</svg>", text, flags=re.DOTALL)
-    assert box and body, "matplotlib wrote no SVG"
-    inner = re.sub(
-        r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->|<defs>\s*</defs>",
-        "",
-        body[1],
-        flags=re.DOTALL,
-    )
-    inner = re.sub(
-        r'<g id="[^"]*"/>|(?<=base64,)\s+| transform="rotate\(-0 [^"]*"|font-size: [^;]*; font-family:'
-        r" [^;]*; ",
-        "",
-        inner,
-    )
-    inner = re.sub(r'<g id="[^"]*">', "<g>", inner)
-    # Coordinates to a hundredth of a unit, below any screen's pixel; the numbers of the labels, outside the
-    # attributes, stay as they are.
-    inner = re.sub(r' (?:d|x|y)="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), inner)
-    inner = re.sub(r"\s*\n\s*", "\n", inner)
-    for colour, variable in VARIABLES.items():
-        inner = inner.replace(colour, f"var({variable})")
-    told = f' data-axes="{_place(figure, axes)}"' if axes else ""
-    return f'<svg viewBox="{box[1]}" role="img" aria-label="{escape(alt)}"{told}>{inner.strip()}</svg>'
-
-
-def _place(figure: Figure, axes: Axes) -> str:
-    """Give where an axis lies and what it measures, as page.js reads it.
-
-    left top right bottom (SVG units), x and y limits (units of the labels), then 1 for a logarithmic axis x,
-    y, or 0.
-    """
-    width, height = (inches / PX for inches in figure.get_size_inches())
-    box = axes.get_position()
-    sides = (box.x0 * width, (1 - box.y1) * height, box.x1 * width, (1 - box.y0) * height)
-    scales = (int(scale == "log") for scale in (axes.get_xscale(), axes.get_yscale()))
-    return " ".join(f"{value:.8g}" for value in (*sides, *axes.get_xlim(), *axes.get_ylim(), *scales))

@@ -48,6 +48,7 @@ from unfreeze.report.events import (
     tokens_per_second,
 )
 from unfreeze.report.tables import trained_parameters
+from unfreeze.report.times import time_words
 from unfreeze.untrusted.json_object import read_object
 
 
@@ -221,13 +222,13 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
         rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))
     if early := last(run.events, EarlyStopEvent):
-        rows.append(("Stopped early", early_words(early)))
+        rows.append(("Stopped early", early_words(early, _best_folder(run))))
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     rows.append(("Steps", f"{run.steps_done:,}{of}"))
     if processes := _processes_words(run):
         rows.append(("Processes", processes))
     if run.train:
-        rows.append(("Training time", _time_words(run)))
+        rows.append(("Time", time_words(run.events)))
     if run.tokens_per_second is not None:
         rows.append(("Tokens per second", f"{run.tokens_per_second:,.0f}"))
     if peaks:
@@ -266,24 +267,14 @@ def _stream_words(events: Sequence[StreamEvent]) -> str:
     )
 
 
-def _time_words(run: Run) -> str:
-    """'56 s; 1 min 09 s with loading and compiling', of a run in one session."""
-    end, sessions = last(run.events, EndEvent), of_kind(run.events, StartEvent)
-    words = format_seconds(run.seconds)
-    begun, ended = run.events[0].get("time"), end.get("time") if end else None
-    if begun is None or ended is None or len(sessions) != 1:
-        return words
-    return f"{words}; {format_seconds(ended - begun)} with loading and compiling"
-
-
 def _peak_words(run: Run, peak: float) -> str:
-    """'557.8 MiB; whole process, planned 546.5 MiB to 1.3 GiB': with compiled code the larger."""
+    """'557.8 MiB; whole process (planned: 546.5 MiB to 1.3 GiB)': with compiled code the larger."""
     plan = run.plan or {}
     if "total" not in plan or "hardware" not in plan:
         return format_bytes(peak)
     kind = plan["hardware"].get("kind", "")
     planned = planned_words(plan["total"] + plan["hardware"].get("process", 0), kind)
-    return f"{format_bytes(peak)}; {memory_of(kind)}, planned {planned}"
+    return f"{format_bytes(peak)}; {memory_of(kind)} (planned: {planned})"
 
 
 def _processes_words(run: Run) -> str:
@@ -298,16 +289,25 @@ def memory_of(kind: str) -> str:
     return "GPU" if kind == "cuda" else "whole process"
 
 
-def early_words(early: EarlyStopEvent) -> str:
-    """Why the run ended before its last step, which step was best, and what the result is."""
-    said = f"{early.get('validations', 0):,} validations without a lower held-out loss"
-    if "best_step" not in early:
-        return f"{said}; the result is step {early['step']:,}"
-    loss = f" ({early['best_loss']:.4f})" if "best_loss" in early else ""
-    return (
-        f"{said}; the result is step {early['step']:,}, the best was step {early['best_step']:,}{loss}, kept"
-        " in the folder ending in -best"
+def _best_folder(run: Run) -> str:
+    """Where the best save is written; "" while it is not."""
+    return next((f"{name}/" for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
+
+
+def early_words(early: EarlyStopEvent, best: str = "") -> str:
+    """'Stopped at step 25: 3 validations without a lower held-out loss. The best one (step 15, …) is in …'.
+
+    best: the folder that holds it.
+    """
+    said = (
+        f"Stopped at step {early['step']:,}: {early.get('validations', 0):,} validations without a lower"
+        " held-out loss."
     )
+    if "best_step" not in early:
+        return said
+    loss = f", loss {early['best_loss']:.3f}" if "best_loss" in early else ""
+    where = f"is in {best}" if best else "is kept"
+    return f"{said} The best one (step {early['best_step']:,}{loss}) {where}."
 
 
 def load_words(load: LoadEvent) -> str:

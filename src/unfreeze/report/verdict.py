@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from unfreeze.core.schema import DataEvent, EvalEvent
 from unfreeze.core.units import format_seconds
-from unfreeze.report.events import (
-    ENOUGH_STEPS,
-    TEACH_LITTLE,
-    last,
-    numbers,
-    of_kind,
-    sample_pairs,
-    series,
-    times_larger,
-    warnings,
-)
+from unfreeze.report.events import TEACH_LITTLE, last, numbers, of_kind, series, times_larger, warnings
+from unfreeze.report.learnt import finding
 from unfreeze.report.run import Run, flatten, leaves, loss_unit
+from unfreeze.report.tables import ABSENT
 
 UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
     "loss": ("held-out loss", "nats per token"),
@@ -31,8 +23,9 @@ UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's fi
     "facts": ("facts: answers with the right fact", "%"),
     "accuracy": ("held-out pairs whose chosen answer has the higher reward", "share"),
     "margin": ("held-out margin of rewards", "nats times beta"),
+    "logp_likelier": ("held-out log-probability of the likelier answer", "nats per answer"),
+    "rows": ("held-out rows", "rows"),
 }
-ABOUT = ("loss", "perplexity", "bits_per_byte", "tokens", "seconds")  # not scores
 NOUNS = {
     "question/answer": "answers",
     "prompt/completion": "answers",
@@ -50,127 +43,133 @@ def evaluations(run: Run) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def verdict(run: Run) -> str:
-    """'tiny-k2 learnt 1,219 answers of yoda_train.jsonl in 2 min 20 s: style 0 → 98 %, facts 100 → 99 %.'
+    """The sentence of judged()."""
+    return judged(run)[0]
 
-    "learnt" only of a finished run that saw all of its data, and whose scores, held-out loss or, without
-    these, loss of training say so: without sample answers that of ENOUGH_STEPS steps. A run without scores
-    whose sample answers stayed the same learnt nothing that is seen in them, and of too few steps no run
-    learns much.
+
+def judged(run: Run) -> tuple[str, bool]:
+    """('tiny-k2 learnt 1,219 answers of yoda_train.jsonl in 2 min 20 s: style 0 → 98 %.', whether it learnt).
+
+    "learnt" only of a finished run that saw all of its data in enough steps, and whose events prove it
+    (report/learnt.py). What went wrong instead stands behind it, with the step to take.
     """
-    model, (share, things) = Path(run.source("model")).name or "The model", _what(run)
-    what = f"{share}{things}"
+    model, what = Path(run.source("model")).name or "The model", _what(run)
     if not run.train:
-        return f"{model} has made no training step."
-    measured, better = _measured(run)
-    time, said = format_seconds(run.seconds), f": {measured}." if measured else "."
+        return f"{model} has made no training step.", False
+    found, time = finding(run), format_seconds(run.seconds)
+    said = f": {found.measured}." if found.measured else "."
     if run.state == "done":
         few = _too_few(run)
-        learnt = better and not share and not few
-        return f"{model} {'learnt' if learnt else 'was trained on'} {what} in {time}{said}{few}"
+        learnt = found.learnt and not what.seen and not few
+        done = what.seen or f"{'learnt' if learnt else 'was trained on'} {what.all}"
+        return f"{model} {done} in {time}{said}{found.note}{few}", learnt
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     stood = "interrupted" if run.state == "interrupted" else "unfinished"
-    return f"{model} was trained on {what}; {stood} after step {run.steps_done:,}{of} and {time}{said}"
+    words = f"{model} was trained on {what.all}; {stood} after step {run.steps_done:,}{of} and {time}{said}"
+    return words, False
+
+
+def subject(run: Run) -> str:
+    """'tiny-k2 on yoda_train.jsonl', as far as it is known; else the folder's name."""
+    model, data = Path(run.source("model")).name, _files(run)
+    return " on ".join(part for part in (model, data) if part) or run.name
+
+
+def _files(run: Run) -> str:
+    """The name of the data file, or how many there are."""
+    configured = run.config.get("data") or run.source("data")
+    files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
+    return files[0] if len(files) == 1 else f"{len(files)} files"
 
 
 def _too_few(run: Run) -> str:
     """' Too few steps to learn much: --epochs 40.' where the run warned of the steps that it made."""
-    made = f"are only {run.steps_done} steps of"
+    made = f"only {run.steps_done} step"
     for _, words in warnings(run.events):
         if TEACH_LITTLE in words and made in words:
             return f" Too few steps to learn much: {words.partition(': ')[2].partition(', or')[0]}."
     return ""
 
 
-def _what(run: Run) -> tuple[str, str]:
-    """('', '1,219 answers of yoda_train.jsonl'); in a third of an epoch ('33 % of ', '1,219 answers …').
+class _Data(NamedTuple):
+    """all: '1,219 answers of yoda_train.jsonl'. seen: 'saw about 370 of 1,219 answers … once', or empty."""
 
-    Without an account of the data only the file.
-    """
-    configured = run.config.get("data") or run.source("data")
-    files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
-    where = files[0] if len(files) == 1 else f"{len(files)} files"
+    all: str
+    seen: str = ""
+
+
+def _what(run: Run) -> _Data:
+    """The data in words; without an account of it only the file."""
+    where = _files(run)
     account = last(run.events, DataEvent)
     if account is None or "examples" not in account:
-        return "", where or "its data"
+        return _Data(where or "its data")
     nouns = {NOUNS.get(shape, "conversations") for shape in account.get("shapes", {})}
     noun = nouns.pop() if len(nouns) == 1 else "documents"
     # Of a run that ended within its first epoch: how much of the data that was.
     trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0
     more = times_larger(account)  # rows that are not encoded are taken to be like those that are
     there *= more
-    seen = f"{100 * trained / there:.0f} % of " if 0 < trained < 0.8 * there else ""
     # what a fraction held out of the files is not trained on; a validation file is not counted there
     held_out = account.get("held_out", 0) if run.config.get("validation_fraction") else 0
-    number = round(account["examples"] * more) - held_out
-    return seen, f"{number:,} {noun}" + (f" of {where}" if where else "")
+    count = round(account["examples"] * more) - held_out
+    there *= count / max(count + held_out, 1)
+    whole = f"{count:,} {noun}" + (f" of {where}" if where else "")
+    if 0 < trained < 0.9 * there:
+        return _Data(whole, f"saw about {round(count * trained / there):,} of {whole} once")
+    return _Data(whole)
 
 
-def _measured(run: Run) -> tuple[str, bool]:
-    """Give (the change in words, whether it is for the better).
-
-    Of the scores, else of held-out loss, else of training loss.
-    """
-    found = evaluations(run)
-    scores = {name: ys for name, (_, ys) in found.items() if name not in ABOUT}
-    if scores:
-        words = [f"{name} {_change_of(name, ys)}" for name, ys in scores.items()]
-        return ", ".join(words[:4]), any(ys[-1] > ys[0] for ys in scores.values()) or all(
-            len(ys) == 1 for ys in scores.values()
-        )
-    answers = [pair for _, *pair in sample_pairs(run.events) if None not in pair]
-    same = bool(answers) and all(before == after for before, after in answers)
-    unchanged = f"; {_answers(len(answers))} the same as before" if same else ""
-    if "loss" in found:
-        ys = found["loss"][1]
-        return f"held-out loss {change(ys, 3)}{unchanged}", not same and (len(ys) == 1 or min(ys) < ys[0])
-    ys = series(run.events, "train", "loss")[1]
-    # without samples a loss of other rows in each step is all there is: of a few steps it is noise
-    seen = bool(answers) or run.steps_done >= ENOUGH_STEPS
-    return (f"loss {change(ys, 3)}{unchanged}", seen and not same and ys[-1] < ys[0]) if ys else ("", False)
-
-
-def _answers(answers: int) -> str:
-    return "its sample answer is" if answers == 1 else f"its {answers} sample answers are"
-
-
-def _unit_of(name: str) -> str:
-    return UNITS[name][1] if name in UNITS else ""
-
-
-def _change_of(name: str, values: Sequence[float]) -> str:
-    """change() of a score: in whole percent, and shares or margins below 10 to two digits."""
-    if _unit_of(name) == "%":
-        return f"{change(values)} %"
-    return change(values, 0 if max(map(abs, values)) >= 10 else 2)
-
-
-def change(values: Sequence[float], digits: int = 0) -> str:
-    """'0 → 98' of first and last, with as many more digits (at most four) as it takes to tell them apart."""
-    first, final = values[0], values[-1]
-    if len(values) == 1:
-        return f"{first:.{max(digits, 2)}f}"
-    while digits < 4 and first != final and f"{first:.{digits}f}" == f"{final:.{digits}f}":
-        digits += 1
-    return f"{first:.{digits}f} → {final:.{digits}f}"
-
-
-EVALUATION_HEAD = ("what", "unit", "first", "last", "lowest", "highest")
+EVALUATION_HEAD = ("what", "unit", "first", "last", "best")
+LOWER = ("loss", "perplexity", "bits_per_byte")  # of these the lowest is the best
+BESIDE = ("rows", "tokens", "seconds")  # what an evaluation was of, and no result
 
 
 def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
-    """One row per measure in EVALUATION_HEAD's order, a step behind each value."""
+    """One row per measure in EVALUATION_HEAD's order; the best with its step where it is not the last."""
     rows = []
     for name, (steps, ys) in evaluations(run).items():
+        if name in BESIDE:
+            continue
         what, unit = UNITS.get(name, (name, ""))
         unit = loss_unit(run).replace("supervised ", "") if name == "loss" else unit
-        at = (0, -1, min(range(len(ys)), key=ys.__getitem__), max(range(len(ys)), key=ys.__getitem__))
-        rows.append((what, unit, *(f"{ys[i]:.4g} (step {steps[i]:,})" for i in at)))
+        best = (min if name in LOWER else max)(range(len(ys)), key=ys.__getitem__)
+        first = f"{ys[0]:.4g}" if len(ys) > 1 else ABSENT
+        differs = ys[best] != ys[-1]
+        rows.append(
+            (
+                what,
+                unit,
+                first,
+                f"{ys[-1]:.4g}",
+                f"{ys[best]:.4g} (step {steps[best]:,})" if differs else ABSENT,
+            )
+        )
     return rows
 
 
-def again(run: Run) -> str:
+def evaluation_note(run: Run) -> str:
+    """'Steps 0 to 50, on 38 rows with 1,143 supervised tokens, 0.9 s each.', as far as it is known."""
+    evals = of_kind(run.events, EvalEvent)
+    if not evals:
+        return ""
+    values = {name: ys[-1] for name in BESIDE if (ys := series(evals, "eval", name)[1])}
+    parts = [
+        f"Steps {evals[0]['step']:,} to {evals[-1]['step']:,}"
+        if len(evals) > 1
+        else f"Step {evals[0]['step']:,}"
+    ]
+    rows = [f"{values['rows']:,.0f} rows"] if "rows" in values else []
+    tokens = [f"{values['tokens']:,.0f} supervised tokens"] if "tokens" in values else []
+    parts += [f"on {' with '.join(rows + tokens)}"] if rows or tokens else []
+    parts += [f"{format_seconds(values['seconds'])} each"] if "seconds" in values else []
+    return f"{', '.join(parts)}."
+
+
+def again(run: Run, here: Path | None = None) -> str:
     """The command that makes this run once more, in a folder beside it; empty without a resolved config.
 
+    here: where it will be typed; paths below it are written from there.
     Only the fields that differ from their defaults, where the run recorded which these are ("given"); else
     all that are set.
     """
@@ -187,11 +186,16 @@ def again(run: Run) -> str:
         if (isinstance(given, list) and name not in given) or value in (None, "", [], {}):
             continue
         values = value if isinstance(value, list) else [value]
-        words += [
-            f"--{name.replace('_', '-')}",
-            *(item if isinstance(item, str) else f"{item}" for item in values),
-        ]
-    return shlex.join([*words, "--out", f"{run.config.get('out') or f'runs/{run.name}'}-again"])
+        words += [f"--{name.replace('_', '-')}", *(_near(str(item), here) for item in values)]
+    out = _near(str(run.config.get("out") or f"runs/{run.name}"), here)
+    return shlex.join([*words, "--out", f"{out}-again"])
+
+
+def _near(word: str, here: Path | None) -> str:
+    """A path below `here` without what leads there; any other word as it is."""
+    path = Path(word)
+    inside = here is not None and path.is_absolute() and here in path.parents
+    return str(path.relative_to(here)) if here and inside else word
 
 
 def machine_rows(run: Run) -> list[tuple[str, str]]:

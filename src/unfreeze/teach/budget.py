@@ -82,7 +82,7 @@ class Budget:
                 raise ConfigError(
                     f"${self.spent:,.4f} of the budget of ${self.usd:,.4f} is spent; the next call may cost"
                     f" ${cost:,.4f}",
-                    next="a larger --budget-usd; the same command goes on where this ended",
+                    next="a larger --budget-usd; the same command continues where this ended",
                 )
             self.spent += cost
             self.path.parent.mkdir(parents=True, exist_ok=True)

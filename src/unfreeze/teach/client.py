@@ -95,7 +95,7 @@ class Client:
                 if tried == self.tries:
                     raise EndpointError(
                         f"{self.url}/{path}: {fault}; {tried} tries",
-                        next="see that the server runs; the same command goes on where this one ended",
+                        next="see that the server runs; the same command continues where this one ended",
                     ) from None
                 self.sleep(wait if fault.wait is None else min(fault.wait, LONGEST_WAIT))
                 wait = min(2 * wait, LONGEST_WAIT)

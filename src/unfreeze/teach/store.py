@@ -233,7 +233,7 @@ class Stored:
         if not head.get("whole"):
             raise CheckpointError(
                 f"{self.folder} is not whole: asking the teacher was broken off",
-                next="give the command with --prepare again; it goes on where it stopped",
+                next="give the command with --prepare again; it continues where it stopped",
             )
         if head["temperature"] != self.temperature:
             raise ConfigError(

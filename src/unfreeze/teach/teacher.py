@@ -86,8 +86,8 @@ class Asked:
             raise ConfigError(
                 f"the teacher {self.source} is the model itself{copied}, and nothing would be learned",
                 next=(
-                    f"another --teacher; or --teacher {BASE} with --alpha 0.5: the model with its adapters"
-                    " off, which holds it near to where it began and takes no second copy"
+                    f"another --teacher; or --teacher {BASE} --alpha 0.5: the model with its adapters off,"
+                    " without a second copy"
                 ),
             )
         self._words = own.size
@@ -160,7 +160,8 @@ class Asked:
         from unfreeze.parallel.plan.aside import aside_of
 
         if (model := self._meta.get(dtype)) is None:
-            model = self._meta[dtype] = meta_model(shape(manifest.config), manifest, dtype)
+            stored = device.type == "cpu"
+            model = self._meta[dtype] = meta_model(shape(manifest.config), manifest, dtype, as_stored=stored)
         student = shape(start.config)
         rows = divergence_rows(0, student.vocab_size, dtype, device, trained, self.beta)
         each = bytes_per_logit(dtype, self.beta) + dtype.itemsize * (student.softcap is not None)
@@ -202,7 +203,7 @@ class Asked:
         from unfreeze.generate.open import dtype_of, open_model
 
         found, manifest = self.open()
-        teacher = open_model(manifest, dtype_of(dtype), device)
+        teacher = open_model(manifest, dtype_of(dtype), device, as_stored=True)
         if found.adapter is not None:
             load_adapter(teacher, found.adapter)
         return teacher.eval().requires_grad_(False)

@@ -205,7 +205,7 @@ class LiveProgress:
         self._display.line(f"step {event['step']}: saved {event.get('path', '')}")
 
     def _on_early_stop(self, event: EarlyStopEvent) -> None:
-        self._display.line(f"step {event['step']}: stops early: {early_words(event)}")
+        self._display.line(early_words(event))
 
     def _on_warning(self, event: WarningEvent) -> None:
         self._display.line(f"warning, step {event['step']}: {event.get('message', '')}")
@@ -249,7 +249,8 @@ class LiveProgress:
 def eval_words(event: EvalEvent) -> str:
     """'held-out loss 2.104, perplexity 8.199, 1.02 bits per byte (8,408 tokens, 1.7 s)'."""
     known = {"loss": "held-out loss {:.4g}", "bits_per_byte": "{:.4g} bits per byte"}
-    about = {"tokens": "{:,.0f} tokens", "seconds": "{:.1f} s"}
+    known["logp_likelier"] = "likelier answer {:.1f} nats"
+    about = {"rows": "{:,.0f} rows", "tokens": "{:,.0f} tokens", "seconds": "{:.1f} s"}
     values = numbers(event)
     said = [known.get(name, name + " {:.4g}").format(v) for name, v in values.items() if name not in about]
     beside = [form.format(values[name]) for name, form in about.items() if name in values]

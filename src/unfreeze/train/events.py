@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from unfreeze.core.balance import balance
+from unfreeze.train.nonfinite import Named
 from unfreeze.train.optim import NonFinite
 from unfreeze.train.run import latest
 from unfreeze.train.state import State
@@ -53,14 +54,22 @@ def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
     }
 
 
-def emit_nonfinite(error: NonFinite, line: str, state: State) -> NonFinite:
+def emit_nonfinite(error: NonFinite, named: Named, state: State) -> NonFinite:
     """A train event without a loss, for the report.
 
-    -> the error with what the replay found (`line`) and where the run can go on.
+    -> the error with what the replay named and where the run can go on.
     """
     step, last, shown = state.step + 1, latest(state.run.path), state.run.shown
+    line = named.line
     state.run.events.emit("train", step, loss=None, grad_norm=None, error=f"{error.message}. {line}")
     kept = f"the last save is {shown / 'state' / last.name}" if last else "nothing was saved before"
+    if named.weight:
+        what = "infinity" if line.startswith("infinity") else "NaN"
+        return NonFinite(
+            f"step {step}: {what} from {named.weight}, a weight that no step changed: the checkpoint holds"
+            f" {what}. The weights were not updated; {kept}",
+            next="download the checkpoint again; unfreeze doctor looks at every weight",
+        )
     return NonFinite(
         f"step {step}: {error.message}. {line}. The weights were not updated; {kept}",
         next=(

@@ -117,7 +117,7 @@ def fit(
                     save=lambda: group.rank == 0 and timer.due(),
                 )
             except NonFinite as error:
-                line = investigate(
+                named = investigate(
                     model,
                     batch_list,
                     objective,
@@ -127,7 +127,7 @@ def fit(
                     step=step + 1,
                     describe=describe,
                 )
-                raise emit_nonfinite(error, line, state) from error
+                raise emit_nonfinite(error, named, state) from error
 
             # the step counts: event, hooks
             seconds += advance(state, result, cursor, started, on_step)

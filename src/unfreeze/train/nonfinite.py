@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ class Culprit:
     line       all of it in words.
     documents  which of that micro-batch's packed documents it happened in.
     phase      in which of PHASES it was found.
+    weight     a weight of the module that is not finite itself though no update touched it: the file's.
     """
 
     line: str
@@ -50,6 +51,14 @@ class Culprit:
     micro_batch: int
     documents: tuple[int, ...]
     phase: str = "forward"
+    weight: str = ""
+
+
+class Named(NamedTuple):
+    """A Culprit's line and weight; the line alone where nothing was found."""
+
+    line: str
+    weight: str = ""
 
 
 def investigate(
@@ -62,25 +71,25 @@ def investigate(
     folder: Path,
     step: int,
     describe: Describe | None = None,
-) -> str:
-    """The line of the first non-finite value of a step, the same on every process.
+) -> Named:
+    """Name the first non-finite value of a step, the same on every process.
 
     Its documents go to <folder>/suspects.jsonl.
     """
     mine = group.share(list(enumerate(micro_batches)))
-    own = locate(model, mine, objective, recompute=recompute, anywhere=group.any)
+    own = locate(model, mine, objective, recompute=recompute, anywhere=group.any, updated=step > 1)
     of_all = [json.loads(text) for text in group.texts(json.dumps(asdict(own) if own else None))]
     # experts that processes share get NaN gradients from the rows of another: what was first is named
     found = [each for each in of_all if each]
     first = min(found, key=lambda each: (PHASES.index(each["phase"]), each["micro_batch"]), default=None)
     if first is None:
-        return (
+        return Named(
             "all of it was finite when it was replayed: not reproducible, so suspect the hardware or a race"
         )
     every = entries(micro_batches[first["micro_batch"]], first["micro_batch"])
     chosen = [entry for entry in every if entry["document"] - 1 in first["documents"]] or every
     write_suspects(folder, step, first["line"], chosen, describe)
-    return first["line"]
+    return Named(first["line"], first["weight"])
 
 
 def locate(
@@ -91,6 +100,7 @@ def locate(
     recompute: RecomputePolicy,
     divisor: float = 1.0,
     anywhere: Callable[[bool], bool] = bool,
+    updated: bool = True,
 ) -> Culprit | None:
     """Replay forward and backward of each (number, batch on the host); None if all is finite this time.
 
@@ -99,11 +109,12 @@ def locate(
     Costs about two steps.
     anywhere: whether a process found it, of several that replay as many micro-batches each. They look
     together and end together, because a pass may need all of them.
+    updated: whether the trained weights are no longer the file's.
     """
     with model.looking(backward=True):
         for number, host_batch in micro_batches:
             batch = host_batch.to(model.device)
-            watch = _Watch(number, batch, host_batch)
+            watch = _Watch(number, batch, host_batch, model, updated)
             with watch.forward(model), torch.no_grad():
                 loss_of(model, batch, objective, recompute)
             if not anywhere(watch.first is not None):
@@ -120,7 +131,8 @@ def locate(
 class _Watch:
     """Hooks over one micro-batch; `first` is set once."""
 
-    def __init__(self, number: int, batch: Batch, host_batch: Batch):
+    def __init__(self, number: int, batch: Batch, host_batch: Batch, model: Decoder, updated: bool):
+        self._model, self._updated = model, updated
         self.first: Culprit | None = None
         self._phase = "forward"
         self._number, self._batch, self._host = number, batch, host_batch
@@ -195,7 +207,17 @@ class _Watch:
         in_rows = f"micro-batch {self._number + 1}" + (f", {_documents(documents)}" if documents else "")
         parts = [f"{what} first at {module}", where, positions, f"{dtype}, {in_rows}"]
         line = ", ".join(part for part in parts if part) + (f"; {cause}" if cause else "")
-        self.first = Culprit(line, module, dtype, self._number, documents, self._phase)
+        weight = self._of_the_file(module) if self._phase == "forward" else ""
+        self.first = Culprit(line, module, dtype, self._number, documents, self._phase, weight)
+
+    def _of_the_file(self, module: str) -> str:
+        """The first weight below a module that is not finite as it came from the file; "" where all are."""
+        inside = self._model.get_submodule(module)
+        for name, whole in [*inside.named_parameters(), *inside.named_buffers()]:
+            own = whole.requires_grad and self._updated
+            if not own and _bad(here(whole)):
+                return f"{module}.{name}"
+        return ""
 
     def _positions(self, tensor: Tensor) -> tuple[tuple[int, ...], str]:
         """(documents, "2 of 6 positions, none supervised") of a tensor [T, …].

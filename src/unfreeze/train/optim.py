@@ -25,7 +25,7 @@ from unfreeze.kernels import adamw as kernel
 from unfreeze.parallel.collectives import ALONE, Group, buckets
 from unfreeze.parallel.mesh import Held
 from unfreeze.train.host_state import OnDevice, Place
-from unfreeze.train.moments import KINDS, Int8, Moments, Part
+from unfreeze.train.moments import Int8, Moments, Part, state_of
 
 
 class NonFinite(UserError):
@@ -99,12 +99,12 @@ class AdamW:
             name: p.detach().float() if name in self._half else here(p) for name, p in self.parameters.items()
         }
         self._place: Place = place or OnDevice()
+        self._held = held
         self._state = {
-            name: KINDS[moments](name, master, self._place.like(master))
+            name: state_of(moments, name, master, self._place.like(master), self._first(name))
             for name, master in self._masters.items()
         }
         self._place.keep(self._state)
-        self._held = held
         self._gradients: dict[str, Tensor] = {}  # of half precision weights
         self._on_cpu = all(master.device.type == "cpu" for master in self._masters.values())
         self._used = 0.0  # the last update's learning rate
@@ -153,6 +153,11 @@ class AdamW:
         """
         gradient = self._gradients.get(name) if name in self._half else self.parameters[name].grad
         return None if gradient is None else here(gradient)
+
+    def _first(self, name: str) -> int:
+        """Which row of a parameter is the first here."""
+        rows = None if self._held is None else self._held(name).rows
+        return 0 if rows is None else rows.first
 
     def held(self, name: str, group: Group) -> Held:
         """What this process holds of a parameter, in a step of `group`'s processes."""

@@ -91,7 +91,7 @@ class Run:
                 self.events.emit(
                     "warning",
                     self.step,
-                    message=f"goes on with another configuration, as allowed: {'; '.join(self.changed)}",
+                    message=f"resumed with another configuration, as allowed: {'; '.join(self.changed)}",
                 )
         except BaseException:
             self._free_lock()

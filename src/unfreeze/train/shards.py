@@ -22,9 +22,13 @@ from torch import Tensor
 from unfreeze.checkpoint.save import write_safetensors
 from unfreeze.core.errors import CheckpointError
 from unfreeze.core.rows import Rows
-from unfreeze.train.moments import BLOCK, Part, Uncut
+from unfreeze.train.moments import BLOCK, NARROW, Part, Uncut
 
 TENSORS = "tensors.safetensors"
+OLD_MOMENTS = (
+    "if the save is of an earlier version with --optimizer-moments int8: its scales are laid out otherwise;"
+    " go on from what it wrote (--adapter, or --model) in a new run with another --out"
+)
 _ROWS = "rows"  # in a header's metadata: name -> [first, last, of], and [.., 1] for what cannot be cut
 
 
@@ -114,7 +118,8 @@ class Saved:
             if isinstance(part, Rows):  # said of the whole tensor
                 has[:1], wants[:1] = [of or 0], [part.of]
             raise CheckpointError(
-                f"{self.path}: {name} is {value.dtype} {has}, this model has {like.dtype} {wants}"
+                f"{self.path}: {name} is {value.dtype} {has}, this model has {like.dtype} {wants}",
+                next=OLD_MOMENTS if ".exp_avg" in name else "",
             )
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise CheckpointError(
@@ -148,7 +153,7 @@ class Saved:
                 return each.file.get_tensor(name)
         parts = f"{len(stored)} process" + ("es" if len(stored) > 1 else "")
         raise CheckpointError(
-            f"{self.path}: {name} has a scale for every {BLOCK} numbers, which are no whole rows here:"
+            f"{self.path}: {name} has a scale for every {BLOCK} numbers, across rows of fewer than {NARROW}:"
             f" moments in int8, saved by {parts}, cannot be divided anew",
             next=f"go on with {parts}, as it was saved, or train anew with --optimizer-moments float32",
         )

@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from unfreeze.train.moments import Part
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import RECORD, Run, config_hash, plain_json, read_record, save_name, saves
 from unfreeze.train.schedule import Schedule
-from unfreeze.train.shards import TENSORS, Saved
+from unfreeze.train.shards import OLD_MOMENTS, TENSORS, Saved
 
 _RNG = "rng."
 
@@ -54,6 +54,8 @@ class State:
     stale   validations in a row that found no lower loss than the best. Every save contains it.
     ended   whether the run ends at this step, before its schedule does.
     saved   the step of the newest save that this process made, None before one.
+    heldout what validations are compared with: "first" and "lowest", each {"step", "loss", "rows"}
+            (evaluate/by_row.py); {} without validation. Every save contains it.
     best    {"step", "loss"} of the lowest validation loss so far, None without validation. Every save
             contains it, so it is always as old as the save; a separate file could be older or newer.
     """
@@ -66,6 +68,7 @@ class State:
     step: int = 0
     cursor: dict[str, Any] | None = None
     best: dict[str, Any] | None = None
+    heldout: dict[str, Any] = field(default_factory=dict[str, Any])
     stale: int = 0
     ended: bool = False
     saved: int | None = None
@@ -126,7 +129,7 @@ def start_or_resume(
     run.refuse_changes(run.saved["optimizer"], plain_json(optimizer.settings), "optimizer.")
     _load_tensors(Saved(run.save_path, run.saved.get("files")), state.tensors(), state.parts())
     state.step, state.cursor, state.best = run.step, run.cursor, run.saved.get("best")
-    state.stale = run.saved.get("stale", 0)
+    state.stale, state.heldout = run.saved.get("stale", 0), run.saved.get("heldout", {})
     state.ended = bool(run.saved.get("ended")) and not run.changed  # stopped early: only its end is left
     return state
 
@@ -174,7 +177,7 @@ def ends_run(state: State, failure: UserError, on_full_disk: OnFullDisk) -> bool
     """Whether a save that failed ends the run; else a warning says so, and the run goes on."""
     if on_full_disk == "stop" or not isinstance(failure, DiskFull):
         return True
-    state.run.events.emit("warning", state.step, message=f"{failure.message}; training goes on without it")
+    state.run.events.emit("warning", state.step, message=f"{failure.message}; training continues without it")
     return False
 
 
@@ -187,6 +190,7 @@ def record_of(state: State) -> dict[str, Any]:
         "schedule": asdict(state.schedule),
         "optimizer": state.optimizer.settings,
         "best": state.best,
+        "heldout": state.heldout,
         "stale": state.stale,
         "ended": state.ended,
         "config": state.run.config,
@@ -247,7 +251,10 @@ def _load_tensors(saved: Saved, live: dict[str, Tensor], parts: dict[str, Part])
             f"{saved.path} does not fit this model: {len(missing)} of {len(live)} tensors missing,"
             f" {len(unexpected)} unexpected; first: {(missing + unexpected)[0]}",
             next=(
-                "resume with the model and adapter the save was made with, or give another folder with --out"
+                OLD_MOMENTS
+                if all(".exp_avg_" in name for name in (missing + unexpected))
+                else "resume with the model and adapter the save was made with, or give another folder with"
+                " --out"
             ),
         )
     _copy(saved, live, parts)

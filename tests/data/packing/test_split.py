@@ -122,7 +122,7 @@ def test_exact_duplicates_are_counted_and_named_with_their_original(encode):
     stats = encode(*rows(3), *rows(3), {"question": "Other?", "answer": "Yes."}, *rows(1)).stats
     assert stats.duplicates == 4 and "4 duplicates" in stats.summary() and stats.examples == 8
     assert [item.reason for item in stats.repeats] == [
-        f"row {row}: says the same as row {first}" for row, first in ((4, 1), (5, 2), (6, 3), (8, 1))
+        f"row {row} repeats row {first}" for row, first in ((4, 1), (5, 2), (6, 3), (8, 1))
     ]
     near = encode(
         {"question": "Why?", "answer": "So."}, {"question": "Why?", "answer": "So. "}

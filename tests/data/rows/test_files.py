@@ -1,6 +1,7 @@
 """Data files: six shapes, and for every bad row its number and field."""
 
 import json
+import random
 import subprocess
 from pathlib import Path
 
@@ -186,7 +187,7 @@ def test_mixed_shapes_blank_lines_bom_and_line_separators_inside_strings(tmp_pat
         ({"messages": ["hello"]}, r"row 2: field messages\[0\] is a text \(hello\), expected an object"),
         (
             {"messages": [{"role": "usr", "content": "Q"}]},
-            r"field messages\[0\]\.role is 'usr'; known: .*; nearest: 'user'",
+            r"field messages\[0\]: unknown role 'usr' \(known: .*\)\. Did you mean 'user'\?",
         ),
         ({"messages": [{"content": "Q"}]}, r"field messages\[0\]\.role is missing"),
         (
@@ -272,7 +273,7 @@ def test_mixed_shapes_blank_lines_bom_and_line_separators_inside_strings(tmp_pat
         ),
         (
             {"prompt": "Q", "completions": ["A", "B"], "labels": [True, False]},
-            r"steps with labels \(completions, labels: a reward model's\); models of rewards are not built",
+            r"steps with labels \(completions, labels: a reward model's\); reward models are not built",
         ),
         ('{"question": "Q\\ud83d", "answer": "A"}', r"field question has half a surrogate pair \(.ud83d\)"),
     ],
@@ -361,7 +362,25 @@ def test_any_bytes_are_rows_or_one_data_error(line, tmp_path_factory):
         try:
             rows_of(tmp_path_factory.getbasetemp(), line, name=name)
         except DataError as error:
-            assert any(said in error.message for said in ("row", "UTF-16", "by its first bytes"))
+            assert any(
+                said in error.message for said in ("row", "UTF-16", "by its first bytes", "is a binary file")
+            )
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.txt", "rows.csv"])
+def test_a_binary_file_is_called_one(name, tmp_path):
+    """Not a row that is not UTF-8, with a remedy for text from Windows. Control arm: such a text."""
+    (tmp_path / name).write_bytes(random.Random(0).randbytes(5_000))
+    with pytest.raises(DataError, match=f"{name} is a binary file, not text: byte [0-9]+ is 0x[01]") as error:
+        list(read_rows(tmp_path / name))
+    assert "iconv" not in error.value.next and ".parquet" in error.value.next
+    row = (
+        '{"prompt": "Où?", "completion": "Là."}\n' if name == "rows.jsonl" else "prompt,completion\nOù?,Là.\n"
+    )
+    (tmp_path / name).write_bytes(row.encode("latin-1") * 40)
+    with pytest.raises(DataError, match="is not UTF-8") as error:
+        list(read_rows(tmp_path / name))
+    assert "iconv" in error.value.next
 
 
 @pytest.mark.parametrize("name", ["large.jsonl", "large.txt"])
@@ -461,13 +480,13 @@ def test_the_next_step_keeps_the_columns_that_were_given(name, tmp_path):
 
 def test_roles_of_other_forms_are_renamed_by_the_line_that_is_named(tmp_path):
     talk = [{"role": "human", "content": "Q"}, {"role": "gpt", "content": "A"}]
-    with pytest.raises(DataError, match="human is user here, gpt is assistant here") as error:
+    with pytest.raises(DataError, match=r"unknown role 'human' .*Did you mean 'user'\?") as error:
         rows_of(tmp_path, {"messages": talk})
     command = error.value.next.removeprefix("rename them: ").replace("OLD", "data").replace("NEW", "new")
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
     assert [row.messages for row in read_rows(tmp_path / "new.jsonl")] == [TALK]
     # control arm: a slip of the pen is no other form
-    with pytest.raises(DataError, match="nearest: 'user'") as error:
+    with pytest.raises(DataError, match=r"Did you mean 'user'\?") as error:
         rows_of(tmp_path, {"messages": [{"role": "usr", "content": "Q"}]})
     assert "sed" not in error.value.next
 

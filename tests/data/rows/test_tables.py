@@ -255,7 +255,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"a\.parquet: \.parquet files are read with pyarrow") as error:
         list(read_rows(tmp_path / "a.parquet"))
-    assert error.value.next == "pip install 'unfreeze[data]'"
+    assert error.value.next == "pip install pyarrow"
     assert len(list(read_rows(tmp_path / "a.csv"))) == len(PAIRS)
 
 

@@ -282,6 +282,6 @@ def test_sharegpts_calls_and_observations_are_the_openai_ones():
 
 
 def test_a_row_that_ends_in_the_users_turn_is_noted():
-    said = "the last turn is not the assistant's: it teaches nothing"
+    said = "the last turn is not the assistant's: it is not trained on"
     asked = [*ROW, {"role": "user", "content": "And then?"}]
     assert said in render(GOOD, messages=asked).notes and said not in render(GOOD).notes

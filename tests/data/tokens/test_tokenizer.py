@@ -3,6 +3,7 @@ refusals."""
 
 import json
 import random
+import re
 
 import pytest
 import tokenizers
@@ -300,6 +301,23 @@ def test_damaged_files_are_named(file, content, says, json_folder):
     (folder / file).write_text(content)
     with pytest.raises(CheckpointError, match=says):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "file, template, says",
+    [
+        ("chat_template.jinja", "hello\n{% if x %}\n{% endfor %}", "line 3: .*'endfor'"),
+        ("chat_template.jinja", "a\n\n{{ messages | nosuch }}", "line 3: .*No filter named 'nosuch'"),
+        ("tokenizer_config.json", "a\n{% if %}", ": chat_template, line 2: .*Expected an expression"),
+    ],
+)
+def test_a_template_that_does_not_compile_names_file_line_and_remedy(file, template, says, json_folder):
+    folder = json_folder()
+    text = template if file.endswith(".jinja") else json.dumps({"chat_template": template})
+    (folder / file).write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=re.escape(str(folder / file)) + ".*" + says) as raised:
+        load_tokenizer(folder)
+    assert raised.value.next == "mend that line, or download the file again"
 
 
 def test_remote_code_is_not_run(tiktoken_folder):

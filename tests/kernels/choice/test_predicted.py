@@ -42,6 +42,7 @@ def unmeasured(monkeypatch, tmp_path):
         monkeypatch.setattr(choosing, name, {})
     for module in (choosing, record):
         monkeypatch.setattr(module, "device_key", lambda device: "nvidia-h200")
+    monkeypatch.setattr(choosing, "CHECKED", ("cpu", "cuda"))  # the planted ones, as a GPU's are
     monkeypatch.setattr(record, "COMMITTED", tmp_path)
     monkeypatch.setattr(record, "user_folder", lambda: tmp_path / "user")
     choosing._loaded.cache_clear(), record.read.cache_clear()
@@ -70,7 +71,7 @@ def test_a_record_decides_in_both_directions(median, runs, monkeypatch):
     of = {"device": "nvidia-h200", "candidate": "quick", "error_forward": 0.0, "error_backward": 0.0}
     times = {"median_us": median, "reference_median_us": 100.0, "spread_us": 1.0, "reference_spread_us": 1.0}
     row = {**of, **times, "op": "double", "dtype": "float32", "bucket": "any", "date": "2026-01-31"}
-    monkeypatch.setattr(choosing, "speaking_for", lambda *_: ("nvidia-h200", [row]))
+    monkeypatch.setattr(choosing, "rows_of", lambda *_: [row])
     monkeypatch.setattr(predicted, "wrong", lambda *_: pytest.fail("checked"))
     assert by_record(doubling(lambda x: 2 * x), CPU, F32, "any")[0] == runs
 
@@ -88,8 +89,8 @@ def test_which_ops_are_predicted_on_a_gpu_and_at_which_shapes():
     assert found["int4_grouped_mm"] == {"up to 8", "up to 64"}
     for name in PREDICTED:
         candidates = ops.load(name).candidates.values()
-        assert all("byte" in c.because for c in candidates if c.predicted_on)
-        assert not any(c.predicted_on and c.predicted("cpu", "any") for c in candidates)
+        assert all("byte" in c.because for c in candidates if "cuda" in c.predicted_on)
+        assert not any("cuda" in c.predicted_on and c.predicted("cpu", "any") for c in candidates)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")

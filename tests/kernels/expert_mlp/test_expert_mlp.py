@@ -429,11 +429,11 @@ def test_shared_among_cores_it_agrees_with_float64_and_repeats_its_bits(dtype, m
 
 def test_an_error_in_a_cores_share_reaches_the_caller_when_all_have_stopped(monkeypatch):
     """The first core fails at once while the second still works: the error waits for it."""
-    threads, finished = torch.get_num_threads(), []
+    threads, finished, both = torch.get_num_threads(), [], threading.Barrier(2, timeout=20)
 
     def swiglu(self, gate_up, out):
+        both.wait()  # or one thread might take both shares
         if threading.current_thread().name.endswith("_0"):
-            time.sleep(0.05)  # or this thread might take the other's share as well
             raise MemoryError("planted")
         time.sleep(0.2)
         finished.append(1)

@@ -1,6 +1,7 @@
 """The grouped backend (what CUDA runs) on CPU in bf16: the same results as the loop backend, which is tested
 against float64."""
 
+import importlib
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
@@ -284,3 +285,89 @@ def test_on_a_gpu_fused_equals_the_reference_without_synchronising():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert oracle.error(got, want.double()) <= 0.015
+
+
+@pytest.fixture
+def self_check(monkeypatch):
+    """The check of a GPU, on a CPU with the GPU's backend; `change` (y, arguments) -> y makes it wrong."""
+
+    def run(change=lambda y, *_: y):
+        def fused_with(*args):
+            return change(fused_expert_mlp(*args[:6], backend=Grouped()), *args)
+
+        monkeypatch.setattr(module, "_fused", lambda: fused_with)
+        return module._self_check.__wrapped__(torch.device("cpu"))
+
+    module = importlib.import_module("unfreeze.kernels.expert_mlp")
+    return run
+
+
+def not_a_number(y, x, *_):
+    x.register_hook(lambda grad: grad * float("nan"))
+    return y
+
+
+def test_the_check_of_a_gpu_differentiates_wherever_the_first_call_is(self_check):
+    """Answers before step 1 come under no_grad, a recomputed layer in a Function's forward."""
+    found = []
+
+    def check():
+        found.append((self_check(), self_check(not_a_number)))
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            check()
+            return x.clone()
+
+    check()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            check()
+    Layer.apply(torch.ones(1, requires_grad=True))
+    assert [right for right, _ in found] == [""] * 4 and all("error inf" in wrong for _, wrong in found)
+
+
+def raises(*_):
+    raise RuntimeError("no kernel image")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (not_a_number, "packed: error inf"),
+        (raises, "packed: RuntimeError: no kernel image"),
+        (
+            lambda y, x, ids, weights, gate_up, down, *_: y * (1 if isinstance(down, Packed) else 1.05),
+            "unpacked",
+        ),
+        (lambda y, *args: fused_expert_mlp(*args[:5], backend=Grouped()), "packed: "),  # without its adapters
+        (
+            lambda y, x, ids, weights, *rest: fused_expert_mlp(
+                x, ids, weights.detach(), *rest[:3], backend=Grouped()
+            ),
+            "packed: ",
+        ),
+    ],
+)
+def test_the_check_of_a_gpu_names_what_is_wrong(change, said, self_check):
+    assert said in self_check(change)
+
+
+def test_a_check_that_fails_leaves_the_reference(monkeypatch):
+    module = importlib.import_module("unfreeze.kernels.expert_mlp")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    for reason, runs in (("", "fused"), ("error inf", "reference")):
+        monkeypatch.setattr(module, "_self_check", lambda device, reason=reason: reason)
+        module.fused_refuses.cache_clear()
+        chosen = choose.by_record(module.OP, torch.device("cuda", 0), torch.bfloat16, "under 64")
+        assert chosen.runs == runs and reason in chosen.why
+    module.fused_refuses.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_the_check_passes_under_no_grad():
+    module = importlib.import_module("unfreeze.kernels.expert_mlp")
+    with torch.no_grad():
+        assert module._self_check.__wrapped__(torch.device("cuda", torch.cuda.current_device())) == ""

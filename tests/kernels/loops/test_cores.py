@@ -38,19 +38,18 @@ def test_an_error_is_raised_once_all_have_stopped(fails):
 
 @pytest.mark.parametrize("run", ["in_runs", "spread"])
 def test_ctrl_c_waits_for_the_other_threads(run):
-    """They write into memory that whoever catches it will use again."""
-    finished = []
+    """They write into memory that whoever catches it will use again. It is pressed when both are at work."""
+    finished, both = [], threading.Barrier(2, timeout=20)
 
     def work(start, *_):
+        both.wait()
         if start:
-            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
             finished.append(start)
 
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
         in_runs(2, 2, work) if run == "in_runs" else spread([[0], [1]], work)
-    timer.join()
     assert finished == [1]
 
 

@@ -61,13 +61,29 @@ def test_what_is_for_this_op():
 
 def test_each_case_lies_in_the_bucket_it_stands_for():
     for case in OP.cases:
-        x, weight, _ = case.inputs(torch.device("cpu"), torch.bfloat16, torch.Generator().manual_seed(0))
-        assert bucket(len(x)) == case.bucket and is_skinny(x, weight)
+        for dtype in case.dtypes:
+            x, weight, _ = case.inputs(torch.device("cpu"), dtype, torch.Generator().manual_seed(0))
+            assert bucket(len(x)) == case.bucket and is_skinny(x, weight)
 
 
-def test_float32_is_refused_by_name():
-    with pytest.raises(ConfigError, match="it reads bfloat16"):
-        skinny_linear(torch.ones(1, 32), torch.ones(4, 32), None, "numba")
+def test_another_dtype_is_refused_by_name():
+    with pytest.raises(ConfigError, match="its loops read bfloat16 and float32"):
+        skinny_linear(torch.ones(1, 32).half(), torch.ones(4, 32).bfloat16(), None, "numba")
+
+
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("out, width", [(33, 96), (64, 40)])
+def test_float32_rows_over_a_bf16_weight_equal_float64(rows, out, width, impl):
+    """The weight is exact in float32, so only the sums round."""
+    x, weight, bias = made(rows, out, width)
+    x, bias = x.float() + 1e-3, bias.float()
+    assert is_skinny(x, weight) and not is_skinny(x, weight.float())
+    for shift in (None, bias):
+        y = skinny_linear(x, weight, shift, impl)
+        want = F.linear(x.double(), weight.double(), None if shift is None else shift.double())
+        assert y.dtype == torch.float32
+        assert (y.double() - want).norm() <= OP.tolerance[torch.float32] * want.norm()
 
 
 def test_a_linear_layer_asks_it_only_without_gradients(monkeypatch):

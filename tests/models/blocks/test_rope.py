@@ -43,19 +43,55 @@ CASES = {
         },
         64,
     ),
+    "yarn-gpt-oss": (
+        {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+            "rope_theta": 150000.0,
+        },
+        64,
+    ),
+    "llama3-no-ramp": (
+        {
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+        },
+        128,
+    ),
+    "longrope": (
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0 + 0.03 * i for i in range(48)],
+            "long_factor": [1.0 + 1.3 * i for i in range(48)],
+            "original_max_position_embeddings": 4096,
+            "rope_theta": 10000.0,
+        },
+        96,
+    ),
+    "proportional": ({"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}, 128),
 }
 
 
-def both(name: str):
-    """(ours, their inverse frequencies, their factor)."""
-    parameters, width = CASES[name]
-    config = transformers.LlamaConfig(
+def llama(parameters: dict, width: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
         hidden_size=2 * width,
         num_attention_heads=2,
         head_dim=width,
         max_position_embeddings=131072,
         rope_parameters=dict(parameters),
     )
+
+
+def both(name: str):
+    """(ours, their inverse frequencies, their factor)."""
+    parameters, width = CASES[name]
+    config = llama(parameters, width)
     ours = rope_from_config(config.to_dict(), width)
     if name == "default":
         return ours, 1.0 / parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width), 1.0
@@ -63,24 +99,41 @@ def both(name: str):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_frequencies_equal_transformers_and_long_positions_stay_within_fp32(name):
-    """Theirs are computed in fp32 (a power, a quotient, a ramp: up to about 8 roundings, 2^-21 relative),
-    ours in float64 and rounded once.
-
-    An angle p · f then has 2^-24 of it from rounding f and 2^-24 from the product: at 131,072 radians 0.016,
-    and cos is 1-Lipschitz.
-    Against transformers the bound is the error of their frequencies, 2^-21 · p · f.
-    """
+def test_tables_have_the_bits_of_transformers_at_every_position(name):
+    """Theirs are computed in float32 (a power, a quotient, a ramp). The same bits, so that equality has no length
+    at which it ends: an angle of 131,072 radians would be off by 0.016 where a frequency is off by one bit."""
     rope, theirs, factor = both(name)
-    exact = torch.tensor(rope.inverse_frequency, dtype=torch.float64)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
-    torch.testing.assert_close(exact, theirs.double(), rtol=2**-21, atol=0)
+    angle = POSITIONS[:, None].float() * theirs
+    short = torch.ones_like(POSITIONS)
+    cos, sin = rope.tables(POSITIONS, short)
+    assert torch.equal(cos, angle.cos() * rope.attention_factor)
+    assert torch.equal(sin, angle.sin() * rope.attention_factor)
+    if rope.long is not None:
+        parameters, width = CASES[name]
+        config = llama(parameters, width)
+        longer, _ = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=5000)
+        cos, _ = rope.tables(POSITIONS, short * 5000)
+        assert torch.equal(cos, (POSITIONS[:, None].float() * longer).cos() * rope.attention_factor)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tables_are_what_the_formula_says(name):
+    """In double precision: float32 is off by up to 8 roundings, 2^-21 relative, and so is an angle."""
+    rope, _, factor = both(name)
+    exact = torch.tensor(rope.inverse_frequency, dtype=torch.float64)
     angle = POSITIONS.double()[:, None] * exact
-    cos, sin = rope.tables(POSITIONS)
-    their_angle = POSITIONS.float()[:, None] * theirs.float()
-    for ours, true, other in ((cos, angle.cos(), their_angle.cos()), (sin, angle.sin(), their_angle.sin())):
-        assert ((ours / factor - true).abs() <= angle * 2**-23 + 2**-22).all()
-        assert ((ours / factor - other).abs() <= angle * 2**-20 + 2**-22).all()
+    cos, sin = rope.tables(POSITIONS, torch.ones_like(POSITIONS))
+    for ours, true in ((cos, angle.cos()), (sin, angle.sin())):
+        assert ((ours / factor - true).abs() <= angle * 2**-20 + 2**-22).all()
+
+
+def test_backwards_is_the_inverse_rotation():
+    for name in ("default", "longrope"):
+        rope = both(name)[0]
+        cos, sin = rope.tables(POSITIONS)
+        other_cos, other_sin = rope.backwards().tables(POSITIONS)
+        assert torch.equal(other_cos, cos) and torch.equal(other_sin, -sin)
 
 
 @pytest.mark.parametrize("wrong", [{"rope_theta": 10001.0}, {"factor": 4.001}])

@@ -28,11 +28,19 @@ def laid_out(examples: Sequence[Example]) -> tuple[list[Example], list[int], lis
         documents = [document for example in examples for document in example.documents()]
         count = len(examples)
         return documents, [CHOSEN, REJECTED] * count, [i for i in range(count) for _ in range(2)]
-    ordered = sorted(examples, key=lambda example: example.chosen == 0)  # stable: desirable ones first
+    ordered = [examples[place] for place in order_of(examples)]
     sides = [REJECTED if example.chosen == 0 else CHOSEN for example in ordered]
     count = len(ordered)
     others = mismatched(ordered) if count > 1 else []
     return ([*ordered, *others], [*sides, *[MISMATCHED] * len(others)], [*range(count), *[-1] * len(others)])
+
+
+def order_of(examples: Sequence[Example]) -> list[int]:
+    """The places of the examples in the order in which their losses come: desirable answers first."""
+    places = range(len(examples))
+    if not examples or not examples[0].has_label:
+        return list(places)
+    return sorted(places, key=lambda place: examples[place].chosen == 0)  # stable
 
 
 def mismatched(examples: Sequence[Example]) -> list[Example]:

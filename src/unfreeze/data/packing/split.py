@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
-from unfreeze.data.examples import Example, Examples
+from unfreeze.data.examples import NO_CONTENT, Example, Examples
+from unfreeze.data.packing.answers import order_of
 from unfreeze.data.packing.batches import pack
 
 
@@ -62,13 +65,37 @@ def none_left(fraction: float, of: str, side: str) -> ConfigError:
 def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> Iterator[Batch]:
     """Pack every document once, in order, as many to a batch as `tokens_per_batch` holds.
 
-    A longer one is a batch of its own. Nothing is shuffled.
+    A longer one is a batch of its own. Nothing is shuffled. Batch.documents["row"] says of which row each
+    document is: -1 for an answer to another prompt, else counted from 0. Documents of equal content, such as
+    the pieces of one text, are of one row.
     """
+    rows_N = distinct_rows(Examples.of(examples))
     group: list[Example] = []
+    first = 0
     for example in examples:
         if group and sum(member.packed_tokens for member in group) + example.packed_tokens > tokens_per_batch:
-            yield pack(group)
-            group = []
+            yield _of_rows(group, rows_N[first:])
+            first, group = first + len(group), []
         group.append(example)
     if group:
-        yield pack(group)
+        yield _of_rows(group, rows_N[first:])
+
+
+def distinct_rows(examples: Examples) -> np.ndarray:
+    """[N]: the number of each document's row, equal for documents of equal content."""
+    places: dict[bytes | tuple[int, int], int] = {}
+    rows = zip(examples.sources_N.tolist(), examples.rows_N.tolist(), strict=True)
+    keys = [
+        row if digest == NO_CONTENT else digest
+        for digest, row in zip(examples.digests_N.tolist(), rows, strict=True)
+    ]
+    return np.array([places.setdefault(key, len(places)) for key in keys], dtype=np.int64)
+
+
+def _of_rows(group: Sequence[Example], rows_N: np.ndarray) -> Batch:
+    """The packed batch; rows_N: of its examples, and of those behind them."""
+    batch = pack(group)
+    ordered = rows_N[order_of(group)]
+    numbers_S = batch.documents.get("example", torch.arange(len(group))).numpy()
+    row_S = np.where(numbers_S < 0, -1, ordered[numbers_S])
+    return replace(batch, documents={**batch.documents, "row": torch.from_numpy(row_S)})

@@ -102,6 +102,10 @@ def reader(path: str | Path, columns: Sequence[str] = ()) -> Reader:
 
 BEGINS = {b"PAR1": ".parquet", b"ARROW1\0\0": ".arrow", b"\x1f\x8b": ".gz", b"PK\x03\x04": ".xlsx"}
 """First bytes of files that are no text. A Parquet file ends as it begins."""
+CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\f\r\x1b")
+"""Bytes that no text holds, but for a slip."""
+BINARY = 0.02
+"""Share of a file's first bytes that are CONTROLS, from which on it is no text. Of random bytes it is 0.1."""
 
 
 def _refuse_other(path: Path) -> None:
@@ -109,7 +113,7 @@ def _refuse_other(path: Path) -> None:
     if ending(path) in (".parquet", ".arrow", ".feather") or path.suffix.lower() == ".gz":
         return
     with path.open("rb") as file:
-        first = file.read(8)
+        first = file.read(4096)
         file.seek(-min(4, path.stat().st_size), SEEK_END)
         last = file.read(4)
     kind = next((kind for begin, kind in BEGINS.items() if first.startswith(begin)), None)
@@ -125,6 +129,14 @@ def _refuse_other(path: Path) -> None:
         raise DataError(
             f"{path.name} is {kind} by its first bytes, not {path.suffix}",
             next=f"mv {quote(str(path))} {quote(str(named))}",
+        )
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16, refused where its rows are read
+        return
+    odd = [at for at, byte in enumerate(first) if byte in CONTROLS]
+    if len(odd) > max(1, BINARY * len(first)):
+        raise DataError(
+            f"{path.name} is a binary file, not text: byte {odd[0] + 1} is 0x{first[odd[0]]:02x}",
+            next="give rows as text (.jsonl, .csv, .txt), or as .parquet or .arrow",
         )
 
 

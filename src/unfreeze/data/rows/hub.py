@@ -7,14 +7,18 @@ into memory. Only its readers of text rows are let in: no script of a repository
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from unfreeze.config.tables import HUB
 from unfreeze.core.errors import DataError, nearest
 
+SECONDS = 10
+"""After which the Hub counts as not reached."""
 READERS = ("json", "csv", "parquet", "arrow", "text")
 """The readers of `datasets` that are used."""
 
@@ -39,24 +43,60 @@ def hub_files(written: str, field: str) -> list[Path]:
     except ImportError:
         raise DataError(
             f"{field} = {written!r} is read with the library datasets, which is not installed",
-            next="pip install 'unfreeze[data]'",
+            next="pip install datasets",
         ) from None
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said below, once
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    offline = not Path(name).is_dir() and not _reachable(datasets, name)
     try:
-        return _files(datasets, name, rest)
+        with _from_cache(datasets) if offline else nullcontext():
+            return _files(datasets, name, rest)
     except DatasetNotFoundError:
         raise DataError(
             f"{field} = {written!r}: {name} is neither a folder here nor a data set you can read on the Hub",
             next="check the spelling; for a private or gated one: hf auth login",
         ) from None
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        if offline and isinstance(error, ConnectionError):
+            raise DataError(
+                f"{field} = {written!r}: the Hub cannot be reached, and no copy is in its cache",
+                next="go online, or give --data its files",
+            ) from None
         cause = str(error.__cause__ or error).strip().partition("\n")[0][:300]
         raise DataError(
             f"{field} = {written!r} cannot be read: {cause}",
             next="go online, mend the data set, or give --data its files",
         ) from None
+
+
+def _reachable(datasets: Any, name: str) -> bool:
+    """Whether the Hub answers, be it with a refusal. datasets would ask six times, for half a minute."""
+    if datasets.config.HF_HUB_OFFLINE:
+        return False
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
+
+    try:
+        HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).dataset_info(name, timeout=SECONDS)
+    except (HTTPError, OSError) as error:
+        return getattr(error, "response", None) is not None
+    except ValueError:  # no name that the Hub could have
+        return True
+    return True
+
+
+@contextmanager
+def _from_cache(datasets: Any) -> Generator[None]:
+    """Both libraries read their cache alone, as with HF_HUB_OFFLINE=1."""
+    from huggingface_hub import constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _files(datasets: Any, name: str, rest: Sequence[str]) -> list[Path]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
-from unfreeze.core.errors import DataError, nearest
+from unfreeze.core.errors import DataError, near_word, nearest
 from unfreeze.data.rows.fields import half_surrogate, json_of, json_type, list_of, object_of, text_of
 from unfreeze.data.rows.row import REASONING_NAMES, Message, Tool
 
@@ -103,13 +103,15 @@ def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Me
 
 def _unknown_role(role: str, row: int, where: str) -> DataError:
     """With the line that renames the roles of another form, where it is one of them."""
-    hint, next = nearest(role, ROLES), ""
+    ours, next = ELSEWHERE.get(role) or near_word(role, ROLES), ""
     if role in ELSEWHERE:
         others = ("human", "gpt") if role in ("human", "gpt") else (role,)
-        hint = "; " + ", ".join(f"{name} is {ELSEWHERE[name]} here" for name in others)
         swaps = (f's/("role": *)"{name}"/\\1"{ELSEWHERE[name]}"/g' for name in others)
         next = f"rename them: sed -E '{'; '.join(swaps)}' OLD.jsonl > NEW.jsonl"
-    return DataError(f"row {row}: field {where}.role is {role!r}; known: {', '.join(ROLES)}{hint}", next=next)
+    meant = f". Did you mean {ours!r}?" if ours else ""
+    return DataError(
+        f"row {row}: field {where}: unknown role {role!r} (known: {', '.join(ROLES)}){meant}", next=next
+    )
 
 
 def _is_plain(item: object) -> TypeGuard[dict[str, str]]:

@@ -22,7 +22,7 @@ from unfreeze.config.synonyms import COMMANDS
 from unfreeze.core.errors import DataError, near_word, nearest
 from unfreeze.data.rows.fields import MAX_DEPTH, deeper_than, json_of, list_of, object_of, text_of
 from unfreeze.data.rows.messages import carries_loss, message_of, tool_call_of, tools_of
-from unfreeze.data.rows.row import Conversation, Message, Row, Text, Tool
+from unfreeze.data.rows.row import Answers, Conversation, Message, Row, Text, Tool
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -83,23 +83,35 @@ def check_names(there: Sequence[str], renames: Mapping[str, str], what: str) -> 
         raise DataError(f"{what}: {error.message.removeprefix('row 0: ')}", next=error.next)
 
 
+class OtherTraining(DataError):
+    """A row that sft refuses, and `unfreeze prefer` reads as `answers`."""
+
+    def __init__(self, message: str, *, next: str, answers: Answers):
+        super().__init__(message, next=next)
+        self.answers: Answers = answers
+
+
 def _refuse_other_training(fields: Fields, row: int) -> None:
     """Rows with which sft would teach what they call bad."""
     label = fields.get("label")
     if fields.get("chosen") is not None and fields.get("rejected") is not None:
         taught = "messages" if isinstance(fields["chosen"], list) and "prompt" not in fields else "completion"
-        raise DataError(
-            f"row {row}: a pair of answers (chosen, rejected); {COMMANDS['dpo']}",
+        raise OtherTraining(
+            f"row {row}: a pair of answers (chosen, rejected); {COMMANDS['dpo'].next} compares them",
             next=f"--columns {taught}=chosen",
+            answers="pairs",
         )
     if "completion" in fields and str(label).lower() in LABELS:
-        raise DataError(
-            f"row {row}: an answer with a label (completion, label: KTO); {COMMANDS['kto']}",
+        raise OtherTraining(
+            f"row {row}: an answer with a label (completion, label: KTO);"
+            f" {COMMANDS['kto'].next} learns from them",
             next="keep the rows whose label is true (1), and leave the label out",
+            answers="labels",
         )
     if fields.get("completions") is not None and fields.get("labels") is not None:
         raise DataError(
-            f"row {row}: steps with labels (completions, labels: a reward model's); {COMMANDS['reward']}",
+            f"row {row}: steps with labels (completions, labels: a reward model's);"
+            f" {COMMANDS['reward'].text}",
             next="give rows of prompt and completion",
         )
 

@@ -28,7 +28,7 @@ Cells = dict[str, Any]
 """Of a row, by the names of their columns. Plain values: they can go to another process."""
 Wrong = tuple[str, str]
 """What is wrong with a record, and what to do next."""
-EXTRA = "pip install 'unfreeze[data]'"
+EXTRA = "pip install pyarrow"
 
 
 _QUOTED = re.compile(r'"[^"]*"')

@@ -14,6 +14,7 @@ from typing import Literal, cast
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.examples import Example
+from unfreeze.data.remarks import MARKUP
 from unfreeze.data.rows.row import Answers, JsonObject, Row, Text
 from unfreeze.data.tokens.forms import Reasoning
 from unfreeze.data.tokens.taught import QUOTE_CLOSE, QUOTE_OPEN, Segment
@@ -24,7 +25,11 @@ Truncation = Literal["tail", "head", "error", "drop", "split"]
 Supervise = Literal["assistant", "all"]
 
 _QUOTED = re.compile(f"{QUOTE_OPEN}(.*?){QUOTE_CLOSE}", re.DOTALL)
-
+_MARKUP = re.compile(
+    r"<\|im_start\|>|<\|im_user\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|<｜User｜>"
+    r"|<\|(?:user|assistant|system)\|>"
+)
+"""The beginning of a turn in ChatML, Kimi, Llama 3, Gemma, Mistral, DeepSeek, and Phi or GLM."""
 
 LONGER = "a longer --sequence-length, if the model takes it, or a shorter row"
 
@@ -199,6 +204,8 @@ def encode_segments(tokenizer: Tokenizer, segments: Sequence[Segment]) -> tuple[
 
 
 def _text_notes(row: Text, tokenizer: Tokenizer) -> tuple[str, ...]:
+    if markup := _MARKUP.search(row.text):
+        return (MARKUP.format(markup[0]),)
     found = next((text for text in tokenizer.special_texts if text and text in row.text), None)
     return (f"special-token text ({found}) read as plain text",) if found else ()
 

@@ -149,6 +149,7 @@ class ChatTemplate:
     now        the time that `strftime_now` tells; None: the clock's. A run tells one time from its first
                start on, so that its data stay
     release    what is known of the release this template belongs to
+    file       where the text comes from, for messages
 
     Raises CheckpointError where the text is not a template.
     """
@@ -158,6 +159,7 @@ class ChatTemplate:
         source: str,
         variables: Mapping[str, object],
         tool_source: str | None = None,
+        file: str = "the chat template",
         *,
         now: datetime | None = None,
     ):
@@ -179,7 +181,7 @@ class ChatTemplate:
             self._least = 0 if stepwise is None else stepwise.least
             self._formats = [formats_of(source), formats_of(tool_source or "")]
         except (jinja2.TemplateError, RecursionError, OverflowError, ValueError, UnicodeError) as error:
-            raise CheckpointError(f"the chat template cannot be compiled: {error}") from None
+            raise _broken(error, file) from None
 
         self._last: _Last | None = None
         self._prompt: str | None = None  # what a stepwise template writes behind the messages as a prompt
@@ -291,6 +293,16 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
+
+
+def _broken(error: Exception, file: str) -> CheckpointError:
+    """That a template cannot be compiled, with the line where jinja2 names one."""
+    syntax = isinstance(error, jinja2.TemplateSyntaxError)
+    why = (error.message if syntax else str(error)) or type(error).__name__
+    return CheckpointError(
+        f"{file}{f', line {error.lineno}' if syntax else ''}: the template cannot be compiled: {why}",
+        next=f"mend {'that line' if syntax else 'it'}, or download the file again",
+    )
 
 
 _DAY = re.compile(r"(?:[^%]|%-?[aAbBdeFjmuwxyYCDhgGUVW%])*")

@@ -16,8 +16,7 @@ import codecs
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-import tiktoken
+from typing import Any
 
 from unfreeze.core.errors import CheckpointError
 
@@ -81,9 +80,9 @@ class TiktokenBackend:
     `added`: id -> (text, special) from added_tokens_decoder; `vocab_size` of config.json or 0.
     """
 
-    library = f"tiktoken {tiktoken.__version__}"
-
     def __init__(self, path: Path, added: Mapping[int, tuple[str, bool]], vocab_size: int):
+        tiktoken = needs_tiktoken(path)
+        self._version: str = tiktoken.__version__
         ranks = read_ranks(path)
         self.base_size = len(ranks)
         # added tokens come behind the ranks
@@ -128,6 +127,10 @@ class TiktokenBackend:
         self._beginnings: dict[str, list[str]] = {}
         for text in self._ids:
             self._beginnings.setdefault(text[:BEGINNING], []).append(text)
+
+    @property
+    def library(self) -> str:
+        return f"tiktoken {self._version}"
 
     def encode(self, text: str, *, specials: bool) -> list[int]:
         """Ids of `text`; with `specials` the text of a special token becomes that token.
@@ -177,6 +180,18 @@ class TiktokenBackend:
 
     def _bytes(self, id: int) -> bytes:
         return self._encoding.decode_single_token_bytes(id)
+
+
+def needs_tiktoken(path: Path) -> Any:
+    """The library, or how to install it: a model with tokenizer.json does without."""
+    try:
+        import tiktoken
+    except ImportError:
+        raise CheckpointError(
+            f"{path.name} is read with the library tiktoken, which is not installed",
+            next="pip install tiktoken",
+        ) from None
+    return tiktoken
 
 
 class TiktokenStream:

@@ -398,15 +398,20 @@ def _template(
     It is in chat_template.jinja, else in chat_template.json, else in tokenizer_config.json (a text, or a list
     of named texts).
     """
-    if (folder / "chat_template.jinja").is_file():
+    file = folder / "chat_template.jinja"
+    if file.is_file():
         try:
-            source: object = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+            source: object = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise CheckpointError(
-                f"chat_template.jinja is not UTF-8: byte {error.start + 1}", next=PUBLISHED
+                f"{file.name} is not UTF-8: byte {error.start + 1}", next=PUBLISHED
             ) from None
     else:
-        source = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
+        file = folder / "chat_template.json"
+        own = _read_json(file)
+        if "chat_template" not in own:
+            own, file = settings, folder / "tokenizer_config.json"
+        source = own.get("chat_template")
     if source is None:
         return None
     if isinstance(source, list) and all(isinstance(item, dict) for item in source):
@@ -417,4 +422,5 @@ def _template(
         raise CheckpointError(
             "chat_template is neither a text nor a list of named templates with one called 'default'"
         )
-    return ChatTemplate(source["default"], variables, source.get("tool_use"))
+    name = f"{file}" if file.suffix == ".jinja" else f"{file}: chat_template"
+    return ChatTemplate(source["default"], variables, source.get("tool_use"), name)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from unfreeze.core.errors import DataError
+from unfreeze.data.remarks import UNANSWERED
 from unfreeze.data.rows.messages import read_messages
 from unfreeze.data.rows.row import Conversation, JsonObject, Message
 from unfreeze.data.tokens.completions import Completions, Tools, speaks_first
@@ -408,7 +409,7 @@ class Renderer:
         if not self.supervise_all and not all(text.endswith(tuple(self.ends)) for text in said):
             notes.append("the answer does not close with an end token: the end is not learned")
         if not self.supervise_all and row.messages[-1]["role"] != "assistant":
-            notes.append("the last turn is not the assistant's: it teaches nothing")
+            notes.append(UNANSWERED)
         if any(self._closes_thinking(sample) for sample in samples):
             closing = (self._completions.marks or USUAL_MARKS).closing.strip()
             switch = next(

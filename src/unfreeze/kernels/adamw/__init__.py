@@ -86,7 +86,12 @@ OP = Op(
     name="adamw",
     reference=reference.step,
     candidates={
-        "numba": Candidate(_load_numba, _numba_refuses),
+        "numba": Candidate(
+            _load_numba,
+            _numba_refuses,
+            predicted_on=("cpu",),
+            because="one pass over all tensors, the reference two for each",
+        ),
         "triton": Candidate(
             _load_triton,
             _triton_refuses,

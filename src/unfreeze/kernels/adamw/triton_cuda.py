@@ -1,14 +1,17 @@
 """AdamW on CUDA: one launch over all tensors of a dtype, each number read and written once.
 
 As numba_cpu.py does it on a CPU. Tensors arrive as addresses in a table, so that 300 small adapters cost one
-launch. The table goes to the device from pinned memory, without a wait.
+launch. The table of what stays in its place is kept on the device; addresses of gradients and the step's
+numbers go there at each step, from pinned memory, without a wait.
 """
 
 # A launch takes numbers for constexpr parameters, which the kernel's own signature doesn't say
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +21,7 @@ from torch import Tensor
 from unfreeze.kernels.adamw.rule import Rule, Update, numbers_of, refuse_unread
 
 BLOCK = 4096  # numbers of a program: few enough that a tensor of an adapter fills several multiprocessors
+TABLES = 8  # kept: of each pair of dtypes, and of moments in host memory each of the two slots
 WARPS = 16  # 8 numbers a thread: ptxas spills at 4 warps (docs/ptxas.md)
 DTYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -30,6 +34,7 @@ DTYPES: dict[torch.dtype, tl.dtype] = {
 def _step(
     chunks,
     addresses,
+    gradients,
     numbers,
     keep1,
     keep2,
@@ -41,19 +46,22 @@ def _step(
 ):
     """One update of all tensors of a dtype, a chunk per program.
 
-    chunks [C, 3]: tensor, first, size of the tensor. addresses [n, 5]: master, m, v, gradient, weight.
-    numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t). WEIGHT None: masters are the weights.
+    chunks [C, 3]: tensor, first, size of the tensor. addresses [n, 4]: master, m, v, weight.
+    gradients [n]: their addresses. numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t).
+    WEIGHT None: masters are the weights.
     """
     chunk = chunks + tl.program_id(0) * 3
     tensor = tl.load(chunk)
     i = tl.load(chunk + 1) + tl.arange(0, BLOCK)
     inside = i < tl.load(chunk + 2)
-    address = addresses + tensor * 5
+    address = addresses + tensor * 4
     w_i = tl.load(address).to(tl.pointer_type(tl.float32)) + i
     m_i = tl.load(address + 1).to(tl.pointer_type(tl.float32)) + i
     v_i = tl.load(address + 2).to(tl.pointer_type(tl.float32)) + i
     g = (
-        tl.load(tl.load(address + 3).to(tl.pointer_type(GRADIENT)) + i, mask=inside, other=0.0).to(tl.float32)
+        tl.load(tl.load(gradients + tensor).to(tl.pointer_type(GRADIENT)) + i, mask=inside, other=0.0).to(
+            tl.float32
+        )
         * scale
     )
     m = tl.load(m_i, mask=inside, other=0.0)
@@ -70,7 +78,7 @@ def _step(
     tl.store(m_i, m, mask=inside)
     tl.store(v_i, v, mask=inside)
     if WEIGHT is not None:
-        tl.store(tl.load(address + 4).to(tl.pointer_type(WEIGHT)) + i, w.to(WEIGHT), mask=inside)
+        tl.store(tl.load(address + 3).to(tl.pointer_type(WEIGHT)) + i, w.to(WEIGHT), mask=inside)
 
 
 @torch.no_grad()
@@ -93,21 +101,18 @@ def step(updates: Sequence[Update], rule: Rule) -> list[Tensor]:
 def _launch(updates: Sequence[Update], rule: Rule, gradient: tl.dtype, weight: tl.dtype | None) -> None:
     # a copy must live until the launch; its memory is then reused in the stream's order
     gradients = [u.gradient.contiguous() for u in updates]
-    tensors = [
-        (u.master, u.exp_avg, u.exp_avg_sq, g, u.master if u.weight is None else u.weight)
-        for u, g in zip(updates, gradients, strict=True)
-    ]
-    chunks = [
-        (index, first, u.master.numel())
-        for index, u in enumerate(updates)
-        for first in range(0, u.master.numel(), BLOCK)
-    ]
-    if not chunks:
-        return
+    kept = tuple(
+        (*(x.data_ptr() for x in (u.master, u.exp_avg, u.exp_avg_sq)), address_of(u.weight), u.master.numel())
+        for u in updates
+    )
     device = updates[0].master.device
+    chunks, addresses = _tables(device, kept)
+    if not len(chunks):
+        return
     _step[(len(chunks),)](
-        _on(device, chunks, torch.int64),
-        _on(device, [[x.data_ptr() for x in five] for five in tensors], torch.int64),
+        chunks,
+        addresses,
+        _on(device, [g.data_ptr() for g in gradients], torch.int64),
         _on(device, [numbers_of(u, rule) for u in updates], torch.float32),
         rule.betas[0],
         rule.betas[1],
@@ -120,6 +125,26 @@ def _launch(updates: Sequence[Update], rule: Rule, gradient: tl.dtype, weight: t
     )
 
 
-def _on(device: torch.device, table: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    made = torch.tensor(table, dtype=dtype)
+def address_of(weight: Tensor | None) -> int:
+    """Its address; 0 for none, which the kernel never reads."""
+    return 0 if weight is None else weight.data_ptr()
+
+
+@functools.lru_cache(maxsize=TABLES)
+def _tables(device: torch.device, kept: tuple[tuple[int, int, int, int, int], ...]) -> tuple[Tensor, Tensor]:
+    """(chunks, addresses) of tensors that lie there, the last of each row its size; made once for a run.
+
+    A step that made them anew would let the GPU wait: Qwen3-30B's adapters of rank 16 have 200,000 chunks.
+    """
+    sizes = torch.tensor([row[-1] for row in kept], dtype=torch.int64)
+    count = -(-sizes // BLOCK)
+    tensor = torch.repeat_interleave(torch.arange(len(kept)), count)
+    before = torch.cumsum(count, 0) - count
+    first = (torch.arange(len(tensor)) - before[tensor]) * BLOCK
+    chunks = torch.stack((tensor, first, sizes[tensor]), dim=1)
+    return _on(device, chunks, torch.int64), _on(device, [row[:4] for row in kept], torch.int64)
+
+
+def _on(device: torch.device, table: Sequence[Any] | Tensor, dtype: torch.dtype) -> Tensor:
+    made = torch.as_tensor(table, dtype=dtype)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

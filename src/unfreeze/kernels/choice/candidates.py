@@ -29,10 +29,19 @@ def of_modules(
         return lambda: implementation(importlib.import_module(f"{folder}.{name}"))
 
     return {
-        "numba": Candidate(load("numba_cpu"), numba_refuses),
+        "numba": numba(load("numba_cpu")),
         "compiled": Candidate(load("torch_compiled"), compiled.refuses, named_on=("cpu",)),
         "triton": triton_options.candidate(load("triton_cuda"), because),
     }
+
+
+def numba(load: Callable[[], Implementation], buckets: tuple[str, ...] = ()) -> Candidate:
+    """Loops that plain torch needs several passes over memory for.
+
+    They run on a CPU where nothing was timed or measured, for inputs of `buckets`, () all.
+    """
+    because = "one pass over memory, plain torch takes several"
+    return Candidate(load, numba_refuses, (), ("cpu",), because, buckets)
 
 
 def numba_refuses(device: str, dtype: torch.dtype) -> str:

@@ -1,26 +1,27 @@
-"""Which implementation of an op runs. Measured records decide: verified faster, or not used.
+"""Which implementation of an op runs, and what decided: the first of LOOKS that has an answer.
 
-A candidate runs if a record for this device, dtype and shape bucket shows both:
-- its error, forward and backward, is within the op's tolerance;
-- its median time is at least 5 % below the reference's, and by more than the spread of both.
-Without a record the reference runs, and the log says so once. But on a GPU, a candidate that by count moves
-fewer bytes is predicted to be faster, and runs if its results pass a check on that GPU (predicted.py).
-A CPU class that was never measured uses the records of the nearest measured class; that is also logged once.
-record.py says where the records lie.
+by design      one that holds a promise beyond speed, or the only one that can run
+the run's      what the run folder says, so that a resumed run and every process take the same (table.py)
+timed here     CPU: timed against plain torch at this machine's first start (timed.py)
+measured       a record of this device class shows that it is exact within the op's tolerance, and at
+               least 5 % faster than the reference and by more than the spread of both (record.py)
+predicted      by count it moves fewer bytes; on a GPU it is checked first (predicted.py)
+not measured   the reference runs, and the log says so once
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 import torch
 
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.kernels.choice.op import Implementation, Op
-from unfreeze.kernels.choice.record import Row, device_key, is_own, speaking_for
+from unfreeze.kernels.choice.record import Row, device_key, is_own, rows_of
+from unfreeze.kernels.choice.times import Key, key_of, known
 
 __all__ = [
     "Choice",
@@ -30,24 +31,34 @@ __all__ = [
     "choose",
     "choose_anew",
     "device_key",
+    "fix",
     "implementation_of",
     "proves",
+    "running",
 ]
 
 log = logging.getLogger(__name__)
 REQUIRED_GAIN = 0.05
+CHECKED = ("cuda",)  # where what is predicted is compared with the reference first; on a CPU tests do it
 
 Origin = Literal[
+    "timed here",
     "measured here",
     "measured on its class",
-    "measured on a near class",
     "predicted, not measured",
     "not measured",
     "by design",
     "as asked",
 ]
-"""What decided: the user's own record, a committed one of this device class, one of the nearest CPU class,
-counted bytes, nothing (the reference runs), a promise beyond speed or the only one that can run, a name."""
+"""What decided: a time of this machine, the user's own record, a committed one of this device class, counted
+bytes, nothing (the reference runs), a promise beyond speed or the only one that can run, a name."""
+SAID: dict[Origin, str] = {
+    "predicted, not measured": "on {} some ops run as counted bytes predict, not measured; unfreeze kernels"
+    " measure --to user measures them, about 5 minutes",
+    "not measured": "{} has no records for some ops, which run as their references; unfreeze kernels measure"
+    " makes them",
+}
+"""Origin -> what the log says once of a device class; nothing of the others."""
 
 
 class Choice(NamedTuple):
@@ -130,54 +141,92 @@ def _loaded(op: str, name: str, load: Callable[[], Implementation]) -> Implement
 
 
 def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, check: bool = True) -> Choice:
-    """The fastest candidate that a record proves, or the reference.
+    """What runs where no name is given.
 
-    check: whether a predicted candidate is checked on the device; without, it is taken to be right.
+    check: whether a predicted candidate is checked on a GPU; without, it is taken to be right.
     """
-    # an op's preferred candidate needs no record: it is chosen for memory, not for time
-    refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
-    if op.preferred and not refused:
-        return Choice(op.preferred, op.because, "by design")
+    for look in LOOKS:
+        choice = look(op, device, dtype, bucket)
+        if choice is not None and not (check and _fails(choice, op, device, dtype)):
+            if choice.origin == "predicted, not measured":
+                _log_once(device_key(device), choice.origin)
+            return choice
+    why = f"no record for {device_key(device)}; unfreeze kernels measure --op {op.name} makes one"
+    _log_once(device_key(device), "not measured")
+    return Choice("reference", why, "not measured")
 
-    # the candidates that can run here; on a device of `named_on` one runs only where the user names it
-    running = [
+
+def running(op: Op, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The candidates that can run there; where a device is in `named_on`, one runs only by name."""
+    return [
         name
         for name, part in op.candidates.items()
         if device.type not in part.named_on and not part.refuses(device.type, dtype)
     ]
-    if not running:
+
+
+def _by_design(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
+    refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
+    if op.preferred and not refused:
+        return Choice(op.preferred, op.because, "by design")
+    if not running(op, device, dtype):
         why = f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
         return Choice("reference", why, "by design")
     if bucket not in {case.bucket for case in op.cases}:
         return Choice("reference", "inputs of this kind are not measured", "not measured")
+    return None
 
-    # the records of this device, or of the nearest measured CPU class
-    key = device_key(device)
-    source, rows = speaking_for(op, device, dtype, bucket)
+
+def _of_the_run(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
+    choice = _TABLE.get(key_of(op, dtype, bucket)) if device.type == "cpu" else None
+    here = choice is not None and choice.runs in ("reference", *running(op, device, dtype))
+    return choice if here else None
+
+
+def _timed(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
+    row = known().get(key_of(op, dtype, bucket)) if device.type == "cpu" else None
+    if row is None or row["runs"] not in ("reference", *running(op, device, dtype)):
+        return None
+    plain, words = row["us"]["reference"], []
+    for name, us in row["us"].items():
+        if name != "reference":
+            words.append(f"{name} {plain / us:.2f} x plain torch")
+    words += [f"{name} is wrong: {fault}" for name, fault in row["wrong"].items()]
+    return Choice(row["runs"], f"{', '.join(words)}, {row['date']}", "timed here")
+
+
+def _recorded(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
+    rows, able = rows_of(op, device, dtype, bucket), running(op, device, dtype)
     if not rows:
-        for name in running:
-            candidate = op.candidates[name]
-            predicted = candidate.predicted(device.type, bucket)
-            if predicted and not (check and _found_wrong(op, name, device, dtype)):
-                _log_predicted(key)
-                why = f"predicted, not measured here: {candidate.because}"
-                return Choice(name, why, "predicted, not measured")
-        _log_unmeasured(key)
-        why = f"no record for {key}; unfreeze kernels measure --op {op.name} makes one"
-        return Choice("reference", why, "not measured")
-    if source != key:
-        _log_borrowed(key, source)
-        origin = "measured on a near class"
-    else:
-        origin = "measured here" if is_own(rows[0], key) else "measured on its class"
-
+        return None
+    origin = "measured here" if is_own(rows[0], device_key(device)) else "measured on its class"
     # of the proven ones, that with the smallest ratio of its time to the reference's
-    proven = [row for row in rows if row["candidate"] in running and proves(row, op)]
+    proven = [row for row in rows if row["candidate"] in able and proves(row, op)]
     if not proven:
         return Choice("reference", f"{len(rows)} measured, none 5 % faster within the tolerance", origin)
     best = min(proven, key=lambda row: row["median_us"] / row["reference_median_us"])
     gain = f"{best['reference_median_us'] / best['median_us']:.2f} x the reference, {best['date']}"
-    return Choice(best["candidate"], gain if source == key else f"{gain} on {source}", origin)
+    return Choice(best["candidate"], gain, origin)
+
+
+def _predicted(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
+    for name in running(op, device, dtype):
+        candidate = op.candidates[name]
+        if candidate.predicted(device.type, bucket):
+            why = f"predicted, not measured here: {candidate.because}"
+            return Choice(name, why, "predicted, not measured")
+    return None
+
+
+LOOKS = (_of_the_run, _timed, _by_design, _recorded, _predicted)
+_TABLE: dict[Key, Choice] = {}
+
+
+def fix(table: Mapping[Key, Choice]) -> None:
+    """From here on these run on the CPU, by op, dtype and bucket; what is not among them is looked up."""
+    _TABLE.clear()
+    _TABLE.update(table)
+    choose_anew()
 
 
 def proves(row: Row, op: Op) -> bool:
@@ -197,46 +246,26 @@ def proves(row: Row, op: Op) -> bool:
     )
 
 
-def _found_wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Why a predicted candidate may not run, or "". Asked once per device and dtype; failures are logged."""
-    key = (op.name, name, device, dtype)
+def _fails(choice: Choice, op: Op, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a predicted candidate fails its check there. Asked once per device and dtype."""
+    if choice.origin != "predicted, not measured" or device.type not in CHECKED:
+        return False
+    key = (op.name, choice.runs, device, dtype)
     if key not in _WRONG:
         # imported here: predicted.py imports measure.py, which imports this module
         from unfreeze.kernels.choice.predicted import wrong
 
-        _WRONG[key] = wrong(op, name, device, dtype)
+        _WRONG[key] = wrong(op, choice.runs, device, dtype)
         if _WRONG[key]:
             log.warning(
                 "%s: %s fails its check on %s in %s and does not run, the reference does: %s",
                 *key,
                 _WRONG[key],
             )
-    return _WRONG[key]
+    return bool(_WRONG[key])
 
 
 @functools.cache
-def _log_predicted(key: str) -> None:
-    log.info(
-        "kernels: on %s some ops run as counted bytes predict, not measured; unfreeze kernels measure --to"
-        " user measures them, about 5 minutes",
-        key,
-    )
-
-
-@functools.cache
-def _log_unmeasured(key: str) -> None:
-    log.info(
-        "kernels: %s has no records for some ops, which run as their references; unfreeze kernels measure"
-        " makes them",
-        key,
-    )
-
-
-@functools.cache
-def _log_borrowed(key: str, source: str) -> None:
-    log.info(
-        "kernels: %s has no records of its own, so those of %s decide; unfreeze kernels measure --to user"
-        " makes its own",
-        key,
-        source,
-    )
+def _log_once(key: str, origin: Origin) -> None:
+    if origin in SAID:
+        log.info("kernels: %s", SAID[origin].format(key))

@@ -121,6 +121,11 @@ def _upstream(output: Tensor) -> Tensor:
     return _UPSTREAM[key]
 
 
+def forget() -> None:
+    """Free the gradients that `visit` has drawn."""
+    _UPSTREAM.clear()
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """|got - want| / |want| in float64, Frobenius norms.
 
@@ -202,7 +207,7 @@ def candidates_of(
             refused[name] = f"error {worst:.1e}, tolerance {limit:.1e}"
         else:
             good[name] = implementation
-    _UPSTREAM.clear()
+    forget()
     return good, errors, refused
 
 
@@ -218,7 +223,7 @@ def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, second
         name: _call(op, f, case, device, dtype) for name, f in {"reference": op.reference, **good}.items()
     }
     times = in_turn(calls, device, seconds) if good else {}
-    _UPSTREAM.clear()
+    forget()
 
     # a row of a refused candidate has the reason, any other has errors and times
     common = {

@@ -69,9 +69,11 @@ class Op:
     An op that returns nothing works in place and is judged by what it left in its arguments (differentiable
     False).
 
-    preferred: a candidate that runs wherever it doesn't refuse, whatever the records say, `because` it holds
-    a promise beyond speed (expert_mlp's "fused": nothing expanded is saved for backward). "" for every op
-    whose candidates differ in speed only.
+    preferred: a candidate that runs wherever it doesn't refuse and was not timed as slower, whatever the
+    records say, `because` it holds a promise beyond speed (expert_mlp's "fused": nothing expanded is saved
+    for backward). "" for every op whose candidates differ in speed only.
+
+    against: what its candidates are timed against at a machine's first start (timed.py); None: the reference.
     """
 
     name: str
@@ -83,3 +85,4 @@ class Op:
     exact_dtype: torch.dtype | None = torch.float64
     preferred: str = ""
     because: str = ""
+    against: Implementation | None = None

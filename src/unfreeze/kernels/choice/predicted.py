@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 
 import torch
@@ -48,14 +48,31 @@ def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
     case = next((case for case in cases if dtype in case.dtypes), None)
     if case is None or dtype not in op.tolerance:
         return f"no case in {dtype} to check it with"
+
+    def load() -> Implementation:
+        return implementation_of(op, name, device, dtype)
+
+    return fault(op, case, load, device, dtype, op.tolerance[dtype])
+
+
+def fault(
+    op: Op,
+    case: Case,
+    load: Callable[[], Implementation],
+    device: torch.device,
+    dtype: torch.dtype,
+    limit: float,
+) -> str:
+    """What is wrong with the implementation that `load` returns: it raises, or an error is above `limit`.
+
+    "" where nothing is. The first caller may be in inference mode, under no_grad or in a Function's forward.
+    """
     try:
         with torch.inference_mode(False):
-            implementation = implementation_of(op, name, device, dtype)
-            worst = _error(op, case, implementation, device, dtype)
+            worst = _error(op, case, load(), device, dtype)
     # whatever it does wrong is a reason not to use it
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    limit = op.tolerance[dtype]
     return "" if worst <= limit else f"error {worst:.1e}, tolerance {limit:.1e}"
 
 

@@ -2,7 +2,8 @@
 
 A file per device class, <device_key>.json, a list of rows. Committed ones lie in kernels/records/. A user's
 own (`unfreeze kernels measure --to user`) lie in ~/.cache/unfreeze/kernels/ ($XDG_CACHE_HOME where it is set)
-and take precedence over committed ones of the same op, dtype and bucket.
+and take precedence over committed ones of the same op, dtype and bucket. A record counts on devices of its
+class alone.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from unfreeze.core.cpu import cpu_class
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice.op import Op
 
@@ -27,13 +28,11 @@ raised, or its results are wrong), or error_forward, error_backward, median_us, 
 spread_us, reference_spread_us (interquartile ranges) and repeats."""
 
 COMMITTED = Path(__file__).parents[1] / "records"
-# each has the instructions of those before it
-CPU_CLASSES = ("cpu-default", "cpu-avx2", "cpu-avx512", "cpu-avx512-bf16", "cpu-amx")
 
 
 @functools.cache
 def device_key(device: torch.device) -> str:
-    """The device class that a record is for: a GPU's name, or the widest arithmetic of a CPU.
+    """The device class that a record is for: a GPU's name, or the class of a CPU (core/cpu.py).
 
     "nvidia-h200", "cpu-avx512-bf16".
     """
@@ -41,11 +40,7 @@ def device_key(device: torch.device) -> str:
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
     if device.type != "cpu":
         return device.type
-    if torch.cpu._is_amx_tile_supported():
-        return "cpu-amx"
-    if torch.cpu._is_avx512_bf16_supported():
-        return "cpu-avx512-bf16"
-    return "cpu-" + re.sub(r"\W+", "-", torch.backends.cpu.get_cpu_capability().lower())
+    return cpu_class()
 
 
 def user_folder() -> Path:
@@ -81,38 +76,21 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def speaking_for(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> tuple[str, list[Row]]:
-    """(the device class of the rows, the rows); ("", []) where nothing was measured.
+def rows_of(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> list[Row]:
+    """The records of this device class: the user's own, or the committed ones; [] where there are none.
 
-    The first that exist of these: a user's own, the committed ones of this device, and for a CPU those of the
-    nearest class that has any. A laptop whose class nobody measured would otherwise run the references, 20
-    times slower at expand. A GPU never uses the records of another GPU.
+    Records of another class say nothing: what pays on one may cost on another.
     """
-    key = device_key(device)
     wanted = (op.name, str(dtype).removeprefix("torch."), bucket)
-    for path in (user_folder() / f"{key}.json", COMMITTED / f"{key}.json", *_relatives(key)):
+    for folder in (user_folder(), COMMITTED):
         rows = [
             row
-            for row in read(path)
+            for row in read(folder / f"{device_key(device)}.json")
             if (row["op"], row["dtype"], row["bucket"]) == wanted and row["candidate"] in op.candidates
         ]
         if rows:
-            return path.stem, rows
-    return "", []
-
-
-def _relatives(key: str) -> Iterator[Path]:
-    """Committed files of other CPU classes, the nearest first; of two equally near, the narrower."""
-    if not key.startswith("cpu-"):
-        return
-
-    def place(name: str) -> int:
-        return CPU_CLASSES.index(name) if name in CPU_CLASSES else 0
-
-    others = [path for path in COMMITTED.glob("cpu-*.json") if path.stem != key]
-    yield from sorted(
-        others, key=lambda path: (abs(place(path.stem) - place(key)), place(path.stem), path.stem)
-    )
+            return rows
+    return []
 
 
 def identity(row: Row) -> tuple[str, str, str, str]:

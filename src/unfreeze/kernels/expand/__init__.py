@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.choice.candidates import numba
 from unfreeze.kernels.choice.choose import choose
-from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.choice.op import Case, Implementation, Op
 from unfreeze.kernels.expand.bucket import LARGE, bucket
 from unfreeze.kernels.expand.reference import expand_reference
 from unfreeze.kernels.loops import triton_options
@@ -74,12 +75,6 @@ def _triton() -> Implementation:
     return Expand()
 
 
-def _numba_refuses(device: str, dtype: torch.dtype) -> str:
-    if device != "cpu":
-        return f"device {device}; it runs on cpu"
-    return "" if dtype in (torch.bfloat16, torch.float32) else f"dtype {dtype}; it writes bfloat16 or float32"
-
-
 def _inputs(
     rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Packed, int, Tensor]:
@@ -122,7 +117,7 @@ OP = Op(
     name="expand",
     reference=expand_reference,
     candidates={
-        "numba": Candidate(_numba, _numba_refuses),
+        "numba": numba(_numba),
         "triton": triton_options.candidate(
             _triton, "2.6 bytes a weight, the reference 17", ("small", "large")
         ),

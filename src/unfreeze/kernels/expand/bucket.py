@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unfreeze.quant.codec import Packed
+from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.int4 import Int4
@@ -20,14 +20,23 @@ def readable(packed: Packed) -> str:
     All in one piece. INT4 with bf16 scales and an even group, so that a byte lies in one group. FP8 with
     scales per block, row or matrix, of float32, bf16 or powers of two.
     """
-    codec = packed.codec
+    codec, kind = packed.codec, kind_of(packed.codec)
     parts = [packed.parts[suffix] for suffix in codec.suffixes[:2] if suffix in packed.parts]
     if len(parts) < 2 or not all(part.is_contiguous() for part in parts):
         return ""
+    if isinstance(codec, Int4) and (codec.group_size % 2 or parts[1].dtype != torch.bfloat16):
+        return ""
+    if kind == "fp8" and parts[1].dtype not in (torch.float32, torch.bfloat16, torch.float8_e8m0fnu):
+        return ""
+    return kind
+
+
+def kind_of(codec: Codec) -> str:
+    """The name of the format as the candidates know it, whatever its parts are; "" where they do not."""
     if isinstance(codec, Int4):
-        return "int4" if codec.group_size % 2 == 0 and parts[1].dtype == torch.bfloat16 else ""
+        return "int4"
     if isinstance(codec, Fp8 | Fp8Scaled):
-        return "fp8" if parts[1].dtype in (torch.float32, torch.bfloat16, torch.float8_e8m0fnu) else ""
+        return "fp8"
     return "mxfp4" if isinstance(codec, Mxfp4) else ""
 
 

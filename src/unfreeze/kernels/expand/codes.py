@@ -39,6 +39,12 @@ class Fp8Codes(NamedTuple):
     narrow: bool  # whether the format's numbers are bf16: its scales are
 
 
+class DenseWeights(NamedTuple):
+    """E frozen matrices that no one has to expand."""
+
+    weights: np.ndarray  # float32, or uint16: bits of bf16 [E, N, M]
+
+
 Codes = Int4Codes | Fp4Codes | Fp8Codes
 
 

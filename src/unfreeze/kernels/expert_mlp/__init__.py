@@ -39,6 +39,7 @@ __all__ = [
     "expert_groups",
     "expert_mlp",
     "fused_expert_mlp",
+    "packed_op",
     "reference_expert_mlp",
     "release_scratch",
     "scratch_bytes",
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+SELF_CHECK_LIMIT = 0.03  # of the norm; in bf16 a right one is off by less than 1.5 %
 MANY = 64  # rows per expert; below, expanding the weights costs more than multiplying with them
 
 
@@ -119,38 +121,26 @@ def fused_refuses(device: str, dtype: torch.dtype) -> str:
         return f"device {device}; it runs on cpu and cuda"
     if dtype != torch.bfloat16:
         return f"dtype {dtype}; grouped GEMMs on cuda take bfloat16"
-    return _self_check(torch.cuda.current_device())
+    return _self_check(torch.device("cuda", torch.cuda.current_device()))
 
 
 @functools.cache
-def _self_check(device: int) -> str:
-    """Compare a small problem with the reference, once per GPU.
+def _self_check(device: torch.device) -> str:
+    """Why the fused op is wrong on that device, "" where it is right; asked once per GPU.
 
-    Grouped GEMMs have been reported wrong on transposed views.
+    Packed and dense bases with adapters, and dense ones that train: outputs and every gradient. Grouped GEMMs
+    have been reported wrong on transposed views.
     """
-    generator = torch.Generator().manual_seed(0)
-    x, gate_up, down = (
-        torch.randn(shape, generator=generator).bfloat16() for shape in ((24, 64), (4, 64, 64), (4, 64, 32))
-    )
-    # the last expert stays empty
-    ids, weights = (torch.arange(48).view(24, 2) % 3, torch.rand((24, 2), generator=generator))
-    x, gate_up, down, ids, weights = (
-        t.to(torch.device("cuda", device)) for t in (x, gate_up * 0.1, down * 0.1, ids, weights)
-    )
-    gradients = []
-    fused = functools.partial(fused_expert_mlp, backend=backend_for(x, gate_up, down))
-    for function in (reference_expert_mlp, fused):
-        inputs = [t.clone().requires_grad_() for t in (x, gate_up, down)]
-        y = function(inputs[0], ids, weights, inputs[1], inputs[2], None)
-        gradients.append([y.detach(), *torch.autograd.grad(y, inputs, torch.ones_like(y))])
-    errors = [
-        float((a.float() - b.float()).norm() / b.float().norm()) for b, a in zip(*gradients, strict=True)
-    ]
-    return (
-        ""
-        if max(errors) < 0.03
-        else f"its self-check on cuda:{device} is off by {max(errors):.1%} of the norm (allowed 3 %)"
-    )
+    # imported here: predicted.py loads the ops
+    from unfreeze.kernels.choice.predicted import fault
+
+    for kind in SUFFIX:
+        case = Case(kind, functools.partial(_small_inputs, kind))
+        if reason := fault(OP, case, _fused, device, torch.bfloat16, SELF_CHECK_LIMIT):
+            reason = f"its self-check on {device}, {kind}: {reason}"
+            log.warning("expert_mlp: fused does not run, the reference does: %s", reason)
+            return reason
+    return ""
 
 
 def backend_for(
@@ -165,10 +155,20 @@ def backend_for(
         from unfreeze.kernels.expert_mlp.grouped import Grouped
 
         return Grouped()
-    from unfreeze.kernels.expert_mlp import loop_cpu, panels_cpu
+    from unfreeze.kernels.expert_mlp import loop_cpu, packed, panels_cpu
 
-    supported = panels_cpu.supports(x_TD.dtype, gate_up, down, activation, gate_up_bias)
-    return panels_cpu.Panels() if supported else loop_cpu.LoopCpu()
+    if not panels_cpu.supports(x_TD.dtype, gate_up, down, activation, gate_up_bias):
+        return loop_cpu.LoopCpu()
+    by: Any = choose(packed_op(), x_TD.device, x_TD.dtype, packed.BUCKET)  # a packed.By
+    return by.backend()
+
+
+@functools.cache
+def packed_op() -> Op:
+    """Which backend computes packed experts on a CPU: timed, like any other op (packed.py)."""
+    from unfreeze.kernels.expert_mlp import packed
+
+    return packed.op_of(functools.partial(_inputs, 128, "packed"))
 
 
 @functools.cache
@@ -207,8 +207,29 @@ def _inputs(
 
     On a GPU 16 times the weights.
     """
-    E, D, I, R, K = (8, 2048, 1024, 8, 2) if device.type == "cuda" else (8, 512, 256, 8, 2)
-    codec, T = Int4(32), rows * 8 // 2
+    sizes = (8, 2048, 1024, 8) if device.type == "cuda" else (8, 512, 256, 8)
+    return _problem(sizes, 8, rows * 8 // 2, kind, device, dtype, generator)
+
+
+def _small_inputs(
+    kind: Base, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> Arguments:
+    """24 tokens; one of 4 experts gets none. Rank 3: the workspace's rows are padded."""
+    return _problem((4, 64, 32, 3), 3, 24, kind, device, dtype, generator)
+
+
+def _problem(
+    sizes: tuple[int, int, int, int],
+    used: int,
+    T: int,
+    kind: Base,
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> Arguments:
+    """T tokens, each to 2 of the first `used` of E experts. sizes: E, D, I and the rank R."""
+    E, D, I, R = sizes
+    codec = Int4(32)
 
     def randn(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=generator) * scale
@@ -229,8 +250,8 @@ def _inputs(
         randn(E, D, R, scale=0.1),
     )
     factors = ExpertFactors(*(pair.to(device).requires_grad_() for pair in pairs), scale=2.0, down_scale=2.0)
-    ids = torch.rand(T, E, generator=generator).topk(K, dim=1).indices.to(device)
-    weights = torch.rand(T, K, generator=generator).to(device).requires_grad_()
+    ids = torch.rand(T, used, generator=generator).topk(2, dim=1).indices.to(device)
+    weights = torch.rand(T, 2, generator=generator).to(device).requires_grad_()
     x = randn(T, D).to(device, dtype).requires_grad_()
     return x, ids, weights, *given, None if kind == "all weights" else factors
 

@@ -6,7 +6,7 @@ How a packed INT4 weight reaches its GEMM; each name is a definition to go to:
     fused_expert_mlp        fused.py         Call.gate_up, Call.down: a workspace.Base around the Packed
     Backend.forward_group   below            a group of experts at a time
     ByGemms                 by_gemms.py      Base.stack expands the group's experts; ByGemms.nt multiplies
-    Panels                  panels_cpu.py    Base.codes: Int4Codes; pack_int4_rows; bf16_tile.tile
+    Panels                  panels_cpu.py    Base.codes: Int4Codes; pack.py; products.py; a tile of loops/
 
 T tokens, K experts per token, E experts, D model width, I expert width. n rows: a token at one expert,
 sorted by expert. Q and P adapter columns (factors.py).

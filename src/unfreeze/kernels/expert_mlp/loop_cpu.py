@@ -110,7 +110,7 @@ class LoopCpu(ByGemms[HostRouting]):
             return None
         if ids_TK.numel() > decode_cpu.ROWS_PER_EXPERT * gate_up.shape[0]:
             return None
-        routing = self.route(ids_TK, weights_TK, gate_up.shape[0], torch.float32)
+        routing = LoopCpu().route(ids_TK, weights_TK, gate_up.shape[0], torch.float32)  # without padding
         if not decode_cpu.supports(routing, gate_up, down):
             return None
         return decode_cpu.decode(x_TD, routing, gate_up, down, factors)

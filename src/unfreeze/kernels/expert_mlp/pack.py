@@ -1,16 +1,17 @@
 """Panels of one expert's weight, whatever its format: numba picks the loop by the type of the codes.
 
 `weight` is one of expand/codes.py, E matrices [N, M]; e the expert; `first` and `panel` as in
-loops/int4_panels.py.
+loops/int4_panels.py for bf16 (a panel of uint32), as in loops/strips.py for float32.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from numba.core import types
 from numba.extending import overload
 
-from unfreeze.kernels.expand.codes import Fp4Codes, Fp8Codes
+from unfreeze.kernels.expand.codes import DenseWeights, Fp4Codes, Fp8Codes
 from unfreeze.kernels.loops.bf16_tile import COLUMNS
 from unfreeze.kernels.loops.float_panels import (
     pack_fp8_columns,
@@ -19,6 +20,8 @@ from unfreeze.kernels.loops.float_panels import (
     pack_mxfp4_rows,
 )
 from unfreeze.kernels.loops.int4_panels import pack_int4_columns, pack_int4_rows
+from unfreeze.kernels.loops.panels import pack_bf16_columns
+from unfreeze.kernels.loops.strips import BF16, FLOAT32, FP8, INT4, MXFP4, append_rows, columns_of, rows_of
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import Int4
@@ -41,42 +44,72 @@ def fits(weight: Packed) -> bool:
 
 
 def pack_rows(weight: Any, e: int, first: int, panel: Any) -> None:
-    """panel[k, j] = (W[first + j, 2k], W[first + j, 2k + 1]); inside numba loops only."""
+    """The columns of the panel are rows of W; inside numba loops only."""
     raise NotImplementedError("called by compiled loops")
 
 
 def pack_columns(weight: Any, e: int, first: int, panel: Any) -> None:
-    """panel[k, j] = (W[2k, first + j], W[2k + 1, first + j]); inside numba loops only."""
+    """The columns of the panel are columns of W; inside numba loops only."""
+    raise NotImplementedError("called by compiled loops")
+
+
+def append(rows: Any, first: int, panel: Any, begin: int) -> None:
+    """Rows of a LoRA factor [., N] below `begin` rows of weights in a panel; inside numba loops only."""
     raise NotImplementedError("called by compiled loops")
 
 
 @overload(pack_rows)
 def _pack_rows(weight, e, first, panel):
-    kind = weight.instance_class
-    if kind is Fp4Codes:
-        return lambda weight, e, first, panel: pack_mxfp4_rows(
-            weight.codes[e], weight.scales[e], first, panel
-        )
-    if kind is Fp8Codes:
-        return lambda weight, e, first, panel: pack_fp8_rows(
-            weight.codes[e], weight.scales[e], weight.rows, weight.columns, first, panel
-        )
-    return lambda weight, e, first, panel: pack_int4_rows(
-        weight.codes[e], weight.scales[e], weight.group_bytes, first, panel
-    )
+    if panel.dtype == types.float32:
+        return _strips(weight, rows_of)
+    return _pairs(weight, pack_int4_rows, pack_mxfp4_rows, pack_fp8_rows)
 
 
 @overload(pack_columns)
 def _pack_columns(weight, e, first, panel):
+    if panel.dtype == types.float32:
+        return _strips(weight, columns_of)
+    return _pairs(weight, pack_int4_columns, pack_mxfp4_columns, pack_fp8_columns)
+
+
+@overload(append)
+def _append(rows, first, panel, begin):
+    if panel.dtype == types.float32:
+        return lambda rows, first, panel, begin: append_rows(rows, first, panel, begin)
+    return lambda rows, first, panel, begin: pack_bf16_columns(rows, first, panel, begin // 2)
+
+
+def _pairs(weight: Any, int4: Any, mxfp4: Any, fp8: Any) -> Any:
+    """Panels of pairs of bf16: the loop of the weight's format."""
     kind = weight.instance_class
     if kind is Fp4Codes:
-        return lambda weight, e, first, panel: pack_mxfp4_columns(
-            weight.codes[e], weight.scales[e], first, panel
-        )
+        return lambda weight, e, first, panel: mxfp4(weight.codes[e], weight.scales[e], first, panel)
     if kind is Fp8Codes:
-        return lambda weight, e, first, panel: pack_fp8_columns(
+        return lambda weight, e, first, panel: fp8(
             weight.codes[e], weight.scales[e], weight.rows, weight.columns, first, panel
         )
-    return lambda weight, e, first, panel: pack_int4_columns(
+    return lambda weight, e, first, panel: int4(
         weight.codes[e], weight.scales[e], weight.group_bytes, first, panel
+    )
+
+
+def _strips(weight: Any, loop_of: Any) -> Any:
+    """Panels of float32 strips: the loop of the weight's format, with the shape of its blocks of scales."""
+    kind = weight.instance_class
+    if kind is Fp4Codes:
+        fill = loop_of(MXFP4)
+        return lambda weight, e, first, panel: fill(weight.codes[e], weight.scales[e], 1, 32, 0, first, panel)
+    if kind is Fp8Codes:
+        fill = loop_of(FP8)
+        return lambda weight, e, first, panel: fill(
+            weight.codes[e], weight.scales[e], weight.rows, weight.columns, int(weight.narrow), first, panel
+        )
+    if kind is DenseWeights:
+        fill = loop_of(FLOAT32 if weight.types[0].dtype == types.float32 else BF16)
+        return lambda weight, e, first, panel: fill(
+            weight.weights[e], weight.weights[e], 1, 32, 0, first, panel
+        )
+    fill = loop_of(INT4)
+    return lambda weight, e, first, panel: fill(
+        weight.codes[e], weight.scales[e], 1, 2 * weight.group_bytes, 1, first, panel
     )

@@ -1,4 +1,5 @@
-"""A group of packed experts on CPUs with AVX512-bf16: forward is one compiled loop, and so is backward.
+"""A group of experts on a CPU, multiplied straight from their codes: forward is one compiled loop, and so is
+backward.
 
 64 columns of a weight at a time are expanded into a panel, multiplied with all the expert's rows while the
 panel is in L2, and overwritten by the next 64. The operations, their order and their roundings are those of
@@ -7,8 +8,9 @@ by_gemms.py, which has a torch.mm per product. Differences:
 - the last product of either direction is added to the float32 sums of its tokens without being rounded or
   stored;
 - threads do not wait for Python's lock.
-For bf16 with a frozen base in INT4, MXFP4 or FP8 whose scales cover 32 neighbouring weights or more
-(pack.py), and widths in multiples of 64.
+A frozen base in INT4, MXFP4 or FP8 whose scales cover 32 neighbouring weights or more (pack.py), and widths
+in multiples of 64: in bf16 on CPUs with AVX512-bf16, in float32 on any. In float32 also a dense one, in
+float32 or bf16. products.py has what differs between the two.
 
 n rows of a group, r of one expert (a multiple of ROWS, padding included), T, D, I, Q, P as in factors.py.
 B1 [Q, 2I] and B2 [P, D] are transposed.
@@ -26,16 +28,17 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expand.codes import expandable
-from unfreeze.kernels.expert_mlp import numba_kernels, thin_cpu
+from unfreeze.kernels.expert_mlp import numba_kernels
 from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.backend import Call, Gradients, Group, HostRouting, Saved
 from unfreeze.kernels.expert_mlp.factors import Adapter, round_up
 from unfreeze.kernels.expert_mlp.loop_cpu import HostGroup, LoopCpu, group_sizes
-from unfreeze.kernels.expert_mlp.pack import fits, pack_columns, pack_rows
+from unfreeze.kernels.expert_mlp.pack import append, fits, pack_columns, pack_rows
+from unfreeze.kernels.expert_mlp.products import ROWS, add, dots, outer, store
 from unfreeze.kernels.loops import bf16_cpu
-from unfreeze.kernels.loops.bf16_tile import COLUMNS, LINE, ROWS, narrow_tile, prefetch, tile
+from unfreeze.kernels.loops.bf16_tile import COLUMNS
+from unfreeze.kernels.loops.float_tile import BLOCK, WIDTH
 from unfreeze.kernels.loops.numba_options import array, inner, narrow, serial, widen
-from unfreeze.kernels.loops.panels import pack_bf16_columns
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 
@@ -43,7 +46,6 @@ log = logging.getLogger(__name__)
 
 GROUP_EXPERTS = 4  # experts per group: Python calls a loop once for all of them; a core takes whole groups
 
-_dots, _outer = thin_cpu.dots_loop, thin_cpu.outer_loop
 _gather, _swiglu, _swiglu_backward = (
     numba_kernels.gather.loop,
     numba_kernels.swiglu.loop,
@@ -86,9 +88,9 @@ class _Forward(NamedTuple):
 
     x: np.ndarray  # [r, D + Q]: x | xA
     h: np.ndarray  # [r, I + P]: h | hA
-    panel: np.ndarray  # uint32 [pairs of the inner dimension, COLUMNS]
-    tile: np.ndarray  # float32 [ROWS, COLUMNS]
-    dots: np.ndarray  # float32, of a tile of thin_cpu
+    panel: np.ndarray  # uint32 [pairs of the inner dimension, COLUMNS], or strips of float32
+    sums: np.ndarray  # float32: of a tile, or of BLOCK rows
+    dots: np.ndarray  # float32: of a tile of thin_cpu, or a strip of a thin factor
 
 
 class _Backward(NamedTuple):
@@ -101,39 +103,10 @@ class _Backward(NamedTuple):
     dgu: np.ndarray  # [r, 2I + Q]: dgu | dgu B1
     whA: np.ndarray  # [r, P]
     panel: np.ndarray
-    tile: np.ndarray
+    sums: np.ndarray
     dots: np.ndarray
-    pairs_Q: np.ndarray  # uint32 [r / 2, Q]: rows two by two, for thin_cpu
-    pairs_P: np.ndarray  # uint32 [r / 2, P]
-
-
-@inner
-def _store(a, pairs, panel, first, out):
-    """out[:, first : first + COLUMNS] = a · panel, rounded once to bf16. a [r, >= 2 pairs]."""
-    for row in range(0, a.shape[0], ROWS):
-        here, there = a.ctypes.data + row * a.strides[0], out.ctypes.data + row * out.strides[0] + 2 * first
-        narrow_tile(here, a.strides[0], panel.ctypes.data, pairs, there, out.strides[0])
-
-
-@inner
-def _add(a, pairs, panel, sums, first, token, weight, out):
-    """out[token[r], first : first + COLUMNS] += weight[r] · (a · panel)[r], in float32.
-
-    Nothing where the token is -1 (padding).
-    """
-    for row in range(0, a.shape[0], ROWS):
-        # Prefetch the tokens' rows of `out` while the tile is computed: they lie far apart in memory.
-        for i in range(ROWS):
-            where = out.ctypes.data + max(token[row + i], 0) * out.strides[0] + 4 * first
-            for line in range(0, 4 * COLUMNS, LINE):
-                prefetch(where + line)
-        here = a.ctypes.data + row * a.strides[0]
-        tile(here, a.strides[0], panel.ctypes.data, pairs, sums.ctypes.data, sums.strides[0])
-        for i in range(ROWS):
-            if token[row + i] >= 0:
-                target, product, w = out[token[row + i], first : first + COLUMNS], sums[i], weight[row + i]
-                for j in range(COLUMNS):
-                    target[j] += w * product[j]
+    thin_Q: np.ndarray  # uint32 [r / 2, Q]: rows two by two, for thin_cpu; or float32 [Q, r]
+    thin_P: np.ndarray  # uint32 [r / 2, P], or float32 [P, r]
 
 
 @inner
@@ -162,26 +135,26 @@ def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
         # xA = x A1ᵀ beside the expert's rows of x: [x | xA]
         _gather(0, r, x, rows.token[here], xs)
         if Q:
-            _dots(xs[:, :D], factors.A1[g], buffers.dots, xs[:, D:])
+            dots(xs[:, :D], factors.A1[g], buffers.dots, buffers.sums, xs[:, D:])
             _copy(xs[:, D:], saved.xA[here])
 
         # gate_up = [x | xA] [W1 | B1]ᵀ, COLUMNS at a time: D / 2 pairs of W1, then Q / 2 of B1
         for first in range(0, 2 * I, COLUMNS):
             pack_rows(gate_up, e, first, panel)
-            pack_bf16_columns(factors.B1[g], first, panel, D // 2)
-            _store(xs, (D + Q) // 2, panel, first, saved.gate_up[here])
+            append(factors.B1[g], first, panel, D)
+            store(xs, D + Q, panel, first, saved.gate_up[here])
 
         # h = silu(gate) · up, and hA = h A2ᵀ beside it: [h | hA]
         _swiglu(0, r, saved.gate_up[here], hs)
         if P:
-            _dots(hs[:, :I], factors.A2[g], buffers.dots, hs[:, I:])
+            dots(hs[:, :I], factors.A2[g], buffers.dots, buffers.sums, hs[:, I:])
             _copy(hs[:, I:], saved.hA[here])
 
         # y[token] += w · [h | hA] [W2 | B2]ᵀ
         for first in range(0, D, COLUMNS):
             pack_rows(down, e, first, panel)
-            pack_bf16_columns(factors.B2[g], first, panel, I // 2)
-            _add(hs, (I + P) // 2, panel, buffers.tile, first, rows.token[here], rows.weight[here], y)
+            append(factors.B2[g], first, panel, I)
+            add(hs, I + P, panel, buffers.sums, first, rows.token[here], rows.weight[here], y)
 
 
 @serial
@@ -203,11 +176,11 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
         # dh = dy W2 + (dy B2ᵀ) A2, not yet times the routing weight
         _gather(0, r, dy, rows.token[here], dys)
         if P:
-            _dots(dys[:, :D], factors.B2[g], buffers.dots, dys[:, D:])
+            dots(dys[:, :D], factors.B2[g], buffers.dots, buffers.sums, dys[:, D:])
         for first in range(0, I, COLUMNS):
             pack_columns(down, e, first, panel)
-            pack_bf16_columns(factors.A2[g], first, panel, D // 2)
-            _store(dys, (D + P) // 2, panel, first, dh)
+            append(factors.A2[g], first, panel, D)
+            store(dys, D + P, panel, first, dh)
 
         # wh = w h; dgu = w times the gradient of gate_up; score = <dh, h>
         _swiglu_backward(0, r, dh, saved.gate_up[here], weight[here], wh, dgu, score[here])
@@ -218,29 +191,29 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
             for i in range(r):
                 for p in range(P):
                     whA[i, p] = narrow(weight[begin + i] * widen(hA[begin + i, p]), hA[0, 0])
-            _outer(dys[:, D:], wh, buffers.pairs_P[: r // 2], grads.A2[g])
-            _outer(whA, dys[:, :D], buffers.pairs_P[: r // 2], grads.B2[g])
+            outer(dys[:, D:], wh, buffers.thin_P, grads.A2[g])
+            outer(whA, dys[:, :D], buffers.thin_P, grads.B2[g])
 
         # dx[token] += dgu W1 + (dgu B1ᵀ) A1; the routing weight is in dgu already, hence `ones`
         if Q:
-            _dots(dgu[:, : 2 * I], factors.B1[g], buffers.dots, dgu[:, 2 * I :])
+            dots(dgu[:, : 2 * I], factors.B1[g], buffers.dots, buffers.sums, dgu[:, 2 * I :])
         if dx.shape[0]:
             for first in range(0, D, COLUMNS):
                 pack_columns(gate_up, e, first, panel)
-                pack_bf16_columns(factors.A1[g], first, panel, I)
-                _add(dgu, (2 * I + Q) // 2, panel, buffers.tile, first, rows.token[here], ones, dx)
+                append(factors.A1[g], first, panel, 2 * I)
+                add(dgu, 2 * I + Q, panel, buffers.sums, first, rows.token[here], ones, dx)
 
         # dA1 = (dgu B1ᵀ)ᵀ x; dB1 = xAᵀ dgu
         if Q:
             xs = buffers.x[:r]
             _gather(0, r, x, rows.token[here], xs)
-            _outer(dgu[:, 2 * I :], xs, buffers.pairs_Q[: r // 2], grads.A1[g])
-            _outer(saved.xA[here], dgu[:, : 2 * I], buffers.pairs_Q[: r // 2], grads.B1[g])
+            outer(dgu[:, 2 * I :], xs, buffers.thin_Q, grads.A1[g])
+            outer(saved.xA[here], dgu[:, : 2 * I], buffers.thin_Q, grads.B1[g])
 
 
 @functools.cache
 def available() -> bool:
-    """Whether this CPU has AVX512-bf16, which makes panels pay; logged once."""
+    """Whether this CPU has AVX512-bf16, which makes panels of bf16 pay; logged once."""
     pay = bf16_cpu.panels_pay()
     log.info(
         "packed experts in bfloat16: %s",
@@ -257,15 +230,22 @@ def supports(
     gate_up_bias: Tensor | None = None,
 ) -> bool:
     """Whether `Panels` can do a call. Its loops know SwiGLU without a bias; the log says so of another."""
-    if dtype != torch.bfloat16:
-        return False
     if activation != SWIGLU or gate_up_bias is not None:
         _say_refused(type(activation).__name__, gate_up_bias is not None)
         return False
-    for base in (gate_up, down):
-        if not (isinstance(base, Packed) and expandable(base) and fits(base)):
-            return False
-    return available()
+    if dtype == torch.float32:
+        return all(_reads(base) for base in (gate_up, down))
+    packed = all(isinstance(base, Packed) and _reads(base) for base in (gate_up, down))
+    return dtype == torch.bfloat16 and packed and available()
+
+
+def _reads(base: Tensor | Packed) -> bool:
+    """Whether a loop fills panels from such a base: packed, or frozen in float32 or bf16."""
+    if isinstance(base, Packed):
+        return expandable(base) and fits(base)
+    whole = base.shape[1] % COLUMNS == base.shape[2] % COLUMNS == 0
+    known = base.dtype in (torch.float32, torch.bfloat16) and base.device.type == "cpu"
+    return whole and known and base.is_contiguous() and not base.requires_grad
 
 
 @functools.cache
@@ -278,8 +258,7 @@ class Panels(LoopCpu):
     """The backend that `fused` is given on CPU where `supports` says so."""
 
     def padded(self, rows: int, dtype: torch.dtype) -> int:
-        # only `decode` has float32 rows, and its loops need no padding
-        return round_up(rows, ROWS) if dtype == torch.bfloat16 else rows
+        return round_up(rows, ROWS)
 
     def groups(
         self, routing: HostRouting, weight_bytes: tuple[int, int], row_bytes: int, *, both: bool
@@ -294,9 +273,10 @@ class Panels(LoopCpu):
         self, call: Call[HostRouting], group: HostGroup, x: Tensor, saved: Saved, y: Tensor
     ) -> None:
         D, I, Q, P, most = x.shape[1], call.I, call.Q, call.P, max(group_sizes(group))
+        room = _Room(call.dtype)
 
         def rows_of(name: str, tensor: Tensor | None, columns: int) -> np.ndarray:
-            return _buffer(name, group.num_rows, columns) if tensor is None else array(tensor[group.rows])
+            return room.rows(name, group.num_rows, columns) if tensor is None else array(tensor[group.rows])
 
         _forward(
             array(x),
@@ -310,7 +290,7 @@ class Panels(LoopCpu):
                 hA=rows_of("hA", saved.hA, P),
             ),
             array(y),
-            _Forward(_buffer("x", most, D + Q), _buffer("h", most, I + P), *_tile_buffers(max(D + Q, I + P))),
+            _Forward(room.rows("x", most, D + Q), room.rows("h", most, I + P), *room.tile(max(D + Q, I + P))),
         )
 
     def backward_group(
@@ -325,11 +305,10 @@ class Panels(LoopCpu):
         dx: Tensor | None,
     ) -> None:
         D, I, Q, P, most = x.shape[1], call.I, call.Q, call.P, max(group_sizes(group))
+        room = _Room(call.dtype)
 
         def rows_of(tensor: Tensor | None) -> np.ndarray:
-            if tensor is None:
-                return np.empty((group.num_rows, 0), np.uint16)
-            return array(tensor[group.rows])
+            return room.none(group.num_rows, 0) if tensor is None else array(tensor[group.rows])
 
         def grads_of(grad: Tensor | None) -> np.ndarray:
             return np.empty((0, 0, 0), np.float32) if grad is None else array(grad[group.positions])
@@ -352,15 +331,15 @@ class Panels(LoopCpu):
             ),
             np.empty((0, D), np.float32) if dx is None else array(dx),
             _Backward(
-                _buffer("x", most, D),
-                _buffer("dy", most, D + P),
-                _buffer("dh", most, I),
-                _buffer("wh", most, I),
-                _buffer("dgu", most, 2 * I + Q),
-                _buffer("thin", most, P),
-                *_tile_buffers(max(D + P, 2 * I + Q)),
-                _words("pairs Q", most // 2, Q),
-                _words("pairs P", most // 2, P),
+                room.rows("x", most, D),
+                room.rows("dy", most, D + P),
+                room.rows("dh", most, I),
+                room.rows("wh", most, I),
+                room.rows("dgu", most, 2 * I + Q),
+                room.rows("thin", most, P),
+                *room.tile(max(D + P, 2 * I + Q)),
+                room.thin("thin Q", most, Q),
+                room.thin("thin P", most, P),
             ),
         )
 
@@ -371,29 +350,45 @@ def _rows(group: HostGroup) -> _Rows:
     return _Rows(token, array(group.weight), np.asarray(group.experts), begins)
 
 
-def _buffer(name: str, count: int, columns: int) -> np.ndarray:
-    """Uninitialised bf16 [count, columns] of this thread."""
-    return array(scratch(name, (count, columns), torch.bfloat16, torch.device("cpu")))
+class _Room:
+    """Uninitialised memory of this thread for a computation in `dtype`."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.wide = dtype, dtype == torch.float32
+
+    def rows(self, name: str, count: int, columns: int) -> np.ndarray:
+        return array(scratch(name, (count, columns), self.dtype, torch.device("cpu")))
+
+    def tile(self, inner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A panel with `inner` rows of weights, sums, and what `dots` needs."""
+        if self.wide:
+            panel = _floats("panel", COLUMNS // WIDTH, inner, WIDTH)
+            return panel, _floats("sums of rows", BLOCK, COLUMNS), _floats("strip", 1, inner, WIDTH)
+        return _words("panel", -(-inner // 2), COLUMNS), _floats("tile", ROWS, COLUMNS), _floats("dots", 16)
+
+    def thin(self, name: str, count: int, columns: int) -> np.ndarray:
+        """What `outer` needs for `count` rows of a thin factor."""
+        return _floats(name, columns, count) if self.wide else _words(name, count // 2, columns)
+
+    def none(self, *shape: int) -> np.ndarray:
+        """Where there is nothing to compute with."""
+        return np.empty(shape, np.float32 if self.wide else np.uint16)
 
 
-def _words(name: str, count: int, columns: int) -> np.ndarray:
-    """Uninitialised pairs of bf16 [count, columns] of this thread."""
-    return scratch(name, (count, columns), torch.int32, torch.device("cpu")).view(torch.uint32).numpy()
+def _words(name: str, *shape: int) -> np.ndarray:
+    """Pairs of bf16."""
+    return scratch(name, shape, torch.int32, torch.device("cpu")).view(torch.uint32).numpy()
 
 
-def _tile_buffers(inner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A panel with `inner` rows of weights, float32 sums of a tile, and float32 sums of thin_cpu's tile."""
-    cpu = torch.device("cpu")
-    sums = scratch("tile", (ROWS, COLUMNS), torch.float32, cpu)
-    dots = scratch("thin dots", (16,), torch.float32, cpu)
-    return _words("panel", -(-inner // 2), COLUMNS), array(sums), array(dots)
+def _floats(name: str, *shape: int) -> np.ndarray:
+    return array(scratch(name, shape, torch.float32, torch.device("cpu")))
 
 
 def _factors(call: Call[HostRouting], group: HostGroup) -> _Factors:
     def pair(adapter: Adapter | None, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
         if adapter is None:
-            G = len(group.experts)
-            return np.empty((G, 0, inputs), np.uint16), np.empty((G, 0, outputs), np.uint16)
+            G, room = len(group.experts), _Room(call.dtype)
+            return room.none(G, 0, inputs), room.none(G, 0, outputs)
         return array(adapter.A[group.positions]), array(adapter.Bt[group.positions])
 
     D, I = call.gate_up.columns, call.I

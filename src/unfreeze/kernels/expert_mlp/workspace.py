@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expand import expand_stack
-from unfreeze.kernels.expand.codes import Codes, codes_of, expandable
+from unfreeze.kernels.expand.codes import Codes, DenseWeights, codes_of, expandable
 from unfreeze.kernels.expert_mlp.factors import Adapter
+from unfreeze.kernels.loops.numba_options import array
 from unfreeze.kernels.loops.scratch import scratch, scratch_of
 from unfreeze.quant.codec import Packed
 
@@ -94,11 +95,9 @@ class Base:
             self._expander = Expander(weight) if expandable(weight) else None
 
     @cached_property
-    def codes(self) -> Codes:
-        """A packed weight on CPU as its loops read it. Raises ValueError for any other."""
-        if not isinstance(self.weight, Packed):
-            raise ValueError(f"{self.name} is dense; the loops of a CPU read codes")
-        return codes_of(self.weight)
+    def codes(self) -> Codes | DenseWeights:
+        """The weight as the loops of a CPU read it. Raises ValueError where they cannot."""
+        return codes_of(self.weight) if isinstance(self.weight, Packed) else DenseWeights(array(self.weight))
 
     def nbytes(self, adapter: Adapter | None) -> int:
         """Bytes of one matrix with its adapter in the workspace."""

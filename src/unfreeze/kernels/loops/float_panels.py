@@ -30,7 +30,7 @@ WEIGHTS = 32  # at a time
 I8 = ir.IntType(8)
 
 
-def _word(value: int) -> ir.Constant:
+def word(value: int) -> ir.Constant:
     return ir.Constant(PAIRS, [value] * 16)
 
 
@@ -54,21 +54,21 @@ def _fp8(builder: ir.IRBuilder, codes: Value, scale: Value) -> Value:
     for first in (0, 16):
         address = builder.add(codes, ir.Constant(codes.type, first))
         byte = builder.zext(builder.load(builder.inttoptr(address, BYTES.as_pointer()), align=1), PAIRS)
-        number = builder.fmul(_e4m3(builder, byte), factor)
+        number = builder.fmul(e4m3(builder, byte), factor)
         halves.append(builder.bitcast(narrowed(builder, number), SHORTS))
     low, high = halves
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 32), list(range(32))))
 
 
-def _e4m3(builder: ir.IRBuilder, byte: Value) -> Value:
+def e4m3(builder: ir.IRBuilder, byte: Value) -> Value:
     """kernels/expand/numba_cpu.py has the formula: shifted bits, and 2^-9 of the mantissa where there is no
     exponent. 16 lanes."""
-    low = builder.and_(byte, _word(127))
-    normal = builder.add(builder.shl(low, _word(20)), _word(0x3C000000))
+    low = builder.and_(byte, word(127))
+    normal = builder.add(builder.shl(low, word(20)), word(0x3C000000))
     tiny = builder.fmul(builder.sitofp(low, FLOATS), ir.Constant(FLOATS, [2.0**-9] * 16))
-    size = builder.select(builder.icmp_unsigned("<", low, _word(8)), builder.bitcast(tiny, PAIRS), normal)
-    size = builder.select(builder.icmp_unsigned("==", low, _word(127)), _word(0x7FC00000), size)
-    sign = builder.shl(builder.and_(byte, _word(128)), _word(24))
+    size = builder.select(builder.icmp_unsigned("<", low, word(8)), builder.bitcast(tiny, PAIRS), normal)
+    size = builder.select(builder.icmp_unsigned("==", low, word(127)), word(0x7FC00000), size)
+    sign = builder.shl(builder.and_(byte, word(128)), word(24))
     return builder.bitcast(builder.or_(size, sign), FLOATS)
 
 

@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 
 from llvmlite import binding as llvm
+from numba.core import config
 from numba.core.caching import FunctionCache
 
 ROOM = Path(__file__).parents[1]
@@ -40,5 +41,7 @@ def stamp(dtype: str, what: str = "compiled") -> Path | None:
     None where numba has no folder to keep anything in.
     """
     folder = cache_folder()
-    name = f"{what}-{dtype}-{llvm.get_host_cpu_name()}-{sources(ROOM)[:16]}"  # numba's are of one CPU too
+    # numba's are of one CPU too, and of what it was told to compile for (core/cpu.py)
+    cpu = config.CPU_NAME or llvm.get_host_cpu_name()  # type: ignore[attr-defined]
+    name = f"{what}-{dtype}-{cpu}-{sources(ROOM)[:16]}"
     return None if folder is None else folder / name

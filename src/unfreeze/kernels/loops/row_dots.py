@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from unfreeze.core import cpu
 from unfreeze.kernels.loops.llvm import Value, instruction
 from unfreeze.kernels.loops.numba_options import LANES, inner, widen
 
@@ -34,12 +34,8 @@ Read = Callable[[ir.IRBuilder, list[Value], Value], tuple[Value, Value]]
 
 
 def _looks_up() -> bool:
-    """Whether numba compiles for a machine with vpermps.
-
-    Where NUMBA_CPU_NAME or NUMBA_CPU_FEATURES say what to compile for, it is not assumed.
-    """
-    named = numba.config.CPU_NAME or numba.config.CPU_FEATURES  # type: ignore[attr-defined]
-    return not named and llvmlite.binding.get_host_cpu_features().get("avx512f", False)
+    """Whether numba compiles for a machine with vpermps of 16 lanes."""
+    return cpu.loops_have("cpu-avx512")
 
 
 def _int(value: int) -> ir.Constant:

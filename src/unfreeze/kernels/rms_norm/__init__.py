@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels import liger
-from unfreeze.kernels.choice.candidates import numba_refuses
+from unfreeze.kernels.choice.candidates import numba
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.loops import compiled, triton_options
@@ -115,7 +115,7 @@ OP = Op(
     name="rms_norm",
     reference=_by(reference),
     candidates={
-        "numba": Candidate(_numba, numba_refuses),
+        "numba": numba(_numba, ("many",)),
         "triton": triton_options.candidate(_triton, "4 bytes a number, the reference 36"),
         "compiled": compiled.candidate(reference.plain),
         "liger": Candidate(liger.load_rms_norm, liger.refuses),

@@ -6,28 +6,29 @@ The time is that of reading W once.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
+from unfreeze.kernels.skinny_linear.reference import reference
 
 __all__ = ["OP", "is_skinny", "skinny_linear"]
 
-# rows. From 4 on the CPU's float32 multiplications take longer than reading W, and a GEMM has twice as many
-# in bf16
 MAX_ROWS = 3
+# rows, by the dtype of x. bf16: from 4 on the CPU's float32 multiplications take longer than reading W, and a
+# GEMM has twice as many. float32: the GEMM would have to widen W first
+MOST_ROWS = {torch.bfloat16: MAX_ROWS, torch.float32: 16}
 
 
 def bucket(rows: int) -> str:
     """Rows are what decides; W is read whole in any case."""
-    return "1 row" if rows == 1 else f"2 or {MAX_ROWS} rows"
+    return "1 row" if rows == 1 else f"2 or {MAX_ROWS} rows" if rows <= MAX_ROWS else "4 rows on"
 
 
 def is_skinny(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether x Wᵀ is for this op: no gradient is asked for, few rows, bf16."""
-    bf16 = x_TI.dtype == weight_OI.dtype == torch.bfloat16
-    skinny = bf16 and x_TI.dim() == 2 and 0 < x_TI.shape[0] <= MAX_ROWS
+    """Whether x Wᵀ is for this op: no gradient is asked for, few rows, W in bf16."""
+    most = MOST_ROWS.get(x_TI.dtype, 0) if weight_OI.dtype == torch.bfloat16 else 0
+    skinny = x_TI.dim() == 2 and 0 < x_TI.shape[0] <= most
     return skinny and not (torch.is_grad_enabled() and (x_TI.requires_grad or weight_OI.requires_grad))
 
 
@@ -36,7 +37,7 @@ def skinny_linear(
 ) -> Tensor:
     """y[t, o] = Σ_i x[t, i] w[o, i] + b[o], summed in float32, rounded once.
 
-    bf16 x [T, in], w [out, in], b [out] -> bf16 [T, out].
+    w [out, in] bf16; x [T, in] and b [out] bf16, or float32 -> [T, out] in x's dtype.
     No gradient flows back: ask `is_skinny` first. Errors of `choose`.
     """
     return choose(OP, x_TI.device, x_TI.dtype, bucket(x_TI.shape[0]), impl)(x_TI, weight_OI, bias_O)
@@ -51,10 +52,10 @@ def _numba_cpu() -> Implementation:
 def _refuses(device: str, dtype: torch.dtype) -> str:
     if device != "cpu":
         return f"device {device}; its loops are for the CPU"
-    return "" if dtype == torch.bfloat16 else f"{dtype}; it reads bfloat16"
+    return "" if dtype in MOST_ROWS else f"{dtype}; its loops read bfloat16 and float32"
 
 
-def _case(rows: int) -> Case:
+def _case(rows: int, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> Case:
     def inputs(
         device: torch.device, dtype: torch.dtype, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, None]:
@@ -62,16 +63,21 @@ def _case(rows: int) -> Case:
             torch.randn(rows, 1024, generator=generator),
             torch.randn(1536, 1024, generator=generator) / 32,
         )
-        return x.to(device, dtype), weight.to(device, dtype), None
+        return x.to(device, dtype), weight.to(device, torch.bfloat16), None
 
-    return Case(bucket(rows), inputs, (torch.bfloat16,))
+    return Case(bucket(rows), inputs, dtypes)
 
 
 OP = Op(
     name="few_rows",  # in records and on the command line
-    reference=F.linear,
-    candidates={"numba": Candidate(_numba_cpu, _refuses)},
-    cases=tuple(_case(rows) for rows in (1, MAX_ROWS)),
-    tolerance={torch.bfloat16: 4e-3},  # the result is rounded once: 2^-9 at most of each element
+    reference=reference,
+    candidates={
+        "numba": Candidate(
+            _numba_cpu, _refuses, predicted_on=("cpu",), because="the weight is read once, as it is stored"
+        )
+    },
+    cases=(_case(1), _case(MAX_ROWS), _case(8, (torch.float32,))),
+    # bf16: the result is rounded once, 2^-9 at most of each element
+    tolerance={torch.bfloat16: 4e-3, torch.float32: 1e-6},
     differentiable=False,
 )

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.kernels.loops.numba_options import Kernel, array, narrow, widen
 from unfreeze.kernels.loops.row_dots import bf16_row, halves, row_dots
+from unfreeze.kernels.skinny_linear.reference import reference
 
 JOB_ROWS = 16  # weight rows of a job
 
 
 @Kernel
 def _linear(start, stop, x, weight, bias, y):
-    """x, weight, y bf16 bits [T, in], [out, in], [T, out]; bias [out] or empty."""
+    """weight [out, in] bf16 bits; x [T, in], y [T, out] and bias [out] (or empty) bf16 bits or float32."""
     order, wide = np.arange(x.shape[0]), np.empty(x.shape, np.float32)
     halves(x, wide)
     for job in range(start, stop):
@@ -38,9 +38,9 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     A width that is no multiple of 32, or a weight that doesn't lie row by row, is left to torch.
     """
     if weight_OI.shape[1] % 32 or weight_OI.stride() != (weight_OI.shape[1], 1):
-        return F.linear(x_TI, weight_OI, bias_O)
-    y = torch.empty((x_TI.shape[0], weight_OI.shape[0]), dtype=torch.bfloat16)
-    bias = np.empty(0, np.uint16) if bias_O is None else array(bias_O)
+        return reference(x_TI, weight_OI, bias_O)
+    y = torch.empty((x_TI.shape[0], weight_OI.shape[0]), dtype=x_TI.dtype)
+    bias = array(x_TI.new_empty(0) if bias_O is None else bias_O)
     jobs = -(-weight_OI.shape[0] // JOB_ROWS)
     _linear(x_TI.shape[0] * weight_OI.numel(), jobs, array(x_TI), array(weight_OI), bias, array(y))
     return y

@@ -10,14 +10,28 @@ from unfreeze.models.blocks.norm import RMSNorm
 
 
 class Embedding(nn.Module):
-    """Rows of a table: tokens [T] -> [T, D]. No padding row: packed batches have no padding."""
+    """Rows of a table: tokens [T] -> [T, D]. No padding row: packed batches have no padding.
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device | str):
+    dtype: of its output. held: the dtype of a frozen table, if it is narrower; rows are widened when taken.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        held: torch.dtype | None = None,
+    ):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size, dtype=dtype, device=device))
+        self.widened = None if held in (None, dtype) else dtype
+        empty = torch.empty(vocab_size, hidden_size, dtype=held or dtype, device=device)
+        self.weight = nn.Parameter(empty, requires_grad=held in (None, dtype))
 
     def forward(self, tokens_T: Tensor) -> Tensor:
-        return F.embedding(tokens_T, self.weight)
+        rows_TD = F.embedding(tokens_T, self.weight)
+        return rows_TD if self.widened is None else rows_TD.to(self.widened)
 
 
 class ScaledEmbedding(Embedding):
@@ -31,8 +45,9 @@ class ScaledEmbedding(Embedding):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        held: torch.dtype | None = None,
     ):
-        super().__init__(vocab_size, hidden_size, dtype=dtype, device=device)
+        super().__init__(vocab_size, hidden_size, dtype=dtype, device=device, held=held)
         self.scale = scale
 
     def forward(self, tokens_T: Tensor) -> Tensor:
@@ -50,8 +65,9 @@ class NormedEmbedding(Embedding):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        held: torch.dtype | None = None,
     ):
-        super().__init__(vocab_size, hidden_size, dtype=dtype, device=device)
+        super().__init__(vocab_size, hidden_size, dtype=dtype, device=device, held=held)
         self.norm = norm
 
     def forward(self, tokens_T: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,10 @@ UNEVEN = 1.25  # rows of the fullest group of experts over the mean group's
 
 
 class ExpertWeight(PackedHolder):
-    """One projection of all E experts: `weight` [E, out, in], or the codec's parts with a leading E."""
+    """One projection of all E experts: `weight` [E, out, in], or the codec's parts with a leading E.
+
+    held: the dtype of a frozen `weight`, if it is narrower than the computation's.
+    """
 
     def __init__(
         self,
@@ -41,13 +44,14 @@ class ExpertWeight(PackedHolder):
         codec: Codec | None,
         dtype: torch.dtype,
         device: torch.device | str,
+        held: torch.dtype | None = None,
     ):
         super().__init__()
         self.codec = codec
         if codec is None:
-            self.weight = nn.Parameter(
-                torch.empty(num_experts, out_features, in_features, dtype=dtype, device=device)
-            )
+            shape = (num_experts, out_features, in_features)
+            empty = torch.empty(shape, dtype=held or dtype, device=device)
+            self.weight = nn.Parameter(empty, requires_grad=held in (None, dtype))
         else:
             self.register_packed(codec, out_features, in_features, (num_experts,), device)
 
@@ -101,15 +105,15 @@ class Experts(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         activation: Activation = SWIGLU,
+        held: torch.dtype | None = None,
     ):
         super().__init__()
         self.num_experts, self.activation = num_experts, activation
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
 
         def weight(in_features: int, out_features: int, codec: Codec | None) -> ExpertWeight:
-            return ExpertWeight(
-                num_experts, in_features, out_features, codec=codec, dtype=dtype, device=device
-            )
+            made: dict[str, Any] = {"codec": codec, "dtype": dtype, "device": device, "held": held}
+            return ExpertWeight(num_experts, in_features, out_features, **made)
 
         both = codec
         if codec is not None and not activation.interleaved:  # which the files have as one matrix
@@ -214,6 +218,7 @@ class BiasedExperts(Experts):
         dtype: torch.dtype,
         device: torch.device | str,
         activation: Activation = SWIGLU,
+        held: torch.dtype | None = None,
     ):
         super().__init__(
             num_experts,
@@ -223,6 +228,7 @@ class BiasedExperts(Experts):
             dtype=dtype,
             device=device,
             activation=activation,
+            held=held,
         )
 
         def bias(width: int) -> nn.Parameter:

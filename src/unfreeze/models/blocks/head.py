@@ -33,8 +33,9 @@ class Head(Linear):
         codec: Codec | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
+        held: torch.dtype | None = None,
     ):
-        super().__init__(in_features, out_features, codec=codec, dtype=dtype, device=device)
+        super().__init__(in_features, out_features, codec=codec, dtype=dtype, device=device, held=held)
         self.factor, self.softcap = factor, softcap
 
     def forward(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:

@@ -1,5 +1,8 @@
 """Linear: y = x Wᵀ + b, with W dense or packed (4 bits), and one joint where an adapter can be attached.
 
+A frozen W may be held in a narrower dtype than the computation's, as the files have it: bf16 under float32.
+It is widened by panels while it is used (kernels/widened.py).
+
 T rows, in/out features.
 """
 
@@ -17,6 +20,7 @@ from unfreeze.kernels.expand import expand
 from unfreeze.kernels.linear_cross_entropy import DenseHead
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.skinny_linear import is_skinny, skinny_linear
+from unfreeze.kernels.widened import times, times_transposed
 from unfreeze.models.blocks.saved import Skip
 from unfreeze.quant.codec import Codec, Packed
 
@@ -51,25 +55,34 @@ class PackedHolder(nn.Module):
         )
 
 
-class _PackedLinear(torch.autograd.Function):
-    """y = x · expand(W)ᵀ. W is expanded in forward and again in backward; nothing expanded is saved."""
+class _FrozenLinear(torch.autograd.Function):
+    """y = x · wide(W)ᵀ, W packed or in a narrower dtype than x.
+
+    W is made wide in forward and again in backward; nothing wide is saved.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_TI: Tensor, packed: Packed) -> Tensor:
-        ctx.packed = packed
-        return F.linear(x_TI, _expanded(packed, x_TI))
+    def forward(ctx: Any, x_TI: Tensor, base: Tensor | Packed) -> Tensor:
+        ctx.base = base
+        return _product(x_TI, base)
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor, None]:
-        return dy_TO @ _expanded(ctx.packed, dy_TO), None
+        return _product_back(dy_TO, ctx.base), None
 
 
-def _matrix(weight: Tensor | None, packed: Packed | None, x_TI: Tensor) -> Tensor:
-    """W as a tensor: `weight` itself, or what `packed` expands to in x's dtype."""
-    if weight is not None:
-        return weight
-    assert packed is not None  # a linear layer has one of the two
-    return _expanded(packed, x_TI)
+def _product(x_TI: Tensor, base: Tensor | Packed) -> Tensor:
+    """x Wᵀ in x's dtype."""
+    if isinstance(base, Packed):
+        return F.linear(x_TI, _expanded(base, x_TI))
+    return F.linear(x_TI, base) if base.dtype == x_TI.dtype else times_transposed(x_TI, base)
+
+
+def _product_back(dy_TO: Tensor, base: Tensor | Packed) -> Tensor:
+    """dy W in dy's dtype."""
+    if isinstance(base, Packed):
+        return dy_TO @ _expanded(base, dy_TO)
+    return dy_TO @ base if base.dtype == dy_TO.dtype else times(dy_TO, base)
 
 
 class _ReusedLinear(torch.autograd.Function):
@@ -89,21 +102,23 @@ class _ReusedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.packed = packed
         ctx.save_for_backward(x_TI if ctx.needs_input_grad[1] else None, weight)
-        y_TO = reuse(lambda: F.linear(x_TI, _matrix(weight, packed, x_TI), bias))
-        if y_TO is None:
-            matrix = packed if weight is None else weight
-            assert matrix is not None  # a linear layer has one of the two
-            return x_TI.new_zeros(*x_TI.shape[:-1], matrix.shape[-2])
-        return y_TO
+        base = packed if weight is None else weight
+        assert base is not None  # a linear layer has one of the two
+
+        def compute() -> Tensor:
+            if isinstance(base, Tensor) and base.dtype == x_TI.dtype:
+                return F.linear(x_TI, base, bias)
+            y_TO = _product(x_TI, base)
+            return y_TO if bias is None else y_TO + bias
+
+        y_TO = reuse(compute)
+        return x_TI.new_zeros(*x_TI.shape[:-1], base.shape[-2]) if y_TO is None else y_TO
 
     @staticmethod
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight = ctx.saved_tensors
-        dx = (
-            dy_TO @ (_expanded(ctx.packed, dy_TO) if weight is None else weight)
-            if ctx.needs_input_grad[0]
-            else None
-        )
+        base = ctx.packed if weight is None else weight
+        dx = _product_back(dy_TO, base) if ctx.needs_input_grad[0] else None
         dw = dy_TO.t() @ x_TI if ctx.needs_input_grad[1] else None
         return dx, dw, dy_TO.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
@@ -128,6 +143,7 @@ class Linear(PackedHolder):
 
     x [T, in] -> y [T, out]. `codec` None: W is a parameter `weight` [out, in]; otherwise W stays packed in
     buffers and is expanded at use.
+    dtype: of the computation. held: the dtype of `weight`, if that is another; only a frozen one can be.
     `reuse`: where the layer is recomputed, x Wᵀ + b of its first visit is reused at the second
     (PackedPass.reuse_linear). What an adapter adds is computed again.
     `adapter` is set by adapters.attach and by nothing else.
@@ -142,12 +158,15 @@ class Linear(PackedHolder):
         codec: Codec | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
+        held: torch.dtype | None = None,
     ):
         super().__init__()
         self.in_features, self.out_features, self.codec = in_features, out_features, codec
         self.dtype = dtype
+        self.widened = None if held in (None, dtype) else dtype
         if codec is None:
-            self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=device))
+            empty = torch.empty(out_features, in_features, dtype=held or dtype, device=device)
+            self.weight = nn.Parameter(empty, requires_grad=held in (None, dtype))
         else:
             self.register_packed(codec, out_features, in_features, device=device)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
@@ -157,11 +176,12 @@ class Linear(PackedHolder):
         if reuse is not None:
             weight, packed = (self.weight, None) if self.codec is None else (None, self.packed)
             y_TO = _ReusedLinear.apply(x_TI, weight, self.bias, packed, reuse)
-        elif self.codec is None:
-            linear = skinny_linear if is_skinny(x_TI, self.weight) else F.linear
-            y_TO = linear(x_TI, self.weight, self.bias)
+        elif self.codec is None and is_skinny(x_TI, self.weight):
+            y_TO = skinny_linear(x_TI, self.weight, self.bias)
+        elif self.codec is None and self.weight.dtype == x_TI.dtype:
+            y_TO = F.linear(x_TI, self.weight, self.bias)
         else:
-            y_TO = _PackedLinear.apply(x_TI, self.packed)
+            y_TO = _FrozenLinear.apply(x_TI, self.weight if self.codec is None else self.packed)
             if self.bias is not None:
                 y_TO = y_TO + self.bias
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
@@ -185,9 +205,11 @@ class Linear(PackedHolder):
     def matrix(self) -> Tensor:
         """W [out, in] for reading, without bias and adapter.
 
-        The parameter itself, or the packed weight expanded to the dtype of the computation.
+        In the dtype of the computation: the parameter itself, or the weight made wide.
         """
-        return self.weight if self.codec is None else self.packed.dequantize().to(self.dtype)
+        if self.codec is not None:
+            return self.packed.dequantize().to(self.dtype)
+        return self.weight if self.widened is None else self.weight.to(self.widened)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}" + (f", {self.codec.name}" if self.codec else "")

@@ -1,7 +1,8 @@
 """Rotary position embeddings with the scalings published models use: none, linear, llama3, yarn, longrope.
 
-A Rope is the table of inverse frequencies (R/2 numbers, R rotary width) and the factor on cos and sin; it is
-computed in fp32 from config.json.
+A Rope is the table of inverse frequencies (R/2 numbers, R rotary width) and the factor on cos and sin, from
+config.json. In a model the table is float32 and has the bits of transformers' (rope_float32.py): an angle is
+position · frequency, so at position 8,000 one rounding apart would be 5e-4 of a radian.
 The rotation itself is kernels/rotary.
 
 T tokens, R rotary width of a head.
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import CheckpointError
+from unfreeze.models.blocks.rope_float32 import Computed
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rope:
-    """inverse_frequency[i] = theta^(-2i/R) after scaling.
+    """inverse_frequency[i] = theta^(-2i/R) after scaling, in double precision: what it should be.
 
+    computed           how the float32 table of it is made; None: rounded from it
     attention_factor   of cos and sin (1 except with yarn and longrope)
     long, short_until  other frequencies for a whole document of more than short_until tokens (longrope)
     growth, per        cos and sin also grow with the position p, by 1 + growth · ln(1 + floor(p / per)): for
@@ -38,6 +42,7 @@ class Rope:
     short_until: int = 0
     growth: float = 0.0
     per: float = 1.0
+    computed: Computed | None = None
 
     def tables(self, positions_T: Tensor, lengths_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R/2] in fp32 for integer positions [T].
@@ -45,15 +50,23 @@ class Rope:
         lengths_T: the tokens of the document that each is in, which longrope asks for; None: each is its
         document's last.
         """
-        frequency = _on_device(self.inverse_frequency, positions_T.device)
+        frequency = _on_device(self, positions_T.device, False)
         if self.long is not None:
             lengths_T = positions_T + 1 if lengths_T is None else lengths_T
             longer_T1 = (lengths_T > self.short_until)[:, None]
-            frequency = _on_device(self.long, positions_T.device).where(longer_T1, frequency)
+            frequency = _on_device(self, positions_T.device, True).where(longer_T1, frequency)
         angle, factor = positions_T.float()[:, None] * frequency, self.attention_factor
         if self.growth:
             factor = factor * (1 + self.growth * (1 + (positions_T / self.per).floor()).log())[:, None]
         return angle.cos() * factor, angle.sin() * factor
+
+    def backwards(self) -> Rope:
+        """The rotation the other way round."""
+        inverse, long = (
+            numbers and tuple(-f for f in numbers) for numbers in (self.inverse_frequency, self.long)
+        )
+        computed = self.computed and replace(self.computed, sign=-self.computed.sign)
+        return replace(self, inverse_frequency=inverse or (), long=long, computed=computed)
 
 
 @dataclass(frozen=True)
@@ -71,11 +84,14 @@ class Temperature(Rope):
 
 
 @functools.cache
-def _on_device(inverse_frequency: tuple[float, ...], device: torch.device) -> Tensor:
-    """Once per device: a copy from the host at every step would make it wait."""
+def _on_device(rope: Rope, device: torch.device, long: bool) -> Tensor:
+    """The frequencies in float32, once per device: a copy from the host at every step would make it wait."""
     import torch  # here, because config.json is read, and refused, without it
 
-    return torch.tensor(inverse_frequency, dtype=torch.float32, device=device)
+    if rope.computed is not None:
+        return rope.computed.numbers(long).to(device)
+    numbers = rope.long if long else rope.inverse_frequency
+    return torch.tensor(numbers, dtype=torch.float32, device=device)
 
 
 def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
@@ -90,18 +106,20 @@ def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
     theta = float(parameters["rope_theta"])
     kind = parameters["rope_type"]
     inverse = [theta ** (-2 * i / width) for i in range(width // 2)]
+    made = partial(Computed, kind, theta, width)
     if kind == "default":
-        return Rope(tuple(inverse))
+        return Rope(tuple(inverse), computed=made())
     if kind == "linear":
-        return Rope(tuple(f / float(parameters["factor"]) for f in inverse))
+        factor = float(parameters["factor"])
+        return Rope(tuple(f / factor for f in inverse), computed=made(factor))
     if kind == "llama3":
-        return Rope(tuple(_llama3(f, parameters) for f in inverse))
+        return _llama3(inverse, parameters, made)
     if kind == "yarn":
-        return _yarn(inverse, theta, width, parameters, config)
+        return _yarn(inverse, theta, width, parameters, config, made)
     if kind == "proportional":
-        return Rope(tuple(_proportional(inverse, parameters)))
+        return _proportional(inverse, parameters, made)
     if kind == "longrope":
-        return _longrope(inverse, parameters, config)
+        return _longrope(inverse, parameters, config, made)
     raise CheckpointError(
         f"config.json: rope type {kind!r} is not known; known: default, linear, llama3, yarn, longrope,"
         " proportional",
@@ -153,24 +171,33 @@ def rotary_width(config: Mapping[str, Any], head_dim: int, absent: float = 1.0) 
     return width
 
 
-def _llama3(frequency: float, parameters: Mapping[str, Any]) -> float:
+def _llama3(inverse: list[float], parameters: Mapping[str, Any], made: Callable[..., Computed]) -> Rope:
     """Llama 3.1's scaling: long wavelengths are divided by factor, short ones kept, a linear ramp between.
 
     Where both bounds are the same there is no ramp (Llama 4 Scout). Source: Meta's reference.
     """
     factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = float(parameters["original_max_position_embeddings"])
-    wavelength = 2 * math.pi / frequency
-    if wavelength >= context / low:
-        return frequency / factor
-    if wavelength < context / high:
-        return frequency
-    smooth = (context / wavelength - low) / (high - low)
-    return (1 - smooth) * frequency / factor + smooth * frequency
+
+    def scaled(frequency: float) -> float:
+        wavelength = 2 * math.pi / frequency
+        if wavelength >= context / low:
+            return frequency / factor
+        if wavelength < context / high:
+            return frequency
+        smooth = (context / wavelength - low) / (high - low)
+        return (1 - smooth) * frequency / factor + smooth * frequency
+
+    return Rope(tuple(map(scaled, inverse)), computed=made(factor, low=low, high=high, context=context))
 
 
 def _yarn(
-    inverse: list[float], theta: float, width: int, parameters: Mapping[str, Any], config: Mapping[str, Any]
+    inverse: list[float],
+    theta: float,
+    width: int,
+    parameters: Mapping[str, Any],
+    config: Mapping[str, Any],
+    made: Callable[..., Computed],
 ) -> Rope:
     """YaRN (Peng et al. 2023): interpolate low frequencies by `factor`, keep high ones.
 
@@ -205,18 +232,24 @@ def _yarn(
             if mscale and mscale_all
             else yarn_mscale(factor)
         )
-    return Rope(tuple(scaled), float(attention))
+    return Rope(tuple(scaled), float(attention), computed=made(factor, low=low, high=high))
 
 
-def _proportional(inverse: list[float], parameters: Mapping[str, Any]) -> list[float]:
+def _proportional(inverse: list[float], parameters: Mapping[str, Any], made: Callable[..., Computed]) -> Rope:
     """Gemma 4's: the first partial_rotary_factor of the frequencies, the other pairs stand still."""
     share = float(parameters.get("partial_rotary_factor") or 1.0)
     factor = float(parameters.get("factor") or 1.0)
     turning = int(share * 2 * len(inverse) // 2)
-    return [f / factor if i < turning else 0.0 for i, f in enumerate(inverse)]
+    numbers = tuple(f / factor if i < turning else 0.0 for i, f in enumerate(inverse))
+    return Rope(numbers, computed=made(factor, turning=turning))
 
 
-def _longrope(inverse: list[float], parameters: Mapping[str, Any], config: Mapping[str, Any]) -> Rope:
+def _longrope(
+    inverse: list[float],
+    parameters: Mapping[str, Any],
+    config: Mapping[str, Any],
+    made: Callable[..., Computed],
+) -> Rope:
     """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency has a divisor of its own.
 
     One set for documents as long as those of pretraining, one for longer ones.
@@ -241,7 +274,8 @@ def _longrope(inverse: list[float], parameters: Mapping[str, Any], config: Mappi
                 next="get config.json from the model's publisher again",
             )
     short, long = (tuple(f / float(d) for f, d in zip(inverse, divisors, strict=True)) for divisors in sets)
-    return Rope(short, float(attention), long=long, short_until=int(context))
+    computed = made(divisors=tuple(map(float, sets[0])), long=tuple(map(float, sets[1])))
+    return Rope(short, float(attention), long=long, short_until=int(context), computed=computed)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -84,7 +84,8 @@ def measured_of(
     shape: models.Shape, manifest: Manifest, lora: LoraConfig | None, dtype: torch.dtype, device: torch.device
 ) -> Measured:
     """Of a model on meta; of Kimi-K2's size it takes a second."""
-    model = models.meta_model(shape, manifest, dtype)
+    as_stored = lora is not None and device.type == "cpu"
+    model = models.meta_model(shape, manifest, dtype, as_stored=as_stored)
     return Measured(counts(model), measure(model, lora, device.type))
 
 

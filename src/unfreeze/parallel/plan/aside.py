@@ -75,7 +75,7 @@ def aside_of(
     chunk = chunk_tokens(shape.num_experts, shape.experts_per_token, device.type)
     at_once = tokens if chunk is None else min(tokens, max(chunk, longest))
     stream = tokens * sizes.hidden_size * sizes.compute_bytes
-    dtype = next(model.parameters()).dtype
+    dtype = model.dtype
     blocks = (block for layer in model.layers for block in layer.children() if isinstance(block, Block))
     part = max(block.bytes(dtype, device.type).held for block in blocks)
     return Aside(

@@ -21,6 +21,7 @@ LESS: dict[Recompute, tuple[Recompute, ...]] = {
 
 Proposal = tuple[str, str]
 """(flags, the same with their bytes)."""
+LARGER = "use a machine with more memory, a smaller checkpoint, or one in 4 bits"
 
 
 def refuse_if_too_large(plan: Plan) -> None:
@@ -29,7 +30,9 @@ def refuse_if_too_large(plan: Plan) -> None:
         return
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items() if size)
     peak, usable = format_bytes(plan.total), format_bytes(plan.usable)
-    arithmetic = f"peak {peak}, {usable} usable on {plan.hardware.name}: {parts}"
+    bound = {"ulimit": " within this shell's ulimit", "container": " in this container"}
+    within = bound.get(plan.hardware.limit, "")
+    arithmetic = f"peak {peak}, {usable} usable on {plan.hardware.name}{within}: {parts}"
     if plan.load > plan.training:
         arithmetic += f"; loading alone takes {format_bytes(plan.load)}"
     fits = what_fits(plan)
@@ -37,7 +40,7 @@ def refuse_if_too_large(plan: Plan) -> None:
         raise DoesNotFit(
             f"{arithmetic}. No number of tokens and no rank fits: the base alone is"
             f" {format_bytes(plan.terms['base'])}",
-            next="use a machine with more memory, a smaller checkpoint, or one in 4 bits",
+            next=LARGER,
         )
     descriptions = ", or ".join(description for _, description in fits)
     raise DoesNotFit(f"{arithmetic}. Fits with {descriptions}", next=fits[0][0])

@@ -235,9 +235,8 @@ class _Timed:
 def _rate(name: str, bucket: str, dtype: torch.dtype) -> _Timed | None:
     """The rate of one op on this CPU, from its record; None where this device has no record of it."""
     op, key = ops.load(name), record.device_key(CPU)
-    source, rows = record.speaking_for(op, CPU, dtype, bucket)
-    rows = [row for row in rows if "refused" not in row]
-    if source != key or not rows:
+    rows = [row for row in record.rows_of(op, CPU, dtype, bucket) if "refused" not in row]
+    if not rows:
         return None
     runs = by_record(op, CPU, dtype, bucket).runs
     row = next((row for row in rows if row["candidate"] == runs), rows[0])

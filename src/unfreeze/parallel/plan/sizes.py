@@ -93,7 +93,7 @@ def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Siz
 
     The model may be on meta and must not carry adapters yet.
     """
-    shape, dtype = model.shape, next(model.parameters()).dtype
+    shape, dtype = model.shape, model.dtype
     layers = [layer.bytes(dtype, device) for layer in model.layers]
     base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once
     packed = model.packed_weights()

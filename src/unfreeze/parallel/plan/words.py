@@ -172,6 +172,6 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         **({"boundary": plan.work.boundary} if plan.work.boundary_leaves else {}),
         **({"optimizer": plan.work.optimizer} if plan.work.optimizer != "device" else {}),
         **({"host": plan.host} if plan.host else {}),
-        "hardware": asdict(plan.hardware),
+        "hardware": {name: of for name, of in asdict(plan.hardware).items() if name != "unbound"},
         "lines": plan_lines(plan),
     }

@@ -1,0 +1,148 @@
+"""The losses of `unfreeze merge` on held-out rows: of the base, with the adapter beside it, and merged.
+
+Each row's loss is known by itself, so the gain has a standard error, paired by row.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unfreeze.commands.merge_rows import GIVE, TOKENS, Rows
+from unfreeze.config.adapter import adapter_folder
+from unfreeze.core.errors import AdapterError
+from unfreeze.core.units import format_bytes
+from unfreeze.objectives.preference import WITHOUT_REFERENCE
+from unfreeze.recipes.prefer import loss_of, minimised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.config.prefer import Preference
+    from unfreeze.core.batch import Batch
+    from unfreeze.data import Examples
+    from unfreeze.evaluate.gain import Gain
+    from unfreeze.models import Decoder
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of each row its loss and what it counts: supervised tokens of a taught row, 1 of a pair or a label."""
+
+    sums: list[float] = field(default_factory=list[float])
+    counts: list[float] = field(default_factory=list[float])
+
+    @property
+    def mean(self) -> float:
+        return sum(self.sums) / sum(self.counts)
+
+
+def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, rows: Rows) -> Gain | str:
+    """The three losses in float32, one model in memory at a time; why not, where they cannot be measured."""
+    from unfreeze.adapters import detach, load_adapter
+    from unfreeze.checkpoint import open_checkpoint
+    from unfreeze.data import validation_batches
+    from unfreeze.data.examples import TAUGHT
+    from unfreeze.evaluate.gain import Gain, error_of
+    from unfreeze.generate.open import open_model
+
+    written = open_checkpoint(merged)
+    if lacking := _no_room(base) or _no_room(written):
+        return lacking
+    asked = rows.preference if int(examples.chosen_N[0]) != TAUGHT else None
+    begun = str(rows.resolved.get("adapter") or "") if asked and asked.loss not in WITHOUT_REFERENCE else ""
+    try:
+        start = adapter_folder(begun) if begun else None
+    except AdapterError as error:
+        return f"the run's pairs are compared with the adapter it began with: {error.message}; {GIVE}"
+    batches = list(validation_batches(examples, _tokens(rows) if asked else TOKENS))
+
+    model = open_model(base, as_stored=True)
+    reference: list[Tensor] = []
+    if asked is not None and asked.loss not in WITHOUT_REFERENCE:
+        if start is not None:
+            load_adapter(model, start)
+        reference = [_log_probabilities(model, batch) for batch in batches]
+        if start is not None:
+            detach(model)
+    without = losses(model, batches, asked, reference)
+    load_adapter(model, adapter)
+    with_adapter = losses(model, batches, asked, reference)
+    del model
+    gc.collect()
+    after = losses(open_model(written, as_stored=True), batches, asked, reference)
+    gains = [old - new for old, new in zip(without.sums, with_adapter.sums, strict=True)]
+    return Gain(
+        without.mean,
+        with_adapter.mean,
+        after.mean,
+        sum(int(batch.weights_T.gt(0).sum()) for batch in batches),
+        len(examples),
+        error_of(gains, without.counts) if len(gains) > 1 else 0.0,
+        loss_of(asked) if asked else "",
+    )
+
+
+def losses(model: Decoder, batches: list[Batch], asked: Preference | None, reference: list[Tensor]) -> Losses:
+    """The loss of each row: cross entropy, or what the run minimised over answers that are compared.
+
+    reference: l_ref of the documents of each batch, where the loss has one.
+    """
+    import torch
+
+    found = Losses()
+    with torch.no_grad(), model.looking():
+        for number, host_batch in enumerate(batches):
+            batch = host_batch.to(model.device)
+            if asked is None:
+                sums = (-_log_probabilities(model, host_batch)).tolist()
+                starts = batch.starts_S.tolist()
+                counts = [float(part.sum()) for part in host_batch.weights_T.tensor_split(starts[1:])]
+            else:
+                objective = minimised(asked)
+                if reference:
+                    objective.keywords["reference"] = _known(reference[number])
+                each = objective(model.hidden(batch), model.lm_head, batch).each
+                assert each is not None
+                sums, counts = each.tolist(), [1.0] * len(each)
+            found.sums.extend(sums)
+            found.counts.extend(counts)
+    return found
+
+
+def _tokens(rows: Rows) -> int:
+    """Of a micro-batch of the run: an answer with a label is compared with others of its micro-batch."""
+    of = rows.resolved
+    return int(of.get("tokens_per_step") or TOKENS) // int(of.get("micro_batches") or 1)
+
+
+def _known(l_S: Tensor) -> Callable[[Batch], Tensor]:
+    return lambda batch: l_S
+
+
+def _log_probabilities(model: Decoder, host_batch: Batch) -> Tensor:
+    """l of each document, float64 [S]."""
+    import torch
+
+    from unfreeze.objectives.preference import log_probabilities
+
+    batch = host_batch.to(model.device)
+    with torch.no_grad(), model.looking():
+        return log_probabilities(model.hidden(batch), model.lm_head, batch)
+
+
+def _no_room(manifest: Manifest) -> str:
+    """What a model takes and what is free, where that is less; else ""."""
+    import torch
+
+    from unfreeze import models
+    from unfreeze.parallel.machine import hardware
+
+    model = models.meta_model(models.shape(manifest.config), manifest, torch.float32, as_stored=True)
+    needed = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    free = hardware("cpu").available
+    return f"{manifest.path} takes {format_bytes(needed)}, {format_bytes(free)} free" if needed > free else ""

@@ -1,0 +1,48 @@
+"""A shortage of memory during a run: it does not fit, and what takes less is named."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from unfreeze.core.errors import DoesNotFit, ran_out
+from unfreeze.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from unfreeze.parallel.plan import Plan
+
+LESS = 0.75
+"""Share of the planned peak that a proposal may take: the plan has failed, so it is no measure."""
+
+
+@contextmanager
+def refused_when_short(plans: list[Plan]) -> Generator[None]:
+    """Raise DoesNotFit for a shortage. plans: the run's plan, once there is one."""
+    try:
+        yield
+    except Exception as error:
+        if not (what := ran_out(error)):
+            raise
+        if not plans:
+            raise DoesNotFit(
+                f"memory ran out: {what}", next="end other programs, or raise ulimit -v"
+            ) from error
+        (plan,) = plans
+        peak, usable = format_bytes(plan.total), format_bytes(plan.usable)
+        raise DoesNotFit(
+            f"memory ran out: {what}; planned were {peak} of {usable} usable on {plan.hardware.name}",
+            next=remedy(plan),
+        ) from error
+
+
+def remedy(plan: Plan) -> str:
+    """The flags of the first proposal that takes LESS than this plan."""
+    from unfreeze.parallel.plan import USABLE, what_fits
+    from unfreeze.parallel.plan.propose import LARGER
+    from unfreeze.parallel.plan.terms import plan as plan_of
+
+    smaller = replace(plan.hardware, available=int(LESS * min(plan.total, plan.usable) / USABLE))
+    fits = what_fits(plan_of(plan.sizes, plan.work, smaller))
+    return fits[0][0] if fits else LARGER

@@ -1,0 +1,103 @@
+"""What was timed on this machine: a file in the user's cache.
+
+A file per machine: class and model of the CPU, torch, numba, threads and the source of the loops. A damaged
+file counts as none, and where the cache cannot be written nothing is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unfreeze.core.cpu import cpu_class, processor
+from unfreeze.kernels.choice.op import Op
+from unfreeze.kernels.choice.record import user_folder
+
+Key = tuple[str, str, str]
+"""op, dtype, bucket: what is decided at once."""
+Row = dict[str, Any]
+"""op, dtype, bucket; runs: what is fastest; us: microseconds by implementation, "reference" is plain torch;
+wrong: candidate -> why it may not run; date."""
+
+
+def key_of(op: Op, dtype: torch.dtype, bucket: str) -> Key:
+    """What a row is about."""
+    return op.name, str(dtype).removeprefix("torch."), bucket
+
+
+def machine() -> dict[str, object]:
+    """What a time holds for."""
+    import numba
+
+    from unfreeze.kernels.loops.on_disk import ROOM, sources
+
+    return {
+        "class": cpu_class(),
+        "processor": processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "numba": numba.__version__,
+        "loops": sources(ROOM)[:16],
+    }
+
+
+def path() -> Path:
+    """The file of this machine."""
+    name = hashlib.sha256(json.dumps(machine()).encode()).hexdigest()[:16]
+    return user_folder() / f"timed-{name}.json"
+
+
+def known() -> dict[Key, Row]:
+    """What was timed on this machine, by `key_of`; nothing where UNFREEZE_KERNELS fixes what runs."""
+    if os.environ.get("UNFREEZE_KERNELS") or not any(user_folder().glob("timed-*.json")):
+        return {}
+    return _read(path())
+
+
+@functools.cache
+def _read(file: Path) -> dict[Key, Row]:
+    """The rows of a file; {} where there is none, or it holds something else: then they are made anew."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        return {(row["op"], row["dtype"], row["bucket"]): row for row in rows if _whole(row)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _whole(row: Row) -> bool:
+    """Whether a row has every field, of its kind, and a time above 0 of what runs and of plain torch."""
+    us, words = row["us"], (row["op"], row["dtype"], row["bucket"], row["runs"], row["date"])
+    return (
+        all(isinstance(word, str) for word in words)
+        and isinstance(row["wrong"], dict)
+        and {row["runs"], "reference"} <= us.keys()
+        and all(isinstance(each, int | float) and 0 < each < math.inf for each in us.values())
+    )
+
+
+def keep(rows: Sequence[Row]) -> None:
+    """Add rows to this machine's file, at once or not at all. Where it cannot be written nothing is kept."""
+    file = path()
+    _read.cache_clear()
+    made = {(row["op"], row["dtype"], row["bucket"]): row for row in rows}
+    text = json.dumps({"machine": machine(), "rows": list((_read(file) | made).values())}, indent=1)
+    name = ""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            opened.write(text + "\n")
+        os.replace(name, file)
+    except OSError:
+        if name:
+            Path(name).unlink(missing_ok=True)
+    _read.cache_clear()

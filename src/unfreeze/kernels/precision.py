@@ -1,0 +1,61 @@
+"""Which numbers a model is computed in: bfloat16 where the hardware multiplies it, float32 elsewhere.
+
+A CPU without bf16 instructions emulates them: two cores with AVX2 multiply 0.9 GFLOP/s in bf16 and 115.9 in
+float32 (torch.mm, 512 x 1,024 x 1,024, torch 2.13). Frozen weights stay as their files have them in either
+case: float32 arithmetic widens them while they are used (widened.py).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+from unfreeze.core.cpu import cpu_class, multiplies_bf16
+
+if TYPE_CHECKING:
+    import torch
+
+AUTO = "auto"
+
+
+class Precision(NamedTuple):
+    """The dtype of the computation, "bfloat16" or "float32", and why it is that one."""
+
+    name: str
+    why: str
+
+
+def precision(asked: str, device: torch.device | str) -> Precision:
+    """The dtype for a device that is here. asked: "auto", "bfloat16" or "float32"."""
+    if asked != AUTO:
+        return Precision(asked, "as asked")
+    return precision_on(str(device).partition(":")[0], multiplies(device))
+
+
+def precision_on(kind: str, bf16: bool | None = None) -> Precision:
+    """What "auto" is on a device of that kind ("cpu", "cuda").
+
+    bf16: whether it multiplies bfloat16; None: a CPU as this one does, and a GPU that is not here does.
+    """
+    bf16 = (kind != "cpu" or multiplies_bf16()) if bf16 is None else bf16
+    here = f"this CPU ({cpu_class().removeprefix('cpu-')})" if kind == "cpu" else "the GPU"
+    if bf16:
+        return Precision("bfloat16", f"{here} multiplies it")
+    return Precision("float32", f"{here} has no bfloat16 units")
+
+
+def multiplies(device: torch.device | str) -> bool:
+    """Whether that device, which is here, has instructions that multiply bfloat16."""
+    if str(device).startswith("cuda"):
+        import torch
+
+        with torch.cuda.device(device) if torch.device(device).index is not None else nullcontext():
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    return multiplies_bf16()
+
+
+def slow(name: str, device: torch.device | str) -> str:
+    """Why a dtype is slow on a device that is here; "" where it is not."""
+    if name != "bfloat16" or multiplies(device):
+        return ""
+    return f"dtype = bfloat16 is slow here: {precision_on(str(device).partition(':')[0], False).why}"

@@ -1,0 +1,327 @@
+"""What a run's own events prove of it: that it learnt, overfitted, or neither; each figure beside its error.
+
+"Learnt" needs a fall of the objective on held-out rows by more than two standard errors of the difference,
+paired by row, and by at least a hundredth of its value at step 0; of preferences, accuracy must have risen as
+clearly. Without held-out rows: the same of the mean training loss of whole epochs, or of the first and the
+last quarter of the steps, and an output that the receipt saw move far enough for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from unfreeze.core.schema import DataEvent, EvalEvent, ReceiptEvent, TrainEvent
+from unfreeze.report.events import last, numbers, of_kind, sample_pairs, series, warnings
+from unfreeze.report.run import Run
+
+SHARE = 0.01  # of the value at step 0: a smaller change is none that anybody would notice
+NATS = 1.0  # an answer that is e times less likely; less is said of none
+LEAKED = "validation documents are also in the training data"  # job/data.py warns so
+LEAK = 0.1  # of the held-out documents: with more of them trained on their loss tells what is known by heart
+REACH = 10.0
+"""How many times further training may have moved the output than the first step's change, times the sum of
+the learning rates over the first one. Later steps add to B what moved A besides."""
+ABOUT = ("loss", "perplexity", "bits_per_byte", "logp_likelier", "tokens", "rows", "seconds")
+"""Fields of an eval event that are no scores."""
+PERCENT = ("style", "facts")  # of the demo
+
+
+class Finding(NamedTuple):
+    """learnt: is it proven. measured: 'held-out loss 2.500 → 1.750'. note: ' Overfitted: …', or empty."""
+
+    learnt: bool
+    measured: str
+    note: str = ""
+
+
+class Fall(NamedTuple):
+    """Two means, and whether the second is lower beyond its error. of: what they are means of."""
+
+    before: float
+    after: float
+    clear: bool
+    of: str = ""
+
+
+def finding(run: Run) -> Finding:
+    """From held-out loss, else from scores and training loss, else from training loss."""
+    evals = [event for event in of_kind(run.events, EvalEvent) if "loss" in event]
+    scores = _scores(run)
+    words = [f"{name} {_change_of(name, ys)}" for name, ys in scores.items()]
+    trained = training(run)
+    if evals:
+        losses = [math.nan if (loss := event.get("loss")) is None else loss for event in evals]
+        learnt, note = _held_out(run, evals, losses, scores, trained)
+        measured = ", ".join([f"held-out loss {change(losses, 3)}", *words][:4])
+    elif words:
+        learnt, note = _by_scores(run, scores, trained) and moved(run, trained), _rambles(run)
+        measured = ", ".join(words[:4])
+    else:
+        learnt, note = bool(trained and trained.clear) and moved(run, trained), _rambles(run)
+        measured = _trained_words(run, trained)
+    same = _unchanged(run)
+    return Finding(learnt and not (same or note), measured + same, note)
+
+
+# --- on held-out rows
+
+
+def _held_out(
+    run: Run,
+    evals: Sequence[EvalEvent],
+    losses: Sequence[float],
+    scores: dict[str, list[float]],
+    trained: Fall | None,
+) -> tuple[bool, str]:
+    """(whether the loss fell and accuracy rose, what is to be said beside: '' or ' Overfitted: …')."""
+    if leaked := _leaked(run):
+        return False, f" {leaked}, so they prove nothing: hold out other rows."
+    end, first = evals[-1], losses[0]
+    changes = {(each["measure"], each["since"]): each for each in end.get("changes", [])}
+    if not math.isfinite(losses[-1]):
+        return False, " The held-out loss is no longer finite. Lower --learning-rate."
+    if ("loss", 0) not in changes:  # of an earlier version: no error is known
+        lowest = losses[-1] <= min(losses) + SHARE * abs(first)
+        fell = losses[-1] <= first - SHARE * abs(first) and lowest
+        return fell and bool(trained and trained.clear) and moved(run, trained), ""
+    rows = end.get("rows", 0)
+    fell = _beyond(changes["loss", 0]["change"], changes["loss", 0]["error"], rows, first) < 0
+    if "accuracy" in scores and "accuracy" in numbers(end):
+        risen = changes.get(("accuracy", 0))
+        fell = (
+            fell and risen is not None and _prefers(risen["change"], risen["error"], rows, scores["accuracy"])
+        )
+    return fell, _overfits(run, evals, rows, first) or _less_likely(run, evals, rows)
+
+
+def _leaked(run: Run) -> str:
+    """'6 of 6 validation documents are also in the training data', where more than LEAK of them are."""
+    for _, words in warnings(run.events):
+        if words.endswith(LEAKED):
+            leaked, _, whole = (word.replace(",", "") for word in words.split()[:3])
+            if leaked.isdecimal() and whole.isdecimal() and int(leaked) > LEAK * int(whole):
+                return words
+    return ""
+
+
+def _prefers(change: float, error: float | None, rows: int, accuracy: Sequence[float]) -> bool:
+    """Whether the share of pairs that are chosen right rose beyond its error, or was high and stayed so."""
+    if error is None:
+        return False
+    if change > 0 and change > errors(rows - 1) * error:
+        return True
+    # without a reference accuracy begins anywhere: one that began beyond chance need not rise
+    begun = accuracy[0] - 0.5
+    chance = errors(rows - 1) * math.sqrt(accuracy[0] * (1 - accuracy[0]) / max(rows, 1))
+    return begun > 0 and begun > chance and change >= 0
+
+
+def _overfits(run: Run, evals: Sequence[EvalEvent], rows: int, first: float) -> str:
+    """' Overfitted: …' where held-out loss rose after its lowest point; '' where it did not."""
+    losses = {event["step"]: loss for event in evals if (loss := event.get("loss")) is not None}
+    for each in evals[-1].get("changes", []):
+        if each["measure"] != "loss" or _beyond(each["change"], each["error"], rows, first) <= 0:
+            continue
+        since = each["since"]
+        if since == 0:
+            worse = f" It got worse on rows that it did not see: held-out loss rose by {each['change']:.3f}."
+            return f"{worse} Lower --learning-rate, or train on more rows."
+        best = next((name for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
+        remedy = f"Use {best}/, which is step {since:,}." if best else "Stop earlier: --early-stop 2."
+        at = f"step {since:,}, {losses[since]:.3f}" if since in losses else f"step {since:,}"
+        return f" Overfitted: held-out loss rose since its lowest point ({at}). {remedy}"
+    return ""
+
+
+def _less_likely(run: Run, evals: Sequence[EvalEvent], rows: int) -> str:
+    """What is said where both answers of held-out pairs became less likely."""
+    values = [value for event in evals if (value := numbers(event).get("logp_likelier")) is not None]
+    for each in evals[-1].get("changes", []):
+        if each["measure"] == "logp_likelier" and each["since"] == 0 and len(values) > 1:
+            clear = _beyond(each["change"], each["error"], rows, values[0]) < 0
+            return _neither(run, values[0], values[-1]) if clear and each["change"] <= -NATS else ""
+    return ""
+
+
+def _neither(run: Run, before: float, after: float) -> str:
+    remedy = "Fine-tune first" if run.config.get("loss") == "kto" else "Add --nll 1, or take --loss orpo"
+    return (
+        f" Both answers became less likely (the likelier of a pair {before:.1f} → {after:.1f} nats), so the"
+        f" model now says something else. {remedy}."
+    )
+
+
+def _by_scores(run: Run, scores: dict[str, list[float]], trained: Fall | None) -> bool:
+    """Whether a score rose beyond its error, none fell beyond it, and the training loss fell.
+
+    A score without an error proves nothing: the training loss decides.
+    """
+    ends = {name: event for event in of_kind(run.events, EvalEvent) for name in scores if name in event}
+    signs: list[float] = []
+    for name, event in ends.items():
+        for each in event.get("changes", []):
+            if each["measure"] == name and each["since"] == 0:
+                signs.append(_beyond(each["change"], each["error"], event.get("rows", 0), 0.0))
+    proven = not signs or (max(signs) > 0 and min(signs) >= 0)
+    return proven and bool(trained and trained.clear)
+
+
+def _beyond(change: float, error: float | None, rows: int, first: float) -> float:
+    """The change where it is beyond its error and SHARE of the first value, else 0."""
+    clear = error is not None and abs(change) > errors(rows - 1) * error
+    return change if clear and abs(change) >= SHARE * abs(first) else 0.0
+
+
+def errors(degrees: float) -> float:
+    """How many standard errors are as improbable as two of a normal distribution: Student's t, 2.3 % a side.
+
+    Of few differences their own spread is badly known: 4.5 for two degrees of freedom, 2.3 for ten.
+    Abramowitz and Stegun 26.7.5, off by less than 1 % from two degrees on.
+    """
+    if degrees < 2:
+        return math.inf
+    terms = (2.0, 5 / 2, 49 / 16, 1098 / 384, 169690 / 92160)
+    return sum(term / degrees**power for power, term in enumerate(terms))
+
+
+# --- in training
+
+
+def training(run: Run) -> Fall | None:
+    """Mean loss of the first and the last epoch where all are whole, else of the quarters of the steps.
+
+    None for fewer than four steps with a loss.
+    """
+    events = [event for event in run.train if event.get("loss") is not None]
+    losses = [loss for event in events if (loss := event.get("loss")) is not None]
+    if len(losses) < 4:
+        return None
+    weights = [float(event.get("supervised_tokens") or 1) for event in events]
+    if "margin" in events[0]:
+        weights = [1.0] * len(losses)  # a mean over pairs
+    parts = _epochs(run, events)
+    of = "mean of the first and the last epoch" if parts else "mean of the first and the last quarter"
+    first, final = parts or (max(2, len(losses) // 4),) * 2
+    (before, before_error), (after, after_error) = (
+        _mean(losses[part], weights[part]) for part in (slice(None, first), slice(-final, None))
+    )
+    error = math.hypot(before_error, after_error)
+    fell = before - after
+    clear = fell > errors(first + final - 2) * error and fell >= SHARE * abs(before)
+    return Fall(before, after, clear, of)
+
+
+def _epochs(run: Run, events: Sequence[TrainEvent]) -> tuple[int, int] | None:
+    """Steps of the first and of the last epoch, where every epoch ends with a step and has two at least."""
+    account = last(run.events, DataEvent)
+    whole = (account or {}).get("tokens") or 0
+    if not whole or "rows_in_files" in (account or {}) or len(events) != len(run.train):
+        return None
+    seen, ends = 0, [0]
+    for step, event in enumerate(events, start=1):
+        seen += event.get("tokens") or 0
+        if seen == whole * len(ends):
+            ends.append(step)
+    if len(ends) < 3 or ends[-1] != len(events) or seen != whole * (len(ends) - 1):
+        return None
+    first, final = ends[1], ends[-1] - ends[-2]
+    return (first, final) if min(first, final) > 1 else None
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """(weighted mean, its standard error from the spread of the values)."""
+    total = sum(weights)
+    mean = sum(w * x for w, x in zip(weights, values, strict=True)) / total
+    spread = sum((w * (x - mean)) ** 2 for w, x in zip(weights, values, strict=True))
+    return mean, math.sqrt(spread * len(values) / (len(values) - 1)) / total
+
+
+def moved(run: Run, fell: Fall | None) -> bool:
+    """Whether the receipt saw the output move, far enough for the loss to have fallen as it did.
+
+    A loss falls by no more than twice the largest change of a logit. Where rounding hides the first step's
+    change, sample answers that differ show it.
+    """
+    groups = [each for each in run.groups.values() if each.get("moved")]
+    if not groups:
+        return False
+    seen = [
+        change
+        for each in groups
+        if (change := each.get("output_change") or 0.0) > (each.get("rounding") or 0.0)
+    ]
+    if not seen:
+        measured = any(each.get("output_change") is not None for each in groups)
+        return _answers_changed(run) if measured else True
+    receipt = last(run.events, ReceiptEvent)
+    steps, rates = series(run.events, "train", "learning_rate")
+    at = steps.index(receipt["step"]) if receipt and receipt["step"] in steps else None
+    if at is None or not rates[at] or fell is None:
+        return True
+    reached = sum(seen) * sum(rates[at:]) / rates[at]
+    return REACH * 2 * reached >= fell.before - fell.after
+
+
+def _rambles(run: Run) -> str:
+    """What is said where both answers of the training pairs became less likely, in the mean of a quarter."""
+    values = [series(run.events, "train", f"logp_{side}")[1] for side in ("chosen", "rejected")]
+    if not all(values) or len({len(each) for each in values}) > 1 or len(values[0]) < 8:
+        return ""
+    part = len(values[0]) // 4
+    ends = (slice(None, part), slice(-part, None))
+    (before, before_error), (after, after_error) = (
+        max(_mean(each[cut], [1.0] * part) for each in values) for cut in ends
+    )
+    fell, bound = before - after, errors(2 * part - 2) * math.hypot(before_error, after_error)
+    return _neither(run, before, after) if fell > max(NATS, bound, SHARE * abs(before)) else ""
+
+
+# --- words
+
+
+def _scores(run: Run) -> dict[str, list[float]]:
+    evals = of_kind(run.events, EvalEvent)
+    names = dict.fromkeys(name for event in evals for name in numbers(event) if name not in ABOUT)
+    return {name: series(evals, "eval", name)[1] for name in names}
+
+
+def _trained_words(run: Run, trained: Fall | None) -> str:
+    if trained:
+        return f"loss {change([trained.before, trained.after], 3)} ({trained.of})"
+    losses = series(run.events, "train", "loss")[1]
+    return f"loss {change(losses, 3)}" if losses else ""
+
+
+def _answers(run: Run) -> list[tuple[str, str]]:
+    return [(was, now) for _, was, now in sample_pairs(run.events) if was is not None and now is not None]
+
+
+def _answers_changed(run: Run) -> bool:
+    return any(was != now for was, now in _answers(run))
+
+
+def _unchanged(run: Run) -> str:
+    """'; its 4 sample answers are the same as before', where all of them are."""
+    count = len(_answers(run))
+    if not count or _answers_changed(run):
+        return ""
+    return f"; its {'sample answer is' if count == 1 else f'{count} sample answers are'} the same as before"
+
+
+def _change_of(name: str, values: Sequence[float]) -> str:
+    """change() of a score: in whole percent, and shares or margins below 10 to two digits."""
+    if name in PERCENT:
+        return f"{change(values)} %"
+    return change(values, 0 if max(map(abs, values)) >= 10 else 2)
+
+
+def change(values: Sequence[float], digits: int = 0) -> str:
+    """'0 → 98' of first and last, with as many more digits (at most four) as it takes to tell them apart."""
+    first, final = values[0], values[-1]
+    if len(values) == 1:
+        return f"{first:.{max(digits, 2)}f}"
+    while digits < 4 and first != final and f"{first:.{digits}f}" == f"{final:.{digits}f}":
+        digits += 1
+    return f"{first:.{digits}f} → {final:.{digits}f}"

@@ -1,0 +1,144 @@
+"""What runs is decided once for a run: timed at a machine's first start, in the run's folder, for all."""
+
+import json
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.cpu import cpu_class
+from unfreeze.job.kernels import kernels_line, settle_kernels
+from unfreeze.kernels.choice import ops, table, times
+from unfreeze.kernels.choice.choose import by_record
+
+
+def trained(folder, rows, steps=1, dtype="float32", **more):
+    words = ["--model", TINY_K2, "--data", rows, "--out", folder, "--tokens-per-step", 128, "--steps", steps]
+    words += ["--samples", 0, "--lora.rank", 1, "--lora.targets", "attention", "--warmup", 0, "--quiet"]
+    words += ["--dtype", dtype, *(part for name, value in more.items() for part in (f"--{name}", value))]
+    code = cli.main(["sft", *map(str, words)])
+    return code, {
+        (row["op"], row["dtype"], row["bucket"]): row for row in table.read(folder / "kernels.json")
+    }
+
+
+@pytest.fixture
+def clock(monkeypatch, tmp_path):
+    """Timing as on a user's machine, where swiglu's loop is slow and that of rotary quick: which cells were
+    asked for, without computing them."""
+    monkeypatch.delenv("UNFREEZE_KERNELS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    times._read.cache_clear()
+    asked = []
+
+    def planted(cells, **_):
+        asked.extend(cell.key for cell in cells)
+        us = {"swiglu": 300.0}
+        return [
+            dict(zip(("op", "dtype", "bucket"), cell.key, strict=True))
+            | {"runs": "reference" if cell.op.name in us else next(iter(cell.op.candidates))}
+            | {"us": dict.fromkeys(cell.op.candidates, us.get(cell.op.name, 50.0)) | {"reference": 100.0}}
+            | {"wrong": {}, "date": "2026-01-31"}
+            for cell in cells
+        ]
+
+    monkeypatch.setattr(table, "time_all", planted)
+    yield asked
+    times._read.cache_clear()
+
+
+def test_a_first_start_times_what_the_run_needs_and_the_second_nothing(tmp_path, chat_rows, clock):
+    code, rows = trained(tmp_path / "first", chat_rows)
+    assert code == 0 and clock
+    # documents of tiny-k2 are short, and its experts INT4: neither long attention nor FP8 is timed
+    assert {name for name, _, _ in clock} >= {"expand", "swiglu", "rotary", "rms_norm"}
+    assert not any("1024" in bucket or "fp8" in bucket for _, _, bucket in clock)
+    assert {dtype for _, dtype, _ in clock} == {"float32"}
+    # what this machine has timed beats the committed records, which say "numba" of swiglu
+    assert {row["runs"] for key, row in rows.items() if key[0] == "swiglu" and key in clock} == {"reference"}
+    assert all(rows[key]["origin"] == "timed here" for key in clock)
+    events = [json.loads(line) for line in (tmp_path / "first" / "events.jsonl").read_text().splitlines()]
+    used = [choice for event in events for choice in event.get("choices", [])]
+    assert {choice["runs"] for choice in used if choice["op"] == "swiglu"} == {"reference"}
+    assert used and all(
+        (choice["runs"], choice["origin"])
+        == tuple(rows[choice["op"], choice["dtype"], choice["bucket"]][f] for f in ("runs", "origin"))
+        for choice in used
+        if (choice["op"], choice["dtype"], choice["bucket"]) in rows
+    )
+    clock.clear()
+    assert trained(tmp_path / "second", chat_rows)[1] == rows and not clock
+
+
+def test_a_run_that_goes_on_takes_what_it_began_with(tmp_path, chat_rows, clock, monkeypatch):
+    """On another machine, where swiglu's loop would be timed as the faster one."""
+    folder = tmp_path / "run"
+    _, rows = trained(folder, chat_rows, steps=2, **{"save-every": 1})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    clock.clear()
+    edited = [row | {"runs": "reference", "why": "then"} for row in rows.values() if row["op"] == "rms_norm"]
+    kept = [row for row in rows.values() if row["op"] != "rms_norm"]
+    (folder / "kernels.json").write_text(json.dumps(kept + edited))
+    # not finished: its last step's save and what was written are gone
+    shutil.rmtree(folder / "adapter")
+    assert trained(folder, chat_rows, steps=2, **{"save-every": 1})[0] == 0 and not clock
+    assert json.loads((folder / "kernels.json").read_text()) == kept + edited
+    norms = by_record(ops.load("rms_norm"), torch.device("cpu"), torch.float32, "many")
+    assert norms[:2] == ("reference", "then")
+
+
+def test_a_choice_that_cannot_run_here_is_said_and_looked_up(tmp_path, chat_rows, read_events, monkeypatch):
+    rows = table.made(torch.float32)
+    for row in rows:
+        if row["op"] == "swiglu":
+            row["runs"] = "triton"
+    file = tmp_path / "of another machine.json"
+    file.write_text(json.dumps(rows))
+    monkeypatch.setenv("UNFREEZE_KERNELS", str(file))
+    assert trained(tmp_path / "run", chat_rows)[0] == 0
+    warned = [event["message"] for event in read_events(tmp_path / "run", "warning")]
+    assert any(re.search(r"cannot run what the run began with: swiglu as triton", text) for text in warned)
+    used = [c for event in read_events(tmp_path / "run", "kernels") for c in event["choices"]]
+    assert {c["runs"] for c in used if c["op"] == "swiglu"} <= {"numba", "reference"}
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"op": "swiglu"}]'])
+def test_a_damaged_file_is_named(tmp_path, chat_rows, monkeypatch, capsys, text):
+    (tmp_path / "fixed.json").write_text(text)
+    monkeypatch.setenv("UNFREEZE_KERNELS", str(tmp_path / "fixed.json"))
+    with pytest.raises(Exception, match=r"kernels\.json"):
+        trained(tmp_path / "run", chat_rows)
+    assert "fixed.json does not say which kernels run" in capsys.readouterr().err
+
+
+class Second:
+    """Process 1 of two, as far as the choice is concerned."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def on_rank0(self, action):
+        return None
+
+    def texts(self, text):
+        assert text == "null"
+        return [json.dumps(self.rows), text]
+
+
+def test_every_process_takes_the_table_of_the_first(tmp_path, clock):
+    """Process 1 times nothing and writes nothing, whatever it would have chosen itself."""
+    rows = [row | {"runs": "reference", "why": "process 0"} for row in table.made(torch.float32)]
+    cpu, folder = torch.device("cpu"), SimpleNamespace(path=tmp_path)
+    settle_kernels(cpu, "float32", [300], None, None, folder, Second(rows))
+    swiglu = ops.load("swiglu")
+    assert by_record(swiglu, cpu, torch.float32, swiglu.cases[0].bucket)[:2] == ("reference", "process 0")
+    assert not clock and not list(tmp_path.glob("*.json"))
+
+
+def test_the_doctor_says_class_choice_and_origin(monkeypatch):
+    line = kernels_line("float32")
+    assert line.startswith(f"kernels on {cpu_class()}: ") and "by design" in line and "numba" in line

@@ -1,0 +1,129 @@
+"""The dtype of a run: what the hardware multiplies, kept by a run that goes on, one for all processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.job import precision as module
+from unfreeze.job.precision import dtype_line, expected, settled
+from unfreeze.kernels import precision as kernels
+from unfreeze.parallel.collectives import ALONE
+from unfreeze.recipes import pretrain
+from unfreeze.recipes.sft import Config
+from unfreeze.report.run import read_run
+
+CPU = torch.device("cpu")
+QUICK = ["--steps", "1", "--tokens-per-step", "128", "--samples", "0", "--threads", "1", "--quiet"]
+
+
+@pytest.fixture
+def units(monkeypatch):
+    """Says whether this CPU multiplies bfloat16."""
+
+    def set_to(yes: bool) -> None:
+        for place in (module, kernels):
+            monkeypatch.setattr(place, "multiplies_bf16", lambda: yes)
+        monkeypatch.setattr(kernels, "cpu_class", lambda: "cpu-amx" if yes else "cpu-avx2")
+
+    return set_to
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "d.jsonl"
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]}
+    path.write_text((json.dumps(row) + "\n") * 12)
+    return path
+
+
+def config(tmp_path, **fields):
+    return Config(model="m", data=("d.jsonl",), out=str(tmp_path / "run"), **fields)
+
+
+class Others:
+    """A group whose other process answers something else."""
+
+    def __init__(self, *, first: str = "", other: str):
+        self.first, self.other = first, other
+
+    def texts(self, own: str) -> list[str]:
+        return [self.first or own, self.other]
+
+
+@pytest.mark.parametrize("yes, name", [(True, "bfloat16"), (False, "float32")])
+def test_a_new_run_takes_what_the_hardware_multiplies(tmp_path, units, yes, name):
+    units(yes)
+    asked = config(tmp_path)
+    assert asked.memory.dtype == "auto" and expected(asked) == name
+    assert settled(asked, None, CPU, ALONE).memory.dtype == name
+    for given in ("float32", "bfloat16"):
+        assert settled(config(tmp_path, dtype=given), None, CPU, ALONE).memory.dtype == given
+    why = "(this CPU (amx) multiplies bfloat16)" if yes else "(this CPU (avx2) has no bfloat16 units)"
+    assert dtype_line(name, CPU) == f"dtype: {name} {why}"
+    other = "(this CPU (amx) multiplies bfloat16 too)" if yes else "(this CPU (avx2) has no bfloat16 units)"
+    assert dtype_line("float32", CPU) == f"dtype: float32 {other}"
+
+
+def test_one_process_without_units_makes_all_take_float32(tmp_path, units):
+    units(True)
+    settle = settled(config(tmp_path), None, CPU, Others(other="float32"))  # type: ignore[arg-type]
+    assert settle.memory.dtype == "float32"
+    same = settled(config(tmp_path), None, CPU, Others(other="bfloat16"))  # type: ignore[arg-type]
+    assert same.memory.dtype == "bfloat16"
+
+
+def test_random_weights_begin_in_float32(units, tmp_path):
+    units(True)
+
+    class Start:
+        tensors: tuple[()] = ()
+
+    asked = pretrain.Config(model="m", data=("d.jsonl",), out=str(tmp_path / "run"))
+    assert settled(asked, Start(), CPU, ALONE).memory.dtype == "float32"  # type: ignore[arg-type]
+    Start.tensors = ("w",)  # type: ignore[assignment]
+    assert settled(asked, Start(), CPU, ALONE).memory.dtype == "bfloat16"  # type: ignore[arg-type]
+
+
+def test_a_run_keeps_its_dtype_elsewhere_and_says_that_it_is_slow(tmp_path, data, units, capsys):
+    out = tmp_path / "run"
+    fields = {"model": str(TINY_K2), "data": str(data), "out": str(out), "steps": 2, "tokens_per_step": 128}
+    fields |= {"samples": 0, "threads": 1, "quiet": True}
+    units(True)
+    loop = unfreeze.prepare(**fields)
+    for micro_batches in loop.batches:
+        loop.forward_backward(micro_batches)
+        loop.optim_step()
+        break
+    assert read_run(out).config["dtype"] == "bfloat16"
+
+    units(False)
+    loop = unfreeze.prepare(**fields)
+    assert loop.state.step == 1 and loop.model.dtype == torch.bfloat16
+    loop.close()
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [event["message"] for event in events if event["kind"] == "warning"][-1:] == [
+        "dtype = bfloat16 is slow here: this CPU (avx2) has no bfloat16 units;"
+        " faster: --dtype float32 --allow-changed dtype"
+    ]
+
+    # and its remedy works, in this form only
+    command = ["sft", "--model", str(TINY_K2), "--data", str(data), "--out", str(out), "--steps", "2"]
+    command += [*QUICK[2:], "--dtype", "float32"]
+    assert cli.main(command) == 2
+    assert cli.main([*command, "--allow-changed", "dtype"]) == 0
+    assert read_run(out).config["dtype"] == "float32"
+
+
+def test_the_start_says_dtype_and_why(tmp_path, data, units, capsys):
+    units(False)
+    out = tmp_path / "run"
+    command = ["sft", "--model", str(TINY_K2), "--data", str(data), "--out", str(out)]
+    assert cli.main([*command, *QUICK[:-1]]) == 0
+    assert "dtype: float32 (this CPU (avx2) has no bfloat16 units)" in capsys.readouterr().err
+    assert read_run(out).config["dtype"] == "float32"

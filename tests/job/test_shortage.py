@@ -1,0 +1,92 @@
+"""A shortage of memory is "does not fit": within a ulimit the plan refuses, in a run the allocator's error becomes
+DoesNotFit with flags that take less."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.errors import DoesNotFit
+from unfreeze.objectives import cross_entropy
+
+FIELDS = {"steps": 2, "tokens_per_step": 256, "samples": 0, "dtype": "float32", "device": "cpu", "threads": 1}
+
+
+def allocates(hidden_TD, lm_head, batch):
+    """A loss for which no machine has the memory: torch's own error."""
+    torch.empty(2**60, dtype=torch.uint8)
+    return cross_entropy(hidden_TD, lm_head, batch)
+
+
+def test_a_run_without_memory_does_not_fit_and_names_flags_that_take_less(chat_rows, tmp_path):
+    with pytest.raises(DoesNotFit) as raised:
+        unfreeze.sft(
+            model=TINY_K2, data=chat_rows, out=tmp_path / "run", quiet=True, objective=allocates, **FIELDS
+        )
+    assert re.search(
+        r"memory ran out: 1048576.0 TiB could not be allocated; planned were .*B of ", str(raised.value)
+    )
+    assert re.match(r"recompute|keep_layers|micro_batches|tokens_per_step|place.experts", raised.value.next)
+
+
+def test_another_error_of_a_run_stays_what_it_is(chat_rows, tmp_path):
+    def breaks(hidden_TD, lm_head, batch):
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        unfreeze.sft(
+            model=TINY_K2, data=chat_rows, out=tmp_path / "r", quiet=True, objective=breaks, **FIELDS
+        )
+
+
+def test_a_command_without_memory_does_not_fit(monkeypatch, capsys):
+    monkeypatch.setitem(cli.COMMANDS, "inspect", cli.Command("tests.job.shortage", "", ""))
+    monkeypatch.setattr(
+        "importlib.import_module", lambda name: type("M", (), {"main": lambda *_: torch.empty(2**60)})
+    )
+    assert cli.main(["inspect", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "DoesNotFit: memory ran out: " in error and "fault" not in error and "ulimit -v" in error
+
+
+LIMITED = """
+import json, resource, sys
+from pathlib import Path
+import torch
+from unfreeze import cli
+from unfreeze.parallel.machine import hardware, own_limit
+
+def mapped():
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmSize:")]
+    return int(line.split()[1]) * 1024
+
+free = own_limit()
+limit = mapped() + 2**30
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+found = hardware("cpu")
+print(json.dumps([free, limit - mapped(), found.available, found.limit, found.shared(2).available]))
+sys.exit(cli.main(["sft", "--model", sys.argv[1], "--data", sys.argv[2], "--out", sys.argv[3], "--dtype", "float32",
+    "--tokens-per-step", "4000000", "--sequence-length", "128", "--recompute", "nothing", "--steps", "1", "--quiet"]))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS is Linux's")
+def test_a_ulimit_is_in_the_plan(chat_rows, tmp_path):
+    """Oracle: the kernel's VmSize."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(TINY_K2), str(chat_rows), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+    )
+    free, left, available, limit, shared = json.loads(done.stdout.splitlines()[0])
+    assert free is None and limit == "ulimit" and abs(available - left) < 2**24
+    assert shared == available  # each process has a limit of its own
+    assert done.returncode == 2, done.stderr
+    assert "DoesNotFit: peak " in done.stderr and "within this shell's ulimit" in done.stderr
+    assert "next: --" in done.stderr

@@ -1,0 +1,69 @@
+"""The named times of a run add up to the time between its first event and its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unfreeze.report.times import time_words, times
+
+
+def run(first: float = 9.0, **more: Any) -> list[Any]:
+    steps = [
+        {"kind": "train", "step": i, "seconds": first if i == 1 else 2.0, "time": 30.0 + 2 * i}
+        for i in range(1, 6)
+    ]
+    return [
+        {"kind": "data", "step": 0, "time": 10.0},
+        {"kind": "load", "step": 0, "seconds": 3.0, "time": 14.0},
+        {"kind": "gap", "step": 0, "when": "before", "seconds": 20.0, "time": 34.0},
+        {"kind": "eval", "step": 0, "seconds": 4.0, "time": 38.0},
+        {"kind": "start", "step": 0, "time": 38.0},
+        *steps,
+        {"kind": "eval", "step": 5, "seconds": 1.0, "time": 60.0},
+        {"kind": "save", "step": 5, "path": "x", "seconds": 0.5, "time": 60.0},
+        {"kind": "gap", "step": 5, "when": "after", "seconds": 22.0, "time": 82.0},
+        {"kind": "end", "step": 5, "time": 82.0},
+    ]
+
+
+def test_they_are_named_and_add_up():
+    found = times(run())
+    assert found == {
+        "steps": 10.0,
+        "compiling": 7.0,  # the first step beyond the median of the others
+        "loading": 3.0,
+        "answers": 42.0,
+        "validation": 5.0,
+        "saving": 0.5,
+        "other": 4.5,
+    }
+    assert sum(found.values()) == 82.0 - 10.0
+    assert time_words(run()) == (
+        "1 min 12 s; steps 10 s, answers 42 s, compiling 7.0 s, validation 5.0 s, loading 3.0 s, other 4.5 s"
+    )  # half a second of saving is less than a hundredth
+
+
+@pytest.mark.parametrize("first", [2.0, 1.0])
+def test_nothing_compiles_where_the_first_step_is_as_the_others(first):
+    assert times(run(first))["compiling"] == 0
+
+
+def test_a_resumed_run_compiles_once_a_session_and_its_pause_is_no_time_of_it():
+    resumed = [
+        {**event, "time": event["time"] + 1000}
+        for event in run()
+        if event["kind"] in ("start", "train", "end")
+    ]
+    found = times([*run()[:-1], *resumed])
+    assert found["compiling"] == 14.0 and found["steps"] == 20.0 and "other" not in found
+    # two steps tell nothing of compiling
+    assert times(run()[:7])["compiling"] == 0
+
+
+def test_events_of_an_earlier_version_have_no_seconds_of_answers():
+    earlier = [
+        {k: v for k, v in event.items() if event["kind"] != "gap" or k != "seconds"} for event in run()
+    ]
+    assert times(earlier)["answers"] == 0 and times(earlier)["other"] == pytest.approx(46.5)

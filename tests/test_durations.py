@@ -1,0 +1,58 @@
+"""A run's slowest tests are shown with their change, and kept by --update-durations; with xdist too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+TEST = (
+    "import time, pytest\n@pytest.mark.parametrize('s', [0, 1])\ndef test_it(s):\n    time.sleep(0.6 * s)\n"
+)
+NAME = "tests/test_it.py::test_it[1]"
+
+
+@pytest.fixture
+def durations(request):
+    return request.config.pluginmanager.get_plugin(str(HERE.parent / "conftest.py")).durations
+
+
+def test_set_up_and_call_are_one_time_and_what_is_fast_is_left_out(durations):
+    pairs = [("a", 0.2), ("b", 3.0), ("a", 0.4), ("c", 0.4), ("b", 0.04)]
+    reports = [SimpleNamespace(nodeid=name, duration=seconds) for name, seconds in pairs]
+    assert list(durations.seconds_by_test(reports).items()) == [("b", 3.0), ("a", 0.6)]
+
+
+def test_the_ten_slowest_are_shown_with_their_change(durations):
+    today = {f"t{n}": 20.0 - n for n in range(12)}
+    lines = durations.slowest(today, {"t0": 15.0, "t1": 20.5})
+    assert [line.split() for line in lines[:3]] == [
+        ["20.0", "s", "+5.0", "t0"],
+        ["19.0", "s", "-1.5", "t1"],
+        ["18.0", "s", "new", "t2"],
+    ]
+    assert len(lines) == 10
+
+
+def test_a_run_of_several_processes_shows_and_writes_them(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "tests" / "test_it.py").write_text(TEST)
+    (tmp_path / "tests" / "durations.json").write_text(json.dumps({NAME: 0.1}))
+    flags = "-q -n 2 -p no:cacheprovider -p durations --update-durations"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *flags.split(), "tests"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(HERE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((tmp_path / "tests" / "durations.json").read_text())
+    assert list(kept) == [NAME] and kept[NAME] >= 0.6
+    assert f"{kept[NAME] - 0.1:+.1f}  {NAME}" in done.stdout and "test_it[0]" not in done.stdout
