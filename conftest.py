@@ -38,3 +38,6 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update-said", action="store_true", help="make tests/said/*.txt anew: what the program says"
     )
+    parser.addoption(
+        "--update-plans", action="store_true", help="make tests/plans.json anew: what is planned where"
+    )
