@@ -115,7 +115,9 @@ def planned(folder: Path) -> Iterator[dict[str, Any]]:
 
     for name, machine, flags in PLANNED:
         config, _ = configured(["--model", str(folder / f"{name}.json"), *flags.split()])
-        with pytest.MonkeyPatch.context() as patch:  # what would fit instead is said elsewhere, and takes long
+        with (
+            pytest.MonkeyPatch.context() as patch
+        ):  # what would fit instead is said elsewhere, and takes long
             patch.setattr("unfreeze.commands.plan._instead", lambda *given: ([], ""))
             found = plan(config, fleet(machine), opened(name)).fields()
         sizes = found["bytes"]
@@ -169,7 +171,13 @@ def runs(folder: Path) -> Iterator[dict[str, Any]]:
             shape, device = models.shape(start.config), torch.device(kind)
             trained = parts(config).trained
             found = plan_of(config, trained, start, shape, device, processes=processes)
-        asked = [name, kind, f"{memory // MB} MB", f"{processes} processes", *(f"{k}={v}" for k, v in fields.items())]
+        asked = [
+            name,
+            kind,
+            f"{memory // MB} MB",
+            f"{processes} processes",
+            *(f"{k}={v}" for k, v in fields.items()),
+        ]
         yield {
             "asked": " ".join(asked),
             "fits": found.fits,

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import planned_rows
 
+from unfreeze.core.cpu import cpu_class
+
 RECORDED = Path(__file__).parents[1] / "plans.json"
+RECORDED_ON = "cpu-avx512-bf16"
+"""The class of CPU whose scratch memory the rows of CPUs have; other loops take other scratch."""
+
+
+def comparable(recorded: list[dict]) -> list[dict]:
+    """The rows that this machine counts alike: all of GPUs; of CPUs where it is of that class."""
+    here = cpu_class() == RECORDED_ON
+    return [row for row in recorded if here or not row["asked"].split()[1].startswith("cpu")]
 
 
 def differing(before: list[dict], now: list[dict]) -> list[str]:
@@ -27,7 +37,8 @@ def test_plans_are_those_recorded(request, tmp_path):
     now = planned_rows.rows(tmp_path)
     if request.config.getoption("--update-plans"):
         RECORDED.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
-    assert not differing(json.loads(RECORDED.read_text(encoding="utf-8")), now)
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    assert not differing(comparable(recorded), comparable(now))
 
 
 def test_control_arm_a_byte_more_and_another_place_are_seen():
