@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from unfreeze import cli
+from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.generate import model as _  # noqa: F401  imported here, so that it doesn't keep the poisoned open_model of the test
 from unfreeze.generate import open as opening
@@ -62,6 +64,35 @@ def test_a_nan_of_one_word_names_module_and_row(
         json.loads(line) for line in (out / "events.jsonl").read_text().splitlines() if '"train"' in line
     ]
     assert event["loss"] is None and "NaN first at model.embed_tokens, " in event["error"]
+
+
+def broken(folder: Path) -> Path:
+    """tiny-k2 with one NaN in a file, in a weight that every token meets."""
+    shutil.copytree(TINY_K2, folder)
+    manifest = open_checkpoint(folder)
+    info = manifest.tensors["model.layers.1.input_layernorm.weight"]
+    with info.file.open("r+b") as file:
+        file.seek(info.offset)
+        file.write(b"\xc0\x7f")  # NaN in bfloat16
+    return folder
+
+
+def test_answers_before_the_first_step_name_the_files_weight(chat_rows: Path, tmp_path: Path, capsys):
+    """By default answers come before any step. Without them: the test above."""
+    model, out = broken(tmp_path / "model"), tmp_path / "run"
+    command = ["sft", "--quiet", "--model", model, "--data", chat_rows, "--out", out, "--steps", 1]
+    assert cli.main([str(word) for word in command]) == 2
+    said = capsys.readouterr().err
+    assert "NonFinite: NaN from model.layers.1.input_layernorm.weight, a weight that no step changed" in said
+    assert "next: download the checkpoint again" in said
+
+
+def test_a_teachers_nan_is_the_teachers(chat_rows: Path, tmp_path: Path, capsys):
+    model, out = broken(tmp_path / "teacher"), tmp_path / "run"
+    command = ["distill", "--quiet", "--model", TINY_K2, "--teacher", model, "--data", chat_rows, "--out", out]
+    assert cli.main([str(word) for word in [*command, "--steps", 1, "--samples", 0]]) == 2
+    said = capsys.readouterr().err
+    assert f"the teacher {model} holds NaN in model.layers.1.input_layernorm.weight" in said, said
 
 
 def test_on_spike_is_a_flag_that_may_change_within_a_run(chat_rows: Path, tmp_path: Path, capsys):

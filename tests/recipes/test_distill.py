@@ -154,7 +154,7 @@ def test_the_model_itself_copied_elsewhere_is_refused_and_one_that_moved_is_not(
     """Whatever its folder is called; a copy of which one matrix of one layer moved is another model."""
     shutil.copytree(TINY_K2, copy := tmp_path / "copy")
     said = distill("--teacher", copy, code=2)
-    assert "is the model itself" in said and "copied" in said
+    assert "looks like a copy of the model" in said
     own, other = open_checkpoint(TINY_K2), open_checkpoint(copy)
     assert same_weights(own, other)
     one_layer = [info for info in other.tensors.values() if ".1." in info.name and "expert" not in info.name]

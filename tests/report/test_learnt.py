@@ -179,7 +179,15 @@ def test_it_is_seen_in_training_where_nothing_is_held_out(chosen, rejected, said
         for name, (begun, ended) in (("chosen", chosen), ("rejected", rejected))
     }
     judged = found(tmp_path, [receipt(), *steps(FALLING, margin=FALLING, **sides)])
-    assert judged.learnt != said and ("Both answers became less likely" in judged.note) == said
+    assert not judged.learnt and ("Both answers became less likely" in judged.note) == said
+    assert ("No pairs were held out" in judged.note) != said
+
+
+def test_pairs_of_which_none_is_held_out_may_be_known_by_heart(tmp_path):
+    """Loss and output of random preferences fall and move like those of others."""
+    judged = found(tmp_path / "pairs", [receipt(), *steps(FALLING, margin=FALLING)])
+    assert not judged.learnt and "No pairs were held out" in judged.note
+    assert found(tmp_path / "rows", [receipt(), *steps(FALLING)]).learnt
 
 
 def test_a_held_out_loss_that_is_no_number_is_none_of_success(tmp_path):

@@ -69,6 +69,8 @@ def test_random_preferences_are_not_learnt(seed, tmp_path):
     flags = ["--steps", 50, "--tokens-per-step", 512, "--learning-rate", "2e-3", "--validation-fraction", 0.3]
     words, learnt = told("prefer", data, tmp_path / "run", *flags, "--seed", seed)
     assert not learnt and "held-out loss 0.693 → " in words, words
+    words, learnt = told("prefer", data, tmp_path / "by heart", *flags[:-2], "--seed", seed)
+    assert not learnt and "No pairs were held out" in words, words
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -88,7 +88,7 @@ def write_rows(here: Path) -> None:
     rows(here / "short.jsonl", {"question": "What is the capital of France?", "answer": "Paris."})
     (here / "rows.docx").write_text("Hello")
     (here / "empty.jsonl").write_text("")
-    (here / "binary.jsonl").write_bytes(bytes(range(128, 256)) * 4)
+    (here / "binary.jsonl").write_bytes(bytes(range(256)) * 4)
     (here / "latin1.jsonl").write_bytes('{"question": "Où?", "answer": "Là."}\n'.encode("latin-1"))
     (here / "utf16.jsonl").write_bytes('{"question": "Q", "answer": "A"}\n'.encode("utf-16"))
     (here / "broken.jsonl").write_text(json.dumps(CHAT[0]) + "\n{broken\n")

@@ -193,7 +193,7 @@ class Memory(Frozen):
         default="auto",
         description=(
             "number format of the computation. auto: bfloat16 where the hardware multiplies it, else float32."
-            " Frozen weights stay as stored; adapters are float32"
+            " On a CPU frozen weights stay as stored; adapters are float32"
         ),
     )
     recompute: Literal["auto", "layers", "selective", "elementwise", "nothing"] = Field(

@@ -18,6 +18,10 @@ from torch import Tensor
 from unfreeze.core.errors import ConfigError, UserError
 
 
+class NotFinite(UserError):
+    """Logits that are NaN or infinite: no token can be chosen."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to continue a prompt. Raises ConfigError for a value out of its range.
@@ -102,7 +106,7 @@ class Chooser:
         """Token ids of one step, for the rows still running. logits [S, V] -> S ids.
 
         rows: the index of each in the batch as it began.
-        Raises UserError where the logits are not numbers: argmax would return some token in silence.
+        Raises NotFinite where the logits are not numbers: argmax would return some token in silence.
         """
         if self.sampling.temperature == 0:
             best_S, ids_S = logits_SV.max(-1)
@@ -116,7 +120,7 @@ class Chooser:
             uniform = torch.rand(self.num_sequences, generator=self.generator, dtype=torch.float64)
             ids_S = draw(kept_SV, uniform[rows].to(logits_SV.device))
         if not finite:
-            raise UserError(
+            raise NotFinite(
                 "the model's logits are not finite numbers, so no token can be chosen",
                 next="unfreeze doctor MODEL says whether a weight is NaN; if none is, compute in float32",
             )

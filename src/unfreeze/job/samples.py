@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
-from unfreeze.core.errors import DataError
+from unfreeze.core.errors import DataError, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -104,10 +104,14 @@ class Samples:
 
     def _say(self, when: str, step: int, asked: Sequence[Prompt]) -> None:
         from unfreeze.evaluate.gap import gap_of_answers
+        from unfreeze.generate.sampling import NotFinite
 
         started = time.perf_counter()
         prompts = [prompt.tokens for prompt in asked]
-        answers = self._speaker.complete(prompts, max_new_tokens=ANSWER)
+        try:
+            answers = self._speaker.complete(prompts, max_new_tokens=ANSWER)
+        except NotFinite as error:
+            raise self._of_the_file(error, step) from error
         for index, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
             self._run.events.emit(
                 "sample",
@@ -122,6 +126,15 @@ class Samples:
         seconds = time.perf_counter() - started
         warned = self._gap_warning(gap)
         self._run.events.emit("gap", step, when=when, **gap.as_dict(), seconds=seconds, **warned)
+
+    def _of_the_file(self, error: UserError, step: int) -> UserError:
+        """The error; where a weight came so from its file, one that says so."""
+        from unfreeze.models.finite import bad_weight
+        from unfreeze.train.events import DOWNLOAD, of_the_file
+        from unfreeze.train.optim import NonFinite
+
+        found = bad_weight(self._speaker.decoder, updated=step > 0)
+        return NonFinite(of_the_file(*found), next=DOWNLOAD) if found else error
 
     def _gap_warning(self, gap: Gap) -> dict[str, str]:
         """Give a warning field if the gap is larger than rounding explains.

@@ -1,8 +1,8 @@
 """Which numbers a model is computed in: bfloat16 where the hardware multiplies it, float32 elsewhere.
 
 A CPU without bf16 instructions emulates them: two cores with AVX2 multiply 0.9 GFLOP/s in bf16 and 115.9 in
-float32 (torch.mm, 512 x 1,024 x 1,024, torch 2.13). Frozen weights stay as their files have them in either
-case: float32 arithmetic widens them while they are used (widened.py).
+float32 (torch.mm, 512 x 1,024 x 1,024, torch 2.13). Packed weights stay packed in either case. On a CPU bf16
+weights stay bf16 too: float32 arithmetic widens them while they are used (widened.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 "Learnt" needs a fall of the objective on held-out rows by more than two standard errors of the difference,
 paired by row, and by at least a hundredth of its value at step 0; of preferences, accuracy must have risen as
 clearly. Without held-out rows: the same of the mean training loss of whole epochs, or of the first and the
-last quarter of the steps, and an output that the receipt saw move far enough for it.
+last quarter of the steps, and an output that the receipt saw move far enough for it. Pairs need held-out ones:
+random preferences can be learned by heart.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def finding(run: Run) -> Finding:
         measured = ", ".join(words[:4])
     else:
         learnt, note = bool(trained and trained.clear) and moved(run, trained), _rambles(run)
-        measured = _trained_words(run, trained)
+        measured, note = _trained_words(run, trained), note or _by_heart(run)
     same = _unchanged(run)
     return Finding(learnt and not (same or note), measured + same, note)
 
@@ -276,6 +277,16 @@ def _rambles(run: Run) -> str:
     )
     fell, bound = before - after, errors(2 * part - 2) * math.hypot(before_error, after_error)
     return _neither(run, before, after) if fell > max(NATS, bound, SHARE * abs(before)) else ""
+
+
+def _by_heart(run: Run) -> str:
+    """What is said of pairs where none is held out: random preferences can be learned by heart too."""
+    if not any("margin" in event for event in run.train):
+        return ""
+    return (
+        " No pairs were held out, so whether it prefers rightly on others is not known:"
+        " --validation-fraction 0.1."
+    )
 
 
 # --- words

@@ -82,9 +82,10 @@ class Asked:
         own = self._vocabulary(manifest)
         refuse_other(vocabulary(tokenizer), own, self.source)
         if found.adapter is None and same_weights(manifest, start):
-            copied = "" if manifest.path.resolve() == start.path.resolve() else f" ({start.path}, copied)"
+            itself = manifest.path.resolve() == start.path.resolve()
+            what = "is the model itself" if itself else f"looks like a copy of the model ({start.path})"
             raise ConfigError(
-                f"the teacher {self.source} is the model itself{copied}, and nothing would be learned",
+                f"the teacher {self.source} {what}, and nothing would be learned",
                 next=(
                     f"another --teacher; or --teacher {BASE} --alpha 0.5: the model with its adapters off,"
                     " without a second copy"
@@ -201,11 +202,17 @@ class Asked:
     def _loaded(self, device: torch.device, dtype: str) -> Decoder:
         from unfreeze.adapters.read import load_adapter
         from unfreeze.generate.open import dtype_of, open_model
+        from unfreeze.models.finite import bad_weight
 
         found, manifest = self.open()
         teacher = open_model(manifest, dtype_of(dtype), device, as_stored=True)
         if found.adapter is not None:
             load_adapter(teacher, found.adapter)
+        if bad := bad_weight(teacher, updated=False):
+            raise CheckpointError(
+                f"the teacher {self.source} holds {bad[0]} in {bad[1]}: nothing can be learned from it",
+                next="download its checkpoint again; unfreeze doctor looks at every weight",
+            )
         return teacher.eval().requires_grad_(False)
 
 

@@ -54,6 +54,14 @@ def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
     }
 
 
+DOWNLOAD = "download the checkpoint again; unfreeze doctor looks at every weight"
+
+
+def of_the_file(what: str, weight: str) -> str:
+    """What is said where a weight came as NaN or infinity from its file."""
+    return f"{what} from {weight}, a weight that no step changed: the checkpoint holds {what}"
+
+
 def emit_nonfinite(error: NonFinite, named: Named, state: State) -> NonFinite:
     """A train event without a loss, for the report.
 
@@ -66,9 +74,8 @@ def emit_nonfinite(error: NonFinite, named: Named, state: State) -> NonFinite:
     if named.weight:
         what = "infinity" if line.startswith("infinity") else "NaN"
         return NonFinite(
-            f"step {step}: {what} from {named.weight}, a weight that no step changed: the checkpoint holds"
-            f" {what}. The weights were not updated; {kept}",
-            next="download the checkpoint again; unfreeze doctor looks at every weight",
+            f"step {step}: {of_the_file(what, named.weight)}. The weights were not updated; {kept}",
+            next=DOWNLOAD,
         )
     return NonFinite(
         f"step {step}: {error.message}. {line}. The weights were not updated; {kept}",

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from unfreeze.core.batch import Batch
 from unfreeze.core.rows import here
 from unfreeze.models import Decoder
+from unfreeze.models.finite import bad_weight, is_bad
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.collectives import ALONE, Group
 from unfreeze.train.step import Objective, loss_of
@@ -171,7 +172,7 @@ class _Watch:
         """Where every gradient between modules was finite: that of a parameter itself."""
         self._phase = "gradients"
         for name, parameter in model.named_parameters():
-            bad = parameter.grad is not None and _bad(parameter.grad)
+            bad = parameter.grad is not None and is_bad(parameter.grad)
             if bad and self.first is None and parameter.grad is not None:
                 count = int((~parameter.grad.isfinite()).sum())
                 self._found(
@@ -183,21 +184,21 @@ class _Watch:
 
     def _entering(self, name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         for tensor in arguments:
-            if self.first is None and _bad(tensor):
+            if self.first is None and is_bad(tensor):
                 parent, _, child = name.rpartition(".")
                 self._found(parent or name, tensor, tensor, f"between its modules, before {child}")
 
     def _leaving(self, name: str, module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         for tensor in output if isinstance(output, tuple) else (output,):
-            if self.first is None and _bad(tensor):
+            if self.first is None and is_bad(tensor):
                 self._found(name, tensor, tensor, "", _cause(module, arguments, tensor))
 
     def _back(self, name: str, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
         for tensor in grad_output:
-            if self.first is None and _bad(tensor):
+            if self.first is None and is_bad(tensor):
                 self._found(name, tensor, tensor, "in backward, in the gradient that reaches it")
         for tensor in grad_input:
-            if self.first is None and _bad(tensor):
+            if self.first is None and is_bad(tensor):
                 self._found(name, tensor, tensor, "in backward, in the gradient of its input")
 
     def _found(self, module: str, tensor: Tensor, rows: Tensor | None, where: str, cause: str = "") -> None:
@@ -212,12 +213,8 @@ class _Watch:
 
     def _of_the_file(self, module: str) -> str:
         """The first weight below a module that is not finite as it came from the file; "" where all are."""
-        inside = self._model.get_submodule(module)
-        for name, whole in [*inside.named_parameters(), *inside.named_buffers()]:
-            own = whole.requires_grad and self._updated
-            if not own and _bad(here(whole)):
-                return f"{module}.{name}"
-        return ""
+        found = bad_weight(self._model.get_submodule(module), updated=self._updated)
+        return f"{module}.{found[1]}" if found else ""
 
     def _positions(self, tensor: Tensor) -> tuple[tuple[int, ...], str]:
         """(documents, "2 of 6 positions, none supervised") of a tensor [T, …].
@@ -245,14 +242,6 @@ class _Watch:
         return tuple(documents), f"{count:,} of {total:,} positions, {who}"
 
 
-def _bad(tensor: Any) -> bool:
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.is_floating_point()
-        and not bool(tensor.detach().isfinite().all())
-    )
-
-
 def _documents(documents: Sequence[int]) -> str:
     """document 3; documents 1, 2 and 14 more."""
     shown = ", ".join(str(document + 1) for document in documents[:4])
@@ -267,7 +256,7 @@ def _cause(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> str
     """
     for name, whole in [*module.named_parameters(), *module.named_buffers()]:
         tensor = here(whole)  # to gather a weight that is divided takes all processes
-        if _bad(tensor):
+        if is_bad(tensor):
             return (
                 f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values of its {name} are not"
                 " finite"

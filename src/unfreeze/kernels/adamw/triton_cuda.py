@@ -21,7 +21,7 @@ from torch import Tensor
 from unfreeze.kernels.adamw.rule import Rule, Update, numbers_of, refuse_unread
 
 BLOCK = 4096  # numbers of a program: few enough that a tensor of an adapter fills several multiprocessors
-TABLES = 8  # kept: of each pair of dtypes, and of moments in host memory each of the two slots
+TABLES = 256  # kept: of each pair of dtypes; of moments in host memory of each 64 MiB, in either of two slots
 WARPS = 16  # 8 numbers a thread: ptxas spills at 4 warps (docs/ptxas.md)
 DTYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,

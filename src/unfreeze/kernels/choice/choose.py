@@ -187,9 +187,9 @@ def _timed(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Cho
     row = known().get(key_of(op, dtype, bucket)) if device.type == "cpu" else None
     if row is None or row["runs"] not in ("reference", *running(op, device, dtype)):
         return None
-    plain, words = row["us"]["reference"], []
+    plain, words = row["us"].get("torch") or row["us"]["reference"], []
     for name, us in row["us"].items():
-        if name != "reference":
+        if us != plain:
             words.append(f"{name} {plain / us:.2f} x plain torch")
     words += [f"{name} is wrong: {fault}" for name, fault in row["wrong"].items()]
     return Choice(row["runs"], f"{', '.join(words)}, {row['date']}", "timed here")

@@ -25,6 +25,7 @@ from unfreeze.kernels.choice.times import Key, Row, key_of
 BUDGET = 2.0  # seconds of timing at one start
 FEWEST, MOST = 3, 9  # samples of each implementation
 ENOUGH = 0.05  # seconds of samples of one implementation, then no more are taken
+TORCH = "torch"  # in a row: plain torch, where the op's reference is something else
 FAR = 2.0  # times the fastest: not sampled again
 CPU = torch.device("cpu")
 
@@ -71,6 +72,7 @@ def _timed(
     """(the cell's row, the seconds that timing took); no row where `seconds` do not suffice."""
     op, case, dtype = cell
     plain = op.against or op.reference
+    beside = {TORCH: op.against} if op.against else {}  # timed, and never chosen: it keeps no promise of memory
     args = measure.arguments(case, CPU, dtype)
 
     def once(implementation: Implementation) -> float:
@@ -82,12 +84,12 @@ def _timed(
     want = _results(op, plain, case, dtype)
     lap = once(plain)
     able = running(op, CPU, dtype)
-    if not able or lap * FEWEST * (1 + len(able)) > seconds:
+    if not able or lap * FEWEST * (1 + len(able) + len(beside)) > seconds:
         return None, lap
-    good, wrong = {"reference": plain}, dict[str, str]()
-    for name in able:
+    good, wrong = {**beside, "reference": op.reference}, dict[str, str]()
+    for name in able if not beside else ["reference", *able]:
         try:
-            implementation = op.candidates[name].load()
+            implementation = good.get(name) or op.candidates[name].load()
             wrong[name] = _differs(_results(op, implementation, case, dtype), want, 2 * op.tolerance[dtype])
         # whatever it does wrong is a reason not to use it
         except Exception as error:
@@ -110,7 +112,7 @@ def _timed(
             least = min(map(min, times.values()))
             sampled = [name for name in sampled if name == "reference" or min(times[name]) <= FAR * least]
     us = {name: round(statistics.median(samples) * 1e6, 2) for name, samples in times.items()}
-    fastest = min(us, key=lambda name: us[name])
+    fastest = min(us.keys() - beside, key=lambda name: us[name])
     runs = fastest if us[fastest] <= (1 - REQUIRED_GAIN) * us["reference"] else "reference"
     names = dict(zip(("op", "dtype", "bucket"), cell.key, strict=True))
     faults = {name: fault for name, fault in wrong.items() if fault}

@@ -25,8 +25,8 @@ from unfreeze.kernels.choice.record import user_folder
 Key = tuple[str, str, str]
 """op, dtype, bucket: what is decided at once."""
 Row = dict[str, Any]
-"""op, dtype, bucket; runs: what is fastest; us: microseconds by implementation, "reference" is plain torch;
-wrong: candidate -> why it may not run; date."""
+"""op, dtype, bucket; runs: what is fastest; us: microseconds by implementation, plain torch as "torch" where
+that is not the op's "reference"; wrong: candidate -> why it may not run; date."""
 
 
 def key_of(op: Op, dtype: torch.dtype, bucket: str) -> Key:

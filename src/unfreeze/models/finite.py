@@ -1,0 +1,30 @@
+"""Which weight of a model is NaN or infinite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from unfreeze.core.rows import here
+
+
+def bad_weight(model: nn.Module, *, updated: bool) -> tuple[str, str] | None:
+    """("NaN" or "infinity", the first weight that is so and came so from the file); None where all are finite.
+
+    updated: whether what trains is no longer the file's. Of weights that are divided, those that are here.
+    """
+    for name, whole in [*model.named_parameters(), *model.named_buffers()]:
+        tensor = here(whole)
+        if not (whole.requires_grad and updated) and is_bad(tensor):
+            return "NaN" if bool(tensor.isnan().any()) else "infinity", name
+    return None
+
+
+def is_bad(tensor: Any) -> bool:
+    """Whether it is a tensor of floats that are not all finite."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_floating_point()
+        and not bool(tensor.detach().isfinite().all())
+    )
