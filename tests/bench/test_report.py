@@ -25,7 +25,7 @@ def test_the_committed_page_is_what_the_committed_rows_make():
 def plant(tmp_path):
     """Append rows of a run: (side, settings, results)…"""
 
-    def plant(benchmark, when, *sides, device="cpu-test"):
+    def plant(benchmark, when, *sides, device="cpu-avx512-bf16"):
         place = machine("cpu", 2).model_copy(update={"device": device})
         stamp = Stamp(
             benchmark=benchmark, run=when, command=f"unfreeze bench {benchmark}", commit="abc", machine=place
@@ -107,6 +107,12 @@ def test_gpu_rows_count_for_gpu_targets_only(plant):
     assert "## `layer` on nvidia-h200" in page and "| 400 |" in page
     runs = plant("moe", "2026-11-01T00:00:00Z", *moe(7), device="nvidia-h200")
     assert "| not measured |" in row_of(report.page(runs), TARGETS[0].what)
+
+
+def test_a_cpu_without_bf16_units_has_targets_of_its_own(plant):
+    runs = plant("moe", "2026-11-01T00:00:00Z", *moe(3.6), device="cpu-avx2")
+    (own,) = (t for t in TARGETS if (t.kind, t.benchmark, t.limit) == ("cpu without bf16", "moe", 3.5))
+    assert report.judge(own, runs)[0] == 3.6 and report.judge(TARGETS[0], runs) == (None, None)
 
 
 def test_models_on_a_gpu_are_found_by_name(plant):

@@ -89,7 +89,18 @@ def test_answers_before_the_first_step_name_the_files_weight(chat_rows: Path, tm
 
 def test_a_teachers_nan_is_the_teachers(chat_rows: Path, tmp_path: Path, capsys):
     model, out = broken(tmp_path / "teacher"), tmp_path / "run"
-    command = ["distill", "--quiet", "--model", TINY_K2, "--teacher", model, "--data", chat_rows, "--out", out]
+    command = [
+        "distill",
+        "--quiet",
+        "--model",
+        TINY_K2,
+        "--teacher",
+        model,
+        "--data",
+        chat_rows,
+        "--out",
+        out,
+    ]
     assert cli.main([str(word) for word in [*command, "--steps", 1, "--samples", 0]]) == 2
     said = capsys.readouterr().err
     assert f"the teacher {model} holds NaN in model.layers.1.input_layernorm.weight" in said, said

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from unfreeze.bench.training import MeasuredInTurn, appended_to, command, say, show
+from unfreeze.bench.training import MeasuredInTurn, appended_to, command, computed_here, say, show
 from unfreeze.config.parse import Folder, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DoesNotFit
@@ -115,7 +115,7 @@ def measure(
         "checkpoint_bytes": on_disk,
         "rank": LORA["rank"],
         "targets": list(LORA["targets"]),
-        "dtype": "bfloat16",
+        "dtype": computed_here(),
         "length": length,
         "tokens_per_step": config.tokens,
         "recompute": config.recompute,
@@ -240,7 +240,7 @@ def planned(folder: Path, place: Any, config: Config, length: int) -> int:
         manifest,
         LoraConfig(**LORA),
         tokens=config.tokens,
-        dtype="bfloat16",
+        dtype=computed_here(),
         device="cpu",
         recompute=config.recompute,
         optimizer_moments=config.optimizer_moments,
@@ -264,8 +264,8 @@ def trainer(
     from unfreeze.parallel.machine import resident_bytes
     from unfreeze.parallel.residency import Streamed
 
-    before = resident_bytes()
-    model = open_model(open_checkpoint(checkpoint), torch.bfloat16, "cpu", experts=experts)
+    before, dtype = resident_bytes(), getattr(torch, computed_here())
+    model = open_model(open_checkpoint(checkpoint), dtype, "cpu", experts=experts)
     attach(model, LoraConfig(**LORA), seed=0)
     worker = training_worker(
         model, documents, length, recompute, check=dict, runtime_bytes=before, moments=moments

@@ -25,6 +25,7 @@ from unfreeze.bench.training import (
     appended_to,
     both_sizes,
     command,
+    computed_here,
     float64,
     say,
     show,
@@ -104,7 +105,13 @@ def measure(
         rows = [stamp.row(name, settings, entry) for name, entry in found.items()]
     shape = {**LAYER, **(layer or {})}
     experts = _experts(shape, config.repeats, say(common))
-    settings = {"op": "expert_mlp", **shape, "rank": RANK, "dtype": "bfloat16", "repeats": config.repeats}
+    settings = {
+        "op": "expert_mlp",
+        **shape,
+        "rank": RANK,
+        "dtype": computed_here(),
+        "repeats": config.repeats,
+    }
     rows += [stamp.row(f"{name} experts", settings, entry) for name, entry in experts.items()]
     if not common.quiet:
         print(table(experts), file=sys.stderr if common.json else sys.stdout)
@@ -134,7 +141,7 @@ def _steps(
             change = {} if table is None else {"quantization_config": table}
             place, small_place = kept.enter_context(checkpoints("", model | change, small | change))
             job = {"checkpoint": str(place), "checked": str(small_place), "device": "cpu"}
-            job |= {"documents": documents, "length": length, "dtype": "bfloat16", "lora": LORA}
+            job |= {"documents": documents, "length": length, "dtype": computed_here(), "lora": LORA}
             job |= {"recompute": "selective"}
             sides.append(Side(name, "unfreeze.bench.job:trainer", job, threads=config.threads))
             exact[name] = float64(str(small_place), LORA, length, common)
@@ -212,7 +219,7 @@ def _experts(
     factors = ExpertFactors(*(pair.requires_grad_() for pair in pairs), scale=2.0, down_scale=2.0)
     ids = torch.rand(T, E, generator=generator).topk(shape["per_token"], dim=1).indices
     weights = torch.rand(T, shape["per_token"], generator=generator).requires_grad_()
-    x = randn(T, D).bfloat16().requires_grad_()
+    x = randn(T, D).to(getattr(torch, computed_here())).requires_grad_()
     dense = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
 
     def once(op: Callable[..., Tensor], bases: list[Packed]) -> tuple[float, list[Tensor]]:

@@ -16,7 +16,16 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from unfreeze.bench.training import MeasuredInTurn, appended_to, command, float64, results, say, show
+from unfreeze.bench.training import (
+    MeasuredInTurn,
+    appended_to,
+    command,
+    computed_here,
+    float64,
+    results,
+    say,
+    show,
+)
 from unfreeze.config.parse import Folder, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -83,7 +92,13 @@ def measure(
         exact = float64(str(checkpoint), LORA, length, common)
         stated = planned(str(checkpoint), config.tokens, config.recompute, length)
         paths = {"checkpoint": str(checkpoint), "checked": str(checkpoint)}
-        job = {**paths, "dtype": "bfloat16", "lora": LORA, "recompute": config.recompute, "length": length}
+        job = {
+            **paths,
+            "dtype": computed_here(),
+            "lora": LORA,
+            "recompute": config.recompute,
+            "length": length,
+        }
         sides = [
             Side(
                 f"{tokens} tokens",
@@ -103,7 +118,7 @@ def measure(
         "shape": {name: model[name] for name in SIZES},
         "rank": LORA["rank"],
         "targets": list(LORA["targets"]),
-        "dtype": "bfloat16",
+        "dtype": computed_here(),
         "length": length,
         "recompute": config.recompute,
         "steps": config.steps,
@@ -140,7 +155,12 @@ def planned(checkpoint: str, tokens: Sequence[int], recompute: Any, length: int)
 
     manifest = open_checkpoint(checkpoint)
     shape, lora = models.shape(manifest.config), LoraConfig(**LORA)
-    job: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "recompute": recompute, "longest": length}
+    job: dict[str, Any] = {
+        "dtype": computed_here(),
+        "device": "cpu",
+        "recompute": recompute,
+        "longest": length,
+    }
     return {n: plan_training(shape, manifest, lora, tokens=n, **job).training for n in tokens}
 
 

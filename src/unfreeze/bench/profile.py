@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from tyro.conf import Positional
 
-from unfreeze.bench.training import say
+from unfreeze.bench.training import computed_here, say
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import DataError
@@ -129,7 +129,10 @@ def measure(config: Config, common: Common, sizes: Mapping[str, int] | None = No
                 step, what = job(config, str(checkpoint), str(checked), model, tokens)
                 gemms = expert_gemms(*gemm_shape(config, model, tokens))
                 found[tokens] = profiled(
-                    step, GemmRate(gemms).measure()["gflops_per_second"] * 1e9, copy_rate()
+                    step,
+                    GemmRate(gemms, dtype=getattr(torch, computed_here())).measure()["gflops_per_second"]
+                    * 1e9,
+                    copy_rate(),
                 )
     finally:
         torch.set_num_threads(threads)
@@ -162,10 +165,11 @@ def job(
         "dense": (None, dense.DOCUMENTS, dense.LENGTH),
         "growth": (growth.LORA, tokens // growth.LENGTH, growth.LENGTH),
     }[config.name]
-    worker = trainer(checkpoint, checked, "bfloat16", lora, "selective", documents, length)
+    worker = trainer(checkpoint, checked, computed_here(), lora, "selective", documents, length)
     return (
         worker.calls["step"],
-        f"a training step of {documents} documents of {length} tokens, bf16, recompute selective",
+        f"a training step of {documents} documents of {length} tokens, {computed_here()}, recompute"
+        " selective",
     )
 
 
@@ -371,8 +375,8 @@ def growth_page(stamp: Any, found: Mapping[int, Profile]) -> str:
             [
                 "# Profile of `growth`",
                 (
-                    f"{where(stamp)} Training steps of documents of 512 tokens, bf16, recompute selective."
-                    f" {steps}. {limits(found[most])}"
+                    f"{where(stamp)} Training steps of documents of 512 tokens, {computed_here()}, recompute"
+                    f" selective. {steps}. {limits(found[most])}"
                 ),
                 markdown(
                     [
@@ -417,9 +421,9 @@ def without(found: Profile) -> str:
 
 def limits(found: Profile) -> str:
     return (
-        f"Limits of one core: torch.mm in bf16 at the job's MLP shapes {found.rate / 1e9:,.0f} GFLOP/s; a"
-        f" copy in memory {found.copy / 1e9:,.1f} GB/s, what it reads and writes counted. Times are each op's"
-        " own. Bytes are inputs and outputs once each, where they follow from recorded shapes: a lower"
+        f"Limits of one core: torch.mm in {computed_here()} at the job's MLP shapes"
+        f" {found.rate / 1e9:,.0f} GFLOP/s; a copy in memory {found.copy / 1e9:,.1f} GB/s, what it reads and"
+        " writes counted. Times are each op's own. Bytes are inputs and outputs once each, where they follow from recorded shapes: a lower"
         " bound, and above the copy's rate where a cache holds them."
     )
 

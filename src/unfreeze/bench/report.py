@@ -15,10 +15,11 @@ from pydantic import Field
 
 from unfreeze.bench.formats import format_tables
 from unfreeze.bench.rows import Row, checkout, read
-from unfreeze.bench.targets import TARGETS, Target
+from unfreeze.bench.targets import TARGETS, Kind, Target
 from unfreeze.bench.training import worst
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
+from unfreeze.core.cpu import multiplies_bf16
 from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_bytes
 
@@ -70,8 +71,10 @@ class Run(NamedTuple):
     rows: list[Row]
 
     @property
-    def kind(self) -> str:
-        return "cpu" if self.device.startswith("cpu") else "gpu"
+    def kind(self) -> Kind:
+        if not self.device.startswith("cpu"):
+            return "gpu"
+        return "cpu" if multiplies_bf16(self.device) else "cpu without bf16"
 
 
 def runs_of(folder: Path) -> list[Run]:

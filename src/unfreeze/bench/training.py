@@ -20,7 +20,7 @@ from unfreeze.bench.sides import Side, Sides
 from unfreeze.config.parse import Folder, Frozen
 from unfreeze.core.command import Common
 from unfreeze.core.units import format_bytes
-from unfreeze.kernels.precision import precision
+from unfreeze.kernels.precision import AUTO, precision
 from unfreeze.report.tables import align
 
 STATE = ("weights", "gradients", "optimizer")
@@ -76,6 +76,11 @@ class Trained(Computed, MeasuredInTurn):
         default="",
         description="folder where the random checkpoint is, or is made and kept; default: a temporary one",
     )
+
+
+def computed_here() -> str:
+    """The dtype that "auto" is on this CPU."""
+    return precision(AUTO, "cpu").name
 
 
 def both_sizes(

@@ -10,7 +10,7 @@ from unfreeze.core.rows import here
 
 
 def bad_weight(model: nn.Module, *, updated: bool) -> tuple[str, str] | None:
-    """("NaN" or "infinity", the first weight that is so and came so from the file); None where all are finite.
+    """("NaN" or "infinity", the first weight that came so from the file); None where all are finite.
 
     updated: whether what trains is no longer the file's. Of weights that are divided, those that are here.
     """

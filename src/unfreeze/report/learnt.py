@@ -3,8 +3,8 @@
 "Learnt" needs a fall of the objective on held-out rows by more than two standard errors of the difference,
 paired by row, and by at least a hundredth of its value at step 0; of preferences, accuracy must have risen as
 clearly. Without held-out rows: the same of the mean training loss of whole epochs, or of the first and the
-last quarter of the steps, and an output that the receipt saw move far enough for it. Pairs need held-out ones:
-random preferences can be learned by heart.
+last quarter of the steps, and an output that the receipt saw move far enough for it. Pairs need held-out
+ones: random preferences can be learned by heart.
 """
 
 from __future__ import annotations

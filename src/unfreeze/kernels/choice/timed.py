@@ -72,7 +72,9 @@ def _timed(
     """(the cell's row, the seconds that timing took); no row where `seconds` do not suffice."""
     op, case, dtype = cell
     plain = op.against or op.reference
-    beside = {TORCH: op.against} if op.against else {}  # timed, and never chosen: it keeps no promise of memory
+    beside = (
+        {TORCH: op.against} if op.against else {}
+    )  # timed, and never chosen: it keeps no promise of memory
     args = measure.arguments(case, CPU, dtype)
 
     def once(implementation: Implementation) -> float:
