@@ -423,8 +423,8 @@ def limits(found: Profile) -> str:
     return (
         f"Limits of one core: torch.mm in {computed_here()} at the job's MLP shapes"
         f" {found.rate / 1e9:,.0f} GFLOP/s; a copy in memory {found.copy / 1e9:,.1f} GB/s, what it reads and"
-        " writes counted. Times are each op's own. Bytes are inputs and outputs once each, where they follow from recorded shapes: a lower"
-        " bound, and above the copy's rate where a cache holds them."
+        " writes counted. Times are each op's own. Bytes are inputs and outputs once each, where they follow"
+        " from recorded shapes: a lower bound, and above the copy's rate where a cache holds them."
     )
 
 
