@@ -12,7 +12,6 @@ import argparse
 from pathlib import Path
 
 from unfreeze.commands.plan import Config, plan
-from unfreeze.commands.plan_picture import write_picture
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.units import format_of
 from unfreeze.parallel.fleet import fleet
@@ -68,10 +67,6 @@ def main() -> None:
             "",
             *(f"- {p.fleet.name}, rank {p.rank}: fits with {'; or '.join(p.proposals)}" for p in refused),
         ]
-        if given.write:
-            picture = given.write.parent / "plans" / f"{release.rpartition('--')[2]}.svg"
-            write_picture(plans, picture)
-            page += ["", f"![tokens per second against bytes a device](plans/{picture.name})"]
     text = "\n".join(page) + "\n"
     if given.write:
         given.write.write_text(text, encoding="utf-8")

@@ -133,29 +133,24 @@ def planned(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _placed(found: dict[str, Any]) -> dict[str, Any]:
-    """Where what lies, in fields: the words may change, what they mean may not."""
-    words = found["layout"]
-
-    def after(name: str) -> str:
-        return next((part.split(f"{name} on ")[1] for part in words.split("; ") if f"{name} on " in part), "")
-
-    experts = after("experts")
+    """Where what lies, in the words of the record."""
+    place = found["place"]
     return {
-        "experts": experts.split(",")[0] or "device",
-        "groups": "in groups" in experts,
-        "split": int(experts.rpartition("split over ")[2]) if "split over" in experts else 1,
-        "rest": {"sharded": "peers"}.get(after("rest"), after("rest")),
-        "moments": "host" if "host" in after("adapter state") else "device",
-        "adapters": "host" if after("adapter state") == "host" else "device",
-        "boundary": after("boundary"),
-        "recompute": words.rpartition("recompute ")[2],
+        "experts": place["experts"],
+        "groups": bool(place["buffer"]),
+        "split": place["split"],
+        "rest": place["rest"],
+        "moments": place["optimizer"],
+        "adapters": place["adapters"],
+        "boundary": place["boundary"],
+        "recompute": place["recompute"],
     }
 
 
 def runs(folder: Path) -> Iterator[dict[str, Any]]:
     """Each of RUNS, as a run of it would be planned on that machine."""
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.job.plan import plan_of
+    from unfreeze.job.plan import Planning
     from unfreeze.recipes.sft import parts
 
     folders = {"tiny-k2": Path(TINY_K2), "dense": dense(folder)}
@@ -166,11 +161,12 @@ def runs(folder: Path) -> Iterator[dict[str, Any]]:
         start = open_checkpoint(str(folders[name]))
         machine = Hardware(kind, kind, 2, memory, memory, host=host)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("unfreeze.parallel.plan.hardware", lambda device, machine=machine: machine)
+            patch.setattr("unfreeze.parallel.machine.hardware", lambda device, machine=machine: machine)
             patch.setattr("unfreeze.job.plan.computed_here", lambda config, device: config)
             shape, device = models.shape(start.config), torch.device(kind)
             trained = parts(config).trained
-            found = plan_of(config, trained, start, shape, device, processes=processes)
+            planning = Planning(config, trained, start, shape, device, processes=processes)
+            _, found = planning.first()
         asked = [
             name,
             kind,
@@ -190,16 +186,16 @@ def runs(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _of_run(found: Any) -> dict[str, Any]:
-    work = found.work
+    layout = found.layout
     return {
-        "experts": work.experts,
-        "buffer": work.buffer,
-        "split": work.split,
-        "weights": work.weights,
-        "rest": work.rest,
-        "moments": work.optimizer,
-        "boundary": work.boundary,
-        "recompute": work.recompute,
+        "experts": layout.experts,
+        "buffer": layout.buffer_bytes,
+        "split": layout.split,
+        "weights": layout.weights,
+        "rest": layout.rest,
+        "moments": layout.optimizer,
+        "boundary": layout.boundary,
+        "recompute": layout.recompute,
     }
 
 

@@ -232,20 +232,20 @@ def planned(folder: Path, place: Any, config: Config, length: int) -> int:
     from unfreeze import models
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.parallel.plan import plan_training
+    from unfreeze.core.layout import RESIDENT
+    from unfreeze.parallel.plan import plan_here
 
     manifest = open_checkpoint(str(folder))
-    return plan_training(
+    return plan_here(
         models.shape(manifest.config),
         manifest,
         LoraConfig(**LORA),
         tokens=config.tokens,
         dtype=computed_here(),
         device="cpu",
-        recompute=config.recompute,
+        layout=RESIDENT.but(recompute=config.recompute, experts=place),
         optimizer_moments=config.optimizer_moments,
         longest=length,
-        experts=place,
     ).total
 
 
@@ -260,12 +260,13 @@ def trainer(
     from unfreeze.bench.job import training_worker
     from unfreeze.bench.sides import Worker
     from unfreeze.checkpoint import open_checkpoint
+    from unfreeze.core.layout import RESIDENT
     from unfreeze.generate.open import open_model
     from unfreeze.parallel.machine import resident_bytes
     from unfreeze.parallel.residency import Streamed
 
     before, dtype = resident_bytes(), getattr(torch, computed_here())
-    model = open_model(open_checkpoint(checkpoint), dtype, "cpu", experts=experts)
+    model = open_model(open_checkpoint(checkpoint), dtype, "cpu", layout=RESIDENT.but(experts=experts))
     attach(model, LoraConfig(**LORA), seed=0)
     worker = training_worker(
         model, documents, length, recompute, check=dict, runtime_bytes=before, moments=moments

@@ -176,6 +176,7 @@ def side(given: str) -> None:
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.save import write_safetensors
+    from unfreeze.core.layout import RESIDENT
     from unfreeze.generate.open import open_model, open_sharded
     from unfreeze.objectives.cross_entropy import cross_entropy
     from unfreeze.parallel.collectives import open_group
@@ -197,7 +198,9 @@ def side(given: str) -> None:
                 model, sharded = open_sharded(manifest, group, torch.float32, "cpu")
                 held = sharded.held
         else:
-            model = open_model(manifest, torch.float32, mesh=mesh, experts=arm.experts, rest=arm.rest)
+            model = open_model(
+                manifest, torch.float32, mesh=mesh, layout=RESIDENT.but(experts=arm.experts, rest=arm.rest)
+            )
             adapted(model, mesh)
             found["op"] = torch.tensor(op_apart(model, mesh, job["model"]))
         steps = [drawn(model.shape.vocab_size, job["length"], step) for step in range(job["steps"])]

@@ -151,17 +151,18 @@ def planned(checkpoint: str, tokens: Sequence[int], recompute: Any, length: int)
     from unfreeze import models
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.parallel.plan import plan_training
+    from unfreeze.core.layout import RESIDENT
+    from unfreeze.parallel.plan import plan_here
 
     manifest = open_checkpoint(checkpoint)
     shape, lora = models.shape(manifest.config), LoraConfig(**LORA)
     job: dict[str, Any] = {
         "dtype": computed_here(),
         "device": "cpu",
-        "recompute": recompute,
+        "layout": RESIDENT.but(recompute=recompute),
         "longest": length,
     }
-    return {n: plan_training(shape, manifest, lora, tokens=n, **job).training for n in tokens}
+    return {n: plan_here(shape, manifest, lora, tokens=n, **job).training for n in tokens}
 
 
 def growth(found: Mapping[int, Mapping[str, Any]], stated: Mapping[int, int]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -35,6 +35,7 @@ from unfreeze.config.parse import Folder, Frozen, parse
 from unfreeze.core.batch import Batch
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DoesNotFit
+from unfreeze.core.layout import RESIDENT
 from unfreeze.core.units import format_bytes
 from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.kernels.loops.scratch import release_scratch
@@ -197,7 +198,7 @@ def run(
         made = sized(job, config, hardware(device), device, sequence)
     except DoesNotFit as error:
         return stamp.row(name, settings, not_run=str(error).replace("\n", " "))
-    settings |= {"micro_batches": made.work.micro_batches, "recompute": made.work.recompute}
+    settings |= {"micro_batches": made.work.micro_batches, "recompute": made.layout.recompute}
     try:
         found = train(shape, job, made, config.steps, device, sequence)
     finally:
@@ -258,12 +259,11 @@ def sized(job: Job, config: Config, found: Hardware, device: torch.device, seque
             work = Work(
                 tokens=documents // parts * sequence,
                 rank=job.rank,
-                recompute=mode,
                 micro_batches=parts,
                 loss_rows=loss_rows,
                 loss_bytes=loss_bytes,
             )
-            made = plan(sizes, work, found)
+            made = plan(sizes, RESIDENT.but(recompute=mode), work, found)
             if made.fits and parts <= 4:
                 return made
     assert made is not None
@@ -299,7 +299,7 @@ def train(
             cross_entropy,
             learning_rate=rate,
             max_norm=1.0,
-            recompute=models.RECOMPUTE[made.work.recompute],
+            recompute=models.RECOMPUTE[made.layout.recompute],
         )
 
     losses = [step().loss for _ in range(2)]
@@ -322,7 +322,7 @@ def train(
         "loss_last": losses[-1],
         "learned": all(math.isfinite(loss) for loss in losses) and losses[-1] < losses[0],
         "parameters": sum(p.numel() for p in model.parameters()),
-        "flops": step_flops(model, [sequence] * (tokens // sequence), made.work.recompute),
+        "flops": step_flops(model, [sequence] * (tokens // sequence), cast(Any, made.layout.recompute)),
     }
 
 

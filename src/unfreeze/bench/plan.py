@@ -192,7 +192,6 @@ def checked(case: Case, config: Config) -> dict[str, Any]:
         "peak_bytes": side.peak(),
         "beside_bytes": side.peak() - process - stated["bytes"],
         "planned_seconds": stated["seconds"],
-        "replayed_seconds": stated["replayed"],
         "rates": stated["rates"],
         "measured_seconds": side.median("cpu_seconds" if threads == 1 else "seconds"),
     }
@@ -231,37 +230,33 @@ def config_of(model: str, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def planned(case: Case, threads: int) -> dict[str, Any]:
-    """What the plan states of a run on so many threads: bytes of a process, seconds by formula and replay."""
+    """What the plan states of a run on so many threads: bytes of a process, seconds by formula."""
     import torch
 
     from unfreeze import models
     from unfreeze.config.lora import LoraConfig
+    from unfreeze.core.layout import RESIDENT
     from unfreeze.parallel.fleet import Fleet
     from unfreeze.parallel.machine import hardware
-    from unfreeze.parallel.plan import measure, plan, rates_here, work_of
+    from unfreeze.parallel.plan import Model, measure, plan, rates_here, work_of
     from unfreeze.parallel.plan.choose import Asked, seconds_of
     from unfreeze.parallel.plan.counts import counts
-    from unfreeze.parallel.plan.layout import Layout
-    from unfreeze.parallel.simulate import replay
 
-    dtype = getattr(torch, case.dtype)
+    dtype, cpu = getattr(torch, case.dtype), torch.device("cpu")
     model = models.from_config(config_of(case.model, case.sizes), dtype)
     lora = None if case.rank is None else LoraConfig(rank=case.rank)
+    sizes, counted, machine = measure(model, lora), counts(model), hardware("cpu")
     work = work_of(
-        model.shape,
-        lora,
+        Model(model.shape, lora, dtype, cpu, counted, sizes),
         tokens=case.tokens,
-        dtype=dtype,
-        device=torch.device("cpu"),
-        recompute=case.recompute,
         optimizer_moments=case.moments,
         longest=case.length,
         micro_batches=case.processes,
         processes=case.processes,
         threads=threads,
     )
-    sizes, counted, machine = measure(model, lora), counts(model), hardware("cpu")
-    made = plan(sizes, work, machine)
+    layout = RESIDENT.but(recompute=case.recompute)
+    made = plan(sizes, layout, work, machine)
     rates = rates_here(
         model.shape,
         dtype=dtype,
@@ -272,21 +267,16 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
         optimizer_moments=case.moments,
         threads=threads,
     )
-    time = replayed = None
+    time = None
     if rates is not None:
         here = Fleet("here", case.processes, machine.available, kind="cpu")
         tokens = case.tokens * case.processes
-        asked, layout = (
-            Asked(replace(work, micro_batches=1), tokens, case.length),
-            Layout(recompute=case.recompute),
-        )
+        asked = Asked(replace(work, micro_batches=1), tokens, case.length)
         time = seconds_of(sizes, counted, here, rates, layout, asked, tokens)
-        replayed = replay(time, model.shape.num_layers).step
     return {
         "bytes": made.training,
         "terms": made.terms,
         "seconds": time and time.step,
-        "replayed": replayed,
         "rates": rates.source if rates else "",
     }
 

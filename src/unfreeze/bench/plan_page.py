@@ -19,7 +19,6 @@ HEAD = [
     "peak of the process",
     "of it beside the plan",
     "planned s",
-    "replayed s",
     "measured s",
     "planned / measured",
 ]
@@ -35,10 +34,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         marked(memory, MEMORY),
         format_bytes(row["peak_bytes"]),
         format_bytes(row["beside_bytes"]),
-        *(
-            "–" if row[f"{by}_seconds"] is None else f"{row[f'{by}_seconds']:.2f}"
-            for by in ("planned", "replayed")
-        ),
+        "–" if row["planned_seconds"] is None else f"{row['planned_seconds']:.2f}",
         f"{row['measured_seconds']:.2f}",
         "–" if seconds is None else marked(seconds, SECONDS),
     ]
@@ -72,19 +68,11 @@ def page(stamp: Stamp, rows: Sequence[Mapping[str, Any]]) -> str:
         f"`{stamp.command}` on {machine.name}, {machine.threads} of {machine.cores} cores, {stamp.run[:10]}.",
         NOTES.strip(),
         f"Memory: {len(rows) - outside} of {len(rows)} within {MEMORY:.0%}. Seconds:"
-        f" {len(timed) - slow} of {len(timed)} within {SECONDS:.0%}; rates {rates}.{apart(rows)}",
+        f" {len(timed) - slow} of {len(timed)} within {SECONDS:.0%}; rates {rates}.",
         markdown(HEAD, [cells(row) for row in rows]),
         REASONS.strip(),
     ]
     return "\n\n".join(lines) + "\n"
-
-
-def apart(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How far the replay is from the closed formula at most; "" where neither has seconds."""
-    both = [(row["replayed_seconds"], row["planned_seconds"]) for row in rows if row["planned_seconds"]]
-    if not both:
-        return ""
-    return f" The replay is at most {max(abs(replay / s - 1) for replay, s in both):.1%} from the formula."
 
 
 NOTES = """
@@ -96,7 +84,7 @@ A run is its model, what trains, dtype, documents x length and what is recompute
 - Peak of the process: as a run is. Beside the plan and the process as it began there is code that numba and
   oneDNN compile, and heap that the C library keeps to use again: `unfreeze doctor` calls it 0.3 to 0.8 GiB.
 - Seconds: CPU time of the median step on one core, which other processes of the machine disturb least.
-  Planned by the closed formula; replayed event by event (`unfreeze plan --simulate`).
+  Planned by the closed formula.
 - Of several processes, each with its own documents, the bytes and seconds are the first one's.
 """
 REASONS = """

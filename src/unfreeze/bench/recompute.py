@@ -88,20 +88,21 @@ def chosen(config: dict[str, Any], device: str, documents: int, length: int, dty
 
     from unfreeze import models
     from unfreeze.checkpoint import Manifest
-    from unfreeze.parallel.plan import plan_training
+    from unfreeze.core.layout import RESIDENT
+    from unfreeze.parallel.plan import plan_here
 
     manifest = Manifest(path=Path(), config=config, tensors={}, prefix="", files=())
-    made = plan_training(
+    made = plan_here(
         models.shape(config),
         manifest,
         LoraConfig(rank=RANK),
         tokens=documents * length,
         dtype=dtype,
         device=device,
-        recompute="auto",
+        layout=RESIDENT.but(recompute="auto"),
         longest=length,
     )
-    return made.work.recompute
+    return made.layout.recompute
 
 
 def measure(

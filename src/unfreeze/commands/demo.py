@@ -29,6 +29,7 @@ from unfreeze.config.tables import Memory, Training, Watch
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, EventLog
+from unfreeze.core.layout import Layout
 from unfreeze.core.schema import PromptSource
 from unfreeze.evaluate.style import changes, compare
 from unfreeze.recipes import sft
@@ -86,7 +87,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             seed=config.seed,
             training=Training(epochs=config.epochs, tokens_per_step=1024),
             optimizer=fields.Optimizer(learning_rate=config.learning_rate, weight_decay=0.3),
-            memory=Memory(dtype="float32", recompute="nothing", threads=1),
+            memory=Memory(dtype="float32", threads=1),
+            place=Layout(recompute="nothing"),
             watch=Watch(samples=0),
             lora=LoraConfig(rank=config.rank, alpha=2.0 * config.rank),
         ),

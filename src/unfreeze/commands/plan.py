@@ -11,9 +11,8 @@ from its records (`unfreeze kernels measure --to user`). Nothing is measured her
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Set
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -22,10 +21,10 @@ from rich.console import Console
 from unfreeze.commands.opened import Opened, open_model
 from unfreeze.commands.recipe import recipe_of
 from unfreeze.config.lora import LoraConfig
-from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_model, parse, writing
-from unfreeze.config.tables import Place
+from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_model, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.layout import Layout
 
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
@@ -36,23 +35,16 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan.counts import Counts
     from unfreeze.parallel.plan.sizes import Sizes
 
-SWEEP_RANKS, SWEEP_LENGTHS = (4, 8, 16, 32), (2048, 8192)
 HERE = "this machine"
-PLACES = (
-    "place.experts",
-    "place.buffer",
-    "place.split",
-    "place.weights",
-    "place.rest",
-    "place.boundary",
-    "place.optimizer",
-)
+OF_LAYOUT = ("recompute", "keep_layers")  # of which flags are as short as in a run
+PLACES = tuple(f"place.{name}" for name in Layout.model_fields if name not in OF_LAYOUT)
 DOES_NOT_FIT = 2
 
 
 class Config(Frozen):
     """What is planned, and for which machines."""
 
+    FLAT: ClassVar[dict[str, str]] = {name: f"place.{name}" for name in OF_LAYOUT}
     HELP: ClassVar[dict[str, tuple[str, ...]]] = {
         "What": ("model", "train", "lora.rank", "lora.experts_rank", "lora.targets", "dtype"),
         "How much": (
@@ -64,7 +56,6 @@ class Config(Frozen):
             "optimizer_moments",
         ),
         "Where": ("hardware", "machines", "usd_per_hour", "waiting", *PLACES),
-        "More": ("sweep", "out", "simulate", "trace"),
     }
     FIRST: ClassVar[tuple[str, ...]] = (
         "model",
@@ -73,7 +64,6 @@ class Config(Frozen):
         "tokens_per_step",
         "sequence_length",
         "usd_per_hour",
-        "sweep",
     )
 
     model: ModelName = Field(default="", description="checkpoint folder, Hugging Face id, or a config.json")
@@ -108,30 +98,11 @@ class Config(Frozen):
     optimizer_moments: Literal["float32", "int8"] = Field(
         default="float32", description="AdamW's moments: 8 bytes per trained parameter, or 2.03"
     )
-    recompute: Literal["auto", "layers", "selective", "elementwise", "nothing"] = Field(
-        default="auto", description="what is recomputed in backward; auto: chosen"
-    )
-    keep_layers: int | None = Field(
-        default=None,
-        ge=0,
-        description=(
-            "with recompute selective or elementwise: keep activations of the last N layers only; unset: of"
-            " all"
-        ),
-    )
-    place: Place = Field(default_factory=lambda: Place(), description="where parts must lie; auto: chosen")
-    sweep: bool = Field(
-        default=False, description="a table of ranks and lengths on every machine named, and a picture"
-    )
-    out: Folder = Field(default="plan.svg", description="with --sweep: file of the picture")
-    simulate: bool = Field(default=False, description="replay a step event by event beside the formula")
-    trace: Folder = Field(
-        default="", description="with --simulate: run folder whose routing is replayed; default: even routing"
-    )
+    place: Layout = Field(default_factory=lambda: Layout(), description="where parts must lie; auto: chosen")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> the plan of the first machine (Planned.fields). With several, or --sweep, `plans` has all.
+    """-> the plan of the first machine (Planned.fields). With several `plans` has all.
 
     exit_code 2 where it fits none of them with what is built: what a run would end with.
     """
@@ -140,21 +111,12 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
         )
-    from unfreeze.commands.plan_picture import write_picture
-    from unfreeze.commands.planned import sweep_table
-
     opened = open_model(config)
     opened.second = second
-    plans = [plan(*asked, opened) for asked in _asked_for(config)]
+    plans = [plan(config, _fleet(words, config.machines), opened) for words in config.hardware or (HERE,)]
     console = Console(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    if config.sweep:
-        with writing(config.out, "out"):
-            write_picture(plans, Path(config.out))
-        lines = [sweep_table(plans), f"picture: {config.out}"]
-    else:
-        lines = [line for planned in plans for line in planned.lines()]
     if not common.quiet:
-        console.print("\n".join(lines))
+        console.print("\n".join(line for planned in plans for line in planned.lines()))
     found = plans[0].fields() | ({"plans": [p.fields() for p in plans]} if len(plans) > 1 else {})
     return found | ({} if any(planned.runs for planned in plans) else {"exit_code": DOES_NOT_FIT})
 
@@ -186,8 +148,6 @@ def configured(arguments: list[str]) -> tuple[Config, Second | None]:
         "sequence_length": run.data.sequence_length,
         "dtype": run.memory.dtype,
         "optimizer_moments": run.optimizer.moments,
-        "recompute": run.memory.recompute,
-        "keep_layers": run.memory.keep_layers,
         "micro_batches": run.memory.micro_batches,
     }
     kept = given.model_fields_set - {"lora", "place"}  # its flags are in it already
@@ -214,21 +174,10 @@ def _refuse_without_effect(config: Config, given: Set[str]) -> None:
             "leave --machines out",
         ),
         (
-            "out" in given and not config.sweep,
-            "out is the picture of a sweep",
-            "add --sweep, or leave --out out",
-        ),
-        (config.trace and not config.simulate, "trace is what --simulate replays", "add --simulate"),
-        (
-            config.simulate and config.sweep,
-            "simulate replays one plan, and a sweep shows many",
-            "leave --simulate or --sweep out",
-        ),
-        (
-            "keep_layers" in given
-            and config.keep_layers is not None
-            and config.recompute not in ("auto", *keeps),
-            f"keep_layers has no effect where recompute = {config.recompute!r}",
+            "keep_layers" in config.place.model_fields_set
+            and config.place.keep_layers is not None
+            and config.place.recompute not in ("auto", *keeps),
+            f"keep_layers has no effect where recompute = {config.place.recompute!r}",
             f"--recompute {' or '.join(keeps)}",
         ),
     ):
@@ -239,19 +188,6 @@ def _refuse_without_effect(config: Config, given: Set[str]) -> None:
 def _merged(file: LoraConfig, flags: LoraConfig) -> LoraConfig:
     """The file's adapters with the fields that flags name."""
     return LoraConfig(**file.model_dump(exclude_unset=True) | flags.model_dump(exclude_unset=True))
-
-
-def _asked_for(config: Config) -> Iterator[tuple[Config, Fleet]]:
-    """Each machine, and with --sweep each rank and length on it."""
-    fleets = [_fleet(words, config.machines) for words in config.hardware or (HERE,)]
-    for machine in fleets:
-        if not config.sweep:
-            yield config, machine
-            continue
-        for rank in SWEEP_RANKS:
-            for length in SWEEP_LENGTHS:
-                lora = config.lora.model_copy(update={"rank": rank})
-                yield config.model_copy(update={"lora": lora, "sequence_length": length}), machine
 
 
 def _fleet(words: str, table: str) -> Fleet:
@@ -281,15 +217,7 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
     sizes, counts, asked = _measured(config, machine, opened)
     choice, fits = choose(sizes, counts, machine, asked)
     others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, counts, asked)
-    simulated, notes = None, []
-    if config.simulate and choice.time:
-        simulated = _replayed(config.trace, sizes, counts, machine, asked, choice)
-        if config.trace and choice.layout.split == 1:
-            notes.append("the trace changes nothing: every device has all experts")
-    elif config.simulate:
-        notes.append("not replayed: a replay needs the seconds of the formula")
-    if fits or config.tokens_per_step:
-        notes += _cut(config, machine, asked, choice)
+    notes = _cut(config, machine, asked, choice) if fits or config.tokens_per_step else []
     rank, rates = asked.work.rank, rates_of(machine, asked)
     return Planned(
         model=config.model,
@@ -304,7 +232,6 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
         micro_batches=config.micro_batches,
         proposals=others,
         reason=reason,
-        simulated=simulated,
         notes=notes,
         usd_per_hour=config.usd_per_hour,
         rates=rates.source if rates else "",
@@ -356,10 +283,10 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
     import torch
 
     from unfreeze.adapters.snapshot import COPY_BYTES
-    from unfreeze.commands.planned_places import given_places
-    from unfreeze.parallel.plan import rates_here, rates_of_second, work_of
-    from unfreeze.parallel.plan.choose import Asked
+    from unfreeze.parallel.plan import Model, rates_here, rates_of_second, work_of
+    from unfreeze.parallel.plan.choose import Asked, facts_of
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
+    from unfreeze.parallel.plan.layouts import layouts
 
     if config.train == "all" and config.lora.model_fields_set:
         raise ConfigError(
@@ -376,21 +303,20 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
             next="plan adapters: --train adapters",
         )
     length = min(config.sequence_length, model.shape.max_positions)
+    sizes = opened.sizes(dtype, lora, machine.kind)
+    known = Model(model.shape, lora, dtype, torch.device(machine.kind), counted, sizes)
     work = work_of(
-        model.shape,
-        lora,
+        known,
         tokens=1,
-        dtype=dtype,
-        device=torch.device(machine.kind),
         optimizer_moments=config.optimizer_moments,
         micro_batches=-(-config.micro_batches // machine.count),
-        keep_layers=config.keep_layers,
         longest=length,
         receipt_bytes=COPY_BYTES,
     )
-    recomputes: tuple[Recompute, ...] = FASTEST_FIRST if config.recompute == "auto" else (config.recompute,)
-    if config.keep_layers is not None and config.recompute == "auto":
+    recomputes: tuple[Recompute, ...] = FASTEST_FIRST
+    if config.place.keep_layers is not None:
         recomputes = ("elementwise", "selective")  # the others keep all layers, or none
+    layouts(config.place, facts_of(machine, counted, every_weight=lora is None))  # what cannot be is refused
     rates = None
     if machine.here:
         rates = rates_here(
@@ -402,60 +328,8 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
             packed=counted.packed,
             optimizer_moments=config.optimizer_moments,
         )
-    given = given_places(config.place, config.train, machine, model.shape.num_experts)
-    asked = Asked(work, config.tokens_per_step, length, recomputes, rates, config.waiting, given)
+    asked = Asked(work, config.tokens_per_step, length, config.place, recomputes, rates, config.waiting)
     if aside := opened.aside(dtype, machine.kind, length, every_weight=lora is None):
         own = rates_of_second(aside(length), dtype, torch.device(machine.kind), length) if rates else None
         asked = replace(asked, aside=aside, second_rates=own)
-    return opened.sizes(dtype, lora, machine.kind), counted, asked
-
-
-def _refuse_other_routing(trace: str, load: Mapping[str, Sequence[int]], counts: Counts) -> None:
-    """Raises ConfigError where the run's model has other layers or experts than the planned one."""
-    for what, theirs, ours in (
-        ("layers with experts", {len(load)}, counts.moe_layers),
-        ("experts a layer", {len(tokens) for tokens in load.values()}, counts.num_experts),
-    ):
-        if theirs != {ours}:
-            found = " and ".join(f"{number:,}" for number in sorted(theirs))
-            raise ConfigError(
-                f"trace = {trace!r} is of another model: it has {found} {what}, the planned one has {ours:,}",
-                next="give a run of the same model, or leave --trace out for even routing",
-            )
-
-
-def _replayed(
-    trace: str, sizes: Sizes, counts: Counts, machine: Fleet, asked: Asked, choice: Choice
-) -> dict[str, float]:
-    """The step replayed with a run's routing, or with even routing (parallel/simulate.py)."""
-    from unfreeze.core.schema import TrainEvent
-    from unfreeze.parallel.plan.choose import rates_of, seconds_of
-    from unfreeze.parallel.plan.layout import share
-    from unfreeze.parallel.simulate import loads_of, replay
-    from unfreeze.report.events import of_kind, read_events
-
-    # the formula's terms with even routing: the replay adds the imbalance itself
-    rates = rates_of(machine, asked)
-    assert rates is not None
-    layout = choice.layout
-    even = seconds_of(sizes, counts, machine, rates, layout, asked, choice.tokens, imbalance=1.0)
-
-    # each device's rows over the mean: by the experts it has, or as the last step of the run routed them
-    loads: Sequence[Sequence[float]] = [[1.0]]
-    if layout.split > 1:
-        loads = loads_of({"": [1] * counts.num_experts}, layout.split)
-    if trace:
-        events = of_kind(read_events(Path(trace) / "events.jsonl"), TrainEvent)
-        traces = [load for event in events if (load := event.get("expert_load"))]
-        if not traces:
-            raise ConfigError(f"{trace} has no routing in its events", next="give a run of a MoE model")
-        _refuse_other_routing(trace, traces[-1], counts)
-        loads = loads_of(traces[-1], layout.split)
-    # the formula's terms are the fullest device's
-    fullest = share(counts, layout.split) * layout.split
-    found = replay(even, counts.num_layers, [[rows / fullest for rows in load] for load in loads])
-    return {
-        "step": found.step,
-        "waits for weights": found.for_weights,
-        "waits for devices": found.for_devices,
-    }
+    return sizes, counted, asked

@@ -1,8 +1,8 @@
-"""A plan in words, as JSON, as a row of a sweep and as a point of its picture."""
+"""A plan in words and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,6 @@ class Planned:
     micro_batches: int = 1
     proposals: Sequence[str] = ()
     reason: str = ""
-    simulated: Mapping[str, float] | None = None
     notes: Sequence[str] = ()
     usd_per_hour: float | None = None
     rates: str = ""
@@ -56,7 +55,7 @@ class Planned:
     def experts_per_device(self) -> int:
         """Bytes of the experts that a device owns, wherever they lie."""
         experts = max(1, self.counts.num_experts)
-        return self.counts.experts_bytes * -(-experts // self.choice.layout.split) // experts
+        return self.counts.experts_bytes * -(-experts // self.choice.layout.sharing) // experts
 
     def fields(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -82,6 +81,7 @@ class Planned:
             "adapter_parameters": self.adapter_parameters,
             "tokens_per_step": choice.tokens,
             "layout": choice.layout.words(self.counts.num_experts),
+            "place": choice.layout.model_dump(),
             "seconds": None if time is None else {"step": time.step, "shown": time.shown, **time.terms},
             "tokens_per_second": choice.tokens_per_second,
             "usd_per_million_tokens": self.usd_per_million_tokens,
@@ -89,7 +89,6 @@ class Planned:
             "not_built": list(choice.not_built),
             "proposals": list(self.proposals),
             "reason": self.reason or None,
-            "simulated": self.simulated,
             "notes": list(self.notes),
             "source": self.rates or None,
         }
@@ -139,9 +138,6 @@ class Planned:
             )
             lines.append(f"  {choice.tokens_per_second:,.0f} tokens/s, predicted{self._price()}")
             lines.append(f"  rates: {self.rates}")
-        if self.simulated:
-            words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.simulated.items())
-            lines.append(f"  replayed event by event: {words}")
         lines += [f"  {note}" for note in self.notes]
         lines += [f"  nothing found that fits: {self.reason}"] * bool(self.reason)
         return lines + [f"  fits with {line}" for line in self.proposals]
@@ -153,25 +149,3 @@ class Planned:
     def _price(self) -> str:
         usd = self.usd_per_million_tokens
         return "" if usd is None else f"; {usd:.2f} USD per million tokens"
-
-
-def sweep_table(plans: Sequence[Planned]) -> str:
-    """A row per machine, rank and length."""
-    head = ("hardware", "rank", "length", "fits", "tokens/step", "a device", "host", "tokens/s", "USD/M")
-    rows: list[tuple[str, ...]] = [head]
-    for planned in plans:
-        choice, rate, usd = planned.choice, planned.choice.tokens_per_second, planned.usd_per_million_tokens
-        rows.append(
-            (
-                planned.fleet.name,
-                str(planned.rank),
-                f"{planned.length:,}",
-                "yes" if planned.fits else "no",
-                f"{choice.tokens:,}",
-                format_bytes(sum(choice.places.device.values())),
-                format_bytes(sum(choice.places.host.values())),
-                "–" if rate is None or not planned.fits else f"{rate:,.0f}",
-                "–" if usd is None or not planned.fits else f"{usd:.2f}",
-            )
-        )
-    return align(rows)

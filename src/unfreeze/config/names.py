@@ -164,7 +164,8 @@ def flat(config: BaseModel) -> dict[str, Any]:
         if not table:
             made[name] = dumped[field]
         elif "." in name:
-            made[table] = dumped[table]
+            inner = dumped[table]
+            made[table] = inner if inner is None else {**made.get(table, {}), field: inner[field]}
         else:
             made[name] = dumped[table][field]
     return made

@@ -107,6 +107,10 @@ train_on_inputs completion_only_loss assistant_only_loss train_on_responses_only
 max_samples max_train_samples num_samples | every row is read | head -n 1000 FILE.jsonl > part.jsonl
 adam_beta1 adam_beta2 adam_epsilon beta1 beta2 | AdamW's betas are 0.9 and 0.95, its
     epsilon 1e-8, always | leave it out
+simulate trace | the replay of a step is gone: it differed from the formula by 0.0 % at most |
+    unfreeze plan --model MODEL --hardware 8xH200
+sweep | plan takes several machines at once; of ranks and lengths it makes no table |
+    for r in 4 8 16; do unfreeze plan --model MODEL --hardware 8xH200 --lora.rank $r; done
 group_by_length length_grouped_sampling | packing fills batches with documents of any length |
     unfreeze sft --model MODEL --data FILE --packing best_fit
 run_name wandb_project project wandb_run_name | a run is called by its folder: --out; wandb's project is

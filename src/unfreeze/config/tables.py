@@ -1,5 +1,6 @@
-"""The tables of a run's config: [data] [training] [optimizer] [memory] [place] [save] [watch].
+"""The tables of a run's config: [data] [training] [optimizer] [memory] [save] [watch].
 
+[place] is core/layout.py.
 Each field's flat name stands in FLAT (training.py).
 """
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, PrivateAttr
 
@@ -196,82 +197,11 @@ class Memory(Frozen):
             " On a CPU frozen weights stay as stored; adapters are float32"
         ),
     )
-    recompute: Literal["auto", "layers", "selective", "elementwise", "nothing"] = Field(
-        default="auto",
-        description=(
-            "activations kept for backward. layers: each layer's input only; selective: also attention and"
-            " experts; elementwise: also linear layers; nothing: all are kept. auto: the fastest that fits in"
-            " memory"
-        ),
-    )
-    keep_layers: int | None = Field(
-        default=None,
-        ge=0,
-        description=(
-            "with recompute selective or elementwise: keep activations of the last N layers only; unset: of"
-            " all"
-        ),
-    )
     device: Device = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
     threads: int = Field(
         default=0,
         ge=0,
         description="CPU threads; 0: all cores. 1 is as fast for models of a few million parameters",
-    )
-
-
-class Place(Frozen):
-    """Where the parts of a model lie that need not lie on the device."""
-
-    experts: Literal["auto", "device", "host", "disk"] = Field(
-        default="auto",
-        description=(
-            "where frozen routed experts lie. device: all there; host, disk: read layer by layer through two"
-            " buffers; auto: the first that fits. Results are bit-identical"
-        ),
-    )
-    buffer: Literal["auto"] | Annotated[float, Field(gt=0)] = Field(
-        default="auto",
-        description=(
-            "GiB of each of the two buffers for experts on host or disk; larger layers come in groups of"
-            " experts. auto: a whole layer, or what fits"
-        ),
-    )
-    split: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
-        default="auto",
-        description=(
-            "processes that share one set of experts (expert parallelism). 1: every process holds all; auto:"
-            " 1, or the fewest that fit, within a host"
-        ),
-    )
-    weights: Literal["auto", "device", "sharded"] = Field(
-        default="auto",
-        description=(
-            "with --train all, in several processes. device: each holds all weights; sharded: each holds a"
-            " part (as FSDP and ZeRO-3); auto: device if that fits"
-        ),
-    )
-    rest: Literal["auto", "device", "peers"] = Field(
-        default="auto",
-        description=(
-            "with adapters, in several processes: frozen weights other than experts. device: each holds all;"
-            " peers: each holds a part and layers are gathered; auto: device if that fits. Results are"
-            " bit-identical"
-        ),
-    )
-    boundary: Literal["auto", "device", "host"] = Field(
-        default="auto",
-        description=(
-            "with CUDA and adapters: layer inputs kept for backward. host: in host memory, two on the device"
-            " at once; auto: device if that fits. Results are bit-identical"
-        ),
-    )
-    optimizer: Literal["auto", "device", "host"] = Field(
-        default="auto",
-        description=(
-            "with CUDA and adapters: AdamW's moments between updates. host: in host memory, copied in parts"
-            " for an update; auto: device if that fits. Results are bit-identical"
-        ),
     )
 
 

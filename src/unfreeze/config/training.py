@@ -14,8 +14,9 @@ from pydantic import Field, model_validator
 
 from unfreeze.config.names import by_place, flat, given, nested
 from unfreeze.config.parse import Folder, Frozen, ModelName
-from unfreeze.config.tables import HUB, Data, Memory, Optimizer, Place, Save, Training, Watch
+from unfreeze.config.tables import HUB, Data, Memory, Optimizer, Save, Training, Watch
 from unfreeze.config.template import template_time, template_values
+from unfreeze.core.layout import Layout
 
 FLAT = {
     "model": "model",
@@ -45,8 +46,8 @@ FLAT = {
     "dtype": "memory.dtype",
     "device": "memory.device",
     "threads": "memory.threads",
-    "recompute": "memory.recompute",
-    "keep_layers": "memory.keep_layers",
+    "recompute": "place.recompute",
+    "keep_layers": "place.keep_layers",
     "on_spike": "watch.on_spike",
     "seed": "seed",
     "save_every": "save.every",
@@ -69,7 +70,11 @@ FLAT = {
 
 Flags, help, errors and records use the flat name; a config may use either spelling (names.py)."""
 
-MOVED = {"data.packing": "training.packing"}
+MOVED = {
+    "data.packing": "training.packing",
+    "memory.recompute": "place.recompute",
+    "memory.keep_layers": "place.keep_layers",
+}
 """Where an earlier version's file has a field -> where it stands now. Both are read."""
 
 CHANGES_NOTHING = {
@@ -92,6 +97,7 @@ CHANGES_NOTHING = {
     "place.rest",
     "place.boundary",
     "place.optimizer",
+    "place.adapters",
 }
 """Fields that do not change what is computed: a run may be resumed with other values of them."""
 
@@ -149,6 +155,7 @@ HELP = {
         "place.rest",
         "place.boundary",
         "place.optimizer",
+        "place.adapters",
     ),
     "Output": (
         "out",
@@ -196,7 +203,7 @@ class TrainingConfig(Frozen):
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     memory: Memory = Memory()
-    place: Place = Place()
+    place: Layout = Layout()
     save: Save = Save()
     watch: Watch = Watch()
 

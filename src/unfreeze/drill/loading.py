@@ -31,7 +31,7 @@ from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.machine import resident_bytes
 from unfreeze.parallel.place import check_coverage, place
-from unfreeze.parallel.plan import plan_lines, plan_training
+from unfreeze.parallel.plan import plan_here, plan_lines
 from unfreeze.quant import Int4
 from unfreeze.quant.formats import FOREIGN
 from unfreeze.train.optim import AdamW
@@ -103,7 +103,7 @@ def unequal_devices(sandbox: Sandbox) -> Outcome:
     Bytes per device as largest over smallest, and the base bytes.
     """
     manifest = open_checkpoint(TINY_K2)
-    plan = plan_training(
+    plan = plan_here(
         models.shape(manifest.config),
         manifest,
         LoraConfig(rank=2),

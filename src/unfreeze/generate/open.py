@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,11 +17,12 @@ from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.devices import not_built
 from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.core.layout import RESIDENT, Layout
 from unfreeze.parallel.collectives import Group
 from unfreeze.parallel.mesh import ONE, Mesh
 from unfreeze.parallel.peers import FromPeers
 from unfreeze.parallel.place import place
-from unfreeze.parallel.residency import Kept, Streaming, Together
+from unfreeze.parallel.residency import Streaming, Together
 
 if TYPE_CHECKING:
     from unfreeze.parallel.fsdp import Sharded
@@ -41,9 +42,7 @@ def open_model(
     loaded: Callable[[LoadStats], None] | None = None,
     warn: Callable[[str], None] | None = None,
     mesh: Mesh = ONE,
-    experts: Literal["device"] | Kept = "device",
-    rest: Literal["device", "peers"] = "device",
-    buffer: int | None = None,
+    layout: Layout = RESIDENT,
     as_stored: bool = False,
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`.
@@ -53,10 +52,9 @@ def open_model(
     `loaded` is told what was read, `warn` (without it: the log) which fields of config.json are not followed.
     mesh: the processes that open it together (parallel.mesh).
     Peak host memory is the model itself and one tensor (parallel.place).
-    experts: where the weights of routed experts lie; from "host" and "disk" they come layer by layer
-    (parallel.residency).
-    buffer: bytes that one of the two buffers may have; None: as many as the largest layer.
-    rest: "peers": each process of the mesh keeps a part of what layers have besides them (parallel.peers).
+    layout: where weights lie. Experts on "host" and "disk" come layer by layer into two buffers
+    (parallel.residency); with rest "peers" each process of the mesh keeps a part of what layers have besides
+    them (parallel.peers).
     Raises CheckpointError where config.json, its quantization and the tensors don't fit each other.
     """
     shape = models.shape(manifest.config)
@@ -65,8 +63,10 @@ def open_model(
     model = models.meta_model(
         shape, manifest, dtype, as_stored=as_stored and torch.device(device).type == "cpu"
     )
-    streaming = None if experts == "device" else Streaming(experts, buffer)
-    peers = None if rest == "device" else FromPeers(mesh)
+    streaming = None
+    if layout.experts in ("host", "disk"):
+        streaming = Streaming(layout.experts, layout.buffer_bytes)
+    peers = None if layout.rest == "device" else FromPeers(mesh)
     stats = place(
         model,
         manifest,

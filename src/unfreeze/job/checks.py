@@ -20,7 +20,7 @@ from unfreeze.job.finding import Finding
 from unfreeze.job.folder import with_files
 from unfreeze.job.machine import check_machine
 from unfreeze.job.parts import Parts
-from unfreeze.job.plan import ROOM, disk_of, plan_of, taken_aside
+from unfreeze.job.plan import ROOM, Planning, disk_of
 from unfreeze.job.precision import computed_here
 from unfreeze.report.run import writer
 from unfreeze.tracking.live import EncodeProgress
@@ -105,7 +105,7 @@ class Subject:
     def plan(self) -> Plan:
         self.parts.trained.check(self.manifest)
         given = self.config, self.parts.trained, self.manifest, self.shape, self.device
-        return plan_of(*given, aside=taken_aside(self.parts.second, *given))
+        return Planning(*given, second=self.parts.second).first()[1]
 
 
 Check = Callable[[Subject], Iterator[Finding]]

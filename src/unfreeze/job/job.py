@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,13 +38,13 @@ from unfreeze.job.kernels import KernelChoices, predicted_ops, settle_kernels
 from unfreeze.job.loading import load, load_divided
 from unfreeze.job.parts import Parts
 from unfreeze.job.plan import (
+    Planning,
     agreed_plan,
     as_it_began,
     check_room,
     disk_of,
     emit_plan,
     export_note,
-    possible_places,
     start_lines,
 )
 from unfreeze.job.precision import dtype_line, expected, settled, warn_slow
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.batch import Batch
+    from unfreeze.core.layout import Layout
     from unfreeze.data import Batches, Dataset
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.models import Decoder
@@ -138,6 +139,7 @@ class Job:
     parts: Parts
     model_name: str
     memory: Memory
+    layout: Layout
     saves: Save
     on_spike: OnSpike
     max_norm: float
@@ -205,7 +207,7 @@ class Job:
         """How a layer is run: what it keeps for backward, and what it recomputes."""
         from unfreeze.models import recompute_policy
 
-        return recompute_policy(self.memory.recompute, self.model.layers, self.memory.keep_layers)
+        return recompute_policy(self.layout.recompute, self.model.layers, self.layout.keep_layers)
 
     def hooks(self) -> list[OnStep]:
         """What looks at each finished step: kernels, the receipt, validation, then the recipe's own."""
@@ -300,7 +302,10 @@ def prepare(
     check_vocabulary(tokenizer, shape, start)
     if parts.second is not None:
         parts.second.check(start, tokenizer)
-    possible_places(config, parts.trained, start, shape, device, group.size)  # refused before the rows
+    planning = Planning(
+        config, parts.trained, start, shape, device, processes=group.size, second=parts.second
+    )
+    planning.layouts()  # a wish that cannot be is refused before the rows
 
     # rows -> conversations -> tokens and weights
     dataset, followed = encode(
@@ -324,12 +329,12 @@ def prepare(
     settle_kernels(device, config.memory.dtype, lengths, shape, start, folder, group)
     length = sequence_length(data, document_tokens(parts.encoding, tokens), shape.max_positions)
     longest = None if dataset.stream is None else length  # of rows that are not encoded yet nobody knows
-    plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group, longest, second)
+    plan = agreed_plan(replace(planning, lengths=lengths, longest=longest), folder, group)
+    layout = plan.layout
     if plans is not None:
         plans.append(plan)
     if parts.rewrite is not None:
         refuse_answers(plan)
-    memory = config.memory.model_copy(update={"recompute": plan.work.recompute})
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)
     lines = [*start_lines(config, parts.trained, start, shape, plan, disk, second), *parts.said]
@@ -340,14 +345,15 @@ def prepare(
     warn_slow(folder, config, device)
 
     # the model, with what trains
-    mesh = mesh_of(group, plan.work.split, shape.num_experts)
+    mesh = mesh_of(group, layout.sharing, shape.num_experts)
     held = mesh.held if mesh.split > 1 else None
-    group.lockstep = held is not None or plan.work.divided or plan.work.rest == "peers"
-    if plan.work.divided:
+    group.lockstep = held is not None or layout.sharded or layout.rest == "peers"
+    if layout.sharded:
         model, held = load_divided(start, config.memory.dtype, config.seed, device, folder, common, group)
     else:
-        model = load(start, config.memory.dtype, config.seed, device, folder, common, mesh, plan.work)
-    keep_boundary(model, plan.work, device)
+        frozen = parts.trained.lora is not None
+        model = load(start, config, device, folder, common, mesh, layout, frozen=frozen)
+    keep_boundary(model, layout, device)
     parts.trained.attach(model)
     objective = second.objective(model, device, config.memory.dtype) if second else parts.objective
 
@@ -369,7 +375,7 @@ def prepare(
     state = start_or_resume(
         folder,
         model,
-        optimizer=optimizer_of(model, optimizer, plan.work, device, held),
+        optimizer=optimizer_of(model, optimizer, layout, device, held),
         schedule=schedule_of(optimizer, steps),
         after_update=parts.after_update(model),
     )
@@ -382,7 +388,7 @@ def prepare(
     watch = config.watch
     own = own_prompts(watch.prompts, tokenizer, chat=parts.chat)
     count = watch.samples
-    if plan.work.experts != "device" or plan.work.rest != "device":
+    if layout.experts != "device" or layout.rest != "device":
         refuse_samples(folder, plan, count, own, held_out=bool(data.validation or data.validation_fraction))
         count, own = 0, []
     held_out = dataset.validation  # what training never sees shows more than what it may know by heart
@@ -415,7 +421,8 @@ def prepare(
     return Job(
         parts,
         config.model,
-        memory,
+        config.memory,
+        layout,
         config.save,
         watch.on_spike,
         optimizer.clip,

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
+from unfreeze.core.layout import Layout
 from unfreeze.job.kernels import compiles
 from unfreeze.tracking.live import LoadProgress
 
@@ -18,40 +20,37 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.mesh import Held, Mesh
-    from unfreeze.parallel.plan import Work
     from unfreeze.train.run import Run
 
 
 def load(
     start: Manifest,
-    dtype_name: str,
-    seed: int,
+    config: TrainingConfig,
     device: torch.device,
     folder: Run,
     common: Common,
     mesh: Mesh,
-    work: Work,
+    layout: Layout,
+    *,
+    frozen: bool,
 ) -> Decoder:
-    """The checkpoint's weights, or random ones from the seed where it has none.
+    """The checkpoint's weights where the layout says, or random ones from the seed where it has none.
 
-    work: of the plan, which says where weights lie, and whether all of them train: frozen ones are held as
-    they are stored. A "load" event says bytes and seconds.
+    frozen: whether they are held as they are stored. A "load" event says bytes and seconds.
     """
     from unfreeze import models
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.parallel.dispatch import split_experts
 
-    loaded, warn = told(folder, device, dtype_name)
-    dtype = dtype_of(dtype_name)
+    loaded, warn = told(folder, device, config.memory.dtype)
+    dtype = dtype_of(config.memory.dtype)
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
-            where: dict[str, Any] = {"experts": work.experts, "rest": work.rest, "buffer": work.buffer}
-            where["as_stored"] = work.rank is not None
-            return open_model(start, dtype, device, progress, loaded, warn, mesh, **where)
+            return open_model(start, dtype, device, progress, loaded, warn, mesh, layout, as_stored=frozen)
     for note in models.notes(start.config):
         warn(note)
     model = models.build(models.shape(start.config), dtype=dtype, device=device)
-    models.initialize(model, seed)
+    models.initialize(model, config.seed)
     split_experts(model, mesh)
     return model
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from unfreeze.config.tables import Memory, Save
+from unfreeze.config.tables import Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.layout import GIB, Layout
 from unfreeze.core.process import planned_words
 from unfreeze.core.schema import PlanEvent, SaveEvent
 from unfreeze.core.torchrun import started
@@ -19,7 +21,6 @@ from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.job.data import sequence_length
 from unfreeze.job.device import allocator_line
 from unfreeze.job.folder import write_json
-from unfreeze.job.places import OF_CONFIG, SHARDED, Where, place_of, place_words, possible_places
 from unfreeze.job.precision import computed_here
 from unfreeze.job.trained import Trained
 from unfreeze.report.events import last, of_kind, read_events
@@ -34,189 +35,157 @@ if TYPE_CHECKING:
     from unfreeze.job.second import Second
     from unfreeze.models import Shape
     from unfreeze.parallel.collectives import Group
-    from unfreeze.parallel.plan import Measured, Plan
-    from unfreeze.parallel.plan.aside import Aside
+    from unfreeze.parallel.plan import Model, Plan, Work
     from unfreeze.train.run import Run
 
 
-def plan_of(
-    config: TrainingConfig,
-    trained: Trained,
-    start: Manifest,
-    shape: Shape,
-    device: torch.device,
-    lengths: Sequence[int] = (),
-    processes: int = 1,
-    recompute: str = "",
-    began: str = "",
-    longest: int | None = None,
-    place: Where | None = None,
-    aside: Aside | None = None,
-    measured: Measured | None = None,
-) -> Plan:
-    """What the run will take, term by term; `unfreeze doctor` shows the same plan.
+@dataclass(frozen=True)
+class Planning:
+    """What of a run is planned, whatever its layout will be.
 
     lengths    of the documents, in tokens; none: each is as long as the longest may be
-    recompute  instead of the config's
-    began      what a run with recompute = "auto" chose when it began: now only what gives the same bits
+    processes  that share the micro-batches, each with one device
     longest    tokens of the longest document, where that is not among `lengths`
-    place      where weights lie, instead of what the config says; there "auto" is the first of
-               `possible_places` where the run fits
-    aside      what a model beside the one that trains takes (taken_aside)
-    measured   what the model says of itself, where it was asked before
+    second     a model beside the one that trains
+    began      the layer recomputation that a run with recompute = "auto" began with: now only what gives the
+               same bits
     """
-    from unfreeze.adapters.snapshot import COPY_BYTES
-    from unfreeze.parallel.plan import measured_of, plan_training
-    from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
-    config = computed_here(config, device)
-    if place is None:
-        measured = measured_of(shape, start, trained.lora, _dtype(config), device)
-        given = config, trained, start, shape, device, lengths, processes, recompute, began, longest
+    config: TrainingConfig
+    trained: Trained
+    start: Manifest
+    shape: Shape
+    device: torch.device
+    lengths: Sequence[int] = ()
+    processes: int = 1
+    longest: int | None = None
+    second: Second | None = None
+    began: str = ""
+
+    def layouts(self) -> list[Layout]:
+        """Those that the config allows, fastest first. Raises ConfigError for a wish that cannot be."""
+        from unfreeze.parallel.plan.layouts import Facts, layouts
+
+        here, experts = started().on_node if started().size > 1 else self.processes, self.shape.num_experts
+        facts = Facts(
+            kind=self.device.type,
+            processes=self.processes,
+            num_experts=experts,
+            every_weight=self.trained.lora is None,
+            splits=tuple(
+                n for n in range(1, min(here, experts) + 1) if here % n == 0 and self.processes % n == 0
+            ),
+            files=bool(self.start.tensors),
+            model=str(self.start.path),
+        )
+        return layouts(self.config.place, facts)
+
+    def plan(self, layout: Layout) -> Plan:
+        """What the run will take in that layout, term by term."""
+        from unfreeze.parallel import machine
+        from unfreeze.parallel.plan import plan_run
+
+        sharing = started().on_node if started().size > 1 else self.processes
+        here = machine.hardware(self.device).shared(sharing)
+        return plan_run(self._model, layout, self._work, here, cast(Any, self._among(layout)))
+
+    def first(self) -> tuple[int, Plan]:
+        """(which of `layouts` is the first that fits, its plan); the last where none does."""
         made: list[Plan] = []
-        for possible in possible_places(config, trained, start, shape, device, processes):
-            made.append(plan := plan_of(*given, possible, aside, measured))
-            if plan.fits:
+        for layout in self.layouts():
+            made.append(self.plan(layout))
+            if made[-1].fits:
                 break
-        return _explained(made)
-    memory, tokens = config.memory, config.tokens_per_micro_batch
-    among: Sequence[Any] = FASTEST_FIRST
-    if memory.keep_layers is not None:
-        among = ("elementwise", "selective")  # the others keep all layers, or none
-    if began:
-        among = SAME_BITS[SAME_BITS.index(began) :] if began in SAME_BITS else (cast(Any, began),)
-    if place.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
-        among = [choice for choice in among if choice != "nothing"] or among
-    return plan_training(
-        shape,
-        start,
-        trained.lora,
-        tokens=tokens,
-        dtype=memory.dtype,
-        device=device,
-        micro_batches=memory.micro_batches,
-        longest=longest or _longest(config, shape, lengths),
-        mean_length=mean_length(lengths) if lengths else None,
-        recompute=cast(Any, recompute or memory.recompute),
-        among=cast(Any, among),
-        sharing=started().on_node if started().size > 1 else processes,
-        keep_layers=memory.keep_layers,
-        optimizer_moments=config.optimizer.moments,
-        receipt_bytes=COPY_BYTES,
-        processes=processes,
-        experts=cast(Any, "device" if place.experts == SHARDED else place.experts),
-        weights="sharded" if place.experts == SHARDED else "device",
-        buffer=_buffer(config, place),
-        split=place.split,
-        rest=cast(Any, place.rest),
-        boundary=cast(Any, place.boundary),
-        optimizer=cast(Any, place.optimizer),
-        aside=aside,
-        measured=measured,
-    )
+        return len(made) - 1, _explained(made)
 
+    @cached_property
+    def _model(self) -> Model:
+        import torch
 
-def taken_aside(
-    second: Second | None,
-    config: TrainingConfig,
-    trained: Trained,
-    start: Manifest,
-    shape: Shape,
-    device: torch.device,
-    lengths: Sequence[int] = (),
-    longest: int | None = None,
-) -> Aside | None:
-    """What a model beside the one that trains takes, wherever that one lies; measured once for all plans."""
-    if second is None:
-        return None
-    config = computed_here(config, device)
-    longest, tokens = longest or _longest(config, shape, lengths), config.tokens_per_micro_batch
-    return second.aside(start, tokens, longest, _dtype(config), device, trained.lora is None)
+        from unfreeze.parallel.plan import model_of
 
+        dtype = getattr(torch, computed_here(self.config, self.device).memory.dtype)
+        return model_of(self.shape, self.start, self.trained.lora, dtype, self.device)
 
-def _longest(config: TrainingConfig, shape: Shape, lengths: Sequence[int]) -> int:
-    """Tokens of the longest document; as many as it may have, where lengths are not known."""
-    most = sequence_length(config.data, config.tokens_per_micro_batch, shape.max_positions)
-    return max(lengths, default=most)
+    @cached_property
+    def _work(self) -> Work:
+        from unfreeze.adapters.snapshot import COPY_BYTES
+        from unfreeze.parallel.plan import work_of
 
+        config, tokens = self.config, self.config.tokens_per_micro_batch
+        most = sequence_length(config.data, tokens, self.shape.max_positions)
+        longest = self.longest or max(self.lengths, default=most)
+        aside = None
+        if self.second is not None:
+            own = self._model.dtype, self.device, self.trained.lora is None
+            aside = self.second.aside(self.start, tokens, longest, *own)
+        return work_of(
+            self._model,
+            tokens=tokens,
+            micro_batches=config.memory.micro_batches,
+            longest=longest,
+            mean_length=mean_length(self.lengths) if self.lengths else None,
+            optimizer_moments=config.optimizer.moments,
+            receipt_bytes=COPY_BYTES,
+            processes=self.processes,
+            aside=aside,
+        )
 
-def _dtype(config: TrainingConfig) -> torch.dtype:
-    import torch
+    def _among(self, layout: Layout) -> Sequence[str]:
+        """What recompute = "auto" may be, fastest first."""
+        from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.memory.dtype]
-
-
-def _buffer(config: TrainingConfig, place: Where) -> int | Literal["auto"] | None:
-    """Bytes that a buffer of experts may have; "auto": as many as fit; None: as many as a layer's."""
-    asked = config.place.buffer
-    if place.buffer != OF_CONFIG or asked == "auto":
-        return "auto" if place.buffer == OF_CONFIG else place.buffer
-    return int(asked * 2**30)
+        among: Sequence[str] = FASTEST_FIRST
+        if layout.keep_layers is not None:
+            among = ("elementwise", "selective")  # the others keep all layers, or none
+        if self.began:
+            same = self.began in SAME_BITS
+            among = SAME_BITS[SAME_BITS.index(cast(Any, self.began)) :] if same else (self.began,)
+        if layout.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
+            among = [choice for choice in among if choice != "nothing"] or among
+        return among
 
 
 def _explained(made: Sequence[Plan]) -> Plan:
     """The last of the plans that were tried, with why it is not the first."""
-    chosen = made[-1]
+    first, chosen = made[0], made[-1]
     if len(made) == 1:
         return chosen
-    if chosen.work.divided:
-        whole = f"{format_bytes(made[0].total)} of {format_bytes(made[0].usable)}"
-        return replace(chosen, why_weights=f"all in each would take {whole}")
-    tried = "; ".join(
-        f"{place_words(plan)} would take {format_bytes(plan.total)} of {format_bytes(plan.usable)}"
-        if plan.total > plan.usable
-        else f"{place_words(plan)} would take {format_bytes(plan.host)} of host memory, of which"
-        f" {format_bytes(plan.host_usable)} are usable"
-        for plan in made[:-1]
-    )
-    return replace(chosen, why_experts=tried)
+    over = first.total > first.usable
+    total, usable = (first.total, first.usable) if over else (first.host, first.host_usable)
+    where = "" if over else " of host memory"
+    words = first.layout.words(first.sizes.num_experts)
+    tried = f"{words} would take {format_bytes(total)}{where} of {format_bytes(usable)}"
+    return replace(chosen, why_layout=tried)
 
 
-def agreed_plan(
-    config: TrainingConfig,
-    trained: Trained,
-    start: Manifest,
-    shape: Shape,
-    device: torch.device,
-    lengths: Sequence[int],
-    folder: Run,
-    group: Group,
-    longest: int | None = None,
-    second: Second | None = None,
-) -> Plan:
-    """The plan with what is recomputed: as asked, or chosen, the same on all processes.
+def agreed_plan(planning: Planning, folder: Run, group: Group) -> Plan:
+    """The plan with the layout as asked, or chosen, the same on all processes.
 
-    A run that goes on keeps what it began with. Where that does not fit any more, it takes what gives the
-    same numbers to the bit, and says so.
+    A run that goes on keeps what it recomputed when it began. Where that does not fit any more, it takes what
+    gives the same numbers to the bit, and says so.
     """
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 
-    given = config, trained, start, shape, device, lengths, group.size
-    aside = taken_aside(second, config, trained, start, shape, device, lengths, longest)
-    more: dict[str, Any] = {"longest": longest, "aside": aside}
-    own = plan_of(*given, **more)
-    tried = possible_places(config, trained, start, shape, device, group.size)
-    first = place_of(own)
-    if first.buffer is not None:
-        first = first._replace(buffer=OF_CONFIG)
-    place = tried[max(map(int, group.texts(str(tried.index(first)))))]
-    if place.buffer is not None:  # as large as fits everywhere
-        there = own if place == first else plan_of(*given, **more, place=place)
-        place = place._replace(buffer=min(map(int, group.texts(str(there.work.buffer)))))
-    if config.memory.recompute != "auto":
-        return own if place == place_of(own) else plan_of(*given, **more, place=place)
+    place, own = planning.first()
+    agreed = max(map(int, group.texts(str(place))))
+    layout = planning.layouts()[agreed]
+    if layout.buffer != 0:  # as large as fits everywhere
+        there = own if agreed == place else planning.plan(layout)
+        least = min(int(text) for text in group.texts(str(there.layout.buffer_bytes or 0)))
+        layout = layout.but(buffer=least / GIB)
+    if layout.recompute != "auto":
+        there = own if agreed == place and layout.buffer == own.layout.buffer else planning.plan(layout)
+        return replace(there, why_layout=own.why_layout)
     plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
     began = group.texts(plans[0].get("recompute", "") if plans else "")[0]
-    plan = replace(
-        plan_of(*given, **more, began=began if began in FASTEST_FIRST else "", place=place),
-        why_experts=own.why_experts,
-        why_weights=own.why_weights,
-    )
-    least = max(group.texts(plan.work.recompute), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
-    if least != plan.work.recompute:
-        plan = replace(
-            plan_of(*given, **more, recompute=least, place=place), why="another process has less free memory"
-        )
+    known = replace(planning, began=began if began in FASTEST_FIRST else "")
+    plan = replace(known.plan(layout), why_layout=own.why_layout)
+    own_choice = plan.layout.recompute
+    least = max(group.texts(own_choice), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
+    if least != own_choice:
+        plan = known.plan(layout.but(recompute=least))
+        plan = replace(plan, why="another process has less free memory", why_layout=own.why_layout)
     if began and began != least:
         message = (
             f"recompute = {least} from here on, because {began} no longer fits; the numbers stay the same"
@@ -230,11 +199,9 @@ def as_it_began(config: TrainingConfig, group: Group) -> TrainingConfig:
     path = config.run_dir / RESOLVED
     named = read_object(path, ConfigError).get("recompute") if path.is_file() else None
     named = group.texts(str(named or ""))[0]
-    if config.memory.recompute != "auto" or named not in get_args(
-        Memory.model_fields["recompute"].annotation
-    ):
+    if config.place.recompute != "auto" or named not in get_args(Layout.model_fields["recompute"].annotation):
         return config
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"recompute": named})})
+    return config.model_copy(update={"place": config.place.but(recompute=named)})
 
 
 def mean_length(lengths: Sequence[int]) -> float:
@@ -321,13 +288,13 @@ def start_lines(
         )
     taken = planned_words(plan.total + plan.hardware.process, plan.hardware.kind)
     room = format_bytes(plan.usable + plan.hardware.process)
-    if plan.work.split > 1:
-        experts += f" ({experts_held(plan)} of them in each of {plan.work.split} processes)"
-    if plan.work.experts != "device":
+    layout = plan.layout
+    if layout.sharing > 1:
+        experts += f" ({experts_held(plan)} of them in each of {layout.sharing} processes)"
+    if layout.experts != "device":
         groups = f" in {groups_of(plan)} groups a layer" if groups_of(plan) else ""
-        experts += f", from {plan.work.experts}{groups}" + f" because {plan.why_experts}" * bool(
-            plan.why_experts
-        )
+        because = f" because {plan.why_layout}" if plan.why_layout else ""
+        experts += f", from {layout.experts}{groups}{because}"
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
@@ -410,9 +377,9 @@ def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Pla
     existing = next(path for path in (folder, *folder.parents) if path.is_dir())
     each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"] + plan.host_moments
     adapter = plan.terms["adapter"]
-    if plan.work.divided:
+    if plan.layout.sharded:
         each *= plan.work.processes
-    if plan.work.split > 1:  # the plan is of one process, the files are of all
+    if plan.layout.sharing > 1:  # the plan is of one process, the files are of all
         every = all_parameters(plan)
         each, adapter = (size * every // plan.adapter_parameters for size in (each, adapter))
     result = trained.written_bytes(start, adapter)

@@ -18,7 +18,7 @@ from unfreeze.core.units import format_bytes, format_count
 from unfreeze.job.data import steps_of
 from unfreeze.job.device import pick_device
 from unfreeze.job.folder import with_files
-from unfreeze.job.plan import plan_of
+from unfreeze.job.plan import Planning
 from unfreeze.job.trained import Adapters
 from unfreeze.kernels.precision import AUTO, precision
 from unfreeze.report.events import ENOUGH_STEPS
@@ -88,7 +88,7 @@ class Proposal:
         trained.check(self.manifest)
         lengths = self.dataset.examples.lengths_N.clip(max=config.tokens_per_micro_batch).tolist()
         device = pick_device(config.memory.device)
-        return plan_of(config, trained, self.manifest, self.shape, device, lengths)
+        return Planning(config, trained, self.manifest, self.shape, device, lengths).first()[1]
 
     def choices(self) -> list[Choice]:
         """Every choice, in the order of the file. Raises DoesNotFit where nothing of it fits."""

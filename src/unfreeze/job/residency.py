@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.layout import Layout
 from unfreeze.core.units import format_bytes
 from unfreeze.job.samples import ANSWER, Prompt
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from unfreeze.config.tables import Optimizer
     from unfreeze.models import Decoder
     from unfreeze.parallel.mesh import Held
-    from unfreeze.parallel.plan import Plan, Work
+    from unfreeze.parallel.plan import Plan
     from unfreeze.parallel.residency import Streamed
     from unfreeze.train.fit import OnStep
     from unfreeze.train.optim import AdamW
@@ -31,9 +32,9 @@ def transfers_of(model: Decoder) -> list[OnStep]:
     return [TransfersSaid(residency) for residency in streams_of(model.residency)]
 
 
-def keep_boundary(model: Decoder, work: Work, device: torch.device) -> None:
+def keep_boundary(model: Decoder, layout: Layout, device: torch.device) -> None:
     """The inputs of layers go to host memory until backward, where the plan says so."""
-    if work.boundary_leaves:
+    if layout.boundary_leaves:
         from unfreeze.parallel.boundary import InHost
         from unfreeze.parallel.lanes import lane_of
 
@@ -41,14 +42,18 @@ def keep_boundary(model: Decoder, work: Work, device: torch.device) -> None:
 
 
 def optimizer_of(
-    model: Decoder, config: Optimizer, work: Work, device: torch.device, held: Callable[[str], Held] | None
+    model: Decoder,
+    config: Optimizer,
+    layout: Layout,
+    device: torch.device,
+    held: Callable[[str], Held] | None,
 ) -> AdamW:
     """AdamW of what trains; its moments lie where the plan says. held: as AdamW's."""
     from unfreeze.parallel.lanes import lane_of
     from unfreeze.train.host_state import InHost
     from unfreeze.train.optim import AdamW
 
-    place = InHost(device, lane_of(device), lane_of(device)) if work.optimizer == "host" else None
+    place = InHost(device, lane_of(device), lane_of(device)) if layout.optimizer == "host" else None
     more: dict[str, Any] = {"weight_decay": config.weight_decay, "moments": config.moments}
     return AdamW(model, **more, held=held, place=place)
 
@@ -75,9 +80,11 @@ class TransfersSaid:
 
 def refuse_answers(plan: Plan) -> None:
     """Raise ConfigError where each token that the model answers in training would need every layer anew."""
-    work = plan.work
-    if work.experts != "device" or work.rest != "device":
-        what = f"experts come from {work.experts}" if work.experts != "device" else "layers come from peers"
+    layout = plan.layout
+    if layout.experts != "device" or layout.rest != "device":
+        what = (
+            f"experts come from {layout.experts}" if layout.experts != "device" else "layers come from peers"
+        )
         raise ConfigError(
             f"the model is to answer while it trains, and {what}: each token would need every layer anew",
             next="--place.experts device, --place.rest device, or without the model's own answers",
@@ -89,10 +96,10 @@ def refuse_samples(run: Run, plan: Plan, count: int, own: Sequence[Prompt], *, h
     asked = [f"samples = {count}"] * (count > 0) + [f"{len(own)} prompts"] * bool(own)
     if not asked or run.step:
         return
-    work, sizes = plan.work, plan.sizes
-    experts = work.experts != "device"
-    each = sum(sizes.streamed) if experts else sum(sizes.rest) * (work.processes - 1) // work.processes
-    what = f"experts come from {work.experts}" if experts else "layers are gathered from peers"
+    n, sizes, where = plan.work.processes, plan.sizes, plan.layout.experts
+    experts = where != "device"
+    each = sum(sizes.streamed) if experts else sum(sizes.rest) * (n - 1) // n
+    what = f"experts come from {where}" if experts else "layers are gathered from peers"
     verb = "reads" if experts else "gathers"
     instead = (
         "the held-out loss is measured instead"

@@ -44,5 +44,5 @@ def remedy(plan: Plan) -> str:
     from unfreeze.parallel.plan.terms import plan as plan_of
 
     smaller = replace(plan.hardware, available=int(LESS * min(plan.total, plan.usable) / USABLE))
-    fits = what_fits(plan_of(plan.sizes, plan.work, smaller))
+    fits = what_fits(plan_of(plan.sizes, plan.layout, plan.work, smaller))
     return fits[0][0] if fits else LARGER

@@ -25,7 +25,7 @@ from unfreeze.parallel.plan.choose import (
     too_large,
 )
 from unfreeze.parallel.plan.counts import counts
-from unfreeze.parallel.plan.layout import Layout, places
+from unfreeze.parallel.plan.places import Layout, places
 from unfreeze.parallel.plan.terms import USABLE
 
 GB = 1e9

@@ -8,7 +8,7 @@ import torch
 from unfreeze.parallel.fleet import Fleet, fleet
 from unfreeze.parallel.plan import seconds as timing
 from unfreeze.parallel.plan.counts import Counts
-from unfreeze.parallel.plan.layout import Layout
+from unfreeze.parallel.plan.places import Layout
 from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import EXPANDED, Seconds, seconds
 from unfreeze.parallel.simulate import loads_of, replay

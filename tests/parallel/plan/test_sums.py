@@ -14,7 +14,7 @@ from unfreeze.parallel import collectives
 from unfreeze.parallel.fleet import fleet
 from unfreeze.parallel.plan import Work, measure, terms
 from unfreeze.parallel.plan.counts import counts
-from unfreeze.parallel.plan.layout import Layout, places
+from unfreeze.parallel.plan.places import Layout, places
 from unfreeze.train.optim import AdamW
 
 LLAMA = {

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.layout import Layout
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import PER_HOST, Fleet, devices
 from unfreeze.parallel.plan.aside import Aside
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST
-from unfreeze.parallel.plan.layout import Layout, Places, buffer_of, places, share
+from unfreeze.parallel.plan.layouts import MANY, Facts, layouts
+from unfreeze.parallel.plan.places import Places, grouped, places, share
 from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, asking, seconds
@@ -32,6 +33,7 @@ TOKENS = tuple(2**power for power in range(16, 8, -1))
 give each device a whole document."""
 HOST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # GiB that hosts are sold with
 CPU_SIZES = (8, 16, 32, 64, 96, 128, 192, *HOST_SIZES[1:], 3072, 4096)  # GiB of a machine without a GPU
+WISH = Layout()
 MOST = 64  # devices that are proposed
 WAITING = 0.25  # share of a step spent waiting for transfers; above it a layout is proposed, not chosen
 CLOSE = 1.05  # a layout counts as equally fast if the fastest is at most this many times as fast
@@ -44,10 +46,10 @@ class Asked:
     work        rank, moments and the loss block; its tokens are replaced
     tokens      of a step on all devices; None: chosen from TOKENS
     length      tokens of a document
-    recomputes  recompute policies to try
+    wish        where the parts must lie; "auto" in a field: chosen
+    recomputes  recompute policies to try, where the wish leaves that open
     rates       as measured on this machine; None: from the device's entry in machines.toml, if there is one
     waiting     share of a step that may be spent waiting for transfers
-    given       field of Layout -> the value that it must have
     aside       tokens of a device's micro-batch -> what a second model takes beside them; None: there is none
     second_rates  as measured on this machine for that model; None: the same as for the one that trains
     """
@@ -55,10 +57,10 @@ class Asked:
     work: Work
     tokens: int | None
     length: int
+    wish: Layout = WISH
     recomputes: tuple[Recompute, ...] = FASTEST_FIRST
     rates: Rates | None = None
     waiting: float = WAITING
-    given: Mapping[str, Any] = field(default_factory=dict[str, Any])
     aside: Callable[[int], Aside] | None = None
     second_rates: Rates | None = None
 
@@ -361,7 +363,7 @@ def seconds_of(
         layout,
         tokens=tokens,
         length=asked.length,
-        trained=_trained(sizes, counts, asked.work, layout.split),
+        trained=_trained(sizes, counts, asked.work, layout.sharing),
         every_weight=asked.work.rank is None,
         micro_batches=asked.work.micro_batches,
         imbalance=imbalance,
@@ -378,36 +380,27 @@ def _trained(sizes: Sizes, counts: Counts, work: Work, split: int) -> dict[str, 
 
 
 def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
-    """Every layout that this fleet could have. Where every weight trains, nothing leaves the devices."""
-    frozen, many = asked.work.rank is not None, fleet.count > 1
-    host = fleet.host > 0 and fleet.kind == "cuda"
-    experts: list[Literal["device", "host", "disk"]] = ["device"]
-    rest: list[Literal["device", "sharded", "host"]] = ["device"]
-    state: list[Literal["device", "moments", "host"]] = ["device"]
-    boundary: list[Literal["device", "host"]] = ["device"]
-    if frozen and many:
-        rest.append("sharded")
-    if frozen and host:
-        state += ("moments", "host")
-        boundary.append("host")
-        rest.append("host")
-        experts.append("host")
-    if frozen:
-        experts.append("disk")
-    splits = {1}
-    if counts.num_experts and frozen:
-        splits |= {fleet.count, PER_HOST if fleet.count % PER_HOST == 0 else 1}
-    tried: dict[str, Any] = {"experts": experts if counts.num_experts else experts[:1], "rest": rest}
-    tried |= {"state": state, "boundary": boundary, "split": sorted(splits)}
-    tried |= {name: [value] for name, value in asked.given.items()}
-    combinations = product(*tried.values(), asked.recomputes)
-    for where, others, moments, inputs, split, recompute in combinations:
-        layout = Layout(where, others, moments, inputs, split, recompute)
-        yield layout
-        of_layer = int(counts.layer_experts * share(counts, split))
-        buffer = buffer_of(of_layer, fleet, groups=True)
-        if where != "device" and counts.can_come_in(buffer) and buffer < of_layer:
-            yield replace(layout, groups=True)
+    """Every layout that this fleet could have."""
+    recomputes = asked.recomputes if asked.wish.recompute == "auto" else (asked.wish.recompute,)
+    for found in layouts(asked.wish, facts_of(fleet, counts, every_weight=asked.work.rank is None)):
+        layout = grouped(found, counts, fleet)
+        if layout is not None:
+            yield from (layout.but(recompute=recompute) for recompute in recomputes)
+
+
+def facts_of(fleet: Fleet, counts: Counts, *, every_weight: bool) -> Facts:
+    """What decides which layouts there can be on machines that may not be here."""
+    splits = {1, fleet.count, PER_HOST if fleet.count % PER_HOST == 0 else 1}
+    return Facts(
+        kind=fleet.kind,
+        processes=fleet.count,
+        num_experts=counts.num_experts,
+        every_weight=every_weight,
+        splits=tuple(sorted(splits)),
+        more=MANY,
+        host=fleet.host > 0,
+        unbuilt=True,
+    )
 
 
 def _built(choice: Choice) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from unfreeze.core.process import COMPILED
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
-from unfreeze.parallel.plan.terms import Plan, replace_work
+from unfreeze.parallel.plan.terms import Plan, replanned
 
 FASTEST_FIRST: tuple[Recompute, ...] = ("nothing", "elementwise", "selective", "layers")
 """What is computed again in backward, the least first; each keeps less than the one before it."""
@@ -26,7 +26,7 @@ def fastest(made: Plan, among: Sequence[Recompute] = FASTEST_FIRST) -> Plan:
     room = made.usable - (COMPILED if made.hardware.kind == "cpu" else 0)
     before = ""
     for choice in among:
-        found = replace_work(made, recompute=choice)
+        found = replanned(made, made.layout.but(recompute=choice))
         if found.total <= room or choice == among[-1]:
             why = f"the fastest that fits{before}" if found.fits else f"it takes the least{before}"
             return replace(found, why=why)

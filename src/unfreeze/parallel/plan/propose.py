@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
-from unfreeze.parallel.plan.terms import Plan, replace_work
+from unfreeze.parallel.plan.terms import Plan, replanned
 
 MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
-LESS: dict[Recompute, tuple[Recompute, ...]] = {
+LESS: dict[str, tuple[Recompute, ...]] = {
     "nothing": ("elementwise", "selective", "layers"),
     "elementwise": ("selective", "layers"),
     "selective": ("layers",),
@@ -55,38 +55,38 @@ def what_fits(plan: Plan) -> list[Proposal]:
     fits: fewer tokens with rank 1.
     """
     proposals: list[Proposal] = []
-    work, rank = plan.work, plan.work.rank
+    layout, rank = plan.layout, plan.work.rank
 
     # experts that come layer by layer
-    if work.experts == "device" and plan.sizes.streamed and rank is not None:
+    if layout.experts == "device" and plan.sizes.streamed and rank is not None:
         for place in ("host", "disk") if plan.hardware.kind == "cuda" else ("disk",):
-            elsewhere = replace_work(plan, experts=place)
+            elsewhere = replanned(plan, layout.but(experts=place))
             proposals += _if_it_fits(elsewhere, f"--place.experts {place}")
 
     # inputs of layers in host memory
-    if plan.hardware.kind == "cuda" and rank is not None and work.boundary == "device":
-        elsewhere = replace_work(plan, boundary="host")
-        if elsewhere.work.boundary_leaves:
+    if plan.hardware.kind == "cuda" and rank is not None and layout.boundary == "device":
+        elsewhere = replanned(plan, layout.but(boundary="host"))
+        if elsewhere.layout.boundary_leaves:
             proposals += _if_it_fits(elsewhere, "--place.boundary host")
 
     # the adapters' moments in host memory
-    if plan.hardware.kind == "cuda" and rank is not None and work.optimizer == "device":
-        elsewhere = replace_work(plan, optimizer="host")
+    if plan.hardware.kind == "cuda" and rank is not None and layout.optimizer == "device":
+        elsewhere = replanned(plan, layout.but(optimizer="host"))
         proposals += _if_it_fits(
             elsewhere, "--place.optimizer host", "the moments of the adapters in host memory"
         )
 
     # fewer layers that keep
-    if work.recompute == "selective":
-        most = plan.sizes.num_layers if work.keep_layers is None else work.keep_layers
-        fewer = _largest(most, lambda count: replace_work(plan, keep_layers=count).fits)
+    if layout.recompute == "selective":
+        most = plan.sizes.num_layers if layout.keep_layers is None else layout.keep_layers
+        fewer = _largest(most, lambda count: replanned(plan, layout.but(keep_layers=count)).fits)
         if 0 < fewer < most:
-            kept = replace_work(plan, keep_layers=fewer)
+            kept = replanned(plan, layout.but(keep_layers=fewer))
             proposals += _if_it_fits(kept, f"--keep-layers {fewer}")
 
     # more is recomputed
-    for mode in LESS[work.recompute]:
-        less = replace_work(plan, recompute=mode)
+    for mode in LESS[layout.recompute]:
+        less = replanned(plan, layout.but(recompute=mode))
         proposals += _if_it_fits(less, f"--recompute {mode}")
 
     # fewer tokens at once, a lower rank, at last both
@@ -113,16 +113,16 @@ class _Start:
 
 def _starts(plan: Plan) -> list[_Start]:
     """This plan; where not all is recomputed, first the same with it."""
-    if plan.work.recompute == "layers":
+    if plan.layout.recompute == "layers":
         return [_Start(plan)]
-    least = replace_work(plan, recompute="layers")
+    least = replanned(plan, plan.layout.but(recompute="layers"))
     return [_Start(least, "--recompute layers "), _Start(plan)]
 
 
 def _fewer_tokens(start: _Start) -> list[Proposal]:
     """The same step in more micro-batches, or a smaller step in as many."""
     plan, parts = start.plan, start.plan.work.micro_batches
-    tokens = _largest(plan.work.tokens, lambda n: replace_work(plan, tokens=n).fits)
+    tokens = _largest(plan.work.tokens, lambda n: replanned(plan, tokens=n).fits)
     if tokens < MIN_TOKENS or tokens == plan.work.tokens:
         return []
 
@@ -131,17 +131,17 @@ def _fewer_tokens(start: _Start) -> list[Proposal]:
     # Two micro-batches hold other gradients than three or more (terms.py), so the smallest number that fits
     # is 2, 3, or what is solved for with three.
     with_sums = _largest(
-        plan.work.tokens, lambda n: replace_work(plan, tokens=n, micro_batches=max(parts, 3)).fits
+        plan.work.tokens, lambda n: replanned(plan, tokens=n, micro_batches=max(parts, 3)).fits
     )
     proposals: list[Proposal] = []
     for more in sorted({2, 3, step // (with_sums + 1) + 1}):
-        cut = replace_work(plan, tokens=step // more, micro_batches=more)
+        cut = replanned(plan, tokens=step // more, micro_batches=more)
         if more > parts and step // more >= MIN_TOKENS and not proposals:
             proposals += _if_it_fits(
                 cut, f"{start.flags}--micro-batches {more}", f"{step // more:,} tokens each, "
             )
 
-    smaller = replace_work(plan, tokens=tokens)
+    smaller = replanned(plan, tokens=tokens)
     return proposals + _if_it_fits(smaller, f"{start.flags}--tokens-per-step {tokens * parts}")
 
 
@@ -150,7 +150,7 @@ def _with_rank(plan: Plan, rank: int) -> Plan:
     assert plan.work.rank is not None
     experts = plan.work.experts_rank
     scaled = None if experts is None else max(1, experts * rank // plan.work.rank)
-    return replace_work(plan, rank=rank, experts_rank=scaled)
+    return replanned(plan, rank=rank, experts_rank=scaled)
 
 
 def _if_it_fits(plan: Plan, flags: str, what: str = "") -> list[Proposal]:

@@ -41,10 +41,10 @@ from dataclasses import dataclass
 
 import torch
 
+from unfreeze.core.layout import Layout
 from unfreeze.kernels.expert_mlp import expert_groups
 from unfreeze.parallel.fleet import PER_HOST, Fleet
 from unfreeze.parallel.plan.counts import Counts
-from unfreeze.parallel.plan.layout import Layout
 from unfreeze.parallel.plan.rates import Rates
 
 EXPANDED = 2.5625  # bytes per weight: 0.5625 read, 2 written
@@ -104,9 +104,9 @@ def seconds(
     backward = 2 if every_weight else 1
 
     # routed experts
-    mean_rows = t * counts.experts_per_token * (imbalance if layout.split > 1 else 1.0)
-    held, mean_held = -(-counts.num_experts // layout.split), counts.num_experts / layout.split
-    rows = mean_rows * (held / mean_held if layout.split > 1 else 1.0)
+    mean_rows = t * counts.experts_per_token * (imbalance if layout.sharing > 1 else 1.0)
+    held, mean_held = -(-counts.num_experts // layout.sharing), counts.num_experts / layout.sharing
+    rows = mean_rows * (held / mean_held if layout.sharing > 1 else 1.0)
     terms: dict[str, float] = dict.fromkeys(("experts", "expansion", "passes over rows"), 0.0)
     if counts.num_experts and counts.moe_layers:
         of_layer = trained.get("experts", 0) / counts.moe_layers / held
@@ -128,22 +128,22 @@ def seconds(
     terms["routers"] = t * 2 * counts.router * visits / rates.routers
     layers = sum(terms.values())
     exchange = 0.0
-    if layout.split > 1:
-        away = (layout.split - 1) / layout.split
-        between = link if layout.split <= PER_HOST else NETWORK
+    if layout.sharing > 1:
+        away = (layout.sharing - 1) / layout.sharing
+        between = link if layout.sharing <= PER_HOST else NETWORK
         exchange = counts.moe_layers * 5 * rows * away * 2 * D / between
 
     # what arrives meanwhile, over links of their own
     arriving: dict[str, float] = {}
     if layout.experts != "device":
         source = DISK if layout.experts == "disk" else host
-        arriving["stream of experts"] = 2 * counts.experts_bytes / layout.split / source
+        arriving["stream of experts"] = 2 * counts.experts_bytes / layout.sharing / source
     if layout.rest == "host":
         arriving["stream of the rest"] = 2 * counts.rest_bytes / host
     by_host = sum(arriving.values())
     # what all GPUs of a host get alike comes through all its ports; the last host may have fewer
     alike = link if n <= PER_HOST else min(link, NETWORK * (n % PER_HOST or PER_HOST))
-    gather = 2 * counts.rest_bytes * (n - 1) / n / alike if layout.rest == "sharded" else 0.0
+    gather = 2 * counts.rest_bytes * (n - 1) / n / alike if layout.rest == "peers" else 0.0
     arriving["gather of the rest"] = gather
     stream = max(by_host, gather)
 
@@ -160,8 +160,8 @@ def seconds(
         "launches": launches,
     }
     # gradients of what several devices hold: a sum goes there and back
-    copies = {"dense": n, "experts": n // layout.split}
-    over = {"dense": alike, "experts": NETWORK if layout.split > 1 else alike}
+    copies = {"dense": n, "experts": n // layout.sharing}
+    over = {"dense": alike, "experts": NETWORK if layout.sharing > 1 else alike}
     terms["sum of gradients"] = sum(
         2 * 4 * numbers * (copies[part] - 1) / copies[part] / over[part] for part, numbers in trained.items()
     )
@@ -193,8 +193,8 @@ def _update(layout: Layout, on_device: float, here: int, n: int, host: float) ->
 
     Moments in host memory are float32 here: 8 bytes up and 8 down, which all devices of a host share.
     """
-    if layout.state == "device":
-        return on_device
-    if layout.state == "moments":
+    if layout.adapters == "host":
+        return 28 * here * n / HOST_MEMORY
+    if layout.optimizer == "host":
         return max(on_device, 8 * here / host, 16 * here * min(n, PER_HOST) / HOST_MEMORY)
-    return 28 * here * n / HOST_MEMORY
+    return on_device

@@ -10,17 +10,17 @@ T tokens of a micro-batch, D model width, V vocabulary, N rows of a block of log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from unfreeze.checkpoint.stream import CHUNK, THREADS
+from unfreeze.core.layout import Layout
 from unfreeze.kernels.attention.by_blocks import scratch_bytes
 from unfreeze.kernels.attention.workspace import workspace_bytes
 from unfreeze.models.blocks.bytes import AttentionShape
-from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.collectives import BUCKET
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.peers import part_bytes
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan.aside import Aside
     from unfreeze.parallel.plan.seconds import Seconds
 
+STATE = ("adapter", "gradients", "optimizer")
+"""Terms of what trains."""
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
 GRADIENT_BYTES = 4  # adapters, their gradients, and sums of gradients are fp32
 MOMENT_SLOTS, MOMENT_CHUNK = 2, 64 << 20  # where they lie in host memory: train/host_state.py
@@ -43,14 +45,11 @@ USABLE = 0.92  # of the free memory: allocator fragmentation and what the interp
 
 @dataclass(frozen=True)
 class Work:
-    """What a run asks for.
+    """What a run computes; where it lies is the Layout's.
 
     tokens          of one micro-batch; a step has micro_batches of them, one after the other
     rank            None: no adapter, every weight trains
     experts_rank    None: as rank
-    recompute       "layers" keeps each layer's input, "selective" also what attention and experts made,
-                    "elementwise" also outputs of linear layers, "nothing" (is recomputed) all activations
-    keep_layers     how many layers, from the last, keep more than their input; None: all
     loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it
                     (kernels/linear_cross_entropy.block_cost)
     receipt_bytes   the most that copies of trained weights take during the first step, where every weight
@@ -58,28 +57,15 @@ class Work:
     chunk           tokens that go through a recomputed layer at once, in whole documents (models/chunks.py);
                     None: all
     longest         tokens of the longest document; None: as many as there are
+    mean_length     tokens of the document that a token is in, on average: attention's; None: `longest`
     processes       among which the micro-batches are dealt; they sum their gradients after backward
     threads         of a CPU, which have scratch of their own; None: torch's setting
-    experts         where the weights of routed experts lie; from "host" and "disk" they come layer by layer
-                    into two buffers (parallel/residency.py)
-    buffer          bytes that one of these may have: a larger layer's experts come in groups
-                    (parallel/groups.py), and its tokens go through it at once; None: as many as a layer
-    split           processes that share one set of experts (parallel/mesh.py); the sizes are one's then
-    weights         "sharded": each process holds 1/processes of every weight that trains
-    rest            "peers": each process keeps 1/processes of what layers have besides routed experts, and
-                    gathers them layer by layer into two buffers (parallel/peers.py)
-    boundary        "host": the inputs of recomputed layers lie in host memory until backward
-                    (parallel/boundary.py)
-    optimizer       "host": the adapters' moments lie in host memory, and for an update some at a time come to
-                    the device (train/host_state.py)
     aside           a second model that the loss reads (aside.py)
     """
 
     tokens: int
     rank: int | None = None
     experts_rank: int | None = None
-    recompute: Recompute = "layers"
-    keep_layers: int | None = None
     optimizer_moments: Literal["float32", "int8"] = "float32"
     loss_rows: int = 2048
     loss_bytes: int = 10
@@ -87,38 +73,22 @@ class Work:
     receipt_bytes: int = 0
     chunk: int | None = None
     longest: int | None = None
+    mean_length: float | None = None
     processes: int = 1
     threads: int | None = None
-    experts: Literal["device", "host", "disk"] = "device"
-    buffer: int | None = None
-    split: int = 1
-    weights: Literal["device", "sharded"] = "device"
-    rest: Literal["device", "peers"] = "device"
-    boundary: Literal["device", "host"] = "device"
-    optimizer: Literal["device", "host"] = "device"
     aside: Aside | None = None
-
-    @property
-    def divided(self) -> bool:
-        """Whether every weight trains and is divided among the processes (parallel/fsdp.py)."""
-        return self.weights == "sharded"
-
-    @property
-    def boundary_leaves(self) -> bool:
-        """Whether inputs of layers go to host memory: where nothing is recomputed, none is kept alone."""
-        return self.boundary == "host" and self.recompute != "nothing"
 
     @property
     def own_batches(self) -> int:
         """Micro-batches of the busiest process."""
         return -(-self.micro_batches // self.processes)
 
-    def at_once(self, compute_bytes: int) -> int:
+    def at_once(self, layout: Layout, compute_bytes: int) -> int:
         """Tokens for which one layer's inner activations are alive at the same time.
 
-        All of them where half-precision weights train (models/recompute.py), or weights are divided.
+        All of them where half-precision weights train (models/recompute.py), or weights are sharded.
         """
-        whole = self.recompute == "nothing" or (self.rank is None and compute_bytes < 4) or self.divided
+        whole = layout.recompute == "nothing" or (self.rank is None and compute_bytes < 4) or layout.sharded
         if whole or self.chunk is None or self.longest is None:
             return self.tokens
         return min(self.tokens, max(self.chunk, self.longest))
@@ -134,8 +104,8 @@ class Plan:
     avoided  bytes that packed weights would take in addition if they were expanded.
     time     seconds of a micro-batch and an update; None where rates of the device are not known.
     rates    where the rates come from, in words.
-    why      why `work.recompute` was chosen, in words; "" where it was asked for.
-    why_experts, why_weights  the same of `work.experts` and `work.weights`.
+    why      why `layout.recompute` was chosen, in words; "" where it was asked for.
+    why_layout  the same of where the rest lies.
     host     bytes of experts, of layers' inputs and of moments in host memory, where that is not the
              device's, and what of it is usable.
     host_moments  of them, those of the moments.
@@ -148,13 +118,13 @@ class Plan:
     avoided: int
     adapter_parameters: int
     hardware: Hardware
+    layout: Layout
     work: Work
     sizes: Sizes
     time: Seconds | None = None
     rates: str = ""
     why: str = ""
-    why_experts: str = ""
-    why_weights: str = ""
+    why_layout: str = ""
     host: int = 0
     host_usable: int = 0
     host_moments: int = 0
@@ -183,36 +153,37 @@ class Plan:
         return self.total <= self.usable and self.host <= self.host_usable
 
 
-def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str] = ()) -> Plan:
-    """Bytes per term. Weights, adapter, gradients and optimizer are exact.
+def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
+    """Bytes per term, of one process. Weights, adapter, gradients and optimizer are exact.
 
     A step's activations are within 10 % at true size (docs/peak.md).
-    elsewhere: names of terms that lie in another memory, so that they don't make a moment worse.
+    sizes: where processes share the experts, those of one (places.of_one).
     """
-    come = units(sizes, work.buffer)
+    come = units(sizes, layout.buffer_bytes)
     in_groups = len(come) > len(sizes.streamed)
     moments = (
-        _moments(grouped(sizes, come), replace(work, chunk=None)) if in_groups else _moments(sizes, work)
+        _moments(grouped(sizes, come), layout, replace(work, chunk=None))
+        if in_groups
+        else _moments(sizes, layout, work)
     )
+    elsewhere = STATE if layout.adapters == "host" else ()  # it makes no moment of the device worse
     worst = max(moments, key=lambda terms: sum(size for name, size in terms.items() if name not in elsewhere))
     names = {name for terms in moments for name in terms}
     beside = {name: max(terms.get(name, 0) for terms in moments) for name in sorted(names)}
     cast = sizes.cast_per_rank * (work.experts_rank or work.rank or 0)
     base, host = sizes.base, 0
-    if work.divided:
+    if layout.sharded:
         base += _here(sizes, work) * 4 - sizes.elements * sizes.compute_bytes
-    buffers = buffer_bytes(come) if work.experts != "device" else 0
+    buffers = buffer_bytes(come) if layout.experts != "device" else 0
     second, learnt = (work.aside.stays, work.aside.learnt) if work.aside else (0, 0)
-    if work.experts == "disk" or (work.experts == "host" and hardware.kind != "cpu"):
+    if layout.experts == "disk" or (layout.experts == "host" and hardware.kind != "cpu"):
         base -= sum(sizes.streamed)
-        host = sum(sizes.streamed) if work.experts == "host" else 0
-    if work.boundary_leaves:  # the last layer's stays
+        host = sum(sizes.streamed) if layout.experts == "host" else 0
+    if layout.boundary_leaves:  # the last layer's stays
         host += (sizes.num_layers - 1) * work.tokens * sizes.hidden_size * sizes.compute_bytes
-    in_host = 0
-    if work.optimizer == "host":
-        in_host = _moments_of(sizes, work)
+    in_host = _moments_of(sizes, work) if layout.optimizer == "host" else 0
     gathered = 0
-    if work.rest == "peers":
+    if layout.rest == "peers":
         parts = [part_bytes(layer, work.processes) for layer in sizes.rest]
         base += sum(parts) - sum(sizes.rest)
         gathered = buffer_bytes([work.processes * part for part in parts])
@@ -222,7 +193,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
             **({"second model": second} if second else {}),
             **({"expert buffers": buffers} if buffers else {}),
             **({"gathered layers": gathered} if gathered else {}),
-            **_stays(sizes, work),
+            **_stays(sizes, layout, work),
             # float32: itself, its gradient and its moments
             **({"projections": int(learnt * (8 + MOMENT_BYTES[work.optimizer_moments]))} if learnt else {}),
             "batch and rotary tables": work.tokens * (BATCH_BYTES + sizes.tables),
@@ -236,6 +207,7 @@ def plan(sizes: Sizes, work: Work, hardware: Hardware, elsewhere: Collection[str
         avoided=sizes.expanded - sizes.base,
         adapter_parameters=sizes.adapter_parameters(work.rank, work.experts_rank),
         hardware=hardware,
+        layout=layout,
         work=work,
         sizes=sizes,
         host=host + in_host,
@@ -250,23 +222,23 @@ def beside(work: Work, aside: Aside) -> Work:
     return replace(work, loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes) if aside.loss_rows else work
 
 
-def replace_work(before: Plan, **changes: Any) -> Plan:
-    """The plan of the same model on the same machine with other work."""
-    return plan(before.sizes, replace(before.work, **changes), before.hardware)
+def replanned(before: Plan, layout: Layout | None = None, **work: Any) -> Plan:
+    """The plan of the same model on the same machine with another layout, or other work."""
+    return plan(before.sizes, layout or before.layout, replace(before.work, **work), before.hardware)
 
 
-def _stays(sizes: Sizes, work: Work) -> dict[str, int]:
+def _stays(sizes: Sizes, layout: Layout, work: Work) -> dict[str, int]:
     """What is there during the whole run besides the base."""
     moments = MOMENT_BYTES[work.optimizer_moments]
     if work.rank is not None:
         adapter, state = sizes.adapter_parameters(work.rank, work.experts_rank) * 4, _moments_of(sizes, work)
-        if work.optimizer == "device":
+        if layout.optimizer == "device" or layout.adapters == "host":
             return {"adapter": adapter, "optimizer": state}
         largest = int(sizes.largest_factor(work.rank, work.experts_rank) * moments)
         slots = MOMENT_SLOTS * min(state, max(MOMENT_CHUNK, largest))
         return {"adapter": adapter, "optimizer": 0, "moments on their way": slots}
 
-    if work.divided:
+    if layout.sharded:
         here = _here(sizes, work)
         stays = {"adapter": 0, "optimizer": int(here * moments), "gathered weights": _gathered(sizes)}
         if work.receipt_bytes:
@@ -301,7 +273,7 @@ def _gathered(sizes: Sizes) -> int:
     return sizes.ends * size + sizes.largest_layer * (2 * size + size + GRADIENT_BYTES)
 
 
-def _gradients(sizes: Sizes, work: Work) -> tuple[int, int, int]:
+def _gradients(sizes: Sizes, layout: Layout, work: Work) -> tuple[int, int, int]:
     """(all gradients, those that are there when the last layer's backward begins, when the first's does).
 
     Early are the sums of the micro-batches before, and the head's where it trains, V · D. At the first layer
@@ -314,7 +286,7 @@ def _gradients(sizes: Sizes, work: Work) -> tuple[int, int, int]:
 
     # Divided ones: float32 rows. Whole until backward ends are those of embedding and head, then with a
     # copy in float32 on its way.
-    if work.divided:
+    if layout.sharded:
         rows = _here(sizes, work) * GRADIENT_BYTES
         head = min(sizes.ends, sizes.vocab_size * sizes.hidden_size) * sizes.compute_bytes
         whole = sizes.ends * (sizes.compute_bytes + GRADIENT_BYTES)
@@ -331,10 +303,10 @@ def _gradients(sizes: Sizes, work: Work) -> tuple[int, int, int]:
     return sums + arriving, sums + min(head, arriving), sums + arriving - last
 
 
-def _moments(sizes: Sizes, work: Work) -> list[dict[str, int]]:
+def _moments(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int]]:
     """What is alive at the moments of which one is the worst: those of `_micro_batch`, and `_exchange`."""
-    sums = work.processes > 1 and not work.divided
-    return [*_micro_batch(sizes, work), *([_exchange(sizes, work)] if sums else [])]
+    sums = work.processes > 1 and not layout.sharded
+    return [*_micro_batch(sizes, layout, work), *([_exchange(sizes, work)] if sums else [])]
 
 
 def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
@@ -354,7 +326,7 @@ def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
     return {"gradients": sums, "gradients on their way": max(together, alone)}
 
 
-def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
+def _micro_batch(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int]]:
     """What is alive at four moments of a micro-batch, but what stays. stream = T · D · bytes.
 
     loss   the layers' inputs and the last one's output, stream · (L + 1); T · Σ of what the last keep_layers
@@ -369,13 +341,13 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
     Without recompute a layer's inputs count among what it holds: T · Σ sizes.held, at the end T · the last's.
     """
     stream = work.tokens * sizes.hidden_size * sizes.compute_bytes
-    every, early, late = _gradients(sizes, work)
+    every, early, late = _gradients(sizes, layout, work)
     if work.aside is not None:
-        without = _micro_batch(sizes, replace(work, aside=None))
+        without = _micro_batch(sizes, layout, replace(work, aside=None))
         return _asking(without, work.aside, stream)
     end = {"gradients": every, "boundary activations": 2 * stream}
     loss = _loss(sizes, work, stream)
-    if work.recompute == "nothing":
+    if layout.recompute == "nothing":
         one, name = {"boundary activations": stream}, "all layers' activations"
         held = work.tokens * sum(sizes.held)
         return [
@@ -384,9 +356,9 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
             {"gradients": late, **one, name: work.tokens * sizes.layer},
             end,
         ]
-    at_once = work.at_once(sizes.compute_bytes)
+    at_once = work.at_once(layout, sizes.compute_bytes)
     chunked = at_once < work.tokens
-    alive = min(3, sizes.num_layers + 1) if work.boundary_leaves else sizes.num_layers + 1
+    alive = min(3, sizes.num_layers + 1) if layout.boundary_leaves else sizes.num_layers + 1
     boundary = {"boundary activations": stream * alive}
     layer = {"one layer's recompute": at_once * sizes.layer + stream * chunked}
 
@@ -397,9 +369,9 @@ def _micro_batch(sizes: Sizes, work: Work) -> list[dict[str, int]]:
         return kept[0] if chunked else 0
 
     return [
-        {"gradients": early, **boundary, **_kept(sizes, work, sum), "loss block": loss},
-        {"gradients": early, **boundary, **_kept(sizes, work, others), **layer},
-        {"gradients": late, "boundary activations": 2 * stream, **_kept(sizes, work, own), **layer},
+        {"gradients": early, **boundary, **_kept(sizes, layout, work, sum), "loss block": loss},
+        {"gradients": early, **boundary, **_kept(sizes, layout, work, others), **layer},
+        {"gradients": late, "boundary activations": 2 * stream, **_kept(sizes, layout, work, own), **layer},
         end,
     ]
 
@@ -444,14 +416,14 @@ def _attention(sizes: Sizes, work: Work, kind: str) -> int:
     return max(map(sized, sizes.attention), default=0)
 
 
-def _kept(sizes: Sizes, work: Work, count: Callable[[Sequence[int]], int]) -> dict[str, int]:
+def _kept(sizes: Sizes, layout: Layout, work: Work, count: Callable[[Sequence[int]], int]) -> dict[str, int]:
     """Bytes that the last keep_layers keep; count: of which layers, given each one's bytes per token."""
     by_name: dict[str, tuple[int, ...]] = {}
-    if work.recompute in ("selective", "elementwise"):
+    if layout.recompute in ("selective", "elementwise"):
         by_name["kept of attention and experts"] = sizes.kept
-    if work.recompute == "elementwise":
+    if layout.recompute == "elementwise":
         by_name["kept of linear layers"] = sizes.products
-    first = 0 if work.keep_layers is None else max(0, sizes.num_layers - work.keep_layers)
+    first = 0 if layout.keep_layers is None else max(0, sizes.num_layers - layout.keep_layers)
     return {
         name: work.tokens * count([kept if layer >= first else 0 for layer, kept in enumerate(by_layer)])
         for name, by_layer in by_name.items()

@@ -11,12 +11,13 @@ from unfreeze.parallel.plan.grouped import units
 from unfreeze.parallel.plan.terms import Plan
 from unfreeze.parallel.residency import reads_of
 
+SOURCES = {"host": "host memory", "disk": "disk"}
 KERNELS = f"0.3 to {COMPILED_AT_MOST} for kernels as they are compiled"
 
 
 def plan_lines(plan: Plan) -> list[str]:
     """The plan for people, a term a line."""
-    device, work = plan.hardware, plan.work
+    device, layout, work = plan.hardware, plan.layout, plan.work
     terms = {name: size for name, size in plan.terms.items() if size}  # a dense model has no expert workspace
     width = max(map(len, terms))
     lines = [
@@ -31,25 +32,26 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"  beside it: this process {format_bytes(device.process)}, and {KERNELS}")
     lines.append(f"  1 device, largest / smallest {plan.max_over_min:.2f}; {work.tokens:,} tokens per pass")
 
-    if work.split > 1:
+    if layout.sharing > 1:
         held = f"{experts_held(plan)} of {plan.sizes.num_experts}"
         lines.append(
-            f"  experts split over {work.split} processes: each holds {held} of a layer, and all of the rest;"
-            " a layer's tokens go through it at once"
+            f"  experts split over {layout.sharing} processes: each holds {held} of a layer, and all of the"
+            " rest; a layer's tokens go through it at once"
         )
-    if work.experts != "device":
+    if layout.experts != "device":
         lines += _streamed(plan)
-    if work.rest == "peers":
+    if layout.rest == "peers":
         lines += _gathered(plan)
-    if work.boundary_leaves:
+    if layout.boundary_leaves:
         lines += _boundary(plan)
-    if work.optimizer == "host":
+    if layout.optimizer == "host":
         lines += _moments(plan)
-    if work.divided:
-        words = f"  every weight, its gradient and moments in {work.processes} parts, one of them here"
-        lines.append(words + (f": {plan.why_weights}" if plan.why_weights else ""))
+    if layout.sharded:
+        lines.append(f"  every weight, its gradient and moments in {work.processes} parts, one of them here")
+    if plan.why_layout:
+        lines.append(f"  because {plan.why_layout}")
     if plan.why:
-        lines.append(f"  recompute = {work.recompute}: {plan.why}")
+        lines.append(f"  recompute = {layout.recompute}: {plan.why}")
 
     # what does not add to the sum
     moments = plan.beside | {"loading": plan.load}
@@ -68,9 +70,9 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _streamed(plan: Plan) -> list[str]:
-    """How often the experts come, and why they stream."""
+    """How often the experts come."""
     layers, total = plan.sizes.streamed, sum(plan.sizes.streamed)
-    come = units(plan.sizes, plan.work.buffer)
+    come = units(plan.sizes, plan.layout.buffer_bytes)
     first, later = (reads_of(len(come), first=begins) for begins in (True, False))
     what = f"{len(layers)} layers of {format_bytes(total // len(layers))} come one after another"
     if groups := groups_of(plan):
@@ -78,78 +80,67 @@ def _streamed(plan: Plan) -> list[str]:
             f", each in {groups} groups of at most {format_bytes(max(come))}, whose tokens go through a layer"
             " at once"
         )
-    lines = [
-        f"  experts from {work_place(plan)}: {what}; {first} in the first micro-batch, {later} in each later"
-        f" one ({format_bytes(later * total // len(come))})"
+    return [
+        f"  experts from {SOURCES[plan.layout.experts]}: {what}; {first} in the first micro-batch, {later} in"
+        f" each later one ({format_bytes(later * total // len(come))})"
     ]
-    return lines + [f"  because {plan.why_experts}"] * bool(plan.why_experts)
 
 
 def _gathered(plan: Plan) -> list[str]:
-    """Of what layers have besides routed experts, what is kept here and what comes; and why."""
+    """Of what layers have besides routed experts, what is kept here and what comes."""
     layers, total = plan.sizes.rest, sum(plan.sizes.rest)
     first, later = (reads_of(len(layers), first=begins) for begins in (True, False))
     n = plan.work.processes
     come = later * total // len(layers) * (n - 1) // n
-    lines = [
+    return [
         f"  the rest of {len(layers)} layers, {format_bytes(total)}, in {n} parts, one of them here: each is"
         f" gathered as it is visited; {first} in the first micro-batch, {later} in each later one"
         f" ({format_bytes(come)} from the others)"
     ]
-    streamed = plan.work.experts != "device"  # which says why
-    return lines + [f"  because {plan.why_experts}"] * (bool(plan.why_experts) and not streamed)
 
 
 def _boundary(plan: Plan) -> list[str]:
-    """Of the inputs of layers, what lies in host memory; and why."""
+    """Of the inputs of layers, what lies in host memory."""
     layers, work = plan.sizes.num_layers - 1, plan.work
     each = work.tokens * plan.sizes.hidden_size * plan.sizes.compute_bytes
-    lines = [
+    return [
         f"  the inputs of {layers} layers lie in host memory until backward, {format_bytes(layers * each)};"
         " two are on the device at once"
     ]
-    said = work.experts != "device" or work.rest != "device"  # which say why
-    return lines + [f"  because {plan.why_experts}"] * (bool(plan.why_experts) and not said)
 
 
 def _moments(plan: Plan) -> list[str]:
-    """Of the adapters' moments in host memory; and why."""
-    work, there = plan.work, plan.terms["moments on their way"]
-    lines = [
+    """Of the adapters' moments in host memory."""
+    there = plan.terms["moments on their way"]
+    return [
         f"  the moments of the adapters lie in host memory, {format_bytes(plan.host_moments)}; for an update"
         f" they come some at a time, {format_bytes(there)} on the device at once"
     ]
-    said = work.experts != "device" or work.rest != "device" or work.boundary_leaves  # which say why
-    return lines + [f"  because {plan.why_experts}"] * (bool(plan.why_experts) and not said)
 
 
 def groups_of(plan: Plan) -> int:
     """Groups in which most of a layer's experts come; 0 where a layer's come together."""
-    layers, come = len(plan.sizes.streamed), len(units(plan.sizes, plan.work.buffer))
+    layers, come = len(plan.sizes.streamed), len(units(plan.sizes, plan.layout.buffer_bytes))
     return -(-come // layers) if come > layers else 0
 
 
 def experts_held(plan: Plan) -> int:
     """Of a layer's experts what the fullest process holds."""
-    return -(-plan.sizes.num_experts // plan.work.split)
+    return -(-plan.sizes.num_experts // plan.layout.sharing)
 
 
 def all_parameters(plan: Plan) -> int:
     """Adapter parameters of all processes that share the experts, each once; the plan is of the fullest."""
     work = plan.work
-    if work.split == 1:
+    if plan.layout.sharing == 1:
         return plan.adapter_parameters
     own = plan.sizes.experts_per_rank * (work.experts_rank or work.rank or 0)
     return plan.adapter_parameters - own + own * plan.sizes.num_experts // experts_held(plan)
 
 
-def work_place(plan: Plan) -> str:
-    """Where the experts come from, in words."""
-    return {"host": "host memory", "disk": "disk"}[plan.work.experts]
-
-
 def plan_fields(plan: Plan) -> dict[str, Any]:
     """Plain JSON values: terms, total, usable, …, and the printed lines."""
+    layout = plan.layout
     return {
         "terms": dict(plan.terms),
         "beside": dict(plan.beside),
@@ -163,14 +154,14 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         "seconds_per_pass": plan.time.step if plan.time else None,
         "rates": plan.rates,
         "fits": plan.fits,
-        "recompute": plan.work.recompute,
-        "experts": plan.work.experts,
-        **({"buffer": plan.work.buffer, "groups": groups} if (groups := groups_of(plan)) else {}),
-        **({"split": plan.work.split, "experts_held": experts_held(plan)} if plan.work.split > 1 else {}),
-        **({"weights": plan.work.weights} if plan.work.divided else {}),
-        **({"rest": plan.work.rest} if plan.work.rest != "device" else {}),
-        **({"boundary": plan.work.boundary} if plan.work.boundary_leaves else {}),
-        **({"optimizer": plan.work.optimizer} if plan.work.optimizer != "device" else {}),
+        "recompute": layout.recompute,
+        "experts": layout.experts,
+        **({"buffer": layout.buffer_bytes, "groups": groups} if (groups := groups_of(plan)) else {}),
+        **({"split": layout.sharing, "experts_held": experts_held(plan)} if layout.sharing > 1 else {}),
+        **({"weights": layout.weights} if layout.sharded else {}),
+        **({"rest": layout.rest} if layout.rest != "device" else {}),
+        **({"boundary": layout.boundary} if layout.boundary_leaves else {}),
+        **({"optimizer": layout.optimizer} if layout.optimizer != "device" else {}),
         **({"host": plan.host} if plan.host else {}),
         "hardware": {name: of for name, of in asdict(plan.hardware).items() if name != "unbound"},
         "lines": plan_lines(plan),

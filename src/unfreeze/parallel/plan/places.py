@@ -1,9 +1,6 @@
-"""Where the parts of a run lie on machines that may not be here, and the bytes of each place.
+"""The bytes of a layout, place by place, on machines that may not be here.
 
-A layout says of four things whether they are on the devices, in host memory or on disk: the routed experts,
-the frozen rest, the adapters' state (float32 factors, gradients, moments) and the boundary activations (the
-inputs of layers, kept for backward).
-Each of n devices takes t = T / n of a step's T tokens. Layouts that the code cannot run yet are planned too;
+Each of n devices takes t = T / n of a step's T tokens. Layouts that the code cannot run yet are counted too;
 Layout.not_built names what they lack.
 """
 
@@ -11,62 +8,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
+from unfreeze.core.layout import GIB, Layout
 from unfreeze.kernels.expert_mlp import expert_groups, workspace_bytes
 from unfreeze.models.blocks.experts import UNEVEN, bytes_at_work
-from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.sizes import Sizes
-from unfreeze.parallel.plan.terms import MOMENT_BYTES, USABLE, Plan, Work, plan
+from unfreeze.parallel.plan.terms import MOMENT_BYTES, STATE, USABLE, Plan, Work, plan
 
 BUFFERS = 2  # layers on a device at once where layers stream: one computes while the next arrives
 # A buffer holds a layer's experts; in groups at most a twelfth of the device's memory: on an H200 the 9.5 GB
 # of a Kimi-K2 layer, on a card of 32 GB a quarter of the layer at a time.
 BUFFER_SHARE = 12
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the parts of a run lie.
-
-    rest    "sharded": layers lie on the devices in n parts and are gathered one by one (parallel/peers.py);
-            embeddings and head are whole on each.
-    split   devices that share one set of experts; 1: each holds all.
-    state   "moments": of the adapters' state only the moments lie in host memory (train/host_state.py).
-    groups  a layer's experts arrive some at a time, in buffers of a BUFFER_SHARE of the device's memory
-            (parallel/groups.py).
-    """
-
-    experts: Literal["device", "host", "disk"] = "device"
-    rest: Literal["device", "sharded", "host"] = "device"
-    state: Literal["device", "moments", "host"] = "device"
-    boundary: Literal["device", "host"] = "device"
-    split: int = 1
-    recompute: Recompute = "layers"
-    groups: bool = False
-
-    def not_built(self) -> list[str]:
-        """What this layout needs and the code does not do yet, in words."""
-        needs = {
-            "experts of a layer that are split and come in groups": self.groups and self.split > 1,
-            "the frozen rest streamed from host memory": self.rest == "host",
-            "adapters and their optimizer in host memory": self.state == "host",
-        }
-        return [words for words, needed in needs.items() if needed]
-
-    def words(self, num_experts: int) -> str:
-        """In one line; of experts only where the model has some."""
-        split = ", in groups" * self.groups + (f", split over {self.split}" if self.split > 1 else "")
-        state = "device, its moments on host" if self.state == "moments" else self.state
-        return f"experts on {self.experts}{split}; " * (num_experts > 0) + (
-            f"rest on {self.rest}; adapter state on {state}; boundary on {self.boundary};"
-            f" recompute {self.recompute}"
-        )
 
 
 @dataclass(frozen=True)
@@ -93,62 +50,51 @@ class Places:
 
 def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layout) -> Places:
     """The bytes of a step. `work.tokens` and `work.micro_batches` are one device's."""
-    n = fleet.count
-    experts_here = share(counts, layout.split)
-    local = _local(sizes, counts, fleet.kind, layout.split)
-    of_layer = int(counts.layer_experts * experts_here)
-    if layout.split > 1:
+    n, here = fleet.count, share(counts, layout.sharing)
+    local = _local(sizes, counts, fleet.kind, layout.sharing)
+    of_layer = int(counts.layer_experts * here)
+    if layout.sharing > 1:
         work = replace(work, chunk=None)
-    if layout.groups:
-        work = replace(work, buffer=buffer_of(of_layer, fleet, groups=True))
 
     # each device is a process of its own with as many micro-batches, and they sum their gradients
-    work = replace(
-        work,
-        recompute=layout.recompute,
-        micro_batches=work.micro_batches * n,
-        processes=work.processes * n,
-        boundary=layout.boundary,
-        optimizer="host" if layout.state == "moments" else "device",
-    )
-    state = ("adapter", "gradients", "optimizer")
-    in_host = state if layout.state == "host" else ()
-    made = _step(local, work, Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory), in_host)
+    work = replace(work, micro_batches=work.micro_batches * n, processes=work.processes * n)
+    here_alone = layout.but(experts="device", rest="device")  # what these take is counted below
+    made = _step(local, here_alone, work, Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory))
     terms = dict(made.terms)
     del terms["base"]
     host: dict[str, int] = {}
 
     # weights
     if layout.experts == "device":
-        experts = int(counts.experts_bytes * experts_here)
+        experts = int(counts.experts_bytes * here)
     else:
-        experts = BUFFERS * buffer_of(of_layer, fleet, groups=layout.groups)
+        experts = BUFFERS * min(of_layer, layout.buffer_bytes or of_layer)
         if layout.experts == "host":
-            host["experts"] = counts.experts_bytes * n // layout.split
+            host["experts"] = counts.experts_bytes * n // layout.sharing
     whole, with_two_layers = counts.rest_bytes, counts.ends_bytes + BUFFERS * counts.layer_rest
     in_parts = (whole - counts.ends_bytes) // n + with_two_layers
-    rest = {"device": whole, "sharded": in_parts, "host": with_two_layers}[layout.rest]
+    rest = {"device": whole, "peers": in_parts, "host": with_two_layers}[layout.rest]
     if layout.rest == "host":
         host["the frozen rest"] = whole
 
     # what trains: float32 factors, gradients and moments; where they are in host memory, a device has the
     # factors and gradients of BUFFERS layers in the computation's dtype
-    if layout.state == "host":
+    if layout.adapters == "host":
         trained = sizes.adapter_parameters(work.rank, work.experts_rank)
         host["adapters, gradients, optimizer"] = int(trained * (8 + MOMENT_BYTES[work.optimizer_moments]))
         numbers = local.adapter_parameters(work.rank, work.experts_rank)
-        terms = {name: size for name, size in terms.items() if name not in state}
+        terms = {name: size for name, size in terms.items() if name not in STATE}
         terms["adapters of two layers"] = 2 * BUFFERS * local.compute_bytes * numbers // counts.num_layers
     if layout.boundary == "host":
         host["boundary activations"] = n * (made.host - made.host_moments)
-    if layout.state == "moments":
+    if layout.optimizer == "host" and layout.adapters == "device":
         host["moments"] = n * made.host_moments
     return Places(
         device={k: v for k, v in {"experts": experts, "the frozen rest": rest, **terms}.items() if v},
         host={name: size for name, size in host.items() if size},
         device_usable=int(fleet.memory * USABLE),
         host_usable=int(fleet.host * USABLE),
-        disk=counts.experts_bytes * n // layout.split if layout.experts == "disk" else 0,
+        disk=counts.experts_bytes * n // layout.sharing if layout.experts == "disk" else 0,
     )
 
 
@@ -175,9 +121,18 @@ def exchanged(counts: Counts, size: int) -> int:
     return int(4 * UNEVEN * counts.experts_per_token * counts.hidden_size * size)
 
 
-def buffer_of(of_layer: int, fleet: Fleet, *, groups: bool) -> int:
-    """Bytes of a buffer for a layer's experts."""
-    return min(of_layer, fleet.memory // BUFFER_SHARE) if groups else of_layer
+def grouped(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
+    """The layout with buffers of a share of the device's memory where `buffer` is "auto".
+
+    None where a layer's experts cannot come in such groups, or need none.
+    """
+    if layout.buffer == 0:
+        return layout
+    of_layer = int(counts.layer_experts * share(counts, layout.sharing))
+    size = fleet.memory // BUFFER_SHARE if layout.buffer == "auto" else layout.buffer_bytes or 0
+    if not counts.can_come_in(size) or size >= of_layer:
+        return None
+    return layout.but(buffer=size / GIB)
 
 
 def share(counts: Counts, split: int) -> float:
@@ -221,5 +176,5 @@ def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
 
 
 @lru_cache(maxsize=4096)
-def _step(local: Sizes, work: Work, here: Hardware, in_host: tuple[str, ...]) -> Plan:
-    return plan(local, work, here, elsewhere=in_host)
+def _step(local: Sizes, layout: Layout, work: Work, here: Hardware) -> Plan:
+    return plan(local, layout, work, here)

@@ -1,0 +1,230 @@
+"""A wish -> the layouts that a machine could have, fastest first; what cannot be is refused.
+
+A run takes the first that fits; a plan for another machine predicts the seconds of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.layout import RESIDENT, Layout
+
+MANY = "--hardware with several devices, or "
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides which layouts there can be.
+
+    kind          of device: "cpu" or "cuda"
+    processes     one for each device
+    num_experts   of a layer; 0: it has none
+    every_weight  whether every weight trains, not adapters
+    splits        how many processes may share one set of experts, where "auto" leaves that open
+    files         whether there are weights on disk to stream
+    model         its path, for what is said of it
+    more          the flag that gives a run more processes
+    host          whether there is host memory beside the device's
+    unbuilt       whether layouts that no run can have yet are wanted too
+    """
+
+    kind: str
+    processes: int
+    num_experts: int
+    every_weight: bool
+    splits: tuple[int, ...] = (1,)
+    files: bool = True
+    model: str = ""
+    more: str = "torchrun --nproc-per-node 2, or "
+    host: bool = True
+    unbuilt: bool = False
+
+
+def layouts(wish: Layout, facts: Facts) -> list[Layout]:
+    """Every layout that the wish allows on that machine, fastest first; recompute is still the wish's.
+
+    A layer's input is small beside what else could move, moments move once a step, and a layer's experts come
+    in groups where they do not fit together. `buffer` "auto": in groups of what fits.
+
+    Raises ConfigError, before anything is read, for a wish that cannot be.
+    """
+    if facts.every_weight:
+        _refuse_every_weight(wish)
+    weights = _weights(wish, facts)
+    splits, rests = _splits(wish, facts), _rests(wish, facts)
+    places, states, boundaries = _experts(wish, facts), _states(wish, facts), _boundaries(wish, facts)
+    shared = [split for split in splits if split > 1]
+    made: list[Layout] = []
+    for experts in places:
+        for buffer in _buffers(wish, facts, experts, places, splits):
+            # what streams does not fit into each process, so it is shared where that is possible
+            by = splits if experts == "device" or facts.unbuilt else [1] if buffer else shared or splits
+            for rest, split, state, boundary, held in product(rests, by, states, boundaries, weights):
+                made.append(
+                    wish.but(
+                        experts=experts,
+                        buffer=buffer,
+                        split=split,
+                        weights=held,
+                        rest=rest,
+                        boundary=boundary,
+                        **state,
+                    )
+                )
+    return made
+
+
+def _experts(wish: Layout, facts: Facts) -> list[str]:
+    """Where the weights of routed experts may lie."""
+    fault = ""
+    if not facts.num_experts:
+        fault = "this model has no routed experts"
+    elif not facts.files:
+        fault = f"{facts.model} has no weights that could be read"
+    if fault:
+        if wish.experts in ("host", "disk"):
+            raise ConfigError(f"place.experts is {wish.experts}, but {fault}", next="--place.experts auto")
+        if wish.buffer not in ("auto", 0):
+            raise ConfigError(f"place.buffer is {wish.buffer:g}, but {fault}", next="--place.buffer auto")
+        return ["device"]
+    if facts.every_weight:
+        return ["device"]
+    if wish.experts == "auto":
+        return ["device", *["host"] * (facts.kind == "cuda" and facts.host), "disk"]
+    if facts.unbuilt and facts.kind == "cpu" and wish.experts == "host":
+        _refuse_host("experts", facts)
+    return [wish.experts]
+
+
+def _buffers(wish: Layout, facts: Facts, experts: str, places: list[str], splits: list[int]) -> Iterator[Any]:
+    """0: a layer's experts come at once; what is asked, or "auto": in groups.
+
+    Split experts come whole. Raises ConfigError where a buffer is asked for and nothing could use it.
+    """
+    asked = wish.buffer
+    if asked not in ("auto", 0) and places == ["device"]:
+        fault, remedy = "place.experts is device: nothing comes through a buffer", "--place.experts auto"
+        raise ConfigError(f"place.buffer is {asked:g}, but {fault}", next=f"{remedy}, or --place.buffer auto")
+    if asked not in ("auto", 0) and 1 not in splits and not facts.unbuilt:
+        fault = f"place.split is {splits[0]}: experts that processes share come a layer at a time"
+        remedy = "--place.split 1, or --place.buffer auto"
+        raise ConfigError(f"place.buffer is {asked:g}, but {fault}", next=remedy)
+    if experts == "device" or asked in ("auto", 0):
+        yield 0.0
+    if experts != "device" and asked != 0 and (1 in splits or facts.unbuilt):
+        yield asked
+
+
+def _rests(wish: Layout, facts: Facts) -> list[str]:
+    """Where the frozen weights besides routed experts may lie: on each device, then in parts on all."""
+    if facts.processes == 1:
+        fault, remedy = "there is one process: it has no peers", facts.more
+    elif facts.every_weight:
+        fault, remedy = "every weight trains", "--place.weights sharded, or "
+    elif not facts.files:
+        fault, remedy = f"{facts.model} has no weights that could be read", ""
+    else:
+        fault, remedy = "", ""
+    if wish.rest == "peers" and fault:
+        raise ConfigError(f"place.rest is peers, but {fault}", next=f"{remedy}--place.rest auto")
+    if wish.rest == "host":
+        _refuse_unbuilt("rest", wish, facts)
+    if wish.rest != "auto":
+        return [wish.rest]
+    unbuilt = facts.unbuilt and facts.kind == "cuda" and facts.host and not facts.every_weight
+    return ["device", *["peers"] * (not fault), *["host"] * unbuilt]
+
+
+def _boundaries(wish: Layout, facts: Facts) -> list[str]:
+    """Where the inputs of layers may lie until backward: on the device, then in host memory (CUDA)."""
+    if wish.boundary == "host":
+        _refuse_host("boundary", facts)
+        if wish.recompute == "nothing":
+            fault = "recompute is nothing: no layer keeps its input alone"
+            raise ConfigError(f"place.boundary is host, but {fault}", next="--recompute layers")
+    free = facts.kind == "cuda" and facts.host and not facts.every_weight and wish.recompute != "nothing"
+    return [wish.boundary] if wish.boundary != "auto" else ["device", *["host"] * free]
+
+
+def _states(wish: Layout, facts: Facts) -> list[dict[str, str]]:
+    """Where the adapters' moments may lie between updates, and the adapters: device, then host (CUDA)."""
+    if wish.optimizer == "host":
+        _refuse_host("optimizer", facts)
+    if wish.adapters == "host":
+        _refuse_unbuilt("adapters", wish, facts)
+    free = facts.kind == "cuda" and facts.host and not facts.every_weight
+    both = [
+        ("device", "device"),
+        *[("device", "host")] * free,
+        *[("host", "host")] * (free and facts.unbuilt),
+    ]
+    if wish.adapters == "host":
+        both = [("host", "host")]
+    elif wish.adapters == "device":
+        both = [each for each in both if each[0] == "device"]
+    if wish.optimizer != "auto":
+        both = [each for each in both if each[1] == wish.optimizer]
+    return [{"adapters": adapters, "optimizer": optimizer} for adapters, optimizer in both]
+
+
+def _weights(wish: Layout, facts: Facts) -> list[str]:
+    """How the weights may be held where every weight trains: whole in each process, then divided."""
+    fault = ""
+    if not facts.every_weight:
+        fault = "adapters are trained, and only weights that train are divided"
+    elif facts.processes == 1:
+        fault = "there is one process"
+    if not fault:
+        both = ["device", *["sharded"] * (not facts.unbuilt)]
+        return both if wish.weights == "auto" else [wish.weights]
+    if wish.weights == "sharded":
+        remedy = facts.more if facts.every_weight else ""
+        raise ConfigError(f"place.weights is sharded, but {fault}", next=f"{remedy}--place.weights auto")
+    return ["device"]
+
+
+def _splits(wish: Layout, facts: Facts) -> list[int]:
+    """How many processes may share one set of experts: 1, and what divides those of a host, so that rows of
+    tokens stay inside it."""
+    if wish.split == "auto":
+        return [1] if facts.every_weight or not facts.num_experts else list(facts.splits)
+    if wish.split > 1:
+        if facts.every_weight:
+            raise ConfigError(
+                f"place.split is {wish.split}, but every weight trains, and those are not split by experts",
+                next="--place.split 1, or --train adapters",
+            )
+        from unfreeze.parallel.mesh import check_split
+
+        check_split(wish.split, facts.processes, facts.num_experts)
+    return [wish.split]
+
+
+def _refuse_every_weight(wish: Layout) -> None:
+    """Raise ConfigError for what may leave the device only where it is frozen."""
+    for name, value in wish.moved().items():
+        if name in ("experts", "boundary", "optimizer", "adapters"):
+            fault = "every weight trains, and what trains lies on the devices"
+            raise ConfigError(f"place.{name} is {value}, but {fault}", next=f"--place.{name} auto")
+
+
+def _refuse_host(name: str, facts: Facts) -> None:
+    """Raise ConfigError where the device's memory is the host's."""
+    if facts.kind == "cpu":
+        fault = "the device is a CPU: its memory is the host's"
+        raise ConfigError(f"place.{name} is host, but {fault}", next=f"--place.{name} auto")
+
+
+def _refuse_unbuilt(name: str, wish: Layout, facts: Facts) -> None:
+    """Raise ConfigError where a run is asked for what only a plan can count."""
+    if not facts.unbuilt:
+        words = RESIDENT.but(**{name: "host"}).not_built()[0]
+        raise ConfigError(
+            f"place.{name} is host: {words} is not built; `unfreeze plan` counts it",
+            next=f"--place.{name} auto",
+        )
+    _refuse_host(name, facts)
