@@ -247,7 +247,7 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
     lora = None if case.rank is None else LoraConfig(rank=case.rank)
     sizes, counted, machine = measure(model, lora), counts(model), hardware("cpu")
     work = work_of(
-        Model(model.shape, lora, dtype, cpu, counted, sizes),
+        Model(model.shape, lora, dtype, cpu, counted, sizes, model),
         tokens=case.tokens,
         optimizer_moments=case.moments,
         longest=case.length,

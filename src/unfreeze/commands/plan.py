@@ -304,7 +304,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         )
     length = min(config.sequence_length, model.shape.max_positions)
     sizes = opened.sizes(dtype, lora, machine.kind)
-    known = Model(model.shape, lora, dtype, torch.device(machine.kind), counted, sizes)
+    known = Model(model.shape, lora, dtype, torch.device(machine.kind), counted, sizes, model)
     work = work_of(
         known,
         tokens=1,

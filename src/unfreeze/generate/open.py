@@ -44,11 +44,13 @@ def open_model(
     mesh: Mesh = ONE,
     layout: Layout = RESIDENT,
     as_stored: bool = False,
+    built: models.Decoder | None = None,
 ) -> models.Decoder:
     """The checkpoint as a Decoder on `device`.
 
     Packed weights stay packed, the others are held in `dtype`, that of the computation.
     as_stored: on a CPU matrices in a narrower dtype stay in it, and are frozen (models.meta_model).
+    built: this model, which is on meta, instead of a new one.
     `loaded` is told what was read, `warn` (without it: the log) which fields of config.json are not followed.
     mesh: the processes that open it together (parallel.mesh).
     Peak host memory is the model itself and one tensor (parallel.place).
@@ -60,9 +62,8 @@ def open_model(
     shape = models.shape(manifest.config)
     for note in models.notes(manifest.config):
         (warn or log.warning)(note)
-    model = models.meta_model(
-        shape, manifest, dtype, as_stored=as_stored and torch.device(device).type == "cpu"
-    )
+    kept = as_stored and torch.device(device).type == "cpu"
+    model = built or models.meta_model(shape, manifest, dtype, as_stored=kept)
     streaming = None
     if layout.experts in ("host", "disk"):
         streaming = Streaming(layout.experts, layout.buffer_bytes)

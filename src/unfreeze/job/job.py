@@ -9,54 +9,31 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.garbage import take_up
 from unfreeze.core.schema import TrainEvent
-from unfreeze.job.data import (
-    batches_in,
-    check_vocabulary,
-    describer,
-    document_tokens,
-    encode,
-    few_steps,
-    num_steps,
-    open_tokenizer,
-    schedule_of,
-    sequence_length,
-)
+from unfreeze.job.data import describer
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
-from unfreeze.job.folder import live, refuse_other_data, write_resolved
-from unfreeze.job.kernels import KernelChoices, predicted_ops, settle_kernels
-from unfreeze.job.loading import load, load_divided
+from unfreeze.job.folder import live, refuse_other_data
+from unfreeze.job.kernels import KernelChoices
 from unfreeze.job.parts import Parts
-from unfreeze.job.plan import (
-    Planning,
-    agreed_plan,
-    as_it_began,
-    check_room,
-    disk_of,
-    emit_plan,
-    export_note,
-    start_lines,
-)
-from unfreeze.job.precision import dtype_line, expected, settled, warn_slow
-from unfreeze.job.processes import alone, refuse_uneven, start_of, together
+from unfreeze.job.plan import as_it_began
+from unfreeze.job.precision import expected, settled
+from unfreeze.job.processes import alone, refuse_uneven, together
 from unfreeze.job.receipts import receipt_of
-from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples, transfers_of
-from unfreeze.job.samples import Samples, own_prompts
-from unfreeze.job.second import first_asked
+from unfreeze.job.residency import transfers_of
+from unfreeze.job.setup import Placed, Rows, Setup, begun, encoded, opened, placed, planned, watched
 from unfreeze.job.shortage import refused_when_short
-from unfreeze.job.streaming import Followed, saved_before
-from unfreeze.job.validation import Validation, best_is_written, validation_of, write_best
-from unfreeze.job.written import forget, is_noted, note
+from unfreeze.job.streaming import saved_before
+from unfreeze.job.validation import best_is_written, write_best
+from unfreeze.job.written import is_noted, note
 from unfreeze.report.events import of_kind, read_events
 
 if TYPE_CHECKING:
@@ -65,18 +42,17 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.batch import Batch
     from unfreeze.core.layout import Layout
-    from unfreeze.data import Batches, Dataset
+    from unfreeze.data import Batches
     from unfreeze.data.packing.windows import WindowBatches
-    from unfreeze.models import Decoder
+    from unfreeze.job.samples import Samples
+    from unfreeze.job.validation import Validation
     from unfreeze.models.recompute import RecomputePolicy
     from unfreeze.parallel.collectives import Group
-    from unfreeze.parallel.mesh import Mesh
     from unfreeze.parallel.plan import Plan
     from unfreeze.train.fit import OnStep
-    from unfreeze.train.guards import OnSpike, SpikeGuard
+    from unfreeze.train.guards import SpikeGuard
     from unfreeze.train.run import Run
     from unfreeze.train.state import State
-    from unfreeze.train.step import Objective
     from unfreeze.train.suspects import Describe
 
 
@@ -88,7 +64,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     """
     # what can be refused without torch and before there is a folder
     refuse_uneven(config)
-    begun = alone(config, parts, common)
+    manifest = alone(config, parts, common)
 
     from unfreeze.kernels.choice.ahead import compiling
 
@@ -99,11 +75,11 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
         from unfreeze.parallel.collectives import open_group
 
         plans: list[Plan] = []
-        with refused_when_short(plans), ExitStack() as opened:
-            group = opened.enter_context(open_group(device))
-            config, start = begun or together(config, parts, common, group)
+        with refused_when_short(plans), ExitStack() as stack:
+            group = stack.enter_context(open_group(device))
+            config, start = manifest or together(config, parts, common, group)
             config = settled(as_it_began(config, group), start, device, group)
-            folder = opened.enter_context(live(config, common, parts.recipe, command, group))
+            folder = stack.enter_context(live(config, common, parts.recipe, command, group))
             end = partial(
                 finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
             )
@@ -136,30 +112,28 @@ def is_written(folder: Run, parts: Parts) -> bool:
 class Job:
     """A run that is ready for its next step."""
 
-    parts: Parts
-    model_name: str
-    memory: Memory
+    setup: Setup
+    rows: Rows
     layout: Layout
-    saves: Save
-    on_spike: OnSpike
-    max_norm: float
-    mesh: Mesh
-    device: torch.device
-    start: Manifest
-    dataset: Dataset
+    placed: Placed
     batches: Batches | WindowBatches
-    model: Decoder
     state: State
     samples: Samples
     validation: list[Validation]
-    describe: Describe
-    followed: list[Followed]
-    objective: Objective
+
+    @property
+    def config(self) -> TrainingConfig:
+        return self.setup.config
 
     @property
     def group(self) -> Group:
         """All processes of the run."""
-        return self.mesh.all
+        return self.setup.group
+
+    @cached_property
+    def describe(self) -> Describe:
+        """What suspects.jsonl says of a document."""
+        return describer(self.rows.dataset, self.setup.tokenizer)
 
     def fit(self) -> bool:
         """The loop, with everything that looks at a step.
@@ -169,22 +143,22 @@ class Job:
         from unfreeze.train.fit import fit
         from unfreeze.train.memory import reset_peak_bytes
 
-        state, saves = self.state, self.saves
+        state, saves = self.state, self.config.save
         if state.step == 0:
             self.samples.say("before", 0)
         for hook in self.validation:
             hook.first()
-        reset_peak_bytes(self.device)
+        reset_peak_bytes(self.setup.device)
         take_up()  # everything is imported
-        with saved_before(state, saves.keep, self.dataset.stream is not None, self.group):
+        with saved_before(state, saves.keep, self.rows.dataset.stream is not None, self.group):
             fitted = fit(
                 state,
                 self.batches,
-                self.objective,
+                self.placed.objective,
                 recompute=self.recompute,
-                micro_batches=self.memory.micro_batches,
+                micro_batches=self.config.memory.micro_batches,
                 rewrite=self.rewrite,
-                max_norm=self.max_norm,
+                max_norm=self.config.optimizer.clip,
                 save_every=saves.every,
                 save_minutes=saves.minutes,
                 keep_saves=saves.keep,
@@ -200,44 +174,46 @@ class Job:
 
     def rewrite(self, micro_batches: list[Batch], step: int) -> list[Batch]:
         """What is learned in the step behind `step` others, instead of these."""
-        return micro_batches if self.parts.rewrite is None else self.parts.rewrite(self, micro_batches, step)
+        rewrite = self.setup.parts.rewrite
+        return micro_batches if rewrite is None else rewrite(self, micro_batches, step)
 
     @cached_property
     def recompute(self) -> RecomputePolicy:
         """How a layer is run: what it keeps for backward, and what it recomputes."""
         from unfreeze.models import recompute_policy
 
-        return recompute_policy(self.layout.recompute, self.model.layers, self.layout.keep_layers)
+        return recompute_policy(self.layout.recompute, self.state.model.layers, self.layout.keep_layers)
 
     def hooks(self) -> list[OnStep]:
         """What looks at each finished step: kernels, the receipt, validation, then the recipe's own."""
-        receipt = receipt_of(self.state, self.dataset, self.group, stop=self.parts.trained.strict)
+        parts = self.setup.parts
+        receipt = receipt_of(self.state, self.rows.dataset, self.group, stop=parts.trained.strict)
         return [
-            *transfers_of(self.model),
-            KernelChoices(self.memory.dtype),
+            *transfers_of(self.state.model),
+            KernelChoices(self.config.memory.dtype),
             *receipt,
             *self.validation,
-            *self.followed,
-            *self.parts.on_step,
+            *self.rows.followed,
+            *parts.on_step,
         ]
 
     def write(self, *, finished: bool) -> None:
         """What was trained, at the end or an interruption; and the best save, if that was an earlier one."""
-        for account in self.followed:
+        for account in self.rows.followed:
             account.end(self.state)
-        folder, trained = self.state.run, self.parts.trained
+        setup, folder, trained = self.setup, self.state.run, self.setup.parts.trained
 
         def write(target: Path, step: int) -> None:
             there = (target / trained.marker).is_file() and is_noted(folder.path, target)
             if self.group.any(self.group.rank == 0 and there):
                 return
-            trained.write(self.state, self.start, self.model_name, self.mesh, target)
+            trained.write(self.state, setup.start, setup.config.model, self.placed.mesh, target)
             self.group.on_rank0(lambda: note(folder.path, target, step))
 
         if finished or trained.when_interrupted:
-            write(target_of(folder, self.parts), self.state.step)
+            write(target_of(folder, setup.parts), self.state.step)
         if finished:
-            write_best(self.state, best_of(folder, self.parts), write)
+            write_best(self.state, best_of(folder, setup.parts), write)
 
     def spike_guard(self) -> SpikeGuard:
         """The judge of the steps.
@@ -258,12 +234,12 @@ class Job:
         # only process 0 has the events of the steps before, and all must judge alike
         history = json.loads(self.group.texts(json.dumps(history[-WINDOW:]))[0])
         return SpikeGuard(
-            self.model,
-            self.objective,
+            state.model,
+            self.placed.objective,
             state.run.path,
             recompute=self.recompute,
-            on_spike=self.on_spike,
-            max_norm=self.max_norm,
+            on_spike=self.config.watch.on_spike,
+            max_norm=self.config.optimizer.clip,
             step=state.step,
             describe=self.describe,
             history=history,
@@ -283,162 +259,17 @@ def prepare(
 ) -> Job:
     """From the config to a model, batches and a state: new, or as the folder's last save left them.
 
-    What cannot work is refused by the cheapest check first: names and shapes, then the rows, then the plan.
-    Only then is a weight read. plans: the plan is put there.
+    The steps are those of setup.py. plans: the plan is put there.
     """
-    from unfreeze import models
-    from unfreeze.generate.model import Model, end_ids
-    from unfreeze.parallel.mesh import mesh_of
-    from unfreeze.train.state import start_or_resume
-
-    data, training, optimizer = config.data, config.training, config.optimizer
-    tokens = config.tokens_per_micro_batch
-
-    # names, dtypes, shapes; no tensor is read
-    start = start or start_of(config, parts, common, group)
-    parts.trained.check(start)
-    shape = models.shape(start.config)
-    tokenizer = open_tokenizer(folder, data, start.path)
-    check_vocabulary(tokenizer, shape, start)
-    if parts.second is not None:
-        parts.second.check(start, tokenizer)
-    planning = Planning(
-        config, parts.trained, start, shape, device, processes=group.size, second=parts.second
-    )
-    planning.layouts()  # a wish that cannot be is refused before the rows
-
-    # rows -> conversations -> tokens and weights
-    dataset, followed = encode(
-        folder,
-        data,
-        tokenizer,
-        shape.max_positions,
-        tokens,
-        config.seed,
-        training,
-        group,
-        quiet=common.quiet,
-        **parts.encoding,
-    )
-    second = parts.second
-    if second is not None:
-        second.known(dataset.examples)
-
-    # bytes, with arithmetic; refuses what does not fit
-    lengths = dataset.examples.document_lengths().tolist()
-    settle_kernels(device, config.memory.dtype, lengths, shape, start, folder, group)
-    length = sequence_length(data, document_tokens(parts.encoding, tokens), shape.max_positions)
-    longest = None if dataset.stream is None else length  # of rows that are not encoded yet nobody knows
-    plan = agreed_plan(replace(planning, lengths=lengths, longest=longest), folder, group)
-    layout = plan.layout
+    setup = opened(config, parts, common, device, group, folder, start)
+    rows = encoded(setup)
+    plan, model = planned(setup, rows)
     if plans is not None:
         plans.append(plan)
-    if parts.rewrite is not None:
-        refuse_answers(plan)
-    predicted = predicted_ops(device, config.memory.dtype)
-    disk = disk_of(config, parts.trained, start, plan)
-    lines = [*start_lines(config, parts.trained, start, shape, plan, disk, second), *parts.said]
-    lines.append(dtype_line(config.memory.dtype, device))
-    note = export_note(parts.trained.lora, start, shape)
-    emit_plan(folder, plan, group, lines, predicted, disk=disk, note=note)
-    group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
-    warn_slow(folder, config, device)
-
-    # the model, with what trains
-    mesh = mesh_of(group, layout.sharing, shape.num_experts)
-    held = mesh.held if mesh.split > 1 else None
-    group.lockstep = held is not None or layout.sharded or layout.rest == "peers"
-    if layout.sharded:
-        model, held = load_divided(start, config.memory.dtype, config.seed, device, folder, common, group)
-    else:
-        frozen = parts.trained.lora is not None
-        model = load(start, config, device, folder, common, mesh, layout, frozen=frozen)
-    keep_boundary(model, layout, device)
-    parts.trained.attach(model)
-    objective = second.objective(model, device, config.memory.dtype) if second else parts.objective
-
-    # the order of the data, from where the last save was; and how many steps that is
-    ordered = partial(batches_in, data, dataset, tokens=tokens, seed=config.seed, packing=training.packing)
-    batches = ordered(start=folder.cursor)
-    if second is not None:
-        batches.fill = second.fill
-    steps = num_steps(training, batches, config.memory.micro_batches)
-    if folder.step == 0 and (few := few_steps(training, steps))[0]:
-        folder.events.emit("warning", 0, message=": ".join(few))
-
-    if parts.begin is not None:
-        asked = steps * config.memory.micro_batches
-        more = {"dtype": config.memory.dtype, "folder": folder.path, "group": group, "say": say(common)}
-        first_asked(parts.begin, model, ordered(), dataset, asked, **more)
-
-    # weights, optimizer and schedule: new, or as the last save has them
-    state = start_or_resume(
-        folder,
-        model,
-        optimizer=optimizer_of(model, optimizer, layout, device, held),
-        schedule=schedule_of(optimizer, steps),
-        after_update=parts.after_update(model),
-    )
-    write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=str(device))
-    if not state.finished:
-        group.on_rank0(lambda: forget(folder.path))
-
-    # what looks at steps: samples and validation
-    speaker = Model(model, tokenizer, stop_ids=end_ids(start, tokenizer))
-    watch = config.watch
-    own = own_prompts(watch.prompts, tokenizer, chat=parts.chat)
-    count = watch.samples
-    if layout.experts != "device" or layout.rest != "device":
-        refuse_samples(folder, plan, count, own, held_out=bool(data.validation or data.validation_fraction))
-        count, own = 0, []
-    held_out = dataset.validation  # what training never sees shows more than what it may know by heart
-    samples = Samples(
-        folder,
-        speaker,
-        tokenizer,
-        data.files if not held_out else data.held_out or data.files,
-        held_out or dataset.examples,
-        count,
-        own,
-        group=group,
-        columns=data.columns,
-        answers=parts.encoding.get("answers", "taught"),
-        source="held-out data" if held_out else "training data",
-    )
-    measured = parts.heldout
-    validation = validation_of(
-        state,
-        dataset,
-        tokenizer,
-        samples,
-        group,
-        tokens=tokens,
-        every=watch.validate_every,
-        patience=watch.early_stop,
-        saves=config.save,
-        heldout_of=partial(measured, objective=objective) if measured else None,
-    )
-    return Job(
-        parts,
-        config.model,
-        config.memory,
-        layout,
-        config.save,
-        watch.on_spike,
-        optimizer.clip,
-        mesh,
-        device,
-        start,
-        dataset,
-        batches,
-        model,
-        state,
-        samples,
-        validation,
-        describer(dataset, tokenizer),
-        followed,
-        objective,
-    )
+    at = placed(setup, plan, model)
+    batches, state = begun(setup, rows, plan, at)
+    samples, validation = watched(setup, rows, plan, at, state)
+    return Job(setup, rows, plan.layout, at, batches, state, samples, validation)
 
 
 def open_start(model: str, common: Common) -> Manifest:

@@ -31,12 +31,11 @@ def load(
     common: Common,
     mesh: Mesh,
     layout: Layout,
-    *,
-    frozen: bool,
+    meta: Decoder,
 ) -> Decoder:
     """The checkpoint's weights where the layout says, or random ones from the seed where it has none.
 
-    frozen: whether they are held as they are stored. A "load" event says bytes and seconds.
+    meta: the model that takes the checkpoint's weights. A "load" event says bytes and seconds.
     """
     from unfreeze import models
     from unfreeze.generate.open import dtype_of, open_model
@@ -46,7 +45,7 @@ def load(
     dtype = dtype_of(config.memory.dtype)
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
-            return open_model(start, dtype, device, progress, loaded, warn, mesh, layout, as_stored=frozen)
+            return open_model(start, dtype, device, progress, loaded, warn, mesh, layout, built=meta)
     for note in models.notes(start.config):
         warn(note)
     model = models.build(models.shape(start.config), dtype=dtype, device=device)
@@ -56,20 +55,15 @@ def load(
 
 
 def load_divided(
-    start: Manifest,
-    dtype_name: str,
-    seed: int,
-    device: torch.device,
-    folder: Run,
-    common: Common,
-    group: Group,
+    start: Manifest, config: TrainingConfig, device: torch.device, folder: Run, common: Common, group: Group
 ) -> tuple[Decoder, Callable[[str], Held]]:
     """As `load`, with every weight divided among the processes; and what this one holds of each."""
     from unfreeze.generate.open import dtype_of, open_sharded
 
+    dtype_name = config.memory.dtype
     loaded, warn = told(folder, device, dtype_name)
     with LoadProgress(quiet=common.quiet) as progress:
-        more: dict[str, Any] = {"seed": seed, "progress": progress, "loaded": loaded, "warn": warn}
+        more: dict[str, Any] = {"seed": config.seed, "progress": progress, "loaded": loaded, "warn": warn}
         model, sharded = open_sharded(start, group, dtype_of(dtype_name), device, **more)
     return model, sharded.held
 

@@ -71,7 +71,7 @@ class Loop:
 
     @property
     def model(self) -> Decoder:
-        return self.job.model
+        return self.job.state.model
 
     @property
     def state(self) -> State:
@@ -87,7 +87,7 @@ class Loop:
         from unfreeze.train.fit import take
         from unfreeze.train.together import save_together
 
-        state, saves = self.state, self.job.saves
+        state, saves = self.state, self.job.config.save
         emit_start(state, self.job.group.size)
         self._timer.restart()
         for hook in self.job.validation:
@@ -97,7 +97,7 @@ class Loop:
                 before = state.step
                 self._started = time.perf_counter()
                 micro_batches, self._cursor = take(
-                    self.job.batches, self.job.memory.micro_batches, before, state.schedule.steps
+                    self.job.batches, self.job.config.memory.micro_batches, before, state.schedule.steps
                 )
                 yield self.job.rewrite(micro_batches, before)
                 due = self._save_is_due or (saves.every and state.step % saves.every == 0)
@@ -122,7 +122,7 @@ class Loop:
             state.model,
             state.optimizer,
             [batch] if isinstance(batch, Batch) else batch,
-            objective or self.job.objective,
+            objective or self.job.placed.objective,
             recompute=self.job.recompute,
             group=self.job.group,
             save=lambda: self.job.group.rank == 0 and self._timer.due(),
@@ -143,7 +143,11 @@ class Loop:
         rate = state.schedule.learning_rate(state.step) if learning_rate is None else learning_rate
         gradients, self._gradients = self._gradients, None
         result = optim_step(
-            state.optimizer, gradients, learning_rate=rate, max_norm=self.job.max_norm, judge=self._judge
+            state.optimizer,
+            gradients,
+            learning_rate=rate,
+            max_norm=self.job.config.optimizer.clip,
+            judge=self._judge,
         )
         self._save_is_due = result.save
         advance(state, result, self._cursor, self._started, self._hooks)
@@ -162,7 +166,7 @@ class Loop:
         job, state = self.job, self.state
         finished = state.finished
         with self._stack:
-            save_together(state, job.saves.keep, group=job.group)
+            save_together(state, job.config.save.keep, group=job.group)
             state.run.events.emit(
                 "end",
                 state.step,
@@ -171,7 +175,7 @@ class Loop:
                 tokens_per_second=None,
             )
             job.write(finished=finished)
-            extra = job.parts.trained.as_result(target_of(state.run, job.parts))
+            extra = job.setup.parts.trained.as_result(target_of(state.run, job.setup.parts))
             job.group.on_rank0(lambda: finish(state.run.path, self._common, SAME_CALL, **extra))
 
     def __enter__(self) -> Loop:

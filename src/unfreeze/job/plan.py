@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.job.second import Second
-    from unfreeze.models import Shape
+    from unfreeze.models import Decoder, Shape
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Model, Plan, Work
     from unfreeze.train.run import Run
@@ -47,8 +47,6 @@ class Planning:
     processes  that share the micro-batches, each with one device
     longest    tokens of the longest document, where that is not among `lengths`
     second     a model beside the one that trains
-    began      the layer recomputation that a run with recompute = "auto" began with: now only what gives the
-               same bits
     """
 
     config: TrainingConfig
@@ -60,7 +58,6 @@ class Planning:
     processes: int = 1
     longest: int | None = None
     second: Second | None = None
-    began: str = ""
 
     def layouts(self) -> list[Layout]:
         """Those that the config allows, fastest first. Raises ConfigError for a wish that cannot be."""
@@ -80,26 +77,31 @@ class Planning:
         )
         return layouts(self.config.place, facts)
 
-    def plan(self, layout: Layout) -> Plan:
-        """What the run will take in that layout, term by term."""
+    def plan(self, layout: Layout, began: str = "") -> Plan:
+        """What the run will take in that layout, term by term.
+
+        began: what a run with recompute = "auto" recomputed when it began: now only what gives the same bits.
+        """
         from unfreeze.parallel import machine
         from unfreeze.parallel.plan import plan_run
 
         sharing = started().on_node if started().size > 1 else self.processes
         here = machine.hardware(self.device).shared(sharing)
-        return plan_run(self._model, layout, self._work, here, cast(Any, self._among(layout)))
+        return plan_run(self.model, layout, self._work, here, cast(Any, among(layout, began)))
 
     def first(self) -> tuple[int, Plan]:
-        """(which of `layouts` is the first that fits, its plan); the last where none does."""
+        """(which of `layouts` fits first, its plan); where none does, the one that takes the least."""
         made: list[Plan] = []
         for layout in self.layouts():
             made.append(self.plan(layout))
             if made[-1].fits:
-                break
-        return len(made) - 1, _explained(made)
+                return len(made) - 1, _explained(made)
+        least = min(range(len(made)), key=lambda place: made[place].over)
+        return least, made[least]
 
     @cached_property
-    def _model(self) -> Model:
+    def model(self) -> Model:
+        """The model on meta, and what it says of itself."""
         import torch
 
         from unfreeze.parallel.plan import model_of
@@ -117,10 +119,10 @@ class Planning:
         longest = self.longest or max(self.lengths, default=most)
         aside = None
         if self.second is not None:
-            own = self._model.dtype, self.device, self.trained.lora is None
+            own = self.model.dtype, self.device, self.trained.lora is None
             aside = self.second.aside(self.start, tokens, longest, *own)
         return work_of(
-            self._model,
+            self.model,
             tokens=tokens,
             micro_batches=config.memory.micro_batches,
             longest=longest,
@@ -131,19 +133,19 @@ class Planning:
             aside=aside,
         )
 
-    def _among(self, layout: Layout) -> Sequence[str]:
-        """What recompute = "auto" may be, fastest first."""
-        from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
-        among: Sequence[str] = FASTEST_FIRST
-        if layout.keep_layers is not None:
-            among = ("elementwise", "selective")  # the others keep all layers, or none
-        if self.began:
-            same = self.began in SAME_BITS
-            among = SAME_BITS[SAME_BITS.index(cast(Any, self.began)) :] if same else (self.began,)
-        if layout.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
-            among = [choice for choice in among if choice != "nothing"] or among
-        return among
+def among(layout: Layout, began: str) -> Sequence[str]:
+    """What recompute = "auto" may be, fastest first."""
+    from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
+
+    found: Sequence[str] = FASTEST_FIRST
+    if layout.keep_layers is not None:
+        found = ("elementwise", "selective")  # the others keep all layers, or none
+    if began:
+        found = SAME_BITS[SAME_BITS.index(cast(Any, began)) :] if began in SAME_BITS else (began,)
+    if layout.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
+        found = [choice for choice in found if choice != "nothing"] or found
+    return found
 
 
 def _explained(made: Sequence[Plan]) -> Plan:
@@ -179,12 +181,12 @@ def agreed_plan(planning: Planning, folder: Run, group: Group) -> Plan:
         return replace(there, why_layout=own.why_layout)
     plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
     began = group.texts(plans[0].get("recompute", "") if plans else "")[0]
-    known = replace(planning, began=began if began in FASTEST_FIRST else "")
-    plan = replace(known.plan(layout), why_layout=own.why_layout)
+    plan = planning.plan(layout, began if began in FASTEST_FIRST else "")
+    plan = replace(plan, why_layout=own.why_layout)
     own_choice = plan.layout.recompute
     least = max(group.texts(own_choice), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
     if least != own_choice:
-        plan = known.plan(layout.but(recompute=least))
+        plan = planning.plan(layout.but(recompute=least))
         plan = replace(plan, why="another process has less free memory", why_layout=own.why_layout)
     if began and began != least:
         message = (
@@ -303,11 +305,8 @@ def start_lines(
     ]
 
 
-def export_note(lora: LoraConfig | None, start: Manifest, shape: Shape) -> str:
+def export_note(lora: LoraConfig | None, start: Manifest, model: Decoder) -> str:
     """What vLLM, for which a run's last line names the export, would not apply of these adapters; else ""."""
-    import torch
-
-    from unfreeze import models
     from unfreeze.adapters.readers import READERS
     from unfreeze.models.blocks.linear import Linear
     from unfreeze.models.targets import candidates, resolve, targets_of
@@ -317,7 +316,6 @@ def export_note(lora: LoraConfig | None, start: Manifest, shape: Shape) -> str:
     reader, model_type = READERS["vllm"], str(start.config.get("model_type"))
     if issue := (reader.refuses or {}).get(model_type):
         return f"vllm loads no adapters of {model_type}: {issue}"
-    model = models.meta_model(shape, start, torch.float32)
     linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]
     chosen = resolve(model, lora.targets)
     left_out = reader.dropped([name for name in chosen if name in linear], linear)

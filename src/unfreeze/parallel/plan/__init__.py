@@ -82,7 +82,7 @@ __all__ = [
 class Model:
     """What is planned, and what its parts say of themselves: the same wherever they lie.
 
-    lora: None where every weight trains. dtype: of the computation. device: of which kind.
+    lora: None where every weight trains. dtype: of the computation. device: of which kind. meta: on meta.
     """
 
     shape: models.Shape
@@ -91,6 +91,7 @@ class Model:
     device: torch.device
     counts: Counts
     sizes: Sizes
+    meta: models.Decoder
 
 
 def model_of(
@@ -99,7 +100,7 @@ def model_of(
     """Built on meta and asked; of Kimi-K2's size it takes a second."""
     as_stored = lora is not None and device.type == "cpu"
     model = models.meta_model(shape, manifest, dtype, as_stored=as_stored)
-    return Model(shape, lora, dtype, device, counts(model), measure(model, lora, device.type))
+    return Model(shape, lora, dtype, device, counts(model), measure(model, lora, device.type), model)
 
 
 def plan_here(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from unfreeze.core.errors import DoesNotFit
+from unfreeze.core.process import COMPILED
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.plan.terms import Plan, replanned
@@ -79,7 +80,7 @@ def what_fits(plan: Plan) -> list[Proposal]:
     # fewer layers that keep
     if layout.recompute == "selective":
         most = plan.sizes.num_layers if layout.keep_layers is None else layout.keep_layers
-        fewer = _largest(most, lambda count: replanned(plan, layout.but(keep_layers=count)).fits)
+        fewer = _largest(most, lambda count: fits(replanned(plan, layout.but(keep_layers=count))))
         if 0 < fewer < most:
             kept = replanned(plan, layout.but(keep_layers=fewer))
             proposals += _if_it_fits(kept, f"--keep-layers {fewer}")
@@ -93,7 +94,7 @@ def what_fits(plan: Plan) -> list[Proposal]:
     for start in _starts(plan):
         proposals += _fewer_tokens(start)
     if rank is not None:
-        lower = _largest(rank, lambda value: _with_rank(plan, value).fits)
+        lower = _largest(rank, lambda value: fits(_with_rank(plan, value)))
         if lower:
             proposals += _if_it_fits(_with_rank(plan, lower), f"--lora.rank {lower}")
         if not proposals:
@@ -122,7 +123,7 @@ def _starts(plan: Plan) -> list[_Start]:
 def _fewer_tokens(start: _Start) -> list[Proposal]:
     """The same step in more micro-batches, or a smaller step in as many."""
     plan, parts = start.plan, start.plan.work.micro_batches
-    tokens = _largest(plan.work.tokens, lambda n: replanned(plan, tokens=n).fits)
+    tokens = _largest(plan.work.tokens, lambda n: fits(replanned(plan, tokens=n)))
     if tokens < MIN_TOKENS or tokens == plan.work.tokens:
         return []
 
@@ -131,7 +132,7 @@ def _fewer_tokens(start: _Start) -> list[Proposal]:
     # Two micro-batches hold other gradients than three or more (terms.py), so the smallest number that fits
     # is 2, 3, or what is solved for with three.
     with_sums = _largest(
-        plan.work.tokens, lambda n: replanned(plan, tokens=n, micro_batches=max(parts, 3)).fits
+        plan.work.tokens, lambda n: fits(replanned(plan, tokens=n, micro_batches=max(parts, 3)))
     )
     proposals: list[Proposal] = []
     for more in sorted({2, 3, step // (with_sums + 1) + 1}):
@@ -155,7 +156,13 @@ def _with_rank(plan: Plan, rank: int) -> Plan:
 
 def _if_it_fits(plan: Plan, flags: str, what: str = "") -> list[Proposal]:
     """The plan as a proposal, or none. what: is said beside its bytes."""
-    return [(flags, f"{flags} ({what}{format_bytes(plan.total)})")] if plan.fits else []
+    return [(flags, f"{flags} ({what}{format_bytes(plan.total)})")] if fits(plan) else []
+
+
+def fits(plan: Plan) -> bool:
+    """Whether it fits with room for what a CPU's kernels take when they are compiled, which no term has."""
+    room = COMPILED if plan.hardware.kind == "cpu" and plan.usable > 2 * COMPILED else 0
+    return plan.fits and plan.total + room <= plan.usable
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:

@@ -152,6 +152,11 @@ class Plan:
     def fits(self) -> bool:
         return self.total <= self.usable and self.host <= self.host_usable
 
+    @property
+    def over(self) -> float:
+        """Bytes over usable bytes, of the fuller memory."""
+        return max(self.total / max(1, self.usable), self.host / max(1, self.host_usable))
+
 
 def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term, of one process. Weights, adapter, gradients and optimizer are exact.

@@ -1,0 +1,274 @@
+"""What a run opens before its first step, from the cheapest to the dearest.
+
+    opened   names, dtypes, shapes: Setup; no row and no weight is read
+    encoded  rows -> conversations -> tokens and weights: Rows
+    planned  bytes, with arithmetic; what does not fit is refused
+    placed   the model with what trains, where the plan says: Placed
+    begun    the order of the data, the optimizer, the schedule: new, or as the last save has them
+    watched  what looks at the model between steps: samples and validation
+
+What cannot work is refused by the first of them that can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.config.training import TrainingConfig
+from unfreeze.core.command import Common
+from unfreeze.job.data import (
+    batches_in,
+    check_vocabulary,
+    document_tokens,
+    encode,
+    few_steps,
+    num_steps,
+    open_tokenizer,
+    schedule_of,
+    sequence_length,
+)
+from unfreeze.job.device import say
+from unfreeze.job.folder import write_resolved
+from unfreeze.job.kernels import predicted_ops, settle_kernels
+from unfreeze.job.loading import load, load_divided
+from unfreeze.job.parts import Parts
+from unfreeze.job.plan import Planning, agreed_plan, check_room, disk_of, emit_plan, export_note, start_lines
+from unfreeze.job.precision import dtype_line, warn_slow
+from unfreeze.job.processes import start_of
+from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples
+from unfreeze.job.samples import Samples, own_prompts
+from unfreeze.job.second import first_asked
+from unfreeze.job.streaming import Followed
+from unfreeze.job.validation import Validation, validation_of
+from unfreeze.job.written import forget
+
+if TYPE_CHECKING:
+    import torch
+
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.data import Batches, Dataset, Tokenizer
+    from unfreeze.data.packing.windows import WindowBatches
+    from unfreeze.models import Decoder, Shape
+    from unfreeze.parallel.collectives import Group
+    from unfreeze.parallel.mesh import Held, Mesh
+    from unfreeze.parallel.plan import Plan
+    from unfreeze.train.run import Run
+    from unfreeze.train.state import State
+    from unfreeze.train.step import Objective
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a run is of.
+
+    config   resolved: it has no "auto" but in `place`
+    group    all of its processes
+    folder   the run's, with its events
+    start    where training starts: names, dtypes, shapes
+    """
+
+    config: TrainingConfig
+    parts: Parts
+    common: Common
+    device: torch.device
+    group: Group
+    folder: Run
+    start: Manifest
+    shape: Shape
+    tokenizer: Tokenizer
+
+    @property
+    def planning(self) -> Planning:
+        """What is planned of it before its rows are known."""
+        given = self.config, self.parts.trained, self.start, self.shape, self.device
+        return Planning(*given, processes=self.group.size, second=self.parts.second)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The run's documents. followed: what tells the account of those that are encoded beside training."""
+
+    dataset: Dataset
+    followed: list[Followed]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The model in memory, with what trains. held: what this process has of weights that are divided."""
+
+    model: Decoder
+    mesh: Mesh
+    held: Callable[[str], Held] | None
+    objective: Objective
+
+
+def opened(
+    config: TrainingConfig,
+    parts: Parts,
+    common: Common,
+    device: torch.device,
+    group: Group,
+    folder: Run,
+    start: Manifest | None,
+) -> Setup:
+    """Names, dtypes, shapes; no tensor is read. Raises UserError for what does not go together."""
+    from unfreeze import models
+
+    start = start or start_of(config, parts, common, group)
+    parts.trained.check(start)
+    shape = models.shape(start.config)
+    tokenizer = open_tokenizer(folder, config.data, start.path)
+    check_vocabulary(tokenizer, shape, start)
+    if parts.second is not None:
+        parts.second.check(start, tokenizer)
+    setup = Setup(config, parts, common, device, group, folder, start, shape, tokenizer)
+    setup.planning.layouts()  # a wish that cannot be is refused before the rows
+    return setup
+
+
+def encoded(setup: Setup) -> Rows:
+    """The rows as tokens and weights, with their account."""
+    config, parts = setup.config, setup.parts
+    dataset, followed = encode(
+        setup.folder,
+        config.data,
+        setup.tokenizer,
+        setup.shape.max_positions,
+        config.tokens_per_micro_batch,
+        config.seed,
+        config.training,
+        setup.group,
+        quiet=setup.common.quiet,
+        **parts.encoding,
+    )
+    if parts.second is not None:
+        parts.second.known(dataset.examples)
+    return Rows(dataset, followed)
+
+
+def planned(setup: Setup, rows: Rows) -> tuple[Plan, Decoder]:
+    """(the plan, the same on all processes; the model on meta). Raises DoesNotFit with the arithmetic."""
+    config, parts, folder, group = setup.config, setup.parts, setup.folder, setup.group
+    dtype = config.memory.dtype
+    lengths = rows.dataset.examples.document_lengths().tolist()
+    settle_kernels(setup.device, dtype, lengths, setup.shape, setup.start, folder, group)
+    longest = None if rows.dataset.stream is None else longest_of(setup)  # of later rows nobody knows
+    planning = replace(setup.planning, lengths=lengths, longest=longest)
+    plan, model = agreed_plan(planning, folder, group), planning.model.meta
+    if parts.rewrite is not None:
+        refuse_answers(plan)
+
+    disk = disk_of(config, parts.trained, setup.start, plan)
+    lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, parts.second)
+    lines += [*parts.said, dtype_line(dtype, setup.device)]
+    note = export_note(parts.trained.lora, setup.start, model)
+    emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, note=note)
+    group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
+    warn_slow(folder, config, setup.device)
+    return plan, model
+
+
+def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
+    """The model on meta becomes the one that trains, its weights where the plan says."""
+    from unfreeze.parallel.mesh import mesh_of
+
+    config, parts, layout, group = setup.config, setup.parts, plan.layout, setup.group
+    mesh = mesh_of(group, layout.sharing, setup.shape.num_experts)
+    held = mesh.held if mesh.split > 1 else None
+    group.lockstep = held is not None or layout.sharded or layout.rest == "peers"
+    where = setup.device, setup.folder, setup.common
+    if layout.sharded:
+        model, held = load_divided(setup.start, config, *where, group)
+    else:
+        model = load(setup.start, config, *where, mesh, layout, model)
+    keep_boundary(model, layout, setup.device)
+    parts.trained.attach(model)
+    objective = parts.objective
+    if parts.second is not None:
+        objective = parts.second.objective(model, setup.device, config.memory.dtype)
+    return Placed(model, mesh, held, objective)
+
+
+def begun(setup: Setup, rows: Rows, plan: Plan, at: Placed) -> tuple[Batches | WindowBatches, State]:
+    """The order of the data, the optimizer and the schedule: new, or from where the last save was."""
+    from unfreeze.train.state import start_or_resume
+
+    config, parts, folder, model = setup.config, setup.parts, setup.folder, at.model
+    training, parts_of_step = config.training, config.memory.micro_batches
+    tokens, packing = config.tokens_per_micro_batch, training.packing
+    ordered = partial(batches_in, config.data, rows.dataset, tokens=tokens, seed=config.seed, packing=packing)
+    batches = ordered(start=folder.cursor)
+    if parts.second is not None:
+        batches.fill = parts.second.fill
+    steps = num_steps(training, batches, parts_of_step)
+    if folder.step == 0 and (few := few_steps(training, steps))[0]:
+        folder.events.emit("warning", 0, message=": ".join(few))
+    if parts.begin is not None:
+        more: dict[str, Any] = {"dtype": config.memory.dtype, "folder": folder.path, "group": setup.group}
+        more["say"] = say(setup.common)
+        first_asked(parts.begin, model, ordered(), rows.dataset, steps * parts_of_step, **more)
+
+    state = start_or_resume(
+        folder,
+        model,
+        optimizer=optimizer_of(model, config.optimizer, plan.layout, setup.device, at.held),
+        schedule=schedule_of(config.optimizer, steps),
+        after_update=parts.after_update(model),
+    )
+    length, device = longest_of(setup), str(setup.device)
+    write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=device)
+    if not state.finished:
+        setup.group.on_rank0(lambda: forget(folder.path))
+    return batches, state
+
+
+def watched(
+    setup: Setup, rows: Rows, plan: Plan, at: Placed, state: State
+) -> tuple[Samples, list[Validation]]:
+    """What looks at the model between steps: sample answers, and the loss of held-out rows."""
+    from unfreeze.generate.model import Model, end_ids
+
+    config, parts, dataset = setup.config, setup.parts, rows.dataset
+    data, watch, tokenizer, group = config.data, config.watch, setup.tokenizer, setup.group
+    own, count = own_prompts(watch.prompts, tokenizer, chat=parts.chat), watch.samples
+    if plan.layout.experts != "device" or plan.layout.rest != "device":
+        holds_out = bool(data.validation or data.validation_fraction)
+        refuse_samples(setup.folder, plan, count, own, held_out=holds_out)
+        count, own = 0, []
+    held_out = dataset.validation  # what training never sees shows more than what it may know by heart
+    samples = Samples(
+        setup.folder,
+        Model(at.model, tokenizer, stop_ids=end_ids(setup.start, tokenizer)),
+        tokenizer,
+        data.files if not held_out else data.held_out or data.files,
+        held_out or dataset.examples,
+        count,
+        own,
+        group=group,
+        columns=data.columns,
+        answers=parts.encoding.get("answers", "taught"),
+        source="held-out data" if held_out else "training data",
+    )
+    validation = validation_of(
+        state,
+        dataset,
+        tokenizer,
+        samples,
+        group,
+        tokens=config.tokens_per_micro_batch,
+        every=watch.validate_every,
+        patience=watch.early_stop,
+        saves=config.save,
+        heldout_of=partial(parts.heldout, objective=at.objective) if parts.heldout else None,
+    )
+    return samples, validation
+
+
+def longest_of(setup: Setup) -> int:
+    """Tokens of the longest document that the run takes."""
+    config = setup.config
+    most = document_tokens(setup.parts.encoding, config.tokens_per_micro_batch)
+    return sequence_length(config.data, most, setup.shape.max_positions)
