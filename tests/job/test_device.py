@@ -15,6 +15,7 @@ import torch
 
 from unfreeze import cli
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.layout import RESIDENT
 from unfreeze.job.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
 from unfreeze.job.plan import emit_plan
 from unfreeze.parallel.collectives import ALONE
@@ -70,7 +71,7 @@ def test_control_arm_after_cuda_has_started_it_is_too_late_and_the_plan_warns(
     set_allocator()
     assert not any(name in os.environ for name in ALLOCATOR)
     sizes = Sizes(1, 1, 4, hidden_size=1, num_layers=1, vocab_size=1, layer=1)
-    small = plan(sizes, Work(tokens=1), replace(hardware(), kind="cuda"))
+    small = plan(sizes, RESIDENT, Work(tokens=1), replace(hardware(), kind="cuda"))
     with Run(tmp_path, {}) as run:
         emit_plan(run, small, ALONE)
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]

@@ -14,12 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from unfreeze import cli
-from unfreeze.adapters.files import read_files
-from unfreeze.commands.demo import TINY_K2
-from unfreeze.config.sft import Config
-from unfreeze.core.errors import ConfigError
 from unfreeze.job.places import (
     OF_CONFIG,
     Where,
@@ -29,6 +23,12 @@ from unfreeze.job.places import (
     possible_rests,
     possible_splits,
 )
+
+from unfreeze import cli
+from unfreeze.adapters.files import read_files
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.config.sft import Config
+from unfreeze.core.errors import ConfigError
 from unfreeze.job.residency import refuse_samples
 
 MIXTURE, DENSE = SimpleNamespace(num_experts=6), SimpleNamespace(num_experts=0)

@@ -12,6 +12,7 @@ from test_quantized_models import COMMON, ENDS, FORMATS, batch_of, some_ids
 from unfreeze.adapters import attach
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.config.lora import LoraConfig
+from unfreeze.core.layout import RESIDENT
 from unfreeze.generate.open import open_model
 from unfreeze.parallel.residency import Streamed
 
@@ -55,7 +56,7 @@ def open_random(folder: Path) -> dict[str, torch.Tensor]:
 
 def gradients(folder: Path, experts: str) -> dict[str, torch.Tensor]:
     ids = some_ids(24)
-    model = open_model(open_checkpoint(folder), experts=experts)
+    model = open_model(open_checkpoint(folder), layout=RESIDENT.but(experts=experts))
     attach(model, LoraConfig(rank=4), seed=0)
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     for name, value in trained.items():

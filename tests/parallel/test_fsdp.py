@@ -20,14 +20,15 @@ from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.resolve import Placement
 from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError, DoesNotFit
+from unfreeze.core.layout import RESIDENT, Layout
 from unfreeze.core.rows import Rows
-from unfreeze.job.places import possible_weights
-from unfreeze.job.plan import plan_of
+from unfreeze.job.plan import Planning
 from unfreeze.models.factory import from_config
 from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.fsdp import Sharded, chunk, rows_of
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import Work, measure, plan, plan_fields, refuse_if_too_large
+from unfreeze.parallel.plan.layouts import Facts, layouts
 
 FAMILIES = ("deepseek_v3", "llama")
 
@@ -280,29 +281,27 @@ def test_the_plan_counts_the_part_held_here_and_what_is_gathered(kind: str, batc
     sizes = measure(models.build(models.shape(LLAMA), dtype=dtype, device="meta"), None)
     asked: dict[str, Any] = {"tokens": 64, "longest": 64, "processes": 2, "micro_batches": 2 * batches}
     here = Hardware("cpu", "here", 2, 2**34, 2**34)
-    divided = plan(sizes, Work(**asked, weights="sharded"), here)
+    divided = plan(sizes, RESIDENT.but(weights="sharded"), Work(**asked), here)
     assert measured * 1e6 <= divided.training <= 1.2 * measured * 1e6
     half = -(-sizes.elements // 2)
     assert divided.terms["base"] == 4 * half and divided.terms["optimizer"] == 8 * half
     # control arms: all in each process, and parts that are gathered at no cost
-    assert plan(sizes, Work(**asked), here).training > 1.5 * measured * 1e6
+    assert plan(sizes, RESIDENT, Work(**asked), here).training > 1.5 * measured * 1e6
     assert divided.training - divided.terms["gathered weights"] < measured * 1e6
 
 
 def test_weights_are_divided_where_all_in_each_does_not_fit_or_as_asked():
-    everything, adapters = SimpleNamespace(lora=None), SimpleNamespace(lora=object())
+    def held(processes: int, every_weight: bool = True, **place: Any) -> list[str]:
+        facts = Facts("cpu", processes, num_experts=0, every_weight=every_weight)
+        return list(dict.fromkeys(layout.weights for layout in layouts(Layout(**place), facts)))
 
-    def held(processes: int, trained: Any = everything, **place: Any) -> list[str]:
-        config = Config.model_validate({"model": "m", "data": ["d.jsonl"], "place": place})
-        return possible_weights(config, trained, processes)
-
-    assert held(2) == ["device", "sharded"] and held(1) == held(2, adapters) == ["device"]
+    assert held(2) == ["device", "sharded"] and held(1) == held(2, every_weight=False) == ["device"]
     assert held(2, weights="sharded") == ["sharded"] and held(2, weights="device") == ["device"]
     with pytest.raises(ConfigError, match=r"place.weights is sharded, but there is one process") as one:
         held(1, weights="sharded")
     assert "torchrun --nproc-per-node 2" in str(one.value)
     with pytest.raises(ConfigError, match=r"place.weights is sharded, but adapters are trained"):
-        held(2, adapters, weights="sharded")
+        held(2, every_weight=False, weights="sharded")
 
 
 def test_auto_divides_where_memory_asks_for_it_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -321,16 +320,16 @@ def test_auto_divides_where_memory_asks_for_it_and_says_why(monkeypatch: pytest.
     def planned(gigabytes: float) -> Any:
         bytes_ = int(gigabytes * 1e9)
         monkeypatch.setattr(
-            "unfreeze.parallel.plan.hardware", lambda place: Hardware("cpu", "here", 2, bytes_, bytes_)
+            "unfreeze.parallel.machine.hardware", lambda place: Hardware("cpu", "here", 2, bytes_, bytes_)
         )
         trained: Any = SimpleNamespace(lora=None)
-        return plan_of(
-            config, trained, start, models.shape(LLAMA), torch.device("cpu"), processes=2, longest=256
-        )
+        shape, cpu = models.shape(LLAMA), torch.device("cpu")
+        return Planning(config, trained, start, shape, cpu, processes=2, longest=256).first()[1]
 
     roomy, tight = planned(16), planned(3)
-    assert roomy.fits and not roomy.work.divided
-    assert tight.fits and tight.work.divided and "all in each would take" in tight.why_weights
+    assert roomy.fits and not roomy.layout.sharded and not roomy.why_layout
+    assert tight.fits and tight.layout.sharded
+    assert tight.why_layout.startswith("everything on the device; recompute layers would take ")
     assert any("in 2 parts, one of them here" in line for line in plan_fields(tight)["lines"])
     with pytest.raises(DoesNotFit, match="gathered weights"):
         refuse_if_too_large(planned(0.5))

@@ -14,6 +14,7 @@ from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.layout import GIB, RESIDENT
 from unfreeze.core.rows import Rows
 from unfreeze.generate.open import open_model
 from unfreeze.kernels.expert_mlp.decode_cpu import ROWS_PER_EXPERT
@@ -57,11 +58,11 @@ def batch(vocab: int, tokens: int = 80) -> Batch:
 def opened(folder: Path, dtype: torch.dtype, experts: str, share: float | None = None) -> models.Decoder:
     """The model with adapters that are not zero. share: of its largest layer, what a buffer may have."""
     manifest = open_checkpoint(folder)
-    buffer = None
+    buffer = 0
     if share is not None:
         meta = models.meta_model(models.shape(manifest.config), manifest, dtype)
         buffer = int(share * max(streamed_bytes(meta.layers)))
-    model = open_model(manifest, dtype, "cpu", experts=experts, buffer=buffer)
+    model = open_model(manifest, dtype, "cpu", layout=RESIDENT.but(experts=experts, buffer=buffer / GIB))
     adapted(model)
     if share is not None:
         assert isinstance(model.residency, Streamed)
@@ -207,8 +208,8 @@ def test_gemma_4s_experts_come_whole_because_a_norm_reads_what_they_made() -> No
     with pytest.raises(ConfigError, match=r"cannot come in groups: a norm reads what its experts made"):
         Streaming("disk", layer - 1).take(model, [], params, "cpu")
     here = Hardware("cpu", "small", 2, 2**20, 2**20)
-    made = plan(sizes, Work(tokens=64, longest=64, experts="disk"), here)
-    assert not made.fits and with_groups(made).work.buffer is None
+    made = plan(sizes, RESIDENT.but(experts="disk"), Work(tokens=64, longest=64), here)
+    assert not made.fits and with_groups(made).layout.buffer_bytes is None
 
     # control arm: another family's experts come in groups of such a buffer
     other = models.build(models.shape(BIASED), dtype=torch.float32, device="meta")

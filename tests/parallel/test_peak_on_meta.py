@@ -23,6 +23,7 @@ from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters import lora as low_rank
 from unfreeze.bench.kimi_slice import KIMI
 from unfreeze.core.batch import Batch
+from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention import sdpa
 from unfreeze.kernels.choice import choose as choosing
@@ -213,8 +214,10 @@ def peak(
     watch = live.Live([*model.parameters(), *model.buffers()])
     with watch:
         model.hidden(batch, models.RECOMPUTE[recompute]).sum().backward()
-    work = Work(tokens=tokens, rank=16, recompute=recompute, loss_rows=0, loss_bytes=0, longest=2048)
-    terms = plan(sizes, work, Hardware("cuda", "H200", 1, 2**40, 2**40)).terms
+    work = Work(tokens=tokens, rank=16, loss_rows=0, loss_bytes=0, longest=2048)
+    terms = plan(
+        sizes, RESIDENT.but(recompute=recompute), work, Hardware("cuda", "H200", 1, 2**40, 2**40)
+    ).terms
     release_scratch()
     return watch.peak, sum(
         size for term, size in terms.items() if term not in ("base", "adapter", "optimizer")

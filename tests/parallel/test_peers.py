@@ -33,6 +33,7 @@ from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import CheckpointError, ConfigError, UserError
+from unfreeze.core.layout import RESIDENT
 from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model
 from unfreeze.models.blocks.taps import Taps
@@ -85,7 +86,7 @@ def batch(rank: int) -> Batch:
 
 def opened(folder: Path, dtype: torch.dtype, mesh: Mesh, **places: Any) -> models.Decoder:
     """The model with adapters that are not zero."""
-    model = open_model(open_checkpoint(folder), dtype, "cpu", mesh=mesh, **places)
+    model = open_model(open_checkpoint(folder), dtype, "cpu", mesh=mesh, layout=RESIDENT.but(**places))
     attach(model, LoraConfig(rank=4), 0)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name.endswith("B"):
@@ -235,7 +236,9 @@ def loading(facts: dict[str, Any], mesh: Mesh, dense: Path) -> None:
     stats: list[LoadStats] = []
     for name, folder in {"tiny-k2": TINY_K2, "dense": dense}.items():
         with read_log() as log:
-            model = open_model(open_checkpoint(folder), mesh=mesh, rest="peers", loaded=stats.append)
+            model = open_model(
+                open_checkpoint(folder), layout=RESIDENT.but(rest="peers"), mesh=mesh, loaded=stats.append
+            )
         facts[f"read {name}"] = log
         facts[f"bytes {name}"] = stats[-1].bytes, list(stats[-1].bytes_by_rank)
     memory = {
@@ -254,7 +257,7 @@ def loading(facts: dict[str, Any], mesh: Mesh, dense: Path) -> None:
 
         owned.stream = stream
     try:
-        open_model(open_checkpoint(dense), mesh=mesh, rest="peers")
+        open_model(open_checkpoint(dense), layout=RESIDENT.but(rest="peers"), mesh=mesh)
     except UserError as error:
         facts["unreadable"] = str(error)
     owned.stream = before
@@ -402,7 +405,7 @@ def test_a_process_that_cannot_read_ends_the_others(facts: list[dict[str, Any]])
 
 def test_one_process_has_no_peers() -> None:
     with pytest.raises(ConfigError, match=r"place\.rest is peers, and there is one process"):
-        open_model(open_checkpoint(TINY_K2), mesh=ONE, rest="peers")
+        open_model(open_checkpoint(TINY_K2), layout=RESIDENT.but(rest="peers"), mesh=ONE)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -16,6 +16,7 @@ from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DoesNotFit
+from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels import expert_mlp, linear_cross_entropy
 from unfreeze.kernels.attention import workspace
 from unfreeze.kernels.choice.choose import choose
@@ -33,10 +34,10 @@ from unfreeze.parallel.plan import (
     measure,
     plan,
     plan_fields,
+    plan_here,
     plan_lines,
-    plan_training,
     refuse_if_too_large,
-    replace_work,
+    replanned,
     what_fits,
 )
 from unfreeze.parallel.plan.seconds import Seconds
@@ -187,7 +188,7 @@ def test_base_and_adapter_are_the_bytes_that_really_lie_there(name, dtype):
     tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
     assert sizes.base == sum(t.untyped_storage().nbytes() for t in tensors.values())
     attach(model, lora, 0)
-    made = plan(sizes, Work(tokens=64, rank=6, experts_rank=lora.experts_rank), MACHINE)
+    made = plan(sizes, RESIDENT, Work(tokens=64, rank=6, experts_rank=lora.experts_rank), MACHINE)
     parameters = sum(p.numel() for _, p in adapter_parameters(model))
     assert made.adapter_parameters == parameters
     assert (made.terms["adapter"], made.terms["gradients"], made.terms["optimizer"]) == (
@@ -200,7 +201,7 @@ def test_base_and_adapter_are_the_bytes_that_really_lie_there(name, dtype):
 def test_packed_experts_count_as_packed_and_the_expanded_size_is_what_is_avoided():
     config = CONFIGS["deepseek_v3"] | {"quantization_config": QUANTIZATION}
     shape = models.shape(config)
-    made = plan_training(
+    made = plan_here(
         shape, manifest_of(config), LoraConfig(rank=4), tokens=256, dtype="bfloat16", device="cpu"
     )
     real = models.build(
@@ -221,7 +222,7 @@ def test_kimi_k2_has_the_published_size_and_adapter():
     assert sizes.base == pytest.approx(594.2e9, rel=2e-4)
     assert sizes.expanded == pytest.approx(2 * 1026e9, rel=1e-3)
     assert sizes.experts_per_rank == pytest.approx(0.637e9, rel=1e-3)
-    made = plan(sizes, Work(tokens=65536, rank=16), MACHINE)
+    made = plan(sizes, RESIDENT, Work(tokens=65536, rank=16), MACHINE)
     assert made.terms["boundary activations"] == 65536 * 7168 * 2 * 62
 
 
@@ -233,7 +234,7 @@ def test_the_shared_checkpoint_takes_what_the_plan_says():
 
     manifest = open_checkpoint(folder)
     shape = models.shape(manifest.config)
-    made = plan_training(shape, manifest, LoraConfig(rank=4), tokens=256, dtype="bfloat16", device="cpu")
+    made = plan_here(shape, manifest, LoraConfig(rank=4), tokens=256, dtype="bfloat16", device="cpu")
     model = models.meta_model(shape, manifest, torch.bfloat16)
     place(
         model,
@@ -289,8 +290,8 @@ def test_a_steps_memory_is_predicted_within_a_tenth(name, dtype, recompute, live
         step()
         step()  # beside the workspaces of the first
     rows, bytes_ = block_cost(model.shape.vocab_size, dtype, torch.device("cpu"), trained=False)
-    work = Work(tokens=tokens, rank=4, recompute=recompute, longest=128, loss_rows=rows, loss_bytes=bytes_)
-    terms = plan(sizes, work, MACHINE).terms
+    work = Work(tokens=tokens, rank=4, longest=128, loss_rows=rows, loss_bytes=bytes_)
+    terms = plan(sizes, RESIDENT.but(recompute=recompute), work, MACHINE).terms
     predicted = sum(size for term, size in terms.items() if term not in APART)
     assert 0.9 < predicted / watch.peak < 1.1
 
@@ -330,16 +331,8 @@ def test_a_steps_memory_in_chunks_is_predicted_within_15_percent(name, dtype, re
 
     def predicted(chunk: int | None) -> int:
         rows, bytes_ = block_cost(model.shape.vocab_size, dtype, torch.device("cpu"), trained=False)
-        work = Work(
-            tokens=2048,
-            rank=4,
-            recompute=recompute,
-            chunk=chunk,
-            longest=128,
-            loss_rows=rows,
-            loss_bytes=bytes_,
-        )
-        terms = plan(sizes, work, MACHINE).terms
+        work = Work(tokens=2048, rank=4, chunk=chunk, longest=128, loss_rows=rows, loss_bytes=bytes_)
+        terms = plan(sizes, RESIDENT.but(recompute=recompute), work, MACHINE).terms
         return sum(size for term, size in terms.items() if term not in APART)
 
     assert 0.85 < predicted(256) / watch.peak < 1.15
@@ -351,27 +344,24 @@ def test_what_goes_through_a_layer_at_once():
     where half precision trains."""
     lora = Work(tokens=10_000, rank=8, chunk=4096, longest=512)
     assert (
-        lora.at_once(2) == 4096
-        and replace(lora, longest=6000).at_once(2) == 6000
-        and replace(lora, tokens=3000).at_once(2) == 3000
+        lora.at_once(RESIDENT, 2) == 4096
+        and replace(lora, longest=6000).at_once(RESIDENT, 2) == 6000
+        and replace(lora, tokens=3000).at_once(RESIDENT, 2) == 3000
     )
-    assert replace(lora, rank=None).at_once(4) == 4096
+    assert replace(lora, rank=None).at_once(RESIDENT, 4) == 4096
     whole = [
-        replace(lora, longest=None),
-        replace(lora, chunk=None),
-        replace(lora, recompute="nothing"),
-        replace(lora, rank=None),
+        (RESIDENT, replace(lora, longest=None)),
+        (RESIDENT, replace(lora, chunk=None)),
+        (RESIDENT.but(recompute="nothing"), lora),
+        (RESIDENT, replace(lora, rank=None)),
     ]
-    assert [work.at_once(2) for work in whole] == [10_000] * 4
+    assert [work.at_once(layout, 2) for layout, work in whole] == [10_000] * 4
 
 
 def test_bytes_grow_with_tokens_over_the_first_chunk():
     """what_fits bisects."""
-    works = [
-        Work(tokens=n, rank=8, recompute="selective", chunk=4096, longest=512)
-        for n in (4095, 4096, 4097, 8192)
-    ]
-    totals = [plan(SIZES, work, MACHINE).total for work in works]
+    works = [Work(tokens=n, rank=8, chunk=4096, longest=512) for n in (4095, 4096, 4097, 8192)]
+    totals = [plan(SIZES, RESIDENT.but(recompute="selective"), work, MACHINE).total for work in works]
     assert totals == sorted(totals)
 
 
@@ -434,7 +424,7 @@ def machine(gib: float) -> Hardware:
 
 
 def test_terms_add_up_and_the_plan_is_json():
-    made = plan(SIZES, Work(tokens=4096, rank=8), MACHINE)
+    made = plan(SIZES, RESIDENT, Work(tokens=4096, rank=8), MACHINE)
     made = replace(made, time=Seconds({"head": 2.0}, 2.0, 0.0, 0.5), rates="somewhere")
     assert made.total == sum(made.terms.values()) and made.fits and made.avoided == 16 * 2**30
     said = json.loads(json.dumps(plan_fields(made), allow_nan=False))
@@ -444,11 +434,14 @@ def test_terms_add_up_and_the_plan_is_json():
         all(name in text for name, size in made.terms.items() if size)
         and "16.0 GiB of expanded weights avoided" in text
     )
-    assert any("not measured" in line for line in plan_lines(plan(SIZES, Work(tokens=4096, rank=8), MACHINE)))
+    assert any(
+        "not measured" in line
+        for line in plan_lines(plan(SIZES, RESIDENT, Work(tokens=4096, rank=8), MACHINE))
+    )
 
 
 def test_too_large_is_refused_with_arithmetic_and_with_what_fits():
-    made = plan(SIZES, Work(tokens=65536, rank=16), machine(16))
+    made = plan(SIZES, RESIDENT, Work(tokens=65536, rank=16), machine(16))
     with pytest.raises(DoesNotFit) as error:
         refuse_if_too_large(made)
     text = str(error.value)
@@ -463,8 +456,8 @@ def test_too_large_is_refused_with_arithmetic_and_with_what_fits():
         )
     )
     tokens = proposals(made)["--tokens-per-step"]
-    assert plan(SIZES, Work(tokens=tokens, rank=16), machine(16)).fits
-    assert not plan(SIZES, Work(tokens=tokens + 1, rank=16), machine(16)).fits
+    assert plan(SIZES, RESIDENT, Work(tokens=tokens, rank=16), machine(16)).fits
+    assert not plan(SIZES, RESIDENT, Work(tokens=tokens + 1, rank=16), machine(16)).fits
     assert error.value.next == "--micro-batches 3"
 
 
@@ -483,9 +476,11 @@ def test_proposals_are_flags_of_the_whole_step(step, parts):
     micro_batches."""
 
     def fits(step, parts):
-        return plan(SIZES, Work(tokens=step // parts, rank=16, micro_batches=parts), machine(16)).fits
+        return plan(
+            SIZES, RESIDENT, Work(tokens=step // parts, rank=16, micro_batches=parts), machine(16)
+        ).fits
 
-    made = plan(SIZES, Work(tokens=step // parts, rank=16, micro_batches=parts), machine(16))
+    made = plan(SIZES, RESIDENT, Work(tokens=step // parts, rank=16, micro_batches=parts), machine(16))
     assert not made.fits
     said = proposals(made)
     assert fits(said["--tokens-per-step"], parts) and not fits(said["--tokens-per-step"] + parts, parts)
@@ -498,7 +493,7 @@ def test_proposals_are_flags_of_the_whole_step(step, parts):
 def test_the_plan_is_told_the_longest_document():
     shape = models.shape(CONFIGS["llama"])
     known, unknown = (
-        plan_training(
+        plan_here(
             shape,
             manifest_of(CONFIGS["llama"]),
             LoraConfig(rank=4),
@@ -509,26 +504,30 @@ def test_the_plan_is_told_the_longest_document():
         )
         for longest in (512, None)
     )
-    assert known.work.chunk == 4096 and known.training < unknown.training and unknown.work.at_once(2) == 16384
+    assert (
+        known.work.chunk == 4096
+        and known.training < unknown.training
+        and unknown.work.at_once(unknown.layout, 2) == 16384
+    )
 
 
 def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is_not_enough():
-    alone = plan(SIZES, Work(tokens=8192, rank=16, recompute="nothing"), machine(16))
+    alone = plan(SIZES, RESIDENT.but(recompute="nothing"), Work(tokens=8192, rank=16), machine(16))
     assert not alone.fits and [flags.split()[1] for flags, _ in what_fits(alone)][:3] == [
         "elementwise",
         "selective",
         "layers",
     ]
-    kept = plan(SIZES, Work(tokens=16384, rank=16, recompute="selective"), machine(16))
-    assert kept.total > plan(SIZES, Work(tokens=16384, rank=16), machine(16)).total
-    assert plan(SIZES, Work(tokens=16384, rank=16), machine(16)).fits
-    both = what_fits(plan(SIZES, Work(tokens=65536, rank=16, recompute="nothing"), machine(16)))
+    kept = plan(SIZES, RESIDENT.but(recompute="selective"), Work(tokens=16384, rank=16), machine(16))
+    assert kept.total > plan(SIZES, RESIDENT, Work(tokens=16384, rank=16), machine(16)).total
+    assert plan(SIZES, RESIDENT, Work(tokens=16384, rank=16), machine(16)).fits
+    both = what_fits(plan(SIZES, RESIDENT.but(recompute="nothing"), Work(tokens=65536, rank=16), machine(16)))
     assert both[0][0] == "--recompute layers --micro-batches 3" and "--recompute layers" not in [
         flags for flags, _ in both
     ]
     assert not any(
         "--recompute" in flags
-        for flags, _ in what_fits(plan(SIZES, Work(tokens=65536, rank=16), machine(16)))
+        for flags, _ in what_fits(plan(SIZES, RESIDENT, Work(tokens=65536, rank=16), machine(16)))
     )
 
 
@@ -537,7 +536,7 @@ def test_gradients_arrive_while_boundary_activations_go():
     sizes = replace(SIZES, vocab_size=1)
 
     def made(tokens: int, micro_batches: int = 1) -> tuple[dict[str, int], dict[str, int]]:
-        found = plan(sizes, Work(tokens=tokens, rank=16, micro_batches=micro_batches), MACHINE)
+        found = plan(sizes, RESIDENT, Work(tokens=tokens, rank=16, micro_batches=micro_batches), MACHINE)
         return found.terms, found.beside
 
     stream, gradients = 1024 * 2, 4 * 21 * 10**6 * 16
@@ -555,47 +554,54 @@ def test_gradients_arrive_while_boundary_activations_go():
 def test_processes_sum_gradients_in_float32_after_backward():
     """Measured with two processes: docs/plan_checked.md. Without that moment the plan was 0.84 of it."""
     sizes = replace(SIZES, compute_bytes=2)
-    alone = plan(sizes, Work(tokens=64), MACHINE)
-    two = plan(sizes, Work(tokens=64, processes=2, micro_batches=2), MACHINE)
+    alone = plan(sizes, RESIDENT, Work(tokens=64), MACHINE)
+    two = plan(sizes, RESIDENT, Work(tokens=64, processes=2, micro_batches=2), MACHINE)
     assert two.terms["gradients"] == 4 * sizes.elements == 2 * alone.terms["gradients"]
     # a full buffer, and the half-precision gradients whose sums are in it (tests/parallel/plan/test_sums.py)
     assert two.terms["gradients on their way"] == 48 * 2**20 and "one layer's recompute" not in two.terms
     assert "gradients on their way" not in alone.terms
     # each process has one of two micro-batches, so that none waits in fp32 for the next; of six it has three
-    six = plan(sizes, Work(tokens=64, processes=2, micro_batches=6), MACHINE)
+    six = plan(sizes, RESIDENT, Work(tokens=64, processes=2, micro_batches=6), MACHINE)
     assert six.terms["gradients"] == 6 * sizes.elements
     # adapters: their gradients are in fp32 already, and another moment is the worst
-    few = plan(sizes, Work(tokens=4096, rank=1, processes=2), MACHINE)
-    assert few.training == plan(sizes, Work(tokens=4096, rank=1), MACHINE).training
+    few = plan(sizes, RESIDENT, Work(tokens=4096, rank=1, processes=2), MACHINE)
+    assert few.training == plan(sizes, RESIDENT, Work(tokens=4096, rank=1), MACHINE).training
 
 
 def test_what_lies_in_another_memory_makes_no_moment_worse():
     """Without gradients the inputs are more, without inputs the gradients."""
     work = Work(tokens=4096, rank=16)
-    assert plan(SIZES, work, MACHINE).terms["gradients"] > 0
-    assert plan(SIZES, work, MACHINE, ["gradients"]).terms["gradients"] == 0
+    assert plan(SIZES, RESIDENT, work, MACHINE).terms["gradients"] > 0
+    assert plan(SIZES, RESIDENT.but(adapters="host"), work, MACHINE).terms["gradients"] == 0
     work = Work(tokens=65536, rank=16)
-    assert plan(SIZES, work, MACHINE).terms["gradients"] == 0
-    assert plan(SIZES, work, MACHINE, ["boundary activations"]).terms["gradients"] > 0
+    assert plan(SIZES, RESIDENT, work, MACHINE).terms["gradients"] == 0
+    assert plan(SIZES, RESIDENT.but(boundary="host"), work, MACHINE).terms["gradients"] > 0
 
 
 def test_a_lower_rank_is_proposed_where_it_fits_and_keeps_the_ratio_of_ranks():
-    made = plan(SIZES, Work(tokens=1024, rank=64, experts_rank=32), machine(14))
+    made = plan(SIZES, RESIDENT, Work(tokens=1024, rank=64, experts_rank=32), machine(14))
     assert not made.fits
     rank = proposals(made)["--lora.rank"]
-    assert plan(SIZES, Work(tokens=1024, rank=rank, experts_rank=max(1, 32 * rank // 64)), machine(14)).fits
+    assert plan(
+        SIZES, RESIDENT, Work(tokens=1024, rank=rank, experts_rank=max(1, 32 * rank // 64)), machine(14)
+    ).fits
     assert not plan(
-        SIZES, Work(tokens=1024, rank=rank + 2, experts_rank=max(1, 32 * (rank + 2) // 64)), machine(14)
+        SIZES,
+        RESIDENT,
+        Work(tokens=1024, rank=rank + 2, experts_rank=max(1, 32 * (rank + 2) // 64)),
+        machine(14),
     ).fits
 
 
 def test_where_nothing_fits_it_says_that_the_base_alone_is_too_large():
     with pytest.raises(DoesNotFit, match="No number of tokens and no rank fits"):
-        refuse_if_too_large(plan(SIZES, Work(tokens=4096, rank=8), machine(4)))
+        refuse_if_too_large(plan(SIZES, RESIDENT, Work(tokens=4096, rank=8), machine(4)))
 
 
 def test_full_training_in_half_precision_counts_masters_and_gradient_sums():
-    half, two, summed = (plan(SIZES, Work(tokens=1024, micro_batches=n), MACHINE).terms for n in (1, 2, 3))
+    half, two, summed = (
+        plan(SIZES, RESIDENT, Work(tokens=1024, micro_batches=n), MACHINE).terms for n in (1, 2, 3)
+    )
     elements = SIZES.base // 2
     assert (half["gradients"], half["optimizer"], half["adapter"]) == (SIZES.base, 12 * elements, 0)
     assert (two["gradients"], summed["gradients"], summed["optimizer"]) == (
@@ -609,13 +615,15 @@ def test_micro_batches_are_proposed_with_the_sums_of_gradients_that_a_second_one
     sizes = replace(SIZES, base=2**30, elements=2**29)
 
     def cut(count: int) -> int:
-        return plan(sizes, Work(tokens=65536 // count, micro_batches=count), MACHINE).total
+        return plan(sizes, RESIDENT, Work(tokens=65536 // count, micro_batches=count), MACHINE).total
 
     for wanted in (2, 8):
-        made = plan(sizes, Work(tokens=65536), replace(MACHINE, available=int(cut(wanted) / USABLE) + 2))
+        made = plan(
+            sizes, RESIDENT, Work(tokens=65536), replace(MACHINE, available=int(cut(wanted) / USABLE) + 2)
+        )
         assert not made.fits and proposals(made)["--micro-batches"] == wanted
         assert all(cut(fewer) > made.usable for fewer in range(1, wanted))
-    assert replace_work(
+    assert replanned(
         made, tokens=65536 // 4
     ).fits  # control: gradients of one micro-batch would have let four of them pass
 
@@ -632,14 +640,8 @@ def test_full_training_takes_the_bytes_the_plan_says(dtype, parts, live, monkeyp
     rows, bytes_ = block_cost(model.shape.vocab_size, dtype, torch.device("cpu"), trained=True)
     made = plan(
         measure(model, None),
-        Work(
-            tokens=512,
-            micro_batches=parts,
-            recompute="selective",
-            loss_rows=rows,
-            loss_bytes=bytes_,
-            longest=128,
-        ),
+        RESIDENT.but(recompute="selective"),
+        Work(tokens=512, micro_batches=parts, loss_rows=rows, loss_bytes=bytes_, longest=128),
         MACHINE,
     )
     optimizer, batch = AdamW(model), batch_of(512, 4)
@@ -681,7 +683,7 @@ def test_full_training_takes_the_bytes_the_plan_says(dtype, parts, live, monkeyp
 
 def test_copies_for_the_receipt_are_counted_up_to_their_limit():
     some, all_ = (
-        plan(SIZES, Work(tokens=1024, receipt_bytes=n), MACHINE).terms["copies for the receipt"]
+        plan(SIZES, RESIDENT, Work(tokens=1024, receipt_bytes=n), MACHINE).terms["copies for the receipt"]
         for n in (2**30, 2**40)
     )
     assert (some, all_) == (2**30, 4 * SIZES.elements)  # of the fp32 masters
@@ -689,17 +691,17 @@ def test_copies_for_the_receipt_are_counted_up_to_their_limit():
 
 def test_moments_in_eight_bits_take_a_quarter():
     full, small = (
-        plan(SIZES, Work(tokens=1024, rank=8, optimizer_moments=m), MACHINE).terms["optimizer"]
+        plan(SIZES, RESIDENT, Work(tokens=1024, rank=8, optimizer_moments=m), MACHINE).terms["optimizer"]
         for m in ("float32", "int8")
     )
     assert (
-        full == 8 * plan(SIZES, Work(tokens=1024, rank=8), MACHINE).adapter_parameters
+        full == 8 * plan(SIZES, RESIDENT, Work(tokens=1024, rank=8), MACHINE).adapter_parameters
         and small / full == 2.03125 / 8
     )
 
 
 def test_a_head_that_trains_over_several_blocks_has_its_gradient_summed_in_float32():
-    one, two = (plan(SIZES, Work(tokens=t, loss_rows=1024), MACHINE) for t in (1024, 1025))
+    one, two = (plan(SIZES, RESIDENT, Work(tokens=t, loss_rows=1024), MACHINE) for t in (1024, 1025))
 
     def loss(p):
         return p.terms.get("loss block") or p.beside["loss block"]
@@ -711,9 +713,9 @@ def test_a_head_that_trains_over_several_blocks_has_its_gradient_summed_in_float
 def test_without_recompute_every_layers_activations_count():
     """What all hold, and what one has besides; beside the loss block what all hold."""
     sizes = replace(SIZES, vocab_size=1, dense_per_rank=1, experts_per_rank=0, held=(30000, 20000), own=10000)
-    work = Work(tokens=1024, rank=8, recompute="nothing")
-    assert plan(sizes, work, MACHINE).terms["all layers' activations"] == 1024 * 60000
-    with_loss = plan(replace(sizes, vocab_size=32000), work, MACHINE).terms
+    work, nothing = Work(tokens=1024, rank=8), RESIDENT.but(recompute="nothing")
+    assert plan(sizes, nothing, work, MACHINE).terms["all layers' activations"] == 1024 * 60000
+    with_loss = plan(replace(sizes, vocab_size=32000), nothing, work, MACHINE).terms
     assert with_loss["all layers' activations"] == 1024 * 50000 and "loss block" in with_loss
 
 
@@ -722,11 +724,11 @@ def test_keep_layers_counts_the_last_layers_but_the_largest_of_them():
     sizes = replace(SIZES, num_layers=4, kept=(7000, 1000, 2000, 3000))
 
     def kept(vocab_size: int) -> list[int]:
-        works = [
-            Work(tokens=100, rank=8, recompute="selective", keep_layers=count, micro_batches=2)
-            for count in (None, 0, 1, 2, 3, 4, 9)
+        work, all_sizes = Work(tokens=100, rank=8, micro_batches=2), replace(sizes, vocab_size=vocab_size)
+        layouts = [
+            RESIDENT.but(recompute="selective", keep_layers=count) for count in (None, 0, 1, 2, 3, 4, 9)
         ]
-        made = [plan(replace(sizes, vocab_size=vocab_size), work, MACHINE).terms for work in works]
+        made = [plan(all_sizes, layout, work, MACHINE).terms for layout in layouts]
         return [terms["kept of attention and experts"] for terms in made]
 
     assert kept(1) == [600_000, 0, 0, 200_000, 300_000, 600_000, 600_000]
@@ -734,13 +736,13 @@ def test_keep_layers_counts_the_last_layers_but_the_largest_of_them():
 
 
 def test_fewer_layers_that_keep_are_proposed_as_many_as_fit():
-    tight = plan(SIZES, Work(tokens=16384, rank=16, recompute="selective"), machine(16))
-    least = plan(SIZES, Work(tokens=16384, rank=16, recompute="layers"), machine(16)).total
+    tight = plan(SIZES, RESIDENT.but(recompute="selective"), Work(tokens=16384, rank=16), machine(16))
+    least = plan(SIZES, RESIDENT.but(recompute="layers"), Work(tokens=16384, rank=16), machine(16)).total
     between = replace(machine(16), available=int((least + tight.total) / 2 / USABLE))
-    asked = plan(SIZES, Work(tokens=16384, rank=16, recompute="selective"), between)
+    asked = plan(SIZES, RESIDENT.but(recompute="selective"), Work(tokens=16384, rank=16), between)
     count = proposals(asked)["--keep-layers"]
     assert (
         not asked.fits
-        and replace_work(asked, keep_layers=count).fits
-        and not replace_work(asked, keep_layers=count + 1).fits
+        and replanned(asked, asked.layout.but(keep_layers=count)).fits
+        and not replanned(asked, asked.layout.but(keep_layers=count + 1)).fits
     )

@@ -22,6 +22,7 @@ from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.core.layout import RESIDENT
 from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model
 from unfreeze.models.publish import published
@@ -65,7 +66,7 @@ FAMILIES = {
 
 def opened(folder: Path, dtype: torch.dtype, experts: str) -> models.Decoder:
     """The model with adapters that are not zero."""
-    return adapted(open_model(open_checkpoint(folder), dtype, "cpu", experts=experts))
+    return adapted(open_model(open_checkpoint(folder), dtype, "cpu", layout=RESIDENT.but(experts=experts)))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -293,7 +294,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     models.initialize(model, 0)
     save_checkpoint(tmp_path / "dense", config, published(model, config))
     with pytest.raises(ConfigError, match=r"place\.experts is disk, and this model has no routed experts"):
-        open_model(open_checkpoint(tmp_path / "dense"), experts="disk")
+        open_model(open_checkpoint(tmp_path / "dense"), layout=RESIDENT.but(experts="disk"))
 
 
 def test_the_thread_that_copies_begins_with_the_lanes_device() -> None:

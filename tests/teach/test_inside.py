@@ -19,6 +19,7 @@ from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels.attention import workspace
 from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch
 from unfreeze.models.publish import published
@@ -198,11 +199,13 @@ def test_the_plan_is_within_a_tenth_of_counted_bytes(inside, documents, recomput
         compared=read.compared,
         later=read.later,
     )
-    asks = {"rank": 4, "recompute": recompute, "longest": longest, "threads": 1}
+    asks = {"rank": 4, "longest": longest, "threads": 1}
 
     def planned(aside: Aside) -> int:
         work = Work(tokens=tokens, aside=aside, **size, **asks)
-        terms = plan(sizes, work, Hardware("cpu", "a machine", 1, 2**40, 2**40)).terms
+        terms = plan(
+            sizes, RESIDENT.but(recompute=recompute), work, Hardware("cpu", "a machine", 1, 2**40, 2**40)
+        ).terms
         return sum(
             n for name, n in terms.items() if name not in ("base", "second model", "adapter", "optimizer")
         )

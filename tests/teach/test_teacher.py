@@ -16,6 +16,7 @@ from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import CheckpointError
+from unfreeze.core.layout import RESIDENT
 from unfreeze.data import load_tokenizer
 from unfreeze.generate.open import open_model
 from unfreeze.kernels.attention import workspace
@@ -100,10 +101,10 @@ def counted(live, patch, *, student: int, teacher: int, vocab: int, tokens: int,
     rows = divergence_rows(0, vocab, dtype, CPU, False, 0.0)
     size = {"loss_rows": rows, "loss_bytes": bytes_per_logit(dtype, 0.0)}
     aside = aside_of(meta, tokens, tokens // 16, CPU, shared=own, **size)
-    asks = {"rank": 4, "recompute": recompute, "longest": tokens // 16, "threads": 1}
+    asks = {"rank": 4, "longest": tokens // 16, "threads": 1}
     work = Work(tokens=tokens, aside=aside, **size, **asks)
     machine = Hardware("cpu", "a machine", 1, 2**40, 2**40)
-    terms = plan(sizes, work, machine).terms
+    terms = plan(sizes, RESIDENT.but(recompute=recompute), work, machine).terms
     apart = ("base", "second model", "adapter", "optimizer")
     return sum(size for name, size in terms.items() if name not in apart), watch.peak, terms, aside
 
@@ -203,9 +204,9 @@ def test_the_plan_is_within_a_tenth_for_experts_packed_ones_bf16_and_a_store(
     with live.Live(there) as watch:
         step()
         step()
-    asks = {"rank": 4, "recompute": "layers", "longest": tokens // documents, "threads": 1}
+    asks = {"rank": 4, "longest": tokens // documents, "threads": 1}
     work = Work(tokens=tokens, aside=aside, **size, **asks)
-    terms = plan(sizes, work, Hardware("cpu", "a machine", 1, 2**40, 2**40)).terms
+    terms = plan(sizes, RESIDENT, work, Hardware("cpu", "a machine", 1, 2**40, 2**40)).terms
     apart = ("base", "second model", "adapter", "optimizer")
     planned = sum(size for name, size in terms.items() if name not in apart)
     assert 0.9 < planned / watch.peak < 1.1, (planned, watch.peak, terms)
@@ -236,10 +237,8 @@ def test_control_arm_a_plan_that_forgets_the_teacher_is_seen(live, monkeypatch):
     sizes = measure(
         models.build(models.shape(config(32, 300)), dtype=torch.float32, device="meta"), LoraConfig()
     )
-    work = Work(
-        tokens=1024, rank=4, recompute="layers", loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes
-    )
-    terms = plan(sizes, work, Hardware("cpu", "a machine", 1, 2**40, 2**40)).terms
+    work = Work(tokens=1024, rank=4, loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes)
+    terms = plan(sizes, RESIDENT, work, Hardware("cpu", "a machine", 1, 2**40, 2**40)).terms
     assert (
         sum(size for name, size in terms.items() if name not in ("base", "adapter", "optimizer")) < 0.8 * peak
     )

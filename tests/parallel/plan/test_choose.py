@@ -11,6 +11,7 @@ import torch
 from unfreeze import models
 from unfreeze.commands import plan
 from unfreeze.config.lora import LoraConfig
+from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels.expert_mlp import WORKSPACE
 from unfreeze.parallel.fleet import fleet
 from unfreeze.parallel.plan import Work, measure
@@ -25,7 +26,7 @@ from unfreeze.parallel.plan.choose import (
     too_large,
 )
 from unfreeze.parallel.plan.counts import counts
-from unfreeze.parallel.plan.places import Layout, places
+from unfreeze.parallel.plan.places import places
 from unfreeze.parallel.plan.terms import USABLE
 
 GB = 1e9
@@ -136,7 +137,8 @@ def test_machines_for_kimi_k2(kimi, hardware, rank, fits, over, experts):
 def test_one_h200_and_its_host_by_hand(kimi):
     """Experts, 16 bytes per adapter parameter, and of 61 layers' inputs of 65,536 tokens 60 lie in host memory."""
     machine, work = fleet("1xH200+768GB"), replace(asked(16).work, tokens=65536)
-    found = places(*kimi, work, machine, Layout("host", state="host", boundary="host"))
+    layout = RESIDENT.but(experts="host", adapters="host", optimizer="host", boundary="host")
+    found = places(*kimi, work, machine, layout)
     by_hand = 570.76e9 + 10.281e9 * 16 + 65536 * 7168 * 2 * 60
     assert sum(found.host.values()) == pytest.approx(by_hand, rel=1e-3)
     assert by_hand > found.host_usable == int(768 * 2**30 * USABLE)
@@ -147,14 +149,18 @@ def test_one_h200_and_its_host_run_at_rank_8_with_what_is_built(kimi):
     the moments of the largest factor on their way: gate and up's A of 384 experts."""
     machine = fleet("1xH200+768GB")
     choice, fits = choose(*kimi, machine, asked(8))
-    assert fits and choice.not_built == () and choice.layout.state == "moments"
+    assert (
+        fits
+        and choice.not_built == ()
+        and (choice.layout.adapters, choice.layout.optimizer) == ("device", "host")
+    )
     parameters = 10.281e9 / 2
     assert choice.places.host["moments"] == pytest.approx(8 * parameters, rel=1e-3)
     device = choice.places.device
     assert device["adapter"] + device["gradients"] == pytest.approx(8 * parameters, rel=1e-3)
     assert device["moments on their way"] == 2 * 8 * 384 * 2 * 8 * 7168 and "optimizer" not in device
     # control arm: with the moments on the device it would not fit
-    before = replace(choice.layout, state="device")
+    before = choice.layout.but(optimizer="device")
     assert not places(*kimi, replace(asked(8).work, tokens=choice.tokens), machine, before).fits
 
 
@@ -183,7 +189,7 @@ def test_experts_are_split_over_all_devices_or_over_each_host(kimi, devices, spl
 
 def test_experts_of_a_gpu_come_in_groups_that_keep_to_the_workspace(kimi):
     sizes, found = kimi
-    whole = places(sizes, found, asked().work, fleet("1xH200+768GB"), Layout("host"))
+    whole = places(sizes, found, asked().work, fleet("1xH200+768GB"), RESIDENT.but(experts="host"))
     assert sizes.workspace == 77 * 2 * 7168 * 2048 * 2 < WORKSPACE
     assert sizes.workspace <= whole.device["expert workspace"] < 1.4 * WORKSPACE
 
@@ -198,7 +204,7 @@ def test_a_share_of_the_experts_has_the_rows_of_a_layer_of_so_many(kimi):
         4 * 8 * 7168 * 2 * 5 // 4
     )  # x as it came, dy sent and come, dx: K rows each, a quarter more than even
     for split, layer in ((1, kimi[0].layer), (8, few.layer + router + rows)):
-        found = places(*kimi, work, fleet("8xH200"), Layout(split=split)).device
+        found = places(*kimi, work, fleet("8xH200"), RESIDENT.but(split=split)).device
         assert found["one layer's recompute"] == 8192 * layer
     assert few.layer > 1.2 * kimi[0].layer
 
@@ -211,7 +217,7 @@ def test_in_float32_the_reference_expands_every_expert_of_a_device():
         model = models.from_config(config | {"num_hidden_layers": 2}, dtype)
         measured = measure(model, LoraConfig(rank=1), "cuda"), counts(model)
         work = replace(asked(1).work, tokens=512)
-        found = places(*measured, work, fleet("8xH200"), Layout(split=8)).device["expert workspace"]
+        found = places(*measured, work, fleet("8xH200"), RESIDENT.but(split=8)).device["expert workspace"]
         bytes_of[dtype] = found
     every = 48 * 3 * 7168 * 2048
     assert bytes_of[torch.float32] > 4 * every

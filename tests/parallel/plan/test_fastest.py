@@ -1,7 +1,6 @@
 """recompute = "auto": the first choice that fits, for a model and machines in numbers."""
 
-from dataclasses import replace
-
+from unfreeze.core.layout import RESIDENT
 from unfreeze.core.process import COMPILED
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.parallel.machine import Hardware
@@ -32,25 +31,25 @@ def machine(usable, kind="cpu"):
 def test_the_first_that_fits_is_taken_and_said():
     work = Work(tokens=8192, rank=16)
     totals = {
-        name: plan(SIZES, replace(work, recompute=name), machine(2**30)).total for name in FASTEST_FIRST
+        name: plan(SIZES, RESIDENT.but(recompute=name), work, machine(2**30)).total for name in FASTEST_FIRST
     }
     assert set(FASTEST_FIRST) == set(RECOMPUTE) and set(SAME_BITS) < set(FASTEST_FIRST)
     assert list(totals.values()) == sorted(totals.values(), reverse=True)
     for name, total in totals.items():
         for kind, beside in (("cpu", COMPILED), ("cuda", 0)):
-            made = fastest(plan(SIZES, work, machine(total + beside, kind)))
-            assert (made.work.recompute, made.total) == (name, total)
+            made = fastest(plan(SIZES, RESIDENT, work, machine(total + beside, kind)))
+            assert (made.layout.recompute, made.total) == (name, total)
             assert made.why.startswith("the fastest that fits")
     # a byte less: the next, and the reason names what would not fit
-    less = fastest(plan(SIZES, work, machine(totals["nothing"] - 2**20, "cuda")))
-    assert less.work.recompute == "elementwise" and "; nothing would take" in less.why
+    less = fastest(plan(SIZES, RESIDENT, work, machine(totals["nothing"] - 2**20, "cuda")))
+    assert less.layout.recompute == "elementwise" and "; nothing would take" in less.why
     # the memory of one machine for two processes
     whole = machine(2 * (totals["elementwise"] + COMPILED))
-    assert fastest(plan(SIZES, work, whole)).work.recompute == "nothing"
-    half = fastest(plan(SIZES, work, whole.shared(2)))
-    assert half.work.recompute == "elementwise" and half.hardware.name.endswith(", shared by 2 processes")
+    assert fastest(plan(SIZES, RESIDENT, work, whole)).layout.recompute == "nothing"
+    half = fastest(plan(SIZES, RESIDENT, work, whole.shared(2)))
+    assert half.layout.recompute == "elementwise" and half.hardware.name.endswith(", shared by 2 processes")
 
 
 def test_where_nothing_fits_it_is_what_takes_the_least():
-    made = fastest(plan(SIZES, Work(tokens=8192, rank=16), machine(2**20)))
-    assert made.work.recompute == "layers" and not made.fits and made.why.startswith("it takes the least")
+    made = fastest(plan(SIZES, RESIDENT, Work(tokens=8192, rank=16), machine(2**20)))
+    assert made.layout.recompute == "layers" and not made.fits and made.why.startswith("it takes the least")

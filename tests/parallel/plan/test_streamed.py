@@ -14,6 +14,7 @@ from unfreeze.adapters import LoraConfig, attach
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DoesNotFit
+from unfreeze.core.layout import GIB, RESIDENT
 from unfreeze.generate.open import open_model
 from unfreeze.kernels.attention import workspace
 from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch
@@ -25,8 +26,8 @@ from unfreeze.parallel.plan import (
     Work,
     measure,
     plan,
+    plan_here,
     plan_lines,
-    plan_training,
     refuse_if_too_large,
     what_fits,
 )
@@ -75,10 +76,12 @@ def test_all_memory_of_a_streamed_run_is_predicted_within_a_tenth(folder, live, 
     release_scratch()
     manifest, given = open_checkpoint(folder), batch_of(512, 4)
 
-    def peak(experts: str, buffer: int | None = None) -> int:
+    def peak(experts: str, buffer: int = 0) -> int:
         watch = live.Live([given.tokens_T, given.targets_T, given.weights_T, given.positions_T])
         with watch:
-            model = open_model(manifest, torch.bfloat16, experts=experts, buffer=buffer)
+            model = open_model(
+                manifest, torch.bfloat16, layout=RESIDENT.but(experts=experts, buffer=buffer / GIB)
+            )
             attach(model, LoraConfig(rank=4), 0)
             watch.peak = watch.now  # the model was on meta before, which counts as well
             for _ in range(2):
@@ -87,18 +90,16 @@ def test_all_memory_of_a_streamed_run_is_predicted_within_a_tenth(folder, live, 
                 (loss.sum / loss.count).backward()
         return watch.peak
 
-    def planned(experts: str, buffer: int | None = None) -> int:
-        made = plan_training(
+    def planned(experts: str, buffer: int = 0) -> int:
+        made = plan_here(
             models.shape(manifest.config),
             manifest,
             LoraConfig(rank=4),
+            layout=RESIDENT.but(recompute="layers", experts=experts, buffer=buffer / GIB),
             tokens=512,
             dtype="bfloat16",
             device="cpu",
-            recompute="layers",
             longest=128,
-            experts=experts,
-            buffer=buffer,
         )
         return made.training - made.terms["optimizer"]
 
@@ -120,14 +121,14 @@ def test_all_memory_of_a_streamed_run_is_predicted_within_a_tenth(folder, live, 
 
 def test_the_plan_says_how_often_layers_come(folder):
     manifest = open_checkpoint(folder)
-    made = plan_training(
+    made = plan_here(
         models.shape(manifest.config),
         manifest,
         LoraConfig(rank=4),
+        layout=RESIDENT.but(experts="disk"),
         tokens=1024,
         dtype="bfloat16",
         device="cpu",
-        experts="disk",
     )
     (line,) = [line for line in plan_lines(made) if "experts from disk" in line]
     assert (
@@ -139,12 +140,12 @@ def test_the_plan_says_how_often_layers_come(folder):
 def test_experts_in_the_host_memory_of_a_gpu_are_another_memory(folder):
     sizes = measure(models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), None)
     gpu = Hardware("cuda", "gpu", 2, 2**34, 2**34, host=2**30)
-    work = Work(tokens=256, rank=4, experts="host")
-    made, resident = plan(sizes, work, gpu), plan(sizes, replace(work, experts="device"), gpu)
+    work, host = Work(tokens=256, rank=4), RESIDENT.but(experts="host")
+    made, resident = plan(sizes, host, work, gpu), plan(sizes, RESIDENT, work, gpu)
     experts = 6 * 16 * 3 * 256 * 192 * 2
     assert made.host == experts and resident.host == 0 and made.fits
     assert resident.total - made.total == experts - experts // 3
-    assert not plan(sizes, work, replace(gpu, host=experts)).fits  # 0.92 of it may be used
+    assert not plan(sizes, host, work, replace(gpu, host=experts)).fits  # 0.92 of it may be used
 
 
 def test_inputs_of_layers_in_the_host_memory_of_a_gpu(folder):
@@ -154,19 +155,19 @@ def test_inputs_of_layers_in_the_host_memory_of_a_gpu(folder):
     )
     gpu = Hardware("cuda", "gpu", 2, 2**34, 2**34, host=2**30)
     work, stream = Work(tokens=8192, longest=512, rank=1), 8192 * 256 * 2
-    made, host = plan(sizes, work, gpu), plan(sizes, replace(work, boundary="host"), gpu)
+    made, host = plan(sizes, RESIDENT, work, gpu), plan(sizes, RESIDENT.but(boundary="host"), work, gpu)
     name = "boundary activations"
     assert made.terms[name] == 7 * stream and host.terms[name] == 3 * stream
     assert made.total - host.total == 4 * stream and (made.host, host.host) == (0, 5 * stream)
-    assert not plan(sizes, host.work, replace(gpu, host=host.host)).fits
+    assert not plan(sizes, host.layout, host.work, replace(gpu, host=host.host)).fits
     # without recompute no input is kept alone
-    nothing = replace(work, recompute="nothing")
-    assert plan(sizes, replace(nothing, boundary="host"), gpu).terms == plan(sizes, nothing, gpu).terms
+    nothing = RESIDENT.but(recompute="nothing")
+    assert plan(sizes, nothing.but(boundary="host"), work, gpu).terms == plan(sizes, nothing, work, gpu).terms
     # proposed where it is enough
     small = replace(gpu, available=math.ceil((made.total - stream) / USABLE))
-    assert "--place.boundary host" in dict(what_fits(plan(sizes, work, small)))
+    assert "--place.boundary host" in dict(what_fits(plan(sizes, RESIDENT, work, small)))
     on_cpu = replace(small, kind="cpu")
-    assert "--place.boundary host" not in dict(what_fits(plan(sizes, work, on_cpu)))
+    assert "--place.boundary host" not in dict(what_fits(plan(sizes, RESIDENT, work, on_cpu)))
 
 
 def test_moments_in_the_host_memory_of_a_gpu(folder):
@@ -181,7 +182,7 @@ def test_moments_in_the_host_memory_of_a_gpu(folder):
     assert sizes.largest_factor(64, 32) == largest == 16 * 2 * 32 * 256
     for rank, slots in ((1, lambda state: 2 * state), (1024, lambda state: 2 * 8 * largest // 32 * 1024)):
         work = Work(tokens=256, rank=rank)
-        made, host = plan(sizes, work, gpu), plan(sizes, replace(work, optimizer="host"), gpu)
+        made, host = plan(sizes, RESIDENT, work, gpu), plan(sizes, RESIDENT.but(optimizer="host"), work, gpu)
         state = made.terms["optimizer"]
         assert state == 8 * made.adapter_parameters and host.terms["optimizer"] == 0
         assert (host.host, host.host_moments) == (state, state) and (made.host, made.host_moments) == (0, 0)
@@ -189,8 +190,10 @@ def test_moments_in_the_host_memory_of_a_gpu(folder):
         assert host.total - made.total == slots(state) - state
     # proposed where it is enough, and not where the host is the device
     small = replace(gpu, available=math.ceil((made.total + host.total) / 2 / USABLE))
-    assert "--place.optimizer host" in dict(what_fits(plan(sizes, work, small)))
-    assert "--place.optimizer host" not in dict(what_fits(plan(sizes, work, replace(small, kind="cpu"))))
+    assert "--place.optimizer host" in dict(what_fits(plan(sizes, RESIDENT, work, small)))
+    assert "--place.optimizer host" not in dict(
+        what_fits(plan(sizes, RESIDENT, work, replace(small, kind="cpu")))
+    )
 
 
 def test_streaming_is_proposed_first_where_experts_were_asked_onto_the_device(folder):
@@ -198,11 +201,13 @@ def test_streaming_is_proposed_first_where_experts_were_asked_onto_the_device(fo
         models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), LoraConfig()
     )
     small = replace(MACHINE, available=int(55e6))
-    made = plan(sizes, Work(tokens=256, rank=4), small)
+    made = plan(sizes, RESIDENT, Work(tokens=256, rank=4), small)
     (first, words), *_ = what_fits(made)
     assert not made.fits and first == "--place.experts disk" and words.startswith("--place.experts disk (")
     with pytest.raises(DoesNotFit, match=r"Fits with --place\.experts disk"):
         refuse_if_too_large(made)
-    assert plan(sizes, Work(tokens=256, rank=4, experts="disk"), small).fits
-    every = what_fits(plan(sizes, Work(tokens=256), small))  # every weight trains, and does not stream
+    assert plan(sizes, RESIDENT.but(experts="disk"), Work(tokens=256, rank=4), small).fits
+    every = what_fits(
+        plan(sizes, RESIDENT, Work(tokens=256), small)
+    )  # every weight trains, and does not stream
     assert not any(flags.startswith("--place") for flags, _ in every)

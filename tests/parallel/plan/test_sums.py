@@ -10,11 +10,12 @@ import torch.distributed as dist
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters import lora as low_rank
+from unfreeze.core.layout import RESIDENT
 from unfreeze.parallel import collectives
 from unfreeze.parallel.fleet import fleet
 from unfreeze.parallel.plan import Work, measure, terms
 from unfreeze.parallel.plan.counts import counts
-from unfreeze.parallel.plan.places import Layout, places
+from unfreeze.parallel.plan.places import places
 from unfreeze.train.optim import AdamW
 
 LLAMA = {
@@ -106,7 +107,7 @@ def test_every_weight_on_several_gpus_has_float32_sums(dtype, before):
     sizes, counted = measure(model, None, "cuda"), counts(model)
     # few tokens, so that gradients are the worst moment
     work = Work(tokens=16, loss_rows=16, loss_bytes=2, longest=16)
-    one, eight = (places(sizes, counted, work, fleet(words), Layout()) for words in ("1xH200", "8xH200"))
+    one, eight = (places(sizes, counted, work, fleet(words), RESIDENT) for words in ("1xH200", "8xH200"))
     assert one.device["gradients"] <= before * sizes.elements
     assert eight.device["gradients"] == 4 * sizes.elements
     assert eight.device["gradients on their way"] >= 2 * sizes.largest * (dtype == torch.bfloat16)
