@@ -10,7 +10,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from numba.core.cpu import CPUContext
 
 from unfreeze.kernels.loops import numba_options
 
@@ -130,20 +129,3 @@ def test_control_arm_a_run_left_out_or_done_twice_is_seen(threads, monkeypatch):
     x, done = np.ones((5, numba_options.SERIAL), np.float32), np.zeros(5, np.int64)
     _squares(x.size, 5, x, np.empty_like(x), done)
     assert done.tolist() == [1, 1, 2, 1, 0]
-
-
-@pytest.mark.parametrize("by, made", [(numba_options.LINKED, 1), (numba_options.OPTIONS, 2)])
-def test_machine_code_is_made_of_the_loop_alone(by, made, monkeypatch):
-    """Control arm: without LINKED numba makes some of the inner function too."""
-    asked = []
-    real = CPUContext.get_executable
-    monkeypatch.setattr(
-        CPUContext,
-        "get_executable",
-        lambda self, library, description, env: (
-            asked.append(description) or real(self, library, description, env)
-        ),
-    )
-    twice = numba_options.njit(**by)(lambda x: 2 * x)
-    loop = numba_options.njit(**numba_options.OPTIONS)(lambda x: twice(x) + 1)
-    assert loop(20) == 41 and len(asked) == made

@@ -14,11 +14,7 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import _dynfunc  # type: ignore[attr-defined]  # C, without stubs
 from numba.core import types
-from numba.core.compiler import Compiler, DefaultPassBuilder
-from numba.core.compiler_machinery import register_pass
-from numba.core.typed_passes import NativeLowering
 from numba.extending import overload
 from torch import Tensor
 
@@ -33,44 +29,8 @@ Loop = Callable[..., Any]
 njit: Any = numba.njit  # its stubs know neither forceinline nor no_cpython_wrapper
 OPTIONS: dict[str, Any] = dict(nogil=True, boundscheck=False, error_model="numpy", no_cfunc_wrapper=True)
 
-
-@register_pass(mutates_CFG=True, analysis_only=False)
-class _LoweringAlone(NativeLowering):
-    """numba's pass from its own representation to LLVM's, without machine code after it."""
-
-    _name = "lowering_alone"
-
-    def run_pass(self, state: Any) -> bool:
-        context = state.targetctx
-        context.get_executable = _no_code  # in place of the method, for this pass
-        try:
-            return super().run_pass(state)
-        finally:
-            del context.get_executable
-
-
-class _LinkedAlone(Compiler):
-    """numba's compiler for a function that is only ever linked into others.
-
-    numba makes machine code of each function, also where no wrapper could call it. That was a tenth of the
-    time in which the loops of tiny-k2 compile.
-    """
-
-    def define_pipelines(self) -> list[Any]:
-        pipeline = DefaultPassBuilder.define_nopython_pipeline(self.state)
-        lowering = {NativeLowering: _LoweringAlone}
-        pipeline.passes = [(lowering.get(step, step), why) for step, why in pipeline.passes]
-        pipeline.finalize()
-        return [pipeline]
-
-
-def _no_code(library: Any, description: Any, env: Any) -> Any:
-    """What numba's get_executable gives for a function without a wrapper: one that Python can't call."""
-    return _dynfunc.make_function(description.lookup_module(), description.qualname, "", 0, env, (library,))
-
-
 # For functions that only loops call: LLVM links them into the loop, and Python has no way in.
-LINKED: dict[str, Any] = OPTIONS | dict(no_cpython_wrapper=True, pipeline_class=_LinkedAlone)
+LINKED: dict[str, Any] = OPTIONS | dict(no_cpython_wrapper=True)
 
 # Loops of fewer elements run on one thread: handing a part to a second one takes about as long as they do
 # (docs/decisions.md, 77).
@@ -137,7 +97,7 @@ class Kernel:
 def inner(function: Loop) -> Loop:
     """A loop that only other loops call.
 
-    It gets no wrapper that takes arguments from Python, and no machine code of its own: less to compile.
+    It gets no wrapper that takes arguments from Python: less to compile.
     """
     return njit(**LINKED)(function)
 
