@@ -13,6 +13,7 @@ from unfreeze.core.units import format_bytes, format_count, format_of, format_st
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.plan.choose import Choice
 from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.words import KERNELS
 from unfreeze.report.tables import align
 
 
@@ -126,6 +127,9 @@ class Planned:
                 named = ((name, format_bytes(size)) for name, size in terms.items() if size)
                 rows = [*named, (place, total)]
                 lines += [f"  {line}" for line in align(rows).splitlines()]
+
+        if self.fleet.kind == "cpu":
+            lines.append(f"  beside it {KERNELS}")
 
         # seconds, the longest first
         if time is None:

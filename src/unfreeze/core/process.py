@@ -14,6 +14,9 @@ bfloat16 on one, 0.8 in bfloat16 on two; it grows with the number of GEMM shapes
 loops compiled before, `unfreeze demo` takes 44 MiB.
 """
 
+PROCESS = int(0.5 * 2**30)
+"""Bytes of the interpreter and the libraries of a run, torch's CPU build among them: 0.45 GiB when it plans."""
+
 COMPILED_AT_MOST = f"{COMPILED / 2**30:.1f} GiB"
 BESIDE = f"up to {COMPILED_AT_MOST} of compiled code"
 """As it stands beside a planned number."""

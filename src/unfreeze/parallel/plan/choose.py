@@ -107,6 +107,7 @@ def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Ch
     if not fitting:
         return min(worth_it or choices, key=_over), False
     fitting = [choice for choice in fitting if choice.whole] or fitting
+    fitting = [choice for choice in fitting if choice.places.roomy] or fitting
     best = max(fitting, key=_rank)
     near = [c for c in fitting if _built(c) == _built(best) and _speed(c) * CLOSE >= _speed(best)]
     return min(near, key=lambda choice: (len(choice.not_built), -_speed(choice))), True
@@ -295,7 +296,7 @@ def if_it_fits(
     fitting = [choice for choice in choices if slow or choice.waits <= asked.waiting]
     if not fitting:
         return []
-    best = max(fitting, key=_rank)
+    best = max([choice for choice in fitting if choice.places.roomy] or fitting, key=_rank)
     rate = best.tokens_per_second
     parts = [f"{format_bytes(sum(best.places.device.values()))} a device"]
     if best.places.host:

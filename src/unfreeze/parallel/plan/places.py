@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from unfreeze.core.layout import GIB, Layout
+from unfreeze.core.process import COMPILED, PROCESS
 from unfreeze.kernels.expert_mlp import expert_groups, workspace_bytes
 from unfreeze.models.blocks.experts import UNEVEN, bytes_at_work
 from unfreeze.parallel.fleet import Fleet
@@ -28,17 +29,26 @@ BUFFER_SHARE = 12
 
 @dataclass(frozen=True)
 class Places:
-    """name -> bytes, of the fullest device and of all host memory; disk: bytes read again in each pass."""
+    """name -> bytes, of the fullest device and of all host memory.
+
+    disk: bytes read again in each pass. compiled: what kernels take at most when they are compiled.
+    """
 
     device: dict[str, int]
     host: dict[str, int]
     device_usable: int
     host_usable: int
     disk: int = 0
+    compiled: int = 0
 
     @property
     def fits(self) -> bool:
         return self.over == ""
+
+    @property
+    def roomy(self) -> bool:
+        """Whether it fits with what a CPU's kernels take when they are compiled, which no term has."""
+        return self.fits and sum(self.device.values()) + self.compiled <= self.device_usable
 
     @property
     def over(self) -> str:
@@ -62,6 +72,8 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     made = _step(local, here_alone, work, Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory))
     terms = dict(made.terms)
     del terms["base"]
+    if fleet.kind == "cpu" and not fleet.here:  # of this machine's free memory this process is taken already
+        terms["interpreter and libraries"] = PROCESS
     host: dict[str, int] = {}
 
     # weights
@@ -95,6 +107,7 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
         device_usable=int(fleet.memory * USABLE),
         host_usable=int(fleet.host * USABLE),
         disk=counts.experts_bytes * n // layout.sharing if layout.experts == "disk" else 0,
+        compiled=COMPILED if fleet.kind == "cpu" else 0,
     )
 
 
