@@ -1,5 +1,5 @@
-"""--place.split: what "auto" tries and in which order, what cannot be split, and a run of two processes that
-share the experts, which come from disk, and keep half of the rest each. Process-heavy: one torchrun."""
+"""--place.split: over how many "auto" may split, and a run of two processes that share the experts, which come from
+disk, and keep half of the rest each. Process-heavy: one torchrun."""
 
 from __future__ import annotations
 
@@ -14,156 +14,39 @@ from typing import Any
 
 import pytest
 import torch
-from unfreeze.job.places import (
-    OF_CONFIG,
-    Where,
-    possible_boundaries,
-    possible_optimizers,
-    possible_places,
-    possible_rests,
-    possible_splits,
-)
 
 from unfreeze import cli
 from unfreeze.adapters.files import read_files
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.sft import Config
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.layout import RESIDENT
+from unfreeze.job.plan import Planning
 from unfreeze.job.residency import refuse_samples
 
-MIXTURE, DENSE = SimpleNamespace(num_experts=6), SimpleNamespace(num_experts=0)
-LORA, ALL = SimpleNamespace(lora=object()), SimpleNamespace(lora=None)
-START = SimpleNamespace(tensors={"a": 1}, path="m")
 
-
-def config(**place: Any) -> Config:
-    return Config.model_validate({"model": "m", "data": ["d.jsonl"], "place": place})
-
-
-def places(cpu: bool, processes: int, **place: Any) -> list[Where]:
-    device = torch.device("cpu" if cpu else "cuda")
-    return possible_places(config(**place), LORA, START, MIXTURE, device, processes)  # type: ignore[arg-type]
-
-
-def test_auto_tries_what_is_fastest_first_and_the_smallest_split_that_may_fit():
-    """All on the device; split; the rest from peers; and what streams is shared too. 6 experts are not
-    divided among 8."""
-    assert places(True, 1) == [Where("device"), Where("disk"), Where("disk", buffer=OF_CONFIG)]
-
-    def each(experts: str, *splits: int) -> list[Where]:
-        return [Where(experts, split, rest) for rest in ("device", "peers") for split in splits]
-
-    def grouped(experts: str) -> list[Where]:
-        """What is not shared: a layer's experts come in groups."""
-        return [Where(experts, 1, rest, buffer=OF_CONFIG) for rest in ("device", "peers")]
-
-    disk = [*each("disk", 2, 4), *grouped("disk")]
-    assert places(True, 4) == [*each("device", 1, 2, 4), *disk]
-    gpu = [*each("device", 1, 2, 4), *each("host", 2, 4), *grouped("host"), *disk]
-    assert places(False, 8, boundary="device", optimizer="device") == gpu
-    host = {"boundary": "host"}, {"optimizer": "host"}, {"boundary": "host", "optimizer": "host"}
-    assert places(False, 8)[:5] == [gpu[0], *(gpu[0]._replace(**moved) for moved in host), gpu[1]]
-    assert len(places(False, 8)) == 4 * len(gpu)
-    assert places(True, 4, split=2) == [*each("device", 2), *each("disk", 2)]
-    alone = {"experts": "disk", "split": 1, "rest": "device"}
-    assert places(True, 4, **alone) == [Where("disk"), Where("disk", buffer=OF_CONFIG)]
-    assert places(True, 4, **alone, buffer=0.5) == [Where("disk", buffer=OF_CONFIG)]
-    assert places(True, 2, experts="device", split=1, rest="peers") == [Where("device", 1, "peers")]
-
-
-@pytest.mark.parametrize(
-    ("trained", "start", "processes", "said", "remedy"),
-    [
-        (LORA, START, 1, "there is one process", "torchrun"),
-        (ALL, START, 2, "every weight trains", "--place.weights sharded"),
-        (
-            LORA,
-            SimpleNamespace(tensors={}, path="m"),
-            2,
-            "no weights that could be read",
-            "--place.rest auto",
-        ),
-    ],
-)
-def test_a_rest_that_cannot_lie_with_peers_is_one_line(trained, start, processes, said, remedy):
-    with pytest.raises(ConfigError, match=f"place.rest is peers, but .*{said}") as caught:
-        possible_rests(config(rest="peers"), trained, start, processes)  # type: ignore[arg-type]
-    assert caught.value.next.startswith(remedy)
-    assert possible_rests(config(), trained, start, processes) == ["device"]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("device", "trained", "recompute", "said", "remedy"),
-    [
-        ("cpu", LORA, "auto", "the device is a CPU", "--place.boundary auto"),
-        ("cuda", ALL, "auto", "every weight trains", "--place.boundary auto"),
-        ("cuda", LORA, "nothing", "recompute is nothing", "--recompute layers"),
-    ],
-)
-def test_inputs_of_layers_that_cannot_leave_the_device_are_one_line(device, trained, recompute, said, remedy):
-    def possible(boundary: str) -> list[str]:
-        fields = {"model": "m", "data": ["d.jsonl"], "place": {"boundary": boundary}, "recompute": recompute}
-        return possible_boundaries(Config.model_validate(fields), trained, torch.device(device))
-
-    with pytest.raises(ConfigError, match=f"place.boundary is host, but .*{said}") as caught:
-        possible("host")
-    assert caught.value.next == remedy and possible("auto") == ["device"]
-
-
-@pytest.mark.parametrize(
-    ("device", "trained", "said"),
-    [("cpu", LORA, "the device is a CPU"), ("cuda", ALL, "every weight trains")],
-)
-def test_moments_that_cannot_leave_the_device_are_one_line(device, trained, said):
-    def possible(optimizer: str) -> list[str]:
-        return possible_optimizers(config(optimizer=optimizer), trained, torch.device(device))
-
-    with pytest.raises(ConfigError, match=f"place.optimizer is host, but .*{said}") as caught:
-        possible("host")
-    assert caught.value.next == "--place.optimizer auto" and possible("auto") == ["device"]
+def splits(processes: int, **place: Any) -> list[int]:
+    """How many processes may share six experts, fewest first."""
+    config = Config.model_validate({"model": "m", "data": ["d.jsonl"], "place": place})
+    start, shape = SimpleNamespace(tensors={"a": 1}, path="m"), SimpleNamespace(num_experts=6)
+    given: Any = config, SimpleNamespace(lora=object()), start, shape, torch.device("cpu")
+    layouts = Planning(*given, processes=processes).layouts()
+    return list(dict.fromkeys(layout.sharing for layout in layouts if layout.experts == "device"))
 
 
 def test_auto_stays_inside_a_host(monkeypatch: pytest.MonkeyPatch):
     """Rows of tokens go through all processes of a split: 2 hosts of 2 are not split over 4."""
     for name, value in {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert possible_splits(config(), LORA, MIXTURE, 4) == [1, 2]  # type: ignore[arg-type]
-    assert possible_splits(config(split=4), LORA, MIXTURE, 4) == [4]  # type: ignore[arg-type]
-
-
-def test_nothing_is_split_by_itself_where_nothing_can_be():
-    assert possible_splits(config(), LORA, DENSE, 4) == [1]  # type: ignore[arg-type]
-    assert possible_splits(config(), ALL, MIXTURE, 4) == [1]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("trained", "shape", "said"), [(ALL, MIXTURE, "every weight trains"), (LORA, DENSE, "has no experts")]
-)
-def test_a_split_that_cannot_be_is_one_line(trained, shape, said):
-    with pytest.raises(ConfigError, match=said) as caught:
-        possible_splits(config(split=2), trained, shape, 2)  # type: ignore[arg-type]
-    assert caught.value.next.startswith("--place.split 1")
-
-
-@pytest.mark.parametrize(
-    ("place", "said", "remedy"),
-    [
-        ({"split": 2}, "place.split is 2", "--place.split 1"),
-        ({"experts": "device"}, "nothing comes through a buffer", "--place.experts auto"),
-    ],
-)
-def test_a_buffer_that_nothing_could_use_is_one_line(place, said, remedy):
-    with pytest.raises(ConfigError, match=f"place.buffer is 0.5, but .*{said}") as caught:
-        places(True, 2, buffer=0.5, **place)
-    assert caught.value.next == f"{remedy}, or --place.buffer auto"
+    assert splits(4) == [1, 2]
+    assert splits(4, split=4) == [4]
 
 
 def test_samples_are_refused_with_the_arithmetic_where_layers_are_gathered():
     said: list[str] = []
     emit = lambda kind, step, message: said.append(message)  # noqa: E731
     run = SimpleNamespace(step=0, events=SimpleNamespace(emit=emit))
-    work = SimpleNamespace(experts="device", rest="peers", processes=4)
-    plan = SimpleNamespace(work=work, sizes=SimpleNamespace(rest=(2**20,) * 4, streamed=()))
+    layout, work = RESIDENT.but(rest="peers"), SimpleNamespace(processes=4)
+    plan = SimpleNamespace(layout=layout, work=work, sizes=SimpleNamespace(rest=(2**20,) * 4, streamed=()))
     refuse_samples(run, plan, 2, [], held_out=True)  # type: ignore[arg-type]
     assert "samples = 2): layers are gathered from peers" in said[0]
     assert "gathers all 3.0 MiB of them, an answer of 64 tokens 192.0 MiB; the held-out" in said[0]

@@ -15,7 +15,7 @@ loops compiled before, `unfreeze demo` takes 44 MiB.
 """
 
 PROCESS = int(0.5 * 2**30)
-"""Bytes of the interpreter and the libraries of a run, torch's CPU build among them: 0.45 GiB when it plans."""
+"""Bytes of the interpreter and the libraries of a run, torch among them: 0.45 GiB when it plans."""
 
 COMPILED_AT_MOST = f"{COMPILED / 2**30:.1f} GiB"
 BESIDE = f"up to {COMPILED_AT_MOST} of compiled code"
