@@ -39,16 +39,16 @@ def plans(events):
 
 def with_memory(monkeypatch, wanted):
     """The free memory in which a run would choose `wanted`."""
-    real = run_plan.plan_of
+    real = run_plan.Planning.plan
 
-    def made(*given, **options):
-        found = real(*given, **options)
-        if options.get("recompute"):
+    def made(planning, layout, began=""):
+        found = real(planning, layout, began)
+        if layout.recompute != "auto":
             return found
-        among = SAME_BITS if options.get("began") in SAME_BITS else (options.get("began") or wanted,)
-        return replace(found, work=replace(found.work, recompute=wanted)) if wanted in among else found
+        among = SAME_BITS if began in SAME_BITS else (began or wanted,)
+        return replace(found, layout=found.layout.but(recompute=wanted)) if wanted in among else found
 
-    monkeypatch.setattr(run_plan, "plan_of", made)
+    monkeypatch.setattr(run_plan.Planning, "plan", made)
 
 
 def test_a_run_says_what_it_chose_and_keeps_it_when_it_goes_on(began, chat_rows, tmp_path, monkeypatch):

@@ -15,12 +15,13 @@ from unfreeze.adapters import LoraConfig
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.sft import Config
-from unfreeze.job import places
+from unfreeze.core.layout import GIB, RESIDENT
 from unfreeze.job import plan as job_plan
-from unfreeze.parallel import plan as parallel_plan
+from unfreeze.parallel import machine
 from unfreeze.parallel.collectives import ALONE, Alone
 from unfreeze.parallel.machine import Hardware, hardware
-from unfreeze.parallel.plan import USABLE, plan_training
+from unfreeze.parallel.plan import USABLE, plan_here
+from unfreeze.parallel.plan import layouts
 from unfreeze.parallel.plan.aside import Aside
 from unfreeze.report.run import facts, read_run
 from unfreeze.tracking import scalars
@@ -113,22 +114,22 @@ def test_auto_takes_groups_where_two_buffers_of_a_layer_are_too_large(chat_rows,
     here = Hardware("cpu", "small", 2, 2**40, 2**40)
 
     def least(buffer):
-        monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: here)
-        return plan_training(
+        monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: here)
+        layout = RESIDENT.but(experts="disk", buffer=buffer / GIB)
+        return plan_here(
             models.shape(manifest.config), manifest, LoraConfig(rank=1), tokens=64, dtype="float32",
-            device="cpu", experts="disk", buffer=buffer, longest=64, receipt_bytes=2**20,
+            device="cpu", layout=layout, longest=64, receipt_bytes=2**20,
         ).total  # fmt: skip
 
-    whole, single = least(None), least(2**14)
+    whole, single = least(0), least(2**14)
     assert single < whole
     small = replace(here, available=int((2 * single + whole) / 3 / USABLE))
-    monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: small)
+    monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: small)
     more = ["--samples", 0, "--dtype", "float32", "--tokens-per-step", 64, "--lora.rank", 1]
     code, events = sft(chat_rows, tmp_path / "run", *more)
     (planned,) = of(events, "plan")
     assert code == 0 and planned["experts"] == "disk" and planned["groups"] > 1
-    said = next(line for line in planned["lines"] if "because device would take" in line)
-    assert "; disk would take" in said
+    assert any("because everything on the device; recompute" in line for line in planned["lines"])
     assert len(of(events, "stream")) == 4
 
 
@@ -137,9 +138,9 @@ def test_a_run_whose_boundary_activations_are_copied_to_host_memory(
 ):
     """Where a GPU would do so; here it is a plain copy."""
     dtype, folder, wanted = resident
-    monkeypatch.setattr(places, "possible_boundaries", lambda *given: ["host"])
+    monkeypatch.setattr(layouts, "_boundaries", lambda *given: ["host"])
     here = hardware(torch.device("cpu"))
-    monkeypatch.setattr(parallel_plan, "hardware", lambda place: replace(here, host=2**34))
+    monkeypatch.setattr(machine, "hardware", lambda place: replace(here, host=2**34))
     out = tmp_path / "run"
     code, events = sft(chat_rows, out, "--dtype", dtype, "--validation-fraction", 0.3, "--samples", 0)
     (plan,) = of(events, "plan")
@@ -157,8 +158,8 @@ def test_a_run_whose_moments_lie_in_host_memory_and_one_that_goes_on(
     flags = ["--dtype", "float32", "--samples", 0, "--optimizer-moments", moments]
     _, wanted = sft(chat_rows, tmp_path / "resident", *flags, "--save-every", 2)
     here = hardware(torch.device("cpu"))
-    monkeypatch.setattr(places, "possible_optimizers", lambda *given: ["host"])
-    monkeypatch.setattr(parallel_plan, "hardware", lambda place: replace(here, host=2**34))
+    monkeypatch.setattr(layouts, "_states", lambda *given: [{"adapters": "device", "optimizer": "host"}])
+    monkeypatch.setattr(machine, "hardware", lambda place: replace(here, host=2**34))
     monkeypatch.setattr(InHost, "poison", True)
     monkeypatch.setattr(InHost, "chunk", 4096)
     half = tmp_path / "half"
@@ -251,36 +252,37 @@ def test_auto_takes_the_disk_where_the_device_is_too_small(chat_rows, tmp_path, 
     here = Hardware("cpu", "small", 2, 2**40, 2**40)
 
     def least(experts):
-        monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: here)
-        return plan_training(
+        monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: here)
+        return plan_here(
             models.shape(manifest.config), manifest, LoraConfig(rank=2), tokens=256, dtype="bfloat16",
-            device="cpu", experts=experts, longest=64, receipt_bytes=2**20,
+            device="cpu", layout=RESIDENT.but(experts=experts), longest=64, receipt_bytes=2**20,
         ).total  # fmt: skip
 
     between = (least("device") + least("disk")) // 2
     small = replace(here, available=int(between / USABLE))
-    monkeypatch.setattr("unfreeze.parallel.plan.hardware", lambda device: small)
+    monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: small)
     code, events = sft(chat_rows, tmp_path / "run", "--samples", 0)
     (planned,) = of(events, "plan")
     assert code == 0 and planned["experts"] == "disk" and planned["recompute"] == "layers"
-    assert any("because device would take" in line for line in planned["lines"])
+    assert any("because everything on the device; recompute layers would take" in line for line in planned["lines"])
     assert len(of(events, "stream")) == 4
 
 
 def test_a_second_model_is_measured_once_for_all_places_that_are_tried(chat_rows, monkeypatch):
     """None of them fits, so all are tried."""
-    monkeypatch.setattr(parallel_plan, "hardware", lambda place: Hardware("cpu", "here", 2, 2**20, 2**20))
+    monkeypatch.setattr(machine, "hardware", lambda place: Hardware("cpu", "here", 2, 2**20, 2**20))
     tried, asked = [], []
-    real = job_plan.plan_of
+    real = job_plan.Planning.plan
     monkeypatch.setattr(
-        job_plan, "plan_of", lambda *given, **more: tried.append(given) or real(*given, **more)
+        job_plan.Planning, "plan", lambda *given, **more: tried.append(given) or real(*given, **more)
     )
     config = Config.model_validate({"model": str(TINY_K2), "data": [str(chat_rows)]})
     start = open_checkpoint(TINY_K2)
     given = config, SimpleNamespace(lora=LoraConfig(rank=2)), start, models.shape(start.config)
     second = SimpleNamespace(aside=lambda *of: asked.append(of) or Aside(stays=2**30))
     folder = SimpleNamespace(step=0)
-    plan = job_plan.agreed_plan(*given, torch.device("cpu"), [5, 7], folder, ALONE, second=second)
+    planning = job_plan.Planning(*given, torch.device("cpu"), [5, 7], second=second)
+    plan = job_plan.agreed_plan(planning, folder, ALONE)
     assert len(tried) > 3 and plan.terms["second model"] == 2**30
     assert [(tokens, longest) for _, tokens, longest, *_ in asked] == [(config.tokens_per_micro_batch, 7)]
 
@@ -305,23 +307,24 @@ def test_processes_with_unequal_memory_agree_on_the_smaller_buffer(chat_rows, mo
     Control arm: a process alone takes what it has room for."""
     rooms = threading.local()
     monkeypatch.setattr(
-        parallel_plan, "hardware", lambda place: Hardware("cpu", "here", 2, rooms.bytes, rooms.bytes)
+        machine, "hardware", lambda place: Hardware("cpu", "here", 2, rooms.bytes, rooms.bytes)
     )
-    place = {"experts": "disk", "split": 1, "rest": "device"}
+    place = {"experts": "disk", "split": 1, "rest": "device", "recompute": "layers"}
     fields = {"data": [str(chat_rows)], "place": place, "training": {"tokens_per_step": 16}}
-    fields["memory"] = {"recompute": "layers", "dtype": "float32"}
+    fields["memory"] = {"dtype": "float32"}
     config = Config.model_validate({"model": str(TINY_K2), **fields})
     start = open_checkpoint(TINY_K2)
     given = config, SimpleNamespace(lora=LoraConfig(rank=2)), start, models.shape(start.config)
     rooms.bytes = 2**40
-    needed = job_plan.plan_of(*given, torch.device("cpu"), [5, 7])
+    needed = job_plan.Planning(*given, torch.device("cpu"), [5, 7]).first()[1]
     most = needed.total - needed.terms["expert buffers"] // 4
     folder, said, found, barrier = SimpleNamespace(step=0), ["", ""], {}, threading.Barrier(2)
 
     def agree(rank, room, group):
         rooms.bytes = group.size * (int(room / USABLE) + 2**10)
-        made = job_plan.agreed_plan(*given, torch.device("cpu"), [5, 7], folder, group)
-        found[rank] = (made.fits, made.work.experts, made.work.buffer)
+        planning = job_plan.Planning(*given, torch.device("cpu"), [5, 7], processes=group.size)
+        made = job_plan.agreed_plan(planning, folder, group)
+        found[rank] = (made.fits, made.layout.experts, made.layout.buffer_bytes)
 
     for rank, room in enumerate((2**40, most)):
         agree(f"alone {rank}", room, ALONE)
