@@ -176,6 +176,22 @@ def test_a_finished_run_can_be_made_longer(interrupted: list[str], tmp_path: Pat
     assert [event["step"] for event in read_events(run, "train")] == [1, 2, 3, 4, 5]
 
 
+def test_epochs_are_those_of_the_data_trained_on_in_every_session(
+    tmp_path: Path, chat_rows: Path, read_events, capsys: pytest.CaptureFixture[str]
+):
+    """A finished run of 2 epochs made longer to 5, with rows held out: it ends with epoch 5.0, as it was asked."""
+    command = ["sft", "--model", str(TINY_K2), "--data", str(chat_rows), "--out", str(tmp_path / "run")]
+    command += ["--tokens-per-step", "128", "--samples", "0", "--lora.rank", "1", "--threads", "1"]
+    command += ["--validation-fraction", "0.3", "--device", "cpu"]
+    assert cli.main([*command, "--epochs", "2"]) == 0
+    assert cli.main([*command, "--epochs", "5", "--allow-changed", "epochs"]) == 0
+    train = read_events(tmp_path / "run", "train")
+    of_one = len(train) / 5
+    assert [event["epoch"] for event in train] == pytest.approx([(i + 1) / of_one for i in range(len(train))])
+    said = capsys.readouterr().err
+    assert "epoch 2.0  loss" in said and "epoch 5.0  loss" in said
+
+
 def test_a_fixed_field_is_refused_with_its_reason(
     interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

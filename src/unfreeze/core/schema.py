@@ -234,6 +234,7 @@ class TrainEvent(CommonFields, total=False):
         Annotated[Real | None, of("nats per supervised token", "of all micro-batches and processes")]
     ]
     grad_norm: Required[Annotated[Real | None, of("L2 norm before clipping", "of all trained parameters")]]
+    epoch: Annotated[Real, of("passes over the data", "finished with this step, as the cursor counts them")]
     tokens: Annotated[Int, of("tokens", "of the step")]
     supervised_tokens: Annotated[Int, of("tokens", "of the step, weight > 0")]
     seconds: Annotated[Real, of("seconds", "of the step, without hooks and saving")]

@@ -35,7 +35,7 @@ from unfreeze.core.schema import (
     WarningEvent,
 )
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, times_larger
+from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
 
@@ -131,13 +131,12 @@ class LiveProgress:
         whole_plan: bool = False,
     ):
         self.total_steps = total_steps
-        self._whole_plan, self._data_tokens = whole_plan, 0.0
+        self._whole_plan = whole_plan
         self._predicted = ""  # how many kernels run unmeasured, until it is said
         self.seconds_between = seconds_between
         self._display = _Display(quiet, stream)
         self._inside = False
         self._steps = 0
-        self._trained_tokens = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds) of the last steps
         self._last_line = float("-inf")
 
@@ -174,7 +173,6 @@ class LiveProgress:
             self._display.line(line)
 
     def _on_data(self, event: DataEvent) -> None:
-        self._data_tokens = event.get("tokens", 0) * times_larger(event)
         _, *left_out_rows = data_lines([event])
         mixed = [line for words in event.get("mixture", []) for line in folded(f"mixture: {words}")]
         for line in (*folded(f"data: {data_line(event)}"), *mixed, *left_out_rows):
@@ -217,9 +215,6 @@ class LiveProgress:
     def _on_train(self, event: TrainEvent) -> None:
         self._recent.append((event.get("tokens", 0), event.get("seconds", 0.0)))
         self._steps += 1
-        if self._steps == 1:  # of a resumed run: the steps before it, taken for as long as this one
-            self._trained_tokens = (event["step"] - 1) * event.get("tokens", 0)
-        self._trained_tokens += event.get("tokens", 0)
         step, status = event["step"], self._status(event)
         if self._inside and self._display.may_draw:
             self._display.draw(f"step {step}/{self.total_steps}", step, self.total_steps, status)
@@ -235,9 +230,9 @@ class LiveProgress:
         # the first step of a process compiles kernels, so it is left out of the forecast
         timed = [duration for _, duration in self._recent][1 if self._steps <= WINDOW else 0 :]
         left = (self.total_steps - event["step"]) * sum(timed) / len(timed) if timed else 0.0
-        epoch = self._trained_tokens / self._data_tokens if self._data_tokens else 0.0
+        epoch = event.get("epoch")
         parts = [  # what people watch comes first: a narrow terminal cuts the end
-            f"epoch {epoch:.1f}" if epoch else "",
+            f"epoch {epoch:.1f}" if epoch is not None else "",
             f"loss {loss:.3f}" if loss is not None else "loss not finite",
             f"{format_seconds(left)} left" if left > 0 else "",
             f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "",
