@@ -53,8 +53,12 @@ class DoesNotFit(UserError):
     """
 
 
-_SHORT = re.compile(r"DefaultCPUAllocator|not enough memory|cannot allocate memory", re.IGNORECASE)
-"""What torch's allocator and mmap say of a shortage."""
+_SHORT = re.compile(
+    r"DefaultCPUAllocator|not enough memory|cannot allocate memory"
+    r"|could not create a (primitive(?! descriptor)|memory)",
+    re.IGNORECASE,
+)
+"""What torch's allocator, mmap and oneDNN say of a shortage."""
 
 
 def ran_out(error: BaseException) -> str:

@@ -25,6 +25,12 @@ def planned_words(planned: float, kind: str) -> str:
     return f"{low} to {format_bytes(planned + COMPILED)}" if kind == "cpu" else low
 
 
+def room_words(planned: float, room: float, kind: str) -> str:
+    """'391.5 MiB', the memory that is there; with a warning where compiling may need more than that."""
+    short = kind == "cpu" and planned <= room < planned + COMPILED
+    return format_bytes(room) + " (compiling may need more than there is)" * short
+
+
 def give_back_freed() -> None:
     """Let glibc return every block of 1 MiB or more to the system as soon as it is freed.
 

@@ -12,7 +12,7 @@ from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.events import RESOLVED
-from unfreeze.core.process import planned_words
+from unfreeze.core.process import planned_words, room_words
 from unfreeze.core.schema import PlanEvent, SaveEvent
 from unfreeze.core.torchrun import started
 from unfreeze.core.units import format_bytes, format_count, format_seconds
@@ -320,7 +320,8 @@ def start_lines(
             f" {format_count(all_parameters(plan))} parameters{trained.begins}"
         )
     taken = planned_words(plan.total + plan.hardware.process, plan.hardware.kind)
-    room = format_bytes(plan.usable + plan.hardware.process)
+    process = plan.hardware.process
+    room = room_words(plan.total + process, plan.usable + process, plan.hardware.kind)
     if plan.work.split > 1:
         experts += f" ({experts_held(plan)} of them in each of {plan.work.split} processes)"
     if plan.work.experts != "device":
