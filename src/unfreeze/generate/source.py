@@ -34,7 +34,7 @@ def locate(source: str | Path, base: str = "") -> Source:
     """The Source that a name stands for. `base`: what an adapter goes on, whatever it names.
 
     A checkpoint folder or id stands for itself; a run folder for its adapter on its base, or for the model/
-    it trained; an adapter folder for itself on its base_model_name_or_path.
+    it trained; an adapter folder for itself on its base_model_name_or_path, with the prompts of its run.
     Raises CheckpointError for a run that has neither adapter nor model yet, and for an adapter that doesn't
     name its base.
     """
@@ -44,6 +44,8 @@ def locate(source: str | Path, base: str = "") -> Source:
     if (folder / RESOLVED).is_file():
         return _locate_run(folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        run = run_of(folder) / RESOLVED
+        variables = read_json(run).get("template_variables") if run.is_file() else None
         named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(named, str) or not named:
             raise CheckpointError(
@@ -51,13 +53,20 @@ def locate(source: str | Path, base: str = "") -> Source:
                 " unknown",
                 next="give the base checkpoint's folder or id: --base DIR",
             )
-        return Source(named, folder)
+        return Source(named, folder, tuple(map(str, variables or ())))
     # beside other runs: a name mistyped, no Hugging Face id
     if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):
         runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
         near = ", ".join(str(folder.parent / name) for name in closest(folder.name, runs))
         raise CheckpointError(f"{folder} does not exist", next=f"the nearest: {near}")
     return Source(str(folder) if folder.exists() else str(source))
+
+
+def run_of(folder: Path) -> Path:
+    """The run that an adapter is of: the folder above runs/NAME/adapter-best; any other is its own."""
+    above = folder.absolute().parent
+    inside = (folder / ADAPTER_CONFIG).is_file() and not (folder / RESOLVED).is_file()
+    return above if inside and (above / RESOLVED).is_file() else folder
 
 
 def _on_base(folder: Path, base: str) -> Source:

@@ -221,6 +221,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if held_out := series(run.events, "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
         rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))
+    if best := best_words(run):
+        rows.append(("Best", best))
     if early := last(run.events, EarlyStopEvent):
         rows.append(("Stopped early", early_words(early, _best_folder(run))))
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
@@ -292,6 +294,16 @@ def memory_of(kind: str) -> str:
 def _best_folder(run: Run) -> str:
     """Where the best save is written; "" while it is not."""
     return next((f"{name}/" for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
+
+
+def best_words(run: Run) -> str:
+    """'step 60 (0.570), in adapter-best/', where an earlier step than the last was the best; else ""."""
+    folder, (steps, losses) = _best_folder(run), series(run.events, "eval", "loss")
+    found = [(loss, step) for step, loss in zip(steps, losses, strict=True) if step > 0]
+    if not folder or not found:
+        return ""
+    loss, step = min(found)
+    return f"step {step:,} ({loss:.3f}), in {folder}"
 
 
 def early_words(early: EarlyStopEvent, best: str = "") -> str:
