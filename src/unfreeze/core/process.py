@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 
 from unfreeze.core.units import format_bytes
 
@@ -29,6 +30,14 @@ def room_words(planned: float, room: float, kind: str) -> str:
     """'391.5 MiB', the memory that is there; with a warning where compiling may need more than that."""
     short = kind == "cpu" and planned <= room < planned + COMPILED
     return format_bytes(room) + " (compiling may need more than there is)" * short
+
+
+def trim() -> None:
+    """Free what is garbage, and give freed heap back to the system, where the C library can."""
+    gc.collect()
+    give = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give is not None:
+        give(0)
 
 
 def give_back_freed() -> None:

@@ -160,6 +160,14 @@ class PlanEvent(CommonFields):
     ]
 
 
+class TimingEvent(CommonFields):
+    """At the first start on a CPU: the candidates of its kernels were compiled and timed."""
+
+    kind: Literal["timing"]
+    cells: Annotated[Int, of("kinds of inputs", "whose candidates were timed")]
+    seconds: Annotated[Real, of("seconds", "compiling, comparing and timing")]
+
+
 class LoadEvent(CommonFields):
     """After the weights are read."""
 
@@ -408,6 +416,7 @@ class EndEvent(CommonFields):
 Event = (
     DataEvent
     | PlanEvent
+    | TimingEvent
     | LoadEvent
     | StartEvent
     | KernelsEvent

@@ -321,7 +321,7 @@ def prepare(
 
     # bytes, with arithmetic; refuses what does not fit
     lengths = dataset.examples.document_lengths().tolist()
-    settle_kernels(device, config.memory.dtype, lengths, shape, start, folder, group)
+    settle_kernels(device, config.memory.dtype, lengths, shape, start, folder, group, say(common))
     length = sequence_length(data, document_tokens(parts.encoding, tokens), shape.max_positions)
     longest = None if dataset.stream is None else length  # of rows that are not encoded yet nobody knows
     plan = agreed_plan(config, parts.trained, start, shape, device, lengths, folder, group, longest, second)

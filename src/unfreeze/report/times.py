@@ -1,4 +1,4 @@
-"""Where the time of a run went: loading, compiling, answers, steps, validation, saving, and the rest."""
+"""Where the time of a run went: choosing kernels, loading, compiling, answers, steps, validation, saving, and the rest."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from unfreeze.core.units import format_seconds
 from unfreeze.report.events import last, of_kind, series
 
 LEAST = 0.01  # of all: a smaller part is not named
+PARTS = {
+    "choosing kernels": "timing",
+    "loading": "load",
+    "answers": "gap",
+    "validation": "eval",
+    "saving": "save",
+}
+"""Part -> the events whose seconds it has."""
 FEW = 3  # steps of a session: of fewer nothing tells compiling from the step itself
 
 
@@ -22,7 +30,7 @@ def times(events: Sequence[Event]) -> dict[str, float]:
     steps = sum(series(events, "train", "seconds")[1])
     compiling = sum(_compiling(session) for session in _sessions(events))
     parts = {"steps": steps - compiling, "compiling": compiling}
-    for name, kind in (("loading", "load"), ("answers", "gap"), ("validation", "eval"), ("saving", "save")):
+    for name, kind in PARTS.items():
         parts[name] = sum(series(events, kind, "seconds")[1])
     whole = _whole(events)
     if whole is not None:
