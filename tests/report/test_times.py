@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unfreeze.report.times import time_words, times
+from unfreeze.report.times import time_words, times, tokens_per_second
 
 
 def run(first: float = 9.0, **more: Any) -> list[Any]:
@@ -46,6 +46,12 @@ def test_they_are_named_and_add_up():
         "1 min 12 s; steps 10 s, answers 42 s, compiling 7.0 s, validation 5.0 s, loading 3.0 s,"
         " choosing kernels 1.0 s, other 3.5 s"
     )  # half a second of saving is less than a hundredth
+
+
+def test_tokens_per_second_are_those_of_the_steps_without_compiling():
+    events = [event | {"tokens": 100} if event["kind"] == "train" else event for event in run()]
+    assert times(events)["compiling"] == 7.0 and tokens_per_second(events) == 5 * 100 / 10.0
+    assert tokens_per_second([]) is tokens_per_second(events[:2]) is None
 
 
 @pytest.mark.parametrize("first", [2.0, 1.0])

@@ -30,6 +30,7 @@ from unfreeze.core.errors import ConfigError
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
     from unfreeze.job.second import Second
+    from unfreeze.kernels.precision import Precision
     from unfreeze.models.recompute import Recompute
     from unfreeze.parallel.fleet import Fleet
     from unfreeze.parallel.plan.choose import Asked, Choice
@@ -308,6 +309,7 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
         notes=notes,
         usd_per_hour=config.usd_per_hour,
         rates=rates.source if rates else "",
+        dtype=_dtype(config, machine),
     )
 
 
@@ -342,13 +344,14 @@ def _cut(config: Config, machine: Fleet, asked: Asked, choice: Choice) -> list[s
     return []
 
 
-def _dtype(config: Config, machine: Fleet) -> str:
+def _dtype(config: Config, machine: Fleet) -> Precision:
     """The dtype of the computation: as asked, or what that machine multiplies; other GPUs have bf16 units."""
-    from unfreeze.kernels.precision import AUTO, precision, precision_on
+    from unfreeze.kernels.precision import AUTO, as_asked, precision, precision_on
 
-    if machine.here or config.dtype != AUTO:
-        return precision(config.dtype, machine.kind).name
-    return precision_on(machine.kind).name
+    if machine.here:
+        return precision(config.dtype, machine.kind)
+    best = precision_on(machine.kind)
+    return best if config.dtype == AUTO else as_asked(config.dtype, best, machine.kind)
 
 
 def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Counts, Asked]:
@@ -368,7 +371,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         )
     # what trains, in which numbers, and what a step does with it
     lora = config.lora if config.train == "adapters" else None
-    dtype = getattr(torch, _dtype(config, machine))
+    dtype = getattr(torch, _dtype(config, machine).name)
     model, counted = opened.model(dtype, lora, machine.kind)
     if lora is None and counted.packed:
         raise ConfigError(

@@ -326,7 +326,7 @@ class GapEvent(CommonFields):
 
     The first goes token by token with a cache, the second takes one packed pass. The gap is the absolute
     difference of their log-probabilities of each sampled token. Carries a `warning` above 1e-4 nats in
-    float32; in bfloat16 rounding alone makes a mean of 0.0005 to 0.008 and at times 0.2, where it turns a
+    float32; in bfloat16 rounding alone makes a mean of 0.0005 to 0.008 and at times 0.3, where it turns a
     router's choice (tiny-k2).
     """
 

@@ -21,7 +21,8 @@ from unfreeze.job.folder import with_files
 from unfreeze.job.machine import check_machine
 from unfreeze.job.parts import Parts
 from unfreeze.job.plan import ROOM, disk_of, plan_of, taken_aside
-from unfreeze.job.precision import computed_here
+from unfreeze.job.precision import in_dtype
+from unfreeze.kernels.precision import Precision, precision
 from unfreeze.report.run import writer
 from unfreeze.tracking.live import EncodeProgress
 
@@ -47,6 +48,7 @@ class Subject:
     parts: Parts
     has_data: bool
     quiet: bool = True
+    dtype: Precision | None = None  # of the config, and why it is that one
     broken: set[str] = field(default_factory=set[str])
 
     @cached_property
@@ -115,7 +117,8 @@ def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool
     """Every check in order. What needs a part that is broken is skipped, naming the part."""
     subject = Subject(config, parts, has_data, quiet)
     with suppress(UserError):  # of the device, which the first check names
-        subject.config = computed_here(config, subject.device)
+        subject.dtype = precision(config.memory.dtype, subject.device)
+        subject.config = in_dtype(config, subject.dtype.name)
     for name, check, needs in CHECKS:
         lacking = [part for part in needs if part in subject.broken]
         if lacking:

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
     from unfreeze.data import Batches, Dataset
     from unfreeze.data.packing.windows import WindowBatches
+    from unfreeze.kernels.precision import Precision
     from unfreeze.models import Decoder
     from unfreeze.models.recompute import RecomputePolicy
     from unfreeze.parallel.collectives import Group
@@ -101,7 +102,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
         with refused_when_short(plans), ExitStack() as opened:
             group = opened.enter_context(open_group(device))
             config, start = begun or together(config, parts, common, group)
-            config = settled(as_it_began(config, group), start, device, group)
+            config, dtype = settled(as_it_began(config, group), start, device, group)
             folder = opened.enter_context(live(config, common, parts.recipe, command, group))
             end = partial(
                 finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
@@ -109,7 +110,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
             if group.any(is_written(folder, parts)):
                 group.on_rank0(lambda: refuse_other_data(config.data, folder))
                 return group.on_rank0(lambda: end(already_finished=True)) or {}
-            job = prepare(config, parts, common, device, group, folder, start, plans)
+            job = prepare(config, parts, common, device, group, folder, dtype, start, plans)
             job.write(finished=job.fit())
             return group.on_rank0(lambda: end(best=job.state.best)) or {}
 
@@ -276,13 +277,14 @@ def prepare(
     device: torch.device,
     group: Group,
     folder: Run,
+    dtype: Precision,
     start: Manifest | None = None,
     plans: list[Plan] | None = None,
 ) -> Job:
     """From the config to a model, batches and a state: new, or as the folder's last save left them.
 
     What cannot work is refused by the cheapest check first: names and shapes, then the rows, then the plan.
-    Only then is a weight read. plans: the plan is put there.
+    Only then is a weight read. dtype: that of the config, and why. plans: the plan is put there.
     """
     from unfreeze import models
     from unfreeze.generate.model import Model, end_ids
@@ -333,7 +335,7 @@ def prepare(
     predicted = predicted_ops(device, config.memory.dtype)
     disk = disk_of(config, parts.trained, start, plan)
     lines = [*start_lines(config, parts.trained, start, shape, plan, disk, second), *parts.said]
-    lines.append(dtype_line(config.memory.dtype, device))
+    lines.append(dtype_line(dtype))
     note = export_note(parts.trained.lora, start, shape)
     emit_plan(folder, plan, group, lines, predicted, disk=disk, note=note)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))

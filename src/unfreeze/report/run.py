@@ -45,10 +45,9 @@ from unfreeze.report.events import (
     read_events,
     refuse_damage,
     series,
-    tokens_per_second,
 )
 from unfreeze.report.tables import trained_parameters
-from unfreeze.report.times import time_words
+from unfreeze.report.times import time_words, tokens_per_second
 from unfreeze.untrusted.json_object import read_object
 
 
@@ -94,7 +93,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all steps, all sessions of a resumed run together."""
+        """Of all steps without compiling, all sessions of a resumed run together."""
         return tokens_per_second(self.events)
 
     @cached_property

@@ -38,6 +38,15 @@ def times(events: Sequence[Event]) -> dict[str, float]:
     return parts
 
 
+def tokens_per_second(events: Sequence[Event]) -> float | None:
+    """Tokens over seconds of all training steps, compiling left out, every session of a resumed run together.
+
+    None without a step.
+    """
+    seconds = times(events)["steps"]
+    return sum(series(events, "train", "tokens")[1]) / seconds if seconds > 0 else None
+
+
 def time_words(events: Sequence[Event]) -> str:
     """'1 min 02 s; steps 17 s, answers 42 s, compiling 3.1 s', the longest first behind the steps."""
     parts = times(events)
@@ -68,7 +77,7 @@ def _compiling(steps: Sequence[TrainEvent]) -> float:
 def _whole(events: Sequence[Event]) -> float | None:
     """From the first event to the end, of a run in one session; else unknown."""
     end = last(events, EndEvent)
-    begun, ended = events[0].get("time"), end.get("time") if end else None
+    begun, ended = events[0].get("time") if events else None, end.get("time") if end else None
     if begun is None or ended is None or len(of_kind(events, StartEvent)) > 1:
         return None
     return ended - begun
