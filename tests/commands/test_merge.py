@@ -102,7 +102,9 @@ def test_the_best_step_is_named_and_knows_its_run(held_out_run, tmp_path, capsys
         "This merges the last step; the held-out loss was lowest at step 7 (0.570). To merge that: unfreeze merge"
         f" {run}/adapter-best\n"
     ) in capsys.readouterr().err
-    assert cli.main(["merge", str(run / "adapter-best"), "--to", "bf16", "--out", str(tmp_path / "best")]) == 0
+    assert (
+        cli.main(["merge", str(run / "adapter-best"), "--to", "bf16", "--out", str(tmp_path / "best")]) == 0
+    )
     said = capsys.readouterr().err
     assert "of what was learned survives in this format" in said and "adapter without its run" not in said
 

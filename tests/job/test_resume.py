@@ -176,6 +176,34 @@ def test_a_finished_run_can_be_made_longer(interrupted: list[str], tmp_path: Pat
     assert [event["step"] for event in read_events(run, "train")] == [1, 2, 3, 4, 5]
 
 
+def test_what_is_no_target_is_said_before_what_the_folder_was_trained_with(
+    interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, _ = again(interrupted, tmp_path, "--lora.targets", "attentoin")
+    said = capsys.readouterr().err
+    assert code == 2 and "attentoin" in said and "nearest" in said and "another configuration" not in said
+    # one that is there is another configuration
+    code = cli.main([*interrupted, "--lora.targets", "attention"])
+    assert code == 2 and "another configuration" in capsys.readouterr().err
+
+
+def test_steps_and_epochs_together_say_which_decides(tmp_path: Path, chat_rows: Path, read_events):
+    command = [
+        "sft",
+        "--quiet",
+        "--model",
+        str(TINY_K2),
+        "--data",
+        str(chat_rows),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    command += ["--tokens-per-step", "128", "--samples", "0", "--lora.rank", "1", "--threads", "1"]
+    assert cli.main([*command, "--steps", "1", "--epochs", "2"]) == 0
+    said = [event["message"] for event in read_events(tmp_path / "run", "warning")]
+    assert "steps 1 and epochs 2 are both given: steps decides" in said
+
+
 def test_epochs_are_those_of_the_data_trained_on_in_every_session(
     tmp_path: Path, chat_rows: Path, read_events, capsys: pytest.CaptureFixture[str]
 ):

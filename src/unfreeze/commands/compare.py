@@ -20,6 +20,7 @@ from unfreeze.core.command import Common
 from unfreeze.report import compare
 from unfreeze.report.page import write_page
 from unfreeze.report.run import Run
+from unfreeze.tracking.console import PipeConsole
 
 
 class Config(Frozen):
@@ -48,7 +49,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_page(target, compare.page(runs))
     if not (common.quiet or common.json):
-        show(runs, Console())
+        show(runs, PipeConsole())
         print(f"curves: {target}")
     return {**compare.as_dict(runs), "html": str(target)}
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
-from rich.console import Console
 
 from unfreeze.commands.opened import Opened, open_model
 from unfreeze.commands.recipe import recipe_of
@@ -26,6 +25,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_m
 from unfreeze.config.tables import Place
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
@@ -147,7 +147,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     opened = open_model(config)
     opened.second = second
     plans = [plan(*asked, opened) for asked in _asked_for(config)]
-    console = Console(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = PipeConsole(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if config.sweep:
         with writing(config.out, "out"):
             write_picture(plans, Path(config.out))

@@ -133,7 +133,9 @@ class Planned:
 
         # seconds, the longest first
         if time is None:
-            lines.append("  time: unknown for this machine; unfreeze dev kernels measure --to user measures it")
+            lines.append(
+                "  time: unknown for this machine; unfreeze dev kernels measure --to user measures it"
+            )
         else:
             longest = sorted(time.terms.items(), key=lambda term: -term[1])[:5]
             words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)

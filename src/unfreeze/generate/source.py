@@ -13,6 +13,7 @@ from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint, read_json
 from unfreeze.core.errors import CheckpointError, closest
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.writer import writer
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -87,11 +88,20 @@ def _locate_run(folder: Path) -> Source:
     if (folder / "model" / "config.json").is_file():
         return Source(str(folder / "model"), template_variables=variables)
     if not (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        process = writer(folder)
         if saves := sorted(path.name for path in (folder / "state").glob("step-*") if path.suffix != ".tmp"):
+            state = f"is training now (process {process})" if process else "is unfinished"
             raise CheckpointError(
-                f"run {folder} is unfinished: it is saved as of {saves[-1]}, and its model/ or adapter/ is"
-                " not written yet",
-                next="start the same training command again: it continues from that save",
+                f"run {folder} {state}: it is saved as of {saves[-1]}, and its model/ or adapter/ is not"
+                " written yet",
+                next="wait for its end, or stop it there with Ctrl-C"
+                if process
+                else "start the same training command again: it continues from that save",
+            )
+        if process:
+            raise CheckpointError(
+                f"run {folder} is training now (process {process}) and has not saved anything yet",
+                next=f"wait for its first save; meanwhile: unfreeze report {folder}",
             )
         raise CheckpointError(
             f"run {folder} has neither adapter/{ADAPTER_CONFIG} nor model/config.json: it has not saved"

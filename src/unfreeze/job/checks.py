@@ -15,6 +15,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.torchrun import sharers
 from unfreeze.core.units import format_bytes
+from unfreeze.core.writer import writer
 from unfreeze.job.data import every_row, few_steps, steps_of
 from unfreeze.job.finding import Finding
 from unfreeze.job.folder import with_files
@@ -23,7 +24,6 @@ from unfreeze.job.parts import Parts
 from unfreeze.job.plan import ROOM, disk_of, plan_of, taken_aside
 from unfreeze.job.precision import in_dtype
 from unfreeze.kernels.precision import Precision, precision
-from unfreeze.report.run import writer
 from unfreeze.tracking.live import EncodeProgress
 
 if TYPE_CHECKING:

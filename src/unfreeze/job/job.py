@@ -8,7 +8,8 @@ validation, guards, receipt, report.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.garbage import take_up
 from unfreeze.core.schema import TrainEvent
+from unfreeze.core.torchrun import started
 from unfreeze.job.data import (
     batches_in,
+    both_given,
     check_vocabulary,
     describer,
     document_tokens,
@@ -48,7 +52,7 @@ from unfreeze.job.plan import (
     start_lines,
 )
 from unfreeze.job.precision import dtype_line, expected, settled, warn_slow
-from unfreeze.job.processes import alone, refuse_uneven, start_of, together
+from unfreeze.job.processes import alone, opened_start, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples, transfers_of
 from unfreeze.job.samples import Samples, own_prompts
@@ -103,7 +107,8 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
             group = opened.enter_context(open_group(device))
             config, start = begun or together(config, parts, common, group)
             config, dtype = settled(as_it_began(config, group), start, device, group)
-            folder = opened.enter_context(live(config, common, parts.recipe, command, group))
+            with no_target_first(config, parts, common):
+                folder = opened.enter_context(live(config, common, parts.recipe, command, group))
             end = partial(
                 finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
             )
@@ -113,6 +118,24 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
             job = prepare(config, parts, common, device, group, folder, dtype, start, plans)
             job.write(finished=job.fit())
             return group.on_rank0(lambda: end(best=job.state.best)) or {}
+
+
+@contextmanager
+def no_target_first(config: TrainingConfig, parts: Parts, common: Common) -> Generator[None]:
+    """Where the folder's run has other lora.targets, say first which of the new ones are none."""
+    try:
+        yield
+    except ConfigError as error:
+        lora = parts.trained.lora
+        if lora is not None and "lora.targets" in error.message and started().size == 1:
+            import torch
+
+            from unfreeze import models
+            from unfreeze.models.targets import resolve
+
+            start = opened_start(config.model, parts, common)
+            resolve(models.meta_model(models.shape(start.config), start, torch.float32), lora.targets)
+        raise
 
 
 def target_of(folder: Run, parts: Parts) -> Path:
@@ -361,6 +384,9 @@ def prepare(
     steps = num_steps(training, batches, config.memory.micro_batches)
     if folder.step == 0 and (few := few_steps(training, steps))[0]:
         folder.events.emit("warning", 0, message=": ".join(few))
+
+    if folder.step == 0 and (both := both_given(training)):
+        folder.events.emit("warning", 0, message=both)
 
     if parts.begin is not None:
         asked = steps * config.memory.micro_batches

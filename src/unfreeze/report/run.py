@@ -9,7 +9,6 @@ runs/<name>/resolved_config.json     may be absent
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,15 +36,7 @@ from unfreeze.core.schema import (
 )
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.balance import Balance, balance_of
-from unfreeze.report.events import (
-    E,
-    expert_load,
-    last,
-    of_kind,
-    read_events,
-    refuse_damage,
-    series,
-)
+from unfreeze.report.events import E, expert_load, last, of_kind, read_events, refuse_damage, series
 from unfreeze.report.tables import trained_parameters
 from unfreeze.report.times import time_words, tokens_per_second
 from unfreeze.untrusted.json_object import read_object
@@ -161,21 +152,6 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in pairs
     }
-
-
-def writer(folder: Path) -> str:
-    """Give the id of the process that holds a run folder's lock, "" where none does.
-
-    "unknown" where it hasn't written its id yet.
-    """
-    lock = folder / "lock"
-    if lock.is_file():
-        with lock.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip() or "unknown"
-    return ""
 
 
 APART = {

@@ -1,4 +1,4 @@
-"""Where the time of a run went: choosing kernels, loading, compiling, answers, steps, validation, saving, and the rest."""
+"""Where the time of a run went: kernels, loading, compiling, answers, steps, validation, saving, the rest."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ Nothing here is written to standard output: with `--json` its last line is the r
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
@@ -38,6 +36,7 @@ from unfreeze.core.units import format_bytes, format_seconds
 from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
+from unfreeze.tracking.console import PipeConsole
 
 RATED = 3.0  # seconds of reading after which the time left is estimated
 # steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
@@ -54,16 +53,6 @@ class _Status(ProgressColumn):
         return Text(task.fields["status"], no_wrap=True, overflow="ellipsis")
 
 
-class _Console(Console):
-    """A run outlives the reader of its output (`… 2>&1 | head`), where rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # what others still print goes there too
-        os.close(nowhere)
-
-
 class _Display:
     """A rich bar on a terminal, lines on any other stream, nothing when quiet.
 
@@ -74,7 +63,7 @@ class _Display:
         self.quiet = quiet
         self.stream = sys.stderr if stream is None else stream
         # no wrapping in a file: a line stays a line
-        self.console = _Console(
+        self.console = PipeConsole(
             file=self.stream, highlight=False, soft_wrap=not self.stream.isatty(), force_jupyter=False
         )
         self.may_draw = not quiet and self.stream.isatty() and not self.console.is_dumb_terminal

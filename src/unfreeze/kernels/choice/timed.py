@@ -72,10 +72,12 @@ def _timed(
     clock: Callable[[], float],
     quiet: Callable[[], AbstractContextManager[object]],
 ) -> tuple[Row | None, float]:
-    """(the cell's row, the seconds that timing took); no row where `seconds` of the `budget` do not suffice."""
+    """(the cell's row, the seconds that timing took); no row where `seconds`, left of `budget`, do not suffice."""
     op, case, dtype = cell
     plain = op.against or op.reference
-    beside = {TORCH: op.against} if op.against else {}  # timed, and never chosen: it keeps no promise of memory
+    beside = (
+        {TORCH: op.against} if op.against else {}
+    )  # timed, and never chosen: it keeps no promise of memory
     args = measure.arguments(case, CPU, dtype)
 
     def once(implementation: Implementation) -> float:
