@@ -152,7 +152,7 @@ def show(
     dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
     return {
         "stats": dataset.stats.as_dict(),
-        "warnings": losses(dataset.stats, length, positions),
+        "warnings": losses(dataset.stats, length, positions, listed=True),
         "summary": dataset.stats.summary(),
         "vocabulary": vocabulary(folder, tokenizer),
         "lengths": lengths(dataset.examples),

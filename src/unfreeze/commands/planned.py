@@ -8,6 +8,7 @@ from typing import Any
 
 from unfreeze.config.tables import Training
 from unfreeze.core.errors import printable
+from unfreeze.core.process import BESIDE
 from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.core.units import format_bytes, format_count, format_of, format_step
 from unfreeze.kernels.precision import Precision
@@ -147,6 +148,8 @@ class Planned:
         if self.simulated:
             words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.simulated.items())
             lines.append(f"  replayed event by event: {words}")
+        if self.fleet.kind == "cpu":
+            lines.append(f"  not counted: the process itself, about 0.5 GiB, and {BESIDE}")
         lines += [f"  {note}" for note in self.notes]
         lines += [f"  nothing found that fits: {self.reason}"] * bool(self.reason)
         return lines + [f"  fits with {line}" for line in self.proposals]

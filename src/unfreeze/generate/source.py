@@ -58,8 +58,10 @@ def locate(source: str | Path, base: str = "") -> Source:
     # beside other runs: a name mistyped, no Hugging Face id
     if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):
         runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
-        near = ", ".join(str(folder.parent / name) for name in closest(folder.name, runs))
-        raise CheckpointError(f"{folder} does not exist", next=f"the nearest: {near}")
+        near = closest(folder.name, runs)
+        paths = ", ".join(str(folder.parent / name) for name in near or runs[:3])
+        there = "the nearest" if near else f"{folder.parent} holds"
+        raise CheckpointError(f"{folder} does not exist", next=f"{there}: {paths}")
     return Source(str(folder) if folder.exists() else str(source))
 
 

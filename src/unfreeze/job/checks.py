@@ -244,7 +244,12 @@ def check_template(subject: Subject) -> Iterator[Finding]:
     rendered = render(Conversation(messages))
     taught = [segment.text for sample in rendered.samples for segment in sample if segment.supervised]
     release = f" (that of {tokenizer.template.release.name})" if tokenizer.template.release.name else ""
-    known = f"of two turns it{release} teaches {' and '.join(map(repr, taught))}"
+    both = [
+        text.removesuffix(next((end for end in render.ends if text.endswith(end)), "")) for text in taught
+    ]
+    known = f"in a two-turn test chat{release} both answers are trained on, each with its end token"
+    if [text.strip() for text in both] != ["Zq1", "Zq2"]:
+        known = f"in a two-turn test chat{release} this is trained on: {' and '.join(map(repr, taught))}"
     if not all(any(text.endswith(end) for end in render.ends) for text in taught):
         yield Finding(
             "template",

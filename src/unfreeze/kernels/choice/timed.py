@@ -72,7 +72,7 @@ def _timed(
     clock: Callable[[], float],
     quiet: Callable[[], AbstractContextManager[object]],
 ) -> tuple[Row | None, float]:
-    """(the cell's row, the seconds that timing took); no row where `seconds`, left of `budget`, do not suffice."""
+    """(the cell's row, the seconds of timing); no row where `seconds`, left of `budget`, do not suffice."""
     op, case, dtype = cell
     plain = op.against or op.reference
     beside = (
