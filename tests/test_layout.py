@@ -263,6 +263,8 @@ LONG = 80  # lines; a shorter file is a part of its caller, tested through it
 LONGEST = 500  # lines of a source file; a longer one has a seam somewhere
 # source file -> the test file that covers it, where that doesn't bear its name
 TESTED_BY = {
+    "train/events.py": "train/test_fit.py",
+    "commands/compare.py": "commands/test_compare_command.py",
     "models/wrappers.py": "models/test_shape.py",
     "checkpoint/shard.py": "compress/test_merge.py",
     "commands/merge_losses.py": "commands/test_merge.py",

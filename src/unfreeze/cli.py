@@ -92,7 +92,7 @@ def usage() -> str:
 
 
 def _listed(commands: Mapping[str, Command], prefix: str) -> list[str]:
-    return [f"  {prefix} {command.usage:<22} {command.summary}" for command in commands.values()]
+    return [f"  {prefix} {command.usage:<23} {command.summary}" for command in commands.values()]
 
 
 def dev_usage() -> str:

@@ -4,6 +4,8 @@ duplicates by row and field."""
 import io
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -111,6 +113,17 @@ def test_plain_markers_where_there_is_no_terminal_and_colours_where_there_is(unf
     assert "\x1b[1;32m" in colour and "[[" not in colour
     for said in ("row 3: field ", "row 4 repeats row 1", "lengths in tokens", "% supervised"):
         assert said in plain and said in colour
+
+
+def test_a_reader_that_goes_is_no_fault(file):
+    """unfreeze data show FILE | head: rich's own console would end with 1."""
+    rows = file.with_name("many.jsonl")
+    rows.write_text("".join(json.dumps(GOOD | {"question": f"Where {i}?"}) + "\n" for i in range(400)))
+    words = ["data", "show", str(rows), "--model", str(TINY_K2), "--samples", "400"]
+    shown = subprocess.Popen([sys.executable, "-m", "unfreeze", *words], stdout=-1, stderr=subprocess.STDOUT)
+    assert shown.stdout is not None and shown.stdout.read(100)
+    shown.stdout.close()
+    assert shown.wait() == 0
 
 
 def test_a_lost_mask_is_seen_in_the_markers():

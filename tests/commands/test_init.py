@@ -83,6 +83,9 @@ def test_a_file_that_is_there_is_left_alone(checkpoint, tmp_path, monkeypatch, c
         == 0
     )
     assert (tmp_path / "b.toml").is_file()
+    # as a run's folder is named elsewhere
+    words = ["init", str(checkpoint), "chat.csv", "--columns", COLUMNS, "--out", "c.toml", "--quiet"]
+    assert cli.main(words) == 0 and (tmp_path / "c.toml").is_file()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from typing import Any
 
@@ -76,13 +77,36 @@ def test_rows_of_ones_own_and_both_ways_of_scales_are_said(held_out_run, chat_ro
 def test_without_held_out_rows_it_merges_and_says_what_would_measure(run_dir, held_out_run, tmp_path, capsys):
     assert cli.main(["merge", str(run_dir), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().err
-    assert "is not known: " in said and "held out no rows" in said and "--data FILE" in said
+    assert "Not measured how much survives: this run held out no rows. Give --data HELD_OUT.jsonl.\n" in said
     shutil.copytree(held_out_run / "adapter", tmp_path / "adapter")
     words = ["merge", str(tmp_path / "adapter"), "--base", str(TINY_K2), "--out"]
     assert cli.main([*words, str(tmp_path / "other")]) == 0
     assert "adapter without its run" in capsys.readouterr().err
     assert cli.main([*words, str(tmp_path / "third"), "--no-check"]) == 0
-    assert "is not known: --no-check" in capsys.readouterr().err
+    assert "Not measured how much survives: --no-check.\n" in capsys.readouterr().err
+
+
+def test_the_best_step_is_named_and_knows_its_run(held_out_run, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(held_out_run, run)
+    assert cli.main(["merge", str(run), "--no-check", "--out", str(tmp_path / "last")]) == 0
+    assert "the last step" not in capsys.readouterr().err
+    shutil.copytree(run / "adapter", run / "adapter-best")
+    with (run / "events.jsonl").open("a") as events:
+        events.write('{"kind": "eval", "step": 7, "time": 1.0, "loss": 0.57}\n')
+    assert cli.main(["report", str(run)]) == 0
+    assert re.search(r"Best +step 7 \(0.570\), in adapter-best/", capsys.readouterr().out)
+    assert "step 7 (0.570)" in (run / "report.html").read_text()
+    assert cli.main(["merge", str(run), "--no-check", "--out", str(tmp_path / "other")]) == 0
+    assert (
+        "This merges the last step; the held-out loss was lowest at step 7 (0.570). To merge that: unfreeze merge"
+        f" {run}/adapter-best\n"
+    ) in capsys.readouterr().err
+    assert (
+        cli.main(["merge", str(run / "adapter-best"), "--to", "bf16", "--out", str(tmp_path / "best")]) == 0
+    )
+    said = capsys.readouterr().err
+    assert "of what was learned survives in this format" in said and "adapter without its run" not in said
 
 
 def test_what_cannot_be_merged_is_refused(run_dir, tmp_path, capsys):
@@ -146,6 +170,8 @@ def test_the_first_line_has_the_worst_group_and_what_bf16_keeps():
     assert "--scales keep" in command.remedy(groups, config)  # where it keeps more
     assert command.in_bf16(groups, config.model_copy(update={"to": "bf16"})) == ""
     noisy = {"experts": {"written": ["refit"], "ways": ways(0.95, 0.6, 1.0)}}
+    whole = {"mlp": {"written": ["refit"], "ways": ways(1.0, 0.11, 1.0)}}
+    assert command.loses_most(whole) == "largest rounding error: mlp layers (11 % noise)"
     assert "95 % of their change is kept, under noise of 60 %" in command.loses_most(noisy)
     fine = {"experts": {"written": ["refit"], "ways": ways(0.99, 0.05, 1.0)}}
     assert command.loses_most(fine) == ""

@@ -52,7 +52,7 @@ def test_a_run_that_is_not_there_is_said_with_one_that_is(run_dir, tmp_path, mon
         (tmp_path / "runs" / name / "resolved_config.json").write_text("{}")
     for line in (["report", "runs/min"], ["compare", "runs/a", "runs/min"], ["chat", "runs/min"]):
         assert cli.main(line) == 2
-        assert "next: the nearest: runs/mine, " in capsys.readouterr().err
+        assert "next: the nearest: runs/mine\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number, remedy", [(errno.ENOSPC, "free space there"), (errno.EACCES, "make ")])

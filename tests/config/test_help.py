@@ -52,7 +52,7 @@ def test_help_shows_some_fields_and_help_all_every_one(recipe, module):
     missing = [name for name, flag in flags.items() if f"  {flag}" not in full]
     assert not missing, f"--help-all lacks {missing}: put them under a heading of HELP in config/training.py"
     shown = [name for name, flag in flags.items() if f"  {flag} " in short]
-    assert shown and set(shown) <= set(module.Config.FIRST) and len(shown) <= 14
+    assert shown and set(shown) <= set(module.Config.FIRST) and len(shown) <= 15
     assert "--place.split auto|N " in full  # a word or a number
     assert max(map(len, full.splitlines())) <= 100 and "{None}" not in full and "MISSING" not in full
 

@@ -8,9 +8,10 @@ import pytest
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.parse import parse
 from unfreeze.config.sft import Config
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import CheckpointError, ConfigError
 
 PYDANTIC = re.compile(r"Input should|valid (integer|number|tuple|string)|type_error|instantiated|parse for")
 
@@ -118,3 +119,39 @@ def test_the_readmes_file_is_a_run(tmp_path):
     (tmp_path / "run.toml").write_text(block)
     config = parse(Config, [str(tmp_path / "run.toml")], command="sft", description="")
     assert len(block.splitlines()) <= 8 and config.data.files == ("chat.jsonl",)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["chat", str(TINY_K2), "What?"], "'What?' stands where no word is read; a question is no argument"),
+        (["generate", str(TINY_K2), "Once upon"], 'next: unfreeze generate RUN --prompt "…"'),
+        (["data", "show", "qa.csv"], "next: unfreeze data show qa.csv --model MODEL"),
+        (["distill", "--model", "m"], "next: unfreeze distill --model m --data FILE --teacher DIR_OR_RUN"),
+        (["plan", str(TINY_K2), "--hardware", "4090"], "nearest: '1xRTX4090'"),
+        (["sft", "--gpus", "2"], "torchrun starts one process a GPU"),
+        (["sft", "--zero3"], "--place.weights sharded"),
+        (["sft", "--accelerator", "gpu"], "it is called --device here"),
+        (["sft", "--unsloth"], "kernels are chosen for the machine"),
+        (["sft", "--merge"], "next: unfreeze merge RUN --to bf16"),
+    ],
+)
+def test_what_newcomers_type_is_answered_with_the_command_that_was_meant(words, said, capsys):
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_of_runs_and_a_name_that_is_near_none(tmp_path, capsys):
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text("")
+        (tmp_path / name / "resolved_config.json").write_text("{}")
+    assert cli.main(["compare", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds 2 runs\n  next: unfreeze compare {tmp_path}/*\n" in capsys.readouterr().err
+    for name, remedy in (
+        ("frist", f"the nearest: {tmp_path}/first"),
+        ("none", f"{tmp_path} holds: {tmp_path}/first,"),
+    ):
+        with pytest.raises(CheckpointError) as raised:
+            unfreeze.load(tmp_path / name)
+        assert raised.value.next.startswith(remedy)

@@ -1,6 +1,7 @@
 """unfreeze.load and Model: real files in ../shared, and checkpoints written here by transformers, tokenizers
 and our own INT4 quantizer."""
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -293,6 +294,12 @@ def test_sources_that_are_no_model_are_refused(tmp_path, llama):
     (tmp_path / "run" / "resolved_config.json").write_text(json.dumps({"model": str(llama[0])}))
     with pytest.raises(CheckpointError, match="has not saved anything yet"):
         unfreeze.load(tmp_path / "run", dtype="float32")
+    with (tmp_path / "run" / "lock").open("w") as lock:  # as train/run.py holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711")
+        lock.flush()
+        with pytest.raises(CheckpointError, match=r"is training now \(process 4711\) and has not saved"):
+            unfreeze.load(tmp_path / "run", dtype="float32")
     for step in (2, 4):  # an interrupted run that trains every weight
         (tmp_path / "run" / "state" / f"step-00000{step}").mkdir(parents=True)
     (tmp_path / "run" / "state" / "step-000006.tmp").mkdir()

@@ -70,8 +70,11 @@ def test_a_first_start_times_what_the_run_needs_and_the_second_nothing(tmp_path,
         for choice in used
         if (choice["op"], choice["dtype"], choice["bucket"]) in rows
     )
+    (timing,) = [event for event in events if event["kind"] == "timing"]
+    assert timing["cells"] == len(clock) and timing["seconds"] > 0
     clock.clear()
     assert trained(tmp_path / "second", chat_rows)[1] == rows and not clock
+    assert '"kind": "timing"' not in (tmp_path / "second" / "events.jsonl").read_text()
 
 
 def test_a_run_that_goes_on_takes_what_it_began_with(tmp_path, chat_rows, clock, monkeypatch):

@@ -61,20 +61,29 @@ def test_a_new_run_takes_what_the_hardware_multiplies(tmp_path, units, yes, name
     units(yes)
     asked = config(tmp_path)
     assert asked.memory.dtype == "auto" and expected(asked) == name
-    assert settled(asked, None, CPU, ALONE).memory.dtype == name
-    for given in ("float32", "bfloat16"):
-        assert settled(config(tmp_path, dtype=given), None, CPU, ALONE).memory.dtype == given
-    why = "(this CPU (amx) multiplies bfloat16)" if yes else "(this CPU (avx2) has no bfloat16 units)"
-    assert dtype_line(name, CPU) == f"dtype: {name} {why}"
-    other = "(this CPU (amx) multiplies bfloat16 too)" if yes else "(this CPU (avx2) has no bfloat16 units)"
-    assert dtype_line("float32", CPU) == f"dtype: float32 {other}"
+
+    def said(**fields):
+        settle, dtype = settled(config(tmp_path, **fields), None, CPU, ALONE)
+        assert settle.memory.dtype == dtype.name
+        return dtype_line(dtype)
+
+    assert said() == (
+        "dtype: bfloat16 (this CPU (amx) multiplies it)"
+        if yes
+        else "dtype: float32 (this CPU (avx2) has no bfloat16 units)"
+    )
+    here = "" if yes else "; this CPU (avx2) has no bfloat16 units, so it is slow"
+    assert said(dtype="bfloat16") == f"dtype: bfloat16 (as asked{here})"
+    too = "; this CPU (amx) is fast in bfloat16 too" if yes else ""
+    assert said(dtype="float32") == f"dtype: float32 (as asked{too})"
 
 
 def test_one_process_without_units_makes_all_take_float32(tmp_path, units):
     units(True)
-    settle = settled(config(tmp_path), None, CPU, Others(other="float32"))  # type: ignore[arg-type]
+    settle, dtype = settled(config(tmp_path), None, CPU, Others(other="float32"))  # type: ignore[arg-type]
     assert settle.memory.dtype == "float32"
-    same = settled(config(tmp_path), None, CPU, Others(other="bfloat16"))  # type: ignore[arg-type]
+    assert dtype_line(dtype) == "dtype: float32 (another process has no bfloat16 units)"
+    same, _ = settled(config(tmp_path), None, CPU, Others(other="bfloat16"))  # type: ignore[arg-type]
     assert same.memory.dtype == "bfloat16"
 
 
@@ -85,9 +94,11 @@ def test_random_weights_begin_in_float32(units, tmp_path):
         tensors: tuple[()] = ()
 
     asked = pretrain.Config(model="m", data=("d.jsonl",), out=str(tmp_path / "run"))
-    assert settled(asked, Start(), CPU, ALONE).memory.dtype == "float32"  # type: ignore[arg-type]
+    settle, dtype = settled(asked, Start(), CPU, ALONE)  # type: ignore[arg-type]
+    assert settle.memory.dtype == "float32"
+    assert dtype_line(dtype) == "dtype: float32 (new weights train in float32)"
     Start.tensors = ("w",)  # type: ignore[assignment]
-    assert settled(asked, Start(), CPU, ALONE).memory.dtype == "bfloat16"  # type: ignore[arg-type]
+    assert settled(asked, Start(), CPU, ALONE)[0].memory.dtype == "bfloat16"  # type: ignore[arg-type]
 
 
 def test_a_run_keeps_its_dtype_elsewhere_and_says_that_it_is_slow(tmp_path, data, units, capsys):
@@ -114,9 +125,12 @@ def test_a_run_keeps_its_dtype_elsewhere_and_says_that_it_is_slow(tmp_path, data
 
     # and its remedy works, in this form only
     command = ["sft", "--model", str(TINY_K2), "--data", str(data), "--out", str(out), "--steps", "2"]
-    command += [*QUICK[2:], "--dtype", "float32"]
+    command += [*QUICK[2:-1]]
+    assert cli.main([*command, "--steps", "3", "--allow-changed", "steps"]) == 0
+    assert "dtype: bfloat16 (as the run began)" in capsys.readouterr().err
+    command += ["--steps", "4", "--dtype", "float32"]
     assert cli.main(command) == 2
-    assert cli.main([*command, "--allow-changed", "dtype"]) == 0
+    assert cli.main([*command, "--allow-changed", "dtype", "steps"]) == 0
     assert read_run(out).config["dtype"] == "float32"
 
 

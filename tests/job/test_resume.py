@@ -176,6 +176,50 @@ def test_a_finished_run_can_be_made_longer(interrupted: list[str], tmp_path: Pat
     assert [event["step"] for event in read_events(run, "train")] == [1, 2, 3, 4, 5]
 
 
+def test_what_is_no_target_is_said_before_what_the_folder_was_trained_with(
+    interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, _ = again(interrupted, tmp_path, "--lora.targets", "attentoin")
+    said = capsys.readouterr().err
+    assert code == 2 and "attentoin" in said and "nearest" in said and "another configuration" not in said
+    # one that is there is another configuration
+    code = cli.main([*interrupted, "--lora.targets", "attention"])
+    assert code == 2 and "another configuration" in capsys.readouterr().err
+
+
+def test_steps_and_epochs_together_say_which_decides(tmp_path: Path, chat_rows: Path, read_events):
+    command = [
+        "sft",
+        "--quiet",
+        "--model",
+        str(TINY_K2),
+        "--data",
+        str(chat_rows),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    command += ["--tokens-per-step", "128", "--samples", "0", "--lora.rank", "1", "--threads", "1"]
+    assert cli.main([*command, "--steps", "1", "--epochs", "2"]) == 0
+    said = [event["message"] for event in read_events(tmp_path / "run", "warning")]
+    assert "steps 1 and epochs 2 are both given: steps decides" in said
+
+
+def test_epochs_are_those_of_the_data_trained_on_in_every_session(
+    tmp_path: Path, chat_rows: Path, read_events, capsys: pytest.CaptureFixture[str]
+):
+    """A finished run of 2 epochs made longer to 5, with rows held out: it ends with epoch 5.0, as it was asked."""
+    command = ["sft", "--model", str(TINY_K2), "--data", str(chat_rows), "--out", str(tmp_path / "run")]
+    command += ["--tokens-per-step", "128", "--samples", "0", "--lora.rank", "1", "--threads", "1"]
+    command += ["--validation-fraction", "0.3", "--device", "cpu"]
+    assert cli.main([*command, "--epochs", "2"]) == 0
+    assert cli.main([*command, "--epochs", "5", "--allow-changed", "epochs"]) == 0
+    train = read_events(tmp_path / "run", "train")
+    of_one = len(train) / 5
+    assert [event["epoch"] for event in train] == pytest.approx([(i + 1) / of_one for i in range(len(train))])
+    said = capsys.readouterr().err
+    assert "epoch 2.0  loss" in said and "epoch 5.0  loss" in said
+
+
 def test_a_fixed_field_is_refused_with_its_reason(
     interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -12,7 +12,8 @@ import torch
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.core.errors import DoesNotFit
+from unfreeze.core.errors import DoesNotFit, ran_out
+from unfreeze.core.process import room_words
 from unfreeze.objectives import cross_entropy
 
 FIELDS = {"steps": 2, "tokens_per_step": 256, "samples": 0, "dtype": "float32", "device": "cpu", "threads": 1}
@@ -33,6 +34,35 @@ def test_a_run_without_memory_does_not_fit_and_names_flags_that_take_less(chat_r
         r"memory ran out: 1048576.0 TiB could not be allocated; planned were .*B of ", str(raised.value)
     )
     assert re.match(r"recompute|keep_layers|micro_batches|tokens_per_step|place.experts", raised.value.next)
+
+
+def test_where_compiling_may_have_taken_the_room_more_room_is_named_first(chat_rows, tmp_path, monkeypatch):
+    monkeypatch.setattr("unfreeze.job.shortage.COMPILED", 2**60)
+    with pytest.raises(DoesNotFit) as raised:
+        unfreeze.sft(
+            model=TINY_K2, data=chat_rows, out=tmp_path / "run", quiet=True, objective=allocates, **FIELDS
+        )
+    assert raised.value.next.startswith(
+        "end other programs or raise ulimit -v, as compiling takes up to 0.8 GiB; or "
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "short"),
+    [
+        ("could not create a primitive", True),
+        ("could not create a memory object", True),
+        ("could not create a primitive descriptor for a matmul primitive", False),
+    ],
+)
+def test_what_onednn_says_of_a_shortage_is_one(words, short):
+    assert bool(ran_out(RuntimeError(words))) == short
+
+
+def test_a_start_says_where_compiling_may_need_more_than_there_is():
+    mib = 2**20
+    assert room_words(347 * mib, 391 * mib, "cpu") == "391.0 MiB (compiling may need more than there is)"
+    assert room_words(347 * mib, 2000 * mib, "cpu") == room_words(347 * mib, 2000 * mib, "cuda") == "2.0 GiB"
 
 
 def test_another_error_of_a_run_stays_what_it_is(chat_rows, tmp_path):

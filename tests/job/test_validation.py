@@ -198,6 +198,20 @@ def test_samples_are_of_held_out_rows_where_there_are_any_and_not_at_validations
     assert "answers" in summary.split("Time ")[1].splitlines()[0]
 
 
+def test_samples_ask_each_prompt_once(tmp_path: Path):
+    """Three answers to each of three questions: two samples ask two questions, the same ones when it goes on."""
+    file = tmp_path / "several.jsonl"
+    asked = [f"What is {name}?" for name in ("gold", "tin", "iron")]
+    file.write_text(
+        "".join(json.dumps({"question": q, "answer": f"{a}."}) + "\n" for q in asked for a in ("A", "B", "C"))
+    )
+    found = {}
+    for count in (2, 9):
+        run = sft((file, file), tmp_path / f"run-{count}", "--samples", count, "--steps", 1)
+        found[count] = [event["prompt"] for event in events(run, "sample") if event["when"] == "before"]
+    assert found == {2: asked[:2], 9: asked}
+
+
 def test_training_does_not_feel_it(validated: Path, rows: tuple[Path, Path], tmp_path: Path):
     """Losses, gradient norms, expert counts and the whole saved state, bit for bit, with and without."""
     plain = sft(rows, tmp_path / "plain")
@@ -373,6 +387,12 @@ def test_early_stop_ends_after_so_many_validations_without_gain_and_resumes_with
     assert run(killed, []) == [again]
     assert run(killed, [1.0] + 9 * [1.5], "--early-stop", 9, "--allow-changed", "early_stop") == [again]
     assert trained(killed)[-1][0] == 8
+
+
+def test_validate_every_is_refused_where_nothing_is_held_out(rows: tuple[Path, Path], tmp_path: Path, capsys):
+    words = ["sft", "--model", str(TINY_K2), "--data", str(rows[0]), "--out", str(tmp_path / "r")]
+    assert cli.main([*words, "--validate-every", "3"]) == 2
+    assert "validate_every measures the held-out loss, and nothing is held out" in capsys.readouterr().err
 
 
 def test_early_stop_is_refused_before_work_without_validations(rows: tuple[Path, Path], tmp_path: Path):

@@ -91,6 +91,14 @@ def test_words_are_escaped():
     assert "<i>" not in svg and "&lt;i&gt;" in svg and 'aria-label="&lt;b&gt;"' in svg
 
 
+def test_a_pointer_over_a_dot_or_a_line_is_told_the_values():
+    plot = Plot()
+    plot.dots([1, 2], [3.0, 4.5], 1, "")
+    plot.line([1, 2, 3], [6.573, 3, 2.554], "")
+    svg = plot.svg((300, 200), "", (Axis(0, 4), Axis(0, 7)), [], [])
+    assert re.findall("<title>(.*?)</title>", svg) == ["1: 3", "2: 4.5", "1: 6.573 → 3: 2.554"]
+
+
 def test_a_png_is_what_pillow_reads():
     rows = [[(1, 2, 3, 4), (255, 0, 9, 128)], [(0, 0, 0, 0), (7, 7, 7, 255)], [(5, 6, 7, 8), (9, 9, 9, 9)]]
     image = Image.open(io.BytesIO(png(rows)))

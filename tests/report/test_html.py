@@ -414,7 +414,7 @@ def test_five_numbers_stand_on_top_and_the_others_under_details(tmp_path: Path):
         source.split("<h2>Details</h2>")[1],
     )
     assert re.findall("<dt>([^<]*)</dt>", top) == [
-        "Held-out loss",
+        "Held\N{NON-BREAKING HYPHEN}out loss",
         "Loss",
         "Time",
         "Tokens per second",
@@ -507,7 +507,7 @@ def test_summary_lines(run_dir: Path):
     lines = summary_lines(run_dir)
     assert lines[:2] == [
         "yoda: finished",
-        "  tiny-k2 was trained on 18 conversations of chat.jsonl in 1 min 20 s: held-out loss 0.432, style 0.99 %.",
+        "  tiny-k2 was trained on 18 conversations of chat.jsonl in 1 min 20 s of training: held-out loss 0.432, style 0.99 %.",
     ]
     joined = "\n".join(lines)
     losses = f"{train_event(1)['loss']:.3f} → {train_event(40)['loss']:.3f}"

@@ -42,16 +42,16 @@ def states(folder: Path, seconds: float, peak: float, micro_batches: int = 1, **
     return {row.guard: row.state for row in guard_rows(read_run(folder))}
 
 
-@pytest.mark.parametrize("peak, state", [(6.0, "ok"), (6.9, "ok"), (5.0, "ok"), (7.1, "look"), (4.9, "look")])
-def test_a_peak_within_a_tenth_of_plan_process_and_compiled_code_is_ok(tmp_path, peak, state):
-    """5 planned, 0.5 of the process, up to 0.8 compiled: 5.5 - 10 % to 6.3 + 10 %."""
+@pytest.mark.parametrize("peak, state", [(6.0, "ok"), (6.9, "ok"), (3.0, "ok"), (7.1, "look")])
+def test_a_peak_below_a_tenth_more_than_plan_process_and_compiled_code_is_ok(tmp_path, peak, state):
+    """5 planned, 0.5 of the process, up to 0.8 compiled: 6.3 + 10 %. Less is fine."""
     assert states(tmp_path, 2.0, peak * GIB)["Planned peak"] == state
 
 
 def test_the_row_says_plainly_what_was_planned_and_what_it_took(tmp_path):
     states(tmp_path, 2.0, 6 * GIB)
     row = next(row for row in guard_rows(read_run(tmp_path)) if row.guard == "Planned peak")
-    assert row.setting == "between 5.5 GiB and 6.3 GiB, or 10% beside it"
+    assert row.setting == "between 5.5 GiB and 6.3 GiB, at most 10% more"
     assert row.said == (
         "took 6.0 GiB at most; planned were 5.0 GiB for a step + 512.0 MiB for the process itself + up to"
         " 0.8 GiB of compiled code"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unfreeze.report.times import time_words, times
+from unfreeze.report.times import time_words, times, tokens_per_second
 
 
 def run(first: float = 9.0, **more: Any) -> list[Any]:
@@ -16,6 +16,7 @@ def run(first: float = 9.0, **more: Any) -> list[Any]:
     ]
     return [
         {"kind": "data", "step": 0, "time": 10.0},
+        {"kind": "timing", "step": 0, "cells": 9, "seconds": 1.0, "time": 11.0},
         {"kind": "load", "step": 0, "seconds": 3.0, "time": 14.0},
         {"kind": "gap", "step": 0, "when": "before", "seconds": 20.0, "time": 34.0},
         {"kind": "eval", "step": 0, "seconds": 4.0, "time": 38.0},
@@ -33,16 +34,24 @@ def test_they_are_named_and_add_up():
     assert found == {
         "steps": 10.0,
         "compiling": 7.0,  # the first step beyond the median of the others
+        "choosing kernels": 1.0,
         "loading": 3.0,
         "answers": 42.0,
         "validation": 5.0,
         "saving": 0.5,
-        "other": 4.5,
+        "other": 3.5,
     }
     assert sum(found.values()) == 82.0 - 10.0
     assert time_words(run()) == (
-        "1 min 12 s; steps 10 s, answers 42 s, compiling 7.0 s, validation 5.0 s, loading 3.0 s, other 4.5 s"
+        "1 min 12 s; steps 10 s, answers 42 s, compiling 7.0 s, validation 5.0 s, loading 3.0 s,"
+        " choosing kernels 1.0 s, other 3.5 s"
     )  # half a second of saving is less than a hundredth
+
+
+def test_tokens_per_second_are_those_of_the_steps_without_compiling():
+    events = [event | {"tokens": 100} if event["kind"] == "train" else event for event in run()]
+    assert times(events)["compiling"] == 7.0 and tokens_per_second(events) == 5 * 100 / 10.0
+    assert tokens_per_second([]) is tokens_per_second(events[:2]) is None
 
 
 @pytest.mark.parametrize("first", [2.0, 1.0])
@@ -66,4 +75,4 @@ def test_events_of_an_earlier_version_have_no_seconds_of_answers():
     earlier = [
         {k: v for k, v in event.items() if event["kind"] != "gap" or k != "seconds"} for event in run()
     ]
-    assert times(earlier)["answers"] == 0 and times(earlier)["other"] == pytest.approx(46.5)
+    assert times(earlier)["answers"] == 0 and times(earlier)["other"] == pytest.approx(45.5)

@@ -71,8 +71,8 @@ def answers(*pairs: tuple[str, str]) -> list[dict[str, Any]]:
     ]
 
 
-LEARNT = "tiny-k2 learnt 1,219 answers of yoda.jsonl in 1 min 30 s: "
-TRAINED = "tiny-k2 was trained on 1,219 answers of yoda.jsonl in 1 min 30 s: "
+LEARNT = "tiny-k2 learnt 1,219 answers of yoda.jsonl in 1 min 30 s of training: "
+TRAINED = "tiny-k2 was trained on 1,219 answers of yoda.jsonl in 1 min 30 s of training: "
 SAID = [
     (
         [*FALLS, *evals(style=(0.0, 98.29), facts=(100.0, 99.15)), END],
@@ -105,14 +105,14 @@ SAID = [
     (
         train(3, 2),
         (
-            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; unfinished after step 2 of 3 and 1 min 30 s: loss"
+            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; unfinished after step 2 of 3 and 1 min 30 s of training: loss"
             " 3.000 → 2.000."
         ),
     ),
     (
         [*train(3, 2), {**END, "step": 2, "reason": "interrupted"}],
         (
-            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; interrupted after step 2 of 3 and 1 min 30 s: loss"
+            "tiny-k2 was trained on 1,219 answers of yoda.jsonl; interrupted after step 2 of 3 and 1 min 30 s of training: loss"
             " 3.000 → 2.000."
         ),
     ),
@@ -131,7 +131,7 @@ def made(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | No
 @pytest.mark.parametrize(
     "tokens, said",
     [
-        (40, "tiny-k2 saw about 390 of 1,219 answers of yoda.jsonl once in 1 min 30 s: loss"),
+        (40, "tiny-k2 saw about 390 of 1,219 answers of yoda.jsonl once in 1 min 30 s of training: loss"),
         (125, "tiny-k2 learnt 1,219 answers of"),
         (1000, "tiny-k2 learnt 1,219 answers of"),
     ],
@@ -147,6 +147,12 @@ def test_the_sentence(tmp_path: Path, events: list[dict[str, Any]], words: str):
     assert verdict(read_run(made(tmp_path, [START, DATA, RECEIPT, *events]))) == words
 
 
+def test_rows_with_a_label_are_answers(tmp_path: Path):
+    shapes = {"prompt/completion/label": 600, "messages/label": 619}
+    run = made(tmp_path, [START, DATA | {"shapes": shapes}, RECEIPT, *FALLS, END])
+    assert " 1,219 answers of " in verdict(read_run(run))
+
+
 def test_what_it_learnt_is_named_as_far_as_it_is_known(tmp_path: Path):
     def said(events: list[dict[str, Any]], config: dict[str, Any]) -> str:
         return verdict(read_run(made(tmp_path, [*events, RECEIPT, *FALLS, END], config)))
@@ -155,7 +161,9 @@ def test_what_it_learnt_is_named_as_far_as_it_is_known(tmp_path: Path):
     assert said([mixed], {"model": "org/m", "data": ["a", "b"]}).startswith(
         "m learnt 1,219 documents of 2 files in"
     )
-    assert said([], {"data": "x/chat.jsonl"}).startswith("The model learnt chat.jsonl in 1 min 30 s")
+    assert said([], {"data": "x/chat.jsonl"}).startswith(
+        "The model learnt chat.jsonl in 1 min 30 s of training"
+    )
     assert said([], {}).startswith("The model learnt its data in")
 
 

@@ -24,6 +24,7 @@ MACHINE = [
     (re.compile(r"\bplan for .+?: .+ usable now"), "plan for MACHINE"),
     (re.compile(r"(machine     unfreeze VERSION).+"), r"\1, MACHINE"),
     (re.compile(r"(bfloat16|float32) here: .+(it|units)$", re.MULTILINE), "DTYPE here: WHY"),
+    (re.compile(r"(computed in) .+ \(.+\)$", re.MULTILINE), r"\1 DTYPE (WHY)"),
     (re.compile(r"(dtype: float32) \(.+\)$", re.MULTILINE), r"\1"),
     (re.compile(r"(kernels on) cpu-.+"), r"\1 MACHINE"),
     (re.compile(r"(  Kernels) .+?(?=\n  \w)", re.DOTALL), r"\1 #"),

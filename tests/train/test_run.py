@@ -179,8 +179,19 @@ def test_events_after_the_save_are_dropped(tmp_path: Path):
             run.events.emit("train", step, loss=1.0, grad_norm=1.0)
     write_save(tmp_path, 3)
     Run(tmp_path, CONFIG).close()
-    lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    *kept, said = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert [event["step"] for event in kept] == [1, 2, 3]
+    assert said["message"] == "2 steps were not saved and are lost; step 4 is next"
+    Run(tmp_path, CONFIG).close()  # nothing more is lost
+    assert (tmp_path / "events.jsonl").read_text().count("are lost") == 1
+
+
+def test_a_run_killed_before_its_first_save_says_what_is_lost(tmp_path: Path):
+    with Run(tmp_path, CONFIG) as run:
+        run.events.emit("train", 1, loss=1.0, grad_norm=1.0)
+    Run(tmp_path, CONFIG).close()
+    (said,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert said["message"] == "1 step was not saved and is lost; step 1 is next"
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"config": {}}', None])

@@ -7,8 +7,6 @@ Written to docs/plan_checked.md of the checkout, or --out; the page says how eac
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from unfreeze.bench.training import Measured, command, say
 from unfreeze.config.parse import Folder, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import DataError
+from unfreeze.core.process import trim
 
 KIMI = {
     "hidden_size": 512,
@@ -346,8 +345,7 @@ def trainer(
             held["others"].stop()
         held.clear()
         release_scratch()
-        gc.collect()
-        _trim()
+        trim()
         return {"resident": resident_bytes()}
 
     return Worker({"step": step, "leave": leave}, {"process": process})
@@ -395,10 +393,3 @@ class Others:
         for side in self._sides:
             side.stop()
         self._pool.shutdown()
-
-
-def _trim() -> None:
-    """Give freed heap back to the system, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

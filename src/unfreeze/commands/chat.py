@@ -18,7 +18,7 @@ from tyro.conf import Positional, arg
 
 from unfreeze.config.adapter import adapter_folder
 from unfreeze.config.device import Device
-from unfreeze.config.parse import Files, Frozen, ModelName, parse
+from unfreeze.config.parse import Files, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
 from unfreeze.job.device import load
@@ -55,6 +55,8 @@ class Config(Frozen):
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Read a line, obey it or stream the answer, until the input ends. Returns the conversation."""
+    asks = "type it when chat asks, or: unfreeze generate RUN --mode chat --prompt …"
+    refuse_second(arguments, "a question is no argument", asks)
     config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
     more = [(name_of(source), adapter_folder(source)) for source in config.adapters]
     model = load(config.model, config.dtype, config.device, common, config.base)

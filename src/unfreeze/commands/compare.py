@@ -6,6 +6,7 @@ last loss of training. Runs on different data are not ranked, but by one validat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +18,11 @@ from tyro.conf import Positional, arg
 
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
 from unfreeze.report import compare
 from unfreeze.report.page import write_page
 from unfreeze.report.run import Run
+from unfreeze.tracking.console import PipeConsole
 
 
 class Config(Frozen):
@@ -37,6 +40,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     runs: a row of results each, best first; differences: field -> values; html: path of the page.
     """
     config = parse(Config, arguments, command="compare", description=__doc__ or "", positional=True)
+    refuse_folder_of_runs(config.runs)
     runs = compare.ranked(compare.read_runs(config.runs))
     names = [name.replace("/", "-") for name in compare.names(runs)]
     target = (
@@ -48,9 +52,18 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_page(target, compare.page(runs))
     if not (common.quiet or common.json):
-        show(runs, Console())
+        show(runs, PipeConsole())
         print(f"curves: {target}")
     return {**compare.as_dict(runs), "html": str(target)}
+
+
+def refuse_folder_of_runs(runs: Sequence[str]) -> None:
+    """One folder that holds runs is answered with the command that compares them."""
+    folder = Path(runs[0]) if len(runs) == 1 else None
+    if folder is None or (folder / "events.jsonl").exists():
+        return
+    if inside := sorted(folder.glob("*/events.jsonl")):
+        raise ConfigError(f"{folder} holds {len(inside)} runs", next=f"unfreeze compare {folder}/*")
 
 
 def show(runs: list[Run], console: Console) -> None:

@@ -24,6 +24,7 @@ from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.job.data import document_tokens
+from unfreeze.tracking.console import PipeConsole
 from unfreeze.tracking.live import EncodeProgress
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     say = partial(print, file=sys.stderr) if not common.quiet else lambda line: None
     facts = show(config, say, quiet=common.quiet)
     if not common.quiet:
-        _print(facts, Console(stderr=common.json, highlight=False))
+        _print(facts, PipeConsole(stderr=common.json, highlight=False))
     return facts
 
 
@@ -151,7 +152,7 @@ def show(
     dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
     return {
         "stats": dataset.stats.as_dict(),
-        "warnings": losses(dataset.stats, length, positions),
+        "warnings": losses(dataset.stats, length, positions, listed=True),
         "summary": dataset.stats.summary(),
         "vocabulary": vocabulary(folder, tokenizer),
         "lengths": lengths(dataset.examples),

@@ -34,6 +34,7 @@ from unfreeze.core.schema import PromptSource
 from unfreeze.evaluate.style import changes, compare
 from unfreeze.recipes import sft
 from unfreeze.report.html import write_report
+from unfreeze.tracking.console import PipeConsole
 from unfreeze.train.run import latest, read_record
 from unfreeze.untrusted.json_object import read_object
 
@@ -104,7 +105,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     if is_demo(kept(out)):
         shutil.rmtree(kept(out))
     if not common.quiet:
-        show(items, before, after, measured, Console(stderr=common.json))
+        show(items, before, after, measured, PipeConsole(stderr=common.json))
     seconds = time.perf_counter() - started
     if not common.quiet:
         print(

@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 
 from unfreeze.config.device import Device
 from unfreeze.config.endpoint import EndpointConfig
-from unfreeze.config.parse import Folder, Frozen, ModelName, parse
+from unfreeze.config.parse import Folder, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.device import load, say
@@ -77,6 +77,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
     -> text, tokens (every sampled id), finish_reason; with --data: path, answered, left_out.
     """
+    refuse_second(arguments, "a text to continue is --prompt", 'unfreeze generate RUN --prompt "…"')
     config = parse(Config, arguments, command="generate", description=__doc__ or "", positional=True)
     if config.data or config.out:
         from unfreeze.commands.answers import answer_rows

@@ -6,6 +6,7 @@ It looks at what `unfreeze doctor` looks at and trains nothing. `unfreeze sft ru
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,7 @@ class Config(Frozen):
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Write the file. -> file, fields (place -> value), findings (what the doctor warns of), next."""
+    arguments = [re.sub(r"^--out(?==|$)", "--file", word) for word in arguments]  # as a run's folder is named
     config = parse(Config, arguments, command="init", description=__doc__ or "", positional=True)
     refuse_swapped(config, arguments)
     path = Path(config.file)

@@ -21,6 +21,7 @@ from unfreeze.config.parse import Frozen, parse
 from unfreeze.core.command import Common
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.core.units import format_bytes, format_count
+from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest, TensorInfo
@@ -43,7 +44,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     config = parse(Config, arguments, command="inspect", description=__doc__ or "", positional=True)
     facts = inspect(config.model)
     if not common.quiet:
-        _print(facts, Console(stderr=common.json))
+        _print(facts, PipeConsole(stderr=common.json))
     return facts
 
 

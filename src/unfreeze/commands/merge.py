@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from unfreeze.evaluate.gain import Gain
 
 SHOWN = 3  # of the modules, the worst; merge.json has all
+ALL = 0.99  # kept of a change: what rounding then does to it is noise
 SMALL, LARGE = 0.1, 0.5  # errors √((1 − kept)² + noise²): less is not worth a word; more, a warning
 
 
@@ -93,6 +94,8 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder", next="give a run's folder (runs/<name>), or an adapter's")
     source, manifest = open_source(config.run, say(common), config.base)
+    if better := of_an_earlier_step(run):
+        say(common)(better)
     if source.adapter is None:
         as_it_is = Hint("it is a whole model", f"use {source.base} as it is")
         hint = COMMANDS["quantize"] if config.to == "int4" else as_it_is
@@ -162,6 +165,16 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
     }
 
 
+def of_an_earlier_step(run: Path) -> str:
+    """The line of a run whose held-out loss was lowest before its last step, which is what is merged."""
+    from unfreeze.report.run import best_words, read_run
+
+    best = best_words(read_run(run)) if (run / "events.jsonl").is_file() else ""
+    at, _, folder = best.partition(", in ")
+    lowest = f"the held-out loss was lowest at {at}. To merge that: unfreeze merge {run / folder}"
+    return f"This merges the last step; {lowest}" if best else ""
+
+
 def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
     """group -> modules, ‖ΔW‖/‖W‖, and per way size, cosine, kept, noise: means over its modules."""
     groups: dict[str, list[Row]] = {}
@@ -193,8 +206,8 @@ def sentences(
     if gain is not None and share is not None:
         yield f"{gain.survives} in this format{rounding and f'; {rounding}'}"
     else:
-        why = gain.undefined if gain is not None else unmeasured
-        yield f"how much of what was learned survives in this format is not known: {why}"
+        why = f"known how much survives: {gain.undefined}" if gain is not None else ""
+        yield f"Not {why or f'measured how much survives: {unmeasured}'}."
         if rounding:
             yield rounding
     if gain is not None:
@@ -231,6 +244,8 @@ def loses_most(groups: dict[str, dict[str, Any]]) -> str:
     if not group or errors[group] < SMALL:
         return ""
     of = groups[group]["ways"][groups[group]["written"][0]]
+    if of["kept"] >= ALL:
+        return f"largest rounding error: {group.replace('_', ' ')} layers ({100 * of['noise']:.0f} % noise)"
     left = f"{_percent(of['kept'])} of their change is kept{_noise(of)}"
     return f"the {group.replace('_', ' ')} lose most ({left})"
 

@@ -58,7 +58,7 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
     try:
         start = adapter_folder(begun) if begun else None
     except AdapterError as error:
-        return f"the run's pairs are compared with the adapter it began with: {error.message}; {GIVE}"
+        return f"the run's pairs are compared with the adapter it began with: {error.message}. {GIVE}"
     batches = list(validation_batches(examples, _tokens(rows) if asked else TOKENS))
 
     model = open_model(base, as_stored=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from unfreeze.data.rows.row import Answers
 
 TOKENS = 2048  # of a batch
-GIVE = "--data FILE of held-out rows measures it"
+GIVE = "Give --data HELD_OUT.jsonl"
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,20 @@ class Rows:
 
 def rows_of(run: Path, data: str, columns: tuple[str, ...] = ()) -> Rows | str:
     """The rows of `data`, or those that the run held out; else why there are none. No row is read."""
+    from unfreeze.generate.source import run_of
+
+    run = run_of(run)
     resolved = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
     if data:
         return Rows((data,), 0.0, resolved, columns, _trained_on(data, resolved), own=True)
     if not resolved:
-        return f"{run} is an adapter without its run; {GIVE}"
+        return f"{run} is an adapter without its run. {GIVE}"
     columns = tuple(resolved.get("columns") or ())
     if resolved.get("validation"):
         return Rows(_names(resolved["validation"]), 0.0, resolved, columns)
     fraction = resolved.get("validation_fraction")
     if not isinstance(fraction, float) or not 0 < fraction < 1:
-        return f"{run} held out no rows (validation_fraction 0); {GIVE}"
+        return f"this run held out no rows. {GIVE}"
     return Rows(_names(resolved.get("data")), fraction, resolved, columns, windows=_windows(run))
 
 
@@ -107,7 +110,7 @@ def encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[s
     except UserError as error:
         if rows.own:
             raise
-        return f"{error.message}; {GIVE}"
+        return f"{error.message}. {GIVE}"
 
 
 def _encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[str], None]) -> Examples:

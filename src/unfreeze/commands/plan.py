@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
-from rich.console import Console
 
 from unfreeze.commands.opened import Opened, open_model
 from unfreeze.commands.recipe import recipe_of
@@ -25,10 +24,12 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_m
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.layout import Layout
+from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
     from unfreeze.job.second import Second
+    from unfreeze.kernels.precision import Precision
     from unfreeze.models.recompute import Recompute
     from unfreeze.parallel.fleet import Fleet
     from unfreeze.parallel.plan.choose import Asked, Choice
@@ -114,7 +115,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     opened = open_model(config)
     opened.second = second
     plans = [plan(config, _fleet(words, config.machines), opened) for words in config.hardware or (HERE,)]
-    console = Console(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = PipeConsole(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not common.quiet:
         console.print("\n".join(line for planned in plans for line in planned.lines()))
     found = plans[0].fields() | ({"plans": [p.fields() for p in plans]} if len(plans) > 1 else {})
@@ -235,6 +236,7 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
         notes=notes,
         usd_per_hour=config.usd_per_hour,
         rates=rates.source if rates else "",
+        dtype=_dtype(config, machine),
     )
 
 
@@ -269,13 +271,14 @@ def _cut(config: Config, machine: Fleet, asked: Asked, choice: Choice) -> list[s
     return []
 
 
-def _dtype(config: Config, machine: Fleet) -> str:
+def _dtype(config: Config, machine: Fleet) -> Precision:
     """The dtype of the computation: as asked, or what that machine multiplies; other GPUs have bf16 units."""
-    from unfreeze.kernels.precision import AUTO, precision, precision_on
+    from unfreeze.kernels.precision import AUTO, as_asked, precision, precision_on
 
-    if machine.here or config.dtype != AUTO:
-        return precision(config.dtype, machine.kind).name
-    return precision_on(machine.kind).name
+    if machine.here:
+        return precision(config.dtype, machine.kind)
+    best = precision_on(machine.kind)
+    return best if config.dtype == AUTO else as_asked(config.dtype, best, machine.kind)
 
 
 def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Counts, Asked]:
@@ -295,7 +298,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         )
     # what trains, in which numbers, and what a step does with it
     lora = config.lora if config.train == "adapters" else None
-    dtype = getattr(torch, _dtype(config, machine))
+    dtype = getattr(torch, _dtype(config, machine).name)
     model, counted = opened.model(dtype, lora, machine.kind)
     if lora is None and counted.packed:
         raise ConfigError(

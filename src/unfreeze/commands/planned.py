@@ -10,6 +10,7 @@ from unfreeze.config.tables import Training
 from unfreeze.core.errors import printable
 from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.core.units import format_bytes, format_count, format_of, format_step
+from unfreeze.kernels.precision import Precision
 from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.plan.choose import Choice
 from unfreeze.parallel.plan.counts import Counts
@@ -40,6 +41,7 @@ class Planned:
     notes: Sequence[str] = ()
     usd_per_hour: float | None = None
     rates: str = ""
+    dtype: Precision | None = None
 
     @property
     def runs(self) -> bool:
@@ -112,6 +114,7 @@ class Planned:
             f"  {choice.layout.words(self.counts.num_experts)}",
             f"  {choice.tokens:,} tokens a step{self._chosen()}{adapters}",
         ]
+        lines += [f"  computed in {self.dtype.name} ({self.dtype.why})"] if self.dtype else []
 
         if self.micro_batches % self.fleet.count:
             near = " or ".join(map(str, nearest_multiples(self.micro_batches, self.fleet.count)))
@@ -129,11 +132,14 @@ class Planned:
                 lines += [f"  {line}" for line in align(rows).splitlines()]
 
         if self.fleet.kind == "cpu":
-            lines.append(f"  beside it {KERNELS}")
+            own = ", and this process" if self.fleet.here else ""
+            lines.append(f"  not counted: {KERNELS}{own}")
 
         # seconds, the longest first
         if time is None:
-            lines.append("  time: not predicted, no facts of this device and no records of its kernels")
+            lines.append(
+                "  time: unknown for this machine; unfreeze dev kernels measure --to user measures it"
+            )
         else:
             longest = sorted(time.terms.items(), key=lambda term: -term[1])[:5]
             words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)

@@ -15,8 +15,9 @@ from tyro.conf import Positional, arg
 
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
+from unfreeze.core.writer import writer
 from unfreeze.report.html import RELOAD, summary_lines, write_report
-from unfreeze.report.run import read_run, writer
+from unfreeze.report.run import read_run
 
 
 class Config(Frozen):

@@ -75,8 +75,8 @@ def process(arguments: list[str]) -> int:
 def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = process) -> dict[str, Any]:
     """All runs, then the comparison of those that have steps.
 
-    -> sweep (field -> values), failed (run -> exit code), exit_code (the highest), and what `unfreeze
-    compare` gives.
+    -> sweep (field -> values), best (the folder of the best run, None where they are not ranked), failed (run
+    -> exit code), exit_code (the highest), and what `unfreeze compare` gives.
     Raises ConfigError for a field or a value that is none, before any run starts.
     """
     fields, points = planned(recipe, arguments)
@@ -102,7 +102,8 @@ def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = pr
     if failed and not common.quiet:
         words = ", ".join(f"{name} (exit code {code})" for name, code in failed.items())
         print(f"failed: {words}; the same command again tries these once more", file=sys.stderr)
-    return {"sweep": fields, "failed": failed, "exit_code": max(failed.values(), default=0), **compared}
+    code, named = max(failed.values(), default=0), str(best) if best else None
+    return {"sweep": fields, "best": named, "failed": failed, "exit_code": code, **compared}
 
 
 def best_of(made: Sequence[Path], compared: dict[str, Any]) -> Path | None:

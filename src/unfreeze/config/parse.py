@@ -71,6 +71,8 @@ USERS_OWN = (
 
 MAX_TOML = 1_000_000  # bytes
 
+MEANT = {"--data": "FILE", "--teacher": "DIR_OR_RUN"}  # what stands for a flag's value in a remedy
+
 C = TypeVar("C", bound=BaseModel)
 
 
@@ -86,6 +88,7 @@ def parse(
         print(help_text(config, command, description, everything="--help-all" in asked))
         raise SystemExit(0)
     fields: dict[str, Any] = {}
+    typed = arguments
     if not positional and arguments and not arguments[0].startswith("-"):
         if "model" in places(config) and is_model(arguments[0]):
             raise _model_first(arguments, command)
@@ -93,9 +96,23 @@ def parse(
         arguments = arguments[1:]
     fields |= by_place(config, _parse_flags(config, arguments, command), f"unfreeze {command}")
     if missing := _missing(config, fields):
-        names = " and ".join(_flag(config, name) for name in missing)
-        raise ConfigError(f"unfreeze {command} needs {names}", next=f"unfreeze {command} --help")
+        flags = [_flag(config, name) for name in missing]
+        whole = [*typed, *(word for flag in flags for word in (flag, MEANT.get(flag, flag[2:].upper())))]
+        flagged = typed and all(flag.startswith("--") for flag in flags)
+        raise ConfigError(
+            f"unfreeze {command} needs {' and '.join(flags)}",
+            next=shlex.join(["unfreeze", *command.split(), *whole])
+            if flagged
+            else f"unfreeze {command} --help",
+        )
     return _validated(config, fields, f"unfreeze {command} --help")
+
+
+def refuse_second(arguments: Sequence[str], what: str, next: str) -> None:
+    """Raise ConfigError for a second word behind the first that is no flag: `what` it was meant to be."""
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
+    if len(words) > 1:
+        raise ConfigError(f"{words[1]!r} stands where no word is read; {what}", next=next)
 
 
 def is_model(name: str) -> bool:

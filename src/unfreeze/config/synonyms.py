@@ -40,7 +40,7 @@ lora.scaling | alpha/sqrt(r) | use_rslora rslora
 train | adapters or all | finetuning_type full_finetuning use_peft use_lora
 adapter | a run's or an adapter's folder, trained on | lora_model_dir adapter_name_or_path adapter_path
 dtype | auto, bfloat16 or float32 | bf16 fp16 fp32 torch_dtype precision compute_dtype
-device | auto, cpu or cuda | use_cpu no_cuda gpu
+device | auto, cpu or cuda | use_cpu no_cuda gpu accelerator
 recompute | auto, layers, selective, elementwise or nothing | gradient_checkpointing activation_checkpointing
     use_gradient_checkpointing
 optimizer_moments | AdamW's moments: float32 or int8 | optim optimizer adam_8bit
@@ -83,11 +83,13 @@ neftune_noise_alpha neftune | NEFTune is not built; TRL has it |
 lora_dropout | adapters have no dropout here; TRL has it |
     trl sft --use_peft --lora_dropout 0.05 --model_name_or_path MODEL --dataset_name DATA
 flash_attn attn_implementation flash_attention use_flash_attention_2 use_liger use_liger_kernel liger
-    enable_liger_kernel torch_compile compile | attention and kernels are chosen for the machine; each choice
-    is listed | unfreeze kernels list
-fsdp fsdp_config deepspeed ddp accelerate zero_stage num_gpus num_processes nproc_per_node | torchrun starts
-    one process a GPU; --place.weights sharded divides what trains |
+    enable_liger_kernel torch_compile compile unsloth use_unsloth | attention and kernels are chosen for the
+    machine; each choice is listed | unfreeze kernels list
+fsdp fsdp_config deepspeed ddp accelerate zero_stage zero2 zero3 gpus num_gpus n_gpus num_processes
+    nproc_per_node | torchrun starts one process a GPU; --place.weights sharded divides what trains |
     torchrun --nproc-per-node 8 -m unfreeze sft --model MODEL --data FILE
+merge merge_adapter merge_lora merge_weights | a finished run is merged by a command of its own |
+    unfreeze merge RUN --to bf16
 push_to_hub hub_model_id hub_token hub_private_repo | a finished run is uploaded by export |
     unfreeze export RUN --for peft --push org/name
 chat_template chat_template_path template | the chat template is the model's own: chat_template.jinja in its

@@ -173,7 +173,9 @@ HELP = {
 FIRST = (
     "model",
     "data",
+    "validation_fraction",
     "train",
+    "adapter",
     "epochs",
     "steps",
     "tokens_per_step",
@@ -183,7 +185,6 @@ FIRST = (
     "micro_batches",
     "dtype",
     "out",
-    "save_every",
 )
 """What --help shows."""
 
@@ -239,6 +240,11 @@ class TrainingConfig(Frozen):
         if self.watch.early_stop and not (data.validation or data.validation_fraction):
             raise ValueError(
                 "early_stop looks at the held-out loss, and nothing is held out: give validation or"
+                " validation_fraction"
+            )
+        if self.watch.validate_every and not (data.validation or data.validation_fraction):
+            raise ValueError(
+                "validate_every measures the held-out loss, and nothing is held out: give validation or"
                 " validation_fraction"
             )
         if self.watch.early_stop and not self.watch.validate_every:

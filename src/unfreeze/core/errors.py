@@ -53,8 +53,12 @@ class DoesNotFit(UserError):
     """
 
 
-_SHORT = re.compile(r"DefaultCPUAllocator|not enough memory|cannot allocate memory", re.IGNORECASE)
-"""What torch's allocator and mmap say of a shortage."""
+_SHORT = re.compile(
+    r"DefaultCPUAllocator|not enough memory|cannot allocate memory"
+    r"|could not create a (primitive(?! descriptor)|memory)",
+    re.IGNORECASE,
+)
+"""What torch's allocator, mmap and oneDNN say of a shortage."""
 
 
 def ran_out(error: BaseException) -> str:
@@ -115,8 +119,8 @@ def looked_in(path: str) -> str:
 
 
 def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The `count` known names that are most like `name`, the nearest first, however far."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.0)
+    """The known names that are near `name`, at most `count` of them, the nearest first."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=NEAR)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

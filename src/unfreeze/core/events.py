@@ -97,15 +97,16 @@ def _append(file: FileIO, line: bytes) -> None:
         raise
 
 
-def truncate_after(path: Path, step: int, *, ended: bool = False) -> None:
+def truncate_after(path: Path, step: int, *, ended: bool = False) -> int:
     """Drop a resumed run's lines after the step it resumes from, so that no step is in the file twice.
 
-    The run's end event is dropped too, because the run goes on.
+    -> how many steps these were. The run's end event is dropped too, because the run goes on.
     ended: the run had finished its last step, so its end event is kept.
     Raises DataError naming a damaged line; half a line at the very end is a killed run's, and dropped.
     """
     if not path.exists():
-        return
+        return 0
+    lost = 0
     lines = path.read_bytes().split(b"\n")
     kept: list[str] = []
     for number, line in enumerate(lines, start=1):
@@ -114,6 +115,7 @@ def truncate_after(path: Path, step: int, *, ended: bool = False) -> None:
             text = line.decode("utf-8")
             event = json.loads(text) if text.strip() else {"step": step + 1}
             keep = event["step"] <= step and (ended or event["kind"] != "end")
+            lost += not keep and event.get("kind") == "train" and "error" not in event
         except (ValueError, RecursionError, KeyError, TypeError) as error:
             # an event is written with its newline: what follows the last one is the half line of a killed run
             if number == len(lines):
@@ -125,3 +127,4 @@ def truncate_after(path: Path, step: int, *, ended: bool = False) -> None:
     temporary = path.with_suffix(".jsonl.tmp")
     temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     temporary.replace(path)
+    return lost

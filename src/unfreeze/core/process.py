@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 
 from unfreeze.core.units import format_bytes
 
@@ -26,6 +27,20 @@ def planned_words(planned: float, kind: str) -> str:
     """'367.5 MiB to 1.2 GiB': bytes of a plan without and with compiled code, on a device of that kind."""
     low = format_bytes(planned)
     return f"{low} to {format_bytes(planned + COMPILED)}" if kind == "cpu" else low
+
+
+def room_words(planned: float, room: float, kind: str) -> str:
+    """'391.5 MiB', the memory that is there; with a warning where compiling may need more than that."""
+    short = kind == "cpu" and planned <= room < planned + COMPILED
+    return format_bytes(room) + " (compiling may need more than there is)" * short
+
+
+def trim() -> None:
+    """Free what is garbage, and give freed heap back to the system, where the C library can."""
+    gc.collect()
+    give = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give is not None:
+        give(0)
 
 
 def give_back_freed() -> None:

@@ -160,6 +160,14 @@ class PlanEvent(CommonFields):
     ]
 
 
+class TimingEvent(CommonFields):
+    """At the first start on a CPU: the candidates of its kernels were compiled and timed."""
+
+    kind: Literal["timing"]
+    cells: Annotated[Int, of("kinds of inputs", "whose candidates were timed")]
+    seconds: Annotated[Real, of("seconds", "compiling, comparing and timing")]
+
+
 class LoadEvent(CommonFields):
     """After the weights are read."""
 
@@ -234,6 +242,7 @@ class TrainEvent(CommonFields, total=False):
         Annotated[Real | None, of("nats per supervised token", "of all micro-batches and processes")]
     ]
     grad_norm: Required[Annotated[Real | None, of("L2 norm before clipping", "of all trained parameters")]]
+    epoch: Annotated[Real, of("passes over the data", "finished with this step, as the cursor counts them")]
     tokens: Annotated[Int, of("tokens", "of the step")]
     supervised_tokens: Annotated[Int, of("tokens", "of the step, weight > 0")]
     seconds: Annotated[Real, of("seconds", "of the step, without hooks and saving")]
@@ -317,7 +326,7 @@ class GapEvent(CommonFields):
 
     The first goes token by token with a cache, the second takes one packed pass. The gap is the absolute
     difference of their log-probabilities of each sampled token. Carries a `warning` above 1e-4 nats in
-    float32; in bfloat16 rounding alone makes a mean of 0.0005 to 0.008 and at times 0.2, where it turns a
+    float32; in bfloat16 rounding alone makes a mean of 0.0005 to 0.008 and at times 0.3, where it turns a
     router's choice (tiny-k2).
     """
 
@@ -407,6 +416,7 @@ class EndEvent(CommonFields):
 Event = (
     DataEvent
     | PlanEvent
+    | TimingEvent
     | LoadEvent
     | StartEvent
     | KernelsEvent

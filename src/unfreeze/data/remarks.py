@@ -31,11 +31,12 @@ def too_long(stats: Stats, length: int, positions: int | None = None) -> str:
     return longer + (", or --truncation split for texts" if stats.shapes.get("text") else "")
 
 
-def losses(stats: Stats, length: int, positions: int | None = None) -> list[str]:
+def losses(stats: Stats, length: int, positions: int | None = None, *, listed: bool = False) -> list[str]:
     """A warning for each of: cut, dropped, bad, doubled, unanswered, where it is more than a tenth; and for
     texts of which more than half hold chat markup. Each with its remedy.
 
     length: tokens at which rows were cut; positions: as of too_long
+    listed: whether bad rows stand below
     """
     longer = too_long(stats, length, positions)
     said: list[str] = []
@@ -50,7 +51,8 @@ def losses(stats: Stats, length: int, positions: int | None = None) -> list[str]
         said.append(f"{_rows(stats.dropped, stats)} dropped{f' ({reason})' if reason else ''}: {longer}")
     if stats.bad > MUCH * stats.rows:
         reason = f" ({stats.listed[0].reason})" if stats.listed else ""
-        said.append(f"{_rows(stats.bad, stats)} bad and left out{reason}: list them with unfreeze data show")
+        where = "see the list below" if listed else "list them with unfreeze data show"
+        said.append(f"{_rows(stats.bad, stats)} bad and left out{reason}: {where}")
     if stats.duplicates > MUCH * stats.rows:
         first = f" ({stats.repeats[0].reason})" if stats.repeats else ""
         said.append(f"{_rows(stats.duplicates, stats)} duplicates{first}: remove them, or they count twice")

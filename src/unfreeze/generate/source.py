@@ -13,6 +13,7 @@ from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint, read_json
 from unfreeze.core.errors import CheckpointError, closest
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.writer import writer
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -34,7 +35,7 @@ def locate(source: str | Path, base: str = "") -> Source:
     """The Source that a name stands for. `base`: what an adapter goes on, whatever it names.
 
     A checkpoint folder or id stands for itself; a run folder for its adapter on its base, or for the model/
-    it trained; an adapter folder for itself on its base_model_name_or_path.
+    it trained; an adapter folder for itself on its base_model_name_or_path, with the prompts of its run.
     Raises CheckpointError for a run that has neither adapter nor model yet, and for an adapter that doesn't
     name its base.
     """
@@ -44,6 +45,8 @@ def locate(source: str | Path, base: str = "") -> Source:
     if (folder / RESOLVED).is_file():
         return _locate_run(folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+        run = run_of(folder) / RESOLVED
+        variables = read_json(run).get("template_variables") if run.is_file() else None
         named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(named, str) or not named:
             raise CheckpointError(
@@ -51,13 +54,22 @@ def locate(source: str | Path, base: str = "") -> Source:
                 " unknown",
                 next="give the base checkpoint's folder or id: --base DIR",
             )
-        return Source(named, folder)
+        return Source(named, folder, tuple(map(str, variables or ())))
     # beside other runs: a name mistyped, no Hugging Face id
     if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):
         runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
-        near = ", ".join(str(folder.parent / name) for name in closest(folder.name, runs))
-        raise CheckpointError(f"{folder} does not exist", next=f"the nearest: {near}")
+        near = closest(folder.name, runs)
+        paths = ", ".join(str(folder.parent / name) for name in near or runs[:3])
+        there = "the nearest" if near else f"{folder.parent} holds"
+        raise CheckpointError(f"{folder} does not exist", next=f"{there}: {paths}")
     return Source(str(folder) if folder.exists() else str(source))
+
+
+def run_of(folder: Path) -> Path:
+    """The run that an adapter is of: the folder above runs/NAME/adapter-best; any other is its own."""
+    above = folder.absolute().parent
+    inside = (folder / ADAPTER_CONFIG).is_file() and not (folder / RESOLVED).is_file()
+    return above if inside and (above / RESOLVED).is_file() else folder
 
 
 def _on_base(folder: Path, base: str) -> Source:
@@ -78,11 +90,20 @@ def _locate_run(folder: Path) -> Source:
     if (folder / "model" / "config.json").is_file():
         return Source(str(folder / "model"), template_variables=variables)
     if not (folder / "adapter" / ADAPTER_CONFIG).is_file():
+        process = writer(folder)
         if saves := sorted(path.name for path in (folder / "state").glob("step-*") if path.suffix != ".tmp"):
+            state = f"is training now (process {process})" if process else "is unfinished"
             raise CheckpointError(
-                f"run {folder} is unfinished: it is saved as of {saves[-1]}, and its model/ or adapter/ is"
-                " not written yet",
-                next="start the same training command again: it continues from that save",
+                f"run {folder} {state}: it is saved as of {saves[-1]}, and its model/ or adapter/ is not"
+                " written yet",
+                next="wait for its end, or stop it there with Ctrl-C"
+                if process
+                else "start the same training command again: it continues from that save",
+            )
+        if process:
+            raise CheckpointError(
+                f"run {folder} is training now (process {process}) and has not saved anything yet",
+                next=f"wait for its first save; meanwhile: unfreeze report {folder}",
             )
         raise CheckpointError(
             f"run {folder} has neither adapter/{ADAPTER_CONFIG} nor model/config.json: it has not saved"

@@ -15,14 +15,15 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.torchrun import sharers
 from unfreeze.core.units import format_bytes
+from unfreeze.core.writer import writer
 from unfreeze.job.data import every_row, few_steps, steps_of
 from unfreeze.job.finding import Finding
 from unfreeze.job.folder import with_files
 from unfreeze.job.machine import check_machine
 from unfreeze.job.parts import Parts
 from unfreeze.job.plan import ROOM, Planning, disk_of
-from unfreeze.job.precision import computed_here
-from unfreeze.report.run import writer
+from unfreeze.job.precision import in_dtype
+from unfreeze.kernels.precision import Precision, precision
 from unfreeze.tracking.live import EncodeProgress
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Subject:
     parts: Parts
     has_data: bool
     quiet: bool = True
+    dtype: Precision | None = None  # of the config, and why it is that one
     broken: set[str] = field(default_factory=set[str])
 
     @cached_property
@@ -115,7 +117,8 @@ def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool
     """Every check in order. What needs a part that is broken is skipped, naming the part."""
     subject = Subject(config, parts, has_data, quiet)
     with suppress(UserError):  # of the device, which the first check names
-        subject.config = computed_here(config, subject.device)
+        subject.dtype = precision(config.memory.dtype, subject.device)
+        subject.config = in_dtype(config, subject.dtype.name)
     for name, check, needs in CHECKS:
         lacking = [part for part in needs if part in subject.broken]
         if lacking:
@@ -241,7 +244,12 @@ def check_template(subject: Subject) -> Iterator[Finding]:
     rendered = render(Conversation(messages))
     taught = [segment.text for sample in rendered.samples for segment in sample if segment.supervised]
     release = f" (that of {tokenizer.template.release.name})" if tokenizer.template.release.name else ""
-    known = f"of two turns it{release} teaches {' and '.join(map(repr, taught))}"
+    both = [
+        text.removesuffix(next((end for end in render.ends if text.endswith(end)), "")) for text in taught
+    ]
+    known = f"in a two-turn test chat{release} both answers are trained on, each with its end token"
+    if [text.strip() for text in both] != ["Zq1", "Zq2"]:
+        known = f"in a two-turn test chat{release} this is trained on: {' and '.join(map(repr, taught))}"
     if not all(any(text.endswith(end) for end in render.ends) for text in taught):
         yield Finding(
             "template",

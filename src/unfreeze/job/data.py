@@ -299,6 +299,13 @@ def few_steps(training: Training, steps: int) -> tuple[str, str]:
     )
 
 
+def both_given(training: Training) -> str:
+    """What is said where the user gave steps and epochs; "" where one of them or none."""
+    if training.steps is None or not {"steps", "epochs"} <= training.model_fields_set:
+        return ""
+    return f"steps {training.steps} and epochs {training.epochs:g} are both given: steps decides"
+
+
 def schedule_of(optimizer: Optimizer, steps: int) -> Schedule:
     """Shares of the run turned into steps."""
     from unfreeze.train.schedule import Schedule

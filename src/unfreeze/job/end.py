@@ -13,8 +13,9 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
 from unfreeze.job.folder import again
-from unfreeze.report.events import folded, last, of_kind, read_events, tokens_per_second
+from unfreeze.report.events import folded, last, of_kind, read_events
 from unfreeze.report.html import summary_lines, write_report
+from unfreeze.report.times import tokens_per_second
 from unfreeze.untrusted.json_object import read_object
 
 

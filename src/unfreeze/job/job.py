@@ -8,7 +8,8 @@ validation, guards, receipt, report.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.garbage import take_up
 from unfreeze.core.schema import TrainEvent
+from unfreeze.core.torchrun import started
 from unfreeze.job.data import describer
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.end import finish
@@ -26,7 +29,7 @@ from unfreeze.job.kernels import KernelChoices
 from unfreeze.job.parts import Parts
 from unfreeze.job.plan import as_it_began
 from unfreeze.job.precision import expected, settled
-from unfreeze.job.processes import alone, refuse_uneven, together
+from unfreeze.job.processes import alone, opened_start, refuse_uneven, together
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.residency import transfers_of
 from unfreeze.job.setup import Placed, Rows, Setup, begun, encoded, opened, placed, planned, watched
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.job.samples import Samples
     from unfreeze.job.validation import Validation
+    from unfreeze.kernels.precision import Precision
     from unfreeze.models.recompute import RecomputePolicy
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Plan
@@ -78,17 +82,36 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
         with refused_when_short(plans), ExitStack() as stack:
             group = stack.enter_context(open_group(device))
             config, start = manifest or together(config, parts, common, group)
-            config = settled(as_it_began(config, group), start, device, group)
-            folder = stack.enter_context(live(config, common, parts.recipe, command, group))
+            config, dtype = settled(as_it_began(config, group), start, device, group)
+            with no_target_first(config, parts, common):
+                folder = stack.enter_context(live(config, common, parts.recipe, command, group))
             end = partial(
                 finish, folder.path, common, command, **parts.trained.as_result(target_of(folder, parts))
             )
             if group.any(is_written(folder, parts)):
                 group.on_rank0(lambda: refuse_other_data(config.data, folder))
                 return group.on_rank0(lambda: end(already_finished=True)) or {}
-            job = prepare(config, parts, common, device, group, folder, start, plans)
+            job = prepare(config, parts, common, device, group, folder, dtype, start, plans)
             job.write(finished=job.fit())
             return group.on_rank0(lambda: end(best=job.state.best)) or {}
+
+
+@contextmanager
+def no_target_first(config: TrainingConfig, parts: Parts, common: Common) -> Generator[None]:
+    """Where the folder's run has other lora.targets, say first which of the new ones are none."""
+    try:
+        yield
+    except ConfigError as error:
+        lora = parts.trained.lora
+        if lora is not None and "lora.targets" in error.message and started().size == 1:
+            import torch
+
+            from unfreeze import models
+            from unfreeze.models.targets import resolve
+
+            start = opened_start(config.model, parts, common)
+            resolve(models.meta_model(models.shape(start.config), start, torch.float32), lora.targets)
+        raise
 
 
 def target_of(folder: Run, parts: Parts) -> Path:
@@ -254,14 +277,15 @@ def prepare(
     device: torch.device,
     group: Group,
     folder: Run,
+    dtype: Precision,
     start: Manifest | None = None,
     plans: list[Plan] | None = None,
 ) -> Job:
     """From the config to a model, batches and a state: new, or as the folder's last save left them.
 
-    The steps are those of setup.py. plans: the plan is put there.
+    The steps are those of setup.py. dtype: that of the config, and why. plans: the plan is put there.
     """
-    setup = opened(config, parts, common, device, group, folder, start)
+    setup = opened(config, parts, common, device, group, folder, dtype, start)
     rows = encoded(setup)
     plan, model = planned(setup, rows)
     if plans is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from unfreeze.train.step import StepResult
 
 FILE = "kernels.json"  # in the run's folder
+CHOOSING = "choosing kernels for this CPU: once, 5 to 20 s"
 RECORDS = "records"  # UNFREEZE_KERNELS=records: nothing is timed; another value is a file like FILE
 
 
@@ -48,12 +50,13 @@ def settle_kernels(
     start: Manifest,
     folder: Run,
     group: Group,
+    say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Decide what runs on a CPU, once for a run: FILE has it, for every process and for a resume.
 
     Process 0 decides. The first time on a machine it times what is open (kernels/choice/timed.py).
 
-    lengths: of documents.
+    lengths: of documents. say: is told where that begins.
     """
     from unfreeze.generate.open import dtype_of
     from unfreeze.kernels.choice import table
@@ -72,7 +75,11 @@ def settle_kernels(
         else:
             scheme = start.scheme() if start.is_packed() else None
             has = {"narrow": shape.mla is not None, "experts": shape.moe is not None}
-            table.time_missing(table.cells(kind, lengths, **has, codecs=scheme.codecs if scheme else ()))
+            wanted = table.cells(kind, lengths, **has, codecs=scheme.codecs if scheme else ())
+            begun = time.perf_counter()
+            if timed := table.time_missing(wanted, begin=lambda: say(CHOOSING)):
+                seconds = time.perf_counter() - begun
+                folder.events.emit("timing", folder.step, cells=timed, seconds=seconds)
             rows = table.made(kind)
         write_json(file, rows)
         return rows

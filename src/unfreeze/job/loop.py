@@ -56,14 +56,14 @@ class Loop:
         with self._stack as opening:
             group = opening.enter_context(open_group(device))
             config, start = begun or together(config, parts, common, group)
-            config = settled(as_it_began(config, group), start, device, group)
+            config, dtype = settled(as_it_began(config, group), start, device, group)
             folder = opening.enter_context(live(config, common, parts.recipe, "", group))
             if group.any(is_written(folder, parts)):
                 raise ConfigError(
                     f"{folder.path} is finished; nothing is left to train",
                     next="more epochs or steps, or another out",
                 )
-            self.job: Job = prepare(config, parts, common, device, group, folder, start)
+            self.job: Job = prepare(config, parts, common, device, group, folder, dtype, start)
             self._stack = opening.pop_all()  # all went well: closed by close()
         self._hooks, self._judge = self.job.hooks(), self.job.spike_guard()
         self._timer = SaveTimer(config.save.minutes)

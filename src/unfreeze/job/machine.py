@@ -41,8 +41,8 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
     name = subject.config.memory.dtype
     if why := slow(name, subject.device):
         yield Finding("machine", "warn", why, "--dtype float32, or leave dtype out")
-    else:
-        yield Finding("machine", "ok", dtype_line(name, subject.device))
+    elif subject.dtype is not None:
+        yield Finding("machine", "ok", dtype_line(subject.dtype))
     if subject.device.type == "cpu":
         yield Finding("machine", "ok", kernels_line(name))
     processes, parts = max(started().size, torch.cuda.device_count()), subject.config.memory.micro_batches

@@ -14,7 +14,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.layout import GIB, Layout
-from unfreeze.core.process import planned_words
+from unfreeze.core.process import planned_words, room_words
 from unfreeze.core.schema import PlanEvent, SaveEvent
 from unfreeze.core.torchrun import started
 from unfreeze.core.units import format_bytes, format_count, format_seconds
@@ -289,7 +289,8 @@ def start_lines(
             f" {format_count(all_parameters(plan))} parameters{trained.begins}"
         )
     taken = planned_words(plan.total + plan.hardware.process, plan.hardware.kind)
-    room = format_bytes(plan.usable + plan.hardware.process)
+    process = plan.hardware.process
+    room = room_words(plan.total + process, plan.usable + process, plan.hardware.kind)
     layout = plan.layout
     if layout.sharing > 1:
         experts += f" ({experts_held(plan)} of them in each of {layout.sharing} processes)"

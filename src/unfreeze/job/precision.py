@@ -8,7 +8,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.cpu import multiplies_bf16
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
-from unfreeze.kernels.precision import AUTO, precision, slow
+from unfreeze.kernels.precision import AUTO, Precision, precision, slow
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
@@ -36,18 +36,22 @@ def began(config: TrainingConfig) -> str:
 
 def settled(
     config: TrainingConfig, start: Manifest | None, device: torch.device, group: Group
-) -> TrainingConfig:
-    """The config with dtype = "auto" replaced.
+) -> tuple[TrainingConfig, Precision]:
+    """(the config with dtype = "auto" replaced, the dtype and why it is that one).
 
     A run that goes on keeps its dtype. A new one from random weights is computed in float32, any other in
     what the hardware multiplies; where one of several processes takes float32, all do.
     """
+    own = precision(config.memory.dtype, device)
     if config.memory.dtype != AUTO:
-        return config
-    first = group.texts(began(config))[0]
-    own = "float32" if start is not None and not start.tensors else precision(AUTO, device).name
-    named = first or ("float32" if "float32" in group.texts(own) else own)
-    return in_dtype(config, named)
+        return config, own
+    if first := group.texts(began(config))[0]:
+        return in_dtype(config, first), Precision(first, "as the run began")
+    if start is not None and not start.tensors:
+        own = Precision("float32", "new weights train in float32")
+    if "float32" in group.texts(own.name) and own.name != "float32":
+        own = Precision("float32", "another process has no bfloat16 units")
+    return in_dtype(config, own.name), own
 
 
 def in_dtype(config: TrainingConfig, name: str) -> TrainingConfig:
@@ -60,11 +64,9 @@ def computed_here(config: TrainingConfig, device: torch.device) -> TrainingConfi
     return in_dtype(config, precision(config.memory.dtype, device).name)
 
 
-def dtype_line(name: str, device: torch.device) -> str:
-    """What the start of a run says: the dtype, and whether the hardware multiplies bfloat16."""
-    best = precision(AUTO, device)
-    too = " too" if (name, best.name) == ("float32", "bfloat16") else ""
-    return f"dtype: {name} ({best.why.replace(' it', f' bfloat16{too}')})"
+def dtype_line(dtype: Precision) -> str:
+    """What the start of a run says: the dtype, and why it is that one."""
+    return f"dtype: {dtype.name} ({dtype.why})"
 
 
 def warn_slow(folder: Run, config: TrainingConfig, device: torch.device) -> None:

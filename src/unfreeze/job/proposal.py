@@ -163,8 +163,8 @@ class Proposal:
         rate = 1e-4 if large else 2e-4
         size = f"{format_count(self.parameters)} parameters" if self.parameters else "its size is not known"
         reason = (
-            f"{size}; QLoRA took 2e-4 for 7 and 13 billion, 1e-4 for more. The first thing to try others of;"
-            f' train = "all" takes {ALL_RATE:g}, and no [lora]'
+            f"{size}; QLoRA took 2e-4 for 7 and 13 billion, 1e-4 for more. Tune this first."
+            f' With train = "all": {ALL_RATE:g}, without [lora].'
         )
         yield Choice("optimizer.learning_rate", rate, reason)
 
@@ -172,7 +172,11 @@ class Proposal:
         here = precision(AUTO, pick_device("auto"))
         yield Choice("memory.dtype", AUTO, f"{here.name} here: {here.why}")
         fits = f"{format_bytes(plan.total)} planned of {format_bytes(plan.usable)} usable"
-        yield Choice("memory.micro_batches", int(values["memory.micro_batches"]), f"{fits}; more take less")
+        yield Choice(
+            "memory.micro_batches",
+            int(values["memory.micro_batches"]),
+            f"{fits}; raise it if memory is short",
+        )
         rank = int(values["lora.rank"])
         reason = f"{format_count(plan.adapter_parameters)} trained parameters" + (
             "" if rank == LoraConfig().rank else "; 16 takes more memory than is here"

@@ -6,7 +6,7 @@ A row that cannot be asked becomes a warning event.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 ANSWER = 64  # tokens of a sample answer at most: enough to see style, cheap beside a step
 WORDS = 8  # of a text's opening
+ROUNDS = 8  # times as many rows as samples are looked at for prompts that differ
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class Prompt:
 
 class Samples:
     """What a run says: `own` prompts, then the first `count` of the rows that it holds out, or trains on.
+
+    Each prompt once: rows may be several answers to one question.
 
     Of a conversation the prompt ends before an answer, of a text after its eighth word.
     Made from rows that were accepted, so a bad row that the run skips is skipped here too. A row that cannot
@@ -68,16 +71,24 @@ class Samples:
             speaker.engine.agreed = partial(of_the_first, group, speaker.decoder.device)
         self._prompts, self._own = list(own), len(own)
         room = speaker.decoder.shape.max_positions - ANSWER
+        asked, tried = {tuple(prompt.tokens) for prompt in own}, 0
         for row in rows_used(data, examples, count, columns, answers):
+            if tried == count:
+                break
             try:
                 prompt = prompt_of(row, tokenizer)
+                if tuple(prompt.tokens) in asked:
+                    continue
+                asked.add(tuple(prompt.tokens))
                 if len(prompt.tokens) > room:
                     raise DataError(
                         f"row {row.row}: its prompt of {len(prompt.tokens)} tokens leaves less than {ANSWER}"
                         " of the model's positions"
                     )
                 self._prompts.append(prompt)
+                tried += 1
             except DataError as error:
+                tried += 1
                 if run.step == 0:
                     run.events.emit("warning", 0, message=f"no sample of {error.message}")
 
@@ -189,28 +200,31 @@ def rows_used(
     count: int,
     columns: Sequence[str] = (),
     answers: Answers = "taught",
-) -> list[Row]:
-    """The first `count` rows of the files that became examples. Reads no further than the last of them.
+) -> Iterator[Row]:
+    """The first ROUNDS x `count` rows of the files that became examples.
 
-    Of rows with two answers the chosen one: both have the same prompt.
+    They come `count` at a time; it reads no further than the last that is asked for. Of rows with two answers
+    the chosen one: both have the same prompt.
     """
     from unfreeze.data import Examples, read_rows
 
     known = Examples.of(examples)
-    wanted: list[tuple[int, int]] = list(
+    used: list[tuple[int, int]] = list(
         dict.fromkeys(zip(known.sources_N.tolist(), known.rows_N.tolist(), strict=True))
-    )[:count]
-    found: dict[tuple[int, int], Row] = {}
-    for source in sorted({source for source, _ in wanted}):
-        missing = {number for file, number in wanted if file == source}
-        # bad rows are counted by data.encode_files, not here
-        for row in read_rows(Path(data[source]), lambda bad: None, columns, answers):
-            if row.row in missing:
-                found[source, row.row] = row if answers == "taught" else row.answers[0]
-                missing.remove(row.row)
-            if not missing:
-                break
-    return [found[row] for row in wanted if row in found]
+    )[: ROUNDS * count]
+    for first in range(0, len(used), max(1, count)):
+        wanted = used[first : first + count]
+        found: dict[tuple[int, int], Row] = {}
+        for source in sorted({source for source, _ in wanted}):
+            missing = {number for file, number in wanted if file == source}
+            # bad rows are counted by data.encode_files, not here
+            for row in read_rows(Path(data[source]), lambda bad: None, columns, answers):
+                if row.row in missing:
+                    found[source, row.row] = row if answers == "taught" else row.answers[0]
+                    missing.remove(row.row)
+                if not missing:
+                    break
+        yield from (found[row] for row in wanted if row in found)
 
 
 def prompt_of(row: Row, tokenizer: Tokenizer) -> Prompt:

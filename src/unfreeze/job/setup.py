@@ -21,6 +21,7 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.job.data import (
     batches_in,
+    both_given,
     check_vocabulary,
     document_tokens,
     encode,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.data import Batches, Dataset, Tokenizer
     from unfreeze.data.packing.windows import WindowBatches
+    from unfreeze.kernels.precision import Precision
     from unfreeze.models import Decoder, Shape
     from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.mesh import Held, Mesh
@@ -65,6 +67,7 @@ class Setup:
     """What a run is of.
 
     config   resolved: it has no "auto" but in `place`
+    dtype    that of the config, and why
     group    all of its processes
     folder   the run's, with its events
     start    where training starts: names, dtypes, shapes
@@ -74,6 +77,7 @@ class Setup:
     parts: Parts
     common: Common
     device: torch.device
+    dtype: Precision
     group: Group
     folder: Run
     start: Manifest
@@ -112,6 +116,7 @@ def opened(
     device: torch.device,
     group: Group,
     folder: Run,
+    dtype: Precision,
     start: Manifest | None,
 ) -> Setup:
     """Names, dtypes, shapes; no tensor is read. Raises UserError for what does not go together."""
@@ -124,7 +129,7 @@ def opened(
     check_vocabulary(tokenizer, shape, start)
     if parts.second is not None:
         parts.second.check(start, tokenizer)
-    setup = Setup(config, parts, common, device, group, folder, start, shape, tokenizer)
+    setup = Setup(config, parts, common, device, dtype, group, folder, start, shape, tokenizer)
     setup.planning.layouts()  # a wish that cannot be is refused before the rows
     return setup
 
@@ -152,9 +157,9 @@ def encoded(setup: Setup) -> Rows:
 def planned(setup: Setup, rows: Rows) -> tuple[Plan, Decoder]:
     """(the plan, the same on all processes; the model on meta). Raises DoesNotFit with the arithmetic."""
     config, parts, folder, group = setup.config, setup.parts, setup.folder, setup.group
-    dtype = config.memory.dtype
+    dtype = setup.dtype.name
     lengths = rows.dataset.examples.document_lengths().tolist()
-    settle_kernels(setup.device, dtype, lengths, setup.shape, setup.start, folder, group)
+    settle_kernels(setup.device, dtype, lengths, setup.shape, setup.start, folder, group, say(setup.common))
     longest = None if rows.dataset.stream is None else longest_of(setup)  # of later rows nobody knows
     planning = replace(setup.planning, lengths=lengths, longest=longest)
     plan, model = agreed_plan(planning, folder, group), planning.model.meta
@@ -163,7 +168,7 @@ def planned(setup: Setup, rows: Rows) -> tuple[Plan, Decoder]:
 
     disk = disk_of(config, parts.trained, setup.start, plan)
     lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, parts.second)
-    lines += [*parts.said, dtype_line(dtype, setup.device)]
+    lines += [*parts.said, dtype_line(setup.dtype)]
     note = export_note(parts.trained.lora, setup.start, model)
     emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, note=note)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
@@ -206,6 +211,8 @@ def begun(setup: Setup, rows: Rows, plan: Plan, at: Placed) -> tuple[Batches | W
     steps = num_steps(training, batches, parts_of_step)
     if folder.step == 0 and (few := few_steps(training, steps))[0]:
         folder.events.emit("warning", 0, message=": ".join(few))
+    if folder.step == 0 and (both := both_given(training)):
+        folder.events.emit("warning", 0, message=both)
     if parts.begin is not None:
         more: dict[str, Any] = {"dtype": config.memory.dtype, "folder": folder.path, "group": setup.group}
         more["say"] = say(setup.common)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from unfreeze.core.errors import DoesNotFit, ran_out
+from unfreeze.core.process import COMPILED, COMPILED_AT_MOST
 from unfreeze.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -38,11 +39,19 @@ def refused_when_short(plans: list[Plan]) -> Generator[None]:
 
 
 def remedy(plan: Plan) -> str:
-    """The flags of the first proposal that takes LESS than this plan."""
+    """The flags of the first proposal that takes LESS than this plan.
+
+    Before it, where a plan that fits leaves no room for compiled code, what gives more room.
+    """
     from unfreeze.parallel.plan import USABLE, what_fits
     from unfreeze.parallel.plan.propose import LARGER
     from unfreeze.parallel.plan.terms import plan as plan_of
 
     smaller = replace(plan.hardware, available=int(LESS * min(plan.total, plan.usable) / USABLE))
     fits = what_fits(plan_of(plan.sizes, plan.layout, plan.work, smaller))
-    return fits[0][0] if fits else LARGER
+    less = fits[0][0] if fits else LARGER
+    if plan.hardware.kind == "cpu" and plan.total <= plan.usable < plan.total + COMPILED:
+        return (
+            f"end other programs or raise ulimit -v, as compiling takes up to {COMPILED_AT_MOST}; or {less}"
+        )
+    return less

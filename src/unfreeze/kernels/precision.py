@@ -27,9 +27,17 @@ class Precision(NamedTuple):
 
 def precision(asked: str, device: torch.device | str) -> Precision:
     """The dtype for a device that is here. asked: "auto", "bfloat16" or "float32"."""
-    if asked != AUTO:
-        return Precision(asked, "as asked")
-    return precision_on(str(device).partition(":")[0], multiplies(device))
+    kind = str(device).partition(":")[0]
+    best = precision_on(kind, multiplies(device))
+    return best if asked == AUTO else as_asked(asked, best, kind)
+
+
+def as_asked(name: str, best: Precision, kind: str) -> Precision:
+    """A dtype that the user named, and what that means where "auto" would take another."""
+    if name == best.name:
+        return Precision(name, "as asked")
+    fast = f"{_here(kind)} is fast in bfloat16 too"
+    return Precision(name, f"as asked; {fast if name == 'float32' else f'{best.why}, so it is slow'}")
 
 
 def precision_on(kind: str, bf16: bool | None = None) -> Precision:
@@ -38,10 +46,13 @@ def precision_on(kind: str, bf16: bool | None = None) -> Precision:
     bf16: whether it multiplies bfloat16; None: a CPU as this one does, and a GPU that is not here does.
     """
     bf16 = (kind != "cpu" or multiplies_bf16()) if bf16 is None else bf16
-    here = f"this CPU ({cpu_class().removeprefix('cpu-')})" if kind == "cpu" else "the GPU"
     if bf16:
-        return Precision("bfloat16", f"{here} multiplies it")
-    return Precision("float32", f"{here} has no bfloat16 units")
+        return Precision("bfloat16", f"{_here(kind)} multiplies it")
+    return Precision("float32", f"{_here(kind)} has no bfloat16 units")
+
+
+def _here(kind: str) -> str:
+    return f"this CPU ({cpu_class().removeprefix('cpu-')})" if kind == "cpu" else "the GPU"
 
 
 def multiplies(device: torch.device | str) -> bool:

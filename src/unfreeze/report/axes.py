@@ -137,16 +137,26 @@ def labels(field: Frame, x: Ticks, y: Ticks, titles: tuple[str, str] = ("", ""))
     return "\n".join(parts)
 
 
-def path(points: Sequence[tuple[float, float]], style: str) -> str:
-    """A line through the points. style: stroke, and what else CSS has for it."""
+def path(points: Sequence[tuple[float, float]], style: str, title: str = "") -> str:
+    """A line through the points. style: stroke, and what else CSS has for it. title: under the pointer."""
     d = " L ".join(f"{digits(x)} {digits(y)}" for x, y in points)
-    return f'<path d="M {d}" style="fill: none; {style}"/>'
+    return _titled(f'<path d="M {d}" style="fill: none; {style}"', "path", title)
 
 
-def circles(points: Sequence[tuple[float, float]], radius: float, style: str) -> str:
-    """A dot at each point."""
+def _titled(opened: str, name: str, title: str) -> str:
+    """The element, closed; a browser shows its <title> under the pointer."""
+    return f"{opened}><title>{escape(title)}</title></{name}>" if title else f"{opened}/>"
+
+
+def circles(
+    points: Sequence[tuple[float, float]], radius: float, style: str, titles: Sequence[str] = ()
+) -> str:
+    """A dot at each point. titles: of each, under the pointer."""
+    dots = [
+        f'<circle cx="{digits(x)}" cy="{digits(y)}" r="{digits(radius)}" style="{style}"' for x, y in points
+    ]
     return "\n".join(
-        f'<circle cx="{digits(x)}" cy="{digits(y)}" r="{digits(radius)}" style="{style}"/>' for x, y in points
+        _titled(dot, "circle", title) for dot, title in zip(dots, titles or [""] * len(dots), strict=True)
     )
 
 
@@ -178,11 +188,13 @@ class Plot:
 
     def line(self, xs: Sequence[float], ys: Sequence[float], style: str) -> None:
         """style: CSS of a stroke."""
-        self._add(xs, ys, lambda points: path(points, style))
+        told = [f"{x:g}: {y:.4g}" for x, y in zip([*xs[:1], *xs[-1:]], [*ys[:1], *ys[-1:]], strict=True)]
+        self._add(xs, ys, lambda points: path(points, style, " → ".join(told)))
 
     def dots(self, xs: Sequence[float], ys: Sequence[float], radius: float, style: str) -> None:
         """style: CSS of a circle."""
-        self._add(xs, ys, lambda points: circles(points, radius, style))
+        titles = [f"{x:g}: {y:.4g}" for x, y in zip(xs, ys, strict=True)]
+        self._add(xs, ys, lambda points: circles(points, radius, style, titles))
 
     def words(self, x: float, y: float, words: str) -> None:
         """A label up and right of a point."""

@@ -148,7 +148,8 @@ def ranking(runs: Sequence[Run]) -> Ranking:
         return Ranking("", "as given: different data")
     if validated:
         return Ranking("best_validation", "best first by best validation loss")
-    return Ranking("loss_last", "best first by final training loss, because not all runs have validation")
+    why = "because not all runs have validation; --validation-fraction 0.1 chooses by rows not trained on"
+    return Ranking("loss_last", f"best first by final training loss, {why}")
 
 
 def other_data(runs: Sequence[Run]) -> bool:

@@ -171,12 +171,6 @@ def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | N
     return [(pair["prompt"], pair.get("before"), pair.get("after")) for pair in pairs.values()]
 
 
-def tokens_per_second(events: Sequence[Event]) -> float | None:
-    """Tokens over seconds of all training steps, every session of a resumed run; None without a step."""
-    seconds = sum(series(events, "train", "seconds")[1])
-    return sum(series(events, "train", "tokens")[1]) / seconds if seconds > 0 else None
-
-
 def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
     """Put the account of the data into lines; empty without an account.
 

@@ -22,8 +22,10 @@ from unfreeze.report.tables import left_out, standing_still
 GUARD_HEAD = ("guard", "state", "set to", "said", "what to do")
 MOSTLY = 0.9  # share of clipped steps after warm-up: above it clipping sets the size of nearly every update
 GAP_FLOAT32 = 1e-4  # nats at any token; evaluate/gap.py has the reason
-# nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/events.md)
-GAP_BFLOAT16 = (0.008, 0.2)
+# nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/events.md), and the
+# limits: some three times that, as another model's logits may be larger
+ROUNDING_BFLOAT16 = (0.008, 0.3)
+GAP_BFLOAT16 = (0.024, 1.0)
 
 # how far planned and measured may be apart: docs/plan_checked.md
 OFF_BYTES, OFF_SECONDS = 0.10, 0.25
@@ -56,7 +58,8 @@ REMEDY = {
     "Supervised tokens": "Look at what is taught with unfreeze data show: such a step teaches nothing.",
     "Expert load": "Nothing need be done while the answers are good; else broader data helps.",
     "Sampler against trainer": (
-        "In bfloat16 rounding may be all: a short run with --dtype float32 tells; there, report it."
+        "Probably bfloat16 rounding. To be sure, run a few steps with --dtype float32; if it is amber there"
+        " too, report it."
     ),
     "Trackers": "Nothing need be done for the run: its numbers are in events.jsonl.",
 }
@@ -154,7 +157,7 @@ def _plan(run: Run) -> GuardRow | None:
 def _planned_peak(run: Run) -> GuardRow | None:
     """The step's planned bytes beside the measured peak.
 
-    On a CPU the peak is the process's: what it had before, and up to COMPILED besides.
+    On a CPU the peak is the process's: what it had before, and up to COMPILED besides. To take less is fine.
     """
     plan, peaks = run.plan or {}, peak_memory(run)[1]
     if not peaks or "terms" not in plan or "hardware" not in plan:
@@ -164,7 +167,7 @@ def _planned_peak(run: Run) -> GuardRow | None:
     if plan["hardware"].get("kind") == "cpu":
         highest += COMPILED
     measured = max(peaks)
-    off = measured < lowest * (1 - OFF_BYTES) or measured > highest * (1 + OFF_BYTES)
+    off = measured > highest * (1 + OFF_BYTES)
     expected = f"between {format_bytes(lowest)} and {format_bytes(highest)}"
     process = plan["hardware"].get("process", 0)
     parts = [f"{format_bytes(planned)} for a step"]
@@ -173,7 +176,7 @@ def _planned_peak(run: Run) -> GuardRow | None:
     return GuardRow(
         "Planned peak",
         "look" if off else "ok",
-        f"{expected if highest > lowest else format_bytes(lowest)}, or {OFF_BYTES:.0%} beside it",
+        f"{expected if highest > lowest else format_bytes(lowest)}, at most {OFF_BYTES:.0%} more",
         f"took {format_bytes(measured)} at most; planned were {' + '.join(parts)}",
     )
 

@@ -132,7 +132,10 @@ def _loss(run: Run) -> Markup:
     """
     steps, losses = series(run.events, "train", "loss")
     known = dict(facts(run))
-    first = [(name, known[name]) for name in HEADLINE if name in known]
+    # a narrow page does not break at a non-breaking hyphen
+    first = [
+        (name.replace("-", "\N{NON-BREAKING HYPHEN}"), known[name]) for name in HEADLINE if name in known
+    ]
     if not losses:
         return render("loss.html", facts=first, loss=None)
     evals = series(run.events, "eval", "loss")

@@ -9,7 +9,6 @@ runs/<name>/resolved_config.json     may be absent
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,18 +36,9 @@ from unfreeze.core.schema import (
 )
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.balance import Balance, balance_of
-from unfreeze.report.events import (
-    E,
-    expert_load,
-    last,
-    of_kind,
-    read_events,
-    refuse_damage,
-    series,
-    tokens_per_second,
-)
+from unfreeze.report.events import E, expert_load, last, of_kind, read_events, refuse_damage, series
 from unfreeze.report.tables import trained_parameters
-from unfreeze.report.times import time_words
+from unfreeze.report.times import time_words, tokens_per_second
 from unfreeze.untrusted.json_object import read_object
 
 
@@ -94,7 +84,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all steps, all sessions of a resumed run together."""
+        """Of all steps without compiling, all sessions of a resumed run together."""
         return tokens_per_second(self.events)
 
     @cached_property
@@ -164,21 +154,6 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def writer(folder: Path) -> str:
-    """Give the id of the process that holds a run folder's lock, "" where none does.
-
-    "unknown" where it hasn't written its id yet.
-    """
-    lock = folder / "lock"
-    if lock.is_file():
-        with lock.open(encoding="utf-8") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return file.read().strip() or "unknown"
-    return ""
-
-
 APART = {
     "divergence": "Divergence",
     "cross_entropy": "Cross entropy",
@@ -221,6 +196,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if held_out := series(run.events, "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
         rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))
+    if best := best_words(run):
+        rows.append(("Best", best))
     if early := last(run.events, EarlyStopEvent):
         rows.append(("Stopped early", early_words(early, _best_folder(run))))
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
@@ -292,6 +269,16 @@ def memory_of(kind: str) -> str:
 def _best_folder(run: Run) -> str:
     """Where the best save is written; "" while it is not."""
     return next((f"{name}/" for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
+
+
+def best_words(run: Run) -> str:
+    """'step 60 (0.570), in adapter-best/', where an earlier step than the last was the best; else ""."""
+    folder, (steps, losses) = _best_folder(run), series(run.events, "eval", "loss")
+    found = [(loss, step) for step, loss in zip(steps, losses, strict=True) if step > 0]
+    if not folder or not found:
+        return ""
+    loss, step = min(found)
+    return f"step {step:,} ({loss:.3f}), in {folder}"
 
 
 def early_words(early: EarlyStopEvent, best: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Where the time of a run went: loading, compiling, answers, steps, validation, saving, and the rest."""
+"""Where the time of a run went: kernels, loading, compiling, answers, steps, validation, saving, the rest."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from unfreeze.core.units import format_seconds
 from unfreeze.report.events import last, of_kind, series
 
 LEAST = 0.01  # of all: a smaller part is not named
+PARTS = {
+    "choosing kernels": "timing",
+    "loading": "load",
+    "answers": "gap",
+    "validation": "eval",
+    "saving": "save",
+}
+"""Part -> the events whose seconds it has."""
 FEW = 3  # steps of a session: of fewer nothing tells compiling from the step itself
 
 
@@ -22,12 +30,21 @@ def times(events: Sequence[Event]) -> dict[str, float]:
     steps = sum(series(events, "train", "seconds")[1])
     compiling = sum(_compiling(session) for session in _sessions(events))
     parts = {"steps": steps - compiling, "compiling": compiling}
-    for name, kind in (("loading", "load"), ("answers", "gap"), ("validation", "eval"), ("saving", "save")):
+    for name, kind in PARTS.items():
         parts[name] = sum(series(events, kind, "seconds")[1])
     whole = _whole(events)
     if whole is not None:
         parts["other"] = max(0.0, whole - sum(parts.values()))
     return parts
+
+
+def tokens_per_second(events: Sequence[Event]) -> float | None:
+    """Tokens over seconds of all training steps, compiling left out, every session of a resumed run together.
+
+    None without a step.
+    """
+    seconds = times(events)["steps"]
+    return sum(series(events, "train", "tokens")[1]) / seconds if seconds > 0 else None
 
 
 def time_words(events: Sequence[Event]) -> str:
@@ -60,7 +77,7 @@ def _compiling(steps: Sequence[TrainEvent]) -> float:
 def _whole(events: Sequence[Event]) -> float | None:
     """From the first event to the end, of a run in one session; else unknown."""
     end = last(events, EndEvent)
-    begun, ended = events[0].get("time"), end.get("time") if end else None
+    begun, ended = events[0].get("time") if events else None, end.get("time") if end else None
     if begun is None or ended is None or len(of_kind(events, StartEvent)) > 1:
         return None
     return ended - begun

@@ -48,7 +48,7 @@ def verdict(run: Run) -> str:
 
 
 def judged(run: Run) -> tuple[str, bool]:
-    """('tiny-k2 learnt 1,219 answers of yoda_train.jsonl in 2 min 20 s: style 0 → 98 %.', whether it learnt).
+    """('tiny-k2 learnt 1,219 answers of yoda.jsonl in 2 min 20 s of training: style 0 → 98 %.', whether so).
 
     "learnt" only of a finished run that saw all of its data in enough steps, and whose events prove it
     (report/learnt.py). What went wrong instead stands behind it, with the step to take.
@@ -56,7 +56,7 @@ def judged(run: Run) -> tuple[str, bool]:
     model, what = Path(run.source("model")).name or "The model", _what(run)
     if not run.train:
         return f"{model} has made no training step.", False
-    found, time = finding(run), format_seconds(run.seconds)
+    found, time = finding(run), f"{format_seconds(run.seconds)} of training"
     said = f": {found.measured}." if found.measured else "."
     if run.state == "done":
         few = _too_few(run)
@@ -104,7 +104,8 @@ def _what(run: Run) -> _Data:
     account = last(run.events, DataEvent)
     if account is None or "examples" not in account:
         return _Data(where or "its data")
-    nouns = {NOUNS.get(shape, "conversations") for shape in account.get("shapes", {})}
+    shapes = account.get("shapes", {})
+    nouns = {NOUNS.get(shape, "answers" if shape.endswith("/label") else "conversations") for shape in shapes}
     noun = nouns.pop() if len(nouns) == 1 else "documents"
     # Of a run that ended within its first epoch: how much of the data that was.
     trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0

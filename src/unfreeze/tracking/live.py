@@ -7,7 +7,6 @@ Nothing here is written to standard output: with `--json` its last line is the r
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -15,7 +14,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
@@ -35,9 +33,10 @@ from unfreeze.core.schema import (
     WarningEvent,
 )
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, times_larger
+from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
+from unfreeze.tracking.console import PipeConsole
 
 RATED = 3.0  # seconds of reading after which the time left is estimated
 # steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
@@ -54,16 +53,6 @@ class _Status(ProgressColumn):
         return Text(task.fields["status"], no_wrap=True, overflow="ellipsis")
 
 
-class _Console(Console):
-    """A run outlives the reader of its output (`… 2>&1 | head`), where rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # what others still print goes there too
-        os.close(nowhere)
-
-
 class _Display:
     """A rich bar on a terminal, lines on any other stream, nothing when quiet.
 
@@ -74,7 +63,7 @@ class _Display:
         self.quiet = quiet
         self.stream = sys.stderr if stream is None else stream
         # no wrapping in a file: a line stays a line
-        self.console = _Console(
+        self.console = PipeConsole(
             file=self.stream, highlight=False, soft_wrap=not self.stream.isatty(), force_jupyter=False
         )
         self.may_draw = not quiet and self.stream.isatty() and not self.console.is_dumb_terminal
@@ -131,13 +120,12 @@ class LiveProgress:
         whole_plan: bool = False,
     ):
         self.total_steps = total_steps
-        self._whole_plan, self._data_tokens = whole_plan, 0.0
+        self._whole_plan = whole_plan
         self._predicted = ""  # how many kernels run unmeasured, until it is said
         self.seconds_between = seconds_between
         self._display = _Display(quiet, stream)
         self._inside = False
         self._steps = 0
-        self._trained_tokens = 0.0
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds) of the last steps
         self._last_line = float("-inf")
 
@@ -174,7 +162,6 @@ class LiveProgress:
             self._display.line(line)
 
     def _on_data(self, event: DataEvent) -> None:
-        self._data_tokens = event.get("tokens", 0) * times_larger(event)
         _, *left_out_rows = data_lines([event])
         mixed = [line for words in event.get("mixture", []) for line in folded(f"mixture: {words}")]
         for line in (*folded(f"data: {data_line(event)}"), *mixed, *left_out_rows):
@@ -217,9 +204,6 @@ class LiveProgress:
     def _on_train(self, event: TrainEvent) -> None:
         self._recent.append((event.get("tokens", 0), event.get("seconds", 0.0)))
         self._steps += 1
-        if self._steps == 1:  # of a resumed run: the steps before it, taken for as long as this one
-            self._trained_tokens = (event["step"] - 1) * event.get("tokens", 0)
-        self._trained_tokens += event.get("tokens", 0)
         step, status = event["step"], self._status(event)
         if self._inside and self._display.may_draw:
             self._display.draw(f"step {step}/{self.total_steps}", step, self.total_steps, status)
@@ -235,9 +219,9 @@ class LiveProgress:
         # the first step of a process compiles kernels, so it is left out of the forecast
         timed = [duration for _, duration in self._recent][1 if self._steps <= WINDOW else 0 :]
         left = (self.total_steps - event["step"]) * sum(timed) / len(timed) if timed else 0.0
-        epoch = self._trained_tokens / self._data_tokens if self._data_tokens else 0.0
+        epoch = event.get("epoch")
         parts = [  # what people watch comes first: a narrow terminal cuts the end
-            f"epoch {epoch:.1f}" if epoch else "",
+            f"epoch {epoch:.1f}" if epoch is not None else "",
             f"loss {loss:.3f}" if loss is not None else "loss not finite",
             f"{format_seconds(left)} left" if left > 0 else "",
             f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "",

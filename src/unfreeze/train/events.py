@@ -23,13 +23,16 @@ def emit_start(state: State, processes: int = 1) -> None:
     state.run.events.emit("start", state.step, steps=steps, resumed=state.step > 0, **words, **several)
 
 
-def train_fields(result: StepResult, seconds: float, memory: dict[str, int]) -> dict[str, Any]:
+def train_fields(
+    result: StepResult, seconds: float, memory: dict[str, int], cursor: dict[str, Any]
+) -> dict[str, Any]:
     """The fields of a train event: plain numbers, all finite.
 
-    train_step raises before a NaN gets here; a metric may still be null.
+    train_step raises before a NaN gets here; a metric may still be null. cursor: behind the step's batches.
     """
     return {
         "loss": result.loss,
+        **({"epoch": cursor["passes"]} if "passes" in cursor else {}),
         "tokens": result.tokens,
         "supervised_tokens": result.supervised_tokens,
         "seconds": seconds,

@@ -85,8 +85,12 @@ class Run:
             self.saved = None if self.save_path is None else read_record(self.save_path)
             if self.saved is not None:
                 self.refuse_changes(self.saved["config"], self.config)
-            truncate_after(self.path / "events.jsonl", self.step if self.saved else -1, ended=self.finished)
-            self.events = EventLog(self.path / "events.jsonl", listeners)
+            events, begun = self.path / "events.jsonl", self.step if self.saved else -1
+            lost = truncate_after(events, begun, ended=self.finished)
+            self.events = EventLog(events, listeners)
+            if lost:
+                words = "1 step was not saved and is" if lost == 1 else f"{lost} steps were not saved and are"
+                self.events.emit("warning", self.step, message=f"{words} lost; step {self.step + 1} is next")
             if self.changed:
                 self.events.emit(
                     "warning",

@@ -121,6 +121,9 @@ def test_resuming_from_every_cursor_gives_the_same_batches():
                 )
                 and after == cursor_again
             )
+    assert run[straight.len_steps(1) - 1][1]["passes"] == 1 and run[-1][1]["passes"] == pytest.approx(
+        2.5, abs=0.1
+    )
     # control arm: one batch lost
     skipping = Batches(examples, 200, seed=5, start={**run[0][1], "position": run[0][1]["position"] + 1})
     assert not torch.equal(next(skipping)[0].tokens_T, run[1][0].tokens_T)

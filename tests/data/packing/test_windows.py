@@ -79,6 +79,8 @@ def test_every_cursor_goes_on_behind_it():
         assert [(of(batch), at) for batch, at in went_on] == [
             (of(batch), at) for batch, at in found[place + 1 :]
         ]
+    passes = [at["passes"] for _, at in found]
+    assert passes == sorted(passes) and passes[-1] > 1 and 1.0 in passes
     places = [(at["epoch"], at["window"], at["position"]) for _, at in found]
     assert all(before < after for before, after in pairwise(places)) and places[-1][0] == 1
 

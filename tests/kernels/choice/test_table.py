@@ -53,7 +53,7 @@ def test_nothing_is_timed_twice_nor_where_the_choice_is_fixed(monkeypatch, tmp_p
         timed.append([cell.key for cell in cells])
         return [
             dict(zip(("op", "dtype", "bucket"), cell.key, strict=True))
-            | {"runs": "reference", "us": {"reference": 1.0}, "wrong": {}, "date": ""}
+            | {"runs": "reference", "us": {"reference": 1.0}, "wrong": {}, "untimed": "", "date": ""}
             for cell in cells
         ]
 
@@ -62,8 +62,10 @@ def test_nothing_is_timed_twice_nor_where_the_choice_is_fixed(monkeypatch, tmp_p
     monkeypatch.setenv("UNFREEZE_KERNELS", "records")
     assert table.time_missing(cells) == 0
     monkeypatch.delenv("UNFREEZE_KERNELS")
-    assert table.time_missing(cells[1:]) == len(cells) - 1 and table.time_missing(cells) == 1
-    assert table.time_missing(cells) == 0
+    begun = []
+    assert table.time_missing(cells[1:], lambda: begun.append(1)) == len(cells) - 1 == len(cells) - len(begun)
+    assert table.time_missing(cells) == 1
+    assert table.time_missing(cells, lambda: begun.append(1)) == 0 and begun == [1]
     assert timed == [[cell.key for cell in cells[1:]], [cells[0].key]]
     times._read.cache_clear()
 

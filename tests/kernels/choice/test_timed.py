@@ -114,7 +114,12 @@ def test_compiling_is_not_counted_and_the_budget_is_kept(clock):
 def test_the_first_cells_come_first_and_a_cheap_one_after_a_dear_one_is_still_timed(clock):
     dear = cell(clock.takes(1.0, double), bucket="dear", quick=clock.takes(0.5, double))
     cheap = cell(clock.takes(1e-3, double), bucket="cheap", quick=clock.takes(5e-4, double))
-    assert [row["bucket"] for row in time_all([dear, cheap], clock=clock)] == ["cheap"]
+    kept, timed = time_all([dear, cheap], clock=clock)
+    assert (kept["bucket"], kept["runs"], kept["untimed"]) == ("dear", "", "it takes 6.0 s or more, of 2")
+    assert (timed["bucket"], timed["runs"], timed["untimed"]) == ("cheap", "quick", "")
+    # one that only the rest of the budget does not suffice for is left to the next start
+    first, second = (cell(clock.takes(0.2, double), quick=clock.takes(0.1, double)) for _ in range(2))
+    assert len(time_all([first, second], clock=clock)) == 1
 
 
 def test_it_is_timed_against_plain_torch_where_the_reference_is_something_else(clock):

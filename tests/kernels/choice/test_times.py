@@ -86,6 +86,12 @@ def damaged(field, value):
     return json.dumps({"rows": [whole | {field: value}]})
 
 
+def test_what_was_too_dear_to_be_timed_is_not_tried_again_and_decides_nothing():
+    times.keep([row(), row("dear", "") | {"us": {}, "untimed": "it takes 6.0 s or more, of 2"}])
+    assert runs() == {"any": "quick"}
+    assert [key[2] for key in times.tried()] == ["any", "dear"]
+
+
 def test_control_arm_the_undamaged_row_is_read():
     times.path().parent.mkdir(parents=True, exist_ok=True)
     times.path().write_text(damaged("runs", "quick"))

@@ -26,7 +26,8 @@ from unfreeze.data.packing.packers import PACKERS, Packing, Plan
 Cursor = dict[str, Any]
 """Where the next batch begins: {"epoch", "position"} and what must be unchanged for that to mean the same
 place:
-{"seed", "tokens_per_step", "packing", "fingerprint"} and data_weights where files are mixed. Plain JSON."""
+{"seed", "tokens_per_step", "packing", "fingerprint"} and data_weights where files are mixed. "passes" over
+the data so far are told beside it, and not read back. Plain JSON."""
 
 PLANS = 2
 """Plans that are kept: a run asks for the first epoch's for its account, its steps and its batches."""
@@ -170,7 +171,8 @@ class Batches:
 
     def cursor(self) -> Cursor:
         """Where the next batch begins."""
-        return {"epoch": self.epoch, "position": self.position, **self._identity}
+        passes = self.epoch + self.position / max(1, len(self.plan(self.epoch)))
+        return {"epoch": self.epoch, "position": self.position, "passes": passes, **self._identity}
 
     def __iter__(self) -> Iterator[tuple[Batch, Cursor]]:
         return self

@@ -72,7 +72,9 @@ class WindowBatches:
 
     def cursor(self) -> Cursor:
         """Where the next batch begins."""
-        place = {"epoch": self.epoch, "window": self.number, "position": self.position}
+        windows = self.number + self.position / max(1, len(self._plan))
+        passes = self.epoch + windows / self._stream.windows
+        place = {"epoch": self.epoch, "window": self.number, "position": self.position, "passes": passes}
         return {**place, **self._identity, "fingerprint": self._fingerprint}
 
     def __iter__(self) -> Iterator[tuple[Batch, Cursor]]:

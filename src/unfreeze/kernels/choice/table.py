@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.process import trim
 from unfreeze.core.schema import KernelChoice
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention.documents import bucket_of
@@ -69,18 +70,20 @@ def _buckets(lengths: Iterable[int], narrow: bool) -> list[str]:
     return [name for name, count in tokens.items() if count >= least and not name.startswith("under")]
 
 
-def time_missing(wanted: Sequence[Cell]) -> int:
+def time_missing(wanted: Sequence[Cell], begin: Callable[[], object] = lambda: None) -> int:
     """Time those of the cells that were not timed on this machine, and keep it. -> how many were.
 
-    Nothing where UNFREEZE_KERNELS says what runs.
+    Nothing where UNFREEZE_KERNELS says what runs. begin: called before the first is timed.
     """
-    there = times.known()
+    there = times.tried()
     missing = [cell for cell in wanted if cell.key not in there]
     if not missing or os.environ.get("UNFREEZE_KERNELS"):
         return 0
+    begin()
     rows = time_all(missing, quiet=ahead.quiet)
     times.keep(rows)
-    return len(rows)
+    trim()  # the plan counts what this process holds
+    return sum(not row.get("untimed") for row in rows)
 
 
 def made(dtype: torch.dtype) -> list[KernelChoice]:

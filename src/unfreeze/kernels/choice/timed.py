@@ -50,13 +50,15 @@ def time_all(
 ) -> list[Row]:
     """A row for each cell, in their order, until `seconds` are spent.
 
-    A cell that would take more than what is left has no row. quiet: a context in which nothing else of ours
+    A cell that would take more than what is left has no row; one that would take more than all has a row that
+    says so ("untimed"), and is not tried again. quiet: a context in which nothing else of ours
     computes. clock: by default CPU time with one thread, which other processes disturb less, else the wall's.
     """
     clock = clock or (time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
     rows: list[Row] = []
+    budget = seconds
     for cell in cells:
-        row, spent = _timed(cell, seconds, clock, quiet)
+        row, spent = _timed(cell, seconds, budget, clock, quiet)
         seconds -= spent
         rows += [row] if row else []
     measure.forget()
@@ -66,10 +68,11 @@ def time_all(
 def _timed(
     cell: Cell,
     seconds: float,
+    budget: float,
     clock: Callable[[], float],
     quiet: Callable[[], AbstractContextManager[object]],
 ) -> tuple[Row | None, float]:
-    """(the cell's row, the seconds that timing took); no row where `seconds` do not suffice."""
+    """(the cell's row, the seconds of timing); no row where `seconds`, left of `budget`, do not suffice."""
     op, case, dtype = cell
     plain = op.against or op.reference
     beside = (
@@ -86,8 +89,12 @@ def _timed(
     want = _results(op, plain, case, dtype)
     lap = once(plain)
     able = running(op, CPU, dtype)
-    if not able or lap * FEWEST * (1 + len(able) + len(beside)) > seconds:
-        return None, lap
+    names = dict(zip(("op", "dtype", "bucket"), cell.key, strict=True))
+    least = lap * FEWEST * (1 + len(able) + len(beside))
+    if not able or least > seconds:
+        why = f"it takes {least:.1f} s or more, of {budget:g}"
+        dear = {**names, "runs": "", "us": {}, "wrong": {}, "untimed": why, "date": _today()}
+        return dear if able and least > budget else None, lap
     good, wrong = {**beside, "reference": op.reference}, dict[str, str]()
     for name in able if not beside else ["reference", *able]:
         try:
@@ -116,10 +123,13 @@ def _timed(
     us = {name: round(statistics.median(samples) * 1e6, 2) for name, samples in times.items()}
     fastest = min(us.keys() - beside, key=lambda name: us[name])
     runs = fastest if us[fastest] <= (1 - REQUIRED_GAIN) * us["reference"] else "reference"
-    names = dict(zip(("op", "dtype", "bucket"), cell.key, strict=True))
     faults = {name: fault for name, fault in wrong.items() if fault}
-    row = {**names, "runs": runs, "us": us, "wrong": faults, "date": date.today().isoformat()}
+    row = {**names, "runs": runs, "us": us, "wrong": faults, "untimed": "", "date": _today()}
     return row, spent + sum(map(sum, times.values()))
+
+
+def _today() -> str:
+    return date.today().isoformat()
 
 
 def _results(

@@ -26,7 +26,8 @@ Key = tuple[str, str, str]
 """op, dtype, bucket: what is decided at once."""
 Row = dict[str, Any]
 """op, dtype, bucket; runs: what is fastest; us: microseconds by implementation, plain torch as "torch" where
-that is not the op's "reference"; wrong: candidate -> why it may not run; date."""
+that is not the op's "reference"; wrong: candidate -> why it may not run; untimed: why it was not timed, then
+runs is "" and us is {}; date."""
 
 
 def key_of(op: Op, dtype: torch.dtype, bucket: str) -> Key:
@@ -58,6 +59,11 @@ def path() -> Path:
 
 def known() -> dict[Key, Row]:
     """What was timed on this machine, by `key_of`; nothing where UNFREEZE_KERNELS fixes what runs."""
+    return {key: row for key, row in tried().items() if not row.get("untimed")}
+
+
+def tried() -> dict[Key, Row]:
+    """As `known`, with what was too dear to be timed."""
     if os.environ.get("UNFREEZE_KERNELS") or not any(user_folder().glob("timed-*.json")):
         return {}
     return _read(path())
@@ -74,11 +80,16 @@ def _read(file: Path) -> dict[Key, Row]:
 
 
 def _whole(row: Row) -> bool:
-    """Whether a row has every field, of its kind, and a time above 0 of what runs and of plain torch."""
+    """Whether a row has every field, of its kind, and a time above 0 of what runs and of plain torch.
+
+    One that was not timed has no times.
+    """
     us, words = row["us"], (row["op"], row["dtype"], row["bucket"], row["runs"], row["date"])
+    whole = all(isinstance(word, str) for word in words) and isinstance(row["wrong"], dict)
+    if row.get("untimed"):
+        return whole
     return (
-        all(isinstance(word, str) for word in words)
-        and isinstance(row["wrong"], dict)
+        whole
         and {row["runs"], "reference"} <= us.keys()
         and all(isinstance(each, int | float) and 0 < each < math.inf for each in us.values())
     )
