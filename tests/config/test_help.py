@@ -101,7 +101,8 @@ def keys_listed(page: str) -> set[tuple[str, str]]:
     for table, keys in rows("| table | keys |", page).items():
         prefix = f"{table.strip('`[]')}." if "`[" in table else ""
         for key, flat in re.findall(r"`(\w+)`(?: \(`(\w+)`\))?", keys):
-            name = f"{prefix}{key}" if prefix in ("lora.", "place.") else flat or key
+            dotted = prefix == "lora." or (prefix == "place." and f"`--place.{key}`" in keys)
+            name = f"{prefix}{key}" if dotted else flat or key
             found |= {(f"{prefix}{key}", name)} if key not in ("pretrain", "distill", "prefer") else set()
     return found
 

@@ -112,7 +112,7 @@ adam_beta1 adam_beta2 adam_epsilon beta1 beta2 | AdamW's betas are 0.9 and 0.95,
 simulate trace | the replay of a step is gone: it differed from the formula by 0.0 % at most |
     unfreeze plan --model MODEL --hardware 8xH200
 sweep | plan takes several machines at once; of ranks and lengths it makes no table |
-    for r in 4 8 16; do unfreeze plan --model MODEL --hardware 8xH200 --lora.rank $r; done
+    unfreeze plan --model MODEL --hardware 8xH200 1xH200+768GB
 group_by_length length_grouped_sampling | packing fills batches with documents of any length |
     unfreeze sft --model MODEL --data FILE --packing best_fit
 run_name wandb_project project wandb_run_name | a run is called by its folder: --out; wandb's project is

@@ -11,7 +11,7 @@ import torch
 from unfreeze import models
 from unfreeze.commands import plan
 from unfreeze.config.lora import LoraConfig
-from unfreeze.core.layout import RESIDENT
+from unfreeze.core.layout import RESIDENT, Layout
 from unfreeze.kernels.expert_mlp import WORKSPACE
 from unfreeze.parallel.fleet import fleet
 from unfreeze.parallel.plan import Work, measure
@@ -281,9 +281,10 @@ def test_a_machine_without_a_gpu_is_told_the_memory_it_would_need(kimi):
 
 
 def test_a_device_too_small_for_every_weight_is_told_the_next_larger_one():
-    """Every weight of a dense model trains on each device: more of them don't help, a larger one does."""
+    """Every weight of a dense model trains whole on each device: more of them don't help, a larger one does."""
     model = models.from_config(DENSE, torch.bfloat16)
-    dense, every = (measure(model, None, "cuda"), counts(model)), asked(None)
+    dense = measure(model, None, "cuda"), counts(model)
+    every = replace(asked(None), wish=Layout(weights="device"))
     card = replace(fleet("1xRTX4090"), memory=8 * dense[0].elements)
     found = proposals(*dense, card, every)
     named = next(line for line in found if line.startswith("--hardware 1x"))
@@ -291,6 +292,9 @@ def test_a_device_too_small_for_every_weight_is_told_the_next_larger_one():
         choose(*dense, fleet(given(named.split(" (")[0])["--hardware"]), every)[1]
         and not choose(*dense, card, every)[1]
     )
+    # where they may lie in parts, more devices do
+    line = proposals(*dense, card, asked(None))[0]
+    assert line.startswith("--hardware 2x") and "weights sharded" in line, line
 
 
 def test_the_commands_default_is_the_planners():

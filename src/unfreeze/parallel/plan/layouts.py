@@ -179,8 +179,7 @@ def _weights(wish: Layout, facts: Facts) -> list[str]:
     elif facts.processes == 1:
         fault = "there is one process"
     if not fault:
-        both = ["device", *["sharded"] * (not facts.unbuilt)]
-        return both if wish.weights == "auto" else [wish.weights]
+        return ["device", "sharded"] if wish.weights == "auto" else [wish.weights]
     if wish.weights == "sharded":
         remedy = facts.more if facts.every_weight else ""
         raise ConfigError(f"place.weights is sharded, but {fault}", next=f"{remedy}--place.weights auto")

@@ -71,7 +71,7 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     here_alone = layout.but(experts="device", rest="device")  # what these take is counted below
     made = _step(local, here_alone, work, Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory))
     terms = dict(made.terms)
-    del terms["base"]
+    in_float32 = terms.pop("base")  # of sharded weights: what their parts take more or less than all of them
     if fleet.kind == "cpu" and not fleet.here:  # of this machine's free memory this process is taken already
         terms["interpreter and libraries"] = PROCESS
     host: dict[str, int] = {}
@@ -88,6 +88,9 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     rest = {"device": whole, "peers": in_parts, "host": with_two_layers}[layout.rest]
     if layout.rest == "host":
         host["the frozen rest"] = whole
+    weights = {"experts": experts, "the frozen rest": rest}
+    if layout.sharded:
+        weights = {"a part of the weights": experts + rest + in_float32}
 
     # what trains: float32 factors, gradients and moments; where they are in host memory, a device has the
     # factors and gradients of BUFFERS layers in the computation's dtype
@@ -102,7 +105,7 @@ def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layou
     if layout.optimizer == "host" and layout.adapters == "device":
         host["moments"] = n * made.host_moments
     return Places(
-        device={k: v for k, v in {"experts": experts, "the frozen rest": rest, **terms}.items() if v},
+        device={name: size for name, size in {**weights, **terms}.items() if size},
         host={name: size for name, size in host.items() if size},
         device_usable=int(fleet.memory * USABLE),
         host_usable=int(fleet.host * USABLE),

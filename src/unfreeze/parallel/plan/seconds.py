@@ -19,11 +19,11 @@ train.
     router     t · 2 · router · visits / routers                 float32
     all-to-all 5 · rows · (n - 1) / n · 2 D / link               x, y, x again, dy, dx
     stream     bytes of experts here · 2 / host link             forward and backward, under the computation
-    gather     rest · (n - 1) / n · 2 / link                     likewise
+    gather     rest · (n - 1) / n · 2 / link                     likewise; of sharded weights all of them
     head       t · 2 · D V · 2 / head                            3 where it trains; never computed again
     optimizer  trained here / optimizer                          moments in host memory: 8 B · trained here /
                                                                  host link where that is longer
-    sums       2 · 4 B · trained here · (c - 1) / c / link       c devices hold a copy
+    sums       2 · 4 B · trained here · (c - 1) / c / link       c devices hold a copy; sharded: half
     launches   layers · 200 · 3 · launch                         what of it the device does not hide
 
     step = Σ over layers of max(compute + all-to-all, stream + gather) + head + optimizer
@@ -143,8 +143,11 @@ def seconds(
     by_host = sum(arriving.values())
     # what all GPUs of a host get alike comes through all its ports; the last host may have fewer
     alike = link if n <= PER_HOST else min(link, NETWORK * (n % PER_HOST or PER_HOST))
-    gather = 2 * counts.rest_bytes * (n - 1) / n / alike if layout.rest == "peers" else 0.0
-    arriving["gather of the rest"] = gather
+    shared = counts.rest_bytes * (layout.rest == "peers")
+    if layout.sharded:
+        shared = counts.rest_bytes + counts.experts_bytes
+    gather = 2 * shared * (n - 1) / n / alike
+    arriving["gather of the weights" if layout.sharded else "gather of the rest"] = gather
     stream = max(by_host, gather)
 
     # forward computes less than backward but streams as much
@@ -156,14 +159,16 @@ def seconds(
         **arriving,
         "second model": second,
         "head": t * 2 * D * counts.vocab_size * (3 if every_weight else 2) / rates.head,
-        "optimizer": _update(layout, here / rates.optimizer, here, n, host),
+        "optimizer": _update(layout, here / rates.optimizer / (n if layout.sharded else 1), here, n, host),
         "launches": launches,
     }
-    # gradients of what several devices hold: a sum goes there and back
+    # gradients of what several devices hold: a sum goes there and back; of sharded weights only there
     copies = {"dense": n, "experts": n // layout.sharing}
     over = {"dense": alike, "experts": NETWORK if layout.sharing > 1 else alike}
+    ways = 1 if layout.sharded else 2
     terms["sum of gradients"] = sum(
-        2 * 4 * numbers * (copies[part] - 1) / copies[part] / over[part] for part, numbers in trained.items()
+        ways * 4 * numbers * (copies[part] - 1) / copies[part] / over[part]
+        for part, numbers in trained.items()
     )
     once = {"optimizer", "sum of gradients"}
     terms = {name: s * (1 if name in once else micro_batches) for name, s in terms.items() if s}
