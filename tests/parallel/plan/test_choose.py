@@ -294,7 +294,7 @@ def test_a_device_too_small_for_every_weight_is_told_the_next_larger_one():
     )
     # where they may lie in parts, more devices do
     line = proposals(*dense, card, asked(None))[0]
-    assert line.startswith("--hardware 2x") and "weights sharded" in line, line
+    assert line.startswith("--hardware 4x") and "weights sharded" in line, line
 
 
 def test_the_commands_default_is_the_planners():
