@@ -208,7 +208,7 @@ def test_too_little_memory_and_disk_are_faults_with_the_arithmetic(sandbox, monk
     monkeypatch.setattr(run_plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=10_000))
     assert "9.8 KiB free for" in findings(model=model)["disk fault"].line
     monkeypatch.setattr(
-        "unfreeze.parallel.plan.hardware", lambda device: Hardware("cpu", "small", 1, 2**20, 2**20)
+        "unfreeze.parallel.machine.hardware", lambda device: Hardware("cpu", "small", 1, 2**20, 2**20)
     )
     found = findings(model=model)
     assert "usable on small" in found["memory fault"].line and found["numerics skip"].line.startswith(

@@ -19,6 +19,7 @@ from unfreeze.data import encode_file, load_tokenizer
 from unfreeze.drill.sandbox import Sandbox
 from unfreeze.job import proposal
 from unfreeze.job.data import ENOUGH_STEPS
+from unfreeze.job.plan import Planning
 from unfreeze.job.proposal import Proposal
 
 
@@ -152,21 +153,23 @@ def test_the_steps_are_counted_as_the_run_counts_them(checkpoint, tmp_path, monk
 
 def test_what_does_not_fit_is_made_smaller_step_by_step(proposed, monkeypatch):
     """Micro-batches first (the same gradient), then the rank, then the length; where nothing fits it is refused."""
-    real, asked = proposal.plan_of, []
+    real, asked = Planning.first, []
 
     def of(limit):
-        def plan_of(config, *rest):
+        def first(planning):
+            config = planning.config
             asked.append((config.data.sequence_length, config.memory.micro_batches, config.lora.rank))
-            plan = real(config, *rest)
+            place, plan = real(planning)
             fits = config.tokens_per_micro_batch * config.lora.rank <= limit
-            return SimpleNamespace(fits=fits, total=1, usable=2, adapter_parameters=plan.adapter_parameters)
+            parameters = plan.adapter_parameters
+            return place, SimpleNamespace(fits=fits, total=1, usable=2, adapter_parameters=parameters)
 
-        return plan_of
+        return first
 
-    monkeypatch.setattr(proposal, "plan_of", of(128 * 16))
+    monkeypatch.setattr(Planning, "first", of(128 * 16))
     values, _ = proposed(6)
     assert values["memory.micro_batches"] == 4 and values["lora.rank"] == 16
-    monkeypatch.setattr(proposal, "plan_of", of(values["data.sequence_length"] * 4))
+    monkeypatch.setattr(Planning, "first", of(values["data.sequence_length"] * 4))
     values, why = proposed(6)
     assert (
         values["lora.rank"] == 4
@@ -174,7 +177,7 @@ def test_what_does_not_fit_is_made_smaller_step_by_step(proposed, monkeypatch):
         and "more memory than is here" in why["lora.rank"]
     )
     tiny = SimpleNamespace(fits=False)
-    monkeypatch.setattr(proposal, "plan_of", lambda *given: tiny)
+    monkeypatch.setattr(Planning, "first", lambda planning: (0, tiny))
     with pytest.raises(DoesNotFit):
         monkeypatch.setattr("unfreeze.parallel.plan.refuse_if_too_large", refuse)
         proposed(6)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from unfreeze.commands import plan
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.process import PROCESS
 
 TINY_K2 = Path(plan.__file__).resolve().parents[1] / "assets" / "tiny-k2"
 LLAMA = {
@@ -107,17 +108,16 @@ def test_places_are_planned_as_they_are_named_by_flags_and_by_a_file(config, tmp
     """What is chosen without them is another: experts on the device, which is fastest."""
     asked = ["--hardware", "8xH200+1TB"]
     free = planned(config, *asked)
-    assert (
-        free["layout"].startswith("experts on device; rest on device")
-        and "boundary on device" in free["layout"]
-    )
+    assert free["layout"] == "everything on the device; recompute nothing"
     for flags, said in (
         (["--place.experts", "host"], "experts on host"),
         (["--place.experts", "disk", "--place.split", "4"], "experts on disk, split over 4; "),
         (["--place.split", "2"], "experts on device, split over 2; "),
-        (["--place.rest", "peers"], "rest on sharded; "),
+        (["--place.rest", "peers"], "rest on peers; "),
         (["--place.boundary", "host"], "boundary on host; "),
-        (["--place.optimizer", "host"], "adapter state on device, its moments on host; "),
+        (["--place.optimizer", "host"], "optimizer on host; "),
+        (["--place.adapters", "host"], "adapters on host; "),
+        (["--place.experts", "disk", "--place.buffer", "0.5"], "experts on disk in groups of 512.0 MiB; "),
     ):
         found = planned(config, *asked, *flags, "--waiting", "1")
         assert said in found["layout"], flags
@@ -133,16 +133,42 @@ def test_places_are_planned_as_they_are_named_by_flags_and_by_a_file(config, tmp
     ("arguments", "said"),
     [
         ("8xH200 --place.experts host --train all", "place.experts is host, but every weight trains"),
-        ("cpu:256GB --place.boundary host", "without a GPU is the host's"),
-        ("1xH200 --place.rest peers", "one device has no peers"),
+        ("8xH200 --place.adapters host --train all", "place.adapters is host, but every weight trains"),
+        ("cpu:256GB --place.boundary host", "place.boundary is host, but .* its memory is the host's"),
+        ("cpu:256GB --place.experts host", "place.experts is host, but .* its memory is the host's"),
+        ("1xH200 --place.rest peers", "place.rest is peers, but .* has no peers"),
         ("8xH200 --place.split 3", "place.split is 3, which does not divide the 8 processes"),
-        ("8xH200 --train all --place.weights sharded", "only the plan of a run counts it"),
-        ("8xH200 --place.experts disk --place.buffer 0.5", "only the plan of a run counts it"),
+        ("8xH200 --place.weights sharded", "place.weights is sharded, but adapters are trained"),
+        ("8xH200 --place.experts device --place.buffer 0.5", "nothing comes through a buffer"),
     ],
 )
 def test_places_that_cannot_be_are_one_line(config, arguments, said):
     with pytest.raises(ConfigError, match=said):
         planned(config, "--hardware", *arguments.split())
+
+
+def test_weights_that_are_divided_are_counted_as_divided(config):
+    """Of each a device has an eighth, in float32; whole they are 2 bytes a weight on each."""
+    asked = config, "--hardware", "8xH200", "--train", "all", "--place.weights"
+    whole, divided = (planned(*asked, held)["bytes"]["device_terms"] for held in ("device", "sharded"))
+    base = [sum(terms.get(name, 0) for name in ("experts", "the frozen rest")) for terms in (whole, divided)]
+    assert base[1] == pytest.approx(base[0] / 2 * 4 / 8, rel=1e-3)
+    assert divided["optimizer"] == pytest.approx(base[0] / 2 * 8 / 8, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("gib", "said"), [("1e-6", "place.buffer is 1e-06|one expert of a layer takes"), ("100", "")]
+)
+def test_a_buffer_for_less_than_an_expert_is_one_line_and_for_more_than_a_layer_is_a_layers(
+    config, gib, said
+):
+    """As in a run."""
+    asked = config, "--hardware", "8xH200", "--waiting", "1", "--place.experts", "disk", "--place.buffer"
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            planned(*asked, gib)
+    else:
+        assert planned(*asked, gib)["bytes"] == planned(*asked, "0")["bytes"]
 
 
 def test_a_dense_model_has_no_line_of_experts_and_no_row_of_0_bytes(config, tmp_path, capsys):
@@ -387,7 +413,7 @@ def test_a_run_on_this_machine_is_planned_as_the_run_plans_itself(words, tmp_pat
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.config.parse import from_keywords
     from unfreeze.config.sft import Config
-    from unfreeze.job.plan import plan_of
+    from unfreeze.job.plan import Planning
     from unfreeze.job.trained import Adapters, AllWeights
 
     model = tmp_path / "model"
@@ -403,16 +429,12 @@ def test_a_run_on_this_machine_is_planned_as_the_run_plans_itself(words, tmp_pat
     run = from_keywords(Config, {}, function="sft", file=str(file))
     manifest = open_checkpoint(str(model))
     trained = AllWeights() if run.lora is None else Adapters(run.lora, 0)
-    theirs = plan_of(run, trained, manifest, models.shape(manifest.config), torch.device("cpu"))
+    shape, cpu = models.shape(manifest.config), torch.device("cpu")
+    theirs = Planning(run, trained, manifest, shape, cpu).first()[1]
     ours = planned(str(file), "--hardware", "cpu:24GB")["bytes"]
-    assert ours["device"] == theirs.training
-
-
-def test_a_picture_that_cannot_be_written_is_one_line(config):
-    with pytest.raises(ConfigError, match="cannot be written"):
-        planned("--model", config, "--hardware", "1xH100", "--sweep", "--out", "/proc/x/plan.svg")
-    with pytest.raises(ConfigError, match=r"plan\.xyz"):
-        planned("--model", config, "--hardware", "1xH100", "--sweep", "--out", "plan.xyz")
+    # what this process takes already is of a machine that may not be here
+    assert ours["device"] == theirs.training + ours["device_terms"]["interpreter and libraries"]
+    assert ours["device_terms"]["interpreter and libraries"] == PROCESS
 
 
 def test_more_devices_than_tokens_is_refused(config):
@@ -443,31 +465,14 @@ def test_a_refusal_has_a_proposal_or_a_reason(config):
             assert found["fits"] or found["proposals"] or "alone" in found["reason"], (hardware, arguments)
 
 
-def test_a_sweep_is_a_row_per_rank_and_length_and_a_picture(config, tmp_path, capsys):
-    picture = tmp_path / "out" / "plan.svg"
-    arguments = ["--model", config, "--hardware", "1xH100", "8xH200", "--sweep", "--out", str(picture)]
-    found = plan.main([*arguments, "--usd-per-hour", "28"], Common())
-    assert len(found["plans"]) == 2 * len(plan.SWEEP_RANKS) * len(plan.SWEEP_LENGTHS)
-    cells = {(one["hardware"], one["rank"], one["sequence_length"]) for one in found["plans"]}
-    assert len(cells) == len(found["plans"])
-    assert picture.read_text().count("<svg") == 1
-    assert len(capsys.readouterr().out.splitlines()) == len(found["plans"]) + 2
-
-
-def test_a_sweep_opens_its_model_once(config, tmp_path, monkeypatch):
+def test_a_model_planned_for_several_machines_is_opened_once(config, monkeypatch):
     opened = []
     monkeypatch.setattr(plan, "open_model", lambda c, real=plan.open_model: opened.append(c) or real(c))
-    sweep = "--model", config, "--hardware", "1xH100", "8xH200", "--sweep", "--out", str(tmp_path / "x.svg")
-    planned(*sweep)
+    hardware = "1xH100", "8xH200", "cpu:256GB"
+    both = planned("--model", config, "--hardware", *hardware)["plans"]
     assert len(opened) == 1
-    rank_8 = [one for one in planned(*sweep)["plans"] if one["rank"] == 8 and one["hardware"] == "8xH200"]
-    alone = planned("--model", config, "--hardware", "8xH200", "--lora.rank", "8")
-    assert alone in rank_8  # what is kept between plans is not another rank's
-
-
-def test_a_replay_beside_the_formula(config):
-    found = planned("--model", config, "--hardware", "8xH200", "--simulate")
-    assert found["simulated"]["step"] <= found["seconds"]["step"] * 1.001
+    # what is kept between plans is not another machine's
+    assert both == [planned("--model", config, "--hardware", words) for words in hardware]
 
 
 @pytest.mark.parametrize(
@@ -506,9 +511,10 @@ def test_this_machine_needs_no_gpu_and_no_network(config):
         (["--hardware", "8xH200", "8xh200"], "names '8xH200' twice|names '8xh200' twice"),
         (["--hardware", "8xH200", "--hardware", "1xH200"], "--hardware is given twice"),
         (["--machines", "x.toml", "--hardware", "cpu:24GB"], "machines has no effect"),
-        (["--out", "x.svg"], "out is the picture of a sweep"),
-        (["--trace", "runs/x"], "trace is what --simulate replays"),
-        (["--simulate", "--sweep"], "a sweep shows many"),
+        (["--out", "x.svg"], "there is no flag --out"),
+        (["--trace", "runs/x"], "there is no flag --trace; the replay of a step is gone"),
+        (["--simulate"], "there is no flag --simulate; the replay of a step is gone"),
+        (["--sweep"], "there is no flag --sweep; plan takes several machines at once"),
         (["--recompute", "layers", "--keep-layers", "3"], "keep_layers has no effect"),
         (["--rank", "8"], "there is no flag --rank; it is called --lora.rank here"),
     ],
@@ -518,51 +524,12 @@ def test_what_would_change_nothing_is_refused_by_name(config, arguments, says):
         planned("--model", config, *arguments)
 
 
-def test_control_arm_the_same_flags_where_they_have_an_effect(config, tmp_path):
-    picture = str(tmp_path / "x.svg")
-    planned("--model", config, "--hardware", "8xH200", "1xH200", "--sweep", "--out", picture)
+def test_control_arm_the_same_flags_where_they_have_an_effect(config):
+    planned("--model", config, "--hardware", "8xH200", "1xH200")
     kept = ["--model", config, "--hardware", "1xH200", "--tokens-per-step", "16384", "--keep-layers", "3"]
     auto, named = planned(*kept), planned(*kept, "--recompute", "elementwise")
     assert auto == named and "recompute elementwise" in auto["layout"]
     assert auto["bytes"]["device"] < planned(*kept[:-2], "--recompute", "elementwise")["bytes"]["device"]
-
-
-def trace_of(folder, layers, experts):
-    """A run folder whose last step routed all but evenly."""
-    load = {str(layer): [2] + [1] * (experts - 1) for layer in range(layers)}
-    event = {"kind": "train", "step": 1, "time": 1.0, "loss": 1.0, "grad_norm": 1.0, "expert_load": load}
-    (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    "layers, experts, says",
-    [
-        (47, 128, "it has 47 layers with experts, the planned one has 48"),
-        (48, 64, "it has 64 experts a layer, the planned one has 128"),
-    ],
-)
-def test_the_routing_of_another_model_is_refused(config, tmp_path, layers, experts, says):
-    arguments = "--model", config, "--hardware", "8xH200", "--simulate", "--trace"
-    with pytest.raises(ConfigError, match=says):
-        planned(*arguments, trace_of(tmp_path, layers, experts))
-    assert planned(*arguments, trace_of(tmp_path, 48, 128))["simulated"]["step"] > 0  # control arm
-
-
-def test_what_a_replay_cannot_say_is_said(config, tmp_path):
-    trace = trace_of(tmp_path, 48, 128)
-    arguments = "--model", config, "--simulate"
-    one = planned(*arguments, "--trace", trace, "--hardware", "1xH200")
-    assert one["notes"] == ["the trace changes nothing: every device has all experts"]
-    none = planned(*arguments, "--hardware", "cpu:100GB")
-    assert none["simulated"] is None and "not replayed" in none["notes"][0]
-    assert planned(*arguments, "--hardware", "1xH200")["notes"] == []
-
-
-def test_a_run_without_routing_is_no_trace(config, tmp_path):
-    (tmp_path / "events.jsonl").write_text("")
-    with pytest.raises(ConfigError, match="no routing"):
-        planned("--model", config, "--hardware", "8xH200", "--simulate", "--trace", str(tmp_path))
 
 
 def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(config, monkeypatch):

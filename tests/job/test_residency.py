@@ -264,7 +264,9 @@ def test_auto_takes_the_disk_where_the_device_is_too_small(chat_rows, tmp_path, 
     code, events = sft(chat_rows, tmp_path / "run", "--samples", 0)
     (planned,) = of(events, "plan")
     assert code == 0 and planned["experts"] == "disk" and planned["recompute"] == "layers"
-    assert any("because everything on the device; recompute layers would take" in line for line in planned["lines"])
+    assert any(
+        "because everything on the device; recompute layers would take" in line for line in planned["lines"]
+    )
     assert len(of(events, "stream")) == 4
 
 

@@ -40,7 +40,7 @@ def test_no_room_for_a_save_is_refused_before_a_weight_is_read(sft):
 def test_room_for_some_saves_is_a_warning_and_for_all_is_none(free, warned, sft, monkeypatch):
     disks = []
     real = run_plan.disk_of
-    monkeypatch.setattr("unfreeze.job.job.disk_of", lambda *given: disks.append(real(*given)) or disks[-1])
+    monkeypatch.setattr("unfreeze.job.setup.disk_of", lambda *given: disks.append(real(*given)) or disks[-1])
     sft(0)
     code, _, events = sft(free * disks[0].needed)
     assert code == 0

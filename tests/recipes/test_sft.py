@@ -286,7 +286,7 @@ def test_ctrl_c_before_the_first_step_says_that_nothing_was_trained(capsys, data
     def pressed(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("unfreeze.parallel.plan.plan_training", pressed)
+    monkeypatch.setattr("unfreeze.parallel.plan.plan_run", pressed)
     typed = command(data, tmp_path / "my run", "--steps", 3)
     assert cli.main(["sft", "--quiet", *typed]) == 130
     error = capsys.readouterr().err
