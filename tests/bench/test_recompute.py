@@ -39,9 +39,8 @@ def test_auto_is_measured_beside_a_choice_by_name_and_both_agree_with_float64(tm
 @pytest.mark.parametrize(("gib", "wanted"), [(64, "nothing"), (1, "layers")])
 def test_what_auto_is_follows_the_free_memory(gib, wanted, monkeypatch):
     """At 1,024 tokens a step the true shape needs more than 1 GiB for its weights alone."""
-    from unfreeze.parallel import plan
-    from unfreeze.parallel.machine import Hardware
+    from unfreeze.parallel import machine
 
-    free = Hardware("cpu", "small", 2, gib * 2**30, gib * 2**30)
-    monkeypatch.setattr(plan, "hardware", lambda place: free)
+    free = machine.Hardware("cpu", "small", 2, gib * 2**30, gib * 2**30)
+    monkeypatch.setattr(machine, "hardware", lambda place: free)
     assert recompute.chosen(recompute.qwen3(), "cpu", 2, 512, "bfloat16") == wanted

@@ -151,9 +151,10 @@ def test_weights_that_are_divided_are_counted_as_divided(config):
     """Of each a device has an eighth, in float32; whole they are 2 bytes a weight on each."""
     asked = config, "--hardware", "8xH200", "--train", "all", "--place.weights"
     whole, divided = (planned(*asked, held)["bytes"]["device_terms"] for held in ("device", "sharded"))
-    base = [sum(terms.get(name, 0) for name in ("experts", "the frozen rest")) for terms in (whole, divided)]
-    assert base[1] == pytest.approx(base[0] / 2 * 4 / 8, rel=1e-3)
-    assert divided["optimizer"] == pytest.approx(base[0] / 2 * 8 / 8, rel=1e-3)
+    weights = (whole["experts"] + whole["the frozen rest"]) / 2
+    assert divided["a part of the weights"] == pytest.approx(weights * 4 / 8, rel=1e-3)
+    assert divided["optimizer"] == pytest.approx(weights * 8 / 8, rel=1e-3)
+    assert not {"experts", "the frozen rest"} & divided.keys()
 
 
 @pytest.mark.parametrize(
