@@ -301,3 +301,24 @@ def test_a_first_step_of_warm_up_moves_little_and_the_others_more(tmp_path):
     run = run_of(tmp_path, [receipt(output_change=5e-5), *warm])
     assert moved(run, training(run))
     assert not moved(run_of(tmp_path, [receipt(output_change=5e-5), *steps(FALLING, 1e-6)]), training(run))
+
+
+@pytest.mark.parametrize(
+    "before, after, arrow",
+    [
+        ({"fingerprint": "a"}, {"fingerprint": "b"}, False),
+        ({"tokens": 90}, {"tokens": 80}, False),  # an earlier version's: other counts
+        ({}, {"fingerprint": "b"}, True),  # begun by one, gone on with by this one
+        ({"fingerprint": "b"}, {"fingerprint": "b"}, True),
+    ],
+)
+def test_losses_of_other_rows_are_no_fall(before, after, arrow, tmp_path):
+    first, *later = evaluated({"loss": 6.2, **before}, {"loss": 0.1, **after}, loss=(-6.1, 0.05))
+    judged = found(tmp_path, [receipt(), *steps(FALLING), first, *later])
+    assert ("→" in judged.measured) == judged.learnt == arrow
+    # on the new rows alone it can be learnt again, from the step at which they were first measured
+    anew = [{**later[0], "step": 20, "loss": 0.2, "changes": []}, later[0]]
+    anew[1]["changes"] = [{"measure": "loss", "since": 20, "change": -0.1, "error": 0.001}]
+    judged = found(tmp_path, [receipt(), *steps(FALLING), first, *anew])
+    if not arrow:
+        assert judged.learnt and judged.measured == "held-out loss 0.200 → 0.100 (since step 20)"

@@ -288,7 +288,8 @@ class EvalEvent(CommonFields, total=False):
     tokens: Annotated[Int, of("tokens", "supervised tokens it was taken on")]
     seconds: Annotated[Real, of("seconds", "that it took")]
     rows: Annotated[Int, of("rows", "held out, equal ones counted once")]
-    changes: Annotated[list[Change], of("object", "since step 0, and since the lowest loss so far")]
+    fingerprint: Annotated[AnyText, of("hash", "of the held-out documents: only equal ones are compared")]
+    changes: Annotated[list[Change], of("object", "since the first one, and since the lowest loss so far")]
 
 
 class SampleEvent(CommonFields):

@@ -44,6 +44,10 @@ class ByRow:
         sum_R, count_R = (each.astype(np.float64) for each in self.sums[name])
         return float(sum_R.sum() / count_R.sum()) if count_R.any() else None
 
+    def same_rows(self, earlier: ByRow) -> bool:
+        """Whether the loss of both is a mean over as many rows, each divided by the same."""
+        return "loss" in earlier.sums and np.array_equal(self.sums["loss"][1], earlier.sums["loss"][1])
+
     def change(self, earlier: ByRow, name: str) -> tuple[float, float | None] | None:
         """(change, its standard error: None of a single row) since an earlier validation.
 

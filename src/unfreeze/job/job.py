@@ -55,7 +55,7 @@ from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.second import first_asked
 from unfreeze.job.shortage import refused_when_short
 from unfreeze.job.streaming import Followed, saved_before
-from unfreeze.job.validation import Validation, best_is_written, validation_of, write_best
+from unfreeze.job.validation import Validation, best_is_written, refuse_other_rows, validation_of, write_best
 from unfreeze.job.written import forget, is_noted, note
 from unfreeze.report.events import of_kind, read_events
 
@@ -315,6 +315,7 @@ def prepare(
         quiet=common.quiet,
         **parts.encoding,
     )
+    refuse_other_rows(folder, dataset.validation, data)
     second = parts.second
     if second is not None:
         second.known(dataset.examples)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from unfreeze.core.conform import damage
 from unfreeze.core.errors import DataError, closest, looked_in
-from unfreeze.core.schema import LARGEST, DataEvent, Event, SampleEvent, TrainEvent, kind_of
+from unfreeze.core.schema import LARGEST, DataEvent, EvalEvent, Event, SampleEvent, TrainEvent, kind_of
 from unfreeze.core.units import format_count
 
 COLUMNS = 80  # of a terminal
@@ -153,6 +153,21 @@ def by_layer(values: Mapping[str, Value]) -> list[tuple[str, Value]]:
     return sorted(
         values.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0])
     )
+
+
+def evals_of(events: Sequence[Event]) -> list[EvalEvent]:
+    """The eval events of the rows that the last one measured: a loss on others is not compared with it.
+
+    An earlier version's have no fingerprint: there other counts tell other rows.
+    """
+    evals, known = of_kind(events, EvalEvent), dict[str, object]()
+    for place in reversed(range(len(evals))):
+        event = evals[place]
+        about = {name: event[name] for name in ("fingerprint", "rows", "tokens") if name in event}
+        if any(known.get(name, value) != value for name, value in about.items()):
+            return evals[place + 1 :]
+        known |= about
+    return evals
 
 
 def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | None]]:

@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from unfreeze.core.schema import DataEvent, EvalEvent
+from unfreeze.core.schema import DataEvent
 from unfreeze.core.units import format_seconds
-from unfreeze.report.events import TEACH_LITTLE, last, numbers, of_kind, series, times_larger, warnings
+from unfreeze.report.events import TEACH_LITTLE, evals_of, last, numbers, series, times_larger, warnings
 from unfreeze.report.learnt import finding
 from unfreeze.report.run import Run, flatten, leaves, loss_unit
 from unfreeze.report.tables import ABSENT
@@ -37,7 +37,7 @@ NOUNS = {
 
 def evaluations(run: Run) -> dict[str, tuple[list[int], list[float]]]:
     """Field -> (steps, values) of everything that evaluations measured, in the order in which it came."""
-    evals = of_kind(run.events, EvalEvent)
+    evals = evals_of(run.events)
     fields = dict.fromkeys(name for event in evals for name in numbers(event))
     return {name: series(evals, "eval", name) for name in fields}
 
@@ -150,7 +150,7 @@ def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
 
 def evaluation_note(run: Run) -> str:
     """'Steps 0 to 50, on 38 rows with 1,143 supervised tokens, 0.9 s each.', as far as it is known."""
-    evals = of_kind(run.events, EvalEvent)
+    evals = evals_of(run.events)
     if not evals:
         return ""
     values = {name: ys[-1] for name in BESIDE if (ys := series(evals, "eval", name)[1])}

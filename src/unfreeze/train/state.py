@@ -55,7 +55,8 @@ class State:
     ended   whether the run ends at this step, before its schedule does.
     saved   the step of the newest save that this process made, None before one.
     heldout what validations are compared with: "first" and "lowest", each {"step", "loss", "rows"}
-            (evaluate/by_row.py); {} without validation. Every save contains it.
+            (evaluate/by_row.py), and the "fingerprint" of the documents; {} without validation. Every save
+            contains it.
     best    {"step", "loss"} of the lowest validation loss so far, None without validation. Every save
             contains it, so it is always as old as the save; a separate file could be older or newer.
     """
