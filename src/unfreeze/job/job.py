@@ -364,7 +364,8 @@ def prepare(
     if parts.begin is not None:
         asked = steps * config.memory.micro_batches
         more = {"dtype": config.memory.dtype, "folder": folder.path, "group": group, "say": say(common)}
-        first_asked(parts.begin, model, ordered(), dataset, asked, **more)
+        first = ordered(start={**folder.cursor, "epoch": 0, "position": 0} if folder.cursor else None)
+        first_asked(parts.begin, model, first, dataset, asked, **more)
 
     # weights, optimizer and schedule: new, or as the last save has them
     state = start_or_resume(

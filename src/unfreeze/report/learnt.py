@@ -55,7 +55,7 @@ def finding(run: Run) -> Finding:
     if evals:
         losses = [math.nan if (loss := event.get("loss")) is None else loss for event in evals]
         learnt, note = _held_out(run, evals, losses, scores, trained)
-        since = f" (since step {evals[0]['step']:,})" if evals[0]["step"] else ""
+        since = f" (since step {evals[0]['step']:,})" if evals[0]["step"] and evals[1:] else ""
         measured = ", ".join([f"held-out loss {change(losses, 3)}{since}", *words][:4])
     elif words:
         learnt, note = _by_scores(run, scores, trained) and moved(run, trained), _rambles(run)
