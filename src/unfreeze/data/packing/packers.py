@@ -1,8 +1,8 @@
 """How the documents of an epoch become batches: which batch each of them goes into.
 
 A packer is (order, lengths, capacity) -> the number of the batch of each document in `order`. Batches are
-numbered in the order they are begun: those of short documents first, as long ones begin new ones more often. So
-an epoch takes them in a random order (`shuffled`). N documents, B batches.
+numbered in the order they are begun: those of short documents first, as long ones begin new ones more often.
+So an epoch takes them in a random order (`shuffled`). N documents, B batches.
 """
 
 from __future__ import annotations
