@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.account import Account, Reading, Stats
 from unfreeze.data.encoding import Coder, Spec, batches
-from unfreeze.data.examples import Columns, Examples
+from unfreeze.data.examples import NO_CONTENT, Columns, Examples
 from unfreeze.data.rows.files import read_places, text_bytes
 from unfreeze.data.rows.row import Answers
 from unfreeze.data.stores import Held, OnDemand, Store
@@ -56,18 +58,18 @@ class Dataset:
         """All documents that are encoded by now."""
         return [self.examples] if self.stream is None else self.stream.known()
 
-    def leaked(self) -> int:
-        """Validation documents whose content is also trained on.
+    def leaked(self) -> np.ndarray:
+        """[N]: which validation documents say what is also trained on, as far as that is encoded.
 
-        0 where the split is by content; a validation file can share rows with the data.
+        None where the split is by content; a validation file can share rows with the data.
         """
         if self.validation is None:
-            return 0
+            return np.zeros(0, dtype=bool)
         held_out = self.validation.digests_N.tolist()
         trained: set[bytes] = set()
         for examples in self.known():
             trained |= set(held_out).intersection(examples.digests_N.tolist())
-        return sum(digest in trained for digest in held_out)
+        return np.array([digest in trained - {NO_CONTENT} for digest in held_out], dtype=bool)
 
 
 def encode_file(path: str | Path, tokenizer: Tokenizer, sequence_length: int, **options: Any) -> Dataset:

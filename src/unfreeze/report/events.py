@@ -22,6 +22,8 @@ from unfreeze.core.units import format_count
 
 COLUMNS = 80  # of a terminal
 
+LEAKED = "validation documents are also in the training data"  # "3 of 20 …": job/data.py warns so
+AT_LEAST = "at least, of the rows read so far: "  # before it, where the data come in windows
 TEACH_LITTLE = "too few to learn much"  # the warning of a run with too few steps, job/data.py
 ENOUGH_STEPS = 40
 """A run of fewer is warned about where epochs gave them, and has not "learnt" where only its training loss
