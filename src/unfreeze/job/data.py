@@ -144,7 +144,7 @@ def encode(
         leaked_N = dataset.leaked()
         if stream is not None:  # rows of the same bytes; in other words of JSON they are found as they come
             found = json.dumps(sorted(look.found) if look is not None else []).encode()
-            leaked_N = _at(held_out.examples, json.loads(group.of_first(found)))
+            leaked_N = held_out.examples.made_of(json.loads(group.of_first(found)))
         if leaked_N.any():
             dataset = replace(dataset, validation=_without(held_out.examples, leaked_N, data, run))
             warnings.append(f"{_of(leaked_N)}, so validation leaves them out")
@@ -214,15 +214,6 @@ def encode(
 
 def _of(leaked_N: np.ndarray) -> str:
     return f"{leaked_N.sum():,} of {len(leaked_N):,} {LEAKED}"
-
-
-def _at(examples: Examples, places: Sequence[Sequence[int]]) -> np.ndarray:
-    """[N]: which documents were made of these rows (file, number)."""
-    import numpy as np
-
-    wanted = {tuple(place) for place in places}
-    each = zip(examples.sources_N.tolist(), examples.rows_N.tolist(), strict=True)
-    return np.array([place in wanted for place in each], dtype=bool)
 
 
 def _without(examples: Examples, leaked_N: np.ndarray, data: Data, run: Run) -> Examples:
