@@ -274,6 +274,7 @@ TESTED_BY = {
     "quant/compressed.py": "quant/test_scheme.py",
     "config/sft.py": "recipes/test_continue.py",
     "config/distill.py": "recipes/test_distill.py",
+    "data/rows/scan.py": "job/test_streaming.py",
     "parallel/plan/aside.py": "teach/test_teacher.py",
     "teach/answers.py": "commands/test_answers.py",
     "teach/chat.py": "commands/test_answers.py",

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 import unfreeze
 from unfreeze import cli
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint.same import same_weights
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
 from unfreeze.data import load_tokenizer, pack
 from unfreeze.data.dataset import encode_file
-from unfreeze.teach.same import same_weights
 from unfreeze.teach.teacher import Asked
 
 WORDS = [

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.checkpoint.same import weights_digest
 from unfreeze.config.tables import Memory, Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
@@ -51,6 +52,7 @@ from unfreeze.job.precision import dtype_line, expected, settled, warn_slow
 from unfreeze.job.processes import alone, refuse_uneven, start_of, together
 from unfreeze.job.receipts import receipt_of
 from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples, transfers_of
+from unfreeze.job.resume import refuse_other_base
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.second import first_asked
 from unfreeze.job.shortage import refused_when_short
@@ -294,6 +296,8 @@ def prepare(
 
     # names, dtypes, shapes; no tensor is read
     start = start or start_of(config, parts, common, group)
+    base = group.of_first(weights_digest(start).encode() if group.rank == 0 else b"").decode()
+    refuse_other_base(folder, config.model, base)
     parts.trained.check(start)
     shape = models.shape(start.config)
     tokenizer = open_tokenizer(folder, data, start.path)
@@ -375,6 +379,7 @@ def prepare(
         schedule=schedule_of(optimizer, steps),
         after_update=parts.after_update(model),
     )
+    state.base = base
     write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=str(device))
     if not state.finished:
         group.on_rank0(lambda: forget(folder.path))
