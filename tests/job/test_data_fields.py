@@ -245,3 +245,24 @@ def test_a_mixture_and_great_losses_are_said_at_the_start_and_in_the_summary(sft
     assert doubled.startswith("5 of 26 rows (19 %) are duplicates (row 2 repeats row 1)")
     lines = "\n".join(summary_lines(tmp_path / "run"))
     assert f"warning, step 0: {cut}" in lines and f"warning, step 0: {doubled}" in lines
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--tokens-per-step", 8], "next: --tokens-per-step higher"),
+        (
+            ["--tokens-per-step", 8, "--sequence-length", 8],
+            "next: --sequence-length and --tokens-per-step higher",
+        ),
+        (["--sequence-length", 8], "next: --sequence-length higher"),
+    ],
+)
+def test_rows_that_are_cut_too_short_name_what_bounds_them(flags, said, files, tmp_path, capsys):
+    """The remedy names the flags without which it is the same refusal again."""
+    command = ["sft", "--quiet", "--model", TINY_K2, "--data", files[0], "--out", tmp_path / "run", *flags]
+    assert cli.main([str(word) for word in command]) == 2
+    assert said in capsys.readouterr().err
+    show = ["data", "show", files[0], "--model", TINY_K2, *flags]
+    assert cli.main([str(word) for word in show]) == 2
+    assert said in capsys.readouterr().err

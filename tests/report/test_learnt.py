@@ -87,7 +87,9 @@ def test_as_improbable_as_two_errors_of_a_normal(degrees):
 )
 def test_held_out_loss_falls_by_more_than_its_error_and_a_hundredth(change, error, rows, learnt, tmp_path):
     points = evaluated({"loss": 5.0}, {"loss": 5.0 + change}, rows=rows, loss=(change, error))
-    assert found(tmp_path, [receipt(), *steps(FALLING), *points]).learnt == learnt
+    judged = found(tmp_path, [receipt(), *steps(FALLING), *points])
+    assert judged.learnt == learnt
+    assert (judged.note == " 1 row was held out: too few to tell.") == (rows == 1)
 
 
 NOISE = {"loss": 0.693, "accuracy": 0.5, "margin": 0.0}

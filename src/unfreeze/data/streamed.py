@@ -32,7 +32,7 @@ import numpy as np
 
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.account import Account, Reading, Stats
-from unfreeze.data.dataset import HELD_BYTES, Dataset
+from unfreeze.data.dataset import HELD_BYTES, LONGER, Dataset
 from unfreeze.data.encoded import COLUMNS, ENCODING, Writing, begun, key, whole
 from unfreeze.data.encoding import BATCH_BYTES, BATCH_ROWS, Batch, Coder, Part, Spec
 from unfreeze.data.examples import Columns, Example, Examples
@@ -298,7 +298,7 @@ class Stream:
             reason = account.stats.listed[0].reason if account.stats.listed else "all are held out"
             raise DataError(
                 f"{self._paths[0].name}: no row left to train on, of {len(rows):,} looked at: {reason}",
-                next="mend the rows, or --sequence-length higher, if the model takes it",
+                next=f"mend the rows, or {LONGER}",
             )
         return found
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.processes import others
 from unfreeze.job.streaming import MANY_ROWS, Followed, in_windows, may_stream, shared
@@ -114,11 +115,13 @@ def encode(
     }
     encoded = partial(encoded_files, **given)
 
+    bounds = length, data.sequence_length, document_tokens(options, tokens)
+
     def read(files: Sequence[str]) -> Dataset:
         """Of the processes of a node one encodes, on all cores, and the others read its store."""
         if group.size > 1 and not quiet:
             print(f"process 0 encodes the rows on all cores; {others(group)} for it", file=sys.stderr)
-        with EncodeProgress(quiet=quiet) as progress:
+        with EncodeProgress(quiet=quiet) as progress, longer_by(*bounds):
             return group.in_turn(
                 lambda first: encoded(files, progress=progress) if first else encoded(files, workers=0)
             )
@@ -129,7 +132,7 @@ def encode(
     if windows and data.validation:
         look = group.on_rank0(lambda: Repeated([Path(name) for name in data.held_out], data.columns))
     if windows:
-        with EncodeProgress(quiet=quiet) as progress:
+        with EncodeProgress(quiet=quiet) as progress, longer_by(*bounds):
             stream = shared(lambda: stream_of(run, data, tokens, seed, progress, given, look), group)
     dataset = (
         read(data.files)
@@ -301,6 +304,25 @@ def batches_in(
     if dataset.stream is not None:
         return WindowBatches(dataset.stream, tokens, start, packing=packing)
     return batches_of(data, dataset.examples, tokens=tokens, seed=seed, packing=packing, start=start)
+
+
+@contextmanager
+def longer_by(length: int, asked: int, tokens: int) -> Generator[None]:
+    """Rows that are cut too short are told what bounds them: `asked`, the step's `tokens`, or the model."""
+    from unfreeze.data.dataset import LONGER
+
+    try:
+        yield
+    except DataError as error:
+        if LONGER not in error.next:
+            raise
+        right = LONGER
+        if length == tokens:
+            also = "--sequence-length and " if length == asked else ""
+            right = f"{also}--tokens-per-step higher, if the model takes it"
+        elif length < asked:
+            right = f"another model: this one takes {length} tokens"
+        raise DataError(error.message, next=error.next.replace(LONGER, right)) from None
 
 
 def document_tokens(encoding: Encoding, tokens: int) -> int:

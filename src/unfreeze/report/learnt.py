@@ -22,6 +22,7 @@ NATS = 1.0  # an answer that is e times less likely; less is said of none
 LEAK = 0.1
 """Of the held-out documents, in runs of earlier versions, which measured what was trained on too: with more
 of them the loss tells what is known by heart."""
+LEAST_ROWS = 3  # held out: of fewer the spread of their changes is not known (errors)
 REACH = 10.0
 """How many times further training may have moved the output than the first step's change, times the sum of
 the learning rates over the first one. Later steps add to B what moved A besides."""
@@ -98,6 +99,8 @@ def _held_out(
         fell = (
             fell and risen is not None and _prefers(risen["change"], risen["error"], rows, scores["accuracy"])
         )
+    if 0 < rows < LEAST_ROWS:
+        return False, f" {rows} {'row was' if rows == 1 else 'rows were'} held out: too few to tell."
     return fell, _overfits(run, evals, rows, first) or _less_likely(run, evals, rows)
 
 

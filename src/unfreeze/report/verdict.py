@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unfreeze.core.schema import DataEvent
-from unfreeze.core.units import format_seconds
+from unfreeze.core.units import format_count, format_seconds
 from unfreeze.report.events import TEACH_LITTLE, evals_of, last, numbers, series, times_larger, warnings
 from unfreeze.report.learnt import finding
 from unfreeze.report.run import Run, flatten, leaves, loss_unit
@@ -106,15 +106,19 @@ def _what(run: Run) -> _Data:
         return _Data(where or "its data")
     nouns = {NOUNS.get(shape, "conversations") for shape in account.get("shapes", {})}
     noun = nouns.pop() if len(nouns) == 1 else "documents"
+    labels = run.config.get("loss") == "kto"  # both answers of a pair are documents, each with its label
+    noun = "answers with a label" if labels else noun
     # Of a run that ended within its first epoch: how much of the data that was.
     trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0
     more = times_larger(account)  # rows that are not encoded are taken to be like those that are
-    there *= more
+    there *= more * (1 + labels)  # each prompt also comes with an answer to another (packing/answers.py)
     # what a fraction held out of the files is not trained on; a validation file is not counted there
     held_out = account.get("held_out", 0) if run.config.get("validation_fraction") else 0
     count = round(account["examples"] * more) - held_out
     there *= count / max(count + held_out, 1)
     whole = f"{count:,} {noun}" + (f" of {where}" if where else "")
+    if 0 < trained < 0.9 * there and run.config.get("data_weights"):  # of some files a row comes twice
+        return _Data(whole, f"saw {format_count(trained)} tokens, mixed from {whole},")
     if 0 < trained < 0.9 * there:
         return _Data(whole, f"saw about {round(count * trained / there):,} of {whole} once")
     return _Data(whole)
