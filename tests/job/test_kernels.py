@@ -149,5 +149,6 @@ def test_a_named_file_of_kernels_that_is_not_there_is_not_to_be_deleted(
     tmp_path, chat_rows, monkeypatch, capsys
 ):
     monkeypatch.setenv("UNFREEZE_KERNELS", str(tmp_path / "none.json"))
-    assert trained(tmp_path / "run", chat_rows)[0] == 2
+    words = ["sft", "--model", TINY_K2, "--data", chat_rows, "--out", tmp_path / "run", "--steps", 1]
+    assert cli.main([str(word) for word in words]) == 2
     assert "next: unset UNFREEZE_KERNELS, or name a run's kernels.json" in capsys.readouterr().err
