@@ -142,6 +142,18 @@ def test_a_changed_field_is_refused_with_the_flag_that_would_allow_it(
     ]
 
 
+def test_a_flag_that_is_given_once_is_named_with_the_fields_that_it_has(
+    interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    changed = ["--learning-rate", "0.001", "--steps", "6"]
+    code, run = again(interrupted, tmp_path, *changed, "--allow-changed", "steps")
+    said = capsys.readouterr().err
+    assert code == 2 and said.rstrip().endswith("or add --allow-changed steps learning_rate")
+    at = interrupted.index("--out") + 1
+    flags = ["--allow-changed", "steps", "learning_rate"]  # as it says
+    assert cli.main([*interrupted[:at], str(run), *interrupted[at + 1 :], *changed, *flags]) == 0
+
+
 def test_an_allowed_change_goes_on_and_is_a_warning(interrupted: list[str], tmp_path: Path, read_events):
     code, run = again(
         interrupted,

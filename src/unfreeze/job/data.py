@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -222,7 +223,7 @@ def _of(leaked_N: np.ndarray) -> str:
 def _without(examples: Examples, leaked_N: np.ndarray, data: Data, run: Run) -> Examples:
     """What proves something: documents that are not trained on."""
     if leaked_N.all():
-        resumed = " --allow-changed validation" if run.step else ""
+        resumed = f" {run.allowing('validation')}" if run.step else ""
         raise ConfigError(
             f"validation: {_of(leaked_N)} ({', '.join(data.held_out[:3])}), so none is held out",
             next=f"--validation FILE of other rows{resumed}"
@@ -309,20 +310,18 @@ def batches_in(
 @contextmanager
 def longer_by(length: int, asked: int, tokens: int) -> Generator[None]:
     """Rows that are cut too short are told what bounds them: `asked`, the step's `tokens`, or the model."""
-    from unfreeze.data.dataset import LONGER
-
     try:
         yield
     except DataError as error:
-        if LONGER not in error.next:
-            raise
-        right = LONGER
         if length == tokens:
             also = "--sequence-length and " if length == asked else ""
             right = f"{also}--tokens-per-step higher, if the model takes it"
         elif length < asked:
             right = f"another model: this one takes {length} tokens"
-        raise DataError(error.message, next=error.next.replace(LONGER, right)) from None
+        else:
+            raise
+        longer = r"--sequence-length (higher|[\d,]+ or more), if the model takes it"
+        raise DataError(error.message, next=re.sub(longer, right, error.next)) from None
 
 
 def document_tokens(encoding: Encoding, tokens: int) -> int:

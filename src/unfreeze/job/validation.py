@@ -194,7 +194,7 @@ def refuse_other_rows(run: Run, held_out: Examples | None, data: Data) -> None:
         f"the rows of {data.validation}" if data.validation else "the rows that validation_fraction holds out"
     )
     allow = (
-        f", or add --allow-changed validation: the held-out loss is compared from step {run.step} on"
+        f", or add {run.allowing('validation')}: the held-out loss is compared from step {run.step} on"
         if data.validation
         else ", or start a new run with another --out"
     )

@@ -88,7 +88,9 @@ class WindowBatches:
         while self.position >= len(self._plan):
             empty += not len(self._plan)
             if empty > self._stream.windows:
-                raise DataError("no row of the data is left to train on", next="unfreeze data show")
+                raise DataError(
+                    "no row of the data is left to train on", next="unfreeze data show FILE --model MODEL"
+                )
             last = self.number + 1 == self._stream.windows
             self._open(self.epoch + last, 0 if last else self.number + 1)
         indices = self._plan[self.position]
