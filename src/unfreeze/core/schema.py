@@ -181,6 +181,9 @@ class StartEvent(CommonFields):
     model: Annotated[AnyText, of("folder or id", "as configured")]
     data: Annotated[AnyText, of("file", "as configured")]
     processes: NotRequired[Annotated[Int, of("processes", "that train together, where there are several")]]
+    begun: NotRequired[
+        Annotated[Real, of("seconds since 1970-01-01 UTC", "when the command began; its first run tells it")]
+    ]
 
 
 class KernelChoice(TypedDict):

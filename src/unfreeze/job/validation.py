@@ -185,7 +185,8 @@ def refuse_other_rows(run: Run, held_out: Examples | None, data: Data) -> None:
 
     A loss on them says nothing beside one on these. A save of an earlier version has no fingerprint.
     """
-    before = ((run.saved or {}).get("heldout") or {}).get("fingerprint")
+    kept: dict[str, Any] = (run.saved or {}).get("heldout") or {}
+    before = kept.get("fingerprint")
     if not before or held_out is None or before == held_out.fingerprint():
         return
     if data.validation and "validation" in run.allow_changed:

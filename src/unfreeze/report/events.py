@@ -165,7 +165,7 @@ def evals_of(events: Sequence[Event]) -> list[EvalEvent]:
     evals, known = of_kind(events, EvalEvent), dict[str, object]()
     for place in reversed(range(len(evals))):
         event = evals[place]
-        about = {name: event[name] for name in ("fingerprint", "rows", "tokens") if name in event}
+        about = {name: event.get(name) for name in ("fingerprint", "rows", "tokens") if name in event}
         if any(known.get(name, value) != value for name, value in about.items()):
             return evals[place + 1 :]
         known |= about

@@ -34,7 +34,7 @@ class Plan(Sequence[list[int]]):
         counts_B = np.diff(self._ends_B, prepend=0)
         place_B = np.empty_like(order_B)
         place_B[order_B] = np.arange(len(self))
-        return Plan(self._members_N, np.repeat(place_B, counts_B))
+        return Plan(self._members_N.tolist(), np.repeat(place_B, counts_B).tolist())
 
     def __len__(self) -> int:
         return len(self._ends_B)
