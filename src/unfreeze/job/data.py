@@ -225,7 +225,7 @@ def _without(examples: Examples, leaked_N: np.ndarray, data: Data, run: Run) -> 
     if leaked_N.all():
         resumed = f" {run.allowing('validation')}" if run.step else ""
         raise ConfigError(
-            f"validation: {_of(leaked_N)} ({', '.join(data.held_out[:3])}), so none is held out",
+            f"{_of(leaked_N)} ({', '.join(data.held_out[:3])}), so none is held out",
             next=f"--validation FILE of other rows{resumed}"
             + ("" if run.step else ", or in its place --validation-fraction 0.1"),
         )
