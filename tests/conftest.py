@@ -68,6 +68,15 @@ def chat_rows(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def held_rows(tmp_path_factory):
+    """Rows that are not among chat_rows, to be held out."""
+    path = tmp_path_factory.mktemp("held") / "held.jsonl"
+    rows = [{"prompt": f"What is {n}?", "completion": f"The number {n}, it is. Hmm."} for n in range(10, 16)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
 def run_dir(tmp_path_factory, chat_rows):
     """A finished run of tiny-k2: three steps, enough to be loaded, exported and reported."""
     out = tmp_path_factory.mktemp("runs") / "three steps"

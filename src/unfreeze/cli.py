@@ -24,6 +24,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.cpu import cpu_class
 from unfreeze.core.errors import ConfigError, DoesNotFit, ProcessGone, UserError, nearest, ran_out
 from unfreeze.core.garbage import put_off, take_up
+from unfreeze.core.process import command_begins
 from unfreeze.core.torchrun import started
 
 
@@ -103,6 +104,7 @@ def dev_usage() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
+    command_begins()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     common = Common(**{field: flag in arguments for flag, field in FLAGS.items()})
     if process():  # under torchrun the first process speaks for all; errors are said by each

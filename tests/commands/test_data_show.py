@@ -220,3 +220,14 @@ def test_most_rows_decide(tmp_path):
     ):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert answers_in([file]) == expected
+
+
+def test_bad_rows_are_listed_or_stop_it_and_where_none_is_left_skipping_is_no_remedy(tmp_path, capsys):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a?", "completion": "b."}\n{broken\n')
+    command = ["data", "show", str(file), "--model", str(TINY_K2), "--quiet"]
+    assert cli.main(command) == 0
+    assert cli.main([*command, "--on-bad-row", "error"]) == 2
+    assert capsys.readouterr().err.endswith("next: mend the row, or --on-bad-row skip\n")
+    file.write_text("{broken\n")
+    assert cli.main(command) == 2 and capsys.readouterr().err.endswith("next: mend the row\n")

@@ -174,8 +174,9 @@ def test_a_full_disk_leaves_no_folder_and_says_the_bytes(lies_there, run_dir, ca
 
 
 def test_what_is_exported_is_not_written_over(run_dir, capsys):
-    assert cli.main(["export", str(run_dir), "--out", str(run_dir / "adapter")]) == 2
-    assert "is what is exported" in capsys.readouterr().err
+    for out in (run_dir / "adapter", run_dir):
+        assert cli.main(["export", str(run_dir), "--out", str(out)]) == 2
+        assert "is what is exported" in capsys.readouterr().err
 
 
 def test_somebody_elses_readme_stays(run_dir, capsys, tmp_path):

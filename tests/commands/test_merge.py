@@ -18,6 +18,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.compress.rounding import Rounded
 from unfreeze.evaluate.gain import Gain
 from unfreeze.job import data as job_data
+from unfreeze.report.events import LEAKED
 
 
 @pytest.fixture(scope="module")
@@ -327,6 +328,29 @@ def test_a_validation_file_is_read_with_the_columns_of_the_run(unfreeze_json, tm
     result = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")
     assert result["gain"] is None and "c2.jsonl" in result["not_measured"]
     assert cli.main(["merge", str(run), "--data", str(held), "--out", str(tmp_path / "other")]) == 2
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_rows_of_a_validation_file_that_were_trained_on_are_left_out_as_the_run_did(
+    windows, unfreeze_json, tmp_path, monkeypatch, capsys
+):
+    """Control arm: without the run's finding all of the file is measured, and the figures are others."""
+    if windows:
+        monkeypatch.setattr(job_data, "MANY_ROWS", 60)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = [{"question": f"What is {n}?", "answer": f"{n}, it is. " * (1 + n % 4)} for n in range(90)]
+    data, held = written(tmp_path / "rows.jsonl", rows[:80]), written(tmp_path / "held.jsonl", rows[70:])
+    run = tmp_path / "run"
+    measured = trained("sft", run, data, "--validation", held)
+    capsys.readouterr()
+    assert cli.main(["merge", str(run), "--to", "bf16", "--out", str(tmp_path / "out")]) == 0
+    assert f"10 of 20 {LEAKED}: left out" in capsys.readouterr().err
+    gain = json.loads((tmp_path / "out" / "merge.json").read_text())["gain"]
+    assert gain["rows"] == 10
+    assert [gain["base"], gain["adapter"]] == pytest.approx([measured[0], measured[-1]], abs=1e-4)
+    (run / "events.jsonl").write_text("")
+    other = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")["gain"]
+    assert other["rows"] == 20 and abs(other["adapter"] - measured[-1]) > 1e-3
 
 
 @pytest.mark.parametrize(("kept", "named"), [(0.99, True), (0.12, False)])

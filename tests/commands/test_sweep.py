@@ -15,11 +15,11 @@ QUIET = Common(quiet=True)
 
 
 @pytest.fixture
-def line(chat_rows, tmp_path):
+def line(chat_rows, held_rows, tmp_path):
     """The arguments of a run of two steps with validation."""
     words = ["--model", TINY_K2, "--data", chat_rows, "--out", tmp_path / "all", "--steps", 2]
     words += ["--tokens-per-step", 128, "--samples", 0, "--threads", 1, "--lora.rank", 1]
-    words += ["--validation", chat_rows, "--warmup", 0]
+    words += ["--validation", held_rows, "--warmup", 0]
     return [str(word) for word in words]
 
 

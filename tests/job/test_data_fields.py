@@ -79,9 +79,20 @@ def test_files_weights_packing_and_a_held_out_share_are_said(sft):
     )
 
 
-def test_a_validation_file_that_repeats_training_rows_is_warned_about(sft, files):
-    data, warnings = sft("--validation", files[1])
-    assert data["held_out"] == 6 and warnings == ["6 of 6 validation documents are also in the training data"]
+def test_rows_of_a_validation_file_that_are_trained_on_are_left_out_of_it(sft, files, tmp_path):
+    held = tmp_path / "both.jsonl"
+    held.write_text(files[1].read_text() + "".join(json.dumps(row) + "\n" for row in rows(3, "held")))
+    data, warnings = sft("--validation", held)
+    said = "6 of 9 validation documents are also in the training data, so validation leaves them out"
+    assert data["held_out"] == 3 and warnings == [said]
+
+
+def test_a_validation_file_of_nothing_but_training_rows_is_refused(files, tmp_path, capsys):
+    command = ["sft", "--quiet", "--model", TINY_K2, "--data", files[1], "--validation", files[1]]
+    assert cli.main([*map(str, command), "--out", str(tmp_path / "run"), "--steps", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "6 of 6 validation documents are also in the training data" in said and "none is held out" in said
+    assert "--validation-fraction 0.1" in said and not (tmp_path / "run").exists()
 
 
 def test_a_validation_file_of_other_rows_is_not_warned_about(sft, files):
@@ -234,3 +245,27 @@ def test_a_mixture_and_great_losses_are_said_at_the_start_and_in_the_summary(sft
     assert doubled.startswith("5 of 26 rows (19 %) are duplicates (row 2 repeats row 1)")
     lines = "\n".join(summary_lines(tmp_path / "run"))
     assert f"warning, step 0: {cut}" in lines and f"warning, step 0: {doubled}" in lines
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--tokens-per-step", 8], "next: --tokens-per-step higher"),
+        (
+            ["--tokens-per-step", 8, "--sequence-length", 8],
+            "next: --sequence-length and --tokens-per-step higher",
+        ),
+        (["--sequence-length", 8], "next: --sequence-length higher"),
+        (["--tokens-per-step", 8, "--truncation", "error"], "next: --tokens-per-step higher"),
+    ],
+)
+def test_rows_that_are_cut_too_short_name_what_bounds_them(flags, said, files, tmp_path, capsys):
+    """The remedy names the flags without which it is the same refusal again."""
+    command = ["sft", "--quiet", "--model", TINY_K2, "--data", files[0], "--out", tmp_path / "run", *flags]
+    assert cli.main([str(word) for word in command]) == 2
+    assert said in capsys.readouterr().err
+    if "--truncation" in flags:  # data show lists the rows instead
+        return
+    show = ["data", "show", files[0], "--model", TINY_K2, *flags]
+    assert cli.main([str(word) for word in show]) == 2
+    assert said in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_a_step_that_is_not_finite(tmp_path, chat_rows, monkeypatch, capsys):
     assert [fault for event in events for fault in faults(event)] == []
 
 
-def test_a_run_with_validation_configured_by_a_file(tmp_path, chat_rows):
+def test_a_run_with_validation_configured_by_a_file(tmp_path, chat_rows, held_rows):
     """Evaluations, samples between, and `track` as a TOML key: the tracker's folder is there, and is nothing
     that the schema must know."""
     from unfreeze import cli
@@ -100,7 +100,7 @@ def test_a_run_with_validation_configured_by_a_file(tmp_path, chat_rows):
         " 1\nwarmup = 0\n"
     )
     text += (
-        f'tokens_per_step = 128\nvalidation = "{chat_rows}"\nvalidate_every = 1\ntrack ='
+        f'tokens_per_step = 128\nvalidation = "{held_rows}"\nvalidate_every = 1\ntrack ='
         ' ["tensorboard"]\n[lora]\nrank = 1\n'
     )
     (tmp_path / "run.toml").write_text(text)

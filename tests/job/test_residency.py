@@ -20,8 +20,7 @@ from unfreeze.job import plan as job_plan
 from unfreeze.parallel import machine
 from unfreeze.parallel.collectives import ALONE, Alone
 from unfreeze.parallel.machine import Hardware, hardware
-from unfreeze.parallel.plan import USABLE, plan_here
-from unfreeze.parallel.plan import layouts
+from unfreeze.parallel.plan import USABLE, layouts, plan_here
 from unfreeze.parallel.plan.aside import Aside
 from unfreeze.report.run import facts, read_run
 from unfreeze.tracking import scalars

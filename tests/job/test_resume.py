@@ -8,9 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint.same import weights_digest
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.folder import refuse_other_recipe
@@ -137,6 +140,18 @@ def test_a_changed_field_is_refused_with_the_flag_that_would_allow_it(
             " --allow-changed learning_rate"
         ),
     ]
+
+
+def test_a_flag_that_is_given_once_is_named_with_the_fields_that_it_has(
+    interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    changed = ["--learning-rate", "0.001", "--steps", "6"]
+    code, run = again(interrupted, tmp_path, *changed, "--allow-changed", "steps")
+    said = capsys.readouterr().err
+    assert code == 2 and said.rstrip().endswith("or add --allow-changed steps learning_rate")
+    at = interrupted.index("--out") + 1
+    flags = ["--allow-changed", "steps", "learning_rate"]  # as it says
+    assert cli.main([*interrupted[:at], str(run), *interrupted[at + 1 :], *changed, *flags]) == 0
 
 
 def test_an_allowed_change_goes_on_and_is_a_warning(interrupted: list[str], tmp_path: Path, read_events):
@@ -294,3 +309,41 @@ def test_a_run_of_the_code_before_there_were_tables_goes_on(interrupted: list[st
     assert [key for key in after if key in old["resolved_config.json"]] == list(old["resolved_config.json"])
     assert cli.main(["compare", str(out), interrupted[at]]) == 0 and cli.main(["report", str(out)]) == 0
     assert unfreeze.load(out, dtype="float32").logits([[1, 2, 3]])[0].shape[0] == 3
+
+
+def test_another_base_under_the_same_path_is_refused_and_one_in_other_files_is_not(
+    interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model, run = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(TINY_K2, model)
+    words = dict(zip(interrupted[2::2], interrupted[3::2], strict=True))
+    words |= {"--model": str(model), "--out": str(run), "--steps": "1"}
+    command = ["sft", "--quiet", *(word for pair in words.items() for word in pair)]
+    assert cli.main(command) == 0
+    longer = [*command, "--steps", "2", "--allow-changed", "steps"]
+    own = open_checkpoint(model)
+    digest = weights_digest(own)
+    (name, info), *_ = ((n, i) for n, i in own.tensors.items() if n.endswith("1.self_attn.o_proj.weight"))
+    with info.file.open("r+b") as file:
+        file.seek(at := info.offset + info.nbytes // 2)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+    assert weights_digest(open_checkpoint(model)) != digest, name
+    assert cli.main(longer) == 2
+    assert "holds other weights than those that this run began with" in capsys.readouterr().err
+
+    # the same weights in other files are the same; and an earlier version's save says nothing of them
+    (record,) = run.glob("state/*/state.json")
+    saved = json.loads(record.read_text())
+    assert saved.pop("base") == digest
+    with info.file.open("r+b") as file:
+        file.seek(at)
+        file.write(byte)
+    resharded = tmp_path / "resharded"
+    shutil.copytree(model, resharded, ignore=shutil.ignore_patterns("*.safetensors*"))
+    weights = {key: value for file in model.glob("*.safetensors") for key, value in load_file(file).items()}
+    save_file(dict(reversed(weights.items())), resharded / "model.safetensors")
+    assert weights_digest(open_checkpoint(resharded)) == digest
+    record.write_text(json.dumps(saved))
+    assert cli.main(longer) == 0

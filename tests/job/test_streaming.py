@@ -14,8 +14,12 @@ from unfreeze.commands.doctor import Config, findings_of
 from unfreeze.core.conform import faults
 from unfreeze.core.errors import DataError
 from unfreeze.data import Stats, encoded, streamed
+from unfreeze.data.rows import scan
 from unfreeze.job import data as job_data
 from unfreeze.job.streaming import Followed
+from unfreeze.report.events import AT_LEAST, LEAKED
+from unfreeze.report.learnt import finding
+from unfreeze.report.run import read_run
 
 STEPS = 10
 
@@ -269,3 +273,28 @@ def test_the_loop_of_ones_own(rows, tmp_path):
         job.forward_backward(batch)
         job.optim_step()
     assert losses(tmp_path / "own") == losses(out) and len(events(tmp_path / "own", "data")) == 2
+
+
+@pytest.mark.parametrize("looked", [True, False])
+def test_rows_held_out_beside_windows_that_are_trained_on_are_found_before_they_are_encoded(
+    rows, tmp_path, monkeypatch, looked
+):
+    """Ten rows as they stand in the data, anywhere in it, and one in other words of JSON, found as its row comes.
+    The control arm without a look at the raw rows finds them only so."""
+    if not looked:
+        monkeypatch.setattr(scan.Repeated, "__call__", lambda self, raw: None)
+    held, each = tmp_path / "held.jsonl", rows.read_text().splitlines()
+    other = [json.dumps({"question": f"Is it {n}?", "answer": f"It is {n}."}) for n in range(4)]
+    spaced = json.dumps(json.loads(each[40]), indent=None, separators=(" ,  ", ":"))
+    held.write_text("\n".join([*each[::8], spaced, *other]) + "\n")
+    out = run(rows, tmp_path / "run", "--validation", held, "--validate-every", 5)
+    told = [event["message"] for event in events(out, "warning")]
+    later = [message for message in told if message.startswith(AT_LEAST)]
+    assert events(out, "data")[0]["held_out"] == (4 if looked else 15) + looked
+    if looked:
+        assert told[0] == f"10 of 15 {LEAKED}, so validation leaves them out"
+        assert later[-1] == f"{AT_LEAST}1 of 5 {LEAKED}"
+        assert events(out, "eval")[0]["rows"] == 5
+    else:
+        assert later[-1] == f"{AT_LEAST}11 of 15 {LEAKED}" and len(later) == 2  # more as more is read
+    assert not finding(read_run(out)).learnt

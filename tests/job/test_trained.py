@@ -160,7 +160,7 @@ def test_what_it_refuses_before_work(llama, chat_rows, tmp_path, capsys):
     assert (
         "is packed (int4-pack-quantized)" in packed
         and "masters and moments" in packed
-        and "unfreeze sft --train adapters" in packed
+        and "--train adapters (sft, prefer, distill)" in packed
     )
     nested = tmp_path / "nested"
     shutil.copytree(llama, nested)

@@ -416,3 +416,43 @@ def test_bytes_of_a_span_leave_special_tokens_out_and_count_unicode():
     assert supervised_bytes([tail], tokenizer) == len(tokenizer.decode(ids[-1:]).encode())
     # the first token is no target
     assert supervised_bytes([Example(tokens=ids, weights=[1.0] + [0.0] * (len(ids) - 1))], tokenizer) == 0
+
+
+def test_other_held_out_rows_are_refused_on_resume_or_compared_anew(
+    rows: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """Equal counts of tokens: nothing but the fingerprint tells the files apart."""
+    held = tmp_path / "held.jsonl"
+    shutil.copy(rows[1], held)
+    flags = ["--validation", held, "--validate-every", 2]
+    run = sft(rows, tmp_path / "run", *flags)
+    changed = [{**row, "answer": row["answer"].replace("it is", "is it")} for row in ANSWERS[16:]]
+    held.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    more = ["--steps", 8, "--allow-changed", "steps"]
+    capsys.readouterr()
+    sft(rows, run, *flags, *more, code=2)
+    said = capsys.readouterr().err
+    assert "are others than those of the saved held-out loss" in said and "--allow-changed validation" in said
+    assert [event["step"] for event in events(run, "eval")] == [0, 2, 4]
+
+    # a save of an earlier version has no fingerprint: it is read, and the rows count as the same
+    old = tmp_path / "old"
+    shutil.copytree(run, old)
+    for path in (old / "state").glob("*/state.json"):
+        record = json.loads(path.read_text())
+        assert record["heldout"].pop("fingerprint")
+        path.write_text(json.dumps(record))
+    sft(rows, old, *flags, *more)
+    assert {each["since"] for each in events(old, "eval")[-1]["changes"]} >= {0}
+
+    sft(rows, run, *flags, *more, "validation")
+    told = events(run, "eval")
+    assert [event["step"] for event in told] == [0, 2, 4, 4, 6, 8]
+    assert (
+        len({event["fingerprint"] for event in told[:3]} ^ {event["fingerprint"] for event in told[3:]}) == 2
+    )
+    assert told[3]["changes"] == [] and {each["since"] for each in told[-1]["changes"]} <= {4, 6}
+    best = json.loads((run / "state/step-000008/state.json").read_text())["best"]
+    assert best["step"] in (6, 8)  # not one of the other rows
+    summary = "\n".join(summary_lines(run))
+    assert f"{told[0]['loss']:.3f}" not in summary and "(since step 4)" in summary

@@ -38,20 +38,20 @@ def rows(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory, rows):
+def first(tmp_path_factory, rows, held_rows):
     """A run with other ranks in its experts, and its last validation."""
     out = tmp_path_factory.mktemp("first") / "run"
     ranks = ["--lora.rank", "4", "--lora.experts-rank", "3", "--lora.alpha", "8"]
-    given = ["--model", TINY_K2, "--data", rows, "--validation", rows, "--out", out, "--steps", 3]
+    given = ["--model", TINY_K2, "--data", rows, "--validation", held_rows, "--out", out, "--steps", 3]
     assert cli.main(["sft", "--quiet", *map(str, given), *ranks, *WORDS]) == 0
     return out, evals(out)[-1]
 
 
 @pytest.fixture
-def again(tmp_path, rows):
+def again(tmp_path, rows, held_rows):
     """The arguments of a run that goes on, and its folder."""
     out = tmp_path / "again"
-    data = ["--data", rows, "--validation", rows]
+    data = ["--data", rows, "--validation", held_rows]
     return ["--model", TINY_K2, *data, "--out", out, "--steps", 2], out
 
 
@@ -198,7 +198,9 @@ MODELS = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_an_adapter_that_peft_made_is_trained_on_and_read_by_peft_again(case, rows, capsys, tmp_path):
+def test_an_adapter_that_peft_made_is_trained_on_and_read_by_peft_again(
+    case, rows, held_rows, capsys, tmp_path
+):
     family, sizes = MODELS[case]
     vocab = json.loads((TINY_K2 / "config.json").read_text())["vocab_size"]
     torch.manual_seed(0)
@@ -228,7 +230,7 @@ def test_an_adapter_that_peft_made_is_trained_on_and_read_by_peft_again(case, ro
         ).abs().max() < 1e-4
 
         out = tmp_path / "run"
-        data = ["--data", rows, "--validation", rows, "--steps", 2]
+        data = ["--data", rows, "--validation", held_rows, "--steps", 2]
         sft(capsys, "--model", folder, *data, "--out", out, "--adapter", tmp_path / "theirs")
         plain = tmp_path / "plain"
         sft(capsys, "--model", folder, *data, "--out", plain)

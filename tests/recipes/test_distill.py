@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 import unfreeze
 from unfreeze import cli
 from unfreeze.checkpoint import open_checkpoint
+from unfreeze.checkpoint.same import same_weights
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
 from unfreeze.data import load_tokenizer, pack
 from unfreeze.data.dataset import encode_file
-from unfreeze.teach.same import same_weights
 from unfreeze.teach.teacher import Asked
 
 WORDS = [
@@ -89,11 +89,11 @@ def expected(teacher, rows, *, temperature, alpha, steps=1):
     return [float((x * weights).sum() / weights.sum()) for x in (each, apart, entropy)]
 
 
-def test_a_run_as_teacher_on_packed_experts(distill, run_dir, rows, tmp_path):
+def test_a_run_as_teacher_on_packed_experts(distill, run_dir, rows, held_rows, tmp_path):
     before = hashes(run_dir), hashes(TINY_K2)
     short = tmp_path / "few.jsonl"
     short.write_text("".join(rows.read_text().splitlines(True)[:4]))
-    asked = ["--temperature", 2, "--alpha", 0.25, "--validation", short]
+    asked = ["--temperature", 2, "--alpha", 0.25, "--validation", held_rows]
     result = distill("--teacher", run_dir, *asked, data=short, steps=6)
     events = trains(result["run"])
     loss, apart, entropy = expected(run_dir, short, temperature=2.0, alpha=0.25)

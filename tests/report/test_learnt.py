@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unfreeze.report.learnt import LEAKED, Finding, errors, finding, moved, training
-from unfreeze.report.learnt import __file__ as learnt_file
+from unfreeze.report.events import AT_LEAST, LEAKED
+from unfreeze.report.learnt import Finding, errors, finding, moved, training
 from unfreeze.report.run import Run, read_run
 
 GROUP = {"parameters": 9, "trained": 9, "moved": 0.1, "output_change": 0.05, "rounding": 1e-6}
@@ -87,7 +87,9 @@ def test_as_improbable_as_two_errors_of_a_normal(degrees):
 )
 def test_held_out_loss_falls_by_more_than_its_error_and_a_hundredth(change, error, rows, learnt, tmp_path):
     points = evaluated({"loss": 5.0}, {"loss": 5.0 + change}, rows=rows, loss=(change, error))
-    assert found(tmp_path, [receipt(), *steps(FALLING), *points]).learnt == learnt
+    judged = found(tmp_path, [receipt(), *steps(FALLING), *points])
+    assert judged.learnt == learnt
+    assert (judged.note == " 1 row was held out: too few to tell.") == (rows == 1)
 
 
 NOISE = {"loss": 0.693, "accuracy": 0.5, "margin": 0.0}
@@ -205,17 +207,20 @@ def test_an_earlier_versions_folder_has_no_errors_and_needs_the_training_loss_to
     assert not found(tmp_path, [receipt(), *steps(FALLING[::-1]), *points]).learnt
 
 
-@pytest.mark.parametrize("leaked, learnt", [(6, False), (1, True)])
+@pytest.mark.parametrize(
+    "leaked, learnt",
+    [
+        ("6 of 20 {}", False),  # of an earlier version, which measured them
+        ("1 of 20 {}", True),
+        (f"{AT_LEAST}1 of 20 {{}}", False),  # how many there are is not known
+        ("6 of 20 {}, so validation leaves them out", True),
+    ],
+)
 def test_held_out_rows_that_were_trained_on_prove_nothing(leaked, learnt, tmp_path):
-    warned = {"kind": "warning", "step": 0, "message": f"{leaked} of 20 {LEAKED}"}
+    warned = {"kind": "warning", "step": 0, "message": leaked.format(LEAKED)}
     points = evaluated({"loss": 5.0}, {"loss": 4.0}, loss=(-1.0, 0.05))
     judged = found(tmp_path, [warned, receipt(), *steps(FALLING), *points])
-    assert judged.learnt == learnt and ("6 of 20 validation documents" in judged.note) == (not learnt)
-
-
-def test_the_warning_of_leaked_rows_is_the_one_that_a_run_emits():
-    source = (Path(learnt_file).parents[1] / "job" / "data.py").read_text()
-    assert LEAKED in source
+    assert judged.learnt == learnt and ("of 20 validation documents" in judged.note) == (not learnt)
 
 
 # --- scores of a probe
@@ -301,3 +306,24 @@ def test_a_first_step_of_warm_up_moves_little_and_the_others_more(tmp_path):
     run = run_of(tmp_path, [receipt(output_change=5e-5), *warm])
     assert moved(run, training(run))
     assert not moved(run_of(tmp_path, [receipt(output_change=5e-5), *steps(FALLING, 1e-6)]), training(run))
+
+
+@pytest.mark.parametrize(
+    "before, after, arrow",
+    [
+        ({"fingerprint": "a"}, {"fingerprint": "b"}, False),
+        ({"tokens": 90}, {"tokens": 80}, False),  # an earlier version's: other counts
+        ({}, {"fingerprint": "b"}, True),  # begun by one, gone on with by this one
+        ({"fingerprint": "b"}, {"fingerprint": "b"}, True),
+    ],
+)
+def test_losses_of_other_rows_are_no_fall(before, after, arrow, tmp_path):
+    first, *later = evaluated({"loss": 6.2, **before}, {"loss": 0.1, **after}, loss=(-6.1, 0.05))
+    judged = found(tmp_path, [receipt(), *steps(FALLING), first, *later])
+    assert ("→" in judged.measured) == judged.learnt == arrow
+    # on the new rows alone it can be learnt again, from the step at which they were first measured
+    anew = [{**later[0], "step": 20, "loss": 0.2, "changes": []}, later[0]]
+    anew[1]["changes"] = [{"measure": "loss", "since": 20, "change": -0.1, "error": 0.001}]
+    judged = found(tmp_path, [receipt(), *steps(FALLING), first, *anew])
+    if not arrow:
+        assert judged.learnt and judged.measured == "held-out loss 0.200 → 0.100 (since step 20)"

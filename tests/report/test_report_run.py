@@ -36,7 +36,7 @@ def test_facts(tmp_path: Path):
     assert dict(facts(run)) == {
         "Loss": "3.000 → 1.000",
         "Steps": "3",
-        "Time": "6.0 s; steps 6.0 s",
+        "Time": "2 min 00 s; steps 6.0 s, other 1 min 54 s",
         "Tokens per second": "500",
         "Peak memory": "2.0 MiB",
         "Tokens": "3 K",

@@ -66,7 +66,18 @@ def test_a_resumed_run_compiles_once_a_session_and_its_pause_is_no_time_of_it():
         if event["kind"] in ("start", "train", "end")
     ]
     found = times([*run()[:-1], *resumed])
-    assert found["compiling"] == 14.0 and found["steps"] == 20.0 and "other" not in found
+    assert found["compiling"] == 14.0 and found["steps"] == 20.0
+    assert sum(found.values()) == (82.0 - 10.0) + (1082.0 - 1038.0)
+
+
+def test_a_session_lasts_from_its_command_to_its_last_event():
+    """A start says when the command began; else a session begins with its data. Answers may follow the end."""
+    first = [event | ({"begun": 3.0} if event["kind"] == "start" else {}) for event in run()[:-1]]
+    killed = [event for event in first if event["kind"] not in ("gap", "end") or event["step"] == 0]
+    later = [{"kind": "warning", "step": 5, "message": "m", "time": 995.0}]
+    later += [{**event, "time": event["time"] + 1000} for event in run() if event["kind"] != "load"]
+    later += [{"kind": "sample", "step": 5, "when": "after", "time": 1090.0}]
+    assert sum(times([*killed, *later]).values()) == (60.0 - 3.0) + (1090.0 - 1010.0)
     # two steps tell nothing of compiling
     assert times(run()[:7])["compiling"] == 0
 

@@ -142,6 +142,21 @@ def test_a_run_within_its_first_epoch_says_how_much_it_saw(tokens, said, tmp_pat
     assert said in verdict(read_run(run))
 
 
+@pytest.mark.parametrize(
+    "config, said",
+    [
+        # batches of labelled answers take twice their tokens: 800 of 2,000 are no whole epoch
+        ({"loss": "kto"}, "tiny-k2 saw about 488 of 1,219 answers with a label of yoda.jsonl once in"),
+        ({"data_weights": [2.0, 0.25]}, "tiny-k2 saw 800 tokens, mixed from 1,219 answers of yoda.jsonl, in"),
+    ],
+)
+def test_rows_that_come_more_than_once_are_not_counted_as_once(config, said, tmp_path):
+    scale = 1 if "loss" in config else 2
+    steps = [step | {"tokens": 100} for step in FALLS]
+    data = DATA | {"tokens": 1000 * scale, "shapes": {"question/answer": 1219}}
+    assert said in verdict(read_run(made(tmp_path, [START, data, RECEIPT, *steps, END], config)))
+
+
 @pytest.mark.parametrize("events, words", SAID)
 def test_the_sentence(tmp_path: Path, events: list[dict[str, Any]], words: str):
     assert verdict(read_run(made(tmp_path, [START, DATA, RECEIPT, *events]))) == words

@@ -23,7 +23,7 @@ from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
-from unfreeze.job.data import document_tokens
+from unfreeze.job.data import document_tokens, longer_by
 from unfreeze.tracking.console import PipeConsole
 from unfreeze.tracking.live import EncodeProgress
 
@@ -61,6 +61,9 @@ class Config(Frozen):
         description=(
             "documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)"
         ),
+    )
+    on_bad_row: Literal["error", "skip"] = Field(
+        default="skip", description="bad rows: stop at the first, as sft, or leave them out and list them"
     )
     packing: Literal["none", "first_fit", "best_fit"] = Field(
         default="first_fit", description="documents per step: one, or as many as fit (first or best fit)"
@@ -113,7 +116,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def show(
     config: Config, say: Callable[[str], None] = lambda line: None, *, quiet: bool = True
 ) -> dict[str, Any]:
-    """The account of the data as plain JSON. Bad rows are counted and listed, never raised.
+    """The account of the data as plain JSON. Bad rows are counted and listed, unless on_bad_row says error.
 
     A document is no longer than tokens_per_step and the model's positions allow, as in a run.
     """
@@ -134,7 +137,7 @@ def show(
     answers = answers_in(files, config.columns) if config.answers == "auto" else config.answers
     room = document_tokens({"answers": answers}, config.tokens_per_step)
     length = min(config.sequence_length, room, positions or config.sequence_length)
-    with EncodeProgress(quiet=quiet) as progress:
+    with EncodeProgress(quiet=quiet) as progress, longer_by(length, config.sequence_length, room):
         dataset = encoded_files(
             files,
             tokenizer,
@@ -143,7 +146,7 @@ def show(
             supervise=config.supervise,
             turns=config.turns,
             reasoning=config.reasoning,
-            on_bad_row="skip",
+            on_bad_row=config.on_bad_row,
             columns=config.columns,
             answers=answers,
             progress=progress,

@@ -110,7 +110,8 @@ def export(config: Config, common: Common) -> dict[str, Any]:
             next="give the base's id on the Hub: --base-id org/name",
         )
     target = Path(config.out) if config.out else Path(config.run) / f"export-{config.read_by}"
-    if target.resolve() in (source.adapter.resolve(), manifest.path.resolve()):
+    exported = (Path(config.run), source.adapter, manifest.path)
+    if target.resolve() in [folder.resolve() for folder in exported]:
         raise ConfigError(f"out = {target} is what is exported", next="give another folder")
     refuse_other_files(target, manifest.path, TOKENIZER_FILES)
     from unfreeze.adapters import load_adapter, save_adapter, verify_adapter

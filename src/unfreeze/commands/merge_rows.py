@@ -7,8 +7,9 @@ A run that reads large files in windows draws a row's side from its bytes, any o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from filecmp import cmp
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,12 @@ from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.streaming import MANY_ROWS
 from unfreeze.recipes.prefer import answers_of
+from unfreeze.report.events import AT_LEAST, LEAKED, read_events, warnings
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
-    from unfreeze.data import Examples, Tokenizer
+    from unfreeze.data import Dataset, Examples, Tokenizer
     from unfreeze.data.rows.row import Answers
 
 TOKENS = 2048  # of a batch
@@ -35,6 +37,7 @@ class Rows:
 
     fraction    of `files` that was held out; 0: all of them
     columns     of `files`, where they are the user's own
+    beside      what the run trained on, where it found rows of that among them: these are left out
     trained_on  what is wrong with them: the run learned from a file among them; "" where none is known
     own         whether the user named them: then what is wrong with them is an error
     windows     whether the run read `files` in windows; None: its record does not say
@@ -44,6 +47,7 @@ class Rows:
     fraction: float
     resolved: dict[str, Any]
     columns: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
     trained_on: str = ""
     own: bool = False
     windows: bool | None = None
@@ -64,16 +68,27 @@ def rows_of(run: Path, data: str, columns: tuple[str, ...] = ()) -> Rows | str:
     run = run_of(run)
     resolved = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
     if data:
-        return Rows((data,), 0.0, resolved, columns, _trained_on(data, resolved), own=True)
+        trained_on = _trained_on(data, resolved)
+        return Rows((data,), 0.0, resolved, columns, trained_on=trained_on, own=True)
     if not resolved:
         return f"{run} is an adapter without its run. {GIVE}"
     columns = tuple(resolved.get("columns") or ())
     if resolved.get("validation"):
-        return Rows(_names(resolved["validation"]), 0.0, resolved, columns)
+        found = _leaks(run)
+        later = "; ".join(words for words in found if words.startswith(AT_LEAST))
+        beside = _names(resolved.get("data") or []) if found else ()
+        held = _names(resolved["validation"])
+        return Rows(held, 0.0, resolved, columns, beside, later, windows=_windows(run) if found else None)
     fraction = resolved.get("validation_fraction")
     if not isinstance(fraction, float) or not 0 < fraction < 1:
         return f"this run held out no rows. {GIVE}"
     return Rows(_names(resolved.get("data")), fraction, resolved, columns, windows=_windows(run))
+
+
+def _leaks(run: Path) -> list[str]:
+    """What the run said of held-out rows that it trained on."""
+    path = run / "events.jsonl"
+    return [words for _, words in warnings(read_events(path)) if LEAKED in words] if path.is_file() else []
 
 
 def _windows(run: Path) -> bool | None:
@@ -135,9 +150,41 @@ def _encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[
     if rows.fraction and (found := _of_windows(rows, files, tokenizer, length, options)) is not None:
         return found
     examples = encoded_files(files, tokenizer, length, **options).examples
+    if rows.beside:
+        taught = partial(encoded_files, tokenizer=tokenizer, sequence_length=length, **options)
+        return _left_over(rows, examples, files, taught, say)
     if not rows.fraction:
         return examples
     return split_by_content(examples, rows.fraction, int(of.get("seed") or 0))[1]
+
+
+def _left_over(
+    rows: Rows,
+    examples: Examples,
+    files: Sequence[Path],
+    taught: Callable[[Sequence[Path]], Dataset],
+    say: Callable[[str], None],
+) -> Examples:
+    """Those that the run did not train on, found as it found them (job/data.py)."""
+    from unfreeze.data.rows.files import reader
+    from unfreeze.data.rows.scan import Repeated
+    from unfreeze.data.rows.sources import files_of
+
+    trained = [path for name in rows.beside for path in files_of(name, "data", say)]
+    if rows.windows:
+        look = Repeated(files, rows.columns)
+        for path in trained:
+            for _, raw in reader(path, rows.columns).rows():
+                look(raw)
+        leaked_N = examples.made_of(look.found)
+    else:
+        leaked_N = replace(taught(trained), validation=examples).leaked()
+    said = f"{leaked_N.sum():,} of {len(leaked_N):,} {LEAKED}"
+    if leaked_N.all():
+        raise ConfigError(said)
+    if leaked_N.any():
+        say(f"{said}: left out")
+    return examples.part(~leaked_N)
 
 
 def answers_for(rows: Rows, files: Sequence[Path]) -> Answers:

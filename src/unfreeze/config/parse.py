@@ -327,7 +327,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     # TOMLDecodeError and UnicodeDecodeError are ValueErrors; so is a number of thousands of digits
     except (ValueError, RecursionError) as error:
         yaml = ". YAML is not read: write KEY = VALUE" if path.suffix in (".yaml", ".yml") else ""
-        raise ConfigError(f"{path} is not valid TOML: {error}{yaml}", next="mend that line") from error
+        of_run = "report.html of a run has its command; a file of settings is TOML"
+        mend = of_run if path.suffix == ".json" else "mend that line"
+        raise ConfigError(f"{path} is not valid TOML: {error}{yaml}", next=mend) from error
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 
 from unfreeze.core.units import format_bytes
 
@@ -21,6 +22,19 @@ PROCESS = int(0.5 * 2**30)
 COMPILED_AT_MOST = f"{COMPILED / 2**30:.1f} GiB"
 BESIDE = f"up to {COMPILED_AT_MOST} of compiled code"
 """As it stands beside a planned number."""
+
+
+_begun: list[float] = []
+
+
+def command_begins() -> None:
+    """Note when: imports and the reading of rows are part of the time of a run."""
+    _begun[:] = [time.time()]
+
+
+def take_begun() -> float | None:
+    """When the command began, in seconds since 1970-01-01 UTC, told once: of several runs to the first."""
+    return _begun.pop() if _begun else None
 
 
 def planned_words(planned: float, kind: str) -> str:

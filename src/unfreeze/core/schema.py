@@ -189,6 +189,9 @@ class StartEvent(CommonFields):
     model: Annotated[AnyText, of("folder or id", "as configured")]
     data: Annotated[AnyText, of("file", "as configured")]
     processes: NotRequired[Annotated[Int, of("processes", "that train together, where there are several")]]
+    begun: NotRequired[
+        Annotated[Real, of("seconds since 1970-01-01 UTC", "when the command began; its first run tells it")]
+    ]
 
 
 class KernelChoice(TypedDict):
@@ -297,7 +300,8 @@ class EvalEvent(CommonFields, total=False):
     tokens: Annotated[Int, of("tokens", "supervised tokens it was taken on")]
     seconds: Annotated[Real, of("seconds", "that it took")]
     rows: Annotated[Int, of("rows", "held out, equal ones counted once")]
-    changes: Annotated[list[Change], of("object", "since step 0, and since the lowest loss so far")]
+    fingerprint: Annotated[AnyText, of("hash", "of the held-out documents: only equal ones are compared")]
+    changes: Annotated[list[Change], of("object", "since the first one, and since the lowest loss so far")]
 
 
 class SampleEvent(CommonFields):

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.account import Account, Reading, Stats
 from unfreeze.data.encoding import Coder, Spec, batches
-from unfreeze.data.examples import Columns, Examples
+from unfreeze.data.examples import NO_CONTENT, Columns, Examples
 from unfreeze.data.rows.files import read_places, text_bytes
 from unfreeze.data.rows.row import Answers
 from unfreeze.data.stores import Held, OnDemand, Store
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataset", "Reading", "Stats", "encode_file", "encode_files"]
 
+LONGER = "--sequence-length higher, if the model takes it"
+"""Remedy of rows that are cut too short; job/data.py says another where something else bounds them."""
 HELD_BYTES = 256 * 2**20
 """Data files with more bytes in total are read on demand. 256 MiB of text are some 70 million tokens, 0.5 GiB
 in memory."""
@@ -56,18 +60,18 @@ class Dataset:
         """All documents that are encoded by now."""
         return [self.examples] if self.stream is None else self.stream.known()
 
-    def leaked(self) -> int:
-        """Validation documents whose content is also trained on.
+    def leaked(self) -> np.ndarray:
+        """[N]: which validation documents say what is also trained on, as far as that is encoded.
 
-        0 where the split is by content; a validation file can share rows with the data.
+        None where the split is by content; a validation file can share rows with the data.
         """
         if self.validation is None:
-            return 0
+            return np.zeros(0, dtype=bool)
         held_out = self.validation.digests_N.tolist()
         trained: set[bytes] = set()
         for examples in self.known():
             trained |= set(held_out).intersection(examples.digests_N.tolist())
-        return sum(digest in trained for digest in held_out)
+        return np.array([digest in trained - {NO_CONTENT} for digest in held_out], dtype=bool)
 
 
 def encode_file(path: str | Path, tokenizer: Tokenizer, sequence_length: int, **options: Any) -> Dataset:
@@ -151,12 +155,12 @@ def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str], a
         )
     first = {item.reason.partition(": ")[2]: item.reason for item in reversed(stats.listed)}
     reasons = "; ".join(list(reversed(first.values()))[:3])
-    remedy = "" if stats.bad else "--sequence-length higher, if the model takes it, or shorten the rows"
+    remedy = "" if stats.bad else f"{LONGER}, or shorten the rows"
     for path in paths:
         try:
             next(iter(read_places(path, None, columns, answers)), None)
         except DataError as error:
-            remedy = remedy or error.next
+            remedy = remedy or error.next.replace(", or --on-bad-row skip", "")  # which leaves none
     return DataError(
         f"{names}: no row left to train on, of {stats.rows}: {reasons}", next=remedy or "mend the rows"
     )

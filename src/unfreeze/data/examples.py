@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -190,6 +190,12 @@ class Examples(Sequence[Example]):
         pairs_N = (self.chosen_N > 0) & (self.chosen_N < self.lengths_N)
         first_N = np.where(pairs_N, self.chosen_N, self.lengths_N)
         return np.concatenate([first_N, (self.lengths_N - self.chosen_N)[pairs_N]])
+
+    def made_of(self, places: Iterable[Sequence[int]]) -> np.ndarray:
+        """[N]: which documents come from these rows, each the number of its file and its line."""
+        wanted = {tuple(place) for place in places}
+        each = zip(self.sources_N.tolist(), self.rows_N.tolist(), strict=True)
+        return np.array([place in wanted for place in each], dtype=bool)
 
     def part(self, keep_N: np.ndarray) -> Examples:
         """The documents where `keep_N` is true, in the same order."""

@@ -32,7 +32,7 @@ import numpy as np
 
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.account import Account, Reading, Stats
-from unfreeze.data.dataset import HELD_BYTES, Dataset
+from unfreeze.data.dataset import HELD_BYTES, LONGER, Dataset
 from unfreeze.data.encoded import COLUMNS, ENCODING, Writing, begun, key, whole
 from unfreeze.data.encoding import BATCH_BYTES, BATCH_ROWS, Batch, Coder, Part, Spec
 from unfreeze.data.examples import Columns, Example, Examples
@@ -73,12 +73,14 @@ def streamed_files(
     columns: Sequence[str] = (),
     workers: int | None = None,
     progress: Progress | None = None,
+    look: Callable[[bytes], None] | None = None,
     **options: Any,
 ) -> Stream | None:
     """The files in windows; None where they have up to `least` rows, or rows can't be read one by one.
 
     start: a cursor of WindowBatches; what it needs is encoded first.
     options, on_bad_row, columns, workers: as of encode_files. progress: is told how the first window comes.
+    look: is called with the bytes of every row.
     Raises DataError for a bad row in the first window, ConfigError where none, or all, would be held out.
     """
     from unfreeze.data.packing.split import is_held_out, none_left
@@ -86,8 +88,13 @@ def streamed_files(
     paths = [Path(path) for path in paths]
     if not are_lines(paths, columns):
         return None
-    held = partial(is_held_out, fraction=validation_fraction, seed=seed)
-    rows = Rows(paths, columns, held if validation_fraction else lambda raw: False)
+
+    def held(raw: bytes) -> bool:
+        if look is not None:
+            look(raw)
+        return bool(validation_fraction) and is_held_out(raw, validation_fraction, seed)
+
+    rows = Rows(paths, columns, held)
     if len(rows) <= least:
         return None
     if validation_fraction and (rows.held_R.all() or not rows.held_R.any()):
@@ -291,7 +298,7 @@ class Stream:
             reason = account.stats.listed[0].reason if account.stats.listed else "all are held out"
             raise DataError(
                 f"{self._paths[0].name}: no row left to train on, of {len(rows):,} looked at: {reason}",
-                next="mend the rows, or --sequence-length higher, if the model takes it",
+                next=f"mend the rows, or {LONGER}",
             )
         return found
 

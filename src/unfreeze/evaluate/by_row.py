@@ -44,6 +44,11 @@ class ByRow:
         sum_R, count_R = (each.astype(np.float64) for each in self.sums[name])
         return float(sum_R.sum() / count_R.sum()) if count_R.any() else None
 
+    def same_rows(self, earlier: ByRow) -> bool:
+        """Whether each measure of both is a mean over as many rows, each divided by the same."""
+        both = self.sums.keys() & earlier.sums.keys()
+        return all(np.array_equal(self.sums[name][1], earlier.sums[name][1]) for name in both)
+
     def change(self, earlier: ByRow, name: str) -> tuple[float, float | None] | None:
         """(change, its standard error: None of a single row) since an earlier validation.
 

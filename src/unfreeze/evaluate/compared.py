@@ -67,7 +67,7 @@ def compared(
         sums = dict(zip(sums, total.tolist(), strict=True))
     examples, tokens, loss = sums.pop("examples"), sums.pop("tokens"), sums.pop("loss")
     if not examples:
-        raise DataError("no pair is held out, at least 1 needed", next="unfreeze data show FILE")
+        raise DataError("no pair is held out, one is needed", next="unfreeze data show FILE --model MODEL")
     means = {name: value / examples for name, value in sums.items()}
     return Compared(loss / examples, int(tokens), means, by_row.gathered(group, model.device))
 

@@ -87,7 +87,7 @@ def heldout(
     if not tokens:
         raise DataError(
             "0 tokens of the held-out batches are supervised, at least 1 needed",
-            next="look at them: unfreeze data show FILE",
+            next="look at them: unfreeze data show FILE --model MODEL",
         )
     loss_mean = total / weight
     return Heldout(

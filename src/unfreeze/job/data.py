@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,20 +16,23 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.processes import others
 from unfreeze.job.streaming import MANY_ROWS, Followed, in_windows, may_stream, shared
-from unfreeze.report.events import ENOUGH_STEPS, TEACH_LITTLE
+from unfreeze.report.events import AT_LEAST, ENOUGH_STEPS, LEAKED, TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from unfreeze.checkpoint import Manifest
-    from unfreeze.data import Batches, Dataset, Example, Stats, Tokenizer
+    from unfreeze.data import Batches, Dataset, Example, Examples, Stats, Tokenizer
     from unfreeze.data.packing.batches import Cursor
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.data.rows.row import Answers
+    from unfreeze.data.rows.scan import Repeated
     from unfreeze.data.streamed import Stream
     from unfreeze.data.tokens.forms import Reasoning
     from unfreeze.data.tokens.masks import Supervise
@@ -97,6 +103,7 @@ def encode(
     """
     from unfreeze.data import Dataset, encoded_files, split_by_content
     from unfreeze.data.remarks import labels, losses, mixture
+    from unfreeze.data.rows.scan import Repeated
 
     length = sequence_length(data, document_tokens(options, tokens), max_positions)
     given: dict[str, Any] = {
@@ -109,20 +116,25 @@ def encode(
     }
     encoded = partial(encoded_files, **given)
 
+    bounds = length, data.sequence_length, document_tokens(options, tokens)
+
     def read(files: Sequence[str]) -> Dataset:
         """Of the processes of a node one encodes, on all cores, and the others read its store."""
         if group.size > 1 and not quiet:
             print(f"process 0 encodes the rows on all cores; {others(group)} for it", file=sys.stderr)
-        with EncodeProgress(quiet=quiet) as progress:
+        with EncodeProgress(quiet=quiet) as progress, longer_by(*bounds):
             return group.in_turn(
                 lambda first: encoded(files, progress=progress) if first else encoded(files, workers=0)
             )
 
     # training rows, and what is held out of them or beside them
-    stream = None
-    if in_windows(run, data, training):
-        with EncodeProgress(quiet=quiet) as progress:
-            stream = shared(lambda: stream_of(run, data, tokens, seed, progress, given), group)
+    stream, look = None, None
+    windows = in_windows(run, data, training)
+    if windows and data.validation:
+        look = group.on_rank0(lambda: Repeated([Path(name) for name in data.held_out], data.columns))
+    if windows:
+        with EncodeProgress(quiet=quiet) as progress, longer_by(*bounds):
+            stream = shared(lambda: stream_of(run, data, tokens, seed, progress, given, look), group)
     dataset = (
         read(data.files)
         if stream is None
@@ -133,6 +145,13 @@ def encode(
     if data.validation:
         held_out = read(data.held_out)
         dataset = replace(dataset, validation=held_out.examples)
+        leaked_N = dataset.leaked()
+        if stream is not None:  # rows of the same bytes; in other words of JSON they are found as they come
+            found = json.dumps(sorted(look.found) if look is not None else []).encode()
+            leaked_N = held_out.examples.made_of(json.loads(group.of_first(found)))
+        if leaked_N.any():
+            dataset = replace(dataset, validation=_without(held_out.examples, leaked_N, data, run))
+            warnings.append(f"{_of(leaked_N)}, so validation leaves them out")
         if held_out.stats.truncated + held_out.stats.dropped + held_out.stats.bad:
             warnings.append(f"validation file: {held_out.stats.summary()}")
     elif data.validation_fraction and stream is None:
@@ -153,11 +172,14 @@ def encode(
             summary="; ".join([beside + stats.summary(), *mixed]),
         )
 
+    def leaked() -> str:
+        """What is found only as rows are encoded: a row that stands in the data in other words of JSON."""
+        leaked_N = dataset.leaked()
+        return f"{AT_LEAST}{_of(leaked_N)}" if leaked_N.any() else ""
+
     def wrong(stats: Stats) -> list[str]:
         """What is wrong with the data."""
         said = losses(stats, length, max_positions) + labels(dataset.examples)
-        if data.validation and (leaked := dataset.leaked()):
-            said.append(f"{leaked} of {stats.held_out} validation documents are also in the training data")
         asked = data.sequence_length != Data.model_fields["sequence_length"].default
         affected = (
             stats.truncated
@@ -186,16 +208,43 @@ def encode(
         passes = num_steps(training, batches, micro_batches) * micro_batches / batches.len_steps(1)
         mixed = mixture(dataset.examples, data.names, data.weights, passes)
     tell(stats, run.step)
+    if stream is not None and (later := leaked()):
+        warnings.append(later)
     for message in [*warnings, *wrong(stats)] if run.step == 0 else ():
         run.events.emit("warning", 0, message=message)
     # process 0 tells the account of all rows
-    return dataset, [] if stream is None or group.rank else [Followed(stream, stats, tell, wrong)]
+    return dataset, [] if stream is None or group.rank else [Followed(stream, stats, tell, wrong, leaked)]
+
+
+def _of(leaked_N: np.ndarray) -> str:
+    return f"{leaked_N.sum():,} of {len(leaked_N):,} {LEAKED}"
+
+
+def _without(examples: Examples, leaked_N: np.ndarray, data: Data, run: Run) -> Examples:
+    """What proves something: documents that are not trained on."""
+    if leaked_N.all():
+        resumed = f" {run.allowing('validation')}" if run.step else ""
+        raise ConfigError(
+            f"{_of(leaked_N)} ({', '.join(data.held_out[:3])}), so none is held out",
+            next=f"--validation FILE of other rows{resumed}"
+            + ("" if run.step else ", or in its place --validation-fraction 0.1"),
+        )
+    return examples.part(~leaked_N)
 
 
 def stream_of(
-    run: Run, data: Data, tokens: int, seed: int, progress: EncodeProgress, given: dict[str, Any]
+    run: Run,
+    data: Data,
+    tokens: int,
+    seed: int,
+    progress: EncodeProgress,
+    given: dict[str, Any],
+    look: Repeated | None = None,
 ) -> Stream | None:
-    """Large files in windows, closed with the run; None for files that are read whole."""
+    """Large files in windows, closed with the run; None for files that are read whole.
+
+    look: is shown every row.
+    """
     from unfreeze.data.streamed import streamed_files
 
     stream = streamed_files(
@@ -206,6 +255,7 @@ def stream_of(
         validation_fraction=data.validation_fraction,
         start=run.cursor,
         progress=progress,
+        look=look,
         **given,
     )
     if stream is not None:
@@ -255,6 +305,23 @@ def batches_in(
     if dataset.stream is not None:
         return WindowBatches(dataset.stream, tokens, start, packing=packing)
     return batches_of(data, dataset.examples, tokens=tokens, seed=seed, packing=packing, start=start)
+
+
+@contextmanager
+def longer_by(length: int, asked: int, tokens: int) -> Generator[None]:
+    """Rows that are cut too short are told what bounds them: `asked`, the step's `tokens`, or the model."""
+    try:
+        yield
+    except DataError as error:
+        if length == tokens:
+            also = "--sequence-length and " if length == asked else ""
+            right = f"{also}--tokens-per-step higher, if the model takes it"
+        elif length < asked:
+            right = f"another model: this one takes {length} tokens"
+        else:
+            raise
+        longer = r"--sequence-length (higher|[\d,]+ or more), if the model takes it"
+        raise DataError(error.message, next=re.sub(longer, right, error.next)) from None
 
 
 def document_tokens(encoding: Encoding, tokens: int) -> int:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FILE = "kernels.json"  # in the run's folder
 CHOOSING = "choosing kernels for this CPU: once, 5 to 20 s"
 RECORDS = "records"  # UNFREEZE_KERNELS=records: nothing is timed; another value is a file like FILE
+SHOWN = 3  # kinds of choices that a CPU cannot run
 
 
 def predicted_ops(device: torch.device, dtype: str) -> list[str]:
@@ -71,7 +72,7 @@ def settle_kernels(
         if file.exists():
             return table.read(file)
         if named != RECORDS:
-            rows = table.read(Path(named))
+            rows = table.read(Path(named), "unset UNFREEZE_KERNELS, or name a run's kernels.json")
         else:
             scheme = start.scheme() if start.is_packed() else None
             has = {"narrow": shape.mla is not None, "experts": shape.moe is not None}
@@ -86,7 +87,12 @@ def settle_kernels(
 
     rows = json.loads(group.texts(json.dumps(group.on_rank0(decided)))[0])
     if cannot := table.take(rows):
-        words = f"this CPU ({cpu_class()}) cannot run what the run began with: {', '.join(cannot)}"
+        kinds = list(dict.fromkeys(cannot))
+        more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
+        words = (
+            f"this CPU ({cpu_class()}) cannot run {len(cannot)} of the {len(rows)} choices that the run began"
+            f" with: {', '.join(kinds[:SHOWN])}{more}"
+        )
         folder.events.emit("warning", folder.step, message=f"{words}; numbers may differ in their last bits")
 
 

@@ -6,10 +6,13 @@ Some fields can't differ, whatever is allowed (docs/trust.md R2).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from unfreeze.config.training import ADDED
 from unfreeze.core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from unfreeze.train.run import Run
 
 _PLACE = "the saved place in the data would be another place"
 _TRAINED = "it says which tensors are trained"
@@ -60,6 +63,20 @@ def allowed(fields: tuple[str, ...], record: Mapping[str, object]) -> list[str]:
                 f" configuration{nearest(field, known)}"
             )
     return [*fields, *(derived for field in fields for derived in DERIVED.get(field, ()))]
+
+
+def refuse_other_base(run: Run, model: str, digest: str) -> None:
+    """Refuse to go on where `model` is a name of other weights than those the run began with.
+
+    A save of an earlier version doesn't say which.
+    """
+    before = (run.saved or {}).get("base")
+    if before and before != digest:
+        raise ConfigError(
+            f"cannot resume: {model} holds other weights than those that this run began with (digest was"
+            f" {before!r}, is {digest!r})",
+            next="restore that model, or start a new run with another --out",
+        )
 
 
 def _names(table: Mapping[str, object], prefix: str = "") -> Iterator[str]:

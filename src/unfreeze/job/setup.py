@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.checkpoint.same import weights_digest
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.job.data import (
@@ -40,10 +41,11 @@ from unfreeze.job.plan import Planning, agreed_plan, check_room, disk_of, emit_p
 from unfreeze.job.precision import dtype_line, warn_slow
 from unfreeze.job.processes import start_of
 from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples
+from unfreeze.job.resume import refuse_other_base
 from unfreeze.job.samples import Samples, own_prompts
 from unfreeze.job.second import first_asked
 from unfreeze.job.streaming import Followed
-from unfreeze.job.validation import Validation, validation_of
+from unfreeze.job.validation import Validation, refuse_other_rows, validation_of
 from unfreeze.job.written import forget
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class Setup:
     group    all of its processes
     folder   the run's, with its events
     start    where training starts: names, dtypes, shapes
+    base     a digest of its weights
     """
 
     config: TrainingConfig
@@ -81,6 +84,7 @@ class Setup:
     group: Group
     folder: Run
     start: Manifest
+    base: str
     shape: Shape
     tokenizer: Tokenizer
 
@@ -123,13 +127,15 @@ def opened(
     from unfreeze import models
 
     start = start or start_of(config, parts, common, group)
+    base = group.of_first(weights_digest(start).encode() if group.rank == 0 else b"").decode()
+    refuse_other_base(folder, config.model, base)
     parts.trained.check(start)
     shape = models.shape(start.config)
     tokenizer = open_tokenizer(folder, config.data, start.path)
     check_vocabulary(tokenizer, shape, start)
     if parts.second is not None:
         parts.second.check(start, tokenizer)
-    setup = Setup(config, parts, common, device, dtype, group, folder, start, shape, tokenizer)
+    setup = Setup(config, parts, common, device, dtype, group, folder, start, base, shape, tokenizer)
     setup.planning.layouts()  # a wish that cannot be is refused before the rows
     return setup
 
@@ -149,6 +155,7 @@ def encoded(setup: Setup) -> Rows:
         quiet=setup.common.quiet,
         **parts.encoding,
     )
+    refuse_other_rows(setup.folder, dataset.validation, config.data)
     if parts.second is not None:
         parts.second.known(dataset.examples)
     return Rows(dataset, followed)
@@ -216,7 +223,8 @@ def begun(setup: Setup, rows: Rows, plan: Plan, at: Placed) -> tuple[Batches | W
     if parts.begin is not None:
         more: dict[str, Any] = {"dtype": config.memory.dtype, "folder": folder.path, "group": setup.group}
         more["say"] = say(setup.common)
-        first_asked(parts.begin, model, ordered(), rows.dataset, steps * parts_of_step, **more)
+        first = ordered(start={**folder.cursor, "epoch": 0, "position": 0} if folder.cursor else None)
+        first_asked(parts.begin, model, first, rows.dataset, steps * parts_of_step, **more)
 
     state = start_or_resume(
         folder,
@@ -225,6 +233,7 @@ def begun(setup: Setup, rows: Rows, plan: Plan, at: Placed) -> tuple[Batches | W
         schedule=schedule_of(config.optimizer, steps),
         after_update=parts.after_update(model),
     )
+    state.base = setup.base
     length, device = longest_of(setup), str(setup.device)
     write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=device)
     if not state.finished:

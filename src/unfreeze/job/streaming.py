@@ -54,6 +54,7 @@ class Followed:
     stats   the account as it was told at the start
     tell    emits a "data" event with an account, at a step
     wrong   -> what there is to be said of an account
+    leaked  -> what there is to be said of held-out rows that are also trained on, as far as rows are encoded
     """
 
     def __init__(
@@ -62,9 +63,11 @@ class Followed:
         stats: Stats,
         tell: Callable[[Stats, int], None],
         wrong: Callable[[Stats], list[str]],
+        leaked: Callable[[], str] = lambda: "",
     ):
         self._stream, self._first, self._tell, self._wrong = stream, stats, tell, wrong
         self._open, self._said, self._warned = stream.whole is None, len(wrong(stats)), False
+        self._leaked, self._leak = leaked, leaked()
 
     def __call__(self, state: State, result: StepResult) -> None:
         if self._stream.error is not None and not self._warned:
@@ -86,6 +89,8 @@ class Followed:
         # what was said of the first rows is not said again of all: the figures stand in the account
         for message in wrong if len(wrong) > self._said else ():
             state.run.events.emit("warning", state.step, message=message)
+        if (leak := self._leaked()) != self._leak:
+            state.run.events.emit("warning", state.step, message=leak)
 
 
 def shared(opened: Callable[[], Stream | None], group: Group) -> Stream | Taken | None:

@@ -33,6 +33,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "special_tokens_map.json",
 )
+ADAPTERS = "--train adapters (sft, prefer, distill)"  # where weights cannot be trained
 
 
 class Adapters:
@@ -148,16 +149,13 @@ class AllWeights:
             raise ConfigError(
                 f"{manifest.path}: config.json nests its language model in text_config; only plain language"
                 " models are written whole",
-                next=(
-                    "train adapters (unfreeze sft --train adapters), or give a folder whose config.json is"
-                    " that text_config"
-                ),
+                next=(f"{ADAPTERS}, or give a folder whose config.json is that text_config"),
             )
         if manifest.is_packed():
             raise ConfigError(
                 f"{manifest.path} is packed{_formats(manifest)}; its codes cannot be moved by"
                 f" gradients{_expanded(manifest)}",
-                next="train adapters, which leave the codes as they are: unfreeze sft --train adapters",
+                next=f"{ADAPTERS}, which leaves the codes as they are",
             )
 
         from unfreeze.checkpoint.tensors import TORCH_DTYPE
@@ -166,7 +164,7 @@ class AllWeights:
         if strange:
             raise ConfigError(
                 f"{manifest.path}: {strange[0].name} is {strange[0].dtype}, which cannot be written back",
-                next="train adapters (unfreeze sft --train adapters)",
+                next=ADAPTERS,
             )
 
     def attach(self, model: Decoder) -> None:

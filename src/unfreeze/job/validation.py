@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from unfreeze.core.errors import ConfigError
 from unfreeze.job.written import is_noted
 
 if TYPE_CHECKING:
-    from unfreeze.config.tables import Save
+    from unfreeze.config.tables import Data, Save
     from unfreeze.core.batch import Batch
-    from unfreeze.data import Dataset, Example, Tokenizer
+    from unfreeze.data import Dataset, Example, Examples, Tokenizer
     from unfreeze.evaluate.by_row import ByRow
     from unfreeze.job.samples import Samples
     from unfreeze.models import Decoder
@@ -65,6 +66,8 @@ class Validation:
     between  answers or other looks at the model in between, called with the step.
     patience the run ends after so many validations in a row without a lower loss (State.ended); 0: never.
     agreed   whether any process says so: all must end at the same step.
+    fingerprint  of the held-out documents, told by every event.
+    anew     nothing was measured on these documents yet, though the run is under way.
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class Validation:
         between: Callable[[int], None] = lambda step: None,
         patience: int = 0,
         agreed: Callable[[bool], bool] = lambda value: value,
+        fingerprint: str = "",
+        anew: bool = False,
     ):
         self._state, self._measure, self._every, self._keep, self._between = (
             state,
@@ -86,10 +91,14 @@ class Validation:
             between,
         )
         self._patience, self._agreed = patience, agreed
+        self._fingerprint, self._anew = fingerprint, anew
 
     def first(self) -> None:
-        """The loss before training, as an event of step 0; a run that is resumed has it already."""
-        if self._state.step == 0:
+        """The loss before training, as an event of step 0; a run that is resumed has it already.
+
+        Unless its held-out documents are others now: then it is what later ones are compared with.
+        """
+        if self._state.step == 0 or (self._anew and not self._state.finished):
             with self._state.model.looking():
                 self._evaluate(self._state)
 
@@ -121,8 +130,10 @@ class Validation:
         started = time.perf_counter()
         found = self._measure()
         fields: dict[str, Any] = {name: _finite(value) for name, value in found.scores.items()}
+        if self._fingerprint:
+            fields["fingerprint"] = self._fingerprint
         if found.by_row is not None:
-            changes = changes_since(found.by_row, fields["loss"], state)
+            changes = changes_since(found.by_row, fields["loss"], state, self._fingerprint)
             fields |= {"rows": found.by_row.rows, "changes": changes}
         state.run.events.emit(
             "eval", state.step, **fields, tokens=found.tokens, seconds=time.perf_counter() - started
@@ -132,16 +143,24 @@ class Validation:
         return fields["loss"]
 
 
-def changes_since(now: ByRow, loss: float | None, state: State) -> list[dict[str, Any]]:
-    """What an eval event says of every measure since step 0, and of the loss since the lowest one before.
+def changes_since(
+    now: ByRow, loss: float | None, state: State, fingerprint: str = ""
+) -> list[dict[str, Any]]:
+    """What an eval event says of every measure since the first one, and of the loss since the lowest before.
 
-    Both earlier validations stay in State.heldout, by row. A run that began without it has no changes.
+    Both earlier validations stay in State.heldout, by row. Of other rows, as far as a save without a
+    fingerprint tells, this one is the first.
     """
     from unfreeze.evaluate.by_row import ByRow
 
     rows, kept = now.record(), state.heldout
-    if state.step == 0:
-        state.heldout = {"first": {"step": 0, "loss": loss, "rows": rows}}
+    first = kept.get("first")
+    others = first is not None and not now.same_rows(ByRow.of(first["rows"]))
+    if others:
+        state.best, state.stale = None, 0
+    if first is None or others:
+        first = {"step": state.step, "loss": loss, "rows": rows}
+        state.heldout = {"first": first, "fingerprint": fingerprint}
         return []
     made: list[dict[str, Any]] = []
     for name, measures in (("first", list(now.sums)), ("lowest", ["loss"])):
@@ -157,8 +176,41 @@ def changes_since(now: ByRow, loss: float | None, state: State) -> list[dict[str
     lowest = kept.get("lowest", kept.get("first"))  # step 0 is not kept twice
     if lowest and loss is not None and (lowest["loss"] is None or loss < lowest["loss"]):
         here = {"step": state.step, "loss": loss, "rows": {"loss": rows["loss"]}}
-        state.heldout = {"first": kept["first"], "lowest": here}
+        state.heldout = {"first": kept["first"], "lowest": here, "fingerprint": fingerprint}
     return made
+
+
+def refuse_other_rows(run: Run, held_out: Examples | None, data: Data) -> None:
+    """Refuse to go on where a save measured other held-out documents, unless that is allowed.
+
+    A loss on them says nothing beside one on these. A save of an earlier version has no fingerprint.
+    """
+    kept: dict[str, Any] = (run.saved or {}).get("heldout") or {}
+    before = kept.get("fingerprint")
+    if not before or held_out is None or before == held_out.fingerprint():
+        return
+    if data.validation and "validation" in run.allow_changed:
+        return
+    what = (
+        f"the rows of {data.validation}" if data.validation else "the rows that validation_fraction holds out"
+    )
+    allow = (
+        f", or add {run.allowing('validation')}: the held-out loss is compared from step {run.step} on"
+        if data.validation
+        else ", or start a new run with another --out"
+    )
+    raise ConfigError(
+        f"cannot resume: {what} are others than those of the saved held-out loss (fingerprint was"
+        f" {before!r}, is {held_out.fingerprint()!r})",
+        next=f"restore the file{allow}",
+    )
+
+
+def begin_anew(state: State, fingerprint: str) -> bool:
+    """Whether none of these documents was measured yet; what was found on others is forgotten then."""
+    if state.heldout.get("fingerprint", fingerprint) != fingerprint:
+        state.heldout, state.best, state.stale = {}, None, 0
+    return not state.heldout and state.best is None
 
 
 def validation_of(
@@ -197,7 +249,9 @@ def validation_of(
         return save_together(state, saves.keep, saves.on_full_disk, group) is not None
 
     between = partial(samples.say, "during")
-    options = {"every": every, "patience": patience}
+    fingerprint = examples.fingerprint()
+    options: dict[str, Any] = {"every": every, "patience": patience, "fingerprint": fingerprint}
+    options["anew"] = begin_anew(state, fingerprint)
     return [Validation(state, measure, keep=keep, between=between, agreed=group.any, **options)]
 
 

@@ -63,7 +63,7 @@ class Sharded:
             raise ConfigError(
                 f"place.weights is sharded, and {(packed or frozen)[0]} is"
                 f" {'packed' if packed else 'frozen'}: only weights that train are divided so",
-                next="--place.weights device, or train adapters (unfreeze sft --train adapters)",
+                next="--place.weights device, or --train adapters (sft, prefer, distill)",
             )
         self._rows = {name: chunk(len(p), group.rank, group.size) for name, p in model.named_parameters()}
         for parameter in model.parameters():

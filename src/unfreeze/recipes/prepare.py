@@ -19,7 +19,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.core.torchrun import started
 from unfreeze.core.units import format_bytes
-from unfreeze.job.data import check_vocabulary, sequence_length
+from unfreeze.job.data import check_vocabulary, longer_by, sequence_length
 from unfreeze.job.device import pick_device, say
 from unfreeze.job.folder import with_files
 from unfreeze.job.parts import Parts
@@ -72,11 +72,12 @@ def prepare(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
     if teacher is not None:
         teacher.check(start, tokenizer)
     tokens = config.tokens_per_micro_batch
-    with EncodeProgress(quiet=common.quiet) as progress:
+    length = sequence_length(data, tokens, shape.max_positions)
+    with EncodeProgress(quiet=common.quiet) as progress, longer_by(length, data.sequence_length, tokens):
         dataset = encoded_files(
             with_files(config).data.files,
             tokenizer,
-            sequence_length(data, tokens, shape.max_positions),
+            length,
             truncation=data.truncation,
             on_bad_row=data.on_bad_row,
             columns=data.columns,

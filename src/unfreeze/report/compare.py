@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.schema import EvalEvent
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import of_kind, sample_pairs, series
+from unfreeze.report.events import evals_of, sample_pairs, series
 from unfreeze.report.page import Figure, document, render
 from unfreeze.report.pictures import MOST_LINES, lines, points_json
 from unfreeze.report.run import Run, flatten, read_run, result_words
@@ -109,9 +108,7 @@ def result(run: Run, name: str) -> Result:
     """A run's row of the table, computed from its events alone."""
     losses = series(run.events, "train", "loss")[1]
     validation = [
-        (loss, event["step"])
-        for event in of_kind(run.events, EvalEvent)
-        if (loss := event.get("loss")) is not None
+        (loss, event["step"]) for event in evals_of(run.events) if (loss := event.get("loss")) is not None
     ]
     best, at = min(validation, default=(None, None))
     peaks = series(run.events, "train", "peak_bytes")[1]
@@ -278,7 +275,13 @@ def _curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure | None]:
     ]
     figures = []
     for title, kind, field, sizes, smoothed, from_zero in wanted:
-        points = dict(zip(labels, (series(run.events, kind, field) for run in runs), strict=True))
+        points = dict(
+            zip(
+                labels,
+                (series(evals_of(run.events) if kind == "eval" else run.events, kind, field) for run in runs),
+                strict=True,
+            )
+        )
         ends = [f"{label} {ys[-1]:.4g}" for label, (_, ys) in points.items() if ys]
         words = f"Last: {', '.join(ends)}."
         words += " Smoothed." if smoothed and max(len(xs) for xs, _ in points.values()) >= 40 else ""

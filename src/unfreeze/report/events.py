@@ -17,11 +17,13 @@ from typing import Any, TypeVar, cast
 
 from unfreeze.core.conform import damage
 from unfreeze.core.errors import DataError, closest, looked_in
-from unfreeze.core.schema import LARGEST, DataEvent, Event, SampleEvent, TrainEvent, kind_of
+from unfreeze.core.schema import LARGEST, DataEvent, EvalEvent, Event, SampleEvent, TrainEvent, kind_of
 from unfreeze.core.units import format_count
 
 COLUMNS = 80  # of a terminal
 
+LEAKED = "validation documents are also in the training data"  # "3 of 20 …": job/data.py warns so
+AT_LEAST = "at least, of the rows read so far: "  # before it, where the data come in windows
 TEACH_LITTLE = "too few to learn much"  # the warning of a run with too few steps, job/data.py
 ENOUGH_STEPS = 40
 """A run of fewer is warned about where epochs gave them, and has not "learnt" where only its training loss
@@ -153,6 +155,21 @@ def by_layer(values: Mapping[str, Value]) -> list[tuple[str, Value]]:
     return sorted(
         values.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0])
     )
+
+
+def evals_of(events: Sequence[Event]) -> list[EvalEvent]:
+    """The eval events of the rows that the last one measured: a loss on others is not compared with it.
+
+    An earlier version's have no fingerprint: there other counts tell other rows.
+    """
+    evals, known = of_kind(events, EvalEvent), dict[str, object]()
+    for place in reversed(range(len(evals))):
+        event = evals[place]
+        about = {name: event.get(name) for name in ("fingerprint", "rows", "tokens") if name in event}
+        if any(known.get(name, value) != value for name, value in about.items()):
+            return evals[place + 1 :]
+        known |= about
+    return evals
 
 
 def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | None]]:

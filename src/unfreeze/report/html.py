@@ -14,7 +14,17 @@ from markupsafe import Markup
 
 from unfreeze.core.schema import DataEvent, EvalEvent, SampleEvent, TrainEvent
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.report.events import data_lines, folded, last, numbers, of_kind, sample_pairs, series, warnings
+from unfreeze.report.events import (
+    data_lines,
+    evals_of,
+    folded,
+    last,
+    numbers,
+    of_kind,
+    sample_pairs,
+    series,
+    warnings,
+)
 from unfreeze.report.experts import experts_section
 from unfreeze.report.guards import (
     GUARD_HEAD,
@@ -138,7 +148,7 @@ def _loss(run: Run) -> Markup:
     ]
     if not losses:
         return render("loss.html", facts=first, loss=None)
-    evals = series(run.events, "eval", "loss")
+    evals = series(evals_of(run.events), "eval", "loss")
     # the caption: ends and lowest, validation, what is ringed or cannot be drawn
     window = smoothing_window(len(losses))
     lowest = min(range(len(losses)), key=losses.__getitem__)
@@ -343,7 +353,7 @@ def _receipt(run: Run) -> Markup:
 
 def _evaluations(run: Run) -> Markup:
     """One row per measure with its unit; every single evaluation is folded."""
-    found, evals = evaluations(run), of_kind(run.events, EvalEvent)
+    found, evals = evaluations(run), evals_of(run.events)
     if not found:
         return Markup("")
     head = (

@@ -14,13 +14,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from unfreeze.core.schema import DataEvent, EvalEvent, ReceiptEvent, TrainEvent
-from unfreeze.report.events import last, numbers, of_kind, sample_pairs, series, warnings
+from unfreeze.report.events import AT_LEAST, LEAKED, evals_of, last, numbers, sample_pairs, series, warnings
 from unfreeze.report.run import Run
 
 SHARE = 0.01  # of the value at step 0: a smaller change is none that anybody would notice
 NATS = 1.0  # an answer that is e times less likely; less is said of none
-LEAKED = "validation documents are also in the training data"  # job/data.py warns so
-LEAK = 0.1  # of the held-out documents: with more of them trained on their loss tells what is known by heart
+LEAK = 0.1
+"""Of the held-out documents, in runs of earlier versions, which measured what was trained on too: with more
+of them the loss tells what is known by heart."""
+LEAST_ROWS = 3  # held out: of fewer the spread of their changes is not known (errors)
 REACH = 10.0
 """How many times further training may have moved the output than the first step's change, times the sum of
 the learning rates over the first one. Later steps add to B what moved A besides."""
@@ -48,14 +50,15 @@ class Fall(NamedTuple):
 
 def finding(run: Run) -> Finding:
     """From held-out loss, else from scores and training loss, else from training loss."""
-    evals = [event for event in of_kind(run.events, EvalEvent) if "loss" in event]
+    evals = [event for event in evals_of(run.events) if "loss" in event]
     scores = _scores(run)
     words = [f"{name} {_change_of(name, ys)}" for name, ys in scores.items()]
     trained = training(run)
     if evals:
         losses = [math.nan if (loss := event.get("loss")) is None else loss for event in evals]
         learnt, note = _held_out(run, evals, losses, scores, trained)
-        measured = ", ".join([f"held-out loss {change(losses, 3)}", *words][:4])
+        since = f" (since step {evals[0]['step']:,})" if evals[0]["step"] and evals[1:] else ""
+        measured = ", ".join([f"held-out loss {change(losses, 3)}{since}", *words][:4])
     elif words:
         learnt, note = _by_scores(run, scores, trained) and moved(run, trained), _rambles(run)
         measured = ", ".join(words[:4])
@@ -79,31 +82,40 @@ def _held_out(
     """(whether the loss fell and accuracy rose, what is to be said beside: '' or ' Overfitted: …')."""
     if leaked := _leaked(run):
         return False, f" {leaked}, so they prove nothing: hold out other rows."
-    end, first = evals[-1], losses[0]
+    end, first, begun = evals[-1], losses[0], evals[0]["step"]
     changes = {(each["measure"], each["since"]): each for each in end.get("changes", [])}
     if not math.isfinite(losses[-1]):
         return False, " The held-out loss is no longer finite. Lower --learning-rate."
-    if ("loss", 0) not in changes:  # of an earlier version: no error is known
+    if ("loss", begun) not in changes and "rows" in end:  # measured once, or not comparable
+        return False, ""
+    if ("loss", begun) not in changes:  # of an earlier version: no error is known
         lowest = losses[-1] <= min(losses) + SHARE * abs(first)
         fell = losses[-1] <= first - SHARE * abs(first) and lowest
         return fell and bool(trained and trained.clear) and moved(run, trained), ""
     rows = end.get("rows", 0)
-    fell = _beyond(changes["loss", 0]["change"], changes["loss", 0]["error"], rows, first) < 0
+    fell = _beyond(changes["loss", begun]["change"], changes["loss", begun]["error"], rows, first) < 0
     if "accuracy" in scores and "accuracy" in numbers(end):
-        risen = changes.get(("accuracy", 0))
+        risen = changes.get(("accuracy", begun))
         fell = (
             fell and risen is not None and _prefers(risen["change"], risen["error"], rows, scores["accuracy"])
         )
+    if 0 < rows < LEAST_ROWS:
+        return False, f" {rows} {'row was' if rows == 1 else 'rows were'} held out: too few to tell."
     return fell, _overfits(run, evals, rows, first) or _less_likely(run, evals, rows)
 
 
 def _leaked(run: Run) -> str:
-    """'6 of 6 validation documents are also in the training data', where more than LEAK of them are."""
-    for _, words in warnings(run.events):
+    """'6 of 6 validation documents are also in the training data', where more than LEAK of them are.
+
+    Where only some rows were looked at, any.
+    """
+    for _, words in reversed(warnings(run.events)):
         if words.endswith(LEAKED):
-            leaked, _, whole = (word.replace(",", "") for word in words.split()[:3])
-            if leaked.isdecimal() and whole.isdecimal() and int(leaked) > LEAK * int(whole):
-                return words
+            counted = words.removeprefix(AT_LEAST)
+            leaked, _, whole = (word.replace(",", "") for word in counted.split()[:3])
+            least = LEAK * int(whole) if counted == words and whole.isdecimal() else 0
+            if leaked.isdecimal() and int(leaked) > least:
+                return counted if counted == words else f"At least {counted}"
     return ""
 
 
@@ -126,7 +138,7 @@ def _overfits(run: Run, evals: Sequence[EvalEvent], rows: int, first: float) -> 
         if each["measure"] != "loss" or _beyond(each["change"], each["error"], rows, first) <= 0:
             continue
         since = each["since"]
-        if since == 0:
+        if since == evals[0]["step"]:
             worse = f" It got worse on rows that it did not see: held-out loss rose by {each['change']:.3f}."
             return f"{worse} Lower --learning-rate, or train on more rows."
         best = next((name for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
@@ -140,7 +152,8 @@ def _less_likely(run: Run, evals: Sequence[EvalEvent], rows: int) -> str:
     """What is said where both answers of held-out pairs became less likely."""
     values = [value for event in evals if (value := numbers(event).get("logp_likelier")) is not None]
     for each in evals[-1].get("changes", []):
-        if each["measure"] == "logp_likelier" and each["since"] == 0 and len(values) > 1:
+        begun = each["since"] == evals[0]["step"]
+        if each["measure"] == "logp_likelier" and begun and len(values) > 1:
             clear = _beyond(each["change"], each["error"], rows, values[0]) < 0
             return _neither(run, values[0], values[-1]) if clear and each["change"] <= -NATS else ""
     return ""
@@ -159,11 +172,12 @@ def _by_scores(run: Run, scores: dict[str, list[float]], trained: Fall | None) -
 
     A score without an error proves nothing: the training loss decides.
     """
-    ends = {name: event for event in of_kind(run.events, EvalEvent) for name in scores if name in event}
+    evals = evals_of(run.events)
+    ends = {name: event for event in evals for name in scores if name in event}
     signs: list[float] = []
     for name, event in ends.items():
         for each in event.get("changes", []):
-            if each["measure"] == name and each["since"] == 0:
+            if each["measure"] == name and each["since"] == evals[0]["step"]:
                 signs.append(_beyond(each["change"], each["error"], event.get("rows", 0), 0.0))
     proven = not signs or (max(signs) > 0 and min(signs) >= 0)
     return proven and bool(trained and trained.clear)
@@ -293,7 +307,7 @@ def _by_heart(run: Run) -> str:
 
 
 def _scores(run: Run) -> dict[str, list[float]]:
-    evals = of_kind(run.events, EvalEvent)
+    evals = evals_of(run.events)
     names = dict.fromkeys(name for event in evals for name in numbers(event) if name not in ABOUT)
     return {name: series(evals, "eval", name)[1] for name in names}
 

@@ -36,7 +36,7 @@ from unfreeze.core.schema import (
 )
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.balance import Balance, balance_of
-from unfreeze.report.events import E, expert_load, last, of_kind, read_events, refuse_damage, series
+from unfreeze.report.events import E, evals_of, expert_load, last, of_kind, read_events, refuse_damage, series
 from unfreeze.report.tables import trained_parameters
 from unfreeze.report.times import time_words, tokens_per_second
 from unfreeze.untrusted.json_object import read_object
@@ -193,7 +193,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     for metric, name in OF_ROWS.items():
         if values := series(run.events, "train", metric)[1]:
             rows.append((name, f"{sum(values) / len(values):.1f} on average"))
-    if held_out := series(run.events, "eval", "loss")[1]:
+    if held_out := series(evals_of(run.events), "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
         rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))
     if best := best_words(run):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from itertools import pairwise
 
-from unfreeze.core.schema import EndEvent, Event, StartEvent, TrainEvent
+from unfreeze.core.schema import Event, StartEvent, TrainEvent
 from unfreeze.core.units import format_seconds
-from unfreeze.report.events import last, of_kind, series
+from unfreeze.report.events import of_kind, series
 
 LEAST = 0.01  # of all: a smaller part is not named
 PARTS = {
@@ -24,8 +25,8 @@ FEW = 3  # steps of a session: of fewer nothing tells compiling from the step it
 def times(events: Sequence[Event]) -> dict[str, float]:
     """Part -> seconds, the steps first. Compiling: what the first step of a session takes beyond its median.
 
-    "other" is what no event accounts for, of a run in one session: imports, reading rows, sample answers of
-    an earlier version.
+    "other" is what no event accounts for: imports, reading rows, sample answers of an earlier version. The
+    adapter that is written behind the last event is not among them.
     """
     steps = sum(series(events, "train", "seconds")[1])
     compiling = sum(_compiling(session) for session in _sessions(events))
@@ -75,9 +76,21 @@ def _compiling(steps: Sequence[TrainEvent]) -> float:
 
 
 def _whole(events: Sequence[Event]) -> float | None:
-    """From the first event to the end, of a run in one session; else unknown."""
-    end = last(events, EndEvent)
-    begun, ended = events[0].get("time") if events else None, end.get("time") if end else None
-    if begun is None or ended is None or len(of_kind(events, StartEvent)) > 1:
-        return None
-    return ended - begun
+    """From the command, or the first event where it is not known, to the last one: of every session, summed.
+
+    None where an event has no time. What a killed session did behind its last save is no part of the run.
+    """
+    firsts, starts = [0], [place for place, event in enumerate(events) if event["kind"] == "start"]
+    for before, start in pairwise(starts):  # a session begins with its account of the data
+        accounts = [place for place in range(before + 1, start) if events[place]["kind"] == "data"]
+        firsts.append(accounts[-1] if accounts else start)
+    whole = 0.0
+    for first, end in pairwise([*firsts, len(events)]):
+        # what a resumed run warns of stands before its account, and is said in that session
+        told = [event for event in events[first:end] if event["kind"] != "warning" or end == len(events)]
+        begun = next((event.get("begun") for event in of_kind(told, StartEvent)), None)
+        begun, ended = (begun or told[0].get("time"), told[-1].get("time")) if told else (None, None)
+        if begun is None or ended is None:
+            return None
+        whole += ended - begun
+    return whole

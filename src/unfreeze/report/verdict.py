@@ -6,9 +6,9 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from unfreeze.core.schema import DataEvent, EvalEvent
-from unfreeze.core.units import format_seconds
-from unfreeze.report.events import TEACH_LITTLE, last, numbers, of_kind, series, times_larger, warnings
+from unfreeze.core.schema import DataEvent
+from unfreeze.core.units import format_count, format_seconds
+from unfreeze.report.events import TEACH_LITTLE, evals_of, last, numbers, series, times_larger, warnings
 from unfreeze.report.learnt import finding
 from unfreeze.report.run import Run, flatten, leaves, loss_unit
 from unfreeze.report.tables import ABSENT
@@ -37,7 +37,7 @@ NOUNS = {
 
 def evaluations(run: Run) -> dict[str, tuple[list[int], list[float]]]:
     """Field -> (steps, values) of everything that evaluations measured, in the order in which it came."""
-    evals = of_kind(run.events, EvalEvent)
+    evals = evals_of(run.events)
     fields = dict.fromkeys(name for event in evals for name in numbers(event))
     return {name: series(evals, "eval", name) for name in fields}
 
@@ -107,15 +107,19 @@ def _what(run: Run) -> _Data:
     shapes = account.get("shapes", {})
     nouns = {NOUNS.get(shape, "answers" if shape.endswith("/label") else "conversations") for shape in shapes}
     noun = nouns.pop() if len(nouns) == 1 else "documents"
+    labels = run.config.get("loss") == "kto"  # both answers of a pair are documents, each with its label
+    noun = "answers with a label" if labels else noun
     # Of a run that ended within its first epoch: how much of the data that was.
     trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0
     more = times_larger(account)  # rows that are not encoded are taken to be like those that are
-    there *= more
+    there *= more * (1 + labels)  # each prompt also comes with an answer to another (packing/answers.py)
     # what a fraction held out of the files is not trained on; a validation file is not counted there
     held_out = account.get("held_out", 0) if run.config.get("validation_fraction") else 0
     count = round(account["examples"] * more) - held_out
     there *= count / max(count + held_out, 1)
     whole = f"{count:,} {noun}" + (f" of {where}" if where else "")
+    if 0 < trained < 0.9 * there and run.config.get("data_weights"):  # of some files a row comes twice
+        return _Data(whole, f"saw {format_count(trained)} tokens, mixed from {whole},")
     if 0 < trained < 0.9 * there:
         return _Data(whole, f"saw about {round(count * trained / there):,} of {whole} once")
     return _Data(whole)
@@ -151,7 +155,7 @@ def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
 
 def evaluation_note(run: Run) -> str:
     """'Steps 0 to 50, on 38 rows with 1,143 supervised tokens, 0.9 s each.', as far as it is known."""
-    evals = of_kind(run.events, EvalEvent)
+    evals = evals_of(run.events)
     if not evals:
         return ""
     values = {name: ys[-1] for name in BESIDE if (ys := series(evals, "eval", name)[1])}

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from unfreeze.checkpoint.same import same_weights
 from unfreeze.config.distill import BASE
 from unfreeze.core.errors import CheckpointError, ConfigError
-from unfreeze.teach.same import same_weights
 from unfreeze.teach.vocabulary import Vocabulary, refuse_other, vocabulary
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from unfreeze.core.balance import balance
+from unfreeze.core.process import take_begun
 from unfreeze.train.nonfinite import Named
 from unfreeze.train.optim import NonFinite
 from unfreeze.train.run import latest
@@ -19,7 +20,9 @@ def emit_start(state: State, processes: int = 1) -> None:
     config = state.run.config
     steps = state.schedule.steps
     words = {"model": str(config.get("model", "")), "data": str(config.get("data", ""))}
-    several = {"processes": processes} if processes > 1 else {}
+    several: dict[str, Any] = {"processes": processes} if processes > 1 else {}
+    if (begun := take_begun()) is not None:
+        several["begun"] = begun
     state.run.events.emit("start", state.step, steps=steps, resumed=state.step > 0, **words, **several)
 
 

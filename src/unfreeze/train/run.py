@@ -132,7 +132,7 @@ class Run:
         never = "".join(
             f"; {field} can never change within a run: {reason}" for field, reason in fixed.items()
         )
-        allow = "" if fixed else f", or add --allow-changed {' '.join(refused)}"
+        allow = "" if fixed else f", or add {self.allowing(*refused)}"
         raise ConfigError(
             f"{self.path} was trained to step {self.step} with another configuration; "
             f"{len(refused)} {'field differs' if len(refused) == 1 else 'fields differ'} (saved -> now): "
@@ -140,6 +140,12 @@ class Run:
             + never,
             next="run with the saved values to go on, or give another folder with --out" + allow,
         )
+
+    def allowing(self, *fields: str) -> str:
+        """The flag that lets these fields change, beside those that it names already: it is given once."""
+        derived = ("schedule.", "optimizer.")
+        given = sorted(field for field in self.allow_changed if not field.startswith(derived))
+        return " ".join(["--allow-changed", *dict.fromkeys([*given, *fields])])
 
     def close(self) -> None:
         self.leaving.close()

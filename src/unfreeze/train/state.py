@@ -53,9 +53,11 @@ class State:
     cursor  where the next batch of data begins, as the batch iterator said.
     stale   validations in a row that found no lower loss than the best. Every save contains it.
     ended   whether the run ends at this step, before its schedule does.
+    base    digest of the weights that training began with (checkpoint/same.py). Every save contains it.
     saved   the step of the newest save that this process made, None before one.
     heldout what validations are compared with: "first" and "lowest", each {"step", "loss", "rows"}
-            (evaluate/by_row.py); {} without validation. Every save contains it.
+            (evaluate/by_row.py), and the "fingerprint" of the documents; {} without validation. Every save
+            contains it.
     best    {"step", "loss"} of the lowest validation loss so far, None without validation. Every save
             contains it, so it is always as old as the save; a separate file could be older or newer.
     """
@@ -71,6 +73,7 @@ class State:
     heldout: dict[str, Any] = field(default_factory=dict[str, Any])
     stale: int = 0
     ended: bool = False
+    base: str = ""
     saved: int | None = None
 
     @property
@@ -193,6 +196,7 @@ def record_of(state: State) -> dict[str, Any]:
         "heldout": state.heldout,
         "stale": state.stale,
         "ended": state.ended,
+        "base": state.base,
         "config": state.run.config,
         "config_hash": config_hash(state.run.config),
         "torch": torch.__version__,

@@ -62,12 +62,14 @@ def test_a_window_is_packed_as_batches_would_pack_it_alone(packing):
             alone = Batches(
                 stream_of(WINDOWS).window(epoch, number), STEP, 0, packing=packing, order=InOrder()
             )
-            count, documents = len(alone.plan(0)), []
-            for (mine, at), (theirs, _) in zip(islice(ours, count), alone, strict=False):
-                assert (at["epoch"], at["window"]) == (epoch, number)
-                assert mine.tokens_T.tolist() == theirs.tokens_T.tolist()
-                documents += of(mine)
-            assert sorted(documents) == [n for n, _ in window]
+            found = list(islice(ours, len(alone.plan(0))))
+            assert all((at["epoch"], at["window"]) == (epoch, number) for _, at in found)
+            mine, theirs = (  # each in a random order of its own
+                sorted(batch.tokens_T.tolist() for batch, _ in each)
+                for each in (found, islice(alone, len(found)))
+            )
+            assert mine == theirs
+            assert sorted(n for batch, _ in found for n in of(batch)) == [n for n, _ in window]
 
 
 def test_every_cursor_goes_on_behind_it():

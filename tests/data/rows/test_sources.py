@@ -113,3 +113,12 @@ def test_a_file_that_two_paths_lead_to_is_read_once(folder):
     (folder / "d" / "again").symlink_to(folder / "d" / "in")
     found = [path.name for path in files_of("d/**/*.jsonl")]
     assert sorted(found) == ["b.jsonl", "c.jsonl"]
+
+
+def test_a_folder_of_runs_is_no_folder_of_data(tmp_path):
+    """The files of a run end as data does, and are no rows."""
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "events.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="holds no data file") as error:
+        files_of(str(tmp_path / "runs"))
+    assert "runs/a" not in error.value.next

@@ -26,8 +26,13 @@ from unfreeze.data.packing.packers import PACKERS, Packing, Plan
 Cursor = dict[str, Any]
 """Where the next batch begins: {"epoch", "position"} and what must be unchanged for that to mean the same
 place:
-{"seed", "tokens_per_step", "packing", "fingerprint"} and data_weights where files are mixed. "passes" over
-the data so far are told beside it, and not read back. Plain JSON."""
+{"seed", "tokens_per_step", "packing", "fingerprint", "batches"} and data_weights where files are mixed.
+"passes" over the data so far are told beside it, and not read back. Plain JSON."""
+
+SHUFFLED = "shuffled"
+"""Cursor["batches"]: an epoch's batches come in a random order. In the order in which they were begun, as
+earlier versions took them (their cursors have no such field, and go on so), short documents come first, and
+the loss falls from one end of an epoch to the other where nothing is learned."""
 
 PLANS = 2
 """Plans that are kept: a run asks for the first epoch's for its account, its steps and its batches."""
@@ -72,6 +77,11 @@ def pack(examples: Sequence[Example]) -> Batch:
         starts_S=torch.from_numpy(starts.astype(np.int64)),
         **compared,
     )
+
+
+def batch_order(start: Mapping[str, Any] | None) -> dict[str, str]:
+    """What a cursor says of the order of batches; nothing where `start` is an earlier version's."""
+    return {"batches": SHUFFLED} if start is None or "batches" in start else {}
 
 
 Fill = Callable[[Batch, Sequence[Example]], Batch]
@@ -122,7 +132,7 @@ class Batches:
                 f" {tokens_per_step}; a step holds whole documents",
                 next=(f"--tokens-per-step {longest} or more, or --sequence-length {tokens_per_step} or less"),
             )
-        self.tokens_per_step = tokens_per_step
+        self.tokens_per_step, self._seed = tokens_per_step, seed
         self.order = order or Shuffled(len(self.examples), seed)
         self.packing: Packing = packing
         # what a cursor is compared with: (epoch, position) means the same place only under these
@@ -131,10 +141,11 @@ class Batches:
             "tokens_per_step": tokens_per_step,
             "packing": packing,
             "fingerprint": self.examples.fingerprint(),
+            **batch_order(start),
         }
         # what plans are kept by: an order can also depend on which document is of which file
         files = hashlib.blake2b(self.examples.sources_N.tobytes(), digest_size=16).hexdigest()
-        self._made_of = json.dumps([self._identity, files], sort_keys=True)
+        self._made_of = json.dumps([self._identity, files, seed], sort_keys=True)
         self.epoch, self.position = 0, 0
         if start is not None:
             self._resume(start)
@@ -158,12 +169,14 @@ class Batches:
     def plan(self, epoch: int) -> Plan:
         """The batches of an epoch as lists of example indices.
 
-        A pure function of (lengths, tokens_per_step, packing, order, epoch).
+        A pure function of (lengths, tokens_per_step, packing, order, seed, epoch).
         """
         made_of = (self._made_of, epoch)
         if made_of not in _plans:
             order, lengths = self.order(epoch), self.examples.packed_N.tolist()
-            _plans[made_of] = Plan(order, PACKERS[self.packing](order, lengths, self.tokens_per_step))
+            plan = Plan(order, PACKERS[self.packing](order, lengths, self.tokens_per_step))
+            shuffled = "batches" in self._identity
+            _plans[made_of] = plan.shuffled([self._seed, epoch]) if shuffled else plan
             while len(_plans) > PLANS:
                 _plans.popitem(last=False)
         _plans.move_to_end(made_of)

@@ -1,7 +1,8 @@
 """How the documents of an epoch become batches: which batch each of them goes into.
 
 A packer is (order, lengths, capacity) -> the number of the batch of each document in `order`. Batches are
-numbered in the order they are begun. N documents, B batches.
+numbered in the order they are begun: those of short documents first, as long ones begin new ones more often.
+So an epoch takes them in a random order (`shuffled`). N documents, B batches.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ class Plan(Sequence[list[int]]):
 
     def __init__(self, order: Sequence[int], placed: Sequence[int]):
         order_N, placed_N = np.array(order, dtype=np.int64), np.array(placed, dtype=np.int64)
-        self._members_N = order_N[np.argsort(placed_N, kind="stable")]
+        self._members_N = order_N[np.argsort(placed_N, kind="stable")]  # in a batch as in `order`
         self._ends_B = np.cumsum(np.bincount(placed_N))
+
+    def shuffled(self, seed: Sequence[int]) -> Plan:
+        """The same batches in a random order, a pure function of `seed`."""
+        order_B = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,))).permutation(len(self))
+        counts_B = np.diff(self._ends_B, prepend=0)
+        place_B = np.empty_like(order_B)
+        place_B[order_B] = np.arange(len(self))
+        return Plan(self._members_N.tolist(), np.repeat(place_B, counts_B).tolist())
 
     def __len__(self) -> int:
         return len(self._ends_B)

@@ -8,7 +8,7 @@ from typing import Any
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.handed import Taken
-from unfreeze.data.packing.batches import Cursor, Fill, as_packed, pack
+from unfreeze.data.packing.batches import Cursor, Fill, as_packed, batch_order, pack
 from unfreeze.data.packing.packers import PACKERS, Packing, Plan
 from unfreeze.data.streamed import Stream
 
@@ -39,6 +39,7 @@ class WindowBatches:
             "packing": packing,
             "window_rows": stream.size,
             "rows": stream.rows.digest,
+            **batch_order(start),
         }
         for name, value in self._identity.items() if start is not None else ():
             self._refuse_other(start or {}, name, value)
@@ -68,7 +69,10 @@ class WindowBatches:
         self._fingerprint = self._examples.fingerprint()
         order, lengths = range(len(self._examples)), self._examples.packed_N.tolist()
         placed = PACKERS[self.packing](order, lengths, self.tokens_per_step) if lengths else []
-        self._plan = Plan(order, placed)
+        plan = Plan(order, placed)
+        self._plan = (
+            plan.shuffled([self._stream.seed, epoch, number]) if "batches" in self._identity else plan
+        )
 
     def cursor(self) -> Cursor:
         """Where the next batch begins."""
@@ -86,7 +90,9 @@ class WindowBatches:
         while self.position >= len(self._plan):
             empty += not len(self._plan)
             if empty > self._stream.windows:
-                raise DataError("no row of the data is left to train on", next="unfreeze data show")
+                raise DataError(
+                    "no row of the data is left to train on", next="unfreeze data show FILE --model MODEL"
+                )
             last = self.number + 1 == self._stream.windows
             self._open(self.epoch + last, 0 if last else self.number + 1)
         indices = self._plan[self.position]

@@ -54,6 +54,27 @@ class Rows:
         return place, b"" if size > MAX_ROW_BYTES else self._files[source].at(place)
 
 
+class Repeated:
+    """Rows of `paths` that were seen elsewhere, byte for byte: call it with each row that is read there.
+
+    found   file and number of each of them. Rows that are not lines are never found.
+    """
+
+    def __init__(self, paths: Sequence[Path], columns: Sequence[str] = ()):
+        self.found: set[tuple[int, int]] = set()
+        self._places: dict[bytes, list[tuple[int, int]]] = {}
+        for source, path in enumerate(paths if are_lines(paths, columns) else ()):
+            for place, raw in reader(path, columns).rows():
+                self._places.setdefault(_hash(raw), []).append((source, place.row))
+
+    def __call__(self, raw: bytes) -> None:
+        self.found.update(self._places.get(_hash(raw), ()))
+
+
+def _hash(raw: bytes) -> bytes:
+    return hashlib.blake2b(raw.strip(), digest_size=16).digest()
+
+
 def are_lines(paths: Sequence[Path], columns: Sequence[str] = ()) -> bool:
     """Whether each row can be read without those before it: in JSON Lines and text that are not packed."""
     readers = [reader(path, columns) for path in paths]

@@ -75,9 +75,9 @@ def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
     rows = [entry for entry in found if ending(entry) != ".txt"]
     found = rows or found
     if not found:
-        deeper = next(
-            (entry for entry in inside if entry.is_dir() and any(map(is_data, entry.iterdir()))), None
-        )
+        # a run's events are no rows
+        folders = [e for e in inside if e.is_dir() and not (e / "events.jsonl").is_file()]
+        deeper = next((entry for entry in folders if any(map(is_data, entry.iterdir()))), None)
         raise ConfigError(
             f"{field} = {os.fspath(path)!r}: the folder holds no data file"
             + (f" ({_names([entry.name for entry in inside])})" if inside else ": it is empty"),

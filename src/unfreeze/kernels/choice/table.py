@@ -109,21 +109,19 @@ def row_of(inputs: Inputs, choice: Choice) -> KernelChoice:
     )
 
 
-def read(file: Path) -> list[KernelChoice]:
-    """The rows of a run's kernels.json. Raises ConfigError where it holds something else."""
+def read(file: Path, remedy: str = "delete it: they are chosen anew") -> list[KernelChoice]:
+    """The rows of a run's kernels.json. Raises ConfigError, with `remedy`, for anything else."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
             raise ValueError("it is no list of choices")
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{file} does not say which kernels run: {error}", next="delete it: they are chosen anew"
-        ) from error
+        raise ConfigError(f"{file} does not say which kernels run: {error}", next=remedy) from error
     return rows
 
 
 def take(rows: Sequence[KernelChoice]) -> list[str]:
-    """From here on these run. -> in words those that cannot run on this CPU, and are looked up."""
+    """From here on these run. -> "op as candidate" of each that cannot run on this CPU, and is looked up."""
     by_name = {op.name: op for op in all_ops()}
     table, cannot = {}, []
     for row in rows:
@@ -134,7 +132,7 @@ def take(rows: Sequence[KernelChoice]) -> list[str]:
         if row["runs"] in ("reference", op.preferred, *running(op, CPU, dtype)):
             table[key] = Choice(row["runs"], row["why"], row["origin"])  # type: ignore[arg-type]
         else:
-            cannot.append(f"{row['op']} as {row['runs']} ({row['bucket']})")
+            cannot.append(f"{row['op']} as {row['runs']}")
     fix(table)
     return cannot
 
