@@ -195,8 +195,8 @@ def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
     missing = [f"- `unfreeze bench {name}`" for name in ORDER if name not in {run.benchmark for run in runs}]
     here = {run.device for run in runs}
     missing += [
-        f"- `{device}`: no machine of this class was at hand; tests emulate it (`UNFREEZE_CPU_CLASS`), and such"
-        " times are never written down"
+        f"- `{device}`: no machine of this class was at hand; tests emulate it (`UNFREEZE_CPU_CLASS`), and"
+        " such times are never written down"
         for device in X86[1:]
         if device not in here
     ]
