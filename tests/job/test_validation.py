@@ -432,7 +432,10 @@ def test_other_held_out_rows_are_refused_on_resume_or_compared_anew(
     capsys.readouterr()
     sft(rows, run, *flags, *more, code=2)
     said = capsys.readouterr().err
-    assert "are others than those of the saved held-out loss" in said and "--allow-changed validation" in said
+    assert (
+        "are others than those of the saved held-out loss" in said
+        and "--allow-changed steps validation" in said
+    )
     assert [event["step"] for event in events(run, "eval")] == [0, 2, 4]
 
     # a save of an earlier version has no fingerprint: it is read, and the rows count as the same

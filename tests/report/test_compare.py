@@ -174,6 +174,19 @@ def test_runs_on_other_data_are_not_ranked(tmp_path: Path, first, second, valida
     assert ("As given: different data" in compare.page(runs)) == (ranked_by is None)
 
 
+@pytest.mark.parametrize("other, ranked", [("b", False), ("a", True), ("", True)])
+def test_losses_on_other_held_out_rows_are_not_ranked(tmp_path: Path, other, ranked):
+    """Of an earlier version, which says no fingerprint, the file decides as before."""
+    for name, told in (("first", "a"), ("second", other)):
+        path = made(tmp_path / name, [1.0], {"validation": "v.jsonl"}, [(1, 1.0)]) / "events.jsonl"
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        events = [e | ({"fingerprint": told} if told and e["kind"] == "eval" else {}) for e in events]
+        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    found = compare.ranking(read_runs([tmp_path / "first", tmp_path / "second"]))
+    assert found.field == ("best_validation" if ranked else "")
+    assert ranked or found.words == "as given: different held-out rows"
+
+
 def test_answers_stand_side_by_side_those_asked_of_all_first(tmp_path: Path):
     asked = {"a": {"Who?": "Me <b>.", "Where?": "Here."}, "b": {"When?": "Now.", "Who?": "I, it is."}}
     folders = []

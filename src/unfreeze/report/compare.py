@@ -140,6 +140,8 @@ def ranking(runs: Sequence[Run]) -> Ranking:
     if other_losses(runs):
         return Ranking("", "as given: different losses")
     validated = all(each.best_validation is not None for each in results if each.steps)
+    if validated and len(prints := _held_out(runs)) > 1 and "" not in prints:
+        return Ranking("", "as given: different held-out rows")
     # a validation file is the same whatever was trained on
     if other_data(runs) and not (validated and _one_validation(runs)):
         return Ranking("", "as given: different data")
@@ -170,6 +172,11 @@ def other_losses(runs: Sequence[Run]) -> bool:
 
 def _data(run: Run) -> str:
     return run.source("data")
+
+
+def _held_out(runs: Sequence[Run]) -> set[str]:
+    """The fingerprints of what the runs held out; "" of one of an earlier version."""
+    return {event.get("fingerprint", "") for run in runs for event in evals_of(run.events)[-1:]}
 
 
 def _one_validation(runs: Sequence[Run]) -> bool:

@@ -121,3 +121,17 @@ def test_what_it_says_of_itself():
     assert batches.efficiency() == 70 / 80
     with pytest.raises(ConfigError, match="cannot go on for 2 epochs"):
         batches.len_steps(2.0)
+
+
+def test_an_earlier_versions_cursor_keeps_the_order_in_which_batches_were_begun():
+    windows = [[[(n, 15 + n % 7) for n in range(60)]]] * 2
+    cursor = WindowBatches(stream_of(windows), STEP).cursor()
+    old = {name: value for name, value in cursor.items() if name != "batches"}
+    orders = []
+    for start in (cursor, old):
+        found = list(islice(WindowBatches(stream_of(windows), STEP, start), 30))
+        assert all(("batches" in at) is ("batches" in start) for _, at in found)
+        orders.append([of(batch) for batch, _ in found])
+    shuffled, begun = orders
+    assert sorted(shuffled) == sorted(begun) and shuffled != begun
+    assert [batch[0] for batch in begun] == sorted(batch[0] for batch in begun)  # the stream changes no order
