@@ -124,14 +124,14 @@ def test_quiet_does_not_hide_what_the_reader_leaves_out(run_dir, tmp_path, capsy
 
 def test_a_run_that_names_the_export_says_what_it_leaves_out_and_what_avoids_that(run_dir):
     manifest = open_checkpoint(TINY_K2)
-    shape = models.shape(manifest.config)
-    said = export_note(LoraConfig(), manifest, shape)
+    model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
+    said = export_note(LoraConfig(), manifest, model)
     assert said.startswith("vllm does not apply kv_b_proj; ")
     assert said in " ".join(next_command(run_dir, {"finished": True}, "", True).split())
     others = tuple(said.partition("--lora.targets ")[2].split())
     # control arm: nothing is said of these, of no adapters, and of a run's line without the export
     assert (
-        export_note(LoraConfig(targets=others), manifest, shape) == "" == export_note(None, manifest, shape)
+        export_note(LoraConfig(targets=others), manifest, model) == "" == export_note(None, manifest, model)
     )
     assert "kv_b_proj" not in next_command(run_dir, {"finished": True}, "", False)
 

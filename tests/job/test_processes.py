@@ -112,10 +112,10 @@ def test_the_spike_guard_of_every_process_has_the_steps_before_that_only_process
     of_process_0 = json.dumps([[2.0, 1.0], [1.9, 0.9]])
     job = SimpleNamespace(
         group=SimpleNamespace(texts=lambda text: [of_process_0, text]),
-        state=SimpleNamespace(step=2, run=SimpleNamespace(path=tmp_path, shown=tmp_path)),
-        **dict.fromkeys(("model", "recompute", "on_spike", "max_norm", "describe")),
-        parts=SimpleNamespace(objective=None),
-        objective=None,
+        state=SimpleNamespace(step=2, model=None, run=SimpleNamespace(path=tmp_path, shown=tmp_path)),
+        config=config(2),
+        placed=SimpleNamespace(objective=None),
+        **dict.fromkeys(("recompute", "describe")),
     )
     (tmp_path / "events.jsonl").write_text("")  # a process beyond the first has a folder of its own
     assert Job.spike_guard(job) == [[2.0, 1.0], [1.9, 0.9]]  # type: ignore[arg-type]

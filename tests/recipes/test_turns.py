@@ -21,7 +21,7 @@ from unfreeze.checkpoint import open_checkpoint
 from unfreeze.generate.open import open_model
 
 RELEASED = Path(__file__).resolve().parents[3] / "shared" / "data" / "templates" / "qwen3.jinja"
-OWN = Path(__file__).resolve().parents[1] / "data" / "templates" / "qwen3.jinja"
+OWN = Path(__file__).resolve().parents[1] / "data" / "tokens" / "templates" / "qwen3.jinja"
 DATED = (
     "{{ '<|im_start|>system\n' + strftime_now('%d %b %Y') + '<|im_end|>\n' }}{% for m in messages %}{{"
     " '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content +"
@@ -156,11 +156,13 @@ def of_transformers(checkpoint: Path, tmp_path: Path) -> list[float]:
     model = PeftModel.from_pretrained(base, tmp_path / "start", is_trainable=True)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
-    order = [
-        i for epoch in range(3) for i in np.random.default_rng([SEED, epoch]).permutation(len(documents))
-    ][:STEPS]
+    order: list[int] = []
+    for epoch in range(3):  # documents, and then their batches, each of one
+        documents_B = np.random.default_rng([SEED, epoch]).permutation(len(documents))
+        of_batches = np.random.SeedSequence([SEED, epoch], spawn_key=(1,))
+        order += list(documents_B[np.random.default_rng(of_batches).permutation(len(documents))])
     losses = []
-    for place in order:
+    for place in order[:STEPS]:
         prompt, completion = documents[place]
         ids = torch.tensor([prompt + completion])
         labels = torch.tensor([[-100] * len(prompt) + completion])
