@@ -13,6 +13,7 @@ from unfreeze.adapters.snapshot import Snapshot, snapshot, trained_parameters
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
+from unfreeze.core.layout import RESIDENT
 from unfreeze.generate.open import open_model
 from unfreeze.models.blocks.saved import Saved
 from unfreeze.models.groups import group_of
@@ -29,7 +30,7 @@ def probe() -> Batch:
 
 def with_adapters(dtype: torch.dtype, experts: str = "device") -> models.Decoder:
     """B is not zero, but that of the dense MLP, which so changes nothing."""
-    model = open_model(open_checkpoint(TINY_K2), dtype, experts=experts)
+    model = open_model(open_checkpoint(TINY_K2), dtype, layout=RESIDENT.but(experts=experts))
     attach(model, LoraConfig(rank=4), 0)
     for site in sites(model):
         for name, parameter in site.adapter.named_parameters():
