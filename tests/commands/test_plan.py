@@ -117,7 +117,10 @@ def test_places_are_planned_as_they_are_named_by_flags_and_by_a_file(config, tmp
         (["--place.boundary", "host"], "boundary on host; "),
         (["--place.optimizer", "host"], "optimizer on host; "),
         (["--place.adapters", "host"], "adapters on host; "),
-        (["--place.experts", "disk", "--place.buffer", "0.5"], "experts on disk in groups of 512.0 MiB; "),
+        (
+            ["--place.experts", "disk", "--place.split", "1", "--place.buffer", "0.5"],
+            "experts on disk in groups of 512.0 MiB; ",
+        ),
     ):
         found = planned(config, *asked, *flags, "--waiting", "1")
         assert said in found["layout"], flags

@@ -15,11 +15,11 @@ from pydantic import Field
 
 from unfreeze.bench.formats import format_tables
 from unfreeze.bench.rows import Row, checkout, read
-from unfreeze.bench.targets import TARGETS, Kind, Target
+from unfreeze.bench.targets import TARGETS, Kind, Target, not_measured
 from unfreeze.bench.training import worst
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
-from unfreeze.core.cpu import X86, multiplies_bf16
+from unfreeze.core.cpu import multiplies_bf16
 from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_bytes
 
@@ -192,14 +192,9 @@ def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
             for name in profiles
             if name == run.benchmark
         ]
-    missing = [f"- `unfreeze bench {name}`" for name in ORDER if name not in {run.benchmark for run in runs}]
-    here = {run.device for run in runs}
-    missing += [
-        f"- `{device}`: no machine of this class was at hand; tests emulate it (`UNFREEZE_CPU_CLASS`), and"
-        " such times are never written down"
-        for device in X86[1:]
-        if device not in here
-    ]
+    missing = not_measured(
+        [name for name in ORDER if name not in {run.benchmark for run in runs}], {run.device for run in runs}
+    )
     if missing:
         parts += ["## Not measured", "\n".join(missing)]
     return "\n\n".join(parts) + "\n"

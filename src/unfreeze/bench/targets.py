@@ -7,11 +7,12 @@ is never estimated.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from unfreeze.bench.rows import Row
+from unfreeze.core.cpu import X86
 
 Verdict = Literal["met", "missed", "not measured"]
 Kind = Literal["cpu", "cpu without bf16", "gpu"]
@@ -49,6 +50,19 @@ class Target:
     @property
     def aim(self) -> str:
         return ("≥ " if self.rule == "least" else "≤ ") + self.shown.format(self.limit)
+
+
+def not_measured(benchmarks: Sequence[str], devices: Collection[str]) -> list[str]:
+    """A line for each benchmark without rows, and for each class of CPU that is not among `devices`."""
+    return [
+        *(f"- `unfreeze bench {name}`" for name in benchmarks),
+        *(
+            f"- `{name}`: no machine of this class was at hand; tests emulate it (`UNFREEZE_CPU_CLASS`), and"
+            " such times are never written down"
+            for name in X86[1:]
+            if name not in devices
+        ),
+    ]
 
 
 def field(side: str, *path: str, **settings: Any) -> Value:

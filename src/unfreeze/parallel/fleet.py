@@ -69,10 +69,11 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
     match = WORDS.fullmatch(plain)
     if match is None or plain.lower() == "cpu":
         ends = [name for name in devices(table) if plain.isalnum() and name.lower().endswith(plain.lower())]
+        near = f"1x{ends[0]}" if plain and ends else ""
         raise ConfigError(
             f"hardware = {printable(words[:60])!r} is not COUNTxDEVICE[+MEMORY] or cpu:MEMORY"
-            + f"; nearest: {f'1x{ends[0]}'!r}" * bool(ends),
-            next=f"write {f'1x{ends[0]}' if ends else '8xH200, 1xH200+768GB'} or cpu:24GB",
+            + (f"; nearest: {near!r}" if near else ""),
+            next=f"write {near or '8xH200, 1xH200+768GB'} or cpu:24GB",
         )
     count, name, amount, unit = match.groups()
     known = devices(table)

@@ -133,7 +133,7 @@ def _refuse_other(path: Path) -> None:
     if first.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16, refused where its rows are read
         return
     odd = [at for at, byte in enumerate(first) if byte in CONTROLS]
-    if len(odd) > max(1, BINARY * len(first)) or 0 in first:  # no text holds a NUL
+    if len(odd) > max(1, BINARY * len(first)) or first.count(0) > 2:  # one NUL may be a damaged row
         raise DataError(
             f"{path.name} is a binary file, not text: byte {odd[0] + 1} is 0x{first[odd[0]]:02x}",
             next="give rows as text (.jsonl, .csv, .txt), or as .parquet or .arrow",

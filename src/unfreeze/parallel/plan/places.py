@@ -11,8 +11,10 @@ from functools import lru_cache
 
 import torch
 
+from unfreeze.core.errors import ConfigError
 from unfreeze.core.layout import GIB, Layout
 from unfreeze.core.process import COMPILED, PROCESS
+from unfreeze.core.units import format_bytes
 from unfreeze.kernels.expert_mlp import expert_groups, workspace_bytes
 from unfreeze.models.blocks.experts import UNEVEN, bytes_at_work
 from unfreeze.parallel.fleet import Fleet
@@ -140,12 +142,22 @@ def exchanged(counts: Counts, size: int) -> int:
 def grouped(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
     """The layout with buffers of a share of the device's memory where `buffer` is "auto".
 
-    None where a layer's experts cannot come in such groups, or need none.
+    None where a layer's experts cannot come in such groups, or need none. Raises ConfigError for a buffer
+    that was asked for and holds no expert.
     """
     if layout.buffer == 0:
         return layout
     of_layer = int(counts.layer_experts * share(counts, layout.sharing))
-    size = fleet.memory // BUFFER_SHARE if layout.buffer == "auto" else layout.buffer_bytes or 0
+    if layout.buffer != "auto":
+        size = layout.buffer_bytes or 0
+        if size < of_layer and not counts.can_come_in(size):
+            one = format_bytes(counts.layer_experts // max(1, counts.num_experts))
+            fault = (
+                "they cannot come in groups" if counts.come_whole else f"one expert of a layer takes {one}"
+            )
+            raise ConfigError(f"place.buffer is {layout.buffer:g}, but {fault}", next="--place.buffer auto")
+        return layout if size < of_layer else layout.but(buffer=0.0)
+    size = fleet.memory // BUFFER_SHARE
     if not counts.can_come_in(size) or size >= of_layer:
         return None
     return layout.but(buffer=size / GIB)
