@@ -117,6 +117,7 @@ def bare(dense: Path, tmp_path_factory) -> tuple[Path, list[int], str]:
     """Folder, exit codes and stderr of DONE and REFUSED, where only the core is installed."""
     folder = tmp_path_factory.mktemp("core")
     (folder / "text.jsonl").write_text('{"text": "Paris is the capital of France."}\n' * 8)
+    (folder / "held.jsonl").write_text('{"text": "Rome is the capital of Italy."}\n')
     (folder / "chat.parquet").write_bytes(b"PAR1")
     places = {"DENSE": str(dense), "KIMI": str(TINY_K2)}
     lines = [[places.get(word, word) for word in line.split()] for line in (*DONE, *REFUSED.values())]
@@ -131,7 +132,7 @@ def bare(dense: Path, tmp_path_factory) -> tuple[Path, list[int], str]:
 
 SFT = "sft --quiet --steps 2 --tokens-per-step 128"
 DONE = (
-    f"{SFT} --out run --model DENSE --data text.jsonl --validation text.jsonl --validate-every 1",
+    f"{SFT} --out run --model DENSE --data text.jsonl --validation held.jsonl --validate-every 1",
     "report run --quiet",
     "plan --model DENSE --hardware 1xH100 8xH100 --quiet",
     "inspect DENSE --quiet",
