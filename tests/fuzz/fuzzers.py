@@ -820,7 +820,10 @@ def read_tokenizer(folder: Path) -> None:
 
 
 HERE = Path(__file__).resolve()
-TEMPLATES = [HERE.parents[1] / "data" / "tokens" / "templates", HERE.parents[3] / "shared" / "data" / "templates"]
+TEMPLATES = [
+    HERE.parents[1] / "data" / "tokens" / "templates",
+    HERE.parents[3] / "shared" / "data" / "templates",
+]
 """Chat templates of this repository, and those of releases where a folder of them lies beside it: an input is
 made by its seed and their list."""
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, {"b": "x"}]}'}}
