@@ -8,6 +8,7 @@ import pytest
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.layout import RESIDENT
 from unfreeze.job import plan as run_plan
 from unfreeze.parallel.plan.fastest import SAME_BITS
 from unfreeze.report.run import facts, read_run
@@ -93,3 +94,11 @@ def test_a_run_that_named_its_choice_keeps_it_without_the_flag(chat_rows, tmp_pa
     assert sft(chat_rows, out, "--steps", 2, "--recompute", "layers")[0] == 0
     code, events = sft(chat_rows, out, "--steps", 3, "--allow-changed", "steps")
     assert code == 0 and [event["recompute"] for event in plans(events)] == ["layers", "layers"]
+
+
+def test_a_run_that_goes_on_may_take_only_what_gives_the_same_bits():
+    assert list(run_plan.among(RESIDENT, "")) == ["nothing", "elementwise", "selective", "layers"]
+    assert list(run_plan.among(RESIDENT, "selective")) == ["selective", "layers"]
+    assert list(run_plan.among(RESIDENT, "nothing")) == ["nothing"]
+    assert list(run_plan.among(RESIDENT.but(boundary="host"), "")) == ["elementwise", "selective", "layers"]
+    assert list(run_plan.among(RESIDENT.but(keep_layers=2), "")) == ["elementwise", "selective"]

@@ -219,6 +219,19 @@ def test_without_streams_a_step_is_the_sum_of_its_terms(words, layout):
     assert time.step == pytest.approx(sum(time.terms.values()), rel=1e-9) and time.shown == 0
 
 
+def test_sharded_weights_are_gathered_twice_and_their_gradients_summed_once():
+    """Every device updates its part alone; all weights come for forward and for backward, over 450 GB/s."""
+    trained = {"dense": 88_000_000}
+    sharded, whole = (
+        of("8xH200", RESIDENT.but(weights=held), trained=trained, every_weight=True)
+        for held in ("sharded", "device")
+    )
+    bytes_of_all = MOE.rest_bytes + MOE.experts_bytes
+    assert sharded.terms["gather of the weights"] == pytest.approx(2 * bytes_of_all * 7 / 8 / 450e9)
+    for name, share in (("sum of gradients", 2), ("optimizer", 8)):
+        assert whole.terms[name] == pytest.approx(share * sharded.terms[name])
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8, 16, 64])
 def test_a_ring_all_reduce_of_gradients_is_the_textbooks(nodes):
     """2 · bytes · (n - 1) / n over the slowest link; every device holds the dense adapters.
