@@ -495,6 +495,16 @@ def test_proposals_are_flags_of_the_whole_step(step, parts):
         assert fits(2 * (said["--tokens-per-step"] // parts), parts)
 
 
+def test_where_experts_are_split_all_tokens_go_through_a_layer_at_once():
+    """All processes visit every layer equally often, so none cuts its tokens into chunks."""
+    shape, given = models.shape(CONFIGS["qwen3_moe"]), manifest_of(CONFIGS["qwen3_moe"])
+    work = {"tokens": 16384, "dtype": "bfloat16", "device": "cpu", "longest": 512}
+    alone, split = (
+        plan_here(shape, given, LoraConfig(rank=4), layout=RESIDENT.but(split=n), **work) for n in (1, 2)
+    )
+    assert alone.work.at_once(alone.layout, 2) < split.work.at_once(split.layout, 2) == 16384
+
+
 def test_the_plan_is_told_the_longest_document():
     shape = models.shape(CONFIGS["llama"])
     known, unknown = (

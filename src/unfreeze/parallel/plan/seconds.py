@@ -163,7 +163,7 @@ def seconds(
         "launches": launches,
     }
     # gradients of what several devices hold: a sum goes there and back; of sharded weights only there
-    copies = {"dense": n, "experts": n // layout.sharing}
+    copies = {"dense": n, "experts": max(1, n // layout.sharing)}  # a run plans one of its devices
     over = {"dense": alike, "experts": NETWORK if layout.sharing > 1 else alike}
     ways = 1 if layout.sharded else 2
     terms["sum of gradients"] = sum(
