@@ -89,6 +89,7 @@ class Roll:
     def __init__(self, store: dist.Store, rank: int, size: int):
         self._store, self._rank, self._size, self._serial = store, rank, size, 0
         self.told: Told = plainly
+        self._found: ProcessGone | None = None
         self._hosted = not has_agent()  # by process 0
         own = {"host": _host(), "pid": os.getpid(), "torch": torch.__version__, "local": started().local}
         store.set(f"here/{rank}", json.dumps(own))
@@ -236,11 +237,17 @@ class Roll:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _error(self, gone: dict[int, str]) -> ProcessGone:
-        """One for all, and the first process that is still there says it."""
+        """One for all, and the first process that is still there says it.
+
+        What was said first stays: the agent's SIGTERM may come while that error is on its way out of `watching`,
+        where the step and the save are no longer known."""
+        if self._found is not None:
+            return self._found
         first = next(iter(gone))
         more = f", and {_named(list(gone)[1:])}" if len(gone) > 1 else ""
         error = self.told(f"process {first} is gone ({gone[first]}){more}")
         error.silent = any(other not in gone for other in range(self._rank))
+        self._found = error
         return error
 
     @contextmanager
