@@ -3,7 +3,7 @@
     python benchmarks/plans.py FOLDER_OF_CONFIGS --write docs/plans.md
 
 FOLDER_OF_CONFIGS holds Kimi-K2-Thinking.json and Qwen--Qwen3-30B-A3B.json as published. Every figure is
-predicted from facts of the devices (src/unfreeze/parallel/machines.toml); none was measured on a GPU.
+predicted from facts of the devices (src/unfreeze/parallel/plan/machines.toml); none was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from unfreeze.commands.plan import Config, plan
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.units import format_of
-from unfreeze.parallel.fleet import fleet
+from unfreeze.parallel.plan.fleet import fleet
 
 MACHINES = {
     "Kimi-K2-Thinking": ("8xH200", "1xH200+768GB", "8xH100", "8xH100+1TB", "16xH100", "1xRTX5090+768GB"),

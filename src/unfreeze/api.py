@@ -29,7 +29,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DataError, UserError
 from unfreeze.core.schema import Event, GroupReceipt, TrainEvent
 from unfreeze.job import job
-from unfreeze.job.folder import SAME_CALL
+from unfreeze.job.end.folder import SAME_CALL
 from unfreeze.job.parts import Parts
 from unfreeze.recipes import distill as distilling
 from unfreeze.recipes import prefer as preferring

@@ -17,7 +17,7 @@ from unfreeze.core.layout import RESIDENT
 from unfreeze.generate.open import open_model
 from unfreeze.models.blocks.saved import Saved
 from unfreeze.models.groups import group_of
-from unfreeze.parallel.residency import Streamed
+from unfreeze.parallel.placement.residency import Streamed
 
 GROUPS = ["attention", "mlp", "shared_experts", "experts"]
 

@@ -15,9 +15,9 @@ from unfreeze.adapters.files import read_files
 from unfreeze.adapters.shards import remove_shards, save_index, save_shard, shard_name
 from unfreeze.config.adapter import INDEX, WEIGHTS, lora_of
 from unfreeze.core.errors import AdapterError
-from unfreeze.parallel.collectives import ALONE, Alone
-from unfreeze.parallel.dispatch import split_experts
-from unfreeze.parallel.mesh import Mesh
+from unfreeze.parallel.placement.dispatch import split_experts
+from unfreeze.parallel.processes.collectives import ALONE, Alone
+from unfreeze.parallel.processes.mesh import Mesh
 
 SHAPES = {
     "qwen2_moe": {

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from unfreeze import cli
 from unfreeze.commands.doctor import Config, findings_of
 from unfreeze.drill.sandbox import ROWS, Sandbox
-from unfreeze.job import checks
-from unfreeze.job import plan as run_plan
+from unfreeze.job.doctor import checks
+from unfreeze.job.planning import plan as run_plan
 from unfreeze.train.run import Run
 
 

@@ -19,8 +19,8 @@ from unfreeze.adapters import LoraConfig
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.units import format_bytes
-from unfreeze.job.end import next_command
-from unfreeze.job.plan import export_note
+from unfreeze.job.end.result import next_command
+from unfreeze.job.planning.plan import export_note
 
 IDS = [[5, 6, 7, 8, 9, 10, 300, 401, 77], [1280, 3, 900]]
 

@@ -17,10 +17,10 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.data import encode_file, load_tokenizer
 from unfreeze.drill.sandbox import Sandbox
-from unfreeze.job import proposal
 from unfreeze.job.data import ENOUGH_STEPS
-from unfreeze.job.plan import Planning
-from unfreeze.job.proposal import Proposal
+from unfreeze.job.planning import proposal
+from unfreeze.job.planning.plan import Planning
+from unfreeze.job.planning.proposal import Proposal
 
 
 @pytest.fixture(scope="module")

@@ -417,7 +417,7 @@ def test_a_run_on_this_machine_is_planned_as_the_run_plans_itself(words, tmp_pat
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.config.parse import from_keywords
     from unfreeze.config.sft import Config
-    from unfreeze.job.plan import Planning
+    from unfreeze.job.planning.plan import Planning
     from unfreeze.job.trained import Adapters, AllWeights
 
     model = tmp_path / "model"

@@ -70,7 +70,7 @@ def test_a_config_cannot_be_changed(tmp_path):
 
 
 def test_the_command_to_repeat_is_the_one_given_under_torchrun_too(monkeypatch):
-    from unfreeze.job.folder import typed
+    from unfreeze.job.end.folder import typed
 
     assert typed("sft", ["run.toml", "--out", "a b"]) == "unfreeze sft run.toml --out 'a b'"
     monkeypatch.setenv("WORLD_SIZE", "2")

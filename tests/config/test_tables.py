@@ -11,7 +11,7 @@ from unfreeze.config import pretrain, sft, training
 from unfreeze.config.names import given
 from unfreeze.config.parse import parse, read_toml
 from unfreeze.core.events import RESOLVED
-from unfreeze.job.folder import write_resolved
+from unfreeze.job.end.folder import write_resolved
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {"sft": sft.Config, "pretrain": pretrain.Config}

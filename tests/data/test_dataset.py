@@ -6,8 +6,9 @@ import re
 import pytest
 
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data import dataset, encode_file, encode_files, load_tokenizer, pack
+from unfreeze.data import encode_file, encode_files, load_tokenizer, pack
 from unfreeze.data.rows import lines
+from unfreeze.data.store import dataset
 
 
 def write(tmp_path, *rows, name="data.jsonl"):

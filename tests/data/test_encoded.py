@@ -13,8 +13,9 @@ import pytest
 
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
-from unfreeze.data import encode_files, encoded, load_tokenizer
-from unfreeze.data.encoded import encoded_files
+from unfreeze.data import encode_files, load_tokenizer
+from unfreeze.data.store import encoded
+from unfreeze.data.store.encoded import encoded_files
 from unfreeze.data.tokens import templates
 from unfreeze.data.tokens.tiktoken_bpe import TiktokenBackend
 from unfreeze.data.tokens.tokenizer_json import TokenizerJson

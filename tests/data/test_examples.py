@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from unfreeze.core.errors import DataError
-from unfreeze.data import Batches, Example, Examples, encode_files, encoding, load_tokenizer
-from unfreeze.data.dataset import HELD_BYTES
+from unfreeze.data import Batches, Example, Examples, encode_files, load_tokenizer
+from unfreeze.data.store import encoding
+from unfreeze.data.store.dataset import HELD_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_control_arm_without_checksums_the_changed_row_is_trained_on(tokenizer, 
 
 
 def test_memory_does_not_grow_with_the_file(tokenizer, tmp_path):
-    """The bound of data/dataset.py: 90 bytes a document and 40 where it is read on demand; the control arm
+    """The bound of data/store/dataset.py: 90 bytes a document and 40 where it is read on demand; the control arm
     holds the tokens."""
     path = tmp_path / "large.jsonl"
     row = json.dumps({"question": "Who wrote Hamlet? " * 20, "answer": "Shakespeare it was. " * 20})

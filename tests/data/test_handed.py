@@ -9,9 +9,10 @@ import pytest
 
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
-from unfreeze.data import Tokenizer, load_tokenizer, streamed
-from unfreeze.data.handed import Taken, handed, opening
+from unfreeze.data import Tokenizer, load_tokenizer
 from unfreeze.data.packing.windows import WindowBatches
+from unfreeze.data.store import streamed
+from unfreeze.data.store.handed import Taken, handed, opening
 
 
 @pytest.fixture(scope="module")

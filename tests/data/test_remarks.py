@@ -8,7 +8,7 @@ import pytest
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import Mixed, encode_files, load_tokenizer
-from unfreeze.data.remarks import labels, losses, mixture
+from unfreeze.data.store.remarks import labels, losses, mixture
 
 
 @pytest.fixture(scope="module")

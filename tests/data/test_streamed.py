@@ -10,12 +10,13 @@ import pytest
 
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data import encode_files, encoded, load_tokenizer, streamed, workers
-from unfreeze.data.encoding import batches
+from unfreeze.data import encode_files, load_tokenizer
 from unfreeze.data.packing.windows import WindowBatches
 from unfreeze.data.rows.files import raw_rows
 from unfreeze.data.rows.scan import Rows, are_lines
-from unfreeze.data.streamed import streamed_files
+from unfreeze.data.store import encoded, streamed, workers
+from unfreeze.data.store.encoding import batches
+from unfreeze.data.store.streamed import streamed_files
 from unfreeze.data.tokens.turns import Renderer
 
 TURNS = [{"role": "user", "content": "Hi {n}"}, {"role": "assistant", "content": "Hello, I say, {n}."}]

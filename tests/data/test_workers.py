@@ -13,7 +13,8 @@ import pytest
 
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
-from unfreeze.data import encode_files, encoding, load_tokenizer, workers
+from unfreeze.data import encode_files, load_tokenizer
+from unfreeze.data.store import encoding, workers
 
 CALL = {"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Hello, I say."}]
@@ -172,7 +173,8 @@ def test_a_tokenizer_that_changes_meanwhile_is_refused(files, tokenizer, monkeyp
 RUN = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell started with &
-from unfreeze.data import encode_files, encoding, load_tokenizer
+from unfreeze.data import encode_files, load_tokenizer
+from unfreeze.data.store import encoding
 encoding.BATCH_ROWS = 5
 def progress(*done):
     import psutil
@@ -212,7 +214,7 @@ def alive(pid):
 
 
 def test_what_a_worker_imports_needs_no_torch():
-    code = "import sys; from unfreeze.data import workers; print({'torch', 'numba', 'pydantic'} & set(sys.modules))"
+    code = "import sys; from unfreeze.data.store import workers; print({'torch', 'numba', 'pydantic'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

@@ -19,8 +19,8 @@ from unfreeze import cli, drill
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data.dataset import Account
 from unfreeze.data.packing.batches import Batches
+from unfreeze.data.store.dataset import Account
 from unfreeze.drill import loading, numbers, processes, runs
 from unfreeze.drill.fault import ROWS, Fault, measured, refused, said
 from unfreeze.drill.sandbox import Sandbox
@@ -136,8 +136,8 @@ def trust_the_template(patch):
 
 def nobody_looks(patch):
     """An exchange that breaks off says only that a connection closed."""
-    patch.setattr("unfreeze.parallel.roll.Roll._look", lambda roll: {})
-    patch.setattr("unfreeze.parallel.roll.PATIENCE", 0.1)
+    patch.setattr("unfreeze.parallel.processes.roll.Roll._look", lambda roll: {})
+    patch.setattr("unfreeze.parallel.processes.roll.PATIENCE", 0.1)
 
 
 def no_vocabulary_check(patch):
@@ -226,7 +226,7 @@ def rate_as_meant(patch):
 
 
 def bad_rows_vanish(patch):
-    from unfreeze.data import encoding
+    from unfreeze.data.store import encoding
 
     real = encoding.raw_rows
 
@@ -342,7 +342,7 @@ CONTROLS = {
     "L8 a tensor of size zero": no_faults,
     "L8 a parameter that no file fills": no_coverage,
     "L8 a parameter left on the meta device": lambda patch: patch.setattr(
-        "unfreeze.parallel.place._check_fillable", nothing
+        "unfreeze.parallel.placement.place._check_fillable", nothing
     ),
     "L9 a tokenizer that brings code to run": run_what_lies_there,
     "L9 a tokenizer that is nothing but code": run_what_lies_there,

@@ -22,7 +22,7 @@ from unfreeze.evaluate.by_row import ByRow, RowSums, rows_of
 from unfreeze.evaluate.compared import compared
 from unfreeze.evaluate.perplexity import heldout
 from unfreeze.objectives.preference import preference
-from unfreeze.parallel.collectives import ALONE
+from unfreeze.parallel.processes.collectives import ALONE
 
 SMALL = {
     "model_type": "llama",

@@ -43,9 +43,9 @@ from unfreeze.data import BadRow, encode_files, load_tokenizer, read_rows
 from unfreeze.generate.open import open_model
 from unfreeze.generate.source import locate
 from unfreeze.models.publish import published
-from unfreeze.parallel.collectives import ALONE, Alone
-from unfreeze.parallel.dispatch import split_experts
-from unfreeze.parallel.mesh import Mesh
+from unfreeze.parallel.placement.dispatch import split_experts
+from unfreeze.parallel.processes.collectives import ALONE, Alone
+from unfreeze.parallel.processes.mesh import Mesh
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number
 from unfreeze.report.html import page, summary_lines

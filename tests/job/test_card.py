@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.job.card import card, hub_id, license_of
+from unfreeze.job.end.card import card, hub_id, license_of
 
 
 def test_a_runs_adapter_has_a_card_that_the_hub_reads_and_the_tokenizer(run_dir):

@@ -16,11 +16,11 @@ import torch
 from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.layout import RESIDENT
-from unfreeze.job.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
-from unfreeze.job.plan import emit_plan
-from unfreeze.parallel.collectives import ALONE
+from unfreeze.job.opening.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
+from unfreeze.job.planning.plan import emit_plan
 from unfreeze.parallel.machine import hardware
 from unfreeze.parallel.plan import Sizes, Work, plan, plan_lines
+from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.train import memory
 from unfreeze.train.run import Run
 
@@ -34,7 +34,7 @@ def clean(monkeypatch: pytest.MonkeyPatch):
 
 def test_it_is_set_before_torch_is_imported():
     code = (
-        "import sys, os; from unfreeze.job import device; assert 'torch' not in"
+        "import sys, os; from unfreeze.job.opening import device; assert 'torch' not in"
         " sys.modules\ndevice.set_allocator(); assert 'torch' not in sys.modules;"
         " print(os.environ['PYTORCH_CUDA_ALLOC_CONF'])"
     )

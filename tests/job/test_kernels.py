@@ -11,7 +11,7 @@ import torch
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.cpu import cpu_class
-from unfreeze.job.kernels import kernels_line, settle_kernels
+from unfreeze.job.opening.kernels import kernels_line, settle_kernels
 from unfreeze.kernels.choice import ops, table, times
 from unfreeze.kernels.choice.choose import by_record
 

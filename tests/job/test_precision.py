@@ -10,10 +10,10 @@ import torch
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.job import precision as module
-from unfreeze.job.precision import dtype_line, expected, settled
+from unfreeze.job.opening import precision as module
+from unfreeze.job.opening.precision import dtype_line, expected, settled
 from unfreeze.kernels import precision as kernels
-from unfreeze.parallel.collectives import ALONE
+from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.recipes import pretrain
 from unfreeze.recipes.sft import Config
 from unfreeze.report.run import read_run

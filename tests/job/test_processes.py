@@ -12,10 +12,10 @@ import pytest
 from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import Started, nearest_multiples, sharers, started
-from unfreeze.job.folder import _gone
+from unfreeze.job.end.folder import _gone
 from unfreeze.job.job import Job
-from unfreeze.job.processes import alone, refuse_uneven
-from unfreeze.parallel.collectives import ALONE
+from unfreeze.job.opening.processes import alone, refuse_uneven
+from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.recipes.sft import Config
 from unfreeze.train.events import emit_nonfinite
 from unfreeze.train.follower import Follower

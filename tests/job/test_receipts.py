@@ -14,10 +14,10 @@ from unfreeze.core.batch import Loss
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.events import EventLog
 from unfreeze.drill.sandbox import Sandbox
-from unfreeze.job.receipts import receipt_of
+from unfreeze.job.watch.receipts import receipt_of
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.collectives import ALONE
+from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 

@@ -9,7 +9,7 @@ import pytest
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.layout import RESIDENT
-from unfreeze.job import plan as run_plan
+from unfreeze.job.planning import plan as run_plan
 from unfreeze.parallel.plan.fastest import SAME_BITS
 from unfreeze.report.run import facts, read_run
 

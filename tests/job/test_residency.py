@@ -16,12 +16,12 @@ from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.sft import Config
 from unfreeze.core.layout import GIB, RESIDENT
-from unfreeze.job import plan as job_plan
+from unfreeze.job.planning import plan as job_plan
 from unfreeze.parallel import machine
-from unfreeze.parallel.collectives import ALONE, Alone
 from unfreeze.parallel.machine import Hardware, hardware
 from unfreeze.parallel.plan import USABLE, layouts, plan_here
 from unfreeze.parallel.plan.aside import Aside
+from unfreeze.parallel.processes.collectives import ALONE, Alone
 from unfreeze.report.run import facts, read_run
 from unfreeze.tracking import scalars
 from unfreeze.train.host_state import InHost
@@ -84,7 +84,7 @@ def test_the_same_run_to_the_bit(resident, chat_rows, tmp_path):
 
 def test_a_run_whose_experts_come_in_groups(resident, chat_rows, tmp_path):
     """A layer's experts are 216 KiB, a buffer 105: three groups. To the bit in float32; in bf16 each of a token's
-    rows is rounded before they are summed, by 2^-9 at most (parallel/dispatch.py): of the loss before any update."""
+    rows is rounded before they are summed, by 2^-9 at most (parallel/placement/dispatch.py): of the loss before any update."""
     dtype, folder, wanted = resident
     out = tmp_path / "run"
     flags = ["--dtype", dtype, "--validation-fraction", 0.3, "--place.experts", "disk"]
@@ -194,7 +194,7 @@ def test_a_run_goes_on_from_another_place_with_the_same_bits(resident, chat_rows
 
 
 def test_a_disk_that_fails_in_a_run_is_one_line_and_the_save_stays(chat_rows, tmp_path, monkeypatch, capsys):
-    from unfreeze.parallel.residency import Disk
+    from unfreeze.parallel.placement.residency import Disk
 
     begin, count = Disk.begin, [0]
     copy = tmp_path / "model"

@@ -16,8 +16,8 @@ from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.same import weights_digest
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.folder import refuse_other_recipe
-from unfreeze.job.resume import DERIVED, FIXED, allowed
+from unfreeze.job.end.folder import refuse_other_recipe
+from unfreeze.job.end.resume import DERIVED, FIXED, allowed
 from unfreeze.recipes.sft import Config
 from unfreeze.report import verdict
 from unfreeze.report.run import read_run

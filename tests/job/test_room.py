@@ -7,8 +7,8 @@ import pytest
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.job import plan as run_plan
-from unfreeze.job.folder import SAME_CALL, again
+from unfreeze.job.end.folder import SAME_CALL, again
+from unfreeze.job.planning import plan as run_plan
 from unfreeze.report.html import summary_lines
 
 

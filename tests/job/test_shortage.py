@@ -37,7 +37,7 @@ def test_a_run_without_memory_does_not_fit_and_names_flags_that_take_less(chat_r
 
 
 def test_where_compiling_may_have_taken_the_room_more_room_is_named_first(chat_rows, tmp_path, monkeypatch):
-    monkeypatch.setattr("unfreeze.job.shortage.COMPILED", 2**60)
+    monkeypatch.setattr("unfreeze.job.planning.shortage.COMPILED", 2**60)
     with pytest.raises(DoesNotFit) as raised:
         unfreeze.sft(
             model=TINY_K2, data=chat_rows, out=tmp_path / "run", quiet=True, objective=allocates, **FIELDS

@@ -20,8 +20,8 @@ from unfreeze.adapters.files import read_files
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.config.sft import Config
 from unfreeze.core.layout import RESIDENT
-from unfreeze.job.plan import Planning
-from unfreeze.job.residency import refuse_samples
+from unfreeze.job.planning.plan import Planning
+from unfreeze.job.planning.residency import refuse_samples
 
 
 def splits(processes: int, **place: Any) -> list[int]:

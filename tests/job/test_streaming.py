@@ -13,10 +13,11 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.commands.doctor import Config, findings_of
 from unfreeze.core.conform import faults
 from unfreeze.core.errors import DataError
-from unfreeze.data import Stats, encoded, streamed
+from unfreeze.data import Stats
 from unfreeze.data.rows import scan
+from unfreeze.data.store import encoded, streamed
 from unfreeze.job import data as job_data
-from unfreeze.job.streaming import Followed
+from unfreeze.job.opening.streaming import Followed
 from unfreeze.report.events import AT_LEAST, LEAKED
 from unfreeze.report.learnt import finding
 from unfreeze.report.run import read_run

@@ -27,7 +27,7 @@ from unfreeze.data import Example, encode_files, load_tokenizer
 from unfreeze.data.packing.split import split_by_content
 from unfreeze.evaluate import perplexity
 from unfreeze.evaluate.perplexity import Heldout
-from unfreeze.job.validation import Validation, supervised_bytes
+from unfreeze.job.watch.validation import Validation, supervised_bytes
 from unfreeze.models import Decoder
 from unfreeze.report.html import summary_lines
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.job import written
+from unfreeze.job.end import written
 from unfreeze.job.trained import Adapters
 from unfreeze.models import build, initialize, shape
 from unfreeze.train import fit

@@ -21,7 +21,7 @@ from unfreeze.core.errors import AdapterError
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models.publish import carried, published, stored_dtypes
-from unfreeze.parallel.place import place
+from unfreeze.parallel.placement.place import place
 from unfreeze.parallel.plan import measure
 from unfreeze.parallel.plan.counts import counts
 

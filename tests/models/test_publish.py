@@ -14,7 +14,7 @@ from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.keymap import disk_module
 from unfreeze.core.errors import ConfigError
 from unfreeze.models.publish import published
-from unfreeze.parallel.place import place
+from unfreeze.parallel.placement.place import place
 
 CONFIG = {
     "model_type": "kimi_k2",

@@ -14,7 +14,7 @@ from unfreeze.checkpoint import open_checkpoint
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.layout import RESIDENT
 from unfreeze.generate.open import open_model
-from unfreeze.parallel.residency import Streamed
+from unfreeze.parallel.placement.residency import Streamed
 
 SIZES = COMMON | {
     "num_hidden_layers": 3,

@@ -31,10 +31,10 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.rows import whole
 from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model, open_sharded
-from unfreeze.job.divided import write_divided
+from unfreeze.job.end.divided import write_divided
 from unfreeze.job.second import first_asked
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.teach.reference import asked as log_probabilities_as_begun
 from unfreeze.train.follower import Follower, open_run
 from unfreeze.train.optim import AdamW

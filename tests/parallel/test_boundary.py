@@ -19,8 +19,8 @@ from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model
 from unfreeze.models.blocks import boundary
 from unfreeze.models.recompute import RECOMPUTE
-from unfreeze.parallel.boundary import InHost
-from unfreeze.parallel.lanes import HostLane
+from unfreeze.parallel.placement.boundary import InHost
+from unfreeze.parallel.processes.lanes import HostLane
 
 KEEPING = [name for name in RECOMPUTE if name != "nothing"]
 

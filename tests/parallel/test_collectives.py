@@ -30,10 +30,10 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.data import Example, pack
 from unfreeze.evaluate.perplexity import dealt, heldout
-from unfreeze.job.samples import of_the_first
+from unfreeze.job.watch.samples import of_the_first
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel import collectives
-from unfreeze.parallel.collectives import ALONE, Group, buckets, fingerprint, open_group
+from unfreeze.parallel.processes import collectives
+from unfreeze.parallel.processes.collectives import ALONE, Group, buckets, fingerprint, open_group
 from unfreeze.train.balance import LossFreeBalance
 from unfreeze.train.fit import fit
 from unfreeze.train.follower import Follower, open_run

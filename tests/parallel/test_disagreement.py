@@ -24,7 +24,7 @@ import pytest
 
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.processes import _facts_of, agree
+from unfreeze.job.opening.processes import _facts_of, agree
 
 ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 LINE = "sft --model model --data d.jsonl --out {out} --micro-batches 2 --steps 1 --samples 0 --lora.rank 1"
@@ -58,7 +58,7 @@ def prepare(folder: Path) -> None:
 def main(folder: Path, rank: int, ports: list[str]) -> None:
     """Run all cases; what was said, and with which exit code, goes to said-RANK.json."""
     from unfreeze import cli
-    from unfreeze.job import folder as job_folder
+    from unfreeze.job.end import folder as job_folder
     from unfreeze.parallel import machine
 
     job_folder.SEEN = 0.5

@@ -31,9 +31,9 @@ from unfreeze.data import Example, pack
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.recompute import recompute_policy
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.collectives import ALONE, Group
-from unfreeze.parallel.dispatch import RowsDispatch, split_experts
-from unfreeze.parallel.mesh import Held, Mesh, mesh_of
+from unfreeze.parallel.placement.dispatch import RowsDispatch, split_experts
+from unfreeze.parallel.processes.collectives import ALONE, Group
+from unfreeze.parallel.processes.mesh import Held, Mesh, mesh_of
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 

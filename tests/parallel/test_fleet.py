@@ -3,7 +3,7 @@
 import pytest
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.parallel.fleet import FACTS, devices, fleet
+from unfreeze.parallel.plan.fleet import FACTS, devices, fleet
 
 GIB = 2**30
 

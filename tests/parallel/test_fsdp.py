@@ -22,13 +22,13 @@ from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.layout import RESIDENT, Layout
 from unfreeze.core.rows import Rows
-from unfreeze.job.plan import Planning
+from unfreeze.job.planning.plan import Planning
 from unfreeze.models.factory import from_config
-from unfreeze.parallel.collectives import ALONE
-from unfreeze.parallel.fsdp import Sharded, chunk, rows_of
 from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.placement.fsdp import Sharded, chunk, rows_of
 from unfreeze.parallel.plan import Work, measure, plan, plan_fields, refuse_if_too_large
 from unfreeze.parallel.plan.layouts import Facts, layouts
+from unfreeze.parallel.processes.collectives import ALONE
 
 FAMILIES = ("deepseek_v3", "llama")
 

@@ -1,5 +1,5 @@
 """Claims about experts that come in groups: the numbers of the resident model to the bit in float32, one process's
-of parallel/dispatch.py in bf16, buffers within the bytes given, and each group read once each way."""
+of parallel/placement/dispatch.py in bf16, buffers within the bytes given, and each group read once each way."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from unfreeze.generate.open import open_model
 from unfreeze.kernels.expert_mlp.decode_cpu import ROWS_PER_EXPERT
 from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
-from unfreeze.parallel.collectives import ALONE
-from unfreeze.parallel.dispatch import RowsDispatch
-from unfreeze.parallel.groups import FEW, InGroups
 from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.placement.dispatch import RowsDispatch
+from unfreeze.parallel.placement.groups import FEW, InGroups
+from unfreeze.parallel.placement.residency import Streamed, Streaming, come_whole, reads_of, streamed_bytes
 from unfreeze.parallel.plan import Work, measure, plan, with_groups
 from unfreeze.parallel.plan.grouped import units
-from unfreeze.parallel.residency import Streamed, Streaming, come_whole, reads_of, streamed_bytes
+from unfreeze.parallel.processes.collectives import ALONE
 
 BIASED = {
     "model_type": "gpt_oss",
@@ -96,7 +96,7 @@ def test_the_resident_models_numbers_to_the_bit(family: tuple[Path, int], recomp
 
 @pytest.mark.parametrize("recompute", ["layers", "elementwise"])
 def test_bf16_is_the_dispatchs_to_the_bit(recompute: str) -> None:
-    """Of parallel/dispatch.py with one process, whose distance from no dispatch is a claim of its own."""
+    """Of parallel/placement/dispatch.py with one process, whose distance from no dispatch is a claim of its own."""
     whole = opened(TINY_K2, torch.bfloat16, "device")
     for moe in whole.moe_layers().values():
         count = moe.experts.num_experts

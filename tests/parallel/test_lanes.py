@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from unfreeze.core.errors import DoesNotFit
-from unfreeze.parallel import lanes
+from unfreeze.parallel.processes import lanes
 from unfreeze.train.host_state import InHost
 from unfreeze.train.moments import Float32
 

@@ -7,8 +7,8 @@ import torch
 
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.rows import Rows, share
-from unfreeze.parallel.collectives import ALONE, Alone
-from unfreeze.parallel.mesh import ONE, Mesh, check_copies, mesh_of
+from unfreeze.parallel.processes.collectives import ALONE, Alone
+from unfreeze.parallel.processes.mesh import ONE, Mesh, check_copies, mesh_of
 
 
 class Place(Alone):

@@ -15,10 +15,10 @@ from unfreeze.checkpoint.resolve import resolve
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import CheckpointError, UserError
 from unfreeze.generate.open import open_model
-from unfreeze.parallel.collectives import ALONE, Alone
-from unfreeze.parallel.mesh import Mesh
-from unfreeze.parallel.owned import owned
-from unfreeze.parallel.place import check_coverage
+from unfreeze.parallel.placement.owned import owned
+from unfreeze.parallel.placement.place import check_coverage
+from unfreeze.parallel.processes.collectives import ALONE, Alone
+from unfreeze.parallel.processes.mesh import Mesh
 
 
 class Told(Alone):
@@ -158,7 +158,7 @@ def test_control_arm_a_byte_that_is_read_twice_is_seen():
 def test_control_arm_experts_of_another_process_leave_a_hole():
     manifest = open_checkpoint(str(TINY_K2))
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
-    from unfreeze.parallel.place import _wanted
+    from unfreeze.parallel.placement.place import _wanted
 
     params = {name: (kind, tuple(t.shape)) for name, (t, kind) in _wanted(model, None).items()}
     placements = resolve(manifest, models.rules(model.shape), params)

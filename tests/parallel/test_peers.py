@@ -40,13 +40,13 @@ from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel import owned, peers
-from unfreeze.parallel.collectives import Group, Processes
-from unfreeze.parallel.mesh import ONE, Mesh, mesh_of
-from unfreeze.parallel.peers import part_bytes, rest_bytes, rest_names, rest_of
-from unfreeze.parallel.place import check_coverage
-from unfreeze.parallel.residency import Streamed, buffer_bytes, reads_of, streams_of
-from unfreeze.parallel.units import layout_of
+from unfreeze.parallel.placement import owned, peers
+from unfreeze.parallel.placement.peers import part_bytes, rest_bytes, rest_names, rest_of
+from unfreeze.parallel.placement.place import check_coverage
+from unfreeze.parallel.placement.residency import Streamed, buffer_bytes, reads_of, streams_of
+from unfreeze.parallel.placement.units import layout_of
+from unfreeze.parallel.processes.collectives import Group, Processes
+from unfreeze.parallel.processes.mesh import ONE, Mesh, mesh_of
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 

@@ -16,7 +16,7 @@ from torch import nn
 from unfreeze.checkpoint import Placement, StackRule, TensorInfo, open_checkpoint
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.core.errors import CheckpointError
-from unfreeze.parallel.place import check_coverage, place
+from unfreeze.parallel.placement.place import check_coverage, place
 from unfreeze.quant import Int4
 
 STACK = "model.layers.{layer}.mlp.experts."
@@ -159,10 +159,10 @@ def test_meta_tensors_no_file_can_fill_are_refused(folder: Path) -> None:
 def test_what_was_not_handed_over_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """L8, last check, on the result: the fault planted is a hand-over that forgets; control arm: without the
     check the model stays on meta."""
-    monkeypatch.setattr("unfreeze.parallel.place._hand_over", lambda model, new, device: None)
+    monkeypatch.setattr("unfreeze.parallel.placement.place._hand_over", lambda model, new, device: None)
     with pytest.raises(CheckpointError, match=r"is not materialised after placing"):
         place(Model(), open_checkpoint(folder), RULES, device="cpu")
-    monkeypatch.setattr("unfreeze.parallel.place._check_materialised", lambda model: None)
+    monkeypatch.setattr("unfreeze.parallel.placement.place._check_materialised", lambda model: None)
     model = Model()
     place(model, open_checkpoint(folder), RULES, device="cpu")
     assert model.lm_head.weight.is_meta
@@ -192,7 +192,7 @@ MEASURE = """
 import sys, torch
 from torch import nn
 from unfreeze.checkpoint import open_checkpoint
-from unfreeze.parallel.place import place
+from unfreeze.parallel.placement.place import place
 
 def kib(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))

@@ -231,7 +231,7 @@ def test_the_shared_checkpoint_takes_what_the_plan_says():
     folder = SHARED / "data" / "tiny-kimi-int4"
     if not folder.is_dir():
         pytest.skip("../shared/data/tiny-kimi-int4 is not here; the test above covers the same ground")
-    from unfreeze.parallel.place import place
+    from unfreeze.parallel.placement.place import place
 
     manifest = open_checkpoint(folder)
     shape = models.shape(manifest.config)

@@ -27,8 +27,8 @@ from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model
 from unfreeze.models.publish import published
 from unfreeze.models.recompute import RECOMPUTE
-from unfreeze.parallel.lanes import HostLane
-from unfreeze.parallel.residency import Slot, Streamed, buffer_bytes, reads_of, streamed_bytes
+from unfreeze.parallel.placement.residency import Slot, Streamed, buffer_bytes, reads_of, streamed_bytes
+from unfreeze.parallel.processes.lanes import HostLane
 
 SIZES = {
     "vocab_size": 97,

@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 
 from unfreeze.core.errors import ConfigError, ProcessGone, UserError
-from unfreeze.parallel import collectives, roll
-from unfreeze.parallel.roll import Roll, plainly
+from unfreeze.parallel.processes import collectives, roll
+from unfreeze.parallel.processes.roll import Roll, plainly
 
 NODES = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]  # host and place there of four processes
 

@@ -18,7 +18,7 @@ import pytest
 from unfreeze import cli
 from unfreeze.checkpoint import hub
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.data import streamed
+from unfreeze.data.store import streamed
 from unfreeze.job import data as job_data
 from unfreeze.report.run import facts, read_run
 

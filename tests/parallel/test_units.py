@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.parallel.units import ALIGN, layout_bytes, layout_of, units_of
+from unfreeze.parallel.placement.units import ALIGN, layout_bytes, layout_of, units_of
 
 PARAMS = {"up": (torch.float32, (7, 4, 8)), "scale": (torch.bfloat16, (7, 4))}  # of an expert 128 and 8 bytes
 

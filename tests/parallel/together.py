@@ -17,7 +17,7 @@ from typing import Any
 from unfreeze import cli
 from unfreeze.checkpoint import hub
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.data import encoded
+from unfreeze.data.store import encoded
 
 
 def mark(what: str) -> None:
@@ -40,7 +40,7 @@ def plant() -> None:
 
     encoded.encode_files = encode_files
     if os.environ.get("WINDOWS"):
-        from unfreeze.data import streamed
+        from unfreeze.data.store import streamed
         from unfreeze.job import data as job_data
 
         job_data.MANY_ROWS, streamed.HEAD, streamed.WINDOW, streamed.FULL = 60, 10, 600, 1

@@ -104,7 +104,7 @@ def planned(folder: Path) -> Iterator[dict[str, Any]]:
     """Each of PLANNED: how it is asked for, where what lies, and the bytes."""
     from unfreeze.commands.opened import open_model
     from unfreeze.commands.plan import configured, plan
-    from unfreeze.parallel.fleet import fleet
+    from unfreeze.parallel.plan.fleet import fleet
 
     for name, text in json.loads(CONFIGS.read_text(encoding="utf-8")).items():
         (folder / f"{name}.json").write_text(json.dumps(text), encoding="utf-8")
@@ -150,7 +150,7 @@ def _placed(found: dict[str, Any]) -> dict[str, Any]:
 def runs(folder: Path) -> Iterator[dict[str, Any]]:
     """Each of RUNS, as a run of it would be planned on that machine."""
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.job.plan import Planning
+    from unfreeze.job.planning.plan import Planning
     from unfreeze.recipes.sft import parts
 
     folders = {"tiny-k2": Path(TINY_K2), "dense": dense(folder)}
@@ -162,7 +162,7 @@ def runs(folder: Path) -> Iterator[dict[str, Any]]:
         machine = Hardware(kind, kind, 2, memory, memory, host=host)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("unfreeze.parallel.machine.hardware", lambda device, machine=machine: machine)
-            patch.setattr("unfreeze.job.plan.computed_here", lambda config, device: config)
+            patch.setattr("unfreeze.job.planning.plan.computed_here", lambda config, device: config)
             shape, device = models.shape(start.config), torch.device(kind)
             trained = parts(config).trained
             planning = Planning(config, trained, start, shape, device, processes=processes)

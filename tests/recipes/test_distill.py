@@ -22,7 +22,7 @@ from unfreeze.checkpoint.same import same_weights
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError
 from unfreeze.data import load_tokenizer, pack
-from unfreeze.data.dataset import encode_file
+from unfreeze.data.store.dataset import encode_file
 from unfreeze.teach.teacher import Asked
 
 WORDS = [

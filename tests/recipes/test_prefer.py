@@ -17,8 +17,8 @@ from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import UserError
 from unfreeze.data import encode_files, load_tokenizer, pack
-from unfreeze.job import signs
-from unfreeze.job.signs import WINDOW, by_length, falls
+from unfreeze.job.watch import signs
+from unfreeze.job.watch.signs import WINDOW, by_length, falls
 from unfreeze.objectives.preference import WITHOUT_REFERENCE
 
 WORDS = [

@@ -161,7 +161,7 @@ def test_a_real_run_carries_balance_and_watch(tmp_path: Path, monkeypatch: pytes
         return choose(self, hidden)
 
     monkeypatch.setattr(SigmoidRouter, "choose", never_the_first)
-    monkeypatch.setattr("unfreeze.job.folder.ExpertWatch", lambda: ExpertWatch(expected=20))
+    monkeypatch.setattr("unfreeze.job.end.folder.ExpertWatch", lambda: ExpertWatch(expected=20))
     (tmp_path / "chat.jsonl").write_text(
         (json.dumps({"text": "Paris is the capital of France. The sky is blue."}) + "\n") * 20
     )

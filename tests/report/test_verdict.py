@@ -12,7 +12,7 @@ import pytest
 
 from unfreeze.config.names import flat, given
 from unfreeze.config.parse import parse
-from unfreeze.job.folder import write_resolved
+from unfreeze.job.end.folder import write_resolved
 from unfreeze.recipes import pretrain, sft
 from unfreeze.report.learnt import change
 from unfreeze.report.run import read_run

@@ -19,12 +19,12 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.data import Example, load_tokenizer, pack
-from unfreeze.data.dataset import encode_file
+from unfreeze.data.store.dataset import encode_file
 from unfreeze.evaluate.perplexity import heldout
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.objectives.corrector import corrector
-from unfreeze.parallel.collectives import ALONE
+from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.teach.on_policy import OnPolicy, groups, prompts
 from unfreeze.teach.teacher import asked
 

@@ -325,7 +325,7 @@ def test_a_teacher_that_says_nan_is_refused_with_the_row_and_impossible_words_ar
     """Packed to bits NaN would be some probability. Control arm: the same without NaN is written, -inf too."""
     from unfreeze.core.errors import CheckpointError
     from unfreeze.data import Example, pack
-    from unfreeze.recipes.prepare import ask
+    from unfreeze.job.asking import ask
     from unfreeze.teach.store import Parts, Writing
 
     examples = [Example([1, 2, 3, 4], [0.0, 0.0, 1.0, 1.0], row) for row in (7, 8)]

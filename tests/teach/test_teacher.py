@@ -23,11 +23,11 @@ from unfreeze.kernels.attention import workspace
 from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.objectives.divergence import bytes_per_logit, divergence, divergence_rows
-from unfreeze.parallel.fleet import devices
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import Work, measure, plan
 from unfreeze.parallel.plan.aside import Aside, aside_of
 from unfreeze.parallel.plan.counts import counts
+from unfreeze.parallel.plan.fleet import devices
 from unfreeze.parallel.plan.rates import of_device
 from unfreeze.parallel.plan.seconds import asking
 from unfreeze.teach.store import IDS, LOG_Q, REST, said_in

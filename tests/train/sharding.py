@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from killing import FileOperations, die
 
 from unfreeze.core.errors import UserError
-from unfreeze.parallel.collectives import ALONE, Group, open_group
-from unfreeze.parallel.mesh import mesh_of
+from unfreeze.parallel.processes.collectives import ALONE, Group, open_group
+from unfreeze.parallel.processes.mesh import mesh_of
 from unfreeze.train import together
 from unfreeze.train.follower import Follower, open_run
 from unfreeze.train.optim import AdamW

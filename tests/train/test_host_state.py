@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from unfreeze.parallel.lanes import HostLane
 from unfreeze.parallel.plan.terms import MOMENT_CHUNK, MOMENT_SLOTS
+from unfreeze.parallel.processes.lanes import HostLane
 from unfreeze.train.host_state import CHUNK, SLOTS, InHost, OnDevice
 from unfreeze.train.moments import Float32
 from unfreeze.train.optim import AdamW

@@ -22,7 +22,7 @@ from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.collectives import ALONE
+from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.quant.int4 import Int4
 from unfreeze.train import step as step_module
 from unfreeze.train.optim import AdamW

@@ -184,7 +184,7 @@ class Two:
 
 def test_half_precision_gradients_make_room_for_their_sums(monkeypatch):
     """Bucket by bucket: when the last bucket is exchanged, the gradients of the first are gone."""
-    monkeypatch.setattr("unfreeze.parallel.collectives.BUCKET", 64)
+    monkeypatch.setattr("unfreeze.parallel.processes.collectives.BUCKET", 64)
     model = make_model(torch.bfloat16)
     ours = AdamW(model)
     set_gradients(model, 0)

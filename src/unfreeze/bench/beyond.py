@@ -263,7 +263,7 @@ def trainer(
     from unfreeze.core.layout import RESIDENT
     from unfreeze.generate.open import open_model
     from unfreeze.parallel.machine import resident_bytes
-    from unfreeze.parallel.residency import Streamed
+    from unfreeze.parallel.placement.residency import Streamed
 
     before, dtype = resident_bytes(), getattr(torch, computed_here())
     model = open_model(open_checkpoint(checkpoint), dtype, "cpu", layout=RESIDENT.but(experts=experts))

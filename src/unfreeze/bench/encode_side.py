@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unfreeze.data import encoded_files, load_tokenizer
-from unfreeze.data.workers import num_workers
+from unfreeze.data.store.workers import num_workers
 
 
 def peak_bytes(processes: int = 0) -> int:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
     from unfreeze.models import Decoder
     from unfreeze.models.blocks.experts import Experts
-    from unfreeze.parallel.mesh import Mesh
+    from unfreeze.parallel.processes.mesh import Mesh
 
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0, "targets": ("all-linear",)}
 MICRO_BATCHES = 4
@@ -179,8 +179,8 @@ def side(given: str) -> None:
     from unfreeze.core.layout import RESIDENT
     from unfreeze.generate.open import open_model, open_sharded
     from unfreeze.objectives.cross_entropy import cross_entropy
-    from unfreeze.parallel.collectives import open_group
-    from unfreeze.parallel.mesh import mesh_of
+    from unfreeze.parallel.processes.collectives import open_group
+    from unfreeze.parallel.processes.mesh import mesh_of
     from unfreeze.train.optim import AdamW
     from unfreeze.train.step import forward_backward, optim_step
 
@@ -247,7 +247,7 @@ def op_apart(model: Decoder, mesh: Mesh, path: str, tokens: int = 96) -> float:
 
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.generate.open import open_model
-    from unfreeze.parallel.mesh import ONE
+    from unfreeze.parallel.processes.mesh import ONE
 
     whole = open_model(open_checkpoint(path), torch.float32)
     adapted(whole, ONE)

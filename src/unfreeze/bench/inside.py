@@ -28,7 +28,7 @@ from unfreeze.bench.teach import ALONE, RATE, STUDENT, Language, apart
 from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 from unfreeze.data import Batches, Example, pack
-from unfreeze.job.device import say
+from unfreeze.job.opening.device import say
 from unfreeze.models import Decoder
 from unfreeze.objectives.divergence import divergence
 from unfreeze.teach.inside import Inside

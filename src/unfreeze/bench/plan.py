@@ -235,11 +235,11 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
     from unfreeze import models
     from unfreeze.config.lora import LoraConfig
     from unfreeze.core.layout import RESIDENT
-    from unfreeze.parallel.fleet import Fleet
     from unfreeze.parallel.machine import hardware
     from unfreeze.parallel.plan import Model, measure, plan, rates_here, work_of
     from unfreeze.parallel.plan.choose import Asked, seconds_of
     from unfreeze.parallel.plan.counts import counts
+    from unfreeze.parallel.plan.fleet import Fleet
 
     dtype, cpu = getattr(torch, case.dtype), torch.device("cpu")
     model = models.from_config(config_of(case.model, case.sizes), dtype)
@@ -306,8 +306,8 @@ def trainer(
     from unfreeze.bench.synthetic import fill_random
     from unfreeze.kernels.loops.scratch import release_scratch
     from unfreeze.objectives.cross_entropy import cross_entropy
-    from unfreeze.parallel.collectives import open_group
     from unfreeze.parallel.machine import resident_bytes
+    from unfreeze.parallel.processes.collectives import open_group
     from unfreeze.train.optim import AdamW
     from unfreeze.train.step import train_step
 

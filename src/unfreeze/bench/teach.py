@@ -30,7 +30,7 @@ from unfreeze.config.parse import Frozen, parse
 from unfreeze.core.batch import Batch
 from unfreeze.core.command import Common
 from unfreeze.data import Batches, Example, pack
-from unfreeze.job.device import say
+from unfreeze.job.opening.device import say
 from unfreeze.objectives.divergence import divergence
 from unfreeze.teach.coding import Coding, top_of
 from unfreeze.teach.store import IDS, LOG_Q, REST, said_in

@@ -88,7 +88,7 @@ def stream(
 
     Raises CheckpointError where a file ends early, a packed weight disagrees with the shape stored beside it,
     or a tied tensor differs. The contents of params are then undefined, and the caller drops them
-    (parallel/place.py never lets a model see them).
+    (parallel/placement/place.py never lets a model see them).
     """
     started = time.perf_counter()
     total = sum(placement.info.nbytes for placement in placements)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.parse import writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.job.device import load, say
+from unfreeze.job.opening.device import load, say
 from unfreeze.teach.answers import Answer, Answers, Ask
 from unfreeze.teach.budget import Budget, Price
 from unfreeze.teach.chat import ChatEndpoint, most_tokens
@@ -72,7 +72,7 @@ def _rows(data: Path) -> list[Conversation]:
 
 def _dtype(config: Config) -> str:
     """The dtype that the model answers in, on this machine."""
-    from unfreeze.job.device import pick_device
+    from unfreeze.job.opening.device import pick_device
     from unfreeze.kernels.precision import precision
 
     return precision(config.dtype, pick_device(config.device)).name

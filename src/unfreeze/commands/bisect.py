@@ -75,7 +75,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     config = parse(Config, arguments, command="bisect", description=__doc__ or "", positional=True)
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.generate.source import refuse_unread
-    from unfreeze.job.device import say
+    from unfreeze.job.opening.device import say
 
     manifest = open_checkpoint(config.model, progress=say(common))
     refuse_unread(manifest)

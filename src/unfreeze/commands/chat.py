@@ -21,7 +21,7 @@ from unfreeze.config.device import Device
 from unfreeze.config.parse import Files, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
-from unfreeze.job.device import load
+from unfreeze.job.opening.device import load
 
 if TYPE_CHECKING:
     from unfreeze.generate.model import Model

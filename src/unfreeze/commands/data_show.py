@@ -121,10 +121,10 @@ def show(
     A document is no longer than tokens_per_step and the model's positions allow, as in a run.
     """
     from unfreeze.config.template import template_time, template_values
-    from unfreeze.data.remarks import losses
     from unfreeze.data.rows.columns import renames_of
     from unfreeze.data.rows.kind import answers_in
     from unfreeze.data.rows.sources import files_of
+    from unfreeze.data.store.remarks import losses
 
     renames_of(config.columns)
     files = [path for name in config.data for path in files_of(name, say=say)]
@@ -237,7 +237,7 @@ def chosen(dataset: Dataset, config: Config) -> list[Example]:
 
 def samples_of(example: Example, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """The documents of an example: what is taught, an answer with a label, or both answers of a pair."""
-    from unfreeze.data.examples import TAUGHT
+    from unfreeze.data.store.examples import TAUGHT
 
     if example.chosen == TAUGHT:
         return [sample(example, tokenizer)]

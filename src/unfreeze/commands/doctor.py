@@ -24,7 +24,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, read_toml
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
-from unfreeze.job.checks import Finding, examine
+from unfreeze.job.doctor.checks import Finding, examine
 from unfreeze.job.parts import Parts
 from unfreeze.recipes import prefer, sft
 

@@ -23,9 +23,9 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
-from unfreeze.job.card import CARD, HUB_ID, hub_id, refuse_other_files, write_beside
-from unfreeze.job.device import say
-from unfreeze.job.push import check_push, push
+from unfreeze.job.end.card import CARD, HUB_ID, hub_id, refuse_other_files, write_beside
+from unfreeze.job.end.push import check_push, push
+from unfreeze.job.opening.device import say
 from unfreeze.job.trained import TOKENIZER_FILES
 from unfreeze.tracking.live import LoadProgress
 

@@ -16,7 +16,7 @@ from unfreeze.config.endpoint import EndpointConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.device import load, say
+from unfreeze.job.opening.device import load, say
 
 if TYPE_CHECKING:
     from unfreeze.generate.engine import Completion

@@ -23,8 +23,8 @@ from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.checks import examine
-from unfreeze.job.proposal import Choice, Proposal
+from unfreeze.job.doctor.checks import examine
+from unfreeze.job.planning.proposal import Choice, Proposal
 from unfreeze.recipes import sft
 
 
@@ -87,7 +87,7 @@ def refuse_swapped(config: Config, arguments: Sequence[str]) -> None:
 def proposal_of(config: Config, common: Common, say: Callable[[str], None]) -> Proposal:
     """What is known of model and data before rows are read; data that isn't there is refused first."""
     from unfreeze.commands.inspect import inspect
-    from unfreeze.job.folder import with_files
+    from unfreeze.job.end.folder import with_files
     from unfreeze.job.job import open_weights
 
     fields = {"model": config.model, "data": {"files": config.data, "columns": config.columns}}

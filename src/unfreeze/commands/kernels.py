@@ -107,7 +107,7 @@ def measure(config: Measured, common: Common) -> dict[str, Any]:
     """Measure cell by cell; what is done is written after each op, also when Ctrl-C ends it."""
     import torch
 
-    from unfreeze.job.device import pick_device
+    from unfreeze.job.opening.device import pick_device
     from unfreeze.kernels.choice import measure as kernels
     from unfreeze.kernels.choice.record import device_key
     from unfreeze.kernels.loops.scratch import release_scratch
@@ -236,7 +236,7 @@ def save(file: Path, rows: list[Row], ops: dict[str, Op]) -> None:
 
 def listing(config: Shown, common: Common) -> dict[str, Any]:
     """What runs here and why, for every op, shape bucket and dtype."""
-    from unfreeze.job.device import pick_device
+    from unfreeze.job.opening.device import pick_device
     from unfreeze.kernels.choice.choose import by_record
     from unfreeze.kernels.choice.record import device_key
     from unfreeze.kernels.expert_mlp import packed_op

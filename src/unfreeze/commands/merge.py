@@ -28,8 +28,8 @@ from unfreeze.config.synonyms import COMMANDS, Hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import started
-from unfreeze.job.card import hub_id, license_of
-from unfreeze.job.device import say
+from unfreeze.job.end.card import hub_id, license_of
+from unfreeze.job.opening.device import say
 from unfreeze.tracking.live import LoadProgress
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
     from unfreeze.adapters import detach, load_adapter
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.data import validation_batches
-    from unfreeze.data.examples import TAUGHT
+    from unfreeze.data.store.examples import TAUGHT
     from unfreeze.evaluate.gain import Gain, error_of
     from unfreeze.generate.open import open_model
 

@@ -17,7 +17,7 @@ from unfreeze.config.prefer import Preference
 from unfreeze.config.template import template_time, template_values
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.events import RESOLVED
-from unfreeze.job.streaming import MANY_ROWS
+from unfreeze.job.opening.streaming import MANY_ROWS
 from unfreeze.recipes.prefer import answers_of
 from unfreeze.report.events import AT_LEAST, LEAKED, read_events, warnings
 from unfreeze.untrusted.json_object import read_object
@@ -206,7 +206,7 @@ def _of_windows(
     Where no save says which, as the run decided it: many rows, a number of steps, no weights of files.
     """
     from unfreeze.data import Examples
-    from unfreeze.data.streamed import streamed_files
+    from unfreeze.data.store.streamed import streamed_files
 
     of, windows = rows.resolved, rows.windows
     if windows is None:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from unfreeze.job.second import Second
     from unfreeze.kernels.precision import Precision
     from unfreeze.models.recompute import Recompute
-    from unfreeze.parallel.fleet import Fleet
     from unfreeze.parallel.plan.choose import Asked, Choice
     from unfreeze.parallel.plan.counts import Counts
+    from unfreeze.parallel.plan.fleet import Fleet
     from unfreeze.parallel.plan.sizes import Sizes
 
 HERE = "this machine"
@@ -194,8 +194,8 @@ def _merged(file: LoraConfig, flags: LoraConfig) -> LoraConfig:
 def _fleet(words: str, table: str) -> Fleet:
     import torch
 
-    from unfreeze.parallel import fleet
     from unfreeze.parallel.machine import hardware
+    from unfreeze.parallel.plan import fleet
 
     if words != HERE:
         return fleet.fleet(words, table)

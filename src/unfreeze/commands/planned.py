@@ -11,9 +11,9 @@ from unfreeze.core.errors import printable
 from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.core.units import format_bytes, format_count, format_of, format_step
 from unfreeze.kernels.precision import Precision
-from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.plan.choose import Choice
 from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.fleet import Fleet
 from unfreeze.parallel.plan.words import KERNELS
 from unfreeze.report.tables import align
 

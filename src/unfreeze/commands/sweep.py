@@ -24,8 +24,8 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import started
-from unfreeze.job.end import next_command
-from unfreeze.job.folder import with_files
+from unfreeze.job.end.folder import with_files
+from unfreeze.job.end.result import next_command
 
 RECIPES: dict[str, type[TrainingConfig]] = {
     "sft": sft.Config,

@@ -125,7 +125,7 @@ class Layout(BaseModel):
 
     @property
     def sharded(self) -> bool:
-        """Whether every weight trains and is divided among the processes (parallel/fsdp.py)."""
+        """Whether every weight trains and is divided among the processes (parallel/placement/fsdp.py)."""
         return self.weights == "sharded"
 
     def not_built(self) -> list[str]:

@@ -1,25 +1,26 @@
-"""L3, data: from files to packed batches in three steps, a folder each.
+"""L3, data: from files to packed batches in four folders.
 
 rows/      a file's row -> Row            a Conversation or a Text, checked field by field
 tokens/    Row -> Examples                template -> text with taught words marked -> tokens and weights
+store/     Examples of all rows           encoded once, kept on disk, read in any order
 packing/   Examples -> Batch, Cursor      the order of an epoch, packing, the one shift of labels
 
-Before training encode_files (dataset.py) goes through all rows once: it counts, checks and keeps an account,
-by all cores (encoding.py says what becomes of a batch of rows, workers.py which process does it).
-encoded_files (encoded.py) keeps what it gave on disk, for other processes and the next start.
+Before training encode_files (store/dataset.py) goes through all rows once: it counts, checks and keeps an
+account, by all cores. encoded_files (store/encoded.py) keeps what it gave on disk, for other processes and
+the next start.
 Training then reads from the outside in, each line an iterator or a lookup over the one below it:
 
     Batches                  -> (Batch, Cursor), without end                          packing/batches.py
       order(epoch)           -> numbers of documents, a pure function of the seed     packing/order.py
       plan(epoch)            -> these numbers, cut into batches                       packing/batches.py
-        Examples[number]     -> Example: from memory, disk, or its file read again    examples.py, dataset.py
+        Examples[number]     -> Example: from memory, disk, or its file read again    store/examples.py
           Again(place)       -> Row                                                   rows/files.py
           Encoder(row)       -> tokens and weights                                    tokens/masks.py
             Renderer(row)    -> text, cut into what is given and what is taught       tokens/turns.py
       pack(examples)         -> Batch                                                 packing/batches.py
 
 Where a number of steps is given, large files come in windows, and training begins with the first of them
-(streamed.py, packing/windows.py).
+(store/streamed.py, packing/windows.py).
 
 A Cursor is (epoch, position) and what must not have changed since: every other state follows from the seed.
 Names are imported on first use: packed batches need torch.
@@ -30,14 +31,14 @@ from typing import TYPE_CHECKING
 from unfreeze.core.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from unfreeze.data.dataset import Dataset, Stats, encode_file, encode_files
-    from unfreeze.data.encoded import encoded_files
-    from unfreeze.data.examples import Example, Examples
     from unfreeze.data.packing.batches import Batches, Cursor, pack
     from unfreeze.data.packing.order import Mixed, Shuffled
     from unfreeze.data.packing.split import split_by_content, validation_batches
     from unfreeze.data.rows.files import read_rows
     from unfreeze.data.rows.row import BadRow, Conversation, Row, Text
+    from unfreeze.data.store.dataset import Dataset, Stats, encode_file, encode_files
+    from unfreeze.data.store.encoded import encoded_files
+    from unfreeze.data.store.examples import Example, Examples
     from unfreeze.data.tokens.masks import Encoder, encode_chat, encode_prompt
     from unfreeze.data.tokens.templates import PLAIN_TEMPLATE, ChatTemplate
     from unfreeze.data.tokens.tokenizer import (
@@ -83,9 +84,9 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     {
-        **dict.fromkeys("Dataset Stats encode_file encode_files".split(), "unfreeze.data.dataset"),
-        "encoded_files": "unfreeze.data.encoded",
-        **dict.fromkeys("Example Examples".split(), "unfreeze.data.examples"),
+        **dict.fromkeys("Dataset Stats encode_file encode_files".split(), "unfreeze.data.store.dataset"),
+        "encoded_files": "unfreeze.data.store.encoded",
+        **dict.fromkeys("Example Examples".split(), "unfreeze.data.store.examples"),
         **dict.fromkeys("Encoder encode_chat encode_prompt".split(), "unfreeze.data.tokens.masks"),
         **dict.fromkeys("Mixed Shuffled".split(), "unfreeze.data.packing.order"),
         **dict.fromkeys("Batches Cursor pack".split(), "unfreeze.data.packing.batches"),

@@ -8,7 +8,7 @@ from unfreeze.config import sft as fields
 from unfreeze.config.tables import Training
 from unfreeze.core.errors import UserError
 from unfreeze.drill.sandbox import ROWS, TINY_K2, Sandbox
-from unfreeze.job.checks import examine
+from unfreeze.job.doctor.checks import examine
 from unfreeze.recipes import sft
 from unfreeze.report.events import read_events
 

@@ -20,7 +20,7 @@ from unfreeze.generate.sampling import Sampling
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import PackedPass
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.collectives import Processes
+from unfreeze.parallel.processes.collectives import Processes
 from unfreeze.report.events import of_kind, read_events
 from unfreeze.report.experts import ExpertWatch
 from unfreeze.train.balance import LossFreeBalance

@@ -24,14 +24,14 @@ from unfreeze.data import load_tokenizer
 from unfreeze.drill.fault import Fault, Outcome, measured, refused, said
 from unfreeze.drill.sandbox import TINY_K2, Sandbox
 from unfreeze.generate.open import open_model
-from unfreeze.job.device import ALLOCATOR, allocator_line, pick_device, set_allocator
-from unfreeze.job.receipts import receipt_of
+from unfreeze.job.opening.device import ALLOCATOR, allocator_line, pick_device, set_allocator
+from unfreeze.job.watch.receipts import receipt_of
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.collectives import ALONE
 from unfreeze.parallel.machine import resident_bytes
-from unfreeze.parallel.place import check_coverage, place
+from unfreeze.parallel.placement.place import check_coverage, place
 from unfreeze.parallel.plan import plan_here, plan_lines
+from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.quant import Int4
 from unfreeze.quant.formats import FOREIGN
 from unfreeze.train.optim import AdamW

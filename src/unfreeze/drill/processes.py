@@ -59,7 +59,7 @@ def kill_in_training(config: Any, run: Path) -> int:
 def waiting_process(port: int) -> subprocess.Popen[str]:
     """Process 1 of 2, which says that it is here in the store at that port, and then waits."""
     code = (
-        "import sys, time; from unfreeze.parallel.roll import Roll, store_at; "
+        "import sys, time; from unfreeze.parallel.processes.roll import Roll, store_at; "
         "Roll(store_at('127.0.0.1', int(sys.argv[1]), first=False), 1, 2); time.sleep(600)"
     )
     return subprocess.Popen([sys.executable, "-c", code, str(port)], text=True)

@@ -20,9 +20,9 @@ from unfreeze.data import Batches, encode_file
 from unfreeze.drill.fault import Fault, Outcome, measured, refused, said
 from unfreeze.drill.processes import kill_in_training, together, waiting_process
 from unfreeze.drill.sandbox import ROWS, Sandbox
-from unfreeze.job.folder import contents
-from unfreeze.job.processes import agree
-from unfreeze.parallel.roll import Roll, store_at
+from unfreeze.job.end.folder import contents
+from unfreeze.job.opening.processes import agree
+from unfreeze.parallel.processes.roll import Roll, store_at
 from unfreeze.report.events import of_kind, read_events, series
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.batch import Batch
-from unfreeze.parallel.collectives import Group
+from unfreeze.parallel.processes.collectives import Group
 
 Sums = dict[str, tuple[np.ndarray, np.ndarray]]
 

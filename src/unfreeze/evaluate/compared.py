@@ -13,7 +13,7 @@ from unfreeze.evaluate.by_row import ByRow, RowSums, rows_of
 from unfreeze.evaluate.perplexity import dealt
 from unfreeze.models import Decoder
 from unfreeze.objectives.preference import CHOSEN, Objective
-from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.parallel.processes.collectives import ALONE, Group
 
 LIKELIER = "logp_likelier"
 """Of a row the log-probability of its likelier answer; of answers with a label where one is desirable."""

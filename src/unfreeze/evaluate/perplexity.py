@@ -18,7 +18,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.evaluate.by_row import ByRow, RowSums, rows_of
 from unfreeze.models import Decoder
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.parallel.processes.collectives import ALONE, Group
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
-from unfreeze.data.examples import Example
 from unfreeze.data.packing.batches import pack
+from unfreeze.data.store.examples import Example
 from unfreeze.data.tokens.tokenizer import StreamDecoder
 from unfreeze.generate.sampling import Chooser, Sampling
 from unfreeze.generate.steps import Step, Steps, by_record

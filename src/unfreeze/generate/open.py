@@ -18,14 +18,14 @@ from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.devices import not_built
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.core.layout import RESIDENT, Layout
-from unfreeze.parallel.collectives import Group
-from unfreeze.parallel.mesh import ONE, Mesh
-from unfreeze.parallel.peers import FromPeers
-from unfreeze.parallel.place import place
-from unfreeze.parallel.residency import Streaming, Together
+from unfreeze.parallel.placement.peers import FromPeers
+from unfreeze.parallel.placement.place import place
+from unfreeze.parallel.placement.residency import Streaming, Together
+from unfreeze.parallel.processes.collectives import Group
+from unfreeze.parallel.processes.mesh import ONE, Mesh
 
 if TYPE_CHECKING:
-    from unfreeze.parallel.fsdp import Sharded
+    from unfreeze.parallel.placement.fsdp import Sharded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 log = logging.getLogger(__name__)
@@ -99,12 +99,12 @@ def open_sharded(
     loaded: Callable[[LoadStats], None] | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> tuple[models.Decoder, Sharded]:
-    """As `open_model`, with every weight divided among the processes of `group` (parallel/fsdp.py).
+    """As `open_model`, with every weight divided among the processes of `group` (parallel/placement/fsdp.py).
 
     Where the manifest has no tensors, weights are random ones from the seed, as on one process.
     """
-    from unfreeze.parallel.fsdp import Sharded
-    from unfreeze.parallel.place import place_sharded
+    from unfreeze.parallel.placement.fsdp import Sharded
+    from unfreeze.parallel.placement.place import place_sharded
 
     shape = models.shape(manifest.config)
     for note in models.notes(manifest.config):

@@ -18,8 +18,8 @@ from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.core.events import RESOLVED
-from unfreeze.job.processes import others
-from unfreeze.job.streaming import MANY_ROWS, Followed, in_windows, may_stream, shared
+from unfreeze.job.opening.processes import others
+from unfreeze.job.opening.streaming import MANY_ROWS, Followed, in_windows, may_stream, shared
 from unfreeze.report.events import AT_LEAST, ENOUGH_STEPS, LEAKED, TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
 from unfreeze.untrusted.json_object import read_object
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.data.rows.row import Answers
     from unfreeze.data.rows.scan import Repeated
-    from unfreeze.data.streamed import Stream
+    from unfreeze.data.store.streamed import Stream
     from unfreeze.data.tokens.forms import Reasoning
     from unfreeze.data.tokens.masks import Supervise
     from unfreeze.data.tokens.turns import Turns
     from unfreeze.models.shape import Shape
-    from unfreeze.parallel.collectives import Group
+    from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.run import Run
     from unfreeze.train.schedule import Schedule
     from unfreeze.train.suspects import Describe
@@ -102,8 +102,8 @@ def encode(
     length was asked for.
     """
     from unfreeze.data import Dataset, encoded_files, split_by_content
-    from unfreeze.data.remarks import labels, losses, mixture
     from unfreeze.data.rows.scan import Repeated
+    from unfreeze.data.store.remarks import labels, losses, mixture
 
     length = sequence_length(data, document_tokens(options, tokens), max_positions)
     given: dict[str, Any] = {
@@ -245,7 +245,7 @@ def stream_of(
 
     look: is shown every row.
     """
-    from unfreeze.data.streamed import streamed_files
+    from unfreeze.data.store.streamed import streamed_files
 
     stream = streamed_files(
         data.files,
@@ -268,7 +268,7 @@ def every_row(
 ) -> Dataset:
     """All rows, in the store that a run of the same config then finds: one read in windows has its own."""
     from unfreeze.data import Dataset, encoded_files
-    from unfreeze.data.streamed import streamed_files
+    from unfreeze.data.store.streamed import streamed_files
 
     if may_stream(data, training):
         behind = {"epoch": 1, "window": 0}  # a cursor behind the first epoch needs every row

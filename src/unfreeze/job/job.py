@@ -22,21 +22,21 @@ from unfreeze.core.garbage import take_up
 from unfreeze.core.schema import TrainEvent
 from unfreeze.core.torchrun import started
 from unfreeze.job.data import describer
-from unfreeze.job.device import pick_device, say
-from unfreeze.job.end import finish
-from unfreeze.job.folder import live, refuse_other_data
-from unfreeze.job.kernels import KernelChoices
+from unfreeze.job.end.folder import live, refuse_other_data
+from unfreeze.job.end.result import finish
+from unfreeze.job.end.written import is_noted, note
+from unfreeze.job.opening.device import pick_device, say
+from unfreeze.job.opening.kernels import KernelChoices
+from unfreeze.job.opening.precision import expected, settled
+from unfreeze.job.opening.processes import alone, opened_start, refuse_uneven, together
+from unfreeze.job.opening.streaming import saved_before
 from unfreeze.job.parts import Parts
-from unfreeze.job.plan import as_it_began
-from unfreeze.job.precision import expected, settled
-from unfreeze.job.processes import alone, opened_start, refuse_uneven, together
-from unfreeze.job.receipts import receipt_of
-from unfreeze.job.residency import transfers_of
+from unfreeze.job.planning.plan import as_it_began
+from unfreeze.job.planning.residency import transfers_of
+from unfreeze.job.planning.shortage import refused_when_short
 from unfreeze.job.setup import Placed, Rows, Setup, begun, encoded, opened, placed, planned, watched
-from unfreeze.job.shortage import refused_when_short
-from unfreeze.job.streaming import saved_before
-from unfreeze.job.validation import best_is_written, write_best
-from unfreeze.job.written import is_noted, note
+from unfreeze.job.watch.receipts import receipt_of
+from unfreeze.job.watch.validation import best_is_written, write_best
 from unfreeze.report.events import of_kind, read_events
 
 if TYPE_CHECKING:
@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from unfreeze.core.layout import Layout
     from unfreeze.data import Batches
     from unfreeze.data.packing.windows import WindowBatches
-    from unfreeze.job.samples import Samples
-    from unfreeze.job.validation import Validation
+    from unfreeze.job.watch.samples import Samples
+    from unfreeze.job.watch.validation import Validation
     from unfreeze.kernels.precision import Precision
     from unfreeze.models.recompute import RecomputePolicy
-    from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan import Plan
+    from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.fit import OnStep
     from unfreeze.train.guards import SpikeGuard
     from unfreeze.train.run import Run
@@ -76,7 +76,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
     with compiling(memory.device, memory.threads, expected(config)):  # before torch is imported
         device = pick_device(memory.device, memory.threads)
 
-        from unfreeze.parallel.collectives import open_group
+        from unfreeze.parallel.processes.collectives import open_group
 
         plans: list[Plan] = []
         with refused_when_short(plans), ExitStack() as stack:

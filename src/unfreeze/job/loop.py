@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.device import pick_device
-from unfreeze.job.end import finish
-from unfreeze.job.folder import SAME_CALL, live
+from unfreeze.job.end.folder import SAME_CALL, live
+from unfreeze.job.end.result import finish
 from unfreeze.job.job import Job, is_written, prepare, target_of
+from unfreeze.job.opening.device import pick_device
+from unfreeze.job.opening.precision import settled
+from unfreeze.job.opening.processes import alone, refuse_uneven, together
 from unfreeze.job.parts import Parts
-from unfreeze.job.plan import as_it_began
-from unfreeze.job.precision import settled
-from unfreeze.job.processes import alone, refuse_uneven, together
+from unfreeze.job.planning.plan import as_it_began
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
@@ -45,7 +45,7 @@ class Loop:
         refuse_uneven(config)
         begun = alone(config, parts, common)
 
-        from unfreeze.parallel.collectives import open_group
+        from unfreeze.parallel.processes.collectives import open_group
         from unfreeze.train.timer import SaveTimer
 
         device = pick_device(config.memory.device, config.memory.threads)

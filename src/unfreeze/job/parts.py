@@ -10,7 +10,7 @@ from unfreeze.core.command import Common
 from unfreeze.job.data import Encoding
 from unfreeze.job.second import Begin, Second
 from unfreeze.job.trained import Trained
-from unfreeze.job.validation import Heldout
+from unfreeze.job.watch.validation import Heldout
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from unfreeze.data import Batches, Dataset, Example, Examples, Tokenizer
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.models import Decoder
-    from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan.aside import Aside
+    from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.step import Objective
 
 

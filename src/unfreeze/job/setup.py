@@ -32,21 +32,29 @@ from unfreeze.job.data import (
     schedule_of,
     sequence_length,
 )
-from unfreeze.job.device import say
-from unfreeze.job.folder import write_resolved
-from unfreeze.job.kernels import predicted_ops, settle_kernels
-from unfreeze.job.loading import load, load_divided
+from unfreeze.job.end.folder import write_resolved
+from unfreeze.job.end.resume import refuse_other_base
+from unfreeze.job.end.written import forget
+from unfreeze.job.opening.device import say
+from unfreeze.job.opening.kernels import predicted_ops, settle_kernels
+from unfreeze.job.opening.loading import load, load_divided
+from unfreeze.job.opening.precision import dtype_line, warn_slow
+from unfreeze.job.opening.processes import start_of
+from unfreeze.job.opening.streaming import Followed
 from unfreeze.job.parts import Parts
-from unfreeze.job.plan import Planning, agreed_plan, check_room, disk_of, emit_plan, export_note, start_lines
-from unfreeze.job.precision import dtype_line, warn_slow
-from unfreeze.job.processes import start_of
-from unfreeze.job.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples
-from unfreeze.job.resume import refuse_other_base
-from unfreeze.job.samples import Samples, own_prompts
+from unfreeze.job.planning.plan import (
+    Planning,
+    agreed_plan,
+    check_room,
+    disk_of,
+    emit_plan,
+    export_note,
+    start_lines,
+)
+from unfreeze.job.planning.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples
 from unfreeze.job.second import first_asked
-from unfreeze.job.streaming import Followed
-from unfreeze.job.validation import Validation, refuse_other_rows, validation_of
-from unfreeze.job.written import forget
+from unfreeze.job.watch.samples import Samples, own_prompts
+from unfreeze.job.watch.validation import Validation, refuse_other_rows, validation_of
 
 if TYPE_CHECKING:
     import torch
@@ -56,9 +64,9 @@ if TYPE_CHECKING:
     from unfreeze.data.packing.windows import WindowBatches
     from unfreeze.kernels.precision import Precision
     from unfreeze.models import Decoder, Shape
-    from unfreeze.parallel.collectives import Group
-    from unfreeze.parallel.mesh import Held, Mesh
     from unfreeze.parallel.plan import Plan
+    from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.parallel.processes.mesh import Held, Mesh
     from unfreeze.train.run import Run
     from unfreeze.train.state import State
     from unfreeze.train.step import Objective
@@ -185,7 +193,7 @@ def planned(setup: Setup, rows: Rows) -> tuple[Plan, Decoder]:
 
 def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     """The model on meta becomes the one that trains, its weights where the plan says."""
-    from unfreeze.parallel.mesh import mesh_of
+    from unfreeze.parallel.processes.mesh import mesh_of
 
     config, parts, layout, group = setup.config, setup.parts, plan.layout, setup.group
     mesh = mesh_of(group, layout.sharing, setup.shape.num_experts)

@@ -14,14 +14,14 @@ from unfreeze.config.adapter import INDEX, adapter_folder
 from unfreeze.config.training import portable
 from unfreeze.core.errors import AdapterError, ConfigError
 from unfreeze.core.units import format_bytes, format_count
-from unfreeze.job.card import write_beside
-from unfreeze.job.written import set_aside
+from unfreeze.job.end.card import write_beside
+from unfreeze.job.end.written import set_aside
 
 if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder
-    from unfreeze.parallel.mesh import Mesh
+    from unfreeze.parallel.processes.mesh import Mesh
     from unfreeze.train.state import State
 
 TOKENIZER_FILES = (
@@ -183,7 +183,7 @@ class AllWeights:
         if not state.model.sharded:
             mesh.all.on_rank0(lambda: self._write(state, manifest, folder, extra))
             return
-        from unfreeze.job.divided import write_divided
+        from unfreeze.job.end.divided import write_divided
 
         shared = (state.run.path / "state").resolve().parent / folder.name  # a follower's folder is its own
         mesh.all.on_rank0(lambda: self._make_room(shared))

@@ -46,12 +46,12 @@ class Decoder(nn.Module):
 
     hidden(batch) -> [T, D]; logits(hidden) -> [T, V] fp32; prefill and step with a Cache for generation.
     `dtype` is that of the computation; frozen matrices may be packed, or held in a narrower one.
-    `residency` is told each layer before it is computed; parallel/residency.py sets another one.
-    `boundary` keeps the inputs of layers that are recomputed; parallel/boundary.py is another one.
+    `residency` is told each layer before it is computed; parallel/placement/residency.py sets another one.
+    `boundary` keeps the inputs of layers that are recomputed; parallel/placement/boundary.py is another one.
     """
 
     dtype: torch.dtype
-    sharded = False  # whether its weights are divided among processes (parallel/fsdp.py)
+    sharded = False  # whether its weights are divided among processes (parallel/placement/fsdp.py)
 
     def __init__(self, shape: Shape, body: Body, lm_head: Linear):
         super().__init__()

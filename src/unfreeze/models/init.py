@@ -17,7 +17,7 @@ def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | N
     Projections back into the residual stream are scaled by 1/sqrt(2 · layers), so that its variance does not
     grow with depth (GPT-2, Radford et al. 2019). Deterministic in `seed`.
     put: takes a parameter's name and its values, where a process holds some rows of it only
-    (parallel/fsdp.py); every process draws all of them.
+    (parallel/placement/fsdp.py); every process draws all of them.
     """
     generator = torch.Generator().manual_seed(seed)
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]

@@ -1,0 +1,1 @@
+"""L5: processes/ talk, placement/ moves weights, plan/ counts what that takes."""

@@ -18,8 +18,8 @@ from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.job import job
-from unfreeze.job.device import say
-from unfreeze.job.folder import typed
+from unfreeze.job.end.folder import typed
+from unfreeze.job.opening.device import say
 from unfreeze.job.parts import Parts
 from unfreeze.recipes import sft
 from unfreeze.teach.chosen import teacher_of
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
     from unfreeze.evaluate.perplexity import Heldout
     from unfreeze.models import Decoder
-    from unfreeze.parallel.collectives import Group
+    from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.step import Objective
 
 
@@ -39,7 +39,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Parse, train, report. -> what sft gives."""
     config = parse(Config, arguments, command="distill", description=__doc__ or "")
     if config.prepare:
-        from unfreeze.recipes.prepare import prepare  # it needs numpy
+        from unfreeze.job.asking import prepare  # it needs numpy
 
         return prepare(config, parts(config), common)
     return train(config, common, typed("distill", arguments))

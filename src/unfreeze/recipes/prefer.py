@@ -16,9 +16,9 @@ from unfreeze.config.parse import parse
 from unfreeze.config.prefer import Config
 from unfreeze.core.command import Common
 from unfreeze.job import job
-from unfreeze.job.folder import typed
+from unfreeze.job.end.folder import typed
 from unfreeze.job.parts import Parts
-from unfreeze.job.signs import Signs
+from unfreeze.job.watch.signs import Signs
 from unfreeze.objectives.preference import WITHOUT_REFERENCE, preference
 from unfreeze.recipes import sft
 from unfreeze.teach.reference import AsBegun, Kind
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from unfreeze.evaluate.compared import Compared
     from unfreeze.models import Decoder
     from unfreeze.objectives.preference import Objective, Reference
-    from unfreeze.parallel.collectives import Group
+    from unfreeze.parallel.processes.collectives import Group
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from unfreeze.config.parse import parse
 from unfreeze.config.pretrain import Config
 from unfreeze.core.command import Common
 from unfreeze.job import job
-from unfreeze.job.folder import typed
+from unfreeze.job.end.folder import typed
 from unfreeze.job.parts import Parts
 from unfreeze.job.trained import AllWeights
 

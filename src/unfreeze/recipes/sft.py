@@ -16,7 +16,7 @@ from unfreeze.config.sft import Config
 from unfreeze.core.command import Common
 from unfreeze.core.errors import CheckpointError
 from unfreeze.job import job
-from unfreeze.job.folder import typed
+from unfreeze.job.end.folder import typed
 from unfreeze.job.parts import Parts
 from unfreeze.job.trained import Adapters, AllWeights, Continued, Trained
 

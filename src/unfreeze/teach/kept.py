@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch
-    from unfreeze.data.examples import Example, Examples
+    from unfreeze.data.store.examples import Example, Examples
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.models import Decoder
     from unfreeze.objectives.preference import Objective, Reference
-    from unfreeze.parallel.collectives import Group
     from unfreeze.parallel.plan.aside import Aside
+    from unfreeze.parallel.processes.collectives import Group
 
 FOLDER, HEAD, FORMAT = "reference", "reference.json", 1
 ROUND = 64

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
     from unfreeze.generate.engine import Engine
-    from unfreeze.parallel.collectives import Group
+    from unfreeze.parallel.processes.collectives import Group
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def groups(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 def _with_answers(batch: Batch, answers: Sequence[Sequence[int]]) -> Batch:
     """The batch's prompts with these answers, all supervised with the weight of the first word before."""
-    from unfreeze.data.examples import Example
     from unfreeze.data.packing.batches import pack
+    from unfreeze.data.store.examples import Example
 
     starts = cast("list[int]", batch.starts_S.tolist())  # pyright: ignore[reportUnknownMemberType]
     examples: list[Example] = []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch
-    from unfreeze.data.examples import Example, Examples
+    from unfreeze.data.store.examples import Example, Examples
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.models import Decoder
     from unfreeze.objectives.preference import Objective, Reference

@@ -20,7 +20,7 @@ from unfreeze.teach.store import Parts, Writing, is_store
 
 if TYPE_CHECKING:
     from unfreeze.config.endpoint import EndpointConfig
-    from unfreeze.data.examples import Example
+    from unfreeze.data.store.examples import Example
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
 LOST = 0.05  # share of the words, beyond which what is lost is said

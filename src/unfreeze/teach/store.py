@@ -5,9 +5,9 @@ A folder:
   part-00001.safetensors  keys [documents, 16], counts [documents], rows [tokens, bytes of a token],
                           checks [documents]: crc32 of a document's rows
 
-A document is found by its key, a checksum of its tokens and weights (data/examples.py), so order and packing
-do not matter; inside it the rows are its supervised tokens in order. A part is there whole or not at all:
-asking that was broken off goes on behind the last part. One process at a time writes into a folder.
+A document is found by its key, a checksum of its tokens and weights (data/store/examples.py), so order and
+packing do not matter; inside it the rows are its supervised tokens in order. A part is there whole or not at
+all: asking that was broken off goes on behind the last part. One process at a time writes into a folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch
-    from unfreeze.data.examples import Example, Examples
+    from unfreeze.data.store.examples import Example, Examples
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.models import Decoder
     from unfreeze.objectives.divergence import LogProbs

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch, Loss
-    from unfreeze.data.examples import Example, Examples
+    from unfreeze.data.store.examples import Example, Examples
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.generate.source import Source
     from unfreeze.models import Decoder

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
 from unfreeze.models.recompute import RecomputePolicy
-from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.train.events import emit_nonfinite, emit_start, train_fields
 from unfreeze.train.interrupt import Interrupt
 from unfreeze.train.memory import memory_fields, peak_bytes

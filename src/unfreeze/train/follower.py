@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unfreeze.parallel.collectives import Group
+from unfreeze.parallel.processes.collectives import Group
 from unfreeze.train.run import Run
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unfreeze.parallel.lanes import Lane, pinned
+from unfreeze.parallel.processes.lanes import Lane, pinned
 from unfreeze.train.moments import Float32, Int8
 
 CHUNK = 64 << 20  # bytes of a slot, or the largest tensor's moments: a copy of it takes a GPU more than 1 ms

@@ -28,7 +28,7 @@ from unfreeze.core.rows import here
 from unfreeze.models import Decoder
 from unfreeze.models.finite import bad_weight, is_bad
 from unfreeze.models.recompute import RecomputePolicy
-from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.train.step import Objective, loss_of
 from unfreeze.train.suspects import Describe, entries, write_suspects
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.rows import here
 from unfreeze.kernels import adamw as kernel
-from unfreeze.parallel.collectives import ALONE, Group, buckets
-from unfreeze.parallel.mesh import Held
+from unfreeze.parallel.processes.collectives import ALONE, Group, buckets
+from unfreeze.parallel.processes.mesh import Held
 from unfreeze.train.host_state import OnDevice, Place
 from unfreeze.train.moments import Int8, Moments, Part, state_of
 
@@ -56,7 +56,7 @@ class AdamW:
 
     moments  how m and v are stored (train/moments.py).
     impl     an implementation of the kernel ("auto": by record).
-    held     what this process holds of the parameter of a name (parallel/mesh.py). None: all of each.
+    held     what this process holds of the parameter of a name (processes/mesh.py). None: all of each.
     place    where the moments lie between updates (train/host_state.py).
 
     State is made here, not at the first step: the memory a run needs is taken before it starts, and a save is

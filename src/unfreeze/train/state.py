@@ -25,8 +25,8 @@ from unfreeze.checkpoint.save import sync_folder, write_file, write_safetensors
 from unfreeze.core.errors import FULL, CheckpointError, UserError
 from unfreeze.core.units import format_bytes
 from unfreeze.models import Decoder
-from unfreeze.parallel.collectives import Group
-from unfreeze.parallel.mesh import Held, check_copies
+from unfreeze.parallel.processes.collectives import Group
+from unfreeze.parallel.processes.mesh import Held, check_copies
 from unfreeze.train.balance import AfterUpdate
 from unfreeze.train.moments import Part
 from unfreeze.train.optim import AdamW

@@ -33,7 +33,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.recompute import RecomputePolicy
-from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.train.memory import peak_bytes
 from unfreeze.train.optim import AdamW, NonFinite
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from unfreeze.checkpoint.save import sync_folder, write_file
 from unfreeze.core.errors import UserError
-from unfreeze.parallel.collectives import ALONE, Group
+from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.train.moments import Part
 from unfreeze.train.run import RECORD, save_name
 from unfreeze.train.shards import dealt, file_name, write_part

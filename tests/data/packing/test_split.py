@@ -16,8 +16,8 @@ from unfreeze.data import (
     split_by_content,
     validation_batches,
 )
-from unfreeze.data.account import duplicates
 from unfreeze.data.rows.row import content_digest
+from unfreeze.data.store.account import duplicates
 
 
 def rows(count, offset=0):

@@ -9,9 +9,9 @@ import pytest
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import BadRow, encode_file, load_tokenizer, read_rows
-from unfreeze.data.dataset import OnDemand
 from unfreeze.data.rows import tables
 from unfreeze.data.rows.files import Again, read_places, reader
+from unfreeze.data.store.dataset import OnDemand
 
 pandas = pytest.importorskip("pandas")
 pyarrow = pytest.importorskip("pyarrow")

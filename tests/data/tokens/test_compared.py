@@ -16,7 +16,7 @@ from unfreeze.data.packing.packers import PACKERS
 from unfreeze.data.packing.windows import WindowBatches
 from unfreeze.data.rows.judged import judged_from_dict
 from unfreeze.data.rows.shapes import row_from_dict
-from unfreeze.data.streamed import streamed_files
+from unfreeze.data.store.streamed import streamed_files
 from unfreeze.data.tokens.compared import Comparing
 
 TOKENIZER = load_tokenizer(TINY_K2)
@@ -134,7 +134,7 @@ def judged(count: int, label: bool = False) -> list[dict[str, object]]:
 @pytest.mark.parametrize("answers", ["pairs", "labels"])
 def test_every_store_and_every_packer_keep_a_pair_whole(answers: str, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("unfreeze.data.encoded.LEAST_BYTES", 0)
+    monkeypatch.setattr("unfreeze.data.store.encoded.LEAST_BYTES", 0)
     path = write(tmp_path / "rows.jsonl", judged(40, answers == "labels"))
     options = {"answers": answers, "workers": 0}
     held = encode_files([path], TOKENIZER, 64, **options).examples
@@ -162,8 +162,8 @@ def test_every_store_and_every_packer_keep_a_pair_whole(answers: str, tmp_path: 
 
 def test_windows_of_pairs_hold_every_row_once_and_go_on_where_they_stopped(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("unfreeze.data.streamed.WINDOW", 400)
-    monkeypatch.setattr("unfreeze.data.streamed.FULL", 2)
+    monkeypatch.setattr("unfreeze.data.store.streamed.WINDOW", 400)
+    monkeypatch.setattr("unfreeze.data.store.streamed.FULL", 2)
     path = write(tmp_path / "rows.jsonl", judged(60))
     stream = streamed_files(
         [path], TOKENIZER, 64, least=10, tokens_per_step=160, seed=0, answers="pairs", workers=0

@@ -19,7 +19,7 @@ from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.core.errors import CheckpointError
 from unfreeze.generate.open import open_model
-from unfreeze.parallel.place import place
+from unfreeze.parallel.placement.place import place
 
 
 def script(path):

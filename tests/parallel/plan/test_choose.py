@@ -13,7 +13,6 @@ from unfreeze.commands import plan
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.layout import RESIDENT, Layout
 from unfreeze.kernels.expert_mlp import WORKSPACE
-from unfreeze.parallel.fleet import fleet
 from unfreeze.parallel.plan import Work, measure
 from unfreeze.parallel.plan.choose import (
     CPU_SIZES,
@@ -26,6 +25,7 @@ from unfreeze.parallel.plan.choose import (
     too_large,
 )
 from unfreeze.parallel.plan.counts import counts
+from unfreeze.parallel.plan.fleet import fleet
 from unfreeze.parallel.plan.places import places
 from unfreeze.parallel.plan.terms import USABLE
 

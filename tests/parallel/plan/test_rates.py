@@ -10,8 +10,8 @@ from unfreeze import models
 from unfreeze.kernels.choice import ops, record
 from unfreeze.kernels.choice.measure import arguments
 from unfreeze.kernels.expert_mlp import bucket as bucket_of
-from unfreeze.parallel.fleet import devices
 from unfreeze.parallel.plan import rates_here
+from unfreeze.parallel.plan.fleet import devices
 from unfreeze.parallel.plan.rates import DOCUMENTS, ROWS_PER_EXPERT, WORK, of_device, of_records
 
 LLAMA = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from unfreeze.core.layout import RESIDENT
-from unfreeze.parallel.fleet import Fleet, fleet
 from unfreeze.parallel.plan import seconds as timing
 from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.fleet import Fleet, fleet
 from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import EXPANDED, seconds
 

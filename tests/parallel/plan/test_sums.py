@@ -1,5 +1,5 @@
 """The moment after backward at which processes sum their gradients: the plan's bytes against those that
-train/optim.py and parallel/collectives.py hold, counted on meta at true size by torch's own dispatch."""
+train/optim.py and parallel/processes/collectives.py hold, counted on meta at true size by torch's own dispatch."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters import lora as low_rank
 from unfreeze.core.layout import RESIDENT
-from unfreeze.parallel import collectives
-from unfreeze.parallel.fleet import fleet
 from unfreeze.parallel.plan import Work, measure, terms
 from unfreeze.parallel.plan.counts import counts
+from unfreeze.parallel.plan.fleet import fleet
 from unfreeze.parallel.plan.places import places
+from unfreeze.parallel.processes import collectives
 from unfreeze.train.optim import AdamW
 
 LLAMA = {

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from unfreeze.data.examples import TAUGHT, Example
+from unfreeze.data.store.examples import TAUGHT, Example
 
 CHOSEN, REJECTED, MISMATCHED = 1, -1, 0
 """Sides of documents, as objectives/preference.py reads them."""

@@ -18,10 +18,10 @@ import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data.examples import TAUGHT, Example, Examples
 from unfreeze.data.packing.answers import laid_out
 from unfreeze.data.packing.order import Order, Shuffled
 from unfreeze.data.packing.packers import PACKERS, Packing, Plan
+from unfreeze.data.store.examples import TAUGHT, Example, Examples
 
 Cursor = dict[str, Any]
 """Where the next batch begins: {"epoch", "position"} and what must be unchanged for that to mean the same

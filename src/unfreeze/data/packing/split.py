@@ -16,9 +16,9 @@ import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
-from unfreeze.data.examples import NO_CONTENT, Example, Examples
 from unfreeze.data.packing.answers import order_of
 from unfreeze.data.packing.batches import pack
+from unfreeze.data.store.examples import NO_CONTENT, Example, Examples
 
 
 def is_held_out(digest: bytes, fraction: float, seed: int) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data.handed import Taken
 from unfreeze.data.packing.batches import Cursor, Fill, as_packed, batch_order, pack
 from unfreeze.data.packing.packers import PACKERS, Packing, Plan
-from unfreeze.data.streamed import Stream
+from unfreeze.data.store.handed import Taken
+from unfreeze.data.store.streamed import Stream
 
 
 class WindowBatches:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from unfreeze.core.errors import DataError
-from unfreeze.data.examples import Example
 from unfreeze.data.rows.row import Answers, Conversation, Judged, Text
+from unfreeze.data.store.examples import Example
 from unfreeze.data.tokens.masks import LONGER, Dropped, Encoded, Encoder
 from unfreeze.data.tokens.tokenizer import Tokenizer
 from unfreeze.data.tokens.turns import Renderer

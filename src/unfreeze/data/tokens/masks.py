@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from unfreeze.core.errors import DataError
-from unfreeze.data.examples import Example
-from unfreeze.data.remarks import MARKUP
 from unfreeze.data.rows.row import Answers, JsonObject, Row, Text
+from unfreeze.data.store.examples import Example
+from unfreeze.data.store.remarks import MARKUP
 from unfreeze.data.tokens.forms import Reasoning
 from unfreeze.data.tokens.taught import QUOTE_CLOSE, QUOTE_OPEN, Segment
 from unfreeze.data.tokens.tokenizer import Tokenizer

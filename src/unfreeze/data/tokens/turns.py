@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from unfreeze.core.errors import DataError
-from unfreeze.data.remarks import UNANSWERED
 from unfreeze.data.rows.messages import read_messages
 from unfreeze.data.rows.row import Conversation, JsonObject, Message
+from unfreeze.data.store.remarks import UNANSWERED
 from unfreeze.data.tokens.completions import Completions, Tools, speaks_first
 from unfreeze.data.tokens.forms import FORMS, Form, Prepared, Reasoning, no_null_content, prepare
 from unfreeze.data.tokens.outlines import Outlines

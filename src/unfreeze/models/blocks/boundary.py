@@ -1,7 +1,7 @@
 """Boundary activations: the input [T, D] of a layer, all that a recomputed layer keeps until its backward.
 
-A pass carries a `Boundary`, which keeps them. By default they stay on the device; parallel/boundary.py has
-one that keeps them in host memory.
+A pass carries a `Boundary`, which keeps them. By default they stay on the device;
+parallel/placement/boundary.py has one that keeps them in host memory.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class Experts(nn.Module):
     `activation`: SwiGLU, or another (kernels/expert_mlp/activation.py); it says how gate and up are stacked
     on the output dimension: gate first, or row by row in turn.
     `adapter.factors()` gives the low-rank factors of every expert (see kernels/expert_mlp).
-    `dispatch`: where other processes hold some of the E experts (parallel/dispatch.py). Dimension 0 of the
-    tensors is then what is `held` here; ids still count all E.
+    `dispatch`: where other processes hold some of the E experts (parallel/placement/dispatch.py).
+    Dimension 0 of the tensors is then what is `held` here; ids still count all E.
     """
 
     def __init__(

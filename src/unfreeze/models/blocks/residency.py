@@ -1,8 +1,8 @@
 """Residency: where a layer's weights are while it is computed.
 
 A pass carries one and tells it which layer comes next. By default every weight is here all the time. A
-residency that streams (parallel/residency.py) fills a buffer before the layer is computed, and again before
-its backward.
+residency that streams (parallel/placement/residency.py) fills a buffer before the layer is computed, and
+again before its backward.
 """
 
 from __future__ import annotations

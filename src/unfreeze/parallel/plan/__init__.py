@@ -31,12 +31,13 @@ from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.models.chunks import chunk_tokens
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel import machine as machines
-from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.placement.units import group_bytes
 from unfreeze.parallel.plan.aside import Aside
 from unfreeze.parallel.plan.choose import Asked, seconds_of
 from unfreeze.parallel.plan.counts import Counts, counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST, fastest
+from unfreeze.parallel.plan.fleet import Fleet
 from unfreeze.parallel.plan.places import of_one
 from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
 from unfreeze.parallel.plan.rates import LEAST_WIDTH, Base, Rates, of_records
@@ -52,7 +53,6 @@ from unfreeze.parallel.plan.terms import (
     replanned,
 )
 from unfreeze.parallel.plan.words import KERNELS, plan_fields, plan_lines
-from unfreeze.parallel.units import group_bytes
 
 __all__ = [
     "KERNELS",

@@ -16,10 +16,10 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.layout import Layout
 from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
-from unfreeze.parallel.fleet import PER_HOST, Fleet, devices
 from unfreeze.parallel.plan.aside import Aside
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST
+from unfreeze.parallel.plan.fleet import PER_HOST, Fleet, devices
 from unfreeze.parallel.plan.layouts import MANY, Facts, layouts
 from unfreeze.parallel.plan.places import Places, grouped, places, share
 from unfreeze.parallel.plan.propose import MIN_TOKENS

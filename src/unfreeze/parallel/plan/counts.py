@@ -13,7 +13,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import group_of
-from unfreeze.parallel.residency import come_whole
+from unfreeze.parallel.placement.residency import come_whole
 
 
 @dataclass(frozen=True)

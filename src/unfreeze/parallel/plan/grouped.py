@@ -1,4 +1,7 @@
-"""Experts that come in groups: what comes at once, and what a layer holds then (parallel/groups.py)."""
+"""Experts that come in groups: what comes at once, and what a layer holds then.
+
+placement/groups.py is what computes so.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from dataclasses import replace
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
 from unfreeze.models.blocks.experts import UNEVEN
+from unfreeze.parallel.placement.units import group_bytes
 from unfreeze.parallel.plan.sizes import Sizes
-from unfreeze.parallel.units import group_bytes
 
 
 def units(sizes: Sizes, buffer: int | None) -> list[int]:
@@ -31,7 +34,7 @@ def units(sizes: Sizes, buffer: int | None) -> list[int]:
 
 
 def grouped(sizes: Sizes, come: Sequence[int]) -> Sizes:
-    """The sizes with what parallel/groups.py holds of a layer's n = T K rows, where experts come in groups.
+    """The sizes with what placement/groups.py holds of a layer's n = T K rows, where experts come in groups.
 
     Of all rows x as it came, instead of gate and up; in backward also their dy and dx. Of the fullest group,
     UNEVEN times its share, what the op holds: gate and up, its result, and dx in float32 and rounded.

@@ -197,7 +197,7 @@ def _splits(wish: Layout, facts: Facts) -> list[int]:
                 f"place.split is {wish.split}, but every weight trains, and those are not split by experts",
                 next="--place.split 1, or --train adapters",
             )
-        from unfreeze.parallel.mesh import check_split
+        from unfreeze.parallel.processes.mesh import check_split
 
         check_split(wish.split, facts.processes, facts.num_experts)
     return [wish.split]

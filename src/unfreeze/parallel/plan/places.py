@@ -17,9 +17,9 @@ from unfreeze.core.process import COMPILED, PROCESS
 from unfreeze.core.units import format_bytes
 from unfreeze.kernels.expert_mlp import expert_groups, workspace_bytes
 from unfreeze.models.blocks.experts import UNEVEN, bytes_at_work
-from unfreeze.parallel.fleet import Fleet
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.fleet import Fleet
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import MOMENT_BYTES, STATE, USABLE, Plan, Work, plan
 

@@ -18,7 +18,7 @@ import torch
 
 from unfreeze.kernels.choice import ops, record
 from unfreeze.kernels.choice.choose import by_record
-from unfreeze.parallel.fleet import Device
+from unfreeze.parallel.plan.fleet import Device
 
 EXPERT_SHARE, HALF_ROWS = 0.66, 128.0  # grouped GEMM on H100: 650 of 989 TFLOP/s, half of it at 128 rows
 DENSE_SHARE = 0.63  # 620 of 989 TFLOP/s

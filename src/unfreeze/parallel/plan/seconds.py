@@ -43,8 +43,8 @@ import torch
 
 from unfreeze.core.layout import Layout
 from unfreeze.kernels.expert_mlp import expert_groups
-from unfreeze.parallel.fleet import PER_HOST, Fleet
 from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.fleet import PER_HOST, Fleet
 from unfreeze.parallel.plan.rates import Rates
 
 EXPANDED = 2.5625  # bytes per weight: 0.5625 read, 2 written

@@ -10,8 +10,8 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.models.targets import largest_per_rank, per_rank
-from unfreeze.parallel.peers import rest_bytes
-from unfreeze.parallel.residency import bytes_of_expert, come_whole, streamed_bytes
+from unfreeze.parallel.placement.peers import rest_bytes
+from unfreeze.parallel.placement.residency import bytes_of_expert, come_whole, streamed_bytes
 
 
 @dataclass(frozen=True)

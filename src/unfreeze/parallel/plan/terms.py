@@ -21,12 +21,12 @@ from unfreeze.core.layout import Layout
 from unfreeze.kernels.attention.by_blocks import scratch_bytes
 from unfreeze.kernels.attention.workspace import workspace_bytes
 from unfreeze.models.blocks.bytes import AttentionShape
-from unfreeze.parallel.collectives import BUCKET
 from unfreeze.parallel.machine import Hardware
-from unfreeze.parallel.peers import part_bytes
+from unfreeze.parallel.placement.peers import part_bytes
+from unfreeze.parallel.placement.residency import buffer_bytes
 from unfreeze.parallel.plan.grouped import grouped, units
 from unfreeze.parallel.plan.sizes import Sizes
-from unfreeze.parallel.residency import buffer_bytes
+from unfreeze.parallel.processes.collectives import BUCKET
 
 if TYPE_CHECKING:
     from unfreeze.parallel.plan.aside import Aside
@@ -318,7 +318,7 @@ def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
     """After backward, where processes sum their gradients: in fp32, 4 bytes a trained weight.
 
     Tensors go together as copies in one buffer of at most BUCKET bytes; a larger one goes alone, without a
-    copy (parallel/collectives.py). A gradient in half precision is there until its fp32 sum has come back:
+    copy (processes/collectives.py). A gradient in half precision is there until its fp32 sum has come back:
     2 bytes a number of what is on its way (train/optim.py).
     What nccl holds for itself is in no term.
     """

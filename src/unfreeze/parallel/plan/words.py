@@ -7,9 +7,9 @@ from typing import Any
 
 from unfreeze.core.process import COMPILED_AT_MOST
 from unfreeze.core.units import format_bytes, format_count, format_step
+from unfreeze.parallel.placement.residency import reads_of
 from unfreeze.parallel.plan.grouped import units
 from unfreeze.parallel.plan.terms import Plan
-from unfreeze.parallel.residency import reads_of
 
 SOURCES = {"host": "host memory", "disk": "disk"}
 KERNELS = f"0.3 to {COMPILED_AT_MOST} for kernels as they are compiled"

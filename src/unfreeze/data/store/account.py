@@ -1,0 +1,232 @@
+"""The account of the rows of data files: used, cut, dropped or bad; duplicates.
+
+Nothing here needs torch: the processes that encode (workers.py) each keep an account of their own rows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from unfreeze.core.errors import DataError
+from unfreeze.core.units import format_count
+from unfreeze.data.rows.row import BadRow, Judged, Row, content_digest
+from unfreeze.data.store.examples import NUMBERS, Columns, Example, Examples
+from unfreeze.data.tokens.masks import Dropped, Encoded
+
+ROWS_LISTED = 20
+"""The most rows that each list of the account has: dropped or bad rows, truncated ones, duplicates. All are
+counted."""
+Reading = Literal["memory", "disk", "on demand"]
+"""Where a batch finds its documents: in memory, encoded on disk (encoded.py), or in the data files."""
+
+
+@dataclass
+class Stats:
+    """The account of the rows: rows == used rows + dropped + bad.
+
+    tokens and supervised are those of the examples, supervised ones after the shift.
+
+    split_rows     rows that became several examples: one per turn of the assistant, or pieces of a long text.
+                   `examples_dropped` of their examples had no supervised token at this length: left out
+    truncated      rows that lost `tokens_cut` tokens together; the first are in `cuts`
+    duplicates     rows whose content an earlier row has (`repeats` lists the first, each with that earlier
+                   row); they are used all the same
+    efficiency     share of the token budget that packing fills in the first epoch; set where batches are
+                   made, as `packing` is
+    held_out       documents set aside for validation; they are in rows, examples and tokens
+    """
+
+    rows: int = 0
+    examples: int = 0
+    split_rows: int = 0
+    examples_dropped: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    longest: int = 0
+    truncated: int = 0
+    tokens_cut: int = 0
+    dropped: int = 0
+    bad: int = 0
+    duplicates: int = 0
+    held_out: int = 0
+    packing: str = ""
+    efficiency: float | None = None
+    reading: Reading = "memory"
+    listed: list[BadRow] = field(default_factory=list)
+    cuts: list[BadRow] = field(default_factory=list)
+    repeats: list[BadRow] = field(default_factory=list)
+    shapes: Counter[str] = field(default_factory=Counter)
+    files: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def supervised_fraction(self) -> float:
+        return self.supervised / max(self.tokens, 1)
+
+    def add(self, columns: Columns) -> None:
+        """Count the documents that follow."""
+        for length, supervised, *_ in zip(*[iter(columns.numbers)] * NUMBERS, strict=True):
+            self.examples, self.tokens = self.examples + 1, self.tokens + length
+            self.supervised, self.longest = self.supervised + supervised, max(self.longest, length)
+
+    def summary(self) -> str:
+        """Put the account into one line.
+
+        `700 rows (question/answer 700), 81.2 K tokens, 62.1 % supervised, longest 301; 3 truncated (96 tokens
+        cut), 0 dropped, …`
+        """
+        shapes = ", ".join(f"{name} {count}" for name, count in self.shapes.most_common())
+        made = f", {self.examples} examples" if self.split_rows else ""
+        cut = f" ({self.tokens_cut} tokens cut)" if self.truncated else ""
+        also = f" (and {self.examples_dropped} examples)" if self.examples_dropped else ""
+        line = (
+            f"{self.rows} rows ({shapes}){made}, {format_count(self.tokens)} tokens,"
+            f" {100 * self.supervised_fraction:.1f} % supervised, longest {self.longest}; {self.truncated}"
+            f" truncated{cut}, {self.dropped} dropped{also}, {self.bad} bad, {self.duplicates} duplicates"
+        )
+        more = [
+            (f"batches are {100 * self.efficiency:.1f} % full" if self.efficiency is not None else ""),
+            f"{self.held_out} documents held out for validation" if self.held_out else "",
+            "files read on demand" if self.reading == "on demand" else "",
+            *(f"{note} ({count} row{'' if count == 1 else 's'})" for note, count in self.notes.items()),
+        ]
+        return "; ".join([line, *filter(None, more)])
+
+    def as_dict(self) -> dict[str, object]:
+        """The same as plain JSON, for an event or --json."""
+        counters = {"shapes": dict(self.shapes), "files": dict(self.files), "notes": dict(self.notes)}
+        return {**asdict(self), "supervised_fraction": self.supervised_fraction, **counters}
+
+
+_SUMS = ("rows", "split_rows", "examples_dropped", "truncated", "tokens_cut", "dropped", "bad")
+"""Of Stats: what adds up, row by row."""
+_LISTS = ("listed", "cuts")
+_COUNTS = ("shapes", "files", "notes")
+
+
+class Account:
+    """Encodes rows and counts each one: used, cut, dropped or bad."""
+
+    def __init__(self, paths: Sequence[Path], *, skip: bool):
+        self.stats = Stats()
+        self._paths, self._skip = paths, skip
+        self._row_digests, self._row_places = bytearray(), array("q")
+
+    def unreadable(self, source: int, found: BadRow) -> None:
+        """A row that is not JSON, or of no known shape."""
+        self.stats.rows += 1
+        self.stats.bad += 1
+        self._list(self.stats.listed, source, found)
+
+    def encode(self, row: Row | Judged, source: int, encoder: Callable[[Any], Encoded]) -> list[Example]:
+        """The row's examples, counted; none where it is dropped or, with on_bad_row "skip", bad."""
+        stats = self.stats
+        stats.rows += 1
+        stats.shapes[row.shape] += 1
+        stats.files[self._paths[source].name] += 1
+        try:
+            encoded = encoder(row)
+        except Dropped as error:
+            stats.dropped += 1
+            self._list(stats.listed, source, BadRow(row.row, error.message))
+            return []
+        except DataError as error:
+            if not self._skip:
+                name = self._paths[source].name
+                raise DataError(
+                    f"{name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip"
+                ) from None
+            stats.bad += 1
+            self._list(stats.listed, source, BadRow(row.row, error.message))
+            return []
+        digest = content_digest(row)
+        self._row_digests += digest
+        self._row_places.extend((source, row.row))
+        self._count(row, source, encoded)
+        return [
+            Example(example.tokens, example.weights, example.row, example.cut, source, digest, example.chosen)
+            for example in encoded.examples
+        ]
+
+    def _count(self, row: Row | Judged, source: int, encoded: Encoded) -> None:
+        stats, cuts = self.stats, [example for example in encoded.examples if example.cut]
+        stats.notes.update(encoded.notes)
+        stats.split_rows += len(encoded.examples) + len(encoded.dropped) > 1
+        stats.examples_dropped += len(encoded.dropped)
+        for reason in encoded.dropped:
+            self._list(
+                stats.listed,
+                source,
+                BadRow(
+                    row.row,
+                    f"{reason} (one of {len(encoded.examples) + len(encoded.dropped)} examples of the row)",
+                ),
+            )
+        if cuts:
+            stats.truncated += 1
+            stats.tokens_cut += sum(example.cut for example in cuts)
+            kept, cut = cuts[0].num_tokens, cuts[0].cut
+            self._list(
+                stats.cuts,
+                source,
+                BadRow(row.row, f"row {row.row}: {kept} of {kept + cut} tokens kept, {cut} cut"),
+            )
+
+    def finish(self, examples: Examples) -> Stats:
+        """Complete the account: the sums over the examples, and the duplicates."""
+        stats = self.stats
+        stats.examples = len(examples)
+        stats.tokens, stats.supervised = int(examples.lengths_N.sum()), int(examples.supervised_N.sum())
+        stats.longest = int(examples.lengths_N.max(initial=0))
+        places = np.frombuffer(self._row_places, dtype=np.int64).reshape(-1, 2)
+        repeated = duplicates(np.frombuffer(self._row_digests, dtype="V16"))
+        stats.duplicates = len(repeated)
+        for place, first in repeated[:ROWS_LISTED]:
+            (source, row), (first_source, first_row) = places[place].tolist(), places[first].tolist()
+            where = f"row {first_row}" + (
+                f" of {self._paths[first_source].name}" if first_source != source else ""
+            )
+            self._list(stats.repeats, source, BadRow(row, f"row {row} repeats {where}"))
+        return stats
+
+    def merge(self, stats: Stats, row_digests: bytes, row_places: bytes) -> None:
+        """Add the account of the rows that follow."""
+        own = self.stats
+        for name in _SUMS:
+            setattr(own, name, getattr(own, name) + getattr(stats, name))
+        for name in _LISTS:
+            found: list[BadRow] = getattr(own, name)
+            found += getattr(stats, name)[: ROWS_LISTED - len(found)]
+        for name in _COUNTS:
+            getattr(own, name).update(getattr(stats, name))
+        self._row_digests += row_digests
+        self._row_places.frombytes(row_places)
+
+    def rows(self) -> tuple[bytes, bytes]:
+        """What finding duplicates takes, of each row that was used: 16 bytes of digest; its file and row."""
+        return bytes(self._row_digests), self._row_places.tobytes()
+
+    def _list(self, listed: list[BadRow], source: int, found: BadRow) -> None:
+        if len(listed) < ROWS_LISTED:
+            listed.append(replace(found, file=self._paths[source].name if len(self._paths) > 1 else ""))
+
+
+def duplicates(digests_N: np.ndarray) -> list[tuple[int, int]]:
+    """List (place, place of the first equal one) for every digest that stood before, in order.
+
+    16 bytes each: a chance collision is out of question.
+    """
+    halves_N2 = np.frombuffer(digests_N.tobytes(), dtype=[("a", "<u8"), ("b", "<u8")])
+    _, first, inverse = np.unique(halves_N2, return_index=True, return_inverse=True)
+    original_N = first[inverse]
+    return [
+        (int(place), int(original_N[place]))
+        for place in np.flatnonzero(original_N != np.arange(len(original_N)))
+    ]

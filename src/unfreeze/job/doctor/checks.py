@@ -1,0 +1,474 @@
+"""The checks of `unfreeze doctor`: what can be known of a run before it starts.
+
+Each runs a guard of the run beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.config.training import TrainingConfig
+from unfreeze.core.errors import DataError, UserError
+from unfreeze.core.torchrun import sharers
+from unfreeze.core.units import format_bytes
+from unfreeze.core.writer import writer
+from unfreeze.job.data import every_row, few_steps, steps_of
+from unfreeze.job.doctor.finding import Finding
+from unfreeze.job.doctor.machine import check_machine
+from unfreeze.job.end.folder import with_files
+from unfreeze.job.opening.precision import in_dtype
+from unfreeze.job.parts import Parts
+from unfreeze.job.planning.plan import ROOM, Planning, disk_of
+from unfreeze.kernels.precision import Precision, precision
+from unfreeze.tracking.live import EncodeProgress
+
+if TYPE_CHECKING:
+    import torch
+
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.data import Dataset, Tokenizer
+    from unfreeze.models import Shape
+    from unfreeze.parallel.plan import Plan
+
+SMOKE_TOKENS = 32
+# a larger model isn't loaded for the numerics check: reading 4 GiB takes some seconds, 594 GB an hour
+SMOKE_BYTES = 4 * 2**30
+ALL_TAUGHT = 0.98  # conversations of which more carries loss than this have most likely lost their mask
+
+
+@dataclass
+class Subject:
+    """What the checks look at; each part is read once, when a check first asks for it."""
+
+    config: TrainingConfig
+    parts: Parts
+    has_data: bool
+    quiet: bool = True
+    dtype: Precision | None = None  # of the config, and why it is that one
+    broken: set[str] = field(default_factory=set[str])
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        from unfreeze.checkpoint import open_checkpoint
+
+        return open_checkpoint(self.config.model)
+
+    @cached_property
+    def shape(self) -> Shape:
+        from unfreeze import models
+
+        return models.shape(self.manifest.config)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        from unfreeze.config.template import template_time, template_values
+        from unfreeze.data import load_tokenizer
+
+        now, variables = (
+            template_time(self.config.data.template_date),
+            template_values(self.config.data.template_variables),
+        )
+        return load_tokenizer(self.manifest.path, now=now, template_variables=variables)
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens at which the run would cut a row."""
+        from unfreeze.job.data import sequence_length
+
+        return sequence_length(self.config.data, self.config.tokens_per_micro_batch, self.shape.max_positions)
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The data as the run would encode it, bad rows counted instead of refused."""
+        config = with_files(self.config)
+        data, tokens = config.data, config.tokens_per_micro_batch
+        given: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "sequence_length": self.length,
+            "truncation": data.truncation,
+            "on_bad_row": "skip",
+            "columns": data.columns,
+            **self.parts.encoding,
+        }
+        with EncodeProgress(quiet=self.quiet) as progress:
+            return every_row(data, config.training, tokens, config.seed, progress, given)
+
+    @cached_property
+    def device(self) -> torch.device:
+        from unfreeze.job.opening.device import pick_device
+
+        return pick_device(self.config.memory.device)
+
+    @cached_property
+    def plan(self) -> Plan:
+        self.parts.trained.check(self.manifest)
+        given = self.config, self.parts.trained, self.manifest, self.shape, self.device
+        return Planning(*given, second=self.parts.second).first()[1]
+
+
+Check = Callable[[Subject], Iterator[Finding]]
+
+
+def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool = True) -> Iterator[Finding]:
+    """Every check in order. What needs a part that is broken is skipped, naming the part."""
+    subject = Subject(config, parts, has_data, quiet)
+    with suppress(UserError):  # of the device, which the first check names
+        subject.dtype = precision(config.memory.dtype, subject.device)
+        subject.config = in_dtype(config, subject.dtype.name)
+    for name, check, needs in CHECKS:
+        lacking = [part for part in needs if part in subject.broken]
+        if lacking:
+            yield Finding(name, "skip", f"needs the {lacking[0]}, which has a fault")
+            subject.broken.add(name)
+            continue
+        try:
+            for finding in check(subject):
+                yield finding
+                if finding.level == "fault":
+                    subject.broken.add(name)
+        except UserError as error:
+            yield Finding(name, "fault", error.message, error.next)
+            subject.broken.add(name)
+
+
+def check_checkpoint(subject: Subject) -> Iterator[Finding]:
+    """docs/trust.md L7 and L8: every tensor of the model is covered exactly once by the files.
+
+    No tensor is read for it.
+    """
+    from unfreeze import models
+    from unfreeze.checkpoint.resolve import resolve
+    from unfreeze.generate.open import dtype_of
+    from unfreeze.parallel.placement.place import check_coverage
+
+    manifest, shape = subject.manifest, subject.shape
+    model = models.meta_model(shape, manifest, dtype_of(subject.config.memory.dtype))
+    buffers = model.state_dict(keep_vars=True).keys()
+    wanted = [
+        *model.named_parameters(),
+        *((name, buffer) for name, buffer in model.named_buffers() if name in buffers),
+    ]
+    params = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in wanted}
+    check_coverage(
+        resolve(manifest, models.rules(shape), params, ignore=models.ignored(shape), tied=models.tied(shape)),
+        params,
+    )
+    code = sorted(path.name for path in manifest.path.glob("*.py"))
+    beside = f"; {len(code)} Python files lie beside it ({code[0]}) and are never run" if code else ""
+    yield Finding(
+        "checkpoint",
+        "ok",
+        f"{shape.model_type}: {len(manifest.tensors):,} tensors, {format_bytes(manifest.nbytes)} in"
+        f" {len(manifest.files)} files cover each of {len(params):,} parameters exactly once{beside}",
+    )
+    for note in models.notes(manifest.config):
+        yield Finding(
+            "checkpoint",
+            "warn",
+            note,
+            "ask the publisher what they change; a program that knows them may compute other numbers",
+        )
+
+
+def check_vocabulary(subject: Subject) -> Iterator[Finding]:
+    """Every id has a row in the embedding, and texts have an end (docs/trust.md N5 and N6)."""
+    from unfreeze.job.data import check_vocabulary as refuse_mismatch
+
+    tokenizer, rows = subject.tokenizer, subject.shape.vocab_size
+    refuse_mismatch(tokenizer, subject.shape, subject.manifest)
+    ends = ", ".join(
+        repr(tokenizer.token_text(id)) for id in sorted(tokenizer.eos_ids) if id < tokenizer.vocab_size
+    )
+    beyond = [id for id in tokenizer.eos_ids if id >= tokenizer.named_size]
+    padded = rows - tokenizer.named_size
+    line = (
+        f"{tokenizer.named_size:,} ids, {rows:,} rows of the embedding ({padded:,} padded, never sampled);"
+        f" ends: {ends or 'none'}"
+    )
+    if not tokenizer.eos_ids:
+        yield Finding(
+            "vocabulary",
+            "warn",
+            f"{line}: no end is learned or stops a text",
+            "give tokenizer_config.json an eos_token",
+        )
+    elif beyond:
+        yield Finding(
+            "vocabulary",
+            "warn",
+            f"{line}; end id {beyond[0]} has no name",
+            "mend eos_token_id in generation_config.json or config.json",
+        )
+    else:
+        yield Finding("vocabulary", "ok", line)
+
+
+def check_second(subject: Subject) -> Iterator[Finding]:
+    """A teacher, or what a policy is compared with: as a run refuses it. Nothing where there is none."""
+    second = subject.parts.second
+    if second is None:
+        return
+    second.check(subject.manifest, subject.tokenizer)
+    if subject.has_data:
+        second.known(subject.dataset.examples)
+    yield Finding("second", "ok", second.said(subject.manifest))
+
+
+def check_template(subject: Subject) -> Iterator[Finding]:
+    """docs/trust.md N4 and N6: what the template's mask teaches of a conversation of known words."""
+    from unfreeze.data import Conversation
+    from unfreeze.data.tokens.masks import renderer
+
+    tokenizer = subject.tokenizer
+    if tokenizer.template is None:
+        yield Finding(
+            "template",
+            "warn",
+            "the checkpoint has no chat template: the plain one is used",
+            "add the publisher's chat_template.jinja",
+        )
+        return
+    messages = [
+        {"role": role, "content": text}
+        for role, text in (("user", "Aq1"), ("assistant", "Zq1"), ("user", "Aq2"), ("assistant", "Zq2"))
+    ]
+    render = renderer(
+        tokenizer,
+        turns=subject.parts.encoding.get("turns", "auto"),
+        reasoning=subject.parts.encoding.get("reasoning", "auto"),
+    )
+    rendered = render(Conversation(messages))
+    taught = [segment.text for sample in rendered.samples for segment in sample if segment.supervised]
+    release = f" (that of {tokenizer.template.release.name})" if tokenizer.template.release.name else ""
+    both = [
+        text.removesuffix(next((end for end in render.ends if text.endswith(end)), "")) for text in taught
+    ]
+    known = f"in a two-turn test chat{release} both answers are trained on, each with its end token"
+    if [text.strip() for text in both] != ["Zq1", "Zq2"]:
+        known = f"in a two-turn test chat{release} this is trained on: {' and '.join(map(repr, taught))}"
+    if not all(any(text.endswith(end) for end in render.ends) for text in taught):
+        yield Finding(
+            "template",
+            "warn",
+            f"what is taught does not close with an end token: {taught[0]!r}",
+            "mend eos_token, or the template",
+        )
+    elif len(rendered.samples) > 1:
+        yield Finding("template", "ok", f"{known}, each as an example of its own: it rewrites earlier turns")
+    else:
+        yield Finding("template", "ok", known)
+    said = [
+        {"role": "user", "content": "Aq1"},
+        {"role": "assistant", "content": "Zq1", "reasoning_content": "Tq1"},
+    ]
+    try:
+        thought = next(
+            segment.text for segment in render(Conversation(said)).samples[0] if segment.supervised
+        )
+        yield Finding("template", "ok", f"reasoning_content is taught as {thought!r}")
+    except DataError as error:
+        yield Finding(
+            "template",
+            "ok",
+            "rows with reasoning_content are refused: this template has no form for it",
+            error.next,
+        )
+
+
+def check_data(subject: Subject) -> Iterator[Finding]:
+    """Rows that are bad, without loss, cut or doubled, and a lost mask (docs/trust.md R7, N2, N4)."""
+    if not subject.has_data:
+        yield Finding("data", "skip", "no data file given (--data F)")
+        return
+    from unfreeze.data.store.remarks import too_long
+
+    stats = subject.dataset.stats
+    longer = too_long(stats, subject.length, subject.shape.max_positions)
+    yield Finding("data", "ok", stats.summary())
+    if stats.bad:
+        first = "; ".join(bad.reason for bad in stats.listed[:3])
+        yield Finding(
+            "data",
+            "warn" if subject.config.data.on_bad_row == "skip" else "fault",
+            f"{stats.bad} of {stats.rows} rows cannot be read: {first}",
+            "mend the rows, or --on-bad-row skip",
+        )
+    if stats.dropped:
+        first = next((bad.reason for bad in stats.listed if "supervised" in bad.reason), "")
+        yield Finding(
+            "data",
+            "warn",
+            f"{stats.dropped} of {stats.rows} rows carry no loss and are dropped: {first}",
+            longer,
+        )
+    if stats.truncated:
+        yield Finding(
+            "data",
+            "warn",
+            f"{stats.truncated} of {stats.rows} rows are cut at {subject.length:,} tokens",
+            longer,
+        )
+    texts = stats.shapes.get("text", 0)
+    if not texts and stats.supervised_fraction > ALL_TAUGHT:
+        yield Finding(
+            "data",
+            "warn",
+            f"{100 * stats.supervised_fraction:.1f} % of the conversations' tokens carry loss: is the mask"
+            " lost?",
+            "unfreeze data show colours what is taught",
+        )
+    if stats.duplicates:
+        first = stats.repeats[0].reason if stats.repeats else ""
+        yield Finding(
+            "data",
+            "warn",
+            f"{stats.duplicates} of {stats.rows} rows stood before: {first}",
+            "remove the duplicates",
+        )
+
+
+def check_steps(subject: Subject) -> Iterator[Finding]:
+    """How many steps the run makes of the data."""
+    if not subject.has_data:
+        yield Finding("steps", "skip", "no data file given (--data F)")
+        return
+    training, steps = subject.config.training, steps_of(subject.config, subject.dataset.examples)
+    few, remedy = few_steps(training, steps)
+    parts = subject.config.memory.micro_batches
+    counts = ", ".join(map(str, sharers(parts)))
+    shared = f" in {parts} micro-batches, for as many processes as divide them: {counts}" if parts > 1 else ""
+    line = f"{steps:,} steps of {training.tokens_per_step:,} tokens{shared}"
+    yield Finding("steps", "warn" if few else "ok", few or line, remedy)
+
+
+def check_memory(subject: Subject) -> Iterator[Finding]:
+    """The plan of the run: does it fit."""
+    from unfreeze.parallel.plan import KERNELS, refuse_if_too_large
+
+    plan = subject.plan
+    refuse_if_too_large(plan)
+    process = (
+        f" beside the process's own {format_bytes(plan.hardware.process)} and {KERNELS}"
+        if plan.hardware.process
+        else ""
+    )
+    line = (
+        f"a run needs {format_bytes(plan.total)}{process}, of {format_bytes(plan.usable)} usable;"
+        f" {plan.adapter_parameters:,} adapter parameters"
+    )
+    yield Finding("memory", "ok", line)
+    if subject.device.type == "cuda":
+        from unfreeze.job.opening.device import allocator_line
+
+        said, expandable = allocator_line()
+        yield Finding("memory", "ok" if expandable else "warn", said, "set it before the program starts")
+
+
+def check_disk(subject: Subject) -> Iterator[Finding]:
+    """Room for the saves of the state, and for the adapter or the model."""
+    what = subject.parts.trained.name
+    disk = disk_of(subject.config, subject.parts.trained, subject.manifest, subject.plan)
+    line = disk.words(what)
+    if disk.free < disk.needed:
+        yield Finding("disk", "fault", line, ROOM)
+    else:
+        yield Finding("disk", "ok", line)
+
+
+def check_run(subject: Subject) -> Iterator[Finding]:
+    """docs/trust.md R2 and R8: what already lies in the run folder."""
+    from unfreeze.train.run import changed_fields, latest, plain_json, read_record
+
+    folder = subject.config.run_dir
+    if not folder.is_dir():
+        yield Finding("run", "ok", f"{folder} is new")
+        return
+    if pid := writer(folder):
+        yield Finding(
+            "run", "fault", f"{folder} is in use by process {pid}", "wait for it, or give another --out"
+        )
+        return
+    save = latest(folder)
+    if save is None:
+        yield Finding("run", "ok", f"{folder} exists and holds no save: a run there begins at step 0")
+        return
+    record = read_record(save)
+    changed = [field for field, _, _ in changed_fields(record["config"], plain_json(subject.config.record()))]
+    if changed and subject.has_data:
+        line = (
+            f"{folder} was trained to step {record['step']} with another configuration: {', '.join(changed)}"
+            " differ"
+        )
+        yield Finding("run", "fault", line, "restore these fields, or give another --out")
+    else:
+        yield Finding("run", "ok", f"{folder} resumes from step {record['step']}")
+
+
+def check_numerics(subject: Subject) -> Iterator[Finding]:
+    """One forward pass of 32 tokens: every number finite."""
+    if subject.manifest.nbytes > SMOKE_BYTES:
+        size = format_bytes(subject.manifest.nbytes)
+        yield Finding(
+            "numerics", "skip", f"the model has {size}; up to {format_bytes(SMOKE_BYTES)} are loaded for this"
+        )
+        return
+    import torch
+
+    from unfreeze.data import Example, pack
+    from unfreeze.generate.open import dtype_of, open_model
+    from unfreeze.objectives.cross_entropy import cross_entropy
+
+    # no warnings: check_checkpoint has reported these notes
+    model = open_model(
+        subject.manifest,
+        dtype_of(subject.config.memory.dtype),
+        subject.device,
+        warn=lambda note: None,
+        as_stored=True,
+    )
+    worst = [name for name, tensor in model.named_parameters() if not bool(tensor.isfinite().all())]
+    if worst:
+        yield Finding(
+            "numerics",
+            "fault",
+            f"{len(worst)} weights hold NaN or infinity; first: {worst[0]}",
+            "download the checkpoint again",
+        )
+        return
+    tokens = [(7 * i) % subject.shape.vocab_size for i in range(SMOKE_TOKENS)]
+    batch = pack([Example(tokens, [0.0] + [1.0] * (SMOKE_TOKENS - 1))]).to(subject.device)
+    with torch.no_grad():
+        hidden_TD = model.hidden(batch)
+        loss = cross_entropy(hidden_TD, model.lm_head, batch)
+    largest, mean = float(hidden_TD.abs().max()), float(loss.sum) / float(loss.count)
+    line = (
+        f"{SMOKE_TOKENS} tokens in {subject.config.memory.dtype}: largest hidden value {largest:.3g}, loss"
+        f" {mean:.2f}"
+    )
+    finite = bool(hidden_TD.isfinite().all()) and mean == mean
+    yield Finding(
+        "numerics",
+        "ok" if finite else "fault",
+        line,
+        "" if finite else "--dtype float32, or: unfreeze bisect MODEL --against hf",
+    )
+
+
+CHECKS: tuple[tuple[str, Check, tuple[str, ...]], ...] = (
+    ("machine", check_machine, ()),
+    ("checkpoint", check_checkpoint, ()),
+    ("vocabulary", check_vocabulary, ("checkpoint",)),
+    ("template", check_template, ("vocabulary",)),
+    ("data", check_data, ("vocabulary",)),
+    ("steps", check_steps, ("data",)),
+    ("second", check_second, ("checkpoint", "vocabulary", "data")),
+    ("memory", check_memory, ("checkpoint",)),
+    ("disk", check_disk, ("checkpoint",)),
+    ("run", check_run, ()),
+    ("numerics", check_numerics, ("checkpoint", "memory")),
+)
+"""name, check, the parts it needs."""

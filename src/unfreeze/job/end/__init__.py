@@ -1,0 +1,1 @@
+"""What a run leaves behind: its folder, result, checkpoint and card; and how it is resumed."""

@@ -1,0 +1,76 @@
+"""The end of a run: its report, what is said, and its result as numbers."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from unfreeze.core.command import Common
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.events import RESOLVED
+from unfreeze.core.schema import EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
+from unfreeze.job.end.folder import again
+from unfreeze.report.events import folded, last, of_kind, read_events
+from unfreeze.report.html import summary_lines, write_report
+from unfreeze.report.times import tokens_per_second
+from unfreeze.untrusted.json_object import read_object
+
+
+def finish(
+    run_dir: Path, common: Common, command: str, *, export: bool = False, **extra: Any
+) -> dict[str, Any]:
+    """Write the report, say where everything is, and give the result computed from the run's own events."""
+    write_report(run_dir)
+    result = {**result_of(read_events(run_dir / "events.jsonl")), **extra, "run": str(run_dir)}
+    if not common.quiet:
+        before = train_more(run_dir) if extra.get("already_finished") else []
+        after = [f"report: {run_dir / 'report.html'}", next_command(run_dir, result, command, export)]
+        print("\n".join([*before, *summary_lines(run_dir), *after]), file=sys.stderr)
+    return result
+
+
+def train_more(run_dir: Path) -> list[str]:
+    """What is said of a run that was finished before: nothing was done, and the three ways to train more."""
+    adapter = (run_dir / "adapter").is_dir()
+    result = shlex.quote(str(run_dir if adapter else run_dir / "model"))
+    trained = f"--{'adapter' if adapter else 'model'} {result}"
+    field = "steps" if read_object(run_dir / RESOLVED, ConfigError).get("steps") else "epochs"
+    more = (
+        f"to train more: anew with another --out; from its result with {trained} and"
+        f" another --out; or this run for longer with a higher --{field} and --allow-changed {field}"
+    )
+    return ["this run was finished before; nothing was trained now", *folded(more)]
+
+
+def result_of(events: Sequence[Event]) -> dict[str, Any]:
+    """Give steps, losses, speed, memory and receipt of a run, from its events alone.
+
+    A resumed run counts all its parts.
+    """
+    train = [event for event in of_kind(events, TrainEvent) if event.get("loss") is not None]
+    receipt, end = last(events, ReceiptEvent), last(events, EndEvent)
+    return {
+        "steps": train[-1]["step"] if train else 0,
+        "loss_first": train[0]["loss"] if train else None,
+        "loss_last": train[-1]["loss"] if train else None,
+        "tokens_per_second": tokens_per_second(events),
+        "peak_bytes": max((event.get("peak_bytes", 0) for event in train), default=0),
+        "receipt": receipt["groups"] if receipt else {},
+        "finished": end is not None and end.get("reason") == "done",
+    }
+
+
+def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bool) -> str:
+    """What to do now: go on, or use what was trained."""
+    if not result["finished"]:
+        return f"interrupted after step {result['steps']}, all is saved; {again(command)}"
+    name = shlex.quote(str(run_dir))
+    if not export:
+        return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
+    plan = last(read_events(run_dir / "events.jsonl"), PlanEvent)
+    note = plan.get("export_note", "") if plan else ""
+    said = [f"next: unfreeze chat {name}    unfreeze export {name} --for vllm", *folded(note, "  ")]
+    return "\n".join(said)

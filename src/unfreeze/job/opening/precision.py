@@ -1,0 +1,76 @@
+"""The dtype a run is computed in, the same in all of its processes and sessions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from unfreeze.config.training import TrainingConfig
+from unfreeze.core.cpu import multiplies_bf16
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.events import RESOLVED
+from unfreeze.kernels.precision import AUTO, Precision, precision, slow
+from unfreeze.untrusted.json_object import read_object
+
+if TYPE_CHECKING:
+    import torch
+
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.train.run import Run
+
+
+def expected(config: TrainingConfig) -> str:
+    """The dtype of a run on a CPU, as far as it is known before torch is imported."""
+    asked = began(config) or config.memory.dtype
+    return asked if asked != AUTO else "bfloat16" if multiplies_bf16() else "float32"
+
+
+def began(config: TrainingConfig) -> str:
+    """The dtype of the run that goes on in this folder; "" where none does, or another one is asked for."""
+    path = config.run_dir / RESOLVED
+    if config.memory.dtype != AUTO or not path.is_file():
+        return ""
+    before = read_object(path, ConfigError).get("dtype")
+    return str(before) if before in ("bfloat16", "float32") else ""
+
+
+def settled(
+    config: TrainingConfig, start: Manifest | None, device: torch.device, group: Group
+) -> tuple[TrainingConfig, Precision]:
+    """(the config with dtype = "auto" replaced, the dtype and why it is that one).
+
+    A run that goes on keeps its dtype. A new one from random weights is computed in float32, any other in
+    what the hardware multiplies; where one of several processes takes float32, all do.
+    """
+    own = precision(config.memory.dtype, device)
+    if config.memory.dtype != AUTO:
+        return config, own
+    if first := group.texts(began(config))[0]:
+        return in_dtype(config, first), Precision(first, "as the run began")
+    if start is not None and not start.tensors:
+        own = Precision("float32", "new weights train in float32")
+    if "float32" in group.texts(own.name) and own.name != "float32":
+        own = Precision("float32", "another process has no bfloat16 units")
+    return in_dtype(config, own.name), own
+
+
+def in_dtype(config: TrainingConfig, name: str) -> TrainingConfig:
+    """The same config with that dtype."""
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"dtype": name})})
+
+
+def computed_here(config: TrainingConfig, device: torch.device) -> TrainingConfig:
+    """The config as a new run on this device alone would have it."""
+    return in_dtype(config, precision(config.memory.dtype, device).name)
+
+
+def dtype_line(dtype: Precision) -> str:
+    """What the start of a run says: the dtype, and why it is that one."""
+    return f"dtype: {dtype.name} ({dtype.why})"
+
+
+def warn_slow(folder: Run, config: TrainingConfig, device: torch.device) -> None:
+    """Emit a warning where the run's dtype is emulated on this device, with what to do."""
+    if why := slow(config.memory.dtype, device):
+        remedy = "--dtype float32" + (" --allow-changed dtype" if folder.step else "")
+        folder.events.emit("warning", folder.step, message=f"{why}; faster: {remedy}")

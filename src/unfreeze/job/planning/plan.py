@@ -1,0 +1,398 @@
+"""The plan of a run: computed, shown in three lines, written to plan.json; refused where it doesn't fit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from unfreeze.config.tables import Save
+from unfreeze.config.training import TrainingConfig
+from unfreeze.core.errors import ConfigError, DoesNotFit
+from unfreeze.core.events import RESOLVED
+from unfreeze.core.layout import GIB, Layout
+from unfreeze.core.process import planned_words, room_words
+from unfreeze.core.schema import PlanEvent, SaveEvent
+from unfreeze.core.torchrun import started
+from unfreeze.core.units import format_bytes, format_count, format_seconds
+from unfreeze.job.data import sequence_length
+from unfreeze.job.end.folder import write_json
+from unfreeze.job.opening.device import allocator_line
+from unfreeze.job.opening.precision import computed_here
+from unfreeze.job.trained import Trained
+from unfreeze.report.events import last, of_kind, read_events
+from unfreeze.report.run import decimal_bytes
+from unfreeze.untrusted.json_object import read_object
+
+if TYPE_CHECKING:
+    import torch
+
+    from unfreeze.adapters import LoraConfig
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.job.second import Second
+    from unfreeze.models import Decoder, Shape
+    from unfreeze.parallel.plan import Model, Plan, Work
+    from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.train.run import Run
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What of a run is planned, whatever its layout will be.
+
+    lengths    of the documents, in tokens; none: each is as long as the longest may be
+    processes  that share the micro-batches, each with one device
+    longest    tokens of the longest document, where that is not among `lengths`
+    second     a model beside the one that trains
+    """
+
+    config: TrainingConfig
+    trained: Trained
+    start: Manifest
+    shape: Shape
+    device: torch.device
+    lengths: Sequence[int] = ()
+    processes: int = 1
+    longest: int | None = None
+    second: Second | None = None
+
+    def layouts(self) -> list[Layout]:
+        """Those that the config allows, fastest first. Raises ConfigError for a wish that cannot be."""
+        from unfreeze.parallel.plan.layouts import Facts, layouts
+
+        here, experts = started().on_node if started().size > 1 else self.processes, self.shape.num_experts
+        facts = Facts(
+            kind=self.device.type,
+            processes=self.processes,
+            num_experts=experts,
+            every_weight=self.trained.lora is None,
+            splits=tuple(
+                n for n in range(1, min(here, experts) + 1) if here % n == 0 and self.processes % n == 0
+            ),
+            files=bool(self.start.tensors),
+            model=str(self.start.path),
+        )
+        return layouts(self.config.place, facts)
+
+    def plan(self, layout: Layout, began: str = "") -> Plan:
+        """What the run will take in that layout, term by term.
+
+        began: what a run with recompute = "auto" recomputed when it began: now only what gives the same bits.
+        """
+        from unfreeze.parallel import machine
+        from unfreeze.parallel.plan import plan_run
+
+        sharing = started().on_node if started().size > 1 else self.processes
+        here = machine.hardware(self.device).shared(sharing)
+        return plan_run(self.model, layout, self._work, here, cast(Any, among(layout, began)))
+
+    def first(self) -> tuple[int, Plan]:
+        """(which of `layouts` fits first, its plan); where none does, the one that takes the least."""
+        made: list[Plan] = []
+        for layout in self.layouts():
+            made.append(self.plan(layout))
+            if made[-1].fits:
+                return len(made) - 1, _explained(made)
+        least = min(range(len(made)), key=lambda place: made[place].over)
+        return least, made[least]
+
+    @cached_property
+    def model(self) -> Model:
+        """The model on meta, and what it says of itself."""
+        import torch
+
+        from unfreeze.parallel.plan import model_of
+
+        dtype = getattr(torch, computed_here(self.config, self.device).memory.dtype)
+        return model_of(self.shape, self.start, self.trained.lora, dtype, self.device)
+
+    @cached_property
+    def _work(self) -> Work:
+        from unfreeze.adapters.snapshot import COPY_BYTES
+        from unfreeze.parallel.plan import work_of
+
+        config, tokens = self.config, self.config.tokens_per_micro_batch
+        most = sequence_length(config.data, tokens, self.shape.max_positions)
+        longest = self.longest or max(self.lengths, default=most)
+        aside = None
+        if self.second is not None:
+            own = self.model.dtype, self.device, self.trained.lora is None
+            aside = self.second.aside(self.start, tokens, longest, *own)
+        return work_of(
+            self.model,
+            tokens=tokens,
+            micro_batches=config.memory.micro_batches,
+            longest=longest,
+            mean_length=mean_length(self.lengths) if self.lengths else None,
+            optimizer_moments=config.optimizer.moments,
+            receipt_bytes=COPY_BYTES,
+            processes=self.processes,
+            aside=aside,
+        )
+
+
+def among(layout: Layout, began: str) -> Sequence[str]:
+    """What recompute = "auto" may be, fastest first."""
+    from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
+
+    found: Sequence[str] = FASTEST_FIRST
+    if layout.keep_layers is not None:
+        found = ("elementwise", "selective")  # the others keep all layers, or none
+    if began:
+        found = SAME_BITS[SAME_BITS.index(cast(Any, began)) :] if began in SAME_BITS else (began,)
+    if layout.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
+        found = [choice for choice in found if choice != "nothing"] or found
+    return found
+
+
+def _explained(made: Sequence[Plan]) -> Plan:
+    """The last of the plans that were tried, with why it is not the first."""
+    first, chosen = made[0], made[-1]
+    if len(made) == 1:
+        return chosen
+    over = first.total > first.usable
+    total, usable = (first.total, first.usable) if over else (first.host, first.host_usable)
+    where = "" if over else " of host memory"
+    words = first.layout.words(first.sizes.num_experts)
+    tried = f"{words} would take {format_bytes(total)}{where} of {format_bytes(usable)}"
+    return replace(chosen, why_layout=tried)
+
+
+def agreed_plan(planning: Planning, folder: Run, group: Group) -> Plan:
+    """The plan with the layout as asked, or chosen, the same on all processes.
+
+    A run that goes on keeps what it recomputed when it began. Where that does not fit any more, it takes what
+    gives the same numbers to the bit, and says so.
+    """
+    from unfreeze.parallel.plan.fastest import FASTEST_FIRST
+
+    place, own = planning.first()
+    agreed = max(map(int, group.texts(str(place))))
+    layout = planning.layouts()[agreed]
+    if layout.buffer != 0:  # as large as fits everywhere
+        there = own if agreed == place else planning.plan(layout)
+        least = min(int(text) for text in group.texts(str(there.layout.buffer_bytes or 0)))
+        layout = layout.but(buffer=least / GIB)
+    if layout.recompute != "auto":
+        there = own if agreed == place and layout.buffer == own.layout.buffer else planning.plan(layout)
+        return replace(there, why_layout=own.why_layout)
+    plans = of_kind(read_events(folder.path / "events.jsonl"), PlanEvent) if folder.step else []
+    began = group.texts(plans[0].get("recompute", "") if plans else "")[0]
+    plan = planning.plan(layout, began if began in FASTEST_FIRST else "")
+    plan = replace(plan, why_layout=own.why_layout)
+    own_choice = plan.layout.recompute
+    least = max(group.texts(own_choice), key=lambda name: FASTEST_FIRST.index(cast(Any, name)))
+    if least != own_choice:
+        plan = planning.plan(layout.but(recompute=least))
+        plan = replace(plan, why="another process has less free memory", why_layout=own.why_layout)
+    if began and began != least:
+        message = (
+            f"recompute = {least} from here on, because {began} no longer fits; the numbers stay the same"
+        )
+        folder.events.emit("warning", folder.step, message=message)
+    return plan
+
+
+def as_it_began(config: TrainingConfig, group: Group) -> TrainingConfig:
+    """The config of a run that goes on: recompute = "auto" is what the run was told when it began."""
+    path = config.run_dir / RESOLVED
+    named = read_object(path, ConfigError).get("recompute") if path.is_file() else None
+    named = group.texts(str(named or ""))[0]
+    if config.place.recompute != "auto" or named not in get_args(Layout.model_fields["recompute"].annotation):
+        return config
+    return config.model_copy(update={"place": config.place.but(recompute=named)})
+
+
+def mean_length(lengths: Sequence[int]) -> float:
+    """Σ L² / Σ L over documents of L tokens: the length of a token's document, averaged over tokens.
+
+    A token attends to half as many on average, so attention's time per token is proportional to it.
+    """
+    import numpy as np
+
+    lengths_N = np.asarray(lengths, dtype=np.int64)
+    return int((lengths_N * lengths_N).sum()) / max(1, int(lengths_N.sum()))
+
+
+def emit_plan(
+    folder: Run,
+    plan: Plan,
+    group: Group,
+    lines: Sequence[str] = (),
+    predicted: Sequence[str] = (),
+    *,
+    disk: Disk | None = None,
+    note: str = "",
+) -> None:
+    """Write and show the plan, then refuse what does not fit.
+
+    lines      what a terminal shows instead of the whole plan (start_lines)
+    predicted  ops whose kernel runs unmeasured (kernels.predicted_ops)
+    disk       what the run writes; a run that goes on knows how long a save took
+    note       export_note
+
+    On CUDA the plan says how the allocator was set (docs/trust.md L2).
+    """
+    from unfreeze.parallel.plan import plan_fields, refuse_if_too_large
+
+    fields = plan_fields(plan) | ({"start": list(lines)} if lines else {})
+    if group.size > 1:
+        each = f"{group.size} processes, each with this plan"
+        measured = "process 0 speaks; tokens are of all, memory is that of the fullest"
+        fields["lines"] = [*fields["lines"], f"  {each}; {measured}"]
+    if note:
+        fields |= {"export_note": note, "lines": [*fields["lines"], f"  {note}"]}
+    if disk is not None:
+        fields["save_bytes"] = disk.save
+        before = last(read_events(folder.path / "events.jsonl"), SaveEvent) if folder.step else None
+        seconds = before.get("seconds") if before else None
+        took = "" if seconds is None else f", {format_seconds(seconds)} the last time"
+        fields["lines"] = [*fields["lines"], f"  on disk: {disk.said}{took}"]
+    if plan.hardware.kind == "cuda":
+        line, grows = allocator_line()
+        fields["lines"] = [*fields["lines"], f"  {line}"]
+        fields |= {} if grows else {"warning": line}
+    if predicted:
+        fields["predicted_kernels"] = list(predicted)
+    write_json(folder.path / "plan.json", fields)
+    folder.events.emit("plan", folder.step, **fields)
+    group.meet(lambda: refuse_if_too_large(plan))
+
+
+def start_lines(
+    config: TrainingConfig,
+    trained: Trained,
+    start: Manifest,
+    shape: Shape,
+    plan: Plan,
+    disk: Disk,
+    second: Second | None = None,
+) -> list[str]:
+    """The plan in three lines: what is trained on what, and what that takes; and one of the second model."""
+    from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
+
+    experts = (
+        f", {shape.experts_per_token} of {shape.num_experts} experts a token" if shape.num_experts else ""
+    )
+    files = f"{decimal_bytes(start.nbytes)} in files" if start.tensors else "no weights yet"
+    if trained.lora is None:
+        what = "every weight"
+    else:
+        ranks = f"rank {trained.lora.rank}" + (
+            f", experts {trained.lora.experts_rank}" if trained.lora.experts_rank else ""
+        )
+        what = (
+            f"{ranks} on {', '.join(trained.lora.targets)},"
+            f" {format_count(all_parameters(plan))} parameters{trained.begins}"
+        )
+    taken = planned_words(plan.total + plan.hardware.process, plan.hardware.kind)
+    process = plan.hardware.process
+    room = room_words(plan.total + process, plan.usable + process, plan.hardware.kind)
+    layout = plan.layout
+    if layout.sharing > 1:
+        experts += f" ({experts_held(plan)} of them in each of {layout.sharing} processes)"
+    if layout.experts != "device":
+        groups = f" in {groups_of(plan)} groups a layer" if groups_of(plan) else ""
+        because = f" because {plan.why_layout}" if plan.why_layout else ""
+        experts += f", from {layout.experts}{groups}{because}"
+    return [
+        f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
+        f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
+        f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
+        *([second.said(start)] if second else []),
+    ]
+
+
+def export_note(lora: LoraConfig | None, start: Manifest, model: Decoder) -> str:
+    """What vLLM, for which a run's last line names the export, would not apply of these adapters; else ""."""
+    from unfreeze.adapters.readers import READERS
+    from unfreeze.models.blocks.linear import Linear
+    from unfreeze.models.targets import candidates, resolve, targets_of
+
+    if lora is None:
+        return ""
+    reader, model_type = READERS["vllm"], str(start.config.get("model_type"))
+    if issue := (reader.refuses or {}).get(model_type):
+        return f"vllm loads no adapters of {model_type}: {issue}"
+    linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]
+    chosen = resolve(model, lora.targets)
+    left_out = reader.dropped([name for name in chosen if name in linear], linear)
+    if not left_out:
+        return ""
+    leaves = " and ".join(sorted({name.rsplit(".", 1)[-1] for name in left_out}))
+    targets = targets_of(chosen.keys() - left_out.keys(), model)
+    remedy = f"; to train only what it applies: --lora.targets {' '.join(targets)}" if targets else ""
+    return f"vllm does not apply {leaves}{remedy}"
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What a run writes, and the bytes that are free where it writes.
+
+    save    bytes of a save of the state          saves   saves at most: one more than are kept, because a new
+    result  bytes of what is trained, at the end          one is whole before an old one goes
+    when    when the run saves
+    """
+
+    folder: Path
+    save: int
+    saves: int
+    result: int
+    free: int
+    when: Save
+
+    @property
+    def needed(self) -> int:
+        """Bytes that the run writes at most."""
+        return self.saves * self.save + self.result
+
+    @property
+    def said(self) -> str:
+        """'a save is 6.6 MiB, every 10 min and 50 steps'."""
+        minutes, steps = self.when.minutes, self.when.every
+        often = [f"{minutes:g} min"] * (minutes > 0) + [f"{steps:,} steps"] * (steps > 0)
+        when = f"every {' and '.join(often)}" if often else "at the end"
+        return f"a save is {format_bytes(self.save)}, {when}"
+
+    def words(self, what: str) -> str:
+        """The sum; `what` is trained."""
+        return (
+            f"{format_bytes(self.free)} free for {self.folder}; the run writes at most"
+            f" {format_bytes(self.needed)} ({self.saves} saves of {format_bytes(self.save)}, {what})"
+        )
+
+
+ROOM = "free space, give --out on another disk, or lower --keep-saves"
+
+
+def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Plan) -> Disk:
+    """What the run takes of the disk of its folder, and what is free there."""
+    from unfreeze.parallel.plan.words import all_parameters
+
+    folder = config.run_dir.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+    each = (plan.terms["adapter"] or plan.terms["base"]) + plan.terms["optimizer"] + plan.host_moments
+    adapter = plan.terms["adapter"]
+    if plan.layout.sharded:
+        each *= plan.work.processes
+    if plan.layout.sharing > 1:  # the plan is of one process, the files are of all
+        every = all_parameters(plan)
+        each, adapter = (size * every // plan.adapter_parameters for size in (each, adapter))
+    result = trained.written_bytes(start, adapter)
+    free = shutil.disk_usage(existing).free
+    return Disk(config.run_dir, each, config.save.keep + 1, result, free, config.save)
+
+
+def check_room(disk: Disk, folder: Run, what: str) -> None:
+    """Before training: refuse where not even one save and the result fit, warn where not all saves do.
+
+    A run that goes on has saves already, and is not asked.
+    """
+    if folder.step or disk.needed <= disk.free:
+        return
+    if disk.save + disk.result > disk.free:
+        raise DoesNotFit(f"disk: {disk.words(what)}", next=ROOM)
+    folder.events.emit("warning", 0, message=f"disk: {disk.words(what)}: {ROOM}")

@@ -1,0 +1,194 @@
+"""The settings of a first run, from the data's lengths, the model's shape and the memory of this machine.
+
+Each comes with its reason, as `unfreeze init` writes it. They are where to begin, not what is best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.config.lora import LoraConfig
+from unfreeze.config.names import nested
+from unfreeze.config.sft import ALL_RATE, Config
+from unfreeze.core.units import format_bytes, format_count
+from unfreeze.job.data import steps_of
+from unfreeze.job.end.folder import with_files
+from unfreeze.job.opening.device import pick_device
+from unfreeze.job.planning.plan import Planning
+from unfreeze.job.trained import Adapters
+from unfreeze.kernels.precision import AUTO, precision
+from unfreeze.report.events import ENOUGH_STEPS
+
+if TYPE_CHECKING:
+    from unfreeze.checkpoint import Manifest
+    from unfreeze.data import Dataset
+    from unfreeze.models import Shape
+    from unfreeze.parallel.plan import Plan
+
+LONGEST = 32_768
+"""Tokens of the longest document that is proposed."""
+STEPS_AN_EPOCH = 50
+"""Fewer tokens a step are proposed rather than fewer steps."""
+LARGE_MODEL = 20e9
+"""Parameters from which on half the learning rate is proposed: QLoRA (arXiv:2305.14314) took 2e-4 for 7 and
+13 billion, 1e-4 for 33 and 65."""
+HELD_OUT = 0.05
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A field's place and value, and why."""
+
+    place: str
+    value: object
+    reason: str
+
+
+@dataclass
+class Proposal:
+    """What is looked at, and what follows from it."""
+
+    model: str
+    data: Sequence[str]
+    columns: Sequence[str]
+    manifest: Manifest
+    parameters: int | None
+
+    @cached_property
+    def shape(self) -> Shape:
+        from unfreeze import models
+
+        return models.shape(self.manifest.config)
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The rows at the greatest length, so that their own lengths are seen; bad ones are counted."""
+        return self._encoded(min(self.shape.max_positions, LONGEST))
+
+    def _encoded(self, length: int) -> Dataset:
+        from unfreeze.data import encoded_files, load_tokenizer
+
+        data = with_files(self.config({})).data
+        tokenizer = load_tokenizer(self.manifest.path)
+        return encoded_files(data.files, tokenizer, length, on_bad_row="skip", columns=data.columns)
+
+    def config(self, more: Mapping[str, object]) -> Config:
+        """The run with `more` fields, by place."""
+        fields = {"model": self.model, "data.files": tuple(self.data), "data.columns": tuple(self.columns)}
+        return Config.model_validate(nested({**fields, **more}))
+
+    def plan(self, config: Config) -> Plan:
+        """What this run takes here."""
+        assert config.lora is not None
+        trained = Adapters(config.lora, config.seed)
+        trained.check(self.manifest)
+        lengths = self.dataset.examples.lengths_N.clip(max=config.tokens_per_micro_batch).tolist()
+        device = pick_device(config.memory.device)
+        return Planning(config, trained, self.manifest, self.shape, device, lengths).first()[1]
+
+    def choices(self) -> list[Choice]:
+        """Every choice, in the order of the file. Raises DoesNotFit where nothing of it fits."""
+        from unfreeze.parallel.plan import refuse_if_too_large
+
+        wanted = self._length(), self._tokens(self._length())
+        tried: Plan | None = None
+        for length, micro_batches, rank in _smaller(*wanted):
+            tokens = max(wanted[1], length)
+            values = {
+                "data.sequence_length": length,
+                "training.tokens_per_step": tokens,
+                "memory.micro_batches": micro_batches,
+                "lora.rank": rank,
+                "lora.alpha": 2.0 * rank,
+            }
+            plan = self.plan(self.config(values))
+            if plan.fits:
+                data = list(self._data(length))
+                made = {**values, **{choice.place: choice.value for choice in data}}
+                return [*data, *self._training(made), *self._memory(values, plan)]
+            tried = tried or plan
+        assert tried is not None
+        refuse_if_too_large(tried)
+        return []
+
+    def _length(self) -> int:
+        """The longest document, up to the next multiple of 64."""
+        longest = int((self.dataset.examples.lengths_N + self.dataset.examples.cuts_N).max())
+        return min(-(-max(longest, 64) // 64) * 64, self.shape.max_positions, LONGEST)
+
+    def _tokens(self, length: int) -> int:
+        """A power of two with STEPS_AN_EPOCH steps an epoch; 512 to 16,384, and no less than a document."""
+        aim = self.dataset.stats.tokens / STEPS_AN_EPOCH
+        power = 2 ** round(math.log2(max(aim, 1)))
+        return max(min(max(power, 512), 16_384), length)
+
+    def _data(self, length: int) -> Iterator[Choice]:
+        examples, stats = self.dataset.examples, self.dataset.stats
+        whole_N = examples.lengths_N + examples.cuts_N
+        over = int((whole_N > length).sum())
+        reason = f"the longest of {len(examples):,} documents has {int(whole_N.max()):,} tokens"
+        if over:
+            most = length == self.shape.max_positions
+            reason += f"; {over:,} are cut: {'the model takes no more' if most else 'more takes more memory'}"
+        yield Choice("data.sequence_length", length, reason)
+        if stats.bad:
+            reason = f"{stats.bad:,} of {stats.rows:,} rows cannot be read; unfreeze data show lists them"
+            yield Choice("data.on_bad_row", "skip", reason)
+        if len(examples) >= 200:
+            held = (
+                f"about {round(HELD_OUT * len(examples)):,} documents, to see whether it learns or remembers"
+            )
+            yield Choice("data.validation_fraction", HELD_OUT, held)
+
+    def _training(self, values: Mapping[str, Any]) -> Iterator[Choice]:
+        tokens, stats, length = int(values["training.tokens_per_step"]), self.dataset.stats, self._length()
+        cut = int(values["data.sequence_length"]) < length
+        examples = (self._encoded(int(values["data.sequence_length"])) if cut else self.dataset).examples
+
+        def steps(epochs: float) -> int:
+            return steps_of(self.config({**values, "training.epochs": epochs}), examples)
+
+        epochs = 3.0 if stats.tokens < 20e6 else 1.0
+        why = "usual for some thousand rows" if epochs == 3 else "with this much data one pass teaches most"
+        if steps(epochs) < ENOUGH_STEPS:
+            epochs, why = float(math.ceil(ENOUGH_STEPS / steps(1))), "the data is small"
+        yield Choice("training.epochs", epochs, f"{why}; {steps(epochs):,} steps in all")
+        reason = f"{format_count(stats.tokens)} tokens are {steps(1):,} steps an epoch"
+        yield Choice("training.tokens_per_step", tokens, reason)
+        large = (self.parameters or 0) >= LARGE_MODEL
+        rate = 1e-4 if large else 2e-4
+        size = f"{format_count(self.parameters)} parameters" if self.parameters else "its size is not known"
+        reason = (
+            f"{size}; QLoRA took 2e-4 for 7 and 13 billion, 1e-4 for more. Tune this first."
+            f' With train = "all": {ALL_RATE:g}, without [lora].'
+        )
+        yield Choice("optimizer.learning_rate", rate, reason)
+
+    def _memory(self, values: Mapping[str, Any], plan: Plan) -> Iterator[Choice]:
+        here = precision(AUTO, pick_device("auto"))
+        yield Choice("memory.dtype", AUTO, f"{here.name} here: {here.why}")
+        fits = f"{format_bytes(plan.total)} planned of {format_bytes(plan.usable)} usable"
+        yield Choice(
+            "memory.micro_batches",
+            int(values["memory.micro_batches"]),
+            f"{fits}; raise it if memory is short",
+        )
+        rank = int(values["lora.rank"])
+        reason = f"{format_count(plan.adapter_parameters)} trained parameters" + (
+            "" if rank == LoraConfig().rank else "; 16 takes more memory than is here"
+        )
+        yield Choice("lora.rank", rank, reason)
+        yield Choice("lora.alpha", values["lora.alpha"], "2 x rank")
+
+
+def _smaller(length: int, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """(length, micro-batches, rank), each taking less memory than the one before it."""
+    for shorter in (length, *(length // 2**i for i in range(1, 8) if length // 2**i >= 256)):
+        parts = [2**i for i in range(12) if tokens // 2**i >= shorter] or [1]
+        for rank in (16, 8, 4):
+            for micro_batches in parts if rank == 16 else parts[-1:]:
+                yield shorter, micro_batches, rank

@@ -1,0 +1,303 @@
+"""Validation inside training: the held-out loss every N steps, as "eval" events.
+
+The best save is kept, and prompts are answered in between. Gradients, random numbers and expert counts are
+unchanged afterwards. The loss, perplexity and bits per byte are those of evaluate/perplexity.py
+(docs/trust.md N8).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.job.end.written import is_noted
+
+if TYPE_CHECKING:
+    from unfreeze.config.tables import Data, Save
+    from unfreeze.core.batch import Batch
+    from unfreeze.data import Dataset, Example, Examples, Tokenizer
+    from unfreeze.evaluate.by_row import ByRow
+    from unfreeze.job.watch.samples import Samples
+    from unfreeze.models import Decoder
+    from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.train.run import Run
+    from unfreeze.train.state import State
+    from unfreeze.train.step import Objective, StepResult
+
+
+class Measured(Protocol):
+    """What was found on held-out documents; `loss` decides which save is the best."""
+
+    @property
+    def loss(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def scores(self) -> Mapping[str, float | None]: ...
+    @property
+    def by_row(self) -> ByRow | None: ...
+
+
+class Heldout(Protocol):
+    """The objective itself on held-out batches, which the processes of a group deal out to each other."""
+
+    def __call__(
+        self, model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective
+    ) -> Measured: ...
+
+
+HeldoutOf = Callable[["Decoder", "Iterable[Batch]", "Group"], Measured]
+"""(model, held-out batches, processes that deal them out) -> what is measured of them."""
+
+
+class Validation:
+    """A hook of fit() that measures the held-out loss.
+
+    Before the first step (by `first`), every `every` steps (0: never in between) and after the last.
+
+    measure  -> the held-out loss of the model as it is now.
+    keep     saves the state, called where the loss is the lowest so far; -> whether there is such a save.
+             State.best then names it.
+    between  answers or other looks at the model in between, called with the step.
+    patience the run ends after so many validations in a row without a lower loss (State.ended); 0: never.
+    agreed   whether any process says so: all must end at the same step.
+    fingerprint  of the held-out documents, told by every event.
+    anew     nothing was measured on these documents yet, though the run is under way.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        measure: Callable[[], Measured],
+        *,
+        every: int,
+        keep: Callable[[State], bool],
+        between: Callable[[int], None] = lambda step: None,
+        patience: int = 0,
+        agreed: Callable[[bool], bool] = lambda value: value,
+        fingerprint: str = "",
+        anew: bool = False,
+    ):
+        self._state, self._measure, self._every, self._keep, self._between = (
+            state,
+            measure,
+            every,
+            keep,
+            between,
+        )
+        self._patience, self._agreed = patience, agreed
+        self._fingerprint, self._anew = fingerprint, anew
+
+    def first(self) -> None:
+        """The loss before training, as an event of step 0; a run that is resumed has it already.
+
+        Unless its held-out documents are others now: then it is what later ones are compared with.
+        """
+        if self._state.step == 0 or (self._anew and not self._state.finished):
+            with self._state.model.looking():
+                self._evaluate(self._state)
+
+    def __call__(self, state: State, result: StepResult) -> None:
+        last = state.step == state.schedule.steps
+        if not last and not (self._every and state.step % self._every == 0):
+            return
+        with state.model.looking():
+            loss = self._evaluate(state)
+            if not last:
+                self._between(state.step)
+        if loss is not None and (state.best is None or loss < state.best["loss"]):
+            before, state.best = state.best, {"step": state.step, "loss": loss}
+            state.stale = 0  # the save must hold both
+            if not self._keep(state):
+                state.best = before
+        else:
+            state.stale += 1
+        if self._patience and not last and self._agreed(state.stale >= self._patience):
+            self._end_early(state)
+
+    def _end_early(self, state: State) -> None:
+        state.ended = True
+        best = {f"best_{name}": value for name, value in (state.best or {}).items()}
+        state.run.events.emit("early_stop", state.step, validations=state.stale, **best)
+
+    def _evaluate(self, state: State) -> float | None:
+        """The event; -> the loss, None where it is not finite."""
+        started = time.perf_counter()
+        found = self._measure()
+        fields: dict[str, Any] = {name: _finite(value) for name, value in found.scores.items()}
+        if self._fingerprint:
+            fields["fingerprint"] = self._fingerprint
+        if found.by_row is not None:
+            changes = changes_since(found.by_row, fields["loss"], state, self._fingerprint)
+            fields |= {"rows": found.by_row.rows, "changes": changes}
+        state.run.events.emit(
+            "eval", state.step, **fields, tokens=found.tokens, seconds=time.perf_counter() - started
+        )
+        if fields["loss"] is None:
+            state.run.events.emit("warning", state.step, message=f"the held-out loss is {found.loss}")
+        return fields["loss"]
+
+
+def changes_since(
+    now: ByRow, loss: float | None, state: State, fingerprint: str = ""
+) -> list[dict[str, Any]]:
+    """What an eval event says of every measure since the first one, and of the loss since the lowest before.
+
+    Both earlier validations stay in State.heldout, by row. Of other rows, as far as a save without a
+    fingerprint tells, this one is the first.
+    """
+    from unfreeze.evaluate.by_row import ByRow
+
+    rows, kept = now.record(), state.heldout
+    first = kept.get("first")
+    others = first is not None and not now.same_rows(ByRow.of(first["rows"]))
+    if others:
+        state.best, state.stale = None, 0
+    if first is None or others:
+        first = {"step": state.step, "loss": loss, "rows": rows}
+        state.heldout = {"first": first, "fingerprint": fingerprint}
+        return []
+    made: list[dict[str, Any]] = []
+    for name, measures in (("first", list(now.sums)), ("lowest", ["loss"])):
+        if name not in kept:
+            continue
+        earlier, since = ByRow.of(kept[name]["rows"]), kept[name]["step"]
+        changes = {measure: now.change(earlier, measure) for measure in measures}
+        made += [
+            {"measure": measure, "since": since, "change": found[0], "error": found[1]}
+            for measure, found in changes.items()
+            if found is not None
+        ]
+    lowest = kept.get("lowest", kept.get("first"))  # step 0 is not kept twice
+    if lowest and loss is not None and (lowest["loss"] is None or loss < lowest["loss"]):
+        here = {"step": state.step, "loss": loss, "rows": {"loss": rows["loss"]}}
+        state.heldout = {"first": kept["first"], "lowest": here, "fingerprint": fingerprint}
+    return made
+
+
+def refuse_other_rows(run: Run, held_out: Examples | None, data: Data) -> None:
+    """Refuse to go on where a save measured other held-out documents, unless that is allowed.
+
+    A loss on them says nothing beside one on these. A save of an earlier version has no fingerprint.
+    """
+    kept: dict[str, Any] = (run.saved or {}).get("heldout") or {}
+    before = kept.get("fingerprint")
+    if not before or held_out is None or before == held_out.fingerprint():
+        return
+    if data.validation and "validation" in run.allow_changed:
+        return
+    what = (
+        f"the rows of {data.validation}" if data.validation else "the rows that validation_fraction holds out"
+    )
+    allow = (
+        f", or add {run.allowing('validation')}: the held-out loss is compared from step {run.step} on"
+        if data.validation
+        else ", or start a new run with another --out"
+    )
+    raise ConfigError(
+        f"cannot resume: {what} are others than those of the saved held-out loss (fingerprint was"
+        f" {before!r}, is {held_out.fingerprint()!r})",
+        next=f"restore the file{allow}",
+    )
+
+
+def begin_anew(state: State, fingerprint: str) -> bool:
+    """Whether none of these documents was measured yet; what was found on others is forgotten then."""
+    if state.heldout.get("fingerprint", fingerprint) != fingerprint:
+        state.heldout, state.best, state.stale = {}, None, 0
+    return not state.heldout and state.best is None
+
+
+def validation_of(
+    state: State,
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    samples: Samples,
+    group: Group,
+    *,
+    tokens: int,
+    every: int,
+    patience: int,
+    saves: Save,
+    heldout_of: HeldoutOf | None = None,
+) -> list[Validation]:
+    """The Validation in batches of `tokens`; none where nothing is held out.
+
+    The processes deal its batches out to each other. heldout_of: what is measured instead of cross entropy.
+    """
+    from unfreeze.data import validation_batches
+    from unfreeze.evaluate.perplexity import heldout
+    from unfreeze.train.together import save_together
+
+    if dataset.validation is None:
+        return []
+    examples = dataset.validation
+    total = supervised_bytes(examples, tokenizer) if heldout_of is None else 0
+
+    def measure() -> Measured:
+        batches = validation_batches(examples, tokens)
+        if heldout_of is not None:
+            return heldout_of(state.model, batches, group)
+        return heldout(state.model, batches, bytes_total=total, group=group)
+
+    def keep(state: State) -> bool:
+        return save_together(state, saves.keep, saves.on_full_disk, group) is not None
+
+    between = partial(samples.say, "during")
+    fingerprint = examples.fingerprint()
+    options: dict[str, Any] = {"every": every, "patience": patience, "fingerprint": fingerprint}
+    options["anew"] = begin_anew(state, fingerprint)
+    return [Validation(state, measure, keep=keep, between=between, agreed=group.any, **options)]
+
+
+def supervised_bytes(examples: Sequence[Example], tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the text that carries loss after the shift; special tokens are no text and count 0."""
+    return sum(
+        _span_bytes(example.tokens, first, end, tokenizer)
+        for example in examples
+        for first, end in _spans(example.weights)
+    )
+
+
+def _spans(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """[first, end) of each stretch of supervised targets; the first token of a document is never one."""
+    first: int | None = None
+    for i in range(1, len(weights) + 1):
+        supervised = i < len(weights) and bool(weights[i])
+        if supervised and first is None:
+            first = i
+        elif not supervised and first is not None:
+            yield first, i
+            first = None
+
+
+def _span_bytes(tokens: Sequence[int], first: int, end: int, tokenizer: Tokenizer) -> int:
+    """Bytes of tokens first to end: decode(up to end) minus decode(up to first).
+
+    Some decoders strip a space at the beginning of a text, and only there.
+    """
+    return len(tokenizer.decode(tokens[:end]).encode()) - len(tokenizer.decode(tokens[:first]).encode())
+
+
+def write_best(state: State, folder: Path, write: Callable[[Path, int], object]) -> None:
+    """If an earlier save was better than the run's end: load its weights and write(folder, its step)."""
+    from unfreeze.train.state import load_best
+
+    if (step := load_best(state)) is not None:
+        write(folder, step)
+
+
+def best_is_written(run: Run, folder: Path) -> bool:
+    """Whether a finished run has nothing left to write of its best save."""
+    best = (run.saved or {}).get("best")
+    there = folder.is_dir() and is_noted(run.path, folder)
+    return best is None or best["step"] == run.step or there
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,217 @@
+"""Expert parallelism: rows of tokens go to the processes that hold their experts, and the results come back.
+
+    sort the T K rows by expert, so by process too
+    exchange how many rows each expert gets        once per layer and forward visit; the host waits for it
+    exchange rows and routing weights              all-to-all with uneven parts
+    expert_mlp of what arrived, K = 1              the op of one process, unchanged
+    exchange the results, sum each token's K rows in float32
+
+Backward exchanges the gradients the other way: of the results, then of rows and weights. A process without
+rows takes part in every exchange, forward and backward: their number depends on the layers only.
+In float32 results and gradients of experts equal one process's to the bit, for the same rows in the same
+order. In bf16 a row is rounded once more on its way back, and so is its gradient: 2.9e-3 of the norm.
+
+T tokens, K experts per token, E experts of the model, n = T K rows sent, N rows received, D width.
+"""
+
+# torch leaves backward of a Function without types
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unfreeze.core.errors import ConfigError
+from unfreeze.core.rows import Rows
+from unfreeze.kernels.recompute import Reuse
+from unfreeze.models import Decoder
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.parallel.processes.collectives import Group
+from unfreeze.parallel.processes.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where the rows of one call come from and go to; kept for the layer's recomputation.
+
+    token_n   the token of each sent row, sorted by expert
+    place_TK  where among the sent rows a token's K rows are, in the order in which they are summed
+    slot_TK   the same in the order of ids
+    ids_N1    the expert of each received row, counted from the first that is held here
+    send, receive  rows to and from each process
+    """
+
+    group: Group
+    token_n: Tensor
+    place_TK: Tensor
+    slot_TK: Tensor
+    ids_N1: Tensor
+    send: list[int]
+    receive: list[int]
+
+    def there(self, rows_n: Tensor) -> Tensor:
+        """Sent rows -> received rows."""
+        return self.group.exchange(rows_n, self.send, self.receive)
+
+    def back(self, rows_N: Tensor) -> Tensor:
+        """Received rows -> sent rows."""
+        return self.group.exchange(rows_N, self.receive, self.send)
+
+    def combine(self, rows_nD: Tensor) -> Tensor:
+        """y_t = Σ_k rows[place_tk], in float32, in the dtype of the rows.
+
+        On a CPU the experts are summed in ascending order, on a GPU in the order of k: each as the expert op
+        there does it.
+        """
+        first, *others = self.place_TK.unbind(1)
+        y_TD = rows_nD.index_select(0, first).to(torch.promote_types(rows_nD.dtype, torch.float32))
+        for place_T in others:
+            y_TD += rows_nD.index_select(0, place_T)
+        return y_TD.to(rows_nD.dtype)
+
+
+class RowsDispatch:
+    """The joint of `Experts.dispatch`: takes rows to their experts by all-to-all.
+
+    group  the processes that share the experts
+    parts  the experts of each of them, in the order of ranks
+    """
+
+    def __init__(self, group: Group, parts: Sequence[Rows]):
+        self.group, self.parts, self.rows = group, list(parts), parts[group.rank]
+
+    def __call__(
+        self,
+        experts: Experts,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        reuse: Reuse | None,
+        once: Reuse | None,
+    ) -> Tensor:
+        """As Experts.forward. once: what keeps the exchanged counts for the layer's recomputation."""
+        first_visit: list[bool] = []
+
+        def find() -> Home:
+            first_visit.append(True)
+            return self._home(ids_TK)
+
+        home: Home = find() if once is None else once(find)
+        rows_ND, weights_N1 = _There.apply(x_TD, weights_TK, home)
+        if home.ids_N1.numel():
+            y_ND = experts.here(rows_ND, home.ids_N1, weights_N1, reuse)
+        else:
+            y_ND = _connected(experts, rows_ND, weights_N1)
+        # what the op computed is kept in `reuse`, so nobody reads the second visit's results
+        return _Back.apply(y_ND, home, bool(first_visit) or reuse is None)
+
+    @torch.no_grad()
+    def _home(self, ids_TK: Tensor) -> Home:
+        ids_n, own, device = ids_TK.flatten(), len(self.rows), ids_TK.device
+        slots_n = torch.arange(len(ids_n), device=device)
+        order_n = ids_n.argsort(stable=True)
+        slot_TK = torch.empty_like(order_n).scatter_(0, order_n, slots_n).view_as(ids_TK)
+        place_TK = slot_TK if slot_TK.is_cuda else slot_TK.sort(1).values
+
+        # rows of each expert; then the one wait of a layer: how many rows come from each process
+        counts_E = ids_n.new_zeros(self.rows.of).scatter_add_(0, ids_n, torch.ones_like(ids_n))
+        sizes = [len(rows) for rows in self.parts]
+        arriving_pe = self.group.exchange(counts_E, sizes, [own] * len(sizes)).view(len(sizes), own)
+        leaving_p = torch.stack([part.sum() for part in counts_E.split(sizes)])
+        send, receive = torch.stack([leaving_p, arriving_pe.sum(1)]).tolist()
+        local_e = torch.arange(own, device=device).repeat(len(sizes))
+        ids_N = local_e.repeat_interleave(arriving_pe.flatten(), output_size=sum(receive))
+        token_n = torch.div(order_n, ids_TK.shape[1], rounding_mode="floor")
+        return Home(self.group, token_n, place_TK, slot_TK, ids_N[:, None], send, receive)
+
+
+class _There(torch.autograd.Function):
+    """(x [T, D], weights [T, K]) -> (rows [N, D], weights [N, 1]) of the experts held here."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, home: Home) -> tuple[Tensor, Tensor]:
+        ctx.home = home
+        weights_n1 = torch.empty_like(weights_TK).view(-1, 1)
+        weights_n1.index_copy_(0, home.slot_TK.flatten(), weights_TK.reshape(-1, 1))
+        return home.there(x_TD.index_select(0, home.token_n)), home.there(weights_n1)
+
+    @staticmethod
+    def backward(ctx: Any, drows_ND: Tensor, dweights_N1: Tensor) -> tuple[Tensor | None, ...]:
+        home: Home = ctx.home
+        need_x, need_weights = ctx.needs_input_grad[:2]
+        dx_TD = home.combine(home.back(drows_ND)) if need_x else None
+        dweights_TK = None
+        if need_weights:
+            dweights_TK = home.back(dweights_N1)[:, 0][home.slot_TK]
+        return dx_TD, dweights_TK, None
+
+
+class _Back(torch.autograd.Function):
+    """Results [N, D] of the experts held here -> y [T, D], the sum of each token's K.
+
+    read False: nobody reads y, which is zeros then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, home: Home, read: bool) -> Tensor:
+        ctx.home = home
+        if not read:
+            return y_ND.new_zeros(len(home.place_TK), y_ND.shape[1])
+        return home.combine(home.back(y_ND))
+
+    @staticmethod
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
+        home: Home = ctx.home
+        return home.there(dy_TD.index_select(0, home.token_n)), None, None
+
+
+def _connected(experts: Experts, rows_0D: Tensor, weights_01: Tensor) -> Tensor:
+    """No results of no rows, through which backward still reaches the exchange and the experts' weights.
+
+    Their gradients are zeros. Without this a process that got no row would leave the exchanges of backward to
+    the others, who would wait for it.
+    """
+    if not torch.is_grad_enabled():
+        return rows_0D
+    nothing = weights_01.sum().to(rows_0D.dtype)
+    for parameter in experts.parameters():
+        if parameter.requires_grad:
+            nothing = nothing + parameter.flatten()[:0].sum().to(rows_0D.dtype)
+    return rows_0D + nothing
+
+
+def split_experts(model: Decoder, mesh: Mesh) -> None:
+    """Leave each process its own experts, and send rows to the others. For a model on meta or in memory.
+
+    Adapters are attached afterwards, to what is held.
+    """
+    if mesh.rows is None:
+        return
+    parts = [mesh.rows_of(index) for index in range(mesh.split)]
+    for layer, moe in model.moe_layers().items():
+        experts = moe.experts
+        if experts.num_experts != mesh.num_experts:
+            raise ConfigError(
+                f"layer {layer} has {experts.num_experts} experts, the model {mesh.num_experts}: layers with"
+                " experts of their own number cannot be split",
+                next="--place.split 1",
+            )
+        experts.dispatch = RowsDispatch(mesh.experts, parts)
+        for module in experts.modules():
+            for name, tensor in list(module._parameters.items()):
+                if tensor is not None:
+                    part = _part(tensor.detach(), mesh.rows)
+                    module._parameters[name] = nn.Parameter(part, requires_grad=tensor.requires_grad)
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None:
+                    module._buffers[name] = _part(buffer, mesh.rows)
+
+
+def _part(tensor: Tensor, rows: Rows) -> Tensor:
+    """Those rows, in memory of their own."""
+    return tensor[rows.slice].clone()

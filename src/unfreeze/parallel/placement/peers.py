@@ -1,0 +1,210 @@
+"""The frozen rest in parts: each of n processes keeps 1/n of every layer's bytes, and gathers layers as they
+are visited.
+
+    FromPeers(mesh)   given to place(): it takes the rest of each layer out of what is loaded, reads this
+                      process's part of it, and makes
+    Streamed          the model's residency (parallel/placement/residency.py), whose source is
+    Peers             the parts of all processes, gathered into one of two buffers
+
+The rest is what a layer has besides routed experts: attention, dense MLP, shared experts, norms and the
+router, packed weights as their packed bytes. Embeddings, last norm and head stay whole on every process.
+A layer's tensors lie one after another in its buffer, and process r keeps bytes r S : (r + 1) S of it, so
+what is gathered are bytes, whatever they mean, and the numbers are those of weights that were always here.
+
+Every process gathers the same layers in the same order: which come depends on the layers only, not on the
+rows that a process works on. They go through a group of their own, and travel beside the computation; but
+who visits a layer queues the next one's gather, not a thread beside it. So all exchanges of a process, these
+and those of the training, are queued in the program's order, as NCCL needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from unfreeze.checkpoint.resolve import Params, Placement
+from unfreeze.checkpoint.stream import Progress
+from unfreeze.core.dtypes import ITEMSIZE
+from unfreeze.core.errors import ConfigError
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.parallel.placement.owned import Shared, cut, give, read_part, spans_of
+from unfreeze.parallel.placement.residency import BUFFERS, From, Slot, Streamed, layers_of
+from unfreeze.parallel.placement.units import ALIGN, Layout, layout_bytes, layout_of
+from unfreeze.parallel.processes.collectives import Group, Processes
+from unfreeze.parallel.processes.lanes import lane_of
+from unfreeze.parallel.processes.mesh import Mesh
+
+
+class Peers:
+    """A layer's bytes from the parts that all processes keep, each `parts[layer].numel()` bytes."""
+
+    name: From = "peers"
+
+    def __init__(self, group: Group, parts: Sequence[Tensor]):
+        self._group, self._parts = group, list(parts)
+
+    def begin(self, layer: int, into: Slot) -> Callable[[], object]:
+        """Queue the gather: NCCL needs all exchanges of a process in one order, the same in every process."""
+        part = self._parts[layer]
+        return self._group.gather(into.bytes[: self._group.size * len(part)], part)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Rest:
+    """A layer's rest: where its tensors lie in a buffer, the bytes that a process keeps, and who reads what.
+
+    reads[r]  placements that process r reads: what its part holds of them
+    given[r]  of these, what the others need too, because it could not be cut at the parts' ends
+    """
+
+    layout: Layout
+    part: int
+    reads: list[list[Placement]]
+    given: list[list[Placement]]
+
+
+class FromPeers:
+    """For place(): which tensors are kept in parts, how they are read, and the residency that follows.
+
+    rounded, expanded_bytes  of what was read, as in LoadStats
+
+    Made by all processes together. Raises ConfigError where there is one process only.
+    """
+
+    def __init__(self, mesh: Mesh):
+        if not isinstance(mesh.all, Processes):
+            raise ConfigError(
+                "place.rest is peers, and there is one process: it has no peers that could keep a part",
+                next="torchrun --nproc-per-node 2, or --place.rest device",
+            )
+        group = mesh.all.among(range(mesh.all.size))
+        assert group is not None  # every process is in it
+        self._everyone, self._group = mesh.all, group
+        self.residency: Streamed | None = None
+        self.rounded = self.expanded_bytes = 0
+
+    def names(self, model: nn.Module, params: Params) -> frozenset[str]:
+        """Of `params`, what is kept in parts."""
+        return frozenset(
+            name for place, layer in layers_of(model) for name in rest_names(layer, place) if name in params
+        )
+
+    def rests(self, model: nn.Module, placements: Sequence[Placement], params: Params) -> list[Rest]:
+        """Each layer's rest. placements: of all of `params`."""
+        of_param: dict[str, list[Placement]] = {}
+        for placement in placements:
+            of_param.setdefault(placement.param, []).append(placement)
+        made: list[Rest] = []
+        for place, layer in layers_of(model):
+            layout = layout_of([name for name in rest_names(layer, place) if name in params], params)
+            theirs = [p for name in layout for p in of_param.get(name, ()) if p.expected is None]
+            self.expanded_bytes += sum(placement.expanded_bytes for placement in theirs)
+            made.append(rest_of(layout, theirs, self._group.size))
+        return made
+
+    def take(
+        self,
+        model: nn.Module,
+        rests: Sequence[Rest],
+        device: torch.device | str,
+        progress: Progress | None = None,
+    ) -> dict[str, Tensor]:
+        """Read this process's parts.
+
+        -> name -> tensor of the rest, in memory that its layer shares with others.
+        Raises CheckpointError where they cannot be read; in the other processes UserError.
+        """
+        group, size = self._everyone, self._everyone.size
+        most = [max((rest.part for rest in rests[first::BUFFERS]), default=0) for first in range(BUFFERS)]
+        slots = [Slot(size * part, device) for part in most]
+        tensors: dict[str, Tensor] = {}
+        parts: list[Tensor] = []
+        total, done = sum(_nbytes(rest.reads[group.rank]) for rest in rests), 0
+
+        # layer by layer through the buffer that it will use, which holds more than this process keeps
+        for index, rest in enumerate(rests):
+            slot = slots[index % BUFFERS]
+            views = slot.views(rest.layout)
+            self._read(rest, views)
+            first = group.rank * rest.part
+            parts.append(slot.bytes[first : first + rest.part].clone())
+            tensors |= views
+            done += _nbytes(rest.reads[group.rank])
+            if progress is not None:
+                progress(done, total)
+
+        layers, lane = [layer for _, layer in layers_of(model)], lane_of(torch.device(device))
+        came = [(size - 1) * rest.part for rest in rests]
+        self.residency = Streamed(layers, came, slots, Peers(self._group, parts), lane)
+        return tensors
+
+    def _read(self, rest: Rest, views: Mapping[str, Tensor]) -> None:
+        group = self._everyone
+        self.rounded += read_part(group, rest.reads[group.rank], views)
+        give(Shared(group, [spans_of(placements) for placements in rest.given]), views)
+
+
+def rest_names(layer: nn.Module, name: str) -> list[str]:
+    """Names of what a layer has besides its routed experts."""
+    inside = {
+        id(tensor)
+        for experts in layer.modules()
+        if isinstance(experts, Experts)
+        for tensor in [*experts.parameters(), *experts.buffers()]
+    }
+    tensors = [*layer.named_parameters(), *layer.named_buffers()]
+    return [f"{name}.{own}" for own, tensor in tensors if id(tensor) not in inside]
+
+
+def rest_bytes(layers: Sequence[nn.Module]) -> list[int]:
+    """Bytes of a buffer that holds each layer's rest. The layers may be on meta."""
+    sizes: list[int] = []
+    for layer in layers:
+        tensors = {f"0.{name}": tensor for name, tensor in layer.state_dict().items()}
+        held = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        layout = layout_of([name for name in rest_names(layer, "0") if name in held], held)
+        sizes.append(layout_bytes(layout))
+    return sizes
+
+
+def part_bytes(layer: int, size: int) -> int:
+    """Of a layer of so many bytes what each of `size` processes keeps: a multiple of ALIGN."""
+    return -(-layer // (size * ALIGN)) * ALIGN
+
+
+def rest_of(layout: Layout, placements: Sequence[Placement], size: int) -> Rest:
+    """A layer's rest among `size` processes: S bytes each, a multiple of ALIGN, so that no number is cut."""
+    part = part_bytes(layout_bytes(layout), size)
+    reads: list[list[Placement]] = [[] for _ in range(size)]
+    given: list[list[Placement]] = [[] for _ in range(size)]
+    for placement in placements:
+        if placement.parse is not None or placement.transposed or placement.alias:
+            least = min(range(size), key=lambda rank: _nbytes(reads[rank]))
+            reads[least].append(placement)
+            given[least].append(placement)
+            continue
+        # the placement fills elements start:stop of its parameter, of which process r keeps first:last
+        begin, _, dtype, _ = layout[placement.param]
+        numel = placement.info.nbytes // ITEMSIZE[placement.info.dtype]
+        for rank in range(size):
+            ends = ((edge * part - begin) // dtype.itemsize - placement.start for edge in (rank, rank + 1))
+            first, last = (min(max(0, end), numel) for end in ends)
+            if first < last:
+                whole = last - first == numel
+                reads[rank].append(placement if whole else cut(placement, first, last, (last - first,)))
+    return Rest(layout, part, reads, given)
+
+
+def read_by(rests: Sequence[Rest]) -> list[int]:
+    """Bytes that each process reads of them; [] of none."""
+    return [sum(map(_nbytes, reads)) for reads in zip(*(rest.reads for rest in rests), strict=True)]
+
+
+def _nbytes(placements: Sequence[Placement]) -> int:
+    return sum(placement.info.nbytes for placement in placements)

@@ -1,0 +1,404 @@
+"""Processes that train one model together: what they exchange. Besides this, fsdp.py and roll.py talk to
+torch.distributed.
+
+A step's micro-batches are dealt out to the processes, gradients are summed over those that hold the same rows
+(mesh.py), and each makes the same update of them. So replicas stay identical, and a save may go on in another
+number of processes.
+Every process makes the same collective calls with the same sizes, whatever the data and the routing were. So
+an idle expert cannot make one process wait for another (docs/trust.md M1).
+
+Start: torchrun --nproc-per-node 2 -m unfreeze sft run.toml. Without torchrun there is one process, ALONE, for
+which all of this does nothing.
+"""
+
+# torch does not list its stores among what it exports:
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.core.torchrun import started
+from unfreeze.parallel.processes.roll import Roll, Told, coming, has_agent, store_at
+
+Item = TypeVar("Item")
+# bytes of gradients in flight at once: long enough for full bandwidth, small beside the gradients themselves
+BUCKET = 32 * 2**20
+# how long one exchange may take; then the run ends with an error. For the work of another process that takes
+# longer (a download, a save) the others wait by the store, without end (roll.py)
+TIMEOUT = timedelta(minutes=30)
+
+
+class Group(Protocol):
+    """The processes of a run. `rank` of `size`; rank 0 writes and speaks for all.
+
+    lockstep: whether a forward pass is an exchange, because the processes share weights. Then all make every
+    pass of the model, also those that one could make for all, such as a sample. Set once, by who splits them.
+    """
+
+    rank: int
+    size: int
+    lockstep: bool
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """This process's part of a list that all processes hold."""
+        ...
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor becomes its sum over the processes, in place.
+
+        All processes pass the same shapes and dtypes in the same order.
+        """
+        ...
+
+    def any(self, value: bool) -> bool:
+        """Whether `value` holds in at least one process."""
+        ...
+
+    def on_rank0(self, action: Callable[[], Item]) -> Item | None:
+        """Process 0 acts while the others wait; they get None. If it raises, the others raise UserError."""
+        ...
+
+    def in_turn(self, action: Callable[[bool], Item]) -> Item:
+        """All act: process 0 first, then the first of every other node, then all others.
+
+        So what the first left in a cache, the others find. action(first): whether it is one of the first.
+        If it raises in one, the others raise UserError.
+        """
+        ...
+
+    @property
+    def node_first(self) -> int:
+        """The rank of the first process of this one's node."""
+        ...
+
+    def meet(self, action: Callable[[], Item]) -> Item:
+        """All act and wait for the last. If it raises in one, the others raise UserError."""
+        ...
+
+    def watching(self, told: Told) -> AbstractContextManager[None]:
+        """Within it, what torch raises because another process is gone is ProcessGone, as `told` makes it."""
+        ...
+
+    def texts(self, text: str) -> list[str]:
+        """The text of every process, in the order of ranks."""
+        ...
+
+    def of_first(self, data: bytes) -> bytes:
+        """The bytes of process 0; what the others give is not looked at."""
+        ...
+
+    def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise UserError naming the first tensor that is not the same, bit for bit, in all processes."""
+        ...
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """All-to-all: the next send[r] rows go to process r; received are receive[r] rows of process r.
+
+        -> the received rows in the order of ranks. Every process takes part, with 0 rows too.
+        """
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """`tensor` becomes that of process `source`, in place, byte for byte (contiguous, any dtype)."""
+        ...
+
+    def gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
+        """`whole` becomes the parts of all processes in the order of ranks; bytes, all parts equally long.
+
+        It is queued here, in the order of the program, and there when what is given has been called.
+        """
+        ...
+
+
+class Alone:
+    """One process: a group in which there is nothing to exchange."""
+
+    rank, size, lockstep = 0, 1, False
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        return list(items)
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        pass
+
+    def any(self, value: bool) -> bool:
+        return value
+
+    def on_rank0(self, action: Callable[[], Item]) -> Item | None:
+        return action()
+
+    def in_turn(self, action: Callable[[bool], Item]) -> Item:
+        return action(True)
+
+    @property
+    def node_first(self) -> int:
+        return 0
+
+    def meet(self, action: Callable[[], Item]) -> Item:
+        return action()
+
+    def watching(self, told: Told) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def texts(self, text: str) -> list[str]:
+        return [text]
+
+    def of_first(self, data: bytes) -> bytes:
+        return data
+
+    def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
+        pass
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        return rows
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        pass
+
+    def gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
+        whole.copy_(part)
+        return lambda: None
+
+
+ALONE = Alone()
+
+
+class Processes:
+    """The processes that torch.distributed knows, or some of them.
+
+    device: where small exchanges happen (the GPU for nccl, the CPU for gloo).
+    some: torch's group of them; None: all.
+    roll: who they are; of all only.
+    """
+
+    _group: dist.ProcessGroup | None = None
+    _roll: Roll | None = None
+    lockstep = False
+
+    def __init__(self, device: torch.device, some: dist.ProcessGroup | None = None, roll: Roll | None = None):
+        self.rank, self.size = dist.get_rank(some), dist.get_world_size(some)
+        self._device, self._group, self._roll = device, some, roll
+
+    def among(self, ranks: Sequence[int]) -> Processes | None:
+        """The group of these of all processes; None in the others. All call it, in the same order."""
+        made = dist.new_group(list(ranks), timeout=TIMEOUT)
+        return Processes(self._device, made) if isinstance(made, dist.ProcessGroup) else None
+
+    def share(self, items: Sequence[Item]) -> list[Item]:
+        """Give items[rank], items[rank + size], and so on.
+
+        It depends on the position only, so a run can resume exactly on another number of processes.
+        """
+        return list(items[self.rank :: self.size])
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum bucket by bucket (`buckets`), in the order given: every process makes the same calls."""
+        for bucket in buckets(tensors):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                dist.all_reduce(bucket[0], group=self._group)
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat, group=self._group)
+            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def any(self, value: bool) -> bool:
+        flag = torch.tensor([int(value)], device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        return bool(flag.item())
+
+    def on_rank0(self, action: Callable[[], Item]) -> Item | None:
+        return self._of_all.act([[0]], action)
+
+    def in_turn(self, action: Callable[[bool], Item]) -> Item:
+        first = self.node_first == self.rank
+        result = self._of_all.act(self._of_all.first_of_nodes(), lambda: action(first))
+        return cast(Item, result)  # every process is in a turn
+
+    @property
+    def node_first(self) -> int:
+        return self._of_all.node_first()
+
+    def meet(self, action: Callable[[], Item]) -> Item:
+        return cast(Item, self._of_all.act([range(self.size)], action))
+
+    def watching(self, told: Told) -> AbstractContextManager[None]:
+        return self._of_all.watching(told)
+
+    @property
+    def _of_all(self) -> Roll:
+        if self._roll is None:
+            raise ValueError("some of the processes do not act for all: ask the group of all")
+        return self._roll
+
+    def texts(self, text: str) -> list[str]:
+        """As bytes, padded to the longest: dist.all_gather_object would send pickles."""
+        # the lengths of all, then the bytes
+        data = text.encode()
+        length = torch.tensor([len(data)], device=self._device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length, group=self._group)
+        room = max(1, *(int(n.item()) for n in lengths))
+        padded = torch.zeros(room, dtype=torch.uint8, device=self._device)
+        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        every = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(every, padded, group=self._group)
+        return [bytes(t[: int(n.item())].tolist()).decode() for t, n in zip(every, lengths, strict=True)]
+
+    def of_first(self, data: bytes) -> bytes:
+        length = torch.tensor([len(data)], device=self._device)
+        dist.broadcast(length, group=self._group, group_src=0)
+        if not (count := int(length.item())):
+            return b""
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == 0 else torch.empty(count)
+        sent = own.to(dtype=torch.uint8, device=self._device)
+        dist.broadcast(sent, group=self._group, group_src=0)
+        return sent.cpu().numpy().tobytes()
+
+    def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
+        low = torch.stack([fingerprint(tensor).to(self._device) for tensor in tensors.values()])
+        high = low.clone()
+        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
+        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
+        different = low.ne(high).nonzero().flatten().tolist()
+        if different:
+            raise UserError(
+                f"the {self.size} processes hold different values: {len(different)} of {len(tensors)} tensors"
+                f" differ; first: {list(tensors)[different[0]]}",
+                next="resume from the last save with the same command; if it comes again, report it",
+            )
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """With uneven splits; gloo knows int64, float32 and bfloat16 here."""
+        received = rows.new_empty((sum(receive), *rows.shape[1:]))
+        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self._group)
+        return received
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """As bytes: gloo knows neither int16 nor float8."""
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        dist.broadcast(flat, group=self._group, group_src=source)
+
+    def gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        work: Any = gather(whole, part, group=self._group, async_op=True)
+        return work.wait
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors in order, in runs of one dtype and device that together have at most BUCKET bytes.
+
+    A larger tensor is a bucket by itself.
+    """
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        other = bucket and (tensor.dtype, tensor.device) != (bucket[0].dtype, bucket[0].device)
+        if bucket and (other or size + tensor.nbytes > BUCKET):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """An int64 that depends on every bit and its place: sum_i bits_i * (i mod 65,521 + 1) mod 2^64."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().contiguous().view(width).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), 2**22):  # int64 copies of 32 MiB at a time
+        part = bits[start : start + 2**22].long()
+        total += (part * ((torch.arange(start, start + part.numel(), device=part.device) % 65521) + 1)).sum()
+    return total
+
+
+@contextmanager
+def open_group(device: torch.device) -> Iterator[Group]:
+    """The group that torchrun set up, or ALONE. gloo on CPU, nccl on CUDA.
+
+    torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in the environment. A process that is lost within is told
+    by the others as ProcessGone, with exit code 1.
+    Raises ConfigError where they cannot meet, or have different versions of torch.
+    """
+    if started().size == 1:
+        yield ALONE
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store, rank, size = _met()
+    roll = Roll(dist.PrefixStore("unfreeze", store), rank, size)
+    error: BaseException | None = None
+    with roll.beside():
+        try:
+            with roll.watching():
+                backend = "nccl" if device.type == "cuda" else "gloo"
+                own = dist.PrefixStore("exchange", store)
+                dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+                yield Processes(device, roll=roll)
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            roll.leave(error)
+            if error is None or device.type != "cuda":  # nccl would wait for an answer of one that is gone
+                dist.destroy_process_group()
+            roll.stay()
+
+
+def _met() -> tuple[dist.Store, int, int]:
+    """torchrun's store, or that of process 0 -> with this process's rank and how many there are."""
+    here, said = started(), os.environ
+    at = f"{said.get('MASTER_ADDR')}:{said.get('MASTER_PORT')}"
+    try:
+        if has_agent():
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=coming())))
+        else:
+            for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+                if not said.get(name):
+                    raise ValueError(f"{name} is not set")
+            host, port, rank, size = said["MASTER_ADDR"], said["MASTER_PORT"], here.rank, here.size
+            if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+                raise ValueError(f"MASTER_PORT is {port!r:.40}, which is no port")
+            store = store_at(host, int(port), first=rank == 0)
+    except dist.DistNetworkError as error:
+        busy = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+        why = "another program has that port" if busy else str(error).strip().partition("\n")[0][:200]
+        raise ConfigError(
+            f"the processes cannot meet at {at} (MASTER_ADDR, MASTER_PORT): {why}",
+            next="torchrun --master-port with a free port, the same on every node",
+        ) from error
+    except ValueError as error:  # one of the variables is not set, or no port
+        words = f"WORLD_SIZE is set, but not what belongs to it: {error}"
+        raise ConfigError(words, next="start the processes by torchrun") from error
+    return dist.PrefixStore(f"attempt-{_attempt(store, rank)}", store), rank, size
+
+
+def _attempt(store: dist.Store, rank: int) -> int:
+    """Which start of this run it is: an agent that starts it again may keep the store, and what was in it.
+
+    Of one node the agent counts. Several agents may count differently; there the starts of a rank are counted
+    in the store, which c10d's rendezvous makes anew and the static one keeps.
+    """
+    if started().nodes == 1:
+        return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    return store.add(f"unfreeze/starts/{rank}", 1)
+
+
+def local_device(device: torch.device) -> torch.device:
+    """cuda -> cuda:LOCAL_RANK under torchrun, so that each process has a GPU of its own."""
+    local = os.environ.get("LOCAL_RANK")
+    if local is None or device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", int(local))

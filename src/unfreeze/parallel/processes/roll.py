@@ -1,0 +1,345 @@
+"""Who takes part in a run of several processes, and who is gone.
+
+Every process writes into the store that torchrun set up: at the start host, process id and torch's version;
+at its end why it left. A killed one writes nothing, so the others of its host look whether its process id
+still runs, and write what they find for those of other hosts.
+
+A connection that closes tells a process that another is gone, but not which; a GPU that waits for another is
+told nothing. So a thread beside the run looks for it when torchrun's agent asks the process to end, and for
+what others found. It waits a while for the run to end by itself, then it ends the process.
+"""
+
+# torch does not list its stores among what it exports:
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from unfreeze.core.errors import ConfigError, ProcessGone, UserError
+from unfreeze.core.torchrun import started
+
+COMING, COMING_ALONE = timedelta(minutes=10), timedelta(minutes=2)
+"""How long processes wait for each other at the start: a node's agent may begin later than another's. Without
+agents somebody started each process, and one that is not there was forgotten."""
+SAID = 10.0
+"""Seconds after which the first of those that wait says for whom."""
+LOOK = timedelta(seconds=5)
+"""How often one that waits looks whether the others still run. It waits for their work without end."""
+PATIENCE = 5.0
+"""Seconds in which a closed connection is explained: by a process that ended, or by what another found."""
+GRACE = 10.0
+"""Seconds for a run to end by itself before the thread beside it ends the process."""
+NO_ANSWER = ("Connection", "onnection reset", "gloo", "NCCL", "Socket", "ocket", "roken pipe", "imed out")
+"""Words of torch's errors where another process does not answer."""
+
+ALARM, LOST = "alarm", "lost another"
+"""A key that is set once a process was found killed; what one writes that leaves because of another."""
+
+
+def has_agent() -> bool:
+    """Whether the store is that of torchrun's agent; else process 0 keeps it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def coming() -> timedelta:
+    """How long processes wait for each other at the start."""
+    return COMING if has_agent() else COMING_ALONE
+
+
+def store_at(host: str, port: int, *, first: bool) -> dist.TCPStore:
+    """The store that process 0, the `first`, keeps; port 0: a free one.
+
+    It waits for nobody: who has not come is known to the Roll, which says it.
+    """
+    more = {"timeout": coming(), "wait_for_workers": False, "multi_tenant": True}
+    return dist.TCPStore(host, port, None, first, **more)
+
+
+Item = TypeVar("Item")
+Told = Callable[[str], ProcessGone]
+"""(who is gone, and why) -> the error, with where the run stands."""
+
+
+def plainly(words: str) -> ProcessGone:
+    """Told before there is a run folder."""
+    return ProcessGone(words, next="see what the first that failed says, then give the same command again")
+
+
+class Roll:
+    """The processes of a run by rank. `store`: of torchrun, or of process 0.
+
+    Raises UserError where one does not come, or has another version of torch.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int):
+        self._store, self._rank, self._size, self._serial = store, rank, size, 0
+        self.told: Told = plainly
+        self._found: ProcessGone | None = None
+        self._hosted = not has_agent()  # by process 0
+        own = {"host": _host(), "pid": os.getpid(), "torch": torch.__version__, "local": started().local}
+        store.set(f"here/{rank}", json.dumps(own))
+        keys = [f"here/{other}" for other in range(size)]
+        if absent := self._absent(keys):
+            raise UserError(
+                f"{_named(absent)} of {size} did not come within {coming().seconds // 60} minutes",
+                next="look at its host: start every process with the same address and port",
+            )
+        self._members: list[dict[str, Any]] = [json.loads(store.get(key)) for key in keys]
+        first = self._members[0]["torch"]
+        other = next((r for r, member in enumerate(self._members) if member["torch"] != first), None)
+        if other is not None:
+            raise ConfigError(
+                f"process {other} has torch {self._members[other]['torch']}, process 0 has {first}: they"
+                " would compute other numbers",
+                next=f"install torch {first} on {self._members[other]['host'].split()[0]} too",
+            )
+
+    def _absent(self, keys: Sequence[str]) -> list[int]:
+        """Wait for all. -> who has not come in time; the first that is here says for whom it waits."""
+        began, said = time.monotonic(), False
+        while absent := [other for other, key in enumerate(keys) if not self._store.check([key])]:
+            waited = time.monotonic() - began
+            if waited > coming().total_seconds():
+                break
+            if waited > SAID and not said and all(other in absent for other in range(self._rank)):
+                words = f"process {self._rank} waits for {_named(absent)} of {len(keys)}"
+                print(f"{words}, at most {coming().seconds // 60} minutes", file=sys.stderr, flush=True)
+                said = True
+            time.sleep(0.05)
+        return absent
+
+    # -- work of some while the others wait, however long that takes
+
+    def act(self, turns: Sequence[Sequence[int]], action: Callable[[], Item]) -> Item | None:
+        """The processes of each turn act together, one turn after the other; each is in one turn at most.
+
+        -> what `action` gives here, None where this process is in no turn. If it raises in a process, that
+        one raises it and all others raise UserError. Every process calls this, in the same order.
+        """
+        self._serial += 1
+        result: Item | None = None
+        for acting in turns:
+            error: BaseException | None = None
+            if self._rank in acting:
+                try:
+                    result = action()
+                except BaseException as caught:
+                    error = caught
+                self._store.set(f"{self._serial}/{self._rank}", "done" if error is None else "failed")
+            if error is not None:
+                raise error
+            keys = [f"{self._serial}/{other}" for other in acting]
+            self._wait(keys)
+            for other, said in zip(acting, map(self._store.get, keys), strict=True):
+                if said == b"failed":
+                    words = f"process {other} failed, so this one stops too"
+                    raise UserError(words, next=f"see what process {other} says")
+        return result
+
+    def first_of_nodes(self) -> list[list[int]]:
+        """Turns: process 0; the first of every other node; all others."""
+        firsts = [rank for rank, member in enumerate(self._members) if member["local"] == 0 and rank]
+        others = [rank for rank in range(1, self._size) if rank not in firsts]
+        return [turn for turn in ([0], firsts, others) if turn]
+
+    def node_first(self) -> int:
+        """The first process of this one's node."""
+        host = self._members[self._rank]["host"]
+        mine = [r for r, m in enumerate(self._members) if m["host"] == host and r <= self._rank]
+        return max((r for r in mine if self._members[r]["local"] == 0), default=self._rank)
+
+    def _wait(self, keys: list[str]) -> None:
+        """Ask often at first, then twice a second; torch's own waiting says at length that it took long."""
+        looked, pause = time.monotonic(), 0.005
+        while not self._store.check(keys):
+            time.sleep(pause)
+            pause = min(0.5, 1.5 * pause)
+            if time.monotonic() - looked > LOOK.total_seconds():
+                looked = time.monotonic()
+                if gone := self.gone(0.0):
+                    raise self._error(gone)
+
+    # -- who is gone
+
+    def leave(self, error: BaseException | None) -> None:
+        """Say why this process leaves: the others are told."""
+        lost = isinstance(error, ProcessGone)
+        said = "done" if error is None else LOST if lost else f"{type(error).__name__}: {error}"
+        if self._store_ended():
+            return
+        with suppress(dist.DistError, RuntimeError):
+            self._store.set(f"left/{self._rank}", said.partition("\n")[0][:300])
+
+    def stay(self) -> None:
+        """Where the store is process 0's own, it waits a while for the others, who still ask the store."""
+        if self._rank or not self._hosted:
+            return
+        until, here = time.monotonic() + GRACE, self._members[0]["host"]
+        coming = dict(enumerate(self._members[1:], 1))
+        while coming and time.monotonic() < until:
+            for rank, member in [*coming.items()]:
+                killed = member["host"] == here and not _runs(member["pid"])
+                if killed or self._store.check([f"left/{rank}"]):
+                    del coming[rank]
+            time.sleep(0.02)
+
+    def gone(self, patience: float) -> dict[int, str]:
+        """Which processes are gone -> why; looks for so many seconds, until there is one."""
+        until = time.monotonic() + patience
+        while not (found := self._look()) and time.monotonic() < until:
+            time.sleep(0.1)
+        return found
+
+    def _look(self) -> dict[int, str]:
+        if self._store_ended():
+            return {0: "connection closed"}
+        found: dict[int, str] = {}
+        here = self._members[self._rank]["host"]
+        for other, member in enumerate(self._members):
+            if other == self._rank:
+                continue
+            try:
+                left = self._said(f"left/{other}")
+                killed = left is None and member["host"] == here and not _runs(member["pid"])
+                if killed:
+                    self._store.set(f"killed/{other}", "")
+                    self._store.set(ALARM, str(other))
+                killed = killed or self._said(f"killed/{other}") is not None
+            except (dist.DistError, RuntimeError):  # the store went with its process
+                left, killed = None, member["host"] != here or not _runs(member["pid"])
+            if left is not None and left not in (LOST, "done"):
+                found[other] = f"it ended with {left}"
+            elif killed:
+                found[other] = "connection closed"
+        return found
+
+    def _store_ended(self) -> bool:
+        """Whether the store was process 0's and went with it; torch would say each call of it at length."""
+        here, first = self._members[self._rank]["host"], self._members[0]
+        return self._hosted and bool(self._rank) and first["host"] == here and not _runs(first["pid"])
+
+    def _said(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _error(self, gone: dict[int, str]) -> ProcessGone:
+        """One for all, and the first process that is still there says it.
+
+        What was said first stays: the agent's SIGTERM may come while that error is on its way out of
+        `watching`, where the step and the save are no longer known.
+        """
+        if self._found is not None:
+            return self._found
+        first = next(iter(gone))
+        more = f", and {_named(list(gone)[1:])}" if len(gone) > 1 else ""
+        error = self.told(f"process {first} is gone ({gone[first]}){more}")
+        error.silent = any(other not in gone for other in range(self._rank))
+        self._found = error
+        return error
+
+    @contextmanager
+    def watching(self, told: Told = plainly) -> Generator[None]:
+        """Errors of torch's because another process is gone are ProcessGone within, as `told` makes it."""
+        former, self.told = self.told, told
+        try:
+            yield
+        except ProcessGone:
+            raise
+        except RuntimeError as error:
+            if not (isinstance(error, dist.DistError) or any(word in str(error) for word in NO_ANSWER)):
+                raise
+            line = str(error).strip().partition("\n")[0][:200]
+            gone = self.gone(PATIENCE)
+            raise self._error(gone) if gone else told(f"another process does not answer ({line})") from error
+        finally:
+            self.told = former
+
+    # -- the thread beside the run
+
+    @contextmanager
+    def beside(self) -> Generator[None]:
+        """Watch until it is left. Only the main thread may take signals; in another nothing is watched."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        ear, mouth = os.pipe()
+        os.set_blocking(mouth, False)
+        woken = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        former = signal.signal(signal.SIGTERM, self._asked_to_end)
+        over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(ear, over), daemon=True)
+        thread.start()
+        try:
+            yield
+        except ProcessGone:  # the agent's signal comes in the same moment, and what is to be said is not yet
+            former = signal.SIG_IGN
+            raise
+        finally:
+            over.set()
+            signal.signal(signal.SIGTERM, former)
+            signal.set_wakeup_fd(woken)
+            os.write(mouth, b"\0")
+            thread.join(LOOK.seconds)
+            os.close(mouth)
+            os.close(ear)
+
+    def _asked_to_end(self, number: int, frame: object) -> None:
+        """SIGTERM outside of the loop: of torchrun's agent, because another failed, or of somebody else."""
+        mine = self._members[self._rank]["pid"] == os.getpid()  # not one that a library forked
+        if mine and (gone := self.gone(1.0)):
+            raise self._error(gone)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    def _watch(self, ear: int, over: threading.Event) -> None:
+        while not over.is_set():
+            heard, _, _ = select.select([ear], [], [], LOOK.seconds)
+            asked = bool(heard) and signal.SIGTERM in os.read(ear, 64)
+            with suppress(dist.DistError, RuntimeError):
+                asked = asked or (not heard and self._store.check([ALARM]))
+            if asked and (gone := self.gone(PATIENCE)) and not over.wait(GRACE):
+                error = self._error(gone)
+                self.leave(error)
+                if not error.silent:
+                    print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                os._exit(error.exit_code)
+
+
+def _host() -> str:
+    """The host's name, and its space of process ids: containers may share a name."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this host still runs; one that nobody has buried does not."""
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except ProcessLookupError:
+        return False
+    except OSError:  # no /proc, or another user's
+        return True
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """'process 2', 'processes 2 and 3'."""
+    if len(ranks) == 1:
+        return f"process {ranks[0]}"
+    return f"processes {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
