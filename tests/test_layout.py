@@ -90,6 +90,39 @@ def violations(room: str, source: str, where: str) -> list[str]:
     return bad
 
 
+# Objectives that help seldom (docs/inside.md): the package reaches them through one file.
+BEHIND = ("objectives.intermediate", "objectives.corrector", "kernels.attention.relations", "generate.joint")
+BEHIND += ("models.widths",)
+JOINT = "teach/inside.py"
+
+
+def around_the_joint(source: str, where: str) -> list[str]:
+    """Imports of what stands behind JOINT, in a file that is neither it nor one of them."""
+    if where == JOINT or where.removesuffix(".py").replace("/", ".") in BEHIND:
+        return []
+    return [
+        f"{where}:{line} imports {module}: import it from unfreeze.{JOINT.removesuffix('.py').replace('/', '.')}"
+        for line, module in imports(ast.parse(source))
+        if module.startswith(tuple(f"unfreeze.{name}" for name in BEHIND))
+    ]
+
+
+def test_what_helps_seldom_is_reached_through_one_file():
+    files = {
+        str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")
+    }
+    assert not [line for where, source in files.items() for line in around_the_joint(source, where)]
+    assert {f"{name.replace('.', '/')}.py" for name in BEHIND} <= files.keys()
+
+
+def test_a_way_around_the_joint_is_seen():
+    source = "def late():\n    from unfreeze.objectives.corrector import corrector\n"
+    assert around_the_joint(source, "train/step.py")[0].startswith(
+        "train/step.py:2 imports unfreeze.objectives"
+    )
+    assert not around_the_joint(source, JOINT) and not around_the_joint(source, "generate/joint.py")
+
+
 def test_rooms_import_downward_only():
     bad = []
     for file in PACKAGE.rglob("*.py"):

@@ -49,7 +49,7 @@ def _divergence(config: Config, teacher: Teacher, words: int) -> Objective:
 
     asked = config.distillation
     if asked.gamma is not None:
-        from unfreeze.objectives.corrector import corrector
+        from unfreeze.teach.inside import corrector
 
         return partial(corrector, teacher=teacher, vocab=words, gamma=asked.gamma)
     options: dict[str, Any] = {"beta": asked.mixture, "temperature": asked.temperature, "alpha": asked.alpha}
