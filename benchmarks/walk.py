@@ -2,7 +2,8 @@
 
     python benchmarks/walk.py [--show]        sft on tiny-k2, its own sample rows, one thread
 
-Distinct functions; comprehensions, lambdas and the bodies of classes left out; of the main thread. Nothing is cached from before.
+Distinct functions of the main thread; comprehensions, lambdas and the bodies of classes are left out. Nothing is
+cached from before.
 --show: by room.
 """
 
