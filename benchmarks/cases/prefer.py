@@ -42,8 +42,8 @@ class Config(Measured):
     sides: tuple[Side, ...] = Field(
         default=("sft", "dpo", "dpo+nll", "orpo", "sft+dpo"),
         description=(
-            "kinds of training; dpo+nll: with --nll; sft+dpo: then half as many steps of dpo at a fiftieth of"
-            " the rate"
+            "kinds of training; dpo+nll: with --preference.nll; sft+dpo: then half as many steps of dpo at a"
+            " fiftieth of the rate"
         ),
     )
     nll: float = Field(default=5.0, gt=0, description="of dpo+nll; chosen on every other held-out question")
