@@ -10,10 +10,11 @@ demo: .venv/installed
 	$(BIN)/unfreeze demo
 
 # A process per core, one thread each: half the time of one process. Before them the CPU loops are compiled once, which each would do anew,
-# and what is imported is kept as byte code, whatever the shell says. `worksteal` gives neighbours to one process: they share what they build.
+# and what is imported is kept as byte code, whatever the shell says. A file goes
+# to one process, which builds once what its tests share; the longest first (tests/durations.py).
 test: .venv/installed
 	@for dtype in float32 bfloat16; do OMP_NUM_THREADS=2 $(BIN)/python -m unfreeze.kernels.choice.prepare $$dtype cpu & done; wait
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(TESTS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
 
 lint: .venv/installed
 	$(BIN)/ruff check src tests examples benchmarks

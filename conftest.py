@@ -32,6 +32,8 @@ assert _spec is not None and _spec.loader is not None
 durations = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(durations)
 pytest_terminal_summary = durations.pytest_terminal_summary
+pytest_collection_modifyitems = durations.pytest_collection_modifyitems
+pytest_sessionfinish = durations.pytest_sessionfinish
 
 
 def pytest_collection_finish(session):
