@@ -33,22 +33,19 @@ LAYER = {
     "recipes": 9,
     "serve": 9,
     "commands": 10,
-    "bench": 10,
     "drill": 10,
     "cli": 11,
     "api": 11,
 }
 FORBIDDEN = {"transformers", "peft", "trl", "accelerate", "compressed_tensors", "liger_kernel", "pickle"}
+OUTSIDE = {"benchmarks", "tests", "examples"}  # of the repository, not of the package
 EXEMPT = {
     # comparing with the oracle is what `unfreeze bisect` is for; imported inside one function
     ("commands/bisect.py", "transformers"),
     # an optional candidate, where a user has it installed; imported when it is loaded
     ("kernels/liger.py", "liger_kernel"),
-    # the sides that `unfreeze bench` compares with; imported by name inside one function (peers.library), in
-    # worker processes
-    ("bench/peers.py", "transformers"),
-    ("bench/peers.py", "peft"),
-    ("bench/peers.py", "liger_kernel"),
+    # the one door to the benchmarks of a clone; refused by it where there is none
+    ("commands/bench.py", "benchmarks"),
 }
 
 
@@ -74,6 +71,10 @@ def violations(room: str, source: str, where: str) -> list[str]:
             bad.append(
                 f"{where}:{line} imports {module}: oracles belong to tests and benchmarks; compute it here,"
                 " or move this to tests/"
+            )
+        if parts[0] in OUTSIDE and (where, parts[0]) not in EXEMPT:
+            bad.append(
+                f"{where}:{line} imports {module}: a wheel has none; move what the package needs into it"
             )
         if module.startswith("torch.distributed") and room != "parallel":
             bad.append(
@@ -422,8 +423,9 @@ def test_an_exemption_is_for_one_file_and_one_library():
     assert violations("recipes", "import peft", "commands/bisect.py") and violations(
         "recipes", "import transformers", "commands/doctor.py"
     )
-    assert violations("recipes", "import peft", "bench/peers.py") == [] and violations(
-        "recipes", "import trl", "bench/peers.py"
+    assert violations("commands", "import benchmarks", "commands/bench.py") == []
+    assert violations("commands", "import benchmarks", "commands/demo.py") and violations(
+        "commands", "from tests import tiny", "commands/bench.py"
     )
 
 
