@@ -130,10 +130,10 @@ def learned(
     schedule = Schedule(peak=RATE, steps=steps, kind="cosine", warmup_steps=steps // 20)
     batches = Batches(examples, config.tokens, seed)
     for step in range(steps):
-        batch, _ = next(batches)
+        drawn, _ = next(batches)
         rate = schedule.learning_rate(step)
         train_step(
-            model, optimizer, [batch], minimised, learning_rate=rate, max_norm=1.0, recompute=models.plain
+            model, optimizer, drawn, minimised, learning_rate=rate, max_norm=1.0, recompute=models.plain
         )
     return model
 

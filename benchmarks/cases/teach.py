@@ -158,10 +158,10 @@ def trained(objective: Objective, examples: Sequence[Example], config: Config, s
     schedule = Schedule(peak=RATE, steps=config.steps, kind="cosine", warmup_steps=config.steps // 20)
     batches = Batches(examples, config.tokens, seed)
     for step in range(config.steps):
-        batch, _ = next(batches)
+        drawn, _ = next(batches)
         rate = schedule.learning_rate(step)
         train_step(
-            model, optimizer, [batch], objective, learning_rate=rate, max_norm=1.0, recompute=models.plain
+            model, optimizer, drawn, objective, learning_rate=rate, max_norm=1.0, recompute=models.plain
         )
     return model
 
