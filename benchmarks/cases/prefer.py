@@ -27,7 +27,7 @@ class Config(Measured):
 
     sides: tuple[Side, ...] = Field(
         default=("sft", "dpo", "dpo+nll", "orpo", "sft+dpo"),
-        description="kinds of training; dpo+nll: with --nll",
+        description="kinds of training; dpo+nll: with --preference.nll",
     )
     nll: float = Field(default=5.0, gt=0, description="of dpo+nll; chosen on every other held-out question")
     seed: int = Field(default=0, ge=0, description="of every side")

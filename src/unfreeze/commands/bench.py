@@ -19,7 +19,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     elif "benchmarks" not in sys.modules:  # `python -m benchmarks` has found it
         raise ConfigError(
             "the benchmarks and their peers are no part of an installed package; they lie in the repository",
-            next="git clone the repository, then in it: pip install -e '.[dev]' && unfreeze dev bench",
+            next="git clone the repository, then in it: make .venv/installed && .venv/bin/unfreeze dev bench",
         )
     import benchmarks
 
