@@ -90,11 +90,11 @@ def trained(
         "data": data,
         "out": out,
         "steps": config.steps,
-        "samples": 0,
+        "watch.samples": 0,
         "tokens-per-step": config.tokens_per_step,
         "sequence-length": 512,
         "learning-rate": config.learning_rate,
-        "weight-decay": 0.3,
+        "optimizer.weight-decay": 0.3,
         "dtype": "float32",
         "threads": config.threads or 1,
         "seed": config.seed,
@@ -103,8 +103,8 @@ def trained(
     if side == "sft" and model == TINY_K2:
         given["columns"] = "completion=chosen"
     if side != "sft":
-        given |= {"loss": side.removesuffix("+nll")} | ({"nll": config.nll} if "+nll" in side else {})
-        given |= {"beta": config.beta} if config.beta else {}
+        given |= {"loss": side.removesuffix("+nll")} | ({"preference.nll": config.nll} if "+nll" in side else {})
+        given |= {"preference.beta": config.beta} if config.beta else {}
     flags = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
     recipe = "sft" if side == "sft" else "prefer"
     words = [sys.executable, "-m", "unfreeze", recipe, *flags, "--quiet"]

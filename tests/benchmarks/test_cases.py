@@ -5,14 +5,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.cases import beyond, equal, growth, layer, model, plan, start
-from benchmarks.harness import encoding, equality, fresh, generation, shapes, streamed, whole
+from benchmarks.cases import beyond, equal, growth, layer, plan, start
+from benchmarks.harness import encoding, equality, fresh, generation, shapes, streamed
 from benchmarks.harness.checkpoints import checkpoints
 from benchmarks.harness.equality import Arm
 from benchmarks.harness.targets import TARGETS, unequal
 from unfreeze.core.errors import ConfigError, DoesNotFit, UserError
 from unfreeze.data import load_tokenizer
-from unfreeze.parallel.machine import Hardware
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -303,14 +302,3 @@ def test_a_prediction_is_met_missed_or_refuted():
     said = [layer.verdict("one whole layer", ms, "")["verdict"] for ms in (56.0, 60.0, 66.0)]
     assert said == ["met", "missed", "refuted"] and layer.verdict("head and loss", 1.0, "") == {}
     assert layer.verdict("one whole layer", 1.0, "smaller")["verdict"] == "smaller"
-
-
-def test_whole_models_are_sized_by_the_plan_or_refused(monkeypatch):
-    monkeypatch.setattr(whole, "block_cost", lambda *given, **more: (1024, 4.0))
-    job = model.JOBS["qwen3-0.6b-full"]
-    made = whole.sized(
-        job, 65536, "selective", Hardware("cuda", "GPU", 8, 139 * 2**30, 139 * 2**30), "cuda", 4096
-    )
-    assert made.fits and made.work.tokens * made.work.micro_batches == 65536
-    with pytest.raises(DoesNotFit):
-        whole.sized(job, 65536, "selective", Hardware("cuda", "GPU", 8, 2**30, 2**30), "cuda", 4096)

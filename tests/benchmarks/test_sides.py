@@ -106,3 +106,16 @@ def test_two_sides_of_one_name_are_refused():
 
 def test_endings_are_said_in_words():
     assert ending(1) == "exit code 1" and "SIGTERM" in ending(-15) and "memory is full" in ending(-9)
+
+
+@pytest.mark.nightly
+def test_cases_run_in_processes_of_their_own(measure):
+    """What test_cases.py does in this one."""
+    ours, rate, peer = measure("moe", sides=("unfreeze", "peft-experts"))
+    assert [row.side for row in (ours, rate, peer)] == ["unfreeze", "torch.mm", "peft-experts"]
+    assert max(*ours.results["correctness"].values(), *peer.results["correctness"].values()) < 1e-4
+    assert ours.results["peak_bytes"] > 10**7 and peer.results["first_side_memory"] > 0
+    (row,) = measure("load", pairs=1)
+    assert list(row.results["correctness"].values()) == [0.0] and row.results["peak_bytes"] > 0
+    rows = measure("decode", sides=("unfreeze", "transformers"), cases=("1x8",), new=4, rounds=1)
+    assert all(row.results["correctness"]["worst of them, nats less likely"] < 1e-3 for row in rows)
