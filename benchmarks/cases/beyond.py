@@ -12,12 +12,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from benchmarks.harness.case import InTurn, OnCheckpoint, Run, computed_here
+from benchmarks.harness import streamed
+from benchmarks.harness.case import InTurn, OnCheckpoint, Run, computed_here, pick
 from benchmarks.harness.sides import Sides
-from benchmarks.harness.streamed import LORA, NAMES, checkpoint, model_of, note, planned_bytes, results, whole
-from benchmarks.harness.training import compare
+from benchmarks.harness.streamed import LORA, NAMES, checkpoint, model_of
+from benchmarks.harness.training import compare, whole
 
 LENGTH, SIZES = 512, {}
+ALONE = {"loss": "nothing to compare with: without --beside"}
 
 
 class Config(InTurn, OnCheckpoint):
@@ -35,35 +37,24 @@ class Config(InTurn, OnCheckpoint):
 
 
 def rows(config: Config, run: Run):
-    whole(config.tokens, LENGTH)
+    whole([config.tokens], LENGTH)
     model, places = model_of(config.gigabytes, SIZES), ["disk", *(["device"] if config.beside else [])]
     job = {"documents": config.tokens // LENGTH, "length": LENGTH, "recompute": config.recompute}
     job |= {"moments": config.optimizer_moments, "dtype": computed_here()}
     settings = {"shape": {name: size for name, size in model.items() if isinstance(size, int)}}
-    settings |= {
-        "rank": LORA["rank"],
-        "targets": list(LORA["targets"]),
-        "dtype": computed_here(),
-        "length": LENGTH,
-    }
-    settings |= {"tokens_per_step": config.tokens, "recompute": config.recompute, "steps": config.steps}
-    settings |= {"optimizer_moments": config.optimizer_moments, "warmup": config.warmup}
+    settings |= {"rank": LORA["rank"], "targets": list(LORA["targets"]), "dtype": computed_here()}
+    settings |= {"length": LENGTH, "tokens_per_step": config.tokens}
+    settings |= pick(config, "recompute", "optimizer_moments", "steps", "warmup")
     with checkpoint(run, model) as folder:
         settings["checkpoint_bytes"] = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        given = job | {"checkpoint": str(folder)}
-        sides = [
-            run.side(NAMES[place], "harness.streamed:trainer", experts=place, **given) for place in places
-        ]
-        plans = [planned_bytes(folder, place, config, LENGTH) for place in places]
+        given = "harness.streamed:trainer", job | {"checkpoint": str(folder)}
+        sides = [run.side(NAMES[place], given[0], experts=place, **given[1]) for place in places]
+        plans = [streamed.planned_bytes(folder, place, config, LENGTH) for place in places]
         with Sides(sides, run.say) as running:
             running.take_turns("step", warmup=config.warmup, rounds=config.steps)
-            found = [results(side, config.tokens) for side in running]
+            found = [streamed.results(side, config.tokens) for side in running]
     compare(found)
     for side, plan, entry in zip(sides, plans, found, strict=True):
-        apart = [abs(a - b) for a, b in zip(entry["losses"], found[0]["losses"], strict=True)]
-        compared = {"losses, against the other side": max(apart)}
-        entry["correctness"] = (
-            compared if config.beside else {"loss": "nothing to compare with: without --beside"}
-        )
-        entry["note"] = note(entry, settings["checkpoint_bytes"])
+        entry["correctness"] = streamed.losses_apart(entry, found[0]) if config.beside else ALONE
+        entry["note"] = streamed.note(entry, settings["checkpoint_bytes"])
         yield run.row(side.name, settings, entry | {"planned_bytes": plan})

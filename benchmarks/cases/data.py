@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from benchmarks.harness.case import Measured, Run
+from benchmarks.harness.case import Measured, Run, pick
 from benchmarks.harness.encoding import rates, write_rows
 from benchmarks.harness.fresh import call
 from benchmarks.harness.shapes import TINY_K2
@@ -24,8 +24,6 @@ LENGTH, COMPARED, PEER = 4096, 200, "datasets + transformers"
 
 
 class Config(Measured):
-    """What is measured."""
-
     rows: int = Field(default=60_000, ge=1, description="conversations of some 300 tokens")
     pairs: int = Field(default=3, ge=1, description="runs of each side, in turn; the median counts")
     model: Folder = Field(default=str(TINY_K2), description="folder with the tokenizer and template")
@@ -34,7 +32,7 @@ class Config(Measured):
 def rows(config: Config, run: Run):
     ours, cores = "benchmarks.harness.encoding:encode", num_cores()
     sides = {"unfreeze": (ours, {"length": LENGTH, "processes": cores})}
-    sides |= {"one process": (ours, {"length": LENGTH, "processes": 1})}
+    sides["one process"] = ours, {"length": LENGTH, "processes": 1}
     sides |= {PEER: ("benchmarks.harness.encoding:tokenized", {"processes": cores})}
     made = {name: [] for name in [*sides, "second start", "four times"]}
     with tempfile.TemporaryDirectory() as folder:
@@ -50,26 +48,13 @@ def rows(config: Config, run: Run):
         many = given | sides["unfreeze"][1] | {"files": [str(place / "many.jsonl")], "first": 0}
         made["four times"] += [call(ours, many, place / "many") for _ in range(2)]
     found = {name: rates(runs) for name, runs in made.items()}
-    pairs = zip(made[PEER][0]["ids"], made["unfreeze"][0]["ids"], strict=True)
     ratio = found["unfreeze"]["rows_per_second"] / found[PEER]["rows_per_second"]
-    found[PEER] |= {
-        "first_side_rate": ratio,
-        "equal_rows": sum(a == b for a, b in pairs),
-        "compared_rows": COMPARED,
-    }
-    found[PEER]["note"] += (
-        f"; the first side is {ratio:.2f} x; ids of {found[PEER]['equal_rows']} of {COMPARED} equal"
-    )
+    same = sum(a == b for a, b in zip(made[PEER][0]["ids"], made["unfreeze"][0]["ids"], strict=True))
+    found[PEER] |= {"first_side_rate": ratio, "equal_rows": same, "compared_rows": COMPARED}
+    found[PEER]["note"] += f"; the first side is {ratio:.2f} x; ids of {same} of {COMPARED} rows equal"
     own, four = (made[name][-1]["own_peak_bytes"] for name in ("second start", "four times"))
     found["second start"] |= {"own_peak_bytes": own, "four_times_own_peak_bytes": four}
-    found["second start"]["note"] += (
-        f"; memory {format_bytes(own)}, of four times the rows {format_bytes(four)}"
-    )
-    settings = {
-        "rows": config.rows,
-        "pairs": config.pairs,
-        "model": Path(config.model).name,
-        "processes": cores,
-    }
+    found["second start"]["note"] += f"; memory {format_bytes(own)}, of 4 x the rows {format_bytes(four)}"
+    settings = pick(config, "rows", "pairs") | {"model": Path(config.model).name, "processes": cores}
     for name in [*sides, "second start"]:
         yield run.row(name, settings, found[name])

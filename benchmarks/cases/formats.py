@@ -34,16 +34,13 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
 """Format -> the quantization_config of the model that steps."""
 
 
-class Config(Trained):
-    """What is measured."""
+Config = Trained
 
 
 def rows(config: Config, run: Run):
     model, small = shapes.kimi(), shapes.kimi(**shapes.CHECKED)
-    with (
-        ExitStack() as kept,
-        job(run, model, small, shapes.SIZES, moe.LORA, moe.DOCUMENTS, moe.LENGTH) as made,
-    ):
+    of = shapes.SIZES, moe.LORA, moe.DOCUMENTS, moe.LENGTH
+    with ExitStack() as kept, job(run, model, small, *of) as made:
         sides, exact = [made.ours("int4", "selective")], {"int4": made.exact}
         for name, table in CONFIGS.items():
             if table is not None:
@@ -54,11 +51,10 @@ def rows(config: Config, run: Run):
         found = made.in_turn(sides, own=exact)
         for side in sides:
             seconds, first = side.values("step", "seconds"), sides[0].values("step", "seconds")
-            resident = side.values("step", "resident")
             found[side.name] |= {
                 "of_int4": statistics.median(one / other for one, other in zip(seconds, first, strict=True)),
-                "resident_first": resident[0],
-                "resident_last": resident[-1],
+                "resident_first": side.values("step", "resident")[0],
+                "resident_last": side.values("step", "resident")[-1],
             }
             settings = made.settings | {"rank": moe.RANK, "recompute": "selective"}
             yield run.row(side.name, settings, found[side.name])

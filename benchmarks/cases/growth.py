@@ -14,7 +14,7 @@ from pydantic import Field
 from benchmarks.harness import shapes
 from benchmarks.harness.case import Run, Trained
 from benchmarks.harness.job import planned
-from benchmarks.harness.training import job
+from benchmarks.harness.training import job, whole
 from unfreeze.core.units import format_bytes
 
 LENGTH = 512
@@ -25,8 +25,6 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 128
 
 
 class Config(Trained):
-    """What is measured. tokens: multiples of 512."""
-
     steps: int = Field(default=2, ge=1, description="timed steps at each size; the median counts")
     tokens: tuple[int, ...] = Field(
         default=(4096, 8192, 16384, 32768, 65536), min_length=2, description="tokens per step"
@@ -37,20 +35,18 @@ class Config(Trained):
 
 
 def rows(config: Config, run: Run):
-    model, sizes = shapes.kimi(**SIZES), config.tokens
-    with job(run, model, model, list(SIZES), LORA, 0, LENGTH) as made:
-        sides = [made.ours(f"{n} tokens", config.recompute, documents=n // LENGTH) for n in sizes]
-        found = made.in_turn(
-            sides, peaks="timed", tokens=dict(zip([s.name for s in sides], sizes, strict=True))
-        )
+    model, by = shapes.kimi(**SIZES), {f"{tokens} tokens": tokens for tokens in config.tokens}
+    whole(config.tokens, LENGTH)
+    with job(run, model, model, SIZES, LORA, 0, LENGTH) as made:
+        sides = [made.ours(name, config.recompute, documents=n // LENGTH) for name, n in by.items()]
+        found = made.in_turn(sides, peaks="timed", tokens=by)
         settings = made.settings | {"rank": LORA["rank"], "recompute": config.recompute}
         given = made.checkpoint, config.computed, LORA
-        stated = [planned(*given, n, LENGTH, recompute=config.recompute).training for n in sizes]
-        for n, (name, entry), plan in zip(sizes, found.items(), stated, strict=True):
-            yield run.row(name, settings | {"tokens_per_step": n}, entry | {"planned_bytes": plan})
-        yield run.row(
-            "growth", settings | {"tokens": list(sizes)}, growth(sizes, list(found.values()), stated)
-        )
+        stated = [planned(*given, n, LENGTH, recompute=config.recompute).training for n in by.values()]
+        line = growth(config.tokens, list(found.values()), stated)
+        for (name, n), plan in zip(by.items(), stated, strict=True):
+            yield run.row(name, settings | {"tokens_per_step": n}, found[name] | {"planned_bytes": plan})
+        yield run.row("growth", settings | {"tokens": list(config.tokens)}, line)
 
 
 def growth(sizes, found, stated):

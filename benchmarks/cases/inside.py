@@ -3,7 +3,7 @@
 `unfreeze dev bench inside`, about 5 minutes on two cores, 0.6 GB; `--write docs/inside_measured.md` makes the
 page. The language is that of `unfreeze dev bench teach`. A teacher, a llama of 3 layers, width 96 and 6
 heads, learns it; then students of 2 layers, width 64 and 4 heads learn the teacher, each from the same
-documents for the same steps. What counts is KL(q ‖ p) on documents that nobody trained on.
+documents for the same steps.
 """
 
 import statistics
@@ -12,21 +12,17 @@ from functools import partial
 from pydantic import Field
 
 from benchmarks.harness.case import Run
-from benchmarks.harness.language import STUDENT, Language, Taught, learned, page, taught
+from benchmarks.harness.language import TEACHER, Language, Taught, learned, page, taught
 from unfreeze.objectives.divergence import divergence
 from unfreeze.teach.inside import Inside
 from unfreeze.teach.teacher import asked
 
-TEACHER = STUDENT | {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3}
-TEACHER |= {"num_attention_heads": 6, "num_key_value_heads": 3}
 WORDS = "its words, forward KL"
 ARMS = {f"its words, and relations at {at:g}": Inside(relations=at) for at in (0.1, 1.0)}
 ARMS |= {f"its words, and hidden states at {at:g}": Inside(hidden=at) for at in (0.1, 1.0)}
 
 
 class Config(Taught):
-    """What is measured."""
-
     steps: int = Field(default=120, ge=1, description="optimizer steps of each student")
     teacher_steps: int = Field(default=250, ge=1, description="optimizer steps of the teacher, on q itself")
     tokens: int = Field(default=512, ge=4, description="of a step")

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field
 
-from benchmarks.harness.case import Measured, Run
+from benchmarks.harness.case import Measured, Run, pick
 from benchmarks.harness.kimi_slice import KimiSlice, Slice, derive, fitting
 from benchmarks.harness.shapes import KIMI_K2
 from benchmarks.harness.timing import Timing, timed
@@ -29,41 +29,31 @@ WHOLE = Slice(KIMI_K2, experts=48, tokens=8192, sequence=2048, rank=16)
 
 
 class Config(Measured):
-    """What is measured."""
-
     device: Literal["cuda"] = Field(default="cuda", description="a GPU")
     repeats: Annotated[int, Field(ge=3, le=200)] = Field(default=20, description="timed calls of each row")
 
 
 def verdict(name: str, ms: float, why: str) -> dict:
     """met, missed (slower than predicted, not refuted) or refuted. why: it is not about this run."""
-    if name not in PREDICTED:
-        return {}
-    words, met, limit = PREDICTED[name]
+    words, met, limit = PREDICTED.get(name, ("", 0, 0))
     said = why or ("met" if ms <= met else "missed" if ms <= limit else "refuted")
-    return {"predicted": words, "refuted_beyond": limit, "verdict": said}
+    return {"predicted": words, "refuted_beyond": limit, "verdict": said} if words else {}
 
 
 def rows(config: Config, run: Run):
     found = hardware(config.device)
     sizes = fitting(WHOLE, found)
-    why = (
-        "smaller slice, not comparable"
-        if sizes != WHOLE
-        else ""
-        if "H200" in found.name
-        else "predicted for an H200"
-    )
+    why = "" if "H200" in found.name else "predicted for an H200"
+    why = why if sizes == WHOLE else "smaller slice, not comparable"
     run.say(f"{found.name}: {sizes.experts} experts, {sizes.tokens:,} tokens {why}")
     built, times = KimiSlice(sizes, torch.device(config.device)), dict[tuple[str, str], Timing]()
-    settings = {name: getattr(sizes, name) for name in ("experts", "tokens", "rows", "sequence", "rank")}
+    settings = pick(sizes, "experts", "tokens", "rows", "sequence", "rank")
     for name, routing, works, errors in built.parts():
         timings = [timed(work, built.device, repeats=config.repeats) for work in works]
         times[name, routing] = timing = sum(timings[1:], timings[0])
         results = timing.results() | verdict(name, timing.ms, why) | {"correctness": errors}
         yield run.row(name, settings | {"dtype": "bfloat16", "routing": routing}, results)
-    if sizes == WHOLE:
-        grid = derive({part: timing.ms for part, timing in times.items()})
-        yield run.row("node", settings, {"label": "derived from one-GPU slices", "grid": grid})
-    else:
-        yield run.row("node", settings, not_run="the slice is not whole, so no node is derived")
+    if sizes != WHOLE:
+        return (yield run.row("node", settings, not_run="the slice is not whole, so no node is derived"))
+    grid = derive({part: timing.ms for part, timing in times.items()})
+    yield run.row("node", settings, {"label": "derived from one-GPU slices", "grid": grid})

@@ -6,17 +6,18 @@ documents of 4,096 tokens, forward, backward, clipping, AdamW. The same batch is
 loss must fall. A model that does not fit has a row that says so with the plan's arithmetic.
 """
 
-from typing import Annotated, Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
 from benchmarks.harness.case import Measured, Run
 from benchmarks.harness.shapes import QWEN3_06B, QWEN3_30B_A3B, QWEN25_7B, qwen
 from benchmarks.harness.whole import Job, results, sized, train
-from unfreeze.core.errors import ConfigError, DoesNotFit
+from unfreeze.core.errors import DoesNotFit
 from unfreeze.parallel.machine import hardware
 
 QWEN3_30B = qwen("qwen3_moe", QWEN3_30B_A3B, tied=False)
+Named = Literal["qwen3-30b-a3b-int4", "qwen3-30b-a3b-bf16", "qwen2.5-7b", "qwen3-0.6b-full"]
 JOBS = {
     "qwen3-30b-a3b-int4": Job(QWEN3_30B, "int4", 16, 17000),
     "qwen3-30b-a3b-bf16": Job(QWEN3_30B, "bf16", 16, None),
@@ -27,46 +28,32 @@ SEQUENCE = 4096
 
 
 class Config(Measured):
-    """What is measured."""
-
     device: Literal["cuda"] = Field(default="cuda", description="a GPU")
-    models: tuple[str, ...] = Field(default=tuple(JOBS), description=f"which to run, of {', '.join(JOBS)}")
-    tokens_per_step: Annotated[int, Field(ge=2)] = Field(
-        default=65536, description="of a step, in micro-batches as large as fit; 4,096 per document"
-    )
-    steps: Annotated[int, Field(ge=3, le=100)] = Field(
-        default=8, description="timed steps after two that warm up"
-    )
-    recompute: Literal["layers", "selective", "nothing"] = Field(
-        default="selective", description="as in sft; falls to what fits, and says so"
-    )
+    models: tuple[Named, ...] = Field(default=get_args(Named), description="which to run")
+    tokens_per_step: int = Field(default=65536, ge=4096, description="in documents of 4,096")
+    steps: int = Field(default=8, ge=3, le=100, description="timed steps after two that warm up")
+    recompute: Literal["layers", "selective", "nothing"] = Field(default="selective", description="at least")
 
 
 def rows(config: Config, run: Run):
     for name in config.models:
-        if name not in JOBS:
-            raise ConfigError(f"models: there is no {name!r}; known: {', '.join(JOBS)}", next="mend --models")
-    for name in config.models:
         run.say(f"{name} …")
-        job, settings = JOBS[name], {"sequence": SEQUENCE, "tokens_per_step": config.tokens_per_step}
+        job, gpu, settings = (
+            JOBS[name],
+            hardware(config.device),
+            {"sequence": SEQUENCE, "tokens_per_step": config.tokens_per_step},
+        )
         settings |= {"sizes": job.config, "experts": job.experts, "rank": job.rank, "steps": config.steps}
         settings |= {"dtype": "bfloat16", "weights": "random"}
         try:
-            made = sized(
-                job,
-                config.tokens_per_step,
-                config.recompute,
-                hardware(config.device),
-                config.device,
-                SEQUENCE,
-            )
+            made = sized(job, config.tokens_per_step, config.recompute, gpu, config.device, SEQUENCE)
         except DoesNotFit as error:
             yield run.row(name, settings, not_run=str(error).replace("\n", " "))
             continue
         settings |= {"micro_batches": made.work.micro_batches, "recompute": made.layout.recompute}
         found = train(job, made, config.steps, config.device, SEQUENCE)
         if found["learned"]:
-            yield run.row(name, settings, results(job, made, found, hardware(config.device).name))
+            yield run.row(name, settings, results(job, made, found, gpu.name))
         else:
             losses = f"{found['loss_first']:.3f} to {found['loss_last']:.3f}"
             yield run.row(name, settings, not_run=f"the loss did not fall on repeated data: {losses}")

@@ -47,13 +47,10 @@ def side(name: str, job: Job, model: shapes.Config):
 def rows(config: Config, run: Run):
     model, small = shapes.kimi(), shapes.kimi(**shapes.CHECKED)
     with job(run, model, small, shapes.SIZES, LORA, DOCUMENTS, LENGTH) as made:
+        asked = {*config.sides, *([GEMM] if "unfreeze" in config.sides else [])}
         settings = made.settings | {"rank": RANK, "alpha": 2 * RANK, "targets": ["attention", "experts"]}
         for turn, names in enumerate(TURNS, start=1):
-            wanted = [
-                name
-                for name in names
-                if name in config.sides or (name == GEMM and "unfreeze" in config.sides)
-            ]
+            wanted = [name for name in names if name in asked]
             if turn == 1 or wanted != ["unfreeze"]:
                 sides = [side(name, made, model) for name in wanted]
                 found = made.in_turn(sides)

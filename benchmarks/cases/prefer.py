@@ -14,21 +14,18 @@ from typing import Literal
 
 from pydantic import Field
 
+from benchmarks.harness import yoda
 from benchmarks.harness.case import Measured, Run
 from benchmarks.harness.shapes import TINY_K2
-from benchmarks.harness.yoda import SMALL, answers, found_in, lines, long_rows, pairs_of, small, then, trained
+from benchmarks.harness.yoda import answers, found_in, lines, trained
 from unfreeze.evaluate.style import compare
 
+SIDES = ("sft", "dpo", "dpo+nll", "orpo", "sft+dpo")
 Side = Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "dpo+nll", "sft+dpo"]
 
 
 class Config(Measured):
-    """What is measured. sft+dpo: then half as many steps of dpo at a fiftieth of the rate."""
-
-    sides: tuple[Side, ...] = Field(
-        default=("sft", "dpo", "dpo+nll", "orpo", "sft+dpo"),
-        description="kinds of training; dpo+nll: with --preference.nll",
-    )
+    sides: tuple[Side, ...] = Field(default=SIDES, description="dpo+nll: with --preference.nll")
     nll: float = Field(default=5.0, gt=0, description="of dpo+nll; chosen on every other held-out question")
     seed: int = Field(default=0, ge=0, description="of every side")
     beta: float = Field(default=0.0, ge=0, description="of the losses; 0: as `unfreeze prefer` has it")
@@ -43,25 +40,21 @@ def rows(config: Config, run: Run):
     items = lines(TINY_K2 / "held_out.jsonl")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        pairs = pairs_of(lines(TINY_K2 / "yoda_train.jsonl")[: config.questions or None], folder)
+        pairs = yoda.pairs_of(lines(TINY_K2 / "yoda_train.jsonl")[: config.questions or None], folder)
         before = answers(TINY_K2, items)
         for side in config.sides:
             started = time.perf_counter()
-            made = then(config, pairs, folder) if side == "sft+dpo" else trained(side, config, pairs, folder)
+            made = (
+                yoda.then(config, pairs, folder)
+                if side == "sft+dpo"
+                else trained(side, config, pairs, folder)
+            )
             found = compare(before, answers(made, items), items) | found_in(made)
-            note = f"style {found['style_before']:.0f} -> {found['style_after']:.1f} %, facts"
-            found["note"] = f"{note} {found['facts_before']:.0f} -> {found['facts_after']:.1f} %"
+            found["note"] = yoda.said(found)
             run.say(f"{side}: {found['note']}")
             settings = {"model": "tiny-k2", "loss": side, **config.model_dump(exclude={"sides", "append"})}
             yield run.row(side, settings, found | {"seconds": time.perf_counter() - started})
-        small(folder / "int4")
-        asked, first = config.model_copy(update={"steps": 4, "beta": 0.0, "tokens_per_step": 2048}), 0
-        for side in dict.fromkeys(["sft", *(side for side in config.sides if "+" not in side)]):
-            found = found_in(
-                trained(side, asked, long_rows(side, folder), folder / "memory", model=folder / "int4")
+        for side, found in yoda.memory(config, folder):
+            yield run.row(
+                f"{side}, memory", {**yoda.SMALL, "loss": side, "tokens_per_step": yoda.TOKENS}, found
             )
-            first = first or found["peak_bytes"]
-            found |= {"over_sft": found["peak_bytes"] / first}
-            found["note"] = f"peak {found['peak_bytes'] / 2**20:.0f} MiB, {found['over_sft']:.3f} x sft's"
-            run.say(f"{side}, memory: {found['note']}")
-            yield run.row(f"{side}, memory", {**SMALL, "loss": side, "tokens_per_step": 2048}, found)

@@ -21,6 +21,7 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.core.layout import RESIDENT
 from unfreeze.parallel.plan import plan_here
 
+Named = Literal["auto", "nothing", "elementwise", "selective", "layers", "peft", "peft-checkpointing"]
 PEERS = ("peft", "peft-checkpointing")
 DOCUMENTS, LENGTH, RANK = 2, 512, 16
 
@@ -28,10 +29,9 @@ DOCUMENTS, LENGTH, RANK = 2, 512, 16
 class Config(Trained):
     """What is measured."""
 
-    sides: tuple[
-        Literal["auto", "nothing", "elementwise", "selective", "layers", "peft", "peft-checkpointing"], ...
-    ]
-    sides = Field(default=("auto", "selective", *PEERS), min_length=1, description="which sides")
+    sides: tuple[Named, ...] = Field(
+        default=("auto", "selective", *PEERS), min_length=1, description="which sides"
+    )
 
 
 def chosen(model: shapes.Config, config: Config) -> str:
@@ -47,9 +47,8 @@ def chosen(model: shapes.Config, config: Config) -> str:
 def rows(config: Config, run: Run):
     sizes = shapes.QWEN3_06B
     model, small = shapes.qwen("qwen3", sizes), shapes.qwen("qwen3", sizes | shapes.DENSE_CHECKED)
-    ours = {
-        name: chosen(model, config) if name == "auto" else name for name in config.sides if name not in PEERS
-    }
+    ours = {name: name for name in config.sides if name not in PEERS}
+    ours |= {"auto": chosen(model, config)} if "auto" in ours else {}
     with job(run, model, small, list(sizes), {"rank": RANK}, DOCUMENTS, LENGTH) as made:
         sides = [
             made.ours(name, ours[name])

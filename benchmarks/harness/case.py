@@ -78,6 +78,11 @@ class Trained(Computed, InTurn, OnCheckpoint):
     """And those of cases of whole training steps."""
 
 
+def pick(of: Any, *names: str) -> dict[str, Any]:
+    """These fields of a config, or entries of a config.json."""
+    return {name: of[name] if isinstance(of, Mapping) else getattr(of, name) for name in names}
+
+
 def computed_here() -> str:
     """The dtype that "auto" is on this CPU."""
     return precision(AUTO, "cpu").name

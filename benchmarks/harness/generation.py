@@ -21,24 +21,20 @@ from unfreeze.generate.steps import Replayed, by_record, launched
 STEPS = {"unfreeze": "by_record", "unfreeze-launched": "launched", "unfreeze-graphs": "graphs"}
 
 
-def read_cases(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """ "16x64" -> (16, 64): rows, and tokens of the prompt."""
+def read_cases(config: Any) -> list[tuple[int, int]]:
+    """ "16x64" -> (16, 64): rows, and tokens of the prompt. Raises ConfigError, also for CUDA graphs on a CPU."""
     found = []
-    for text in texts:
+    for text in config.cases:
         batch, _, prompt = text.partition("x")
         if not (batch.isdigit() and prompt.isdigit() and int(batch) and int(prompt)):
             raise ConfigError(f"cases: {text!r} is not BATCHxPROMPT, such as 16x64", next="mend --cases")
         found.append((int(batch), int(prompt)))
-    return found
-
-
-def refuse_graphs(config: Any) -> None:
-    """Raises ConfigError for CUDA graphs on a CPU."""
     if config.device == "cpu" and "unfreeze-graphs" in config.sides:
         raise ConfigError(
             "sides: unfreeze-graphs records CUDA graphs, and this runs on the CPU",
             next="--device cuda, or leave that side out",
         )
+    return found
 
 
 def prompts_of(batch: int, prompt: int, vocab_size: int) -> list[list[int]]:
@@ -62,6 +58,12 @@ def timings(side: Side, batch: int, new: int) -> dict[str, Any]:
         "peak_bytes": max(side.values("generate", "peak")),
         "load_peak_bytes": side.loaded["load_peak"],
     }
+
+
+def scored(said: Mapping[str, float]) -> dict[str, float]:
+    """What a judge's `score` is called in a row."""
+    names = "tokens that are not float32's first choice", "worst of them, nats less likely"
+    return dict(zip(names, (said["other"], said["nats"]), strict=True))
 
 
 def note(settings: Mapping[str, Any], found: Mapping[str, Any]) -> str:

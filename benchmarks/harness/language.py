@@ -46,6 +46,8 @@ STUDENT = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 256,
 }
+TEACHER = STUDENT | {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3}
+TEACHER |= {"num_attention_heads": 6, "num_key_value_heads": 3}
 RATE = 3e-3
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.case import Run
-from benchmarks.harness.gemm import expert_gemms, rate_here
+from benchmarks.harness.gemm import expert_gemms, rate_here, rows_per_expert
 from benchmarks.harness.report import markdown
 from unfreeze.config.parse import writing
 from unfreeze.kernels.expert_mlp.panels_cpu import Panels
@@ -39,6 +39,23 @@ class Profile(NamedTuple):
     seconds: float
     without: float
     rate: float
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def mlp(model: Mapping[str, Any], tokens: int) -> tuple[int, int, int]:
+    """(rows, hidden, width) of the MLP, or of an expert, at so many tokens."""
+    if "n_routed_experts" not in model:
+        return tokens, model["hidden_size"], model["intermediate_size"]
+    return rows_per_expert(tokens, model), model["hidden_size"], model["moe_intermediate_size"]
 
 
 def profiled(step: Callable[[], Any], gemm: tuple[int, int, int], dtype: str) -> Profile:

@@ -126,14 +126,6 @@ def write(folder: Path, model: dict[str, Any]) -> None:
     make(folder, model, packed)
 
 
-def whole(tokens: int, length: int) -> None:
-    """Raises ConfigError for tokens of a step that documents of `length` don't make up."""
-    if tokens % length or tokens < length:
-        raise ConfigError(
-            f"tokens: {tokens} is not a multiple of {length}, the length of a document", next="mend --tokens"
-        )
-
-
 def planned_bytes(folder: Path, place: Any, config: Any, length: int) -> int:
     """Bytes of the plan, without the interpreter."""
     where, moments = {"recompute": config.recompute, "experts": place}, config.optimizer_moments
@@ -187,6 +179,11 @@ def results(side: Side, tokens: int) -> dict[str, Any]:
         "losses": [reply["loss"] for reply in replies],
         **{name: [reply[name] for reply in replies] for name in came if name in replies[0]},
     }
+
+
+def losses_apart(entry: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
+    apart = [abs(a - b) for a, b in zip(entry["losses"], other["losses"], strict=True)]
+    return {"losses, against the other side": max(apart)}
 
 
 def note(entry: Mapping[str, Any], on_disk: int) -> str:

@@ -17,6 +17,7 @@ from benchmarks.harness.case import Run
 from benchmarks.harness.checkpoints import checkpoints
 from benchmarks.harness.job import errors
 from benchmarks.harness.sides import Side, Sides
+from unfreeze.core.errors import ConfigError
 
 STATE = ("weights", "gradients", "optimizer")
 
@@ -106,6 +107,16 @@ def job(
     with checkpoints(config.checkpoint, dict(model), dict(small)) as (folder, checked):
         exact = float64(run, str(checked), lora, length)
         yield Job(run, str(folder), str(checked), lora, documents, length, settings, exact)
+
+
+def whole(sizes: Iterable[int], length: int) -> None:
+    """Raises ConfigError for tokens of a step that documents of `length` don't make up."""
+    for tokens in sizes:
+        if tokens % length or tokens < length:
+            raise ConfigError(
+                f"tokens: {tokens} is not a multiple of {length}, the length of a document",
+                next="mend --tokens",
+            )
 
 
 def float64(run: Run, checked: str, lora: Mapping[str, Any] | None, length: int) -> dict[str, Any]:

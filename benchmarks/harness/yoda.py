@@ -6,7 +6,7 @@ import json
 import shutil
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ SMALL = {
     "vocab_size": 1536,
 }
 """Of the model whose memory is measured; the rest as in shapes.SIZES."""
-LENGTH, ROWS = 128, 32
+LENGTH, ROWS, STEPS, TOKENS = 128, 32, 4, 2048
 
 
 def small(folder: Path) -> None:
@@ -83,7 +83,12 @@ def pairs_of(rows: Sequence[dict[str, str]], folder: Path) -> Path:
 def trained(
     side: str, config: Any, data: Path, folder: Path, *, model: Path = TINY_K2, adapter: Path | None = None
 ) -> Path:
-    """A run in a process of its own -> its folder."""
+    """A run in a process of its own -> its folder. sft+dpo: sft, then half as many steps of dpo at a fiftieth of
+    the rate."""
+    if side == "sft+dpo":
+        first = trained("sft", config, data, folder / "first")
+        half = {"steps": max(1, config.steps // 2), "learning_rate": config.learning_rate / 50}
+        return trained("dpo", config.model_copy(update=half), data, folder / "second", adapter=first)
     out = folder / side
     given: dict[str, Any] = {
         "model": model,
@@ -103,7 +108,9 @@ def trained(
     if side == "sft" and model == TINY_K2:
         given["columns"] = "completion=chosen"
     if side != "sft":
-        given |= {"loss": side.removesuffix("+nll")} | ({"preference.nll": config.nll} if "+nll" in side else {})
+        given |= {"loss": side.removesuffix("+nll")} | (
+            {"preference.nll": config.nll} if "+nll" in side else {}
+        )
         given |= {"preference.beta": config.beta} if config.beta else {}
     flags = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
     recipe = "sft" if side == "sft" else "prefer"
@@ -112,11 +119,25 @@ def trained(
     return out
 
 
-def then(config: Any, pairs: Path, folder: Path) -> Path:
-    """sft, then half as many steps of dpo at a fiftieth of the rate."""
-    first = trained("sft", config, pairs, folder / "first")
-    half = {"steps": max(1, config.steps // 2), "learning_rate": config.learning_rate / 50}
-    return trained("dpo", config.model_copy(update=half), pairs, folder / "second", adapter=first)
+def memory(config: Any, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(side, its peak, and that over sft's) at the same tokens a step, on a random INT4 model."""
+    small(folder / "int4")
+    asked, first = config.model_copy(update={"steps": STEPS, "beta": 0.0, "tokens_per_step": TOKENS}), 0
+    for side in dict.fromkeys(["sft", *(side for side in config.sides if "+" not in side)]):
+        data, place = long_rows(side, folder), folder / "memory"
+        found = found_in(trained(side, asked, data, place, model=folder / "int4"))
+        first = first or found["peak_bytes"]
+        over = found["peak_bytes"] / first
+        yield (
+            side,
+            found
+            | {"over_sft": over, "note": f"peak {found['peak_bytes'] / 2**20:.0f} MiB, {over:.3f} x sft's"},
+        )
+
+
+def said(found: dict[str, Any]) -> str:
+    style = f"style {found['style_before']:.0f} -> {found['style_after']:.1f} %"
+    return f"{style}, facts {found['facts_before']:.0f} -> {found['facts_after']:.1f} %"
 
 
 def found_in(run: Path) -> dict[str, Any]:

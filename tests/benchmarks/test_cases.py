@@ -9,6 +9,7 @@ from benchmarks.cases import beyond, equal, growth, layer, plan, start
 from benchmarks.harness import encoding, equality, fresh, generation, shapes, streamed
 from benchmarks.harness.checkpoints import checkpoints
 from benchmarks.harness.equality import Arm
+from benchmarks.harness.rows import ROOT
 from benchmarks.harness.targets import TARGETS, unequal
 from unfreeze.core.errors import ConfigError, DoesNotFit, UserError
 from unfreeze.data import load_tokenizer
@@ -123,7 +124,7 @@ def test_what_decode_refuses(measure):
         measure("decode", sides=("unfreeze-graphs",))
     for text in ("64", "0x64", "1x", "ax4"):
         with pytest.raises(ConfigError, match="is not BATCHxPROMPT"):
-            generation.read_cases((text,))
+            measure("decode", cases=(text,))
 
 
 def test_another_model_in_the_folder_is_refused(tiny, tmp_path):
@@ -302,3 +303,10 @@ def test_a_prediction_is_met_missed_or_refuted():
     said = [layer.verdict("one whole layer", ms, "")["verdict"] for ms in (56.0, 60.0, 66.0)]
     assert said == ["met", "missed", "refuted"] and layer.verdict("head and loss", 1.0, "") == {}
     assert layer.verdict("one whole layer", 1.0, "smaller")["verdict"] == "smaller"
+
+
+def test_a_case_has_at_most_60_lines():
+    long = {
+        file.name: len(file.read_text().splitlines()) for file in (ROOT / "benchmarks" / "cases").glob("*.py")
+    }
+    assert max(long.values()) <= 60, f"{long}: put what it shares, or how it is done, into benchmarks/harness"
