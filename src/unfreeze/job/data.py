@@ -351,7 +351,7 @@ def num_steps(training: Training, source: Source) -> int:
         raise ConfigError(
             f"cannot go on for {training.epochs:g} epochs: this run reads its rows in windows, for a number"
             " of steps",
-            next="--steps, with --allow-changed steps",
+            next="--steps, with --save.allow-changed steps",
         )
     return max(1, steps)
 
