@@ -22,6 +22,7 @@ PAGES = sorted(
 OWN = {  # a command's own flag of such a name
     "samples": r"data show|`--samples`: documents",
     "top-k": r"unfreeze (?:chat|generate)",
+    "adapters": r"unfreeze chat",
 }
 
 
