@@ -146,7 +146,10 @@ def test_a_run_within_its_first_epoch_says_how_much_it_saw(tokens, said, tmp_pat
     "config, said",
     [
         # batches of labelled answers take twice their tokens: 800 of 2,000 are no whole epoch
-        ({"recipe": "prefer", "loss": "kto"}, "tiny-k2 saw about 488 of 1,219 answers with a label of yoda.jsonl once in"),
+        (
+            {"recipe": "prefer", "loss": "kto"},
+            "tiny-k2 saw about 488 of 1,219 answers with a label of yoda.jsonl once in",
+        ),
         ({"data_weights": [2.0, 0.25]}, "tiny-k2 saw 800 tokens, mixed from 1,219 answers of yoda.jsonl, in"),
     ],
 )
