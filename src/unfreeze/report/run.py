@@ -97,7 +97,7 @@ class Run:
     def source(self, key: Literal["model", "data"]) -> str:
         """From the start event, else from the config; empty where neither says."""
         start = last(self.events, StartEvent)
-        value = (start and start.get(key)) or self.config.get(key) or ""
+        value = (start and start.get(key)) or self.config.get("data.files" if key == "data" else key) or ""
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     @property

@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+from unfreeze.config.names import short_name
+from unfreeze.config.recipes import CONFIGS
 from unfreeze.core.schema import DataEvent
 from unfreeze.core.units import format_count, format_seconds
 from unfreeze.report.events import TEACH_LITTLE, evals_of, last, numbers, series, times_larger, warnings
@@ -190,11 +192,15 @@ def again(run: Run, here: Path | None = None) -> str:
         {name: value for name, value in run.config.items() if name not in ("recipe", "effective", "out")}
     )
     words = ["unfreeze", recipe]
+    config = CONFIGS.get(recipe, CONFIGS["sft"])
     for name, value in fields.items():
         if (isinstance(given, list) and name not in given) or value in (None, "", [], {}):
             continue
         values = value if isinstance(value, list) else [value]
-        words += [f"--{name.replace('_', '-')}", *(_near(str(item), here) for item in values)]
+        words += [
+            f"--{short_name(config, name).replace('_', '-')}",
+            *(_near(str(item), here) for item in values),
+        ]
     out = _near(str(run.config.get("out") or f"runs/{run.name}"), here)
     return shlex.join([*words, "--out", f"{out}-again"])
 
