@@ -17,7 +17,7 @@ from unfreeze.data.rows.scan import Rows, are_lines
 from unfreeze.data.store import encoded, streamed, workers
 from unfreeze.data.store.encoding import batches
 from unfreeze.data.store.streamed import streamed_files
-from unfreeze.data.tokens.turns import Renderer
+from unfreeze.data.tokens import turns
 
 TURNS = [{"role": "user", "content": "Hi {n}"}, {"role": "assistant", "content": "Hello, I say, {n}."}]
 KINDS = [
@@ -195,7 +195,7 @@ FIRST = (
     "{% endif %}<|im_start|>{{ m.role }} {{ m.content if m.content is string else 'P ' ~ m.content[0].text }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
-"""The first row's words decide in which form all rows of its shape are rendered."""
+"""A row's words decide in which form it is rendered."""
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["", "planted"])
@@ -212,16 +212,16 @@ def test_what_a_row_becomes_depends_on_no_row_that_was_encoded_before(
                 *TURNS[1:],
                 {"role": "user", "content": "Y"},
             ],
-            "completion": f"C {n}",
+            "completion": [{"role": "assistant", "content": f"C {n}"}],
         }
-        for n in range(400)
+        for n in range(401)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     other = load_tokenizer(json_folder(FIRST))
     monkeypatch.setattr(streamed, "WINDOW", 1500)
-    monkeypatch.setattr(streamed, "HEAD", 3)  # shapes it does not know are examined for each row
-    if planted:
-        monkeypatch.setattr(Renderer, "freeze", lambda self, known: None)
+    monkeypatch.setattr(streamed, "HEAD", 3)  # of one shape
+    if planted:  # the first row of a shape tells what holds for all
+        monkeypatch.setattr(turns, "stand_in", lambda row: row)
     options = {"length": 200}
     cold, _ = taken([path], other, 60, **options)
     same = []

@@ -3,9 +3,7 @@
 R rows of all files, N documents. What is trained on is a function of files, options and seed:
 
     scan     -> where each of R rows stands; which are held out, by their bytes          rows/scan.py
-    head     -> HEAD rows at even distances are encoded: what they tell of shapes of conversations holds for
-                all others, which learn nothing more. So what becomes of a row depends on no other row, and
-                not on which was encoded first
+    head     -> HEAD rows at even distances are encoded: they tell how many tokens a row has
     window   -> `size` rows of an epoch's order, a permutation of the rows that are not held out. Its
                 documents are shuffled and packed by themselves                          packing/windows.py
 
@@ -45,7 +43,7 @@ from unfreeze.data.tokens.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 HEAD = 2048
-"""Rows that tell the shapes of conversations. A shape that one row in 500 has is missed once in 60 times."""
+"""Rows that tell how long the others are."""
 HEAD_BYTES, LEAST_HEAD = 2**21, 64
 """Where rows are long, so many bytes of them: a second of encoding in one process. And at least so many."""
 WINDOW = 2**19
@@ -142,14 +140,12 @@ class Stream:
         self._paths = [Path(path) for path in spec.paths]
         self._stood = [_stamp(path) for path in self._paths]
         self._small = sum(map(text_bytes, self._paths)) <= HELD_BYTES
-        # the head, and a coder that knows what it told
+        # the head
         affordable = int(HEAD_BYTES * len(rows) / max(1, int(rows.table_R4[:, 3].sum())))
         count = min(HEAD, len(rows), max(LEAST_HEAD, affordable))
         head_rows = np.linspace(0, len(rows) - 1, count).astype(np.int64)
-        first = Coder(spec, spec.encoder(tokenizer))
-        head = self._encode_head(head_rows, first)
         self._coder = Coder(spec, spec.encoder(tokenizer))
-        self._coder.encoder.render.freeze(first.encoder.render.known)
+        head = self._encode_head(head_rows)
         # windows as large as packing wants them
         self._trained = np.flatnonzero(~rows.held_R)
         tokens_a_row = int(head.lengths_N.sum()) / len(head_rows)
@@ -280,11 +276,11 @@ class Stream:
 
     # -- encoding
 
-    def _encode_head(self, rows: np.ndarray, coder: Coder) -> Examples:
+    def _encode_head(self, rows: np.ndarray) -> Examples:
         """Of the rows `rows`. What is held out is left out."""
         store, columns, account = Held(), Columns(), Account(self._paths, skip=self._spec.skip)
         for batch, _ in self._batches_of(rows):
-            part = coder(batch)
+            part = self._coder(batch)
             if part.error:
                 raise DataError(part.error[0], next=part.error[1])
             store.add(part)
