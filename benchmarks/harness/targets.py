@@ -306,7 +306,7 @@ TARGETS = (
         "data",
         field("datasets + transformers", "first_side_rate"),
         "least",
-        2.0,
+        1.0,
     ),
     Target(
         "decoding, batch 1, against transformers' generate",
