@@ -13,7 +13,7 @@ from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data import encode_files, load_tokenizer
 from unfreeze.data.packing.windows import WindowBatches
 from unfreeze.data.rows.files import raw_rows
-from unfreeze.data.rows.scan import Rows, are_lines
+from unfreeze.data.rows.scan import RowTable, are_lines
 from unfreeze.data.store import encoded, streamed, workers
 from unfreeze.data.store.encoding import batches
 from unfreeze.data.store.streamed import streamed_files
@@ -292,14 +292,14 @@ def test_rows_are_those_of_raw_rows(files, tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("A text\nof two lines.\n\nAnother.\n\n\nLast.")
     paths = [*files, text]
-    rows = Rows(paths)
+    rows = RowTable(paths)
     assert [rows.read(n) for n in range(len(rows))] == [found for path in paths for found in raw_rows(path)]
     assert are_lines(paths)
     assert [sum(len(b.rows) for b in batches(paths)), rows.held_R.any()] == [len(rows), False]
-    held = Rows(paths, held=lambda raw: b"Another" in raw)
+    held = RowTable(paths, held=lambda raw: b"Another" in raw)
     assert held.held_R.sum() == 1 and held.digest != rows.digest
     text.write_text("A text\nof two lines.\n\nAnother.\n\n\nLost.")
-    assert Rows(paths).digest != rows.digest
+    assert RowTable(paths).digest != rows.digest
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.csv"])

@@ -17,7 +17,7 @@ import numpy as np
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.files import parser, raw_rows, refused
-from unfreeze.data.rows.row import BadRow, Place
+from unfreeze.data.rows.row import BadRow, RowPlace
 from unfreeze.data.store.account import Account, Stats
 from unfreeze.data.store.examples import Columns, checksum_of
 from unfreeze.data.tokens.compared import Comparing
@@ -27,11 +27,11 @@ BATCH_ROWS, BATCH_BYTES = 256, 2**19
 """Of a batch, at most: some 50 ms of work."""
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Rows that follow one another in data file number `source`."""
 
     source: int
-    rows: list[tuple[Place, Any]]
+    rows: list[tuple[RowPlace, Any]]
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Spec:
 
 
 @dataclass
-class Part:
+class EncodedRows:
     """What became of a batch.
 
     tokens, weights   of its documents, one after the other: int32, float32
@@ -90,7 +90,7 @@ class Part:
         )
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Part:
+    def unpack(cls, packed: bytes) -> EncodedRows:
         stats, columns, tokens, weights, places, rows, error = marshal.loads(packed)
         return cls(stats_of(stats), Columns.of(*columns), tokens, weights, places, rows, error)
 
@@ -105,17 +105,17 @@ def stats_of(plain: Any) -> Stats:
     return Stats(**given)
 
 
-def batches(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Batch]:
+def batches(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[RowBatch]:
     """The rows of all files, in order."""
     for source, path in enumerate(paths):
-        batch = Batch(source, [])
+        batch = RowBatch(source, [])
         size = 0
         for place, raw in raw_rows(path, columns):
             batch.rows.append((place, raw))
             size += place.size
             if len(batch.rows) >= BATCH_ROWS or size >= BATCH_BYTES:
                 yield batch
-                batch, size = Batch(source, []), 0
+                batch, size = RowBatch(source, []), 0
         if batch.rows:
             yield batch
 
@@ -128,9 +128,9 @@ class Coder:
         self._paths, self._columns, self._skip = [*map(Path, spec.paths)], spec.columns, spec.skip
         self._answers = spec.answers
 
-    def __call__(self, batch: Batch) -> Part:
+    def __call__(self, batch: RowBatch) -> EncodedRows:
         """Every row encoded, counted, its lengths and checksums noted."""
-        part, account, places = Part(), Account(self._paths, skip=self._skip), array("q")
+        part, account, places = EncodedRows(), Account(self._paths, skip=self._skip), array("q")
         path = self._paths[batch.source]
         parse = parser(path, self._columns, self._answers)
         for place, raw in batch.rows:

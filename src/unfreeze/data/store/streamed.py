@@ -30,12 +30,12 @@ import numpy as np
 
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.rows.files import text_bytes
-from unfreeze.data.rows.scan import Rows, are_lines
+from unfreeze.data.rows.scan import RowTable, are_lines
 from unfreeze.data.store.account import Account, Reading, Stats
 from unfreeze.data.store.dataset import HELD_BYTES, LONGER, Dataset
 from unfreeze.data.store.documents import Held, OnDemand
 from unfreeze.data.store.encoded import COLUMNS, ENCODING, Writing, begun, key, whole
-from unfreeze.data.store.encoding import BATCH_BYTES, BATCH_ROWS, Batch, Coder, Part, Spec
+from unfreeze.data.store.encoding import BATCH_BYTES, BATCH_ROWS, Coder, EncodedRows, RowBatch, Spec
 from unfreeze.data.store.examples import Columns, Example, Examples
 from unfreeze.data.store.workers import LATER, Progress, encoded_parts
 from unfreeze.data.tokens.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def streamed_files(
             look(raw)
         return bool(validation_fraction) and is_held_out(raw, validation_fraction, seed)
 
-    rows = Rows(paths, columns, held)
+    rows = RowTable(paths, columns, held)
     if len(rows) <= least:
         return None
     if validation_fraction and (rows.held_R.all() or not rows.held_R.any()):
@@ -126,7 +126,7 @@ class Stream:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowTable,
         spec: Spec,
         tokenizer: Tokenizer,
         tokens_per_step: int,
@@ -163,7 +163,7 @@ class Stream:
         given |= {"length": spec.sequence_length, "told": self._told, "head": count}
         name = key(self._paths, tokenizer.identity, given) if self._told is not None else ""
         self._store: Writing | None = None
-        self._parts: Generator[Part] | None = None
+        self._parts: Generator[EncodedRows] | None = None
         if name and (found := whole(name, "skip" if spec.skip else "error")) is not None:
             self._is_whole(found.examples, found.stats)
         else:
@@ -253,7 +253,7 @@ class Stream:
         keep = [digest not in self._kept_out for digest in found.digests_N.tolist()]
         return found.part(np.array(keep, dtype=bool))
 
-    def _batches_of(self, rows: np.ndarray) -> Iterator[tuple[Batch, bool]]:
+    def _batches_of(self, rows: np.ndarray) -> Iterator[tuple[RowBatch, bool]]:
         """Rows, in the order of the files, as batches that are read now; and whether one is the last."""
         groups: list[list[int]] = []
         size, source = 0, -1
@@ -272,7 +272,7 @@ class Stream:
                     f"{self._paths[source].name}: the file changed while it was trained on",
                     next="start again with a file that stays as it is",
                 )
-            yield Batch(source, [self.rows.read(row) for row in group]), place == len(groups) - 1
+            yield RowBatch(source, [self.rows.read(row) for row in group]), place == len(groups) - 1
 
     # -- encoding
 
@@ -313,7 +313,7 @@ class Stream:
         waited = numbers if epoch else numbers[: numbers.index(first) + 1]
         total = sum(int(self.rows.table_R4[self._rows_of(0, number), 3].sum()) for number in waited)
 
-        def batches() -> Iterator[Batch]:
+        def batches() -> Iterator[RowBatch]:
             for number in numbers:
                 for batch, last in self._batches_of(self._rows_of(0, number)):
                     self._coming.append((number, last))

@@ -1,6 +1,6 @@
 """Rows encoded by all cores: a process for each, which reads batches and answers with what became of them.
 
-    Batch ->  [length, marshal]  -> worker: Coder -> [length, marshal] -> Part
+    RowBatch ->  [length, marshal]  -> worker: Coder -> [length, marshal] -> EncodedRows
 
 A worker is `python -c`, not a fork and not multiprocessing: it imports what encoding takes, never torch and
 never the user's script. It ends when its pipe closes, so none outlives this process, however that ends. It is
@@ -35,8 +35,8 @@ from typing import IO
 from unfreeze.core import garbage
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.files import text_bytes
-from unfreeze.data.rows.row import Place
-from unfreeze.data.store.encoding import Batch, Coder, Part, Spec
+from unfreeze.data.rows.row import RowPlace
+from unfreeze.data.store.encoding import Coder, EncodedRows, RowBatch, Spec
 from unfreeze.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int, int], None]
@@ -50,7 +50,7 @@ TRIED = 0.1
 """Seconds of encoding here before that is judged."""
 AHEAD = 2
 """Batches for each worker that are read before the first of them is finished."""
-LATER = Part()
+LATER = EncodedRows()
 """Stands for a part that is not there yet, where nobody waits for it."""
 NICE = 19
 """Of workers beside training: they take what it leaves of the cores."""
@@ -95,7 +95,7 @@ def _text(file: Path) -> str:
 
 
 def encoded_parts(
-    batches: Iterator[Batch],
+    batches: Iterator[RowBatch],
     coder: Coder,
     spec: Spec,
     tokenizer: Tokenizer,
@@ -104,7 +104,7 @@ def encoded_parts(
     *,
     ahead: int = 0,
     waits: Callable[[], bool] = lambda: True,
-) -> Generator[Part]:
+) -> Generator[EncodedRows]:
     """What becomes of the batches, in their order, made here or by `workers` processes (see encode_files).
 
     ahead: batches that are read before the first of them is finished, where AHEAD for each worker is less.
@@ -199,8 +199,8 @@ class Workers:
         return all(greeted.done() for greeted in self._greeted)
 
     def parts(
-        self, batches: Iterator[Batch], waits: Callable[[], bool] = lambda: True
-    ) -> Iterator[tuple[Batch, Part | None]]:
+        self, batches: Iterator[RowBatch], waits: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[RowBatch, EncodedRows | None]]:
         """Every batch and what became of it, in order; None where it is to be encoded here.
 
         All are once `given_up` is set, and those that hold more than plain values (a table's dates).
@@ -213,7 +213,7 @@ class Workers:
                 greeted.result()
             except Killed as error:
                 self._alone(error)
-        waiting: deque[tuple[Batch, Future[Part | None]]] = deque()
+        waiting: deque[tuple[RowBatch, Future[EncodedRows | None]]] = deque()
         broken: BaseException | None = None
         while True:
             while broken is None and len(waiting) < self._ahead:
@@ -236,7 +236,7 @@ class Workers:
         if broken is not None:
             raise broken
 
-    def _encode(self, batch: Batch) -> Part | None:
+    def _encode(self, batch: RowBatch) -> EncodedRows | None:
         if self.given_up:
             return None
         try:
@@ -290,8 +290,8 @@ class Worker:
         """Tell it how to encode, and wait until it can."""
         self._asked(self._hello)
 
-    def encode(self, batch: bytes) -> Part:
-        return Part.unpack(self._asked(batch))
+    def encode(self, batch: bytes) -> EncodedRows:
+        return EncodedRows.unpack(self._asked(batch))
 
     def _asked(self, question: bytes) -> bytes:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -341,7 +341,7 @@ def receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    """A worker's life: told how, then a Part for each batch, until the pipe closes."""
+    """A worker's life: told how, then EncodedRows for each batch, until the pipe closes."""
     # what libraries print goes to stderr: stdout carries the answers
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -363,5 +363,5 @@ def main() -> None:
         send(answers, b"ready")
         while (question := receive(questions)) is not None:
             source, rows = marshal.loads(question)
-            part = coder(Batch(source, [(Place(*place), raw) for place, raw in rows]))
+            part = coder(RowBatch(source, [(RowPlace(*place), raw) for place, raw in rows]))
             send(answers, part.pack())

@@ -19,20 +19,20 @@ from typing import Any
 
 from unfreeze.data.rows.row import REASONING_NAMES, Conversation, JsonObject, Message, Tool
 
-Shape = tuple[Any, ...]
+RowShape = tuple[Any, ...]
 
 _THINK = re.compile(r"(\s*</?think>\s*)")
 _PARAMETERS = {"type": "object", "properties": {"place": {"type": "string", "description": "where"}}}
 
 
-def shape_of(row: Conversation) -> Shape:
+def shape_of(row: Conversation) -> RowShape:
     """What rows with one stand-in have in common; plain values."""
     plain = [_plain(message) for message in row.messages]
     messages = json.dumps(stand_in(row).messages, default=repr) if None in plain else tuple(plain)
     return messages, None if row.tools is None else bool(row.tools), tuple(sorted(row.context))
 
 
-def _plain(message: JsonObject) -> Shape | None:
+def _plain(message: JsonObject) -> RowShape | None:
     """The shape of a role and a text and nothing else, as most messages are."""
     content = message.get("content")
     if len(message) != 2 or type(content) is not str or "think>" in content:

@@ -26,9 +26,9 @@ from unfreeze.data.rows.messages import read_messages
 from unfreeze.data.rows.row import Conversation, JsonObject, Message
 from unfreeze.data.store.remarks import UNANSWERED
 from unfreeze.data.tokens.completions import Completions, Tools, speaks_first
-from unfreeze.data.tokens.forms import FORMS, Form, Prepared, Reasoning, no_null_content, prepare
+from unfreeze.data.tokens.forms import FORMS, Form, Prepared, Reasoning, as_template_reads, no_null_content
 from unfreeze.data.tokens.releases import ThinkMarks
-from unfreeze.data.tokens.stand_in import Shape, shape_of, stand_in
+from unfreeze.data.tokens.stand_in import RowShape, shape_of, stand_in
 from unfreeze.data.tokens.taught import (
     EVERY_TURN,
     Marks,
@@ -96,7 +96,7 @@ class Renderer:
         self.reasoning: Reasoning = reasoning
         self.supervise_all = supervise_all
         # shape -> the form that fits its stand-in, and what the template leaves out there; None: none fits
-        self._shapes: dict[Shape, Known | None] = {}
+        self._shapes: dict[RowShape, Known | None] = {}
 
     def __call__(self, row: Conversation) -> Rendered:
         """Render a row's conversation: its samples and what is to be noted.
@@ -182,7 +182,7 @@ class Renderer:
         return row.taught[-1:] if self.turns == "last" else row.taught
 
     def _prepare(self, messages: Sequence[Message], tools: Sequence[JsonObject] | None) -> Prepared:
-        return prepare(messages, tools, self.template.source, self.template.release, self.reasoning)
+        return as_template_reads(messages, tools, self.template.source, self.template.release, self.reasoning)
 
     def _samples(self, prepared: Prepared, form: Form, row: Conversation) -> list[Sample]:
         """What the row becomes, in one form of its messages.
