@@ -58,3 +58,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update-plans", action="store_true", help="make tests/plans.json anew: what is planned where"
     )
+    parser.addoption(
+        "--update-templates",
+        action="store_true",
+        help="make tests/templates.json anew: what conversations become under chat templates",
+    )

@@ -119,13 +119,13 @@ def run_dir(tmp_path_factory, chat_rows):
         256,
         "--steps",
         3,
-        "--samples",
+        "--watch.samples",
         1,
         "--lora.rank",
         2,
         "--learning-rate",
         "5e-3",
-        "--warmup",
+        "--optimizer.warmup",
         0,
     ]
     assert cli.main(list(map(str, command))) == 0

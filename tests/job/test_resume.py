@@ -92,11 +92,11 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, chat_rows: Path) -> li
         "4",
         "--lora.rank",
         "1",
-        "--samples",
+        "--watch.samples",
         "0",
         "--save-every",
         "1",
-        "--keep-saves",
+        "--save.keep",
         "9",
         "--threads",
         "1",
@@ -137,7 +137,7 @@ def test_a_changed_field_is_refused_with_the_flag_that_would_allow_it(
         ),
         (
             "  next: run with the saved values to go on, or give another folder with --out, or add"
-            " --allow-changed learning_rate"
+            " --save.allow-changed learning_rate"
         ),
     ]
 
@@ -146,11 +146,11 @@ def test_a_flag_that_is_given_once_is_named_with_the_fields_that_it_has(
     interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     changed = ["--learning-rate", "0.001", "--steps", "6"]
-    code, run = again(interrupted, tmp_path, *changed, "--allow-changed", "steps")
+    code, run = again(interrupted, tmp_path, *changed, "--save.allow-changed", "steps")
     said = capsys.readouterr().err
-    assert code == 2 and said.rstrip().endswith("or add --allow-changed steps learning_rate")
+    assert code == 2 and said.rstrip().endswith("or add --save.allow-changed steps learning_rate")
     at = interrupted.index("--out") + 1
-    flags = ["--allow-changed", "steps", "learning_rate"]  # as it says
+    flags = ["--save.allow-changed", "steps", "learning_rate"]  # as it says
     assert cli.main([*interrupted[:at], str(run), *interrupted[at + 1 :], *changed, *flags]) == 0
 
 
@@ -162,7 +162,7 @@ def test_an_allowed_change_goes_on_and_is_a_warning(interrupted: list[str], tmp_
         "0.001",
         "--steps",
         "6",
-        "--allow-changed",
+        "--save.allow-changed",
         "learning_rate",
         "training.steps",
     )
@@ -184,7 +184,15 @@ def test_a_finished_run_can_be_made_longer(interrupted: list[str], tmp_path: Pat
     at = interrupted.index("--out") + 1
     assert (
         cli.main(
-            [*interrupted[:at], str(run), *interrupted[at + 1 :], "--steps", "5", "--allow-changed", "steps"]
+            [
+                *interrupted[:at],
+                str(run),
+                *interrupted[at + 1 :],
+                "--steps",
+                "5",
+                "--save.allow-changed",
+                "steps",
+            ]
         )
         == 0
     )
@@ -213,7 +221,7 @@ def test_steps_and_epochs_together_say_which_decides(tmp_path: Path, chat_rows: 
         "--out",
         str(tmp_path / "run"),
     ]
-    command += ["--tokens-per-step", "128", "--samples", "0", "--lora.rank", "1", "--threads", "1"]
+    command += ["--tokens-per-step", "128", "--watch.samples", "0", "--lora.rank", "1", "--threads", "1"]
     assert cli.main([*command, "--steps", "1", "--epochs", "2"]) == 0
     said = [event["message"] for event in read_events(tmp_path / "run", "warning")]
     assert "steps 1 and epochs 2 are both given: steps decides" in said
@@ -224,10 +232,10 @@ def test_epochs_are_those_of_the_data_trained_on_in_every_session(
 ):
     """A finished run of 2 epochs made longer to 5, with rows held out: it ends with epoch 5.0, as it was asked."""
     command = ["sft", "--model", str(TINY_K2), "--data", str(chat_rows), "--out", str(tmp_path / "run")]
-    command += ["--tokens-per-step", "128", "--samples", "0", "--lora.rank", "1", "--threads", "1"]
+    command += ["--tokens-per-step", "128", "--watch.samples", "0", "--lora.rank", "1", "--threads", "1"]
     command += ["--validation-fraction", "0.3", "--device", "cpu"]
     assert cli.main([*command, "--epochs", "2"]) == 0
-    assert cli.main([*command, "--epochs", "5", "--allow-changed", "epochs"]) == 0
+    assert cli.main([*command, "--epochs", "5", "--save.allow-changed", "epochs"]) == 0
     train = read_events(tmp_path / "run", "train")
     of_one = len(train) / 5
     assert [event["epoch"] for event in train] == pytest.approx([(i + 1) / of_one for i in range(len(train))])
@@ -245,7 +253,7 @@ def test_a_fixed_field_is_refused_with_its_reason(
         and "lora.rank: 1 -> 2; lora.rank can never change within a run: it is the shape of the trained tensors"
         in said
     )
-    assert "--allow-changed" not in said
+    assert "--save.allow-changed" not in said
 
 
 def test_another_recipe_in_a_runs_folder_is_refused(interrupted: list[str], tmp_path: Path):
@@ -263,7 +271,7 @@ def test_control_arm_without_the_refusal_the_run_goes_on_with_other_numbers(
     interrupted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Run, "refuse_changes", lambda *arguments: None)
-    code, run = again(interrupted, tmp_path, "--weight-decay", "9", "--learning-rate", "0.01")
+    code, run = again(interrupted, tmp_path, "--optimizer.weight-decay", "9", "--learning-rate", "0.01")
     assert code == 0 and len(losses(run)) == 4
     assert losses(run) != straight(interrupted)
 
@@ -299,7 +307,7 @@ def test_a_run_of_the_code_before_there_were_tables_goes_on(interrupted: list[st
     config = read_run(out).config
     assert (config["learning_rate"], config["tokens_per_step"], config["lora"]["rank"]) == (0.0002, 128, 1)
     assert verdict.again(read_run(out)).count("--tokens-per-step 128") == 1
-    changed = [*interrupted[:at], str(out), *interrupted[at + 1 :], "--clip", "2"]
+    changed = [*interrupted[:at], str(out), *interrupted[at + 1 :], "--optimizer.clip", "2"]
     assert cli.main(changed) == 2
     assert cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :]]) == 0
     assert losses(out) == straight(interrupted)
@@ -320,7 +328,7 @@ def test_another_base_under_the_same_path_is_refused_and_one_in_other_files_is_n
     words |= {"--model": str(model), "--out": str(run), "--steps": "1"}
     command = ["sft", "--quiet", *(word for pair in words.items() for word in pair)]
     assert cli.main(command) == 0
-    longer = [*command, "--steps", "2", "--allow-changed", "steps"]
+    longer = [*command, "--steps", "2", "--save.allow-changed", "steps"]
     own = open_checkpoint(model)
     digest = weights_digest(own)
     (name, info), *_ = ((n, i) for n, i in own.tensors.items() if n.endswith("1.self_attn.o_proj.weight"))

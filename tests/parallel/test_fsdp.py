@@ -64,7 +64,7 @@ def test_all_gradients_are_one_processs(runs, family: str, kind: str):
 
 
 def test_what_a_model_is_asked_before_its_first_step_leaves_its_weights_divided(runs):
-    """prefer --train all --reference cached: a forward pass gathers, and the optimizer needs the parts."""
+    """prefer --train all --preference.reference cached: a forward pass gathers, and the optimizer needs the parts."""
     facts = runs[1]
     expected, *others = (part["asked first"] for part in (facts["1"][0], *facts["2"]))
     for found in others:

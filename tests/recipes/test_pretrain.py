@@ -66,9 +66,9 @@ def command(start, text, out, *more):
         "3",
         "--tokens-per-step",
         "256",
-        "--warmup",
+        "--optimizer.warmup",
         "0",
-        "--samples",
+        "--watch.samples",
         "2",
         *more,
     ]
@@ -168,7 +168,7 @@ def test_the_best_weights_are_published_beside_the_last(start, text, tmp_path, u
 
     monkeypatch.setattr(perplexity, "heldout", scripted)
     run = tmp_path / "run"
-    flags = ("--validation-fraction", "0.3", "--validate-every", "1", "--samples", "0")
+    flags = ("--validation-fraction", "0.3", "--watch.validate-every", "1", "--watch.samples", "0")
     result = unfreeze_json(*command(start, text, run, *flags))
     assert result["best"] == {"step": 1, "loss": 2.0}
     saved = load_file(run / "state" / "step-000001" / "tensors.safetensors")

@@ -252,9 +252,9 @@ RUNS = [
             "m",
             "--data",
             "/x.jsonl",
-            "--template-variables",
+            "--data.template-variables",
             "enable_thinking=false",
-            "--clip",
+            "--optimizer.clip",
             "0",
         ],
     ),
@@ -311,7 +311,7 @@ def test_rows_that_were_held_out_are_not_learnt(fraction, trained, tmp_path):
 
 @pytest.mark.parametrize("steps, learnt", [(8, False), (9, True)])
 def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tmp_path):
-    """Control arm: the warning is of a start with fewer steps than the run made, after --allow-changed."""
+    """Control arm: the warning is of a start with fewer steps than the run made, after --save.allow-changed."""
     few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40, or --tok"
     warned = {"kind": "warning", "step": 0, "message": few}
     losses, end = [*[3] * 2, *[2] * (steps - 4), *[1] * 2], {**END, "step": steps}

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.cases.formats import CONFIGS
+from benchmarks.harness import kimi
+from benchmarks.harness.checkpoints import make
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
-from unfreeze.bench import kimi
-from unfreeze.bench.checkpoints import make
-from unfreeze.bench.formats import CONFIGS
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.data import Example, pack

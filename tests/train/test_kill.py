@@ -69,7 +69,7 @@ def test_unfreeze_sft_killed_often_gives_the_losses_of_the_uninterrupted_run(
         "--lora.targets",
         "attention",
         "experts",
-        "--samples",
+        "--watch.samples",
         0,
         "--save-every",
         1,
@@ -77,11 +77,11 @@ def test_unfreeze_sft_killed_often_gives_the_losses_of_the_uninterrupted_run(
         1,
         "--dtype",
         "float32",
-        "--recompute",
+        "--place.recompute",
         "nothing",
         "--validation-fraction",
         0.4,
-        "--validate-every",
+        "--watch.validate-every",
         steps // 8,
     )
     assert [kill["code"] for kill in result["seen"]] == [-9] * kills and result["last"] == 0

@@ -94,8 +94,9 @@ def first_asked(
 
     if dataset.stream is not None:
         raise ConfigError(
-            "--reference cached asks about all rows before the first step, and these come in windows",
-            next="--reference live",
+            "--preference.reference cached asks about all rows before the first step, and these come in"
+            " windows",
+            next="--preference.reference live",
         )
     held_out = dataset.validation or ()
     all_of_them = chain(

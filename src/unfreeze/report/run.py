@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from unfreeze.config.recipes import resolved
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.process import planned_words
@@ -116,7 +117,7 @@ def read_run(run_dir: Path | str) -> Run:
     return Run(
         path=path,
         events=events,
-        config=_read_object(path / RESOLVED),
+        config=resolved(_read_object(path / RESOLVED)),
         plan=_saved(path / "plan.json", PlanEvent) or last(events, PlanEvent),
         groups=receipt.get("groups", {}) if receipt else {},
         exceptions=receipt.get("exceptions", []) if receipt else [],

@@ -104,7 +104,7 @@ class WindowBatches:
         """Not known before every row is encoded: a run in windows has its number of steps given."""
         raise ConfigError(
             f"cannot go on for {epochs:g} epochs: this run reads its rows in windows, for a number of steps",
-            next="--steps, with --allow-changed steps",
+            next="--steps, with --save.allow-changed steps",
         )
 
     def efficiency(self) -> float:

@@ -209,7 +209,9 @@ def parser(
 
 def refused(path: Path, error: DataError) -> DataError:
     """A bad row's error with the name of its file and what to do."""
-    return DataError(f"{path.name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip")
+    return DataError(
+        f"{path.name}, {error.message}", next=error.next or "mend the row, or --data.on-bad-row skip"
+    )
 
 
 class Again:

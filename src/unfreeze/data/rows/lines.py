@@ -214,7 +214,8 @@ def decode(raw: bytes, row: int) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"row {row}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8",
-            next="iconv -f WINDOWS-1252 -t UTF-8 FILE > utf8 (if it is from Windows), or --on-bad-row skip",
+            next="iconv -f WINDOWS-1252 -t UTF-8 FILE > utf8 (if it is from Windows),"
+            " or --data.on-bad-row skip",
         ) from None
 
 

@@ -31,7 +31,7 @@ class Prepared:
     """What a template is given, and notes about it (each note is shown once, with the number of rows).
 
     spelled   index of a turn -> the think marks that the row wrote into its content, or would with
-              --reasoning inline
+              --data.reasoning inline
     written   the messages with those blocks left in their content: the history for a template without a place
               for reasoning
     """

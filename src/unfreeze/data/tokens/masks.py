@@ -118,7 +118,8 @@ class Encoder:
             why = ", and a conversation is not split" if self.truncation == "split" else ""
             raise kind(
                 f"row {row.row}: {len(tokens)} tokens, sequence_length is {self.sequence_length}{why}",
-                next=f"--sequence-length {len(tokens)} or more, if the model takes it, or --truncation tail",
+                next=f"--sequence-length {len(tokens)} or more, if the model takes it,"
+                " or --data.truncation tail",
             )
         whole = len(tokens)
         cut = _without_head if self.truncation == "head" else _without_tail

@@ -175,8 +175,8 @@ def _longest_beginning(text: str, within: str) -> str:
 def _remedy(word: Word) -> str:
     if word.field == "reasoning_content":
         return (
-            "--reasoning inline writes it into the answer as <think>…</think>, --reasoning drop trains"
-            " without it"
+            "--data.reasoning inline writes it into the answer as <think>…</think>, --data.reasoning drop"
+            " trains without it"
         )
     if word.field.startswith("tool_calls"):
         return (

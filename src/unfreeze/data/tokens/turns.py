@@ -420,7 +420,7 @@ class Renderer:
                 ),
                 "",
             )
-            other = f"; --template-variables {switch}=true asks for the other prompt" if switch else ""
+            other = f"; --data.template-variables {switch}=true asks for the other prompt" if switch else ""
             notes.append(f"reasoning is taught behind a prompt that ends in {closing}{other}")
         return notes
 
@@ -462,7 +462,7 @@ def _refuse_unstable(
     full: str | None,
     turn: int,
     *,
-    remedy: str = "--turns each makes one example per turn of the assistant",
+    remedy: str = "--data.turns each makes one example per turn of the assistant",
 ) -> None:
     """Raises Unstable where a text does not begin with the one before it, showing where they part."""
     for shorter, longer, what in (
