@@ -15,7 +15,7 @@ from typing import Literal
 
 from unfreeze import models
 from unfreeze.checkpoint import nested
-from unfreeze.checkpoint.keymap import Source, sources
+from unfreeze.checkpoint.keymap import TensorSource, tensor_sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.compress.deltas import GATE, UP, Deltas, Place
 from unfreeze.core.dtypes import FLOATS
@@ -137,7 +137,7 @@ class Work:
         if home is None or home.experts is None:
             return [Out(self._named(weight.name))]
         module = f"{home.place.site}.{home.place.projection}"
-        found = sources(f"{module}.weight", (home.experts, *home.shape), self.rules)
+        found = tensor_sources(f"{module}.weight", (home.experts, *home.shape), self.rules)
         if not found[0].index:
             return [Out(self._named(found[0].name), whole=True, transposed=found[0].transposed)]
         own = [source for source in found if source.index[0] == expert]
@@ -145,7 +145,7 @@ class Work:
 
     def _named(self, name: str) -> str:
         """The name on disk, with the prefix of a release that holds more than the language model."""
-        return nested.on_disk(self.manifest.prefix, spelling.on_disk(name))
+        return nested.name_on_disk(self.manifest.prefix, spelling.on_disk(name))
 
     def _planned(self, weight: Weight, deltas: Deltas) -> Weight:
         """The weight with what becomes of it."""
@@ -231,7 +231,7 @@ def _homes(work: Work, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Ho
         owner, site = candidate.owner, candidate.name
         if not isinstance(owner, Experts):
             shape = (owner.out_features, owner.in_features)
-            source = sources(f"{site}.weight", shape, work.rules, disk)[0]
+            source = tensor_sources(f"{site}.weight", shape, work.rules, disk)[0]
             yield _module(source), Home(Place(site), shape, None, source.transposed)
             continue
         E, D, I = owner.num_experts, owner.hidden_size, owner.intermediate_size
@@ -240,7 +240,7 @@ def _homes(work: Work, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Ho
             if work.scheme is not None and work.scheme.stored(module, disk) is not None:
                 yield module, Home(Place(site, projection), shape, E)
                 continue
-            for source in sources(f"{module}.weight", (E, *shape), work.rules, disk):
+            for source in tensor_sources(f"{module}.weight", (E, *shape), work.rules, disk):
                 info = disk.get(source.name)
                 if source.either and info and info.shape == source.turned().shape != source.shape:
                     source = source.turned()  # as checkpoint/resolve.py reads it
@@ -284,11 +284,11 @@ def _is_matrix(weight: Weight) -> bool:
     return info is not None and info.dtype in FLOATS and len(info.shape) > 1 and weight.group != "router"
 
 
-def _module(source: Source) -> str:
+def _module(source: TensorSource) -> str:
     return source.name.removesuffix(".weight")
 
 
-def _half(source: Source) -> int | None:
+def _half(source: TensorSource) -> int | None:
     """GATE or UP of a source that is half of an expert's rows."""
     rows = source.index[1] if len(source.index) > 1 else None
     return None if rows is None else (UP if isinstance(rows, slice) and rows.start else GATE)
