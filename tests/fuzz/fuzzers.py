@@ -49,7 +49,7 @@ from unfreeze.parallel.processes.mesh import Mesh
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number
 from unfreeze.report.html import page, summary_lines
-from unfreeze.report.run import expert_balance, facts, load_words, read_run, started
+from unfreeze.report.run import expert_balance, facts, first_event_time, load_words, read_run
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
@@ -1066,7 +1066,7 @@ def _report(folder: Path) -> None:
         number(event.get("loss"))
         if event["kind"] == "load":
             load_words(event)
-    started(run), expert_balance(run), run.state, run.source("model"), run.loaded
+    first_event_time(run), expert_balance(run), run.state, run.source("model"), run.loaded
     if (folder / "events.jsonl").stat().st_size % 8 == 0:  # the page takes a hundred times as long
         page(run)
         "\n".join(summary_lines(folder))

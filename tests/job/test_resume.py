@@ -298,7 +298,7 @@ def test_a_run_of_the_code_before_there_were_tables_goes_on(interrupted: list[st
     # what reads a run's folder, and the run itself
     config = read_run(out).config
     assert (config["learning_rate"], config["tokens_per_step"], config["lora"]["rank"]) == (0.0002, 128, 1)
-    assert verdict.again(read_run(out)).count("--tokens-per-step 128") == 1
+    assert verdict.rerun_command(read_run(out)).count("--tokens-per-step 128") == 1
     changed = [*interrupted[:at], str(out), *interrupted[at + 1 :], "--clip", "2"]
     assert cli.main(changed) == 2
     assert cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :]]) == 0

@@ -2,8 +2,8 @@
 
 Most names on disk are parameter names. Routed experts are not: a release stores 384 small matrices per
 projection, the model holds one stacked parameter. Model files state that as data (a few StackRules);
-`tensor_sources` interprets it for loading, `unstack` (save.py) the other way, so that adding a family never edits
-checkpoint code.
+`tensor_sources` interprets it for loading, `unstack` (save.py) the other way, so that adding a family never
+edits checkpoint code.
 
 Shapes: E experts, I expert width, D model width. A stacked gate_up_proj is [E, 2I, D], gate rows first;
 down_proj [E, D, I].

@@ -153,7 +153,7 @@ def variables(wanted: str, own: str) -> dict[str, str]:
     return {} if wanted == own else dict(zip(_NAMES, _TOLD[wanted], strict=True))
 
 
-def narrow(imported: Container[str] = sys.modules) -> None:
+def restrict_cpu_class(imported: Container[str] = sys.modules) -> None:
     """Set the variables of UNFREEZE_CPU_CLASS, unless torch or numba is imported and has read them.
 
     What is wrong with it is raised by `cpu_class`.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from unfreeze.checkpoint.save import MAX_SHARD_BYTES, ShardPart, begin, finish_folder, name_parts, write_parts
 from unfreeze.core.errors import UserError
-from unfreeze.core.rows import whole
+from unfreeze.core.rows import gathered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +95,7 @@ class Gathered(Mapping[str, "Tensor"]):
 
     def __getitem__(self, name: str) -> Tensor:
         self.writer = self._writers[name]
-        return whole(self._parameters[name])
+        return gathered(self._parameters[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)
