@@ -32,7 +32,7 @@ from unfreeze.job.opening.device import say
 from unfreeze.models import Decoder
 from unfreeze.objectives.divergence import divergence
 from unfreeze.teach.inside import Inside
-from unfreeze.teach.teacher import asked
+from unfreeze.teach.teacher import teacher_log_probs
 from unfreeze.train.optim import AdamW
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.step import train_step
@@ -76,7 +76,7 @@ def of_seed(config: Config, seed: int, tell: Callable[[str], None]) -> dict[str,
     teacher.requires_grad_(False)
     found = {"the teacher": apart(teacher, language, held_out)}
     tell(f"seed {seed}: the teacher: {found['the teacher']:.4f}")
-    says = partial(asked, teacher, config.words, 1.0)
+    says = partial(teacher_log_probs, teacher, config.words, 1.0)
 
     def compared(inside: Inside, model: Decoder) -> Any:
         return inside.objective(model, teacher, lambda batch, taps: says(batch, taps=taps), divergence)

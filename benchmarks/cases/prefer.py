@@ -71,7 +71,7 @@ def measure(config: Config, common: Common) -> dict[str, Any]:
 
 def yoda(config: Config, stamp: Stamp, folder: Path, common: Common) -> list[Row]:
     """Style and facts of every side on held-out questions."""
-    from unfreeze.evaluate.style import compare
+    from unfreeze.evaluate.style import compare_style
 
     items = lines(TINY_K2 / "held_out.jsonl")
     pairs = pairs_of(lines(TINY_K2 / "yoda_train.jsonl")[: config.questions or None], folder)
@@ -87,7 +87,7 @@ def yoda(config: Config, stamp: Stamp, folder: Path, common: Common) -> list[Row
         else:
             run = trained(side, config, pairs, folder)
         seconds = time.perf_counter() - started
-        found = compare(before, answers(run, items), items) | found_in(run) | {"seconds": seconds}
+        found = compare_style(before, answers(run, items), items) | found_in(run) | {"seconds": seconds}
         said = (
             f"style {found['style_before']:.0f} -> {found['style_after']:.1f} %, facts"
             f" {found['facts_before']:.0f} -> {found['facts_after']:.1f} %"

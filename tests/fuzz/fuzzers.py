@@ -41,7 +41,7 @@ from unfreeze.config.training import FLAT
 from unfreeze.core.errors import UserError
 from unfreeze.data import BadRow, encode_files, load_tokenizer, read_rows
 from unfreeze.generate.open import open_model
-from unfreeze.generate.source import locate
+from unfreeze.generate.source import locate_model
 from unfreeze.models.publish import published
 from unfreeze.parallel.placement.dispatch import split_experts
 from unfreeze.parallel.processes.collectives import ALONE, Alone
@@ -997,7 +997,7 @@ def plant_adapter(random: Random, folder: Path) -> None:
 
 def read_adapter(folder: Path) -> None:
     """Loaded whole, or the model is as it was."""
-    locate(folder)
+    locate_model(folder)
     with suppress(UserError):
         lora_of(folder)
     model = good_model((folder / "family").read_text())
@@ -1050,7 +1050,7 @@ def read_run_folder(folder: Path) -> None:
     """unfreeze report, chat and the resuming command on one run folder. All three are tried; the first error
     is raised."""
     errors: list[UserError] = []
-    for step in (_report, locate, _resume):
+    for step in (_report, locate_model, _resume):
         try:
             step(folder)
         except UserError as error:

@@ -29,7 +29,7 @@ from unfreeze.teach.on_policy import OnPolicy
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.batch import Batch
-    from unfreeze.evaluate.perplexity import Heldout
+    from unfreeze.evaluate.perplexity import HeldoutLoss
     from unfreeze.models import Decoder
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.step import Objective
@@ -89,7 +89,7 @@ def _own_answers(on_policy: OnPolicy, run: job.Job, micro_batches: list[Batch], 
     return found.micro_batches
 
 
-def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> Heldout:
+def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> HeldoutLoss:
     """Held-out loss of student and teacher together."""
     from unfreeze.evaluate.perplexity import heldout
 

@@ -146,7 +146,7 @@ def flat_fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    """leaves() with every value as text."""
+    """flat_fields() with every value as text."""
     pairs = flat_fields(config).items()
     return {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
