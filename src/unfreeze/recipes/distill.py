@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.batch import Batch
     from unfreeze.data import Cursor
-    from unfreeze.evaluate.perplexity import Heldout
+    from unfreeze.evaluate.perplexity import HeldoutLoss
     from unfreeze.job.setup import Placed, Rows, Setup
     from unfreeze.models import Decoder
     from unfreeze.parallel.processes.collectives import Group
@@ -92,7 +92,7 @@ def _own_answers(
     return OwnAnswers(source, on_policy, at.speaker.engine, step=step, group=setup.group, tell=tell)
 
 
-def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> Heldout:
+def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> HeldoutLoss:
     """Held-out loss of student and teacher together."""
     from unfreeze.evaluate.perplexity import heldout
 
