@@ -106,7 +106,9 @@ def test_whatever_changes_makes_another_store(change, store, rows, tokenizer, tm
     same(changed, encode_files([path], tokenizer, length, **options))
 
 
-@pytest.mark.parametrize("file", ["tokens", "weights", "numbers", "digests", "checksums", "account.json"])
+@pytest.mark.parametrize(
+    "file", ["tokens", "weights", "numbers", "digests", "checksums", "starts", "account.json"]
+)
 @pytest.mark.parametrize("how", ["cut", "gone", "other"])
 def test_a_damaged_store_is_made_anew(file, how, store, rows, tokenizer, monkeypatch):
     path, calls = rows(CHAT), counted(monkeypatch)

@@ -68,7 +68,7 @@ def test_a_row_that_is_bad_is_bad_for_all(tmp_path, tokenizer, monkeypatch):
     stream.hand = lambda found: sent.append(handed(found))
     taken = Taken(opening(stream), lambda: sent.pop(0))
     error = DataError("rows.jsonl: row 2 is broken", next="mend it")
-    monkeypatch.setattr(stream, "_wait", lambda epoch, number: (_ for _ in ()).throw(error))
+    monkeypatch.setattr(stream, "_wait", lambda rows: (_ for _ in ()).throw(error))
     for each in (stream, taken):
         with pytest.raises(DataError, match="row 2 is broken") as said:
             each.window(0, 1)

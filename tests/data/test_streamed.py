@@ -111,6 +111,28 @@ def test_cold_warm_and_from_any_place_the_batches_are_the_same(
     assert not psutil.Process().children()
 
 
+def test_its_store_is_that_of_encoded_files(files, tokenizer):
+    """Read in windows first, its documents lie in another order; they are found in that of the files."""
+    alone = encode_files(files, tokenizer, 64, on_bad_row="skip", workers=0)
+    taken(files, tokenizer, 200)
+    (store,) = encoded.root().iterdir()
+    found = encoded.encoded_files(files, tokenizer, 64, on_bad_row="skip")
+    assert [*encoded.root().iterdir()] == [store]
+    assert found.examples.fingerprint() == alone.examples.fingerprint()
+    assert [list(e.tokens) for e in found.examples] == [list(e.tokens) for e in alone.examples]
+    assert (store / "tokens").read_bytes() != b"".join(bytes(e.tokens) for e in found.examples)
+    assert found.stats.repeats == alone.stats.repeats != []
+    shutil.rmtree(store)
+    encoded.encoded_files(files, tokenizer, 64, on_bad_row="skip")
+    stream, _ = opened(files, tokenizer)
+    assert stream.whole is not None and stream._parts is None
+    stream.close()
+    # control arm: a store is of one sequence length
+    stream, _ = opened(files, tokenizer, length=65)
+    assert stream.whole is None
+    stream.close()
+
+
 def documents(batch):
     """What each document of a batch says: its tokens and its targets' weights."""
     ends = [*batch.starts_S.tolist()[1:], len(batch.tokens_T)]
@@ -140,7 +162,8 @@ def test_an_epoch_is_every_document_of_encode_files_once(files, tokenizer):
 
 def test_training_begins_before_the_last_row_is_encoded(files, tokenizer, monkeypatch):
     stream, _ = opened(files, tokenizer)
-    assert stream.whole is None and stream.stats().rows == stream.size < 120
+    first = {*stream._head_rows.tolist(), *stream._rows_of(0, 0).tolist()}  # once each
+    assert stream.whole is None and stream.size < 120 and stream.stats().rows == len(first) < stream.size + 40
     stream.close()
     # control arm: one window of everything
     monkeypatch.setattr(streamed, "WINDOW", 10**6)
@@ -156,8 +179,8 @@ def test_workers_go_ahead_while_nobody_waits(files, tokenizer):
         psutil.Process().cpu_percent(0.01)
         stream.take()
         seen += 1
-    assert stream.whole is not None and made.number == 0
-    assert [stream.stats().rows, len(stream.known())] == [ROWS + 1, 1]
+    assert stream.whole is not None and made.window == 0
+    assert [stream.stats().rows, len(stream.so_far())] == [ROWS + 1, len(stream.whole)]
     stream.close()
 
 

@@ -146,24 +146,23 @@ def test_control_arm_fewer_rows_or_epochs_are_encoded_before_the_first_step(rows
 
 
 @pytest.mark.parametrize("length", ["steps = 2", "epochs = 0.05"])
-def test_the_doctor_encodes_into_the_store_that_the_run_reads(rows, tmp_path, length, monkeypatch):
-    """Read in windows, or whole. Control arm: behind a doctor that reads every file whole, windows are encoded
-    again."""
+def test_the_doctor_encodes_into_the_store_that_the_run_reads(rows, tmp_path, length):
+    """Read in windows, or whole: what a row becomes hangs on no other. Control arm: of another sequence length."""
     (tmp_path / "run.toml").write_text(f"tokens_per_step = 256\n{length}\n")
 
-    def encoded_again(out):
+    def encoded_again(out, *more):
         """Whether the run that follows a doctor begins before its last row is encoded."""
         doctor = ["doctor", TINY_K2, "--data", rows, "--config", tmp_path / "run.toml"]
         sft = ["sft", tmp_path / "run.toml", "--model", TINY_K2, "--data", rows, "--lora.rank", 1]
-        for command in (doctor, [*sft, "--threads", 1, "--watch.samples", 0, "--out", out]):
+        stores = []
+        for command in (doctor, [*sft, *more, "--threads", 1, "--watch.samples", 0, "--out", out]):
             assert cli.main(["--quiet", *map(str, command)]) == 0
-            (store,) = encoded.root().iterdir()
-        shutil.rmtree(store)
-        return "rows_in_files" in events(out, "data")[0]
+            stores.append({path.name: path.stat().st_mtime_ns for path in encoded.root().iterdir()})
+        shutil.rmtree(encoded.root())
+        return stores[0] != stores[1] or "rows_in_files" in events(out, "data")[0]
 
     assert not encoded_again(tmp_path / "run")
-    monkeypatch.setattr(job_data, "may_stream", lambda data, training: False)
-    assert encoded_again(tmp_path / "control") == ("steps" in length)
+    assert encoded_again(tmp_path / "control", "--data.sequence-length", 128)
 
 
 def test_the_doctor_counts_bad_rows_of_large_files(tmp_path):

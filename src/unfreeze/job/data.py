@@ -19,7 +19,7 @@ from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.job.opening.processes import others
-from unfreeze.job.opening.streaming import MANY_ROWS, Followed, in_windows, may_stream, shared
+from unfreeze.job.opening.streaming import MANY_ROWS, Followed, in_windows, shared
 from unfreeze.report.events import AT_LEAST, ENOUGH_STEPS, LEAKED, TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
 
@@ -267,22 +267,6 @@ def stream_of(
     if stream is not None:
         run.leaving.callback(stream.close)
     return stream
-
-
-def every_row(
-    data: Data, training: Training, tokens: int, seed: int, progress: EncodeProgress, given: dict[str, Any]
-) -> Dataset:
-    """All rows, in the store that a run of the same config then finds: one read in windows has its own."""
-    from unfreeze.data import Dataset, encoded_files
-    from unfreeze.data.store.streamed import streamed_files
-
-    if may_stream(data, training):
-        behind = {"epoch": 1, "window": 0}  # a cursor behind the first epoch needs every row
-        asked: dict[str, Any] = {"tokens_per_step": tokens, "seed": seed, "start": behind, **given}
-        stream = streamed_files(data.files, least=MANY_ROWS, progress=progress, **asked)
-        if stream is not None and stream.whole is not None:
-            return Dataset(stream.whole, stream.stats())
-    return encoded_files(data.files, progress=progress, **given)
 
 
 def batches_in(

@@ -17,7 +17,7 @@ import numpy as np
 from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_count
 from unfreeze.data.rows.row import BadRow, Judged, Row, content_digest
-from unfreeze.data.store.examples import NUMBERS, Columns, Example, Examples
+from unfreeze.data.store.examples import Example, Examples
 from unfreeze.data.tokens.masks import Dropped, Encoded
 
 ROWS_LISTED = 20
@@ -69,12 +69,6 @@ class Stats:
     @property
     def supervised_fraction(self) -> float:
         return self.supervised / max(self.tokens, 1)
-
-    def add(self, columns: Columns) -> None:
-        """Count the documents that follow."""
-        for length, supervised, *_ in zip(*[iter(columns.numbers)] * NUMBERS, strict=True):
-            self.examples, self.tokens = self.examples + 1, self.tokens + length
-            self.supervised, self.longest = self.supervised + supervised, max(self.longest, length)
 
     def summary(self) -> str:
         """Put the account into one line.
@@ -179,14 +173,23 @@ class Account:
                 BadRow(row.row, f"row {row.row}: {kept} of {kept + cut} tokens kept, {cut} cut"),
             )
 
+    def so_far(self, examples: Examples) -> Stats:
+        """The account without duplicates: `examples` are those of the rows that were counted."""
+        return replace(
+            self.stats,
+            examples=len(examples),
+            tokens=int(examples.lengths_N.sum()),
+            supervised=int(examples.supervised_N.sum()),
+            longest=int(examples.lengths_N.max(initial=0)),
+        )
+
     def finish(self, examples: Examples) -> Stats:
-        """Complete the account: the sums over the examples, and the duplicates."""
-        stats = self.stats
-        stats.examples = len(examples)
-        stats.tokens, stats.supervised = int(examples.lengths_N.sum()), int(examples.supervised_N.sum())
-        stats.longest = int(examples.lengths_N.max(initial=0))
+        """Complete the account: the sums over the examples, and the duplicates in the order of the files."""
+        self.stats = stats = self.so_far(examples)
         places = np.frombuffer(self._row_places, dtype=np.int64).reshape(-1, 2)
-        repeated = duplicates(np.frombuffer(self._row_digests, dtype="V16"))
+        order = np.lexsort((places[:, 1], places[:, 0]))
+        places = places[order]
+        repeated = duplicates(np.frombuffer(self._row_digests, dtype="V16")[order])
         stats.duplicates = len(repeated)
         for place, first in repeated[:ROWS_LISTED]:
             (source, row), (first_source, first_row) = places[place].tolist(), places[first].tolist()

@@ -23,7 +23,7 @@ from unfreeze.data.rows.row import Answers
 from unfreeze.data.store.account import Account, Reading, Stats
 from unfreeze.data.store.documents import Held, OnDemand, Store
 from unfreeze.data.store.encoding import Coder, Spec, batches
-from unfreeze.data.store.examples import NO_CONTENT, Columns, Examples
+from unfreeze.data.store.examples import NO_CONTENT, Examples
 from unfreeze.data.store.workers import Progress, encoded_parts
 from unfreeze.data.tokens.forms import Reasoning
 from unfreeze.data.tokens.masks import Supervise, Truncation
@@ -58,7 +58,7 @@ class Dataset:
 
     def known(self) -> list[Examples]:
         """All documents that are encoded by now."""
-        return [self.examples] if self.stream is None else self.stream.known()
+        return [self.examples] if self.stream is None else [self.stream.so_far()]
 
     def leaked(self) -> np.ndarray:
         """[N]: which validation documents say what is also trained on, as far as that is encoded.
@@ -128,16 +128,15 @@ def encode_files(
     if store is None:
         on_demand = sum(text_bytes(path) for path in paths if path.is_file()) > held_bytes
         store = OnDemand(paths, coder.encoder, columns) if on_demand else Held()
-    account, documents = Account(paths, skip=skip), Columns()
+    account = Account(paths, skip=skip)
     # every row once: encoded, counted, its lengths and checksum noted
     with closing(encoded_parts(batches(paths, columns), coder, spec, tokenizer, workers, progress)) as parts:
         for part in parts:
             if part.error:
                 raise DataError(part.error[0], next=part.error[1])
             account.merge(part.stats, *part.rows)
-            documents.extend(part.columns)
             store.add(part)
-    examples = Examples(store.fetch, documents)
+    examples = Examples(store.fetch, store.columns)
     stats = account.finish(examples)
     stats.reading = store.reading
     if not len(examples):

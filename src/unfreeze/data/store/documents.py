@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,9 +24,10 @@ class Store(Protocol):
     """Where the tokens of documents are kept."""
 
     reading: Reading
+    columns: Columns
 
     def add(self, part: EncodedRows) -> None:
-        """Keep the documents of the next rows."""
+        """Keep the documents of the next rows, and their columns."""
         ...
 
     def fetch(self, index: int) -> Example:
@@ -36,26 +36,33 @@ class Store(Protocol):
 
 
 class Documents:
-    """Documents that lie one after the other: int32 tokens, float32 weights, and their Columns."""
+    """Documents as int32 tokens and float32 weights; more can be added.
 
-    def __init__(self, columns: Columns, tokens: Any, weights: Any):
-        self._columns, self._tokens, self._weights = columns, tokens, weights
+    columns    what is known of each
+    starts_N   where each begins in `tokens` and `weights`, in bytes. None: they lie one after the other
+    """
 
-    @cached_property
-    def _table(self) -> np.ndarray:
-        return np.frombuffer(self._columns.numbers, dtype=np.int64).reshape(-1, NUMBERS)
+    def __init__(self, columns: Columns, tokens: Any, weights: Any, starts_N: Any = None):
+        self.columns, self._tokens, self._weights = columns, tokens, weights
+        self._starts_N, self._num_bytes = array("q") if starts_N is None else starts_N, 0
+        if starts_N is None:
+            self._grow(columns)
 
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum(self._table[:, 0])
+    def _grow(self, columns: Columns) -> None:
+        """Note where the documents of `columns` begin, which follow."""
+        ends_N = self._num_bytes + np.cumsum(4 * np.array(columns.numbers[::NUMBERS], dtype=np.int64))
+        starts_N = np.concatenate([[self._num_bytes], ends_N])
+        self._starts_N.frombytes(starts_N[:-1].tobytes())
+        self._num_bytes = int(starts_N[-1])
 
     def fetch(self, index: int) -> Example:
-        length, _, cut, row, source, chosen = self._table[index].tolist()
-        end = 4 * int(self._ends[index])
+        numbers = self.columns.numbers[NUMBERS * index : NUMBERS * index + NUMBERS]
+        length, _, cut, row, source, chosen = numbers.tolist()
+        begin = int(self._starts_N[index])
         tokens, weights = array("i"), array("f")
-        tokens.frombytes(self._tokens[end - 4 * length : end])
-        weights.frombytes(self._weights[end - 4 * length : end])
-        digest = bytes(self._columns.digests[16 * index : 16 * index + 16])
+        tokens.frombytes(self._tokens[begin : begin + 4 * length])
+        weights.frombytes(self._weights[begin : begin + 4 * length])
+        digest = bytes(self.columns.digests[16 * index : 16 * index + 16])
         return Example(tokens, weights, row, cut, source, digest, chosen)
 
 
@@ -68,9 +75,27 @@ class Held(Documents):
         super().__init__(Columns(), bytearray(), bytearray())
 
     def add(self, part: EncodedRows) -> None:
-        self._columns.extend(part.columns)
+        self._grow(part.columns)
+        self.columns.extend(part.columns)
         self._tokens += part.tokens
         self._weights += part.weights
+
+
+class Continued:
+    """The documents of a store that can take no more, and behind them those of another."""
+
+    def __init__(self, first: Store, rest: Store):
+        self._first, self._rest = first, rest
+        self.reading: Reading = rest.reading
+        self.columns, self._count = first.columns, len(first.columns)
+
+    def add(self, part: EncodedRows) -> None:
+        self._rest.add(part)
+        self.columns.extend(part.columns)
+
+    def fetch(self, index: int) -> Example:
+        before = index < self._count
+        return self._first.fetch(index) if before else self._rest.fetch(index - self._count)
 
 
 class OnDemand:
@@ -79,14 +104,13 @@ class OnDemand:
     reading: Reading = "on demand"
 
     def __init__(self, paths: Sequence[Path], encoder: Encoder | Comparing, columns: Sequence[str] = ()):
-        self._paths, self._encoder, self._columns = paths, encoder, columns
-        self._places = array("q")
-        self._checksums = bytearray()
+        self._paths, self._encoder, self._names = paths, encoder, columns
+        self._places, self.columns = array("q"), Columns()
         self._files: dict[int, Again] = {}
 
     def add(self, part: EncodedRows) -> None:
         self._places.frombytes(part.places)
-        self._checksums += part.columns.checksums
+        self.columns.extend(part.columns)
 
     def fetch(self, index: int) -> Example:
         """Read and encode document i again.
@@ -102,10 +126,11 @@ class OnDemand:
         )
         try:
             if source not in self._files:
-                self._files[source] = Again(path, self._columns, self._encoder.answers)
+                self._files[source] = Again(path, self._names, self._encoder.answers)
             pieces = self._encoder(self._files[source](RowPlace(row, offset, size))).examples
         except DataError:
             raise changed from None
-        if piece >= len(pieces) or pieces[piece].checksum != self._checksums[16 * index : 16 * index + 16]:
+        checksum = self.columns.checksums[16 * index : 16 * index + 16]
+        if piece >= len(pieces) or pieces[piece].checksum != checksum:
             raise changed
         return replace(pieces[piece], source=source)

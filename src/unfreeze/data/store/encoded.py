@@ -5,7 +5,9 @@ and every later start reads them: mapped into memory, so that their number does 
 
 A store is a folder of ~/.cache/unfreeze/encoded ($XDG_CACHE_HOME where it is set), named after its key:
   tokens    int32, one document after the other        weights   float32, the same
-  numbers, digests, checksums   the Columns            account.json   the Stats, and a hash of the Columns
+  numbers, digests, checksums   the Columns, in the order of the files
+  starts    int64, where each document begins in tokens and in weights: in the order in which it was encoded
+  account.json   the Stats, and a hash of the Columns
 
 key: a hash of the data files (path, size, times), of the tokenizer's files and its chat template's variables,
 of what the template tells of the date, of the bounds and masks that were asked for, of the code in this
@@ -29,12 +31,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
 import jinja2
+import numpy as np
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.files import text_bytes
@@ -60,8 +63,8 @@ ENCODING = {
     for name in ("truncation", "supervise", "turns", "reasoning", "columns", "answers")
 }
 """Options of encode_files that say what a row becomes, and what they are where they are not given."""
-COLUMNS = {"numbers": 8 * NUMBERS, "digests": 16, "checksums": 16}
-"""Files of the Columns and their bytes a document."""
+COLUMNS = {"numbers": 8 * NUMBERS, "digests": 16, "checksums": 16, "starts": 8}
+"""Files with so many bytes of each document."""
 
 
 def encoded_files(
@@ -74,8 +77,7 @@ def encoded_files(
     encode = partial(encode_files, paths, tokenizer, sequence_length, **options)
     asked = {name: options.get(name, usual) for name, usual in ENCODING.items()}
     told = tokenizer.told()
-    given = {"length": sequence_length, "told": told, **asked}
-    name = key([Path(path) for path in paths], tokenizer.identity, given) if told is not None else ""
+    name = name_of([Path(path) for path in paths], tokenizer, told, sequence_length, asked)
     if not name:
         return encode()
     if (found := whole(name, options.get("on_bad_row", "error"))) is not None:
@@ -127,6 +129,22 @@ def root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unfreeze" / "encoded"
 
 
+def name_of(
+    paths: Sequence[Path],
+    tokenizer: Tokenizer,
+    told: str | None,
+    sequence_length: int,
+    asked: Mapping[str, object],
+) -> str:
+    """The store of rows that are encoded as `asked` (ENCODING); "" where they are not to be kept.
+
+    told: Tokenizer.told before the first row
+    """
+    if told is None:
+        return ""
+    return key(paths, tokenizer.identity, {"length": sequence_length, "told": told, **asked})
+
+
 def key(paths: Sequence[Path], tokenizer: str, options: Mapping[str, object]) -> str:
     """What the encoded rows are a function of, as 32 hex digits; "" where they are not to be kept.
 
@@ -163,8 +181,11 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-class Writing:
-    """A store that is being written. It gets its name once it is whole, so that no reader sees half of it."""
+class Writing(Documents):
+    """A store that is being written. What was added can be read.
+
+    It gets its name once it is whole, so that no other process sees half of it.
+    """
 
     reading: Reading = "disk"
 
@@ -175,37 +196,29 @@ class Writing:
         self._part = root() / f".{name}.{os.getpid()}"
         shutil.rmtree(self._part, ignore_errors=True)
         self._part.mkdir()
-        self._tokens, self._weights = ((self._part / name).open("wb") for name in ("tokens", "weights"))
+        self._files = [(self._part / name).open("wb") for name in ("tokens", "weights")]
+        super().__init__(Columns(), *(Span((self._part / name).open("rb")) for name in ("tokens", "weights")))
 
     def add(self, part: EncodedRows) -> None:
+        """Raises OSError where they can't be written; those before stay readable."""
         self.written += len(part.tokens) + len(part.weights)
         if self.written > self._most:
             raise OSError(errno.ENOSPC, "they take more than half of what the disk had free")
-        self._tokens.write(part.tokens)
-        self._weights.write(part.weights)
-
-    def fetch(self, index: int) -> Example:
-        raise NotImplementedError("a store is read when it is whole: finish(); a part of it before: latest()")
-
-    def latest(self, columns: Columns, num_bytes: int) -> Documents:
-        """The documents that were added last, `num_bytes` of tokens and as many of weights.
-
-        They stay readable. Raises OSError where they can't be written.
-        """
-        for file in (self._tokens, self._weights):
+        for file, content in zip(self._files, (part.tokens, part.weights), strict=True):
+            file.write(content)
             file.flush()
-        begin = self._tokens.tell() - num_bytes
-        return Documents(columns, *(Span(file, begin) for file in self._read))
-
-    @cached_property
-    def _read(self) -> list[IO[bytes]]:
-        return [(self._part / name).open("rb") for name in ("tokens", "weights")]
+        self._grow(part.columns)
+        self.columns.extend(part.columns)
 
     def finish(self, dataset: Dataset) -> Dataset:
-        """The same dataset, read from the store. Raises OSError where it can't be written."""
-        self._tokens.close()
-        self._weights.close()
-        for name, bytes_ in dataset.examples.columns().items():
+        """The same dataset, its documents in the same order, read from the store.
+
+        Raises OSError where it can't be written.
+        """
+        for file in self._files:
+            file.close()
+        starts_N = np.array(self._starts_N, dtype=np.int64)[dataset.examples.places_N]
+        for name, bytes_ in {**dataset.examples.columns(), "starts": starts_N.tobytes()}.items():
             (self._part / name).write_bytes(bytes_)
         account = {"stats": dataset.stats.as_dict(), "columns": _columns_hash(self._part)}
         (self._part / "account.json").write_text(json.dumps(account), encoding="utf-8")
@@ -217,20 +230,21 @@ class Writing:
         return found
 
     def discard(self) -> None:
-        """Remove what was written, where it is not whole."""
-        self._tokens.close()
-        self._weights.close()
+        """Remove what was written, where it is not whole. This process can read it to its end."""
+        for file in self._files:
+            with suppress(OSError):  # of a full disk: what is still in a buffer
+                file.close()
         shutil.rmtree(self._part, ignore_errors=True)
 
 
 class Span:
-    """Bytes of a file from `begin` on; a slice of them is read when it is asked for."""
+    """Bytes of a file; a slice of them is read when it is asked for."""
 
-    def __init__(self, file: IO[bytes], begin: int):
-        self._file, self._begin = file, begin
+    def __init__(self, file: IO[bytes]):
+        self._file = file
 
     def __getitem__(self, place: slice) -> bytes:
-        self._file.seek(self._begin + place.start)
+        self._file.seek(place.start)
         return self._file.read(place.stop - place.start)
 
 
@@ -247,10 +261,10 @@ def read(name: str) -> Dataset | None:
         stats = stats_of(account["stats"])
         if account["columns"] != _columns_hash(folder):
             raise ValueError("other columns than were written")
-        examples = Examples(_Mapped(folder, stats).fetch, _columns(folder))
+        documents = _Mapped(folder, stats)
         with suppress(OSError):  # a cache that can't be written can be read
             os.utime(folder / "account.json")  # when it was last read
-        return Dataset(examples, stats)
+        return Dataset(Examples(documents.fetch, documents.columns), stats)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         shutil.rmtree(folder, ignore_errors=True)
         return None
@@ -285,16 +299,18 @@ class _Mapped(Documents):
     """Documents of a store; the system reads a page when it is asked for, and can forget it."""
 
     def __init__(self, folder: Path, stats: Stats):
-        super().__init__(_columns(folder), *(_map(folder / name) for name in ("tokens", "weights")))
+        columns, starts_N = _columns(folder), np.frombuffer(_map(folder / "starts"), dtype=np.int64)
+        super().__init__(columns, _map(folder / "tokens"), _map(folder / "weights"), starts_N)
         self._folder = folder
-        whole = len(self._tokens) == len(self._weights) == 4 * int(self._ends[-1])
-        if not whole or len(self._table) != stats.examples:
+        num_tokens = int(np.frombuffer(columns.numbers, dtype=np.int64)[::NUMBERS].sum())
+        whole = len(self._tokens) == len(self._weights) == 4 * num_tokens
+        if not whole or len(starts_N) != stats.examples:
             raise ValueError("fewer tokens than were written")
 
     def fetch(self, index: int) -> Example:
         """Document `index`. Raises DataError where its tokens are not those that were written."""
         example = super().fetch(index)
-        if example.checksum != self._columns.checksums[16 * index : 16 * index + 16]:
+        if example.checksum != self.columns.checksums[16 * index : 16 * index + 16]:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise DataError(
                 f"{self._folder}: encoded row {example.row} is damaged on disk; the folder was removed",
@@ -310,12 +326,12 @@ def _map(path: Path) -> mmap.mmap:
 
 def _columns(folder: Path) -> Any:
     """The Columns of a store, mapped."""
-    columns: Any = Columns()
-    for name in COLUMNS:
-        setattr(columns, name, _map(folder / name))
-    sizes = {len(getattr(columns, name)) / width for name, width in COLUMNS.items()}
-    if len(sizes) > 1:
+    maps = {name: _map(folder / name) for name in COLUMNS}
+    if len({len(maps[name]) / width for name, width in COLUMNS.items()}) > 1:
         raise ValueError("columns of different lengths")
+    columns: Any = Columns()
+    columns.numbers = memoryview(maps["numbers"]).cast("q")
+    columns.digests, columns.checksums = maps["digests"], maps["checksums"]
     return columns
 
 

@@ -125,14 +125,14 @@ class Coder:
 
     def __init__(self, spec: Spec, encoder: Encoder | Comparing):
         self.encoder = encoder
-        self._paths, self._columns, self._skip = [*map(Path, spec.paths)], spec.columns, spec.skip
+        self._paths, self.columns, self._skip = [*map(Path, spec.paths)], spec.columns, spec.skip
         self._answers = spec.answers
 
     def __call__(self, batch: RowBatch) -> EncodedRows:
         """Every row encoded, counted, its lengths and checksums noted."""
         part, account, places = EncodedRows(), Account(self._paths, skip=self._skip), array("q")
         path = self._paths[batch.source]
-        parse = parser(path, self._columns, self._answers)
+        parse = parser(path, self.columns, self._answers)
         for place, raw in batch.rows:
             try:
                 try:

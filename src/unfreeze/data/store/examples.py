@@ -98,6 +98,9 @@ class Columns:
         self.digests = bytearray()
         self.checksums = bytearray()
 
+    def __len__(self) -> int:
+        return len(self.numbers) // NUMBERS
+
     @classmethod
     def of(cls, numbers: bytes, digests: bytes, checksums: bytes) -> Columns:
         columns = cls()

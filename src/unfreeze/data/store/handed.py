@@ -98,9 +98,9 @@ class Taken:
     def take(self) -> None:
         """Nothing: process 0 takes what is encoded."""
 
-    def known(self) -> list[Examples]:
+    def so_far(self) -> Examples:
         """None: process 0 knows the documents, and says which rows are suspect."""
-        return []
+        return Examples.of([])
 
     def stats(self) -> Stats:
         """The account as it was when process 0 opened the files."""

@@ -7,9 +7,10 @@ R rows of all files, N documents. What is trained on is a function of files, opt
     window   -> `size` rows of an epoch's order, a permutation of the rows that are not held out. Its
                 documents are shuffled and packed by themselves                          packing/windows.py
 
-Windows are encoded in the order in which they are needed, by processes beside training (workers.py), a few
-ahead. What they give is kept (encoded.py); once all are there, every window is looked up in it, and so it is
-at the next start. A row that is bad stops the run when its window is needed.
+Rows are encoded in the order in which they are needed, by processes beside training (workers.py), a few
+windows ahead. Their documents go into one store that grows (encoded.py; documents.py where the disk has no
+room), in which every window is looked up by its rows. Once all rows are there it is the store of
+encoded_files, for every later start. A row that is bad stops the run when its window is needed.
 """
 
 from __future__ import annotations
@@ -17,12 +18,9 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,12 @@ import numpy as np
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.rows.files import text_bytes
 from unfreeze.data.rows.scan import RowTable, are_lines
-from unfreeze.data.store.account import Account, Reading, Stats
+from unfreeze.data.store.account import Account, Stats
 from unfreeze.data.store.dataset import HELD_BYTES, LONGER, Dataset
-from unfreeze.data.store.documents import Held, OnDemand
-from unfreeze.data.store.encoded import COLUMNS, ENCODING, Writing, begun, key, whole
+from unfreeze.data.store.documents import Continued, Held, OnDemand, Store
+from unfreeze.data.store.encoded import ENCODING, Writing, begun, name_of, whole
 from unfreeze.data.store.encoding import BATCH_BYTES, BATCH_ROWS, Coder, EncodedRows, RowBatch, Spec
-from unfreeze.data.store.examples import Columns, Example, Examples
+from unfreeze.data.store.examples import Examples
 from unfreeze.data.store.workers import LATER, Progress, encoded_parts
 from unfreeze.data.tokens.tokenizer import Tokenizer
 
@@ -53,8 +51,6 @@ FULL = 64
 AHEAD = 64
 """Batches of rows that processes are given ahead, two windows of small rows: at most 32 MiB of rows, some
 100 MB with what becomes of them."""
-HELD_OUT = -1
-"""Number of the window of rows that are held out."""
 
 
 def streamed_files(
@@ -114,7 +110,7 @@ def streamed_files(
 
 
 class Stream:
-    """The documents of large files, window by window.
+    """The documents of large files, window by window, in one store that grows as rows are encoded.
 
     size        rows of a window                windows   how many of them an epoch has
     head        documents of some rows at even distances, of those that are trained on
@@ -135,51 +131,45 @@ class Stream:
         workers: int | None,
         progress: Progress | None,
     ):
-        self.rows, self.seed, self._spec, self._tokenizer = rows, seed, spec, tokenizer
+        self.rows, self.seed, self._tokenizer = rows, seed, tokenizer
         self.hand: Callable[[Examples | DataError], None] = lambda found: None
         self._paths = [Path(path) for path in spec.paths]
         self._stood = [_stamp(path) for path in self._paths]
-        self._small = sum(map(text_bytes, self._paths)) <= HELD_BYTES
-        # the head
-        affordable = int(HEAD_BYTES * len(rows) / max(1, int(rows.table_R4[:, 3].sum())))
-        count = min(HEAD, len(rows), max(LEAST_HEAD, affordable))
-        head_rows = np.linspace(0, len(rows) - 1, count).astype(np.int64)
         self._coder = Coder(spec, spec.encoder(tokenizer))
-        head = self._encode_head(head_rows)
-        # windows as large as packing wants them
-        self._trained = np.flatnonzero(~rows.held_R)
-        tokens_a_row = int(head.lengths_N.sum()) / len(head_rows)
-        self.size = math.ceil(max(WINDOW, FULL * tokens_per_step) / tokens_a_row)
-        self.windows = math.ceil(len(self._trained) / self.size)
-        self._epoch, self._order = -1, self._trained
-        # what is encoded by now: windows in that order
+        self._trained, self._epoch, self._order = np.flatnonzero(~rows.held_R), -1, np.zeros(0, dtype=int)
+        # the documents of row r are first_R[r] to end_R[r] of the store; those of a row to come end at -1
+        self._first_R, self._end_R = np.zeros(len(rows), dtype=int), np.full(len(rows), -1)
+        self._left = len(rows)
         self.whole: Examples | None = None
-        self._windows: dict[int, Examples] = {}
-        self._account, self._stats = Account(self._paths, skip=spec.skip), Stats()
         self.error: DataError | None = None
-        # everything from an earlier start; or the first window, and a store for all
-        self._told = tokenizer.told()
-        given = {name: getattr(spec, name) for name in ENCODING}
-        given |= {"length": spec.sequence_length, "told": self._told, "head": count}
-        name = key(self._paths, tokenizer.identity, given) if self._told is not None else ""
-        self._store: Writing | None = None
+        self._account, self._stats = Account(self._paths, skip=spec.skip), Stats()
         self._parts: Generator[EncodedRows] | None = None
+        self._written: Writing | None = None
+        # everything from an earlier start, or a store for all
+        self._told = tokenizer.told()
+        asked = {name: getattr(spec, name) for name in ENCODING}
+        name = name_of(self._paths, tokenizer, self._told, spec.sequence_length, asked)
         if name and (found := whole(name, "skip" if spec.skip else "error")) is not None:
             self._is_whole(found.examples, found.stats)
         else:
-            self._store = begun(name, self._paths) if name else None
-            self._new_window()
-            try:
-                self._begin(start, workers, progress)
-            except BaseException:
-                self.close()
-                raise
+            self._written = begun(name, self._paths) if name else None
+            self._store: Store = self._written or self._without_room()
+        try:
+            self.head = self._head()
+            # windows as large as packing wants them
+            tokens_a_row = int(self.head.lengths_N.sum()) / len(self._head_rows)
+            self.size = math.ceil(max(WINDOW, FULL * tokens_per_step) / tokens_a_row)
+            self.windows = math.ceil(len(self._trained) / self.size)
+            self._begin(spec, start, workers, progress)
+        except BaseException:
+            self.close()
+            raise
         # no document that is trained on says what one of those held out says
-        self.validation = self._documents(0, HELD_OUT) if rows.held_R.any() else None
+        self.validation = self._documents(np.flatnonzero(rows.held_R)) if rows.held_R.any() else None
         self._kept_out: set[bytes] = set()
         if self.validation is not None:
             self._kept_out = set(self.validation.digests_N.tolist())
-        self.head = self._without_held_out(head)
+        self.head = self._without_held_out(self.head)
 
     # -- what is asked of it
 
@@ -188,12 +178,13 @@ class Stream:
 
         Raises DataError for a bad row in it, or in one before it that was not there yet.
         """
+        rows = self._rows_of(epoch, number)
         try:
-            self._wait(epoch, number)
+            self._wait(rows)
         except DataError as error:
             self.hand(error)
             raise
-        found = self._without_held_out(self._documents(epoch, number))
+        found = self._without_held_out(self._documents(rows))
         found = found.part(np.random.default_rng([self.seed, epoch, number]).permutation(len(found)))
         self.hand(found)
         return found
@@ -204,48 +195,48 @@ class Stream:
         while self.whole is None and self.error is None and self._more():
             pass
 
-    def known(self) -> list[Examples]:
+    def so_far(self) -> Examples:
         """All documents that are encoded by now."""
-        return [*self._windows.values()] if self.whole is None else [self.whole]
+        if self.whole is not None:
+            return self.whole
+        return self._documents(np.flatnonzero(self._end_R >= 0))
 
     def stats(self) -> Stats:
         """The account of the rows that are encoded by now."""
-        stats, known = replace(self._stats), self.known()
-        if self.whole is None:
-            stats = replace(self._account.stats, reading=self._reading)
+        known = self.so_far()
+        stats = replace(self._stats if self.whole is not None else self._account.so_far(known))
+        stats.reading = stats.reading if self.whole is not None else self._store.reading
         stats.held_out, stats.notes = len(self.validation or ()), stats.notes.copy()
-        digests = (digest for each in known for digest in each.digests_N.tolist() if self._kept_out)
-        if (alike := sum(digest in self._kept_out for digest in digests)) > stats.held_out:
-            stats.notes["as a row held out, in other words of JSON: left out"] = alike - stats.held_out
+        if self._kept_out:
+            alike = sum(digest in self._kept_out for digest in known.digests_N.tolist())
+            if alike > stats.held_out:
+                note = "as a row held out, in other words of JSON: left out"
+                stats.notes[note] = alike - stats.held_out
         return stats
 
     def close(self) -> None:
         """End the processes. A store that is not whole is not kept."""
         if self._parts is not None:
             self._parts.close()
-        if self._store is not None:
-            self._store.discard()
-            self._store = None
+        if self._written is not None:
+            self._written.discard()
+            self._written = None
 
     # -- rows
 
     def _rows_of(self, epoch: int, number: int) -> np.ndarray:
         """Rows of a window, in the order of the files."""
-        if number == HELD_OUT:
-            return np.flatnonzero(self.rows.held_R)
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self._trained)
             self._epoch = epoch
         return np.sort(self._order[number * self.size : (number + 1) * self.size])
 
-    def _documents(self, epoch: int, number: int) -> Examples:
-        """Documents of a window that is encoded, in the order of the files."""
-        if self.whole is None:
-            return self._windows[number]
-        rows = self._rows_of(epoch, number)
+    def _documents(self, rows: np.ndarray) -> Examples:
+        """Documents of rows that are encoded, in the order of `rows`."""
         counts = self._end_R[rows] - self._first_R[rows]
         starts = np.repeat(self._first_R[rows] - np.cumsum(counts) + counts, counts)
-        return self.whole.part(starts + np.arange(len(starts)))
+        known = self.whole if self.whole is not None else Examples(self._store.fetch, self._store.columns)
+        return known.part(starts + np.arange(len(starts)))
 
     def _without_held_out(self, found: Examples) -> Examples:
         if not self._kept_out:
@@ -253,10 +244,11 @@ class Stream:
         keep = [digest not in self._kept_out for digest in found.digests_N.tolist()]
         return found.part(np.array(keep, dtype=bool))
 
-    def _batches_of(self, rows: np.ndarray) -> Iterator[tuple[RowBatch, bool]]:
-        """Rows, in the order of the files, as batches that are read now; and whether one is the last."""
+    def _batches_of(self, rows: np.ndarray) -> Iterator[tuple[RowBatch, list[int]]]:
+        """Those rows, in the order of the files, that are not encoded yet: as batches that are read now."""
         groups: list[list[int]] = []
         size, source = 0, -1
+        rows = rows[self._end_R[rows] < 0]
         for row, (file, _, _, num_bytes) in zip(
             rows.tolist(), self.rows.table_R4[rows].tolist(), strict=True
         ):
@@ -265,40 +257,38 @@ class Stream:
                 size, source = 0, file
             groups[-1].append(row)
             size += num_bytes
-        for place, group in enumerate(groups):
+        for group in groups:
             source = int(self.rows.table_R4[group[0], 0])
             if _stamp(self._paths[source]) != self._stood[source]:
                 raise DataError(
                     f"{self._paths[source].name}: the file changed while it was trained on",
                     next="start again with a file that stays as it is",
                 )
-            yield RowBatch(source, [self.rows.read(row) for row in group]), place == len(groups) - 1
+            yield RowBatch(source, [self.rows.read(row) for row in group]), group
 
     # -- encoding
 
-    def _encode_head(self, rows: np.ndarray) -> Examples:
-        """Of the rows `rows`. What is held out is left out."""
-        store, columns, account = Held(), Columns(), Account(self._paths, skip=self._spec.skip)
-        for batch, _ in self._batches_of(rows):
-            part = self._coder(batch)
-            if part.error:
-                raise DataError(part.error[0], next=part.error[1])
-            store.add(part)
-            columns.extend(part.columns)
-            account.merge(part.stats, *part.rows)
-        held = {tuple(place) for place in self.rows.table_R4[rows[self.rows.held_R[rows]], :2].tolist()}
-        found = Examples(store.fetch, columns)
-        places = zip(found.sources_N.tolist(), found.rows_N.tolist(), strict=True)
-        found = found.part(np.array([place not in held for place in places], dtype=bool))
+    def _head(self) -> Examples:
+        """Documents of the rows that tell how long the others are. What is held out is left out."""
+        rows = self.rows
+        affordable = int(HEAD_BYTES * len(rows) / max(1, int(rows.table_R4[:, 3].sum())))
+        count = min(HEAD, len(rows), max(LEAST_HEAD, affordable))
+        self._head_rows = np.linspace(0, len(rows) - 1, count).astype(np.int64)
+        for batch, group in self._batches_of(self._head_rows):
+            self._keep(self._coder(batch), group)
+        found = self._documents(self._head_rows[~rows.held_R[self._head_rows]])
         if not len(found):
-            reason = account.stats.listed[0].reason if account.stats.listed else "all are held out"
+            listed = (self._stats if self.whole is not None else self._account.stats).listed
+            reason = listed[0].reason if listed else "all are held out"
             raise DataError(
-                f"{self._paths[0].name}: no row left to train on, of {len(rows):,} looked at: {reason}",
+                f"{self._paths[0].name}: no row left to train on, of {count:,} looked at: {reason}",
                 next=f"mend the rows, or {LONGER}",
             )
         return found
 
-    def _begin(self, start: Mapping[str, Any] | None, workers: int | None, progress: Progress | None) -> None:
+    def _begin(
+        self, spec: Spec, start: Mapping[str, Any] | None, workers: int | None, progress: Progress | None
+    ) -> None:
         """Encode what is needed first: what is held out, and the window in which the cursor `start` is."""
         epoch, first = (int(start["epoch"]), int(start["window"])) if start else (0, 0)
         if epoch < 0 or not 0 <= first < self.windows:
@@ -306,17 +296,19 @@ class Stream:
                 f"cannot resume: the data changed (there is no window {first} in epoch {epoch})",
                 next="restore the data, or start a new run with another --out",
             )
-        numbers = [HELD_OUT] if self.rows.held_R.any() else []
-        numbers += [(place + (0 if epoch else first)) % self.windows for place in range(self.windows)]
-        self._left = len(numbers)
-        self._coming: deque[tuple[int, bool]] = deque()
-        waited = numbers if epoch else numbers[: numbers.index(first) + 1]
-        total = sum(int(self.rows.table_R4[self._rows_of(0, number), 3].sum()) for number in waited)
+        if self.whole is not None:
+            return
+        held_out = np.flatnonzero(self.rows.held_R)
+        needed = np.concatenate([held_out, self._trained if epoch else self._rows_of(0, first)])
+        needed = needed[self._end_R[needed] < 0]
+        total = int(self.rows.table_R4[needed, 3].sum())
+        self._coming: deque[list[int]] = deque()
 
         def batches() -> Iterator[RowBatch]:
-            for number in numbers:
-                for batch, last in self._batches_of(self._rows_of(0, number)):
-                    self._coming.append((number, last))
+            for place in range(-1, self.windows):
+                rows = held_out if place < 0 else self._rows_of(0, (first + place) % self.windows)
+                for batch, group in self._batches_of(rows):
+                    self._coming.append(group)
                     yield batch
 
         def told(rows: int, done: int, _: int) -> None:
@@ -326,21 +318,22 @@ class Stream:
         self._parts = encoded_parts(
             batches(),
             self._coder,
-            self._spec,
+            spec,
             self._tokenizer,
             workers,
             told,
             ahead=AHEAD,
             waits=lambda: self._waits,
         )
-        self._wait(epoch, first)
+        self._wait(needed)
 
-    def _wait(self, epoch: int, number: int) -> None:
+    def _wait(self, rows: np.ndarray) -> None:
         self._waits = True
-        while self.whole is None and (epoch or number not in self._windows):
-            if self.error is not None:
-                raise self.error
-            self._more()
+        for row in rows.tolist():
+            while self._end_R[row] < 0:
+                if self.error is not None:
+                    raise self.error
+                self._more()
 
     def _more(self) -> bool:
         """Take the next part; False where it is not there yet, or a row was bad."""
@@ -349,83 +342,65 @@ class Stream:
             part = next(self._parts)
             if part is LATER:
                 return False
-            if part.error:
-                raise DataError(part.error[0], next=part.error[1])
+            self._keep(part, self._coming.popleft())
         except DataError as error:
             self.error = error
             return False
-        number, last = self._coming.popleft()
-        self._account.merge(part.stats, *part.rows)
-        self._account.stats.add(part.columns)
-        self._columns.extend(part.columns)
-        self._num_bytes += len(part.tokens)
-        self._kept.add(part)
-        with self._writing():
-            if self._store is not None:
-                self._store.add(part)
-        if last:
-            self._end_window(number)
         return True
 
-    def _new_window(self) -> None:
-        """In memory, or read again where a store is not there, or fails."""
-        again = partial(OnDemand, self._paths, self._coder.encoder, self._spec.columns)
-        self._kept = Held() if self._store is None and self._small else again()
-        self._columns, self._num_bytes = Columns(), 0
-        self._reading: Reading = self._kept.reading if self._store is None else "disk"
-
-    def _end_window(self, number: int) -> None:
-        fetch = self._kept.fetch
-        with self._writing():
-            if self._store is not None:
-                fetch = self._store.latest(self._columns, self._num_bytes).fetch
-        self._windows[number] = Examples(fetch, self._columns)
-        self._new_window()
-        self._left -= 1
+    def _keep(self, part: EncodedRows, rows: list[int]) -> None:
+        """What became of `rows`. Where no more can be written, training goes on without the store."""
+        if part.error:
+            raise DataError(part.error[0], next=part.error[1])
+        begin = len(self._store.columns)
+        try:
+            self._store.add(part)
+        except OSError as error:
+            self._given_up(error)
+            self._store = Continued(self._store, self._without_room())
+            self._store.add(part)
+        self._place(rows, Examples(self._store.fetch, part.columns), begin)
+        self._account.merge(part.stats, *part.rows)
+        self._left -= len(rows)
         if not self._left:
             self._finish()
 
-    @contextmanager
-    def _writing(self) -> Generator[None]:
-        """Where no more can be written, training goes on without the store."""
-        try:
-            yield
-        except OSError as error:
-            log.warning("encoded rows are not kept, the next start encodes them again: %s", error)
-            if self._store is not None:
-                self._store.discard()
-                self._store = None
+    def _place(self, rows: Any, examples: Examples, begin: int) -> None:
+        """Note where the documents of `rows` lie: `examples`, in their order, from `begin` on."""
+        keys_N = examples.sources_N << 40 | examples.rows_N
+        keys_R = self.rows.table_R4[rows, 0] << 40 | self.rows.table_R4[rows, 1]
+        self._first_R[rows] = begin + np.searchsorted(keys_N, keys_R, "left")
+        self._end_R[rows] = begin + np.searchsorted(keys_N, keys_R, "right")
+
+    def _without_room(self) -> Store:
+        """In memory, or read again at every visit."""
+        small = sum(map(text_bytes, self._paths)) <= HELD_BYTES
+        return Held() if small else OnDemand(self._paths, self._coder.encoder, self._coder.columns)
+
+    def _given_up(self, error: OSError) -> None:
+        log.warning("encoded rows are not kept, the next start encodes them again: %s", error)
+        if self._written is not None:
+            self._written.discard()
+            self._written = None
 
     def _finish(self) -> None:
-        windows = [*self._windows.values()]
-        columns = [each.columns() for each in windows]
-        ends = np.cumsum([len(each) for each in windows]).tolist()
-
-        def fetch(index: int) -> Example:
-            place = bisect_right(ends, index)
-            return windows[place][index - ends[place] + len(windows[place])]
-
-        together = Columns.of(*(b"".join(each[name] for each in columns) for name in COLUMNS))
-        examples = Examples(fetch, together)
+        """Every row is encoded."""
+        examples = self._documents(np.arange(len(self.rows)))
         stats = self._account.finish(examples)
-        stats.reading = self._reading
-        with self._writing():
-            if self._store is not None:
-                examples = self._store.finish(Dataset(examples, stats)).examples
+        stats.reading = self._store.reading
+        if self._written is not None:
+            try:
+                examples = self._written.finish(Dataset(examples, stats)).examples
                 if self._tokenizer.told() != self._told:  # midnight came in between: what is mapped stays
-                    shutil.rmtree(self._store.folder, ignore_errors=True)
+                    shutil.rmtree(self._written.folder, ignore_errors=True)
+            except OSError as error:
+                self._given_up(error)
         self.close()
         self._is_whole(examples, stats)
 
     def _is_whole(self, examples: Examples, stats: Stats) -> None:
-        """Every row is encoded: documents are found by their row."""
-        keys_N = examples.sources_N << 40 | examples.rows_N
-        order_N = np.argsort(keys_N, kind="stable")
-        keys_R = self.rows.table_R4[:, 0] << 40 | self.rows.table_R4[:, 1]
-        self._first_R = np.searchsorted(keys_N[order_N], keys_R, "left")
-        self._end_R = np.searchsorted(keys_N[order_N], keys_R, "right")
-        self._stats, self.whole = stats, examples.part(order_N)
-        self._windows.clear()
+        self._stats, self.whole = stats, examples
+        self._place(slice(None), examples, 0)
 
 
 def _stamp(path: Path) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.torchrun import sharers
 from unfreeze.core.units import format_bytes
 from unfreeze.core.writer import writer
-from unfreeze.job.data import every_row, few_steps, steps_of
+from unfreeze.job.data import few_steps, steps_of
 from unfreeze.job.doctor.finding import Finding
 from unfreeze.job.doctor.machine import check_machine
 from unfreeze.job.end.folder import with_files
@@ -85,8 +85,10 @@ class Subject:
     @cached_property
     def dataset(self) -> Dataset:
         """The data as the run would encode it, bad rows counted instead of refused."""
+        from unfreeze.data import encoded_files
+
         config = with_files(self.config)
-        data, tokens = config.data, config.tokens_per_micro_batch
+        data = config.data
         given: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "sequence_length": self.length,
@@ -96,7 +98,7 @@ class Subject:
             **self.parts.encoding,
         }
         with EncodeProgress(quiet=self.quiet) as progress:
-            return every_row(data, config.training, tokens, config.seed, progress, given)
+            return encoded_files(data.files, progress=progress, **given)
 
     @cached_property
     def device(self) -> torch.device:

@@ -24,11 +24,6 @@ MANY_ROWS = 50_000
 which the first window is one."""
 
 
-def may_stream(data: Data, training: Training) -> bool:
-    """Whether a run may begin before its last row is encoded; in_windows says why."""
-    return training.steps is not None and not data.weights
-
-
 def in_windows(run: Run, data: Data, training: Training) -> bool:
     """Whether large files are read in windows: what else a run needs to know before its first step is known.
 
@@ -36,7 +31,7 @@ def in_windows(run: Run, data: Data, training: Training) -> bool:
     file. A run goes on as it began.
     Raises ConfigError where it began in windows and cannot go on so.
     """
-    may = may_stream(data, training)
+    may = training.steps is not None and not data.weights
     if run.cursor is None:
         return may
     began = "window" in run.cursor
