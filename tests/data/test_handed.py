@@ -10,7 +10,6 @@ import pytest
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import Batches, Tokenizer, load_tokenizer
-from unfreeze.data.packing.windows import InWindows
 from unfreeze.data.store import streamed
 from unfreeze.data.store.handed import Taken, handed, opening
 
@@ -46,10 +45,10 @@ def test_the_others_have_the_batches_and_cursors_of_process_0(tmp_path, tokenize
     sent: list[bytes] = []
     stream.hand = lambda found: sent.append(handed(found))
     taken = Taken(opening(stream), lambda: sent.pop(0))
-    assert taken.stats() == stream.stats() and len(taken.rows) == 80 and taken.windows > 3
+    assert taken.stats() == stream.stats() and taken.num_rows == 80 and taken.count > 3
     for ours, theirs in ((taken.head, stream.head), (taken.validation, stream.validation)):
         assert ours.fingerprint() == theirs.fingerprint() and len(ours) == len(theirs) > 0
-    first, second = (Batches(InWindows(each), 64, each.seed) for each in (stream, taken))
+    first, second = (Batches(each, 64, each.seed) for each in (stream, taken))
     for _ in range(40):
         ((batch,), cursor), ((other,), place) = next(first), next(second)
         assert (
@@ -71,5 +70,5 @@ def test_a_row_that_is_bad_is_bad_for_all(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(stream, "_wait", lambda rows: (_ for _ in ()).throw(error))
     for each in (stream, taken):
         with pytest.raises(DataError, match="row 2 is broken") as said:
-            each.window(0, 1)
+            each.examples(0, 1)
         assert said.value.next == "mend it"

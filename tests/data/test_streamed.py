@@ -11,7 +11,6 @@ import pytest
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data import Batches, encode_files, load_tokenizer
-from unfreeze.data.packing.windows import InWindows
 from unfreeze.data.rows.files import raw_rows
 from unfreeze.data.rows.scan import RowTable, are_lines
 from unfreeze.data.store import encoded, streamed, workers
@@ -68,7 +67,7 @@ def opened(files, tokenizer, start=None, *, seed=3, fraction=0.0, count=0, lengt
         workers=count,
         **{"on_bad_row": "skip", **options},
     )
-    return stream, Batches(InWindows(stream), STEP, stream.seed, start)
+    return stream, Batches(stream, STEP, stream.seed, start)
 
 
 def taken(files, tokenizer, steps, start=None, **options):
@@ -196,11 +195,11 @@ def test_what_is_held_out_is_trained_on_in_no_other_words(tmp_path, tokenizer):
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *swapped]))
     stream, _ = opened([path], tokenizer, fraction=0.1)
     held_out = contents(stream.validation)
-    trained = contents(stream.head).union(*(contents(stream.window(0, n)) for n in range(stream.windows)))
+    trained = contents(stream.head).union(*(contents(stream.examples(0, n)) for n in range(stream.count)))
     assert 25 < len(stream.validation) < 95 and not held_out & trained
     left_out = [count for note, count in stream.stats().notes.items() if "held out" in note]
     assert left_out and left_out[0] == 600 - len(stream.validation) - sum(
-        len(stream.window(0, n)) for n in range(stream.windows)
+        len(stream.examples(0, n)) for n in range(stream.count)
     )
     assert held_out | trained == contents(encode_files([path], tokenizer, 64).examples)
     stream.close()
@@ -272,7 +271,7 @@ def test_a_bad_row_stops_when_its_window_is_needed(count, files, tokenizer):
     good = good[:300]
     files[0].write_text("\n".join([*good[:211], "{broken", *good[211:]]))
     stream, made = opened(files[:1], tokenizer, count=count, on_bad_row="error")
-    number = next(n for n in range(stream.windows) if 211 in stream._rows_of(0, n))
+    number = next(n for n in range(stream.count) if 211 in stream._rows_of(0, n))
     assert number > 0, "another seed: the bad row stands in the first window"
     steps = 0
     with pytest.raises(DataError, match=r"a.jsonl, row 212: broken JSON"):

@@ -159,7 +159,7 @@ def encode(
     def tell(stats: Stats, step: int) -> None:
         """The account, with how much of the files it is of where that is not all."""
         stats.held_out = len(dataset.validation or ())
-        left = 0 if stream is None or stream.whole is not None else len(stream.rows)
+        left = 0 if stream is None or stream.whole is not None else stream.num_rows
         beside = f"of {left:,} rows in the files the first that training needs: " if left else ""
         run.events.emit(
             "data",
@@ -284,11 +284,10 @@ def batches_in(
     From the cursor `start` on.
     """
     from unfreeze.data import Batches, Mixed
-    from unfreeze.data.packing.windows import InWindows
 
     options: dict[str, Any] = {"packing": packing, "micro_batches": micro_batches}
     if dataset.stream is not None:
-        return Batches(InWindows(dataset.stream), tokens, dataset.stream.seed, start, **options)
+        return Batches(dataset.stream, tokens, dataset.stream.seed, start, **options)
     examples = dataset.examples
     order = Mixed(examples.sources_N, data.weights, seed) if data.weights else None
     return Batches(examples, tokens, seed, start, order=order, **options)

@@ -1,7 +1,6 @@
 """Batches of one window after the other: packed by themselves, gone on with from any cursor of theirs only."""
 
 from itertools import islice, pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,28 +13,29 @@ STEP = 40
 
 
 def windows_of(stream, start=None, **options):
-    return Batches(InWindows(stream), STEP, stream.seed, start, **options)
+    return Batches(stream, STEP, stream.seed, start, **options)
 
 
-def stream_of(windows, seed=0):
-    """What a Stream says of itself, its windows given: documents by (epoch, window)."""
-    taken = []
-    made = [
-        [
-            Examples.of([Example([n] * length, [0.0] + [1.0] * (length - 1)) for n, length in window])
-            for window in epoch
-        ]
-        for epoch in windows
-    ]
-    return SimpleNamespace(
-        seed=seed,
-        size=8,
-        windows=len(windows[0]),
-        rows=SimpleNamespace(digest="d"),
-        window=lambda epoch, number: made[epoch][number],
-        take=lambda: taken.append(1),
-        taken=taken,
-    )
+class Given(InWindows):
+    """Windows that are given: documents by (epoch, window). `taken` counts the batches they were asked before."""
+
+    def __init__(self, windows, seed=0):
+        super().__init__(seed, 8, len(windows[0]), 0, "d")
+        self.taken, self._made = (
+            0,
+            [[Examples.of([*map(document, each)]) for each in epoch] for epoch in windows],
+        )
+
+    def examples(self, epoch, number):
+        return self._made[epoch][number]
+
+    def take(self):
+        self.taken += 1
+
+
+def document(given):
+    number, length = given
+    return Example([number] * length, [0.0] + [1.0] * (length - 1))
 
 
 DRAWN = np.random.default_rng(0)
@@ -60,12 +60,10 @@ def of(batch):
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit", "none"])
 def test_a_window_is_packed_as_batches_would_pack_it_alone(packing):
-    ours = iter(windows_of(stream_of(WINDOWS), packing=packing))
+    ours = iter(windows_of(Given(WINDOWS), packing=packing))
     for epoch, windows in enumerate(WINDOWS):
         for number, window in enumerate(windows):
-            alone = Batches(
-                stream_of(WINDOWS).window(epoch, number), STEP, 0, packing=packing, order=InOrder()
-            )
+            alone = Batches(Given(WINDOWS).examples(epoch, number), STEP, 0, packing=packing, order=InOrder())
             found = list(islice(ours, len(alone.plan(0))))
             assert all((at["epoch"], at["window"]) == (epoch, number) for _, at in found)
             mine, theirs = (  # each in a random order of its own
@@ -77,11 +75,11 @@ def test_a_window_is_packed_as_batches_would_pack_it_alone(packing):
 
 
 def test_every_cursor_goes_on_behind_it():
-    stream = stream_of(WINDOWS)
+    stream = Given(WINDOWS)
     found = list(islice(windows_of(stream), 16))
-    assert len(stream.taken) == 16, "what is encoded meanwhile is taken at each batch"
+    assert stream.taken == 16, "what is encoded meanwhile is taken at each batch"
     for place, (_, cursor) in enumerate(found):
-        went_on = list(islice(windows_of(stream_of(WINDOWS), cursor), 15 - place))
+        went_on = list(islice(windows_of(Given(WINDOWS), cursor), 15 - place))
         assert [(of(batch), at) for (batch,), at in went_on] == [
             (of(batch), at) for (batch,), at in found[place + 1 :]
         ]
@@ -104,33 +102,33 @@ def test_every_cursor_goes_on_behind_it():
     ],
 )
 def test_a_cursor_of_something_else_is_refused(changed, said):
-    cursor = windows_of(stream_of(WINDOWS)).cursor()
-    windows_of(stream_of(WINDOWS), cursor)
+    cursor = windows_of(Given(WINDOWS)).cursor()
+    windows_of(Given(WINDOWS), cursor)
     with pytest.raises(ConfigError, match=said):
-        windows_of(stream_of(WINDOWS), cursor | changed)
+        windows_of(Given(WINDOWS), cursor | changed)
 
 
 def test_a_window_without_documents_is_passed_over_and_an_epoch_is_not():
     rows = [(1, 3), (2, 4)]
-    found = [of(batch) for (batch,), _ in islice(windows_of(stream_of([[[], rows, []], [[], rows, []]])), 2)]
+    found = [of(batch) for (batch,), _ in islice(windows_of(Given([[[], rows, []], [[], rows, []]])), 2)]
     assert found == [[1, 2], [1, 2]]
     with pytest.raises(DataError, match="no row of the data is left"):
-        next(windows_of(stream_of([[[], []]] * 9)))
+        next(windows_of(Given([[[], []]] * 9)))
 
 
 def test_what_it_says_of_itself():
-    batches = windows_of(stream_of([[[(1, 30), (2, 30), (3, 10)]]]))
+    batches = windows_of(Given([[[(1, 30), (2, 30), (3, 10)]]]))
     assert batches.efficiency() == 70 / 80
     assert batches.len_steps(2.0) is None
 
 
 def test_an_earlier_versions_cursor_keeps_the_order_in_which_batches_were_begun():
     windows = [[[(n, 15 + n % 7) for n in range(60)]]] * 2
-    cursor = windows_of(stream_of(windows)).cursor()
+    cursor = windows_of(Given(windows)).cursor()
     old = {name: value for name, value in cursor.items() if name != "batches"}
     orders = []
     for start in (cursor, old):
-        found = list(islice(windows_of(stream_of(windows), start), 30))
+        found = list(islice(windows_of(Given(windows), start), 30))
         assert all(("batches" in at) is ("batches" in start) for _, at in found)
         orders.append([of(batch) for (batch,), _ in found])
     shuffled, begun = orders

@@ -13,7 +13,6 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import Batches, Encoder, Example, encode_files, encoded_files, load_tokenizer, pack
 from unfreeze.data.packing.packers import PACKERS
-from unfreeze.data.packing.windows import InWindows
 from unfreeze.data.rows.judged import judged_from_dict
 from unfreeze.data.rows.shapes import row_from_dict
 from unfreeze.data.store.streamed import streamed_files
@@ -168,8 +167,8 @@ def test_windows_of_pairs_hold_every_row_once_and_go_on_where_they_stopped(tmp_p
     stream = streamed_files(
         [path], TOKENIZER, 64, least=10, tokens_per_step=160, seed=0, answers="pairs", workers=0
     )
-    assert stream is not None and stream.windows > 1
-    batches = Batches(InWindows(stream), 160, stream.seed)
+    assert stream is not None and stream.count > 1
+    batches = Batches(stream, 160, stream.seed)
     seen, cursors = 0, []
     while True:
         (batch,), cursor = next(batches)
@@ -180,6 +179,6 @@ def test_windows_of_pairs_hold_every_row_once_and_go_on_where_they_stopped(tmp_p
         assert batch.documents["side"].tolist() == [1, -1] * (batch.examples or 0)
     assert seen == 60
     middle = len(cursors) // 2
-    again = Batches(InWindows(stream), 160, stream.seed, cursors[middle - 1][0])
+    again = Batches(stream, 160, stream.seed, cursors[middle - 1][0])
     assert next(again)[0][0].tokens_T.tolist() == cursors[middle][1].tokens_T.tolist()
     stream.close()

@@ -31,8 +31,7 @@ from unfreeze.data.tokens.tokenizer import Tokenizer
 from unfreeze.data.tokens.turns import Turns
 
 if TYPE_CHECKING:
-    from unfreeze.data.store.handed import Taken
-    from unfreeze.data.store.streamed import Stream
+    from unfreeze.data.packing.windows import InWindows
 
 __all__ = ["Dataset", "Reading", "Stats", "encode_file", "encode_files"]
 
@@ -54,7 +53,7 @@ class Dataset:
     examples: Examples
     stats: Stats
     validation: Examples | None = None
-    stream: Stream | Taken | None = None
+    stream: InWindows | None = None
 
     def known(self) -> list[Examples]:
         """All documents that are encoded by now."""

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.data.packing.windows import InWindows
 from unfreeze.data.rows.files import text_bytes
 from unfreeze.data.rows.scan import RowTable, are_lines
 from unfreeze.data.store.account import Account, Stats
@@ -109,15 +110,10 @@ def streamed_files(
     return stream
 
 
-class Stream:
+class Stream(InWindows):
     """The documents of large files, window by window, in one store that grows as rows are encoded.
 
-    size        rows of a window                windows   how many of them an epoch has
-    head        documents of some rows at even distances, of those that are trained on
-    validation  documents held out; None if not asked for
-    whole       all documents in the order of the files, once every row is encoded; None before
-    error       of a bad row, behind which nothing is encoded
-    hand        is given every window that is opened, or its error, for other processes (handed.py)
+    hand    is given every window that is opened, or its error, for other processes (handed.py)
     """
 
     def __init__(
@@ -131,8 +127,8 @@ class Stream:
         workers: int | None,
         progress: Progress | None,
     ):
-        self.rows, self.seed, self._tokenizer = rows, seed, tokenizer
-        self.hand: Callable[[Examples | DataError], None] = lambda found: None
+        self.rows, self._tokenizer = rows, tokenizer
+        self.hand: Callable[[Examples | DataError], object] = lambda found: None
         self._paths = [Path(path) for path in spec.paths]
         self._stood = [_stamp(path) for path in self._paths]
         self._coder = Coder(spec, spec.encoder(tokenizer))
@@ -140,8 +136,6 @@ class Stream:
         # the documents of row r are first_R[r] to end_R[r] of the store; those of a row to come end at -1
         self._first_R, self._end_R = np.zeros(len(rows), dtype=int), np.full(len(rows), -1)
         self._left = len(rows)
-        self.whole: Examples | None = None
-        self.error: DataError | None = None
         self._account, self._stats = Account(self._paths, skip=spec.skip), Stats()
         self._parts: Generator[EncodedRows] | None = None
         self._written: Writing | None = None
@@ -158,26 +152,22 @@ class Stream:
             self.head = self._head()
             # windows as large as packing wants them
             tokens_a_row = int(self.head.lengths_N.sum()) / len(self._head_rows)
-            self.size = math.ceil(max(WINDOW, FULL * tokens_per_step) / tokens_a_row)
-            self.windows = math.ceil(len(self._trained) / self.size)
+            size = math.ceil(max(WINDOW, FULL * tokens_per_step) / tokens_a_row)
+            super().__init__(seed, size, math.ceil(len(self._trained) / size), len(rows), rows.digest)
             self._begin(spec, start, workers, progress)
         except BaseException:
             self.close()
             raise
         # no document that is trained on says what one of those held out says
-        self.validation = self._documents(np.flatnonzero(rows.held_R)) if rows.held_R.any() else None
         self._kept_out: set[bytes] = set()
-        if self.validation is not None:
+        if rows.held_R.any():
+            self.validation = self._documents(np.flatnonzero(rows.held_R))
             self._kept_out = set(self.validation.digests_N.tolist())
         self.head = self._without_held_out(self.head)
 
     # -- what is asked of it
 
-    def window(self, epoch: int, number: int) -> Examples:
-        """The documents of a window in the order of training; waits until its rows are encoded.
-
-        Raises DataError for a bad row in it, or in one before it that was not there yet.
-        """
+    def examples(self, epoch: int, number: int) -> Examples:
         rows = self._rows_of(epoch, number)
         try:
             self._wait(rows)
@@ -196,13 +186,11 @@ class Stream:
             pass
 
     def so_far(self) -> Examples:
-        """All documents that are encoded by now."""
         if self.whole is not None:
             return self.whole
         return self._documents(np.flatnonzero(self._end_R >= 0))
 
     def stats(self) -> Stats:
-        """The account of the rows that are encoded by now."""
         known = self.so_far()
         stats = replace(self._stats if self.whole is not None else self._account.so_far(known))
         stats.reading = stats.reading if self.whole is not None else self._store.reading
@@ -291,7 +279,7 @@ class Stream:
     ) -> None:
         """Encode what is needed first: what is held out, and the window in which the cursor `start` is."""
         epoch, first = (int(start["epoch"]), int(start["window"])) if start else (0, 0)
-        if epoch < 0 or not 0 <= first < self.windows:
+        if epoch < 0 or not 0 <= first < self.count:
             raise ConfigError(
                 f"cannot resume: the data changed (there is no window {first} in epoch {epoch})",
                 next="restore the data, or start a new run with another --out",
@@ -305,8 +293,8 @@ class Stream:
         self._coming: deque[list[int]] = deque()
 
         def batches() -> Iterator[RowBatch]:
-            for place in range(-1, self.windows):
-                rows = held_out if place < 0 else self._rows_of(0, (first + place) % self.windows)
+            for place in range(-1, self.count):
+                rows = held_out if place < 0 else self._rows_of(0, (first + place) % self.count)
                 for batch, group in self._batches_of(rows):
                     self._coming.append(group)
                     yield batch

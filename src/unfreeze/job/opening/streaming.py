@@ -11,8 +11,7 @@ from unfreeze.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from unfreeze.data import Stats
-    from unfreeze.data.store.examples import Examples
-    from unfreeze.data.store.handed import Taken
+    from unfreeze.data.packing.windows import InWindows
     from unfreeze.data.store.streamed import Stream
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.run import Run
@@ -54,7 +53,7 @@ class Followed:
 
     def __init__(
         self,
-        stream: Stream | Taken,
+        stream: InWindows,
         stats: Stats,
         tell: Callable[[Stats, int], None],
         wrong: Callable[[Stats], list[str]],
@@ -88,7 +87,7 @@ class Followed:
             state.run.events.emit("warning", state.step, message=leak)
 
 
-def shared(opened: Callable[[], Stream | None], group: Group) -> Stream | Taken | None:
+def shared(opened: Callable[[], Stream | None], group: Group) -> InWindows | None:
     """What `opened` gives in process 0, which encodes for all; the others take it (data/store/handed.py)."""
     from unfreeze.data.store.handed import Taken, handed, opening
 
@@ -99,11 +98,7 @@ def shared(opened: Callable[[], Stream | None], group: Group) -> Stream | Taken 
     if group.rank:
         return Taken(first, lambda: group.of_first(b"")) if first else None
     if stream is not None:
-
-        def hand(found: Examples | DataError) -> None:
-            group.of_first(handed(found))
-
-        stream.hand = hand
+        stream.hand = lambda found: group.of_first(handed(found))
     return stream
 
 
