@@ -394,14 +394,12 @@ def describer(dataset: Dataset, tokenizer: Tokenizer) -> Describe:
     """
 
     def describe(tokens: list[int]) -> dict[str, object]:
-        rows: set[int] = set()
-        for examples in dataset.known():
-            rows |= {
-                example.row
-                for example in examples
-                for document in example.documents()
-                if list(document.tokens) == tokens
-            }
+        rows = {
+            example.row
+            for example in dataset.known()
+            for document in example.documents()
+            if list(document.tokens) == tokens
+        }
         return {"rows": sorted(rows), "text": tokenizer.decode(tokens, skip_specials=False)}
 
     return describe

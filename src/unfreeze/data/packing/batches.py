@@ -208,7 +208,8 @@ class Batches:
         empty = 0
         while self.position >= len(self._plan):
             empty += not len(self._plan)
-            if empty > self._windows.empty:
+            # an epoch of small data_weights can hold no document
+            if empty > self._windows.count and not self._windows.known:
                 raise DataError(
                     "no row of the data is left to train on", next="unfreeze data show FILE --model MODEL"
                 )

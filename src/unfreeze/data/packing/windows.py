@@ -6,7 +6,6 @@ InWindows  large files that are encoded while training goes on: window after win
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -21,13 +20,11 @@ class Windows(Protocol):
 
     count     windows of an epoch
     known     whether all of them are at hand: then a number of epochs is a number of steps
-    empty     windows without a document that may follow each other
     identity  what must be unchanged for a window to be the same; plain JSON, part of the cursor
     """
 
     count: int
     known: bool
-    empty: float
     identity: dict[str, Any]
 
     def place(self, epoch: int, number: int) -> dict[str, int]:
@@ -50,7 +47,7 @@ class Windows(Protocol):
 class Whole:
     """An epoch of documents that are at hand, in one window."""
 
-    count, known, empty = 1, True, math.inf  # an epoch of small data_weights can hold no document
+    count, known = 1, True
 
     def __init__(self, examples: Examples, order: Order):
         self._examples, self._order = examples, order
@@ -90,7 +87,6 @@ class InWindows:
     def __init__(self, seed: int, size: int, count: int, num_rows: int, digest: str):
         """digest: of the bytes of all rows."""
         self.seed, self.size, self.count, self.num_rows, self.digest = seed, size, count, num_rows, digest
-        self.empty = float(count)
         self.identity: dict[str, Any] = {"seed": seed, "window_rows": size, "rows": digest}
 
     def place(self, epoch: int, number: int) -> dict[str, int]:

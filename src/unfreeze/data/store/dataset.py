@@ -55,9 +55,9 @@ class Dataset:
     validation: Examples | None = None
     stream: InWindows | None = None
 
-    def known(self) -> list[Examples]:
+    def known(self) -> Examples:
         """All documents that are encoded by now."""
-        return [self.examples] if self.stream is None else [self.stream.so_far()]
+        return self.examples if self.stream is None else self.stream.so_far()
 
     def leaked(self) -> np.ndarray:
         """[N]: which validation documents say what is also trained on, as far as that is encoded.
@@ -67,9 +67,7 @@ class Dataset:
         if self.validation is None:
             return np.zeros(0, dtype=bool)
         held_out = self.validation.digests_N.tolist()
-        trained: set[bytes] = set()
-        for examples in self.known():
-            trained |= set(held_out).intersection(examples.digests_N.tolist())
+        trained = set(held_out).intersection(self.known().digests_N.tolist())
         return np.array([digest in trained - {NO_CONTENT} for digest in held_out], dtype=bool)
 
 

@@ -136,7 +136,7 @@ class Stream(InWindows):
         # the documents of row r are first_R[r] to end_R[r] of the store; those of a row to come end at -1
         self._first_R, self._end_R = np.zeros(len(rows), dtype=int), np.full(len(rows), -1)
         self._left = len(rows)
-        self._account, self._stats = Account(self._paths, skip=spec.skip), Stats()
+        self._account = Account(self._paths, skip=spec.skip)
         self._parts: Generator[EncodedRows] | None = None
         self._written: Writing | None = None
         # everything from an earlier start, or a store for all
@@ -192,8 +192,10 @@ class Stream(InWindows):
 
     def stats(self) -> Stats:
         known = self.so_far()
-        stats = replace(self._stats if self.whole is not None else self._account.so_far(known))
-        stats.reading = stats.reading if self.whole is not None else self._store.reading
+        if self.whole is not None:
+            stats = replace(self._account.stats)
+        else:
+            stats = replace(self._account.so_far(known), reading=self._store.reading)
         stats.held_out, stats.notes = len(self.validation or ()), stats.notes.copy()
         if self._kept_out:
             alike = sum(digest in self._kept_out for digest in known.digests_N.tolist())
@@ -266,7 +268,7 @@ class Stream(InWindows):
             self._keep(self._coder(batch), group)
         found = self._documents(self._head_rows[~rows.held_R[self._head_rows]])
         if not len(found):
-            listed = (self._stats if self.whole is not None else self._account.stats).listed
+            listed = self._account.stats.listed
             reason = listed[0].reason if listed else "all are held out"
             raise DataError(
                 f"{self._paths[0].name}: no row left to train on, of {count:,} looked at: {reason}",
@@ -387,7 +389,7 @@ class Stream(InWindows):
         self._is_whole(examples, stats)
 
     def _is_whole(self, examples: Examples, stats: Stats) -> None:
-        self._stats, self.whole = stats, examples
+        self._account.stats, self.whole = stats, examples
         self._place(slice(None), examples, 0)
 
 
