@@ -2,8 +2,8 @@
 
     python benchmarks/walk.py [--show]        sft on tiny-k2, its own sample rows, one thread
 
-Distinct functions of the main thread; comprehensions, lambdas and the bodies of classes are left out. Nothing is
-cached from before.
+Distinct functions of the main thread; comprehensions, lambdas and the bodies of classes are left out. Nothing
+is cached from before.
 --show: by room.
 """
 

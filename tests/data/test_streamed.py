@@ -10,8 +10,8 @@ import pytest
 
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data import encode_files, load_tokenizer
-from unfreeze.data.packing.windows import WindowBatches
+from unfreeze.data import Batches, encode_files, load_tokenizer
+from unfreeze.data.packing.windows import InWindows
 from unfreeze.data.rows.files import raw_rows
 from unfreeze.data.rows.scan import RowTable, are_lines
 from unfreeze.data.store import encoded, streamed, workers
@@ -68,18 +68,21 @@ def opened(files, tokenizer, start=None, *, seed=3, fraction=0.0, count=0, lengt
         workers=count,
         **{"on_bad_row": "skip", **options},
     )
-    return stream, WindowBatches(stream, STEP, start)
+    return stream, Batches(InWindows(stream), STEP, stream.seed, start)
 
 
 def taken(files, tokenizer, steps, start=None, **options):
     """(tokens, weights, cursor) of the first batches, and whether all rows were encoded behind the first."""
     stream, made = opened(files, tokenizer, start, **options)
     try:
-        found = [(b.tokens_T.tolist(), b.weights_T.tolist(), cursor) for b, cursor in islice(made, 1)]
+        found = [(b.tokens_T.tolist(), b.weights_T.tolist(), cursor) for (b,), cursor in islice(made, 1)]
         early = stream.whole is not None
         return [
             *found,
-            *((b.tokens_T.tolist(), b.weights_T.tolist(), cursor) for b, cursor in islice(made, steps - 1)),
+            *(
+                (b.tokens_T.tolist(), b.weights_T.tolist(), cursor)
+                for (b,), cursor in islice(made, steps - 1)
+            ),
         ], early
     finally:
         stream.close()
@@ -119,7 +122,7 @@ def test_an_epoch_is_every_document_of_encode_files_once(files, tokenizer):
     alone = encode_files(files, tokenizer, 64, on_bad_row="skip", workers=0)
     stream, made = opened(files, tokenizer)
     seen = []
-    for batch, _ in made:
+    for (batch,), _ in made:
         if made.epoch:
             break
         assert len(batch.tokens_T) <= STEP
@@ -153,7 +156,7 @@ def test_workers_go_ahead_while_nobody_waits(files, tokenizer):
         psutil.Process().cpu_percent(0.01)
         stream.take()
         seen += 1
-    assert stream.whole is not None and made.number == 0
+    assert stream.whole is not None and made.cursor()["window"] == 0
     assert [stream.stats().rows, len(stream.known())] == [ROWS + 1, 1]
     stream.close()
 
@@ -252,8 +255,8 @@ def test_a_bad_row_stops_when_its_window_is_needed(count, files, tokenizer):
     with pytest.raises(DataError, match=r"a.jsonl, row 212: broken JSON"):
         for _ in made:
             steps += 1
-            assert made.number < number
-    assert made.number == number - 1 and made.position == len(made._plan) and steps
+            assert made.window < number
+    assert made.window == number - 1 and made.position == len(made._plan) and steps
     stream.close()
     # in the first window: before the first step
     files[0].write_text("\n".join(["{broken", *good]))

@@ -388,7 +388,7 @@ CONTROLS = {
         "unfreeze.train.state._load_tensors", nothing
     ),
     "R2 another configuration in the same folder": out(Run, "refuse_changes"),
-    "R2 other data behind the same cursor": out(Batches, "_resume"),
+    "R2 other data behind the same cursor": out(Batches, "_refuse_other"),
     "R3 a run that goes on with another number of processes": resume_from_fresh,
     "R4 a learning rate that is not the schedule's": rate_as_meant,
     "R5 an exported adapter that lost one expert": no_verification,

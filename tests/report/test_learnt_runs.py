@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases.prefer import lines, pairs_of
+from benchmarks.harness.yoda import lines, pairs_of
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.report.run import read_run

@@ -76,7 +76,7 @@ def streamed_files(
 ) -> Stream | None:
     """The files in windows; None where they have up to `least` rows, or rows can't be read one by one.
 
-    start: a cursor of WindowBatches; what it needs is encoded first.
+    start: a cursor of Batches; what it needs is encoded first.
     options, on_bad_row, columns, workers: as of encode_files. progress: is told how the first window comes.
     look: is called with the bytes of every row.
     Raises DataError for a bad row in the first window, ConfigError where none, or all, would be held out.
