@@ -25,7 +25,7 @@ from unfreeze.data.store.dataset import Account
 from unfreeze.drill import loading, numbers, processes, runs
 from unfreeze.drill.fault import ROWS, Fault, measured, refused, said
 from unfreeze.drill.sandbox import Sandbox
-from unfreeze.models.blocks.routers import SigmoidRouter
+from unfreeze.models.blocks.routers import Router
 from unfreeze.models.blocks.saved import Saved
 from unfreeze.models.decoder import Decoder
 from unfreeze.parallel.plan import Plan
@@ -65,8 +65,8 @@ def expand_on_load(patch):
 
 
 def router_detached(patch):
-    real = SigmoidRouter.weigh
-    patch.setattr(SigmoidRouter, "weigh", lambda gate, scores, ids: real(gate, scores, ids).detach())
+    real = Router.weigh
+    patch.setattr(Router, "weigh", lambda gate, scores, ids: real(gate, scores, ids).detach())
 
 
 def leak_each_step(patch):
