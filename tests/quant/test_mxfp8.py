@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.quant.compressed_tensors_oracle import bits_of, differences, weight_of
 
+from tests.quant.compressed_tensors_oracle import bits_of, differences, weight_of
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant import Packed, recognise
 from unfreeze.quant.halves import stacked
