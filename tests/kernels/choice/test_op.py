@@ -174,7 +174,7 @@ def test_control_arm_a_candidate_that_is_a_hundredth_off_is_seen(fault):
     )
 
 
-ON_GPU = {"triton", "liger", "cuda_graph", "cudnn", "padded", "flex"}
+ON_GPU = {"triton", "liger", "cuda", "cudnn", "padded", "flex"}
 
 
 def test_what_is_for_gpus_says_that_it_waits_for_its_first_rows():
@@ -187,5 +187,5 @@ def test_what_is_for_gpus_says_that_it_waits_for_its_first_rows():
     }
     assert waits == {
         (op, name) for op in ops.OPS for name in ops.load(op).candidates if name.partition("_")[0] in ON_GPU
-    } | {("cuda_graph", "cuda_graph")}
+    }
     assert {file.name.partition("-")[0] for file in record.COMMITTED.glob("*.json")} == {"cpu"}
