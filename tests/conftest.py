@@ -1,6 +1,8 @@
 """A command run in this process, and one small run that several tests look at."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +32,20 @@ ROWS = [
     {"prompt": "What is the symbol of gold?", "completion": "Au, the symbol of gold is. Hmm."},
     {"text": "Paris is the capital of France."},
 ]
+
+
+_spec = importlib.util.spec_from_file_location("forkserver", Path(__file__).with_name("forkserver.py"))
+assert _spec is not None and _spec.loader is not None
+_forkserver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_forkserver)
+
+
+@pytest.fixture(scope="session")
+def forkserver(own_cache):
+    """Runs scripts as Python would, without the seconds that importing torch takes (forkserver.py)."""
+    server = _forkserver.ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -143,6 +143,7 @@ REFUSED = {
     "huggingface_hub": f"{SFT} --model org/name --data text.jsonl",
     "pyarrow": f"{SFT} --model DENSE --data chat.parquet",
     "datasets": f"{SFT} --model DENSE --data hf:org/name",
+    "openai": "generate http://127.0.0.1:1 --data text.jsonl --out answers.jsonl",
     "wandb": f"{SFT} --model DENSE --data text.jsonl --watch.track wandb",
 }
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,12 +137,12 @@ def test_a_server_is_asked_once_for_each_row_whatever_fails(generate, serving, t
     def moody(said):
         return 500 if fails["on"] and said == "What is 2 and 2?" else f"{said} Hmm."
 
-    monkeypatch.setattr("unfreeze.commands.answers.Client", lambda url, timeout: patient(url, timeout))
-    from unfreeze.teach.client import Client
+    from unfreeze.teach import client
 
-    def patient(url, timeout):
-        return Client(url, timeout=timeout, tries=2, sleep=lambda seconds: None)
-
+    monkeypatch.setattr(client, "Client", partial(client.Client, tries=2))
+    monkeypatch.setattr(
+        "openai._base_client.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time)
+    )
     server = serving(chat(moody))
     said = generate(server.url, "--endpoint.served-name", "big", code=2)
     assert "answers 500" in said and "the same command continues" in said and "sk-secret" not in said

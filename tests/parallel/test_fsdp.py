@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,15 +33,12 @@ FAMILIES = ("deepseek_v3", "llama")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fsdp")
     path = os.pathsep.join([str(Path(__file__).parents[1]), *(p for p in sys.path if p)])
-    process = subprocess.run(
-        [sys.executable, Path(__file__).with_name("fsdp_runs.py"), folder],
+    process = forkserver.run(
+        [Path(__file__).with_name("fsdp_runs.py"), folder],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=280,
     )
     assert process.returncode == 0, process.stderr

@@ -4,8 +4,6 @@ and what is refused."""
 import json
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -149,7 +147,7 @@ def test_export_is_verified_and_loads_with_the_same_logits(capsys, data, tmp_pat
     )
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp_path):
+def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp_path, forkserver):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     options = ("--steps", 16, "--lora.rank", 2, "--watch.samples", 0)
     sft(capsys, *command(data, straight, *options))
@@ -159,18 +157,14 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp
         " signal.raise_signal(signal.SIGINT)\n    return real(*given, **named)\n"
         "step.count, fit.train_step = 0, step; sys.exit(cli.main(sys.argv[1:]))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", pressed, "sft", "--json", *command(data, broken, *options)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = forkserver.run(
+        ["-c", pressed, "sft", "--json", *command(data, broken, *options)],
         # sums are split by threads: bit for bit needs as many
         env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
     )
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    first = json.loads(out.splitlines()[-1])
-    assert not first["finished"] and first["steps"] == 3 and "give the same command again" in err
+    assert process.returncode == 0, process.stderr
+    first = json.loads(process.stdout.splitlines()[-1])
+    assert not first["finished"] and first["steps"] == 3 and "give the same command again" in process.stderr
     second = sft(capsys, *command(data, broken, *options))
     assert second["finished"] and second["steps"] == 16
     assert losses(broken) == losses(straight)

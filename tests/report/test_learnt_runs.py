@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.yoda import lines, pairs_of
 from unfreeze import cli
-from unfreeze.bench.prefer import lines, pairs_of
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.report.run import read_run
 from unfreeze.report.verdict import judged

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,14 +28,10 @@ def rows(tmp_path):
 
 
 @pytest.fixture
-def distill(capsys, rows, tmp_path, monkeypatch):
-    from unfreeze.teach import served
-    from unfreeze.teach.client import Client
+def distill(capsys, rows, tmp_path, monkeypatch, waits):
+    from unfreeze.teach import client
 
-    def patient(url, timeout):
-        return Client(url, timeout=timeout, tries=2, sleep=lambda seconds: None)
-
-    monkeypatch.setattr(served, "Client", patient)
+    monkeypatch.setattr(client, "Client", partial(client.Client, tries=2))
 
     def run(teacher, *arguments, code=0):
         given = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,13 @@ from unfreeze.train.shards import Saved, dealt, file_name, write_part
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> tuple[Path, dict[str, Any]]:
     """What sharding.py found: its processes are started once for all claims here."""
     folder = tmp_path_factory.mktemp("sharding")
     path = os.pathsep.join(p for p in sys.path if p)
-    process = subprocess.run(
-        [sys.executable, Path(__file__).with_name("sharding.py"), folder],
+    process = forkserver.run(
+        [Path(__file__).with_name("sharding.py"), folder],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=240,
     )
     assert process.returncode == 0, process.stderr

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from unfreeze.core.process import BESIDE, COMPILED
 from unfreeze.core.schema import DataEvent, GapEvent, TrainEvent
 from unfreeze.core.units import format_bytes
-from unfreeze.report.events import last, number, of_kind, series, warnings
+from unfreeze.report.events import ENOUGH_STEPS, last, number, of_kind, series, warnings
 from unfreeze.report.learnt import training
 from unfreeze.report.run import Run
 from unfreeze.report.tables import left_out, standing_still
@@ -262,8 +262,9 @@ def _clipping(run: Run) -> GuardRow | None:
     warm = _warm_up(run)
     after = [step for step in series(run.events, "train", "grad_norm")[0] if step > warm]
     mostly = len([step for step in clipped(run) if step > warm]) > MOSTLY * len(after)
+    judged = len(after) >= ENOUGH_STEPS  # the loss of fewer need not have fallen yet
     fell = training(run)
-    if mostly and fell is not None and not fell.clear:
+    if judged and mostly and fell is not None and not fell.clear:
         said = f"{words}: nearly every update is cut, and the loss did not fall"
         return GuardRow("Gradient norm clipped", "look", f"at {limit:g}", said)
     return GuardRow("Gradient norm clipped", "ok", f"at {limit:g}", words)

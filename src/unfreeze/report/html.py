@@ -37,20 +37,10 @@ from unfreeze.report.guards import (
     unsupervised,
 )
 from unfreeze.report.kernels import KERNEL_HEAD, kernel_rows, kernel_words
+from unfreeze.report.metrics import loss_unit, metrics_of
 from unfreeze.report.page import Figure, document, render, write_page
-from unfreeze.report.pictures import Points, curve, points_json, smoothing_window
-from unfreeze.report.run import (
-    APART,
-    OF_ROWS,
-    Run,
-    expert_balance,
-    facts,
-    flatten,
-    loss_unit,
-    read_run,
-    result_words,
-    started,
-)
+from unfreeze.report.pictures import Axes, Points, curve, points_json, smoothing_window
+from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
 from unfreeze.report.tables import (
     ABSENT,
     RECEIPT_HEAD,
@@ -168,12 +158,12 @@ def _loss(run: Run) -> Markup:
     # twice, linear and logarithmic; a switch on the page shows one (a steep fall is flat on the linear axis)
     def drawn(log: bool) -> list[str]:
         return [
-            curve((steps, losses), alt, size, smoothed=True, log_y=log, dots=evals, rings=ringed)
+            curve((steps, losses), alt, size, smoothed=True, axes=Axes(log_y=log), dots=evals, rings=ringed)
             for size in (WIDE, NARROW)
         ]
 
     picture = Figure(
-        f"Training loss by step, {loss_unit(run)}",
+        f"Training loss by step, {loss_unit(run.events)}",
         words,
         drawn(False),
         log=drawn(True) if low > 0 else (),
@@ -202,7 +192,7 @@ def _loss_over_tokens(run: Run) -> Figure | None:
     words += f" Left out: {_steps(empty)} without a supervised token." if empty else ""
     ends = f"{ys[0]:.3f} after {xs[0]:,.0f}, {ys[-1]:.3f} after {xs[-1]:,.0f}."
     alt = f"Training loss over supervised tokens, logarithmic: {ends}"
-    svg = curve((xs, ys), alt, SMALL, smoothed=True, log_x=True)
+    svg = curve((xs, ys), alt, SMALL, smoothed=True, axes=Axes(log_x=True))
     return Figure(
         "Training loss by supervised tokens",
         words,
@@ -235,9 +225,9 @@ def _machine(run: Run) -> Markup:
         ("Learning rate", series(run.events, "train", "learning_rate"), "number", False, "{:.3g}".format),
         ("Gradient norm", series(run.events, "train", "grad_norm"), "number", True, "{:.3g}".format),
     ]
-    for field, name in (APART | OF_ROWS).items():
-        if (points := series(run.events, "train", field))[1]:
-            wanted.append((name, points, "number", True, "{:.3f}".format))
+    for metric in metrics_of(run.events)[1:]:
+        points = series(run.events, "train", metric["field"])
+        wanted.append((metric["label"], points, "number", True, "{:.3f}".format))
     figures, missing = [], []
     for title, points, y_format, smoothed, write in wanted:
         steps, ys = points
@@ -265,7 +255,7 @@ def _machine(run: Run) -> Markup:
             alt,
             SMALL,
             smoothed=smoothed,
-            from_zero=min(ys) >= 0,
+            axes=Axes(from_zero=min(ys) >= 0),
             y_format=y_format,
             rings=rings,
             level=level,

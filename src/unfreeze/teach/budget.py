@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.teach.client import is_own
+from unfreeze.teach.address import is_own
 from unfreeze.untrusted.json_object import read_object
 
 FILE = "spent.json"

@@ -12,8 +12,8 @@ from unfreeze.teach.teacher import Asked, BaseAsked
 
 if TYPE_CHECKING:
     from unfreeze.objectives.divergence import Teacher
+    from unfreeze.teach.second import Objective
     from unfreeze.teach.store import Stored
-    from unfreeze.teach.teacher import Objective
 
 
 def teacher_of(config: Config) -> Asked | Stored:
@@ -50,7 +50,7 @@ def _divergence(config: Config, teacher: Teacher, words: int) -> Objective:
 
     asked = config.distillation
     if asked.gamma is not None:
-        from unfreeze.objectives.corrector import corrector
+        from unfreeze.teach.inside import corrector
 
         return partial(corrector, teacher=teacher, vocab=words, gamma=asked.gamma)
     options: dict[str, Any] = {"beta": asked.mixture, "temperature": asked.temperature, "alpha": asked.alpha}

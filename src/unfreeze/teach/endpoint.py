@@ -23,10 +23,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import UserError
-from unfreeze.teach.client import Client, EndpointError
+from unfreeze.teach.address import EndpointError
 
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
+    from unfreeze.teach.client import Client
 
 EPSILON = 1e-3  # by which probabilities may sum to more than 1, and two accounts of one differ: text rounds
 IMPOSSIBLE = -1000.0  # vLLM writes -9999 for -inf

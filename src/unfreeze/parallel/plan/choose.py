@@ -24,7 +24,7 @@ from unfreeze.parallel.plan.layouts import MANY, Facts, layouts
 from unfreeze.parallel.plan.places import Places, grouped, places, share
 from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
-from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, asking, seconds
+from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, Step, asking, seconds
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import Work, beside
 
@@ -357,19 +357,14 @@ def seconds_of(
     if beside_it is not None and beside_it.counts is not None:
         own, part = asked.second_rates or rates, tokens // (fleet.count * asked.work.micro_batches)
         second = asking(beside_it.counts, own, tokens=part, length=asked.length)
-    return seconds(
-        counts,
-        fleet,
-        rates,
-        layout,
-        tokens=tokens,
-        length=asked.length,
-        trained=_trained(sizes, counts, asked.work, layout.sharing),
+    step = Step(
+        tokens,
+        asked.length,
+        _trained(sizes, counts, asked.work, layout.sharing),
         every_weight=asked.work.rank is None,
         micro_batches=asked.work.micro_batches,
-        imbalance=imbalance,
-        second=second,
     )
+    return seconds(counts, fleet, rates, layout, step, imbalance=imbalance, second=second)
 
 
 def _trained(sizes: Sizes, counts: Counts, work: Work, split: int) -> dict[str, int]:
