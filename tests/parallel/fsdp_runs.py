@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import test_collectives as small
 from sharding import forked
+from unfreeze.job.second import first_asked
 
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
@@ -32,7 +33,6 @@ from unfreeze.core.rows import whole
 from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model, open_sharded
 from unfreeze.job.end.divided import write_divided
-from unfreeze.job.second import first_asked
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.teach.reference import asked as log_probabilities_as_begun
