@@ -84,7 +84,7 @@ def more_jobs(dense: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
             pair = {"prompt": line["question"], "chosen": line["answer"], "rejected": other["answer"]}
             file.write(json.dumps(pair) + "\n")
     for reference in ("live", "cached"):
-        words = ["--data", str(pairs), "--preference.reference", reference, "--loss", "dpo", "--lora.rank", "4"]
+        words = ["--data", str(pairs), "--preference.reference", reference, "--loss", "dpo", "--rank", "4"]
         yield f"pairs {reference}", ["unfreeze", "prefer", *k2, *words, *more]
 
     many = folder / "many.jsonl"  # more rows than are read whole
