@@ -67,11 +67,9 @@ def unknown(notebook):
             takes = inspect.signature(
                 getattr(unfreeze, ast.unparse(node.func).partition(".")[2], len)
             ).parameters
-            fields = spellings(Config) if "fields" in takes else {}
-            names = {keyword.arg for keyword in node.keywords}
-            found += sorted(
-                names - {*takes} - {*fields} - {place.partition(".")[0] for place in fields.values()}
-            )
+            known = {*takes, *spellings(Config)} if "fields" in takes else {*takes}
+            known |= {name.partition(".")[0] for name in known}
+            found += sorted({keyword.arg for keyword in node.keywords if keyword.arg} - known)
     return found
 
 
