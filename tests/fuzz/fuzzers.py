@@ -36,13 +36,12 @@ from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.commands.inspect import inspect
 from unfreeze.config.adapter import lora_of
-from unfreeze.config.names import earlier, spellings
+from unfreeze.config.names import name_of
 from unfreeze.config.parse import parse
-from unfreeze.config.sft import Config as FineTuning
 from unfreeze.core.errors import UserError
 from unfreeze.data import BadRow, encode_files, load_tokenizer, read_rows
 from unfreeze.generate.open import open_model
-from unfreeze.generate.source import locate_model
+from unfreeze.generate.source import locate
 from unfreeze.models.publish import published
 from unfreeze.parallel.placement.dispatch import split_experts
 from unfreeze.parallel.processes.collectives import ALONE, Alone
@@ -50,7 +49,7 @@ from unfreeze.parallel.processes.mesh import Mesh
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number
 from unfreeze.report.html import page, summary_lines
-from unfreeze.report.run import expert_balance, facts, first_event_time, load_words, read_run
+from unfreeze.report.run import expert_balance, facts, load_words, read_run, started
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
@@ -58,7 +57,6 @@ from unfreeze.train.state import State, save, start_or_resume
 
 Files = dict[str, bytes]
 
-PLACES = earlier(FineTuning) | spellings(FineTuning)  # every name of a field -> its dotted one
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -999,7 +997,7 @@ def plant_adapter(random: Random, folder: Path) -> None:
 
 def read_adapter(folder: Path) -> None:
     """Loaded whole, or the model is as it was."""
-    locate_model(folder)
+    locate(folder)
     with suppress(UserError):
         lora_of(folder)
     model = good_model((folder / "family").read_text())
@@ -1052,7 +1050,7 @@ def read_run_folder(folder: Path) -> None:
     """unfreeze report, chat and the resuming command on one run folder. All three are tried; the first error
     is raised."""
     errors: list[UserError] = []
-    for step in (_report, locate_model, _resume):
+    for step in (_report, locate, _resume):
         try:
             step(folder)
         except UserError as error:
@@ -1068,7 +1066,7 @@ def _report(folder: Path) -> None:
         number(event.get("loss"))
         if event["kind"] == "load":
             load_words(event)
-    first_event_time(run), expert_balance(run), run.state, run.source("model"), run.loaded
+    started(run), expert_balance(run), run.state, run.source("model"), run.loaded
     if (folder / "events.jsonl").stat().st_size % 8 == 0:  # the page takes a hundred times as long
         page(run)
         "\n".join(summary_lines(folder))
@@ -1159,7 +1157,7 @@ def plant_toml(random: Random, folder: Path) -> None:
     written: dict[str, dict[str, str]] = {"": {}, "lora": lora}
     in_tables = random.sample(("data", "training", "optimizer", "memory"), random.randrange(3))
     for key, value in top.items():  # by its flat name, or in its table
-        table, _, name = PLACES.get(key, key).rpartition(".")
+        table, _, name = name_of(Config, key).rpartition(".")
         at, by = (table, name) if table in in_tables else ("", key)
         written.setdefault(at, {})[by] = value
     raw = "".join(
@@ -1174,7 +1172,7 @@ def plant_toml(random: Random, folder: Path) -> None:
 def read_toml_config(folder: Path) -> None:
     config = parse(Config, [str(folder / "run.toml")], command="sft", description="")
     given = tomllib.loads((folder / "run.toml").read_text())
-    places = {PLACES.get(key, key): value for key, value in given.items() if not isinstance(value, dict)}
+    places = {name_of(Config, key): value for key, value in given.items() if not isinstance(value, dict)}
     for table, fields in given.items():
         places |= (
             {f"{table}.{key}": value for key, value in fields.items()} if isinstance(fields, dict) else {}
