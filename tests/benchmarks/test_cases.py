@@ -183,7 +183,8 @@ def test_equal_compares_processes_with_one(measure, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_process_that_fails_is_named_by_its_arm(measure, tmp_path):
+def test_a_process_that_fails_is_named_by_its_arm(measure, monkeypatch, tmp_path):
+    monkeypatch.setattr(equal, "unpacked", lambda model, folder: None)
     with pytest.raises(UserError, match="1 process: a process ended with"):
         measure("equal", model=str(tmp_path))
 
