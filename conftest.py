@@ -10,6 +10,7 @@ from pathlib import Path
 import unfreeze  # noqa: F401 - before torch, which reads what UNFREEZE_CPU_CLASS sets
 
 # isort: split
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -36,11 +37,17 @@ pytest_collection_modifyitems = durations.pytest_collection_modifyitems
 pytest_sessionfinish = durations.pytest_sessionfinish
 
 
-def pytest_collection_finish(session):
-    """Thousands of tests and the libraries they import stay to the end: a search for garbage, which measuring
-    and merging begin with, took half a second over them, and 10 ms without."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Thousands of tests and the libraries they import stay to the end. A search for garbage, which measuring
+    and merging begin with, took half a second over them; frozen, none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_addoption(parser):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,15 @@ def own_cache(tmp_path_factory):
     """Encoded rows and measured records of these tests, not those of the user."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync():
+    """No file of a test has to outlive the machine: 9 ms each, dozens a run. Tests of what is written in which
+    order patch it themselves, and killed processes are of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

@@ -107,7 +107,8 @@ def keys_listed(page: str) -> set[tuple[str, str]]:
     found = set()
     for table, keys in rows("| table | keys |", page).items():
         prefix = f"{table.strip('`[]')}." if "`[" in table else ""
-        names = re.findall(r"`(\w+)`(?: \(`(\w+)`\))?", keys)
+        pattern = r"(\*\*)?`(\w+)`(?: \(`(\w+)`\))?"
+        names = [(key, key if bold else alias) for bold, key, alias in re.findall(pattern, keys)]
         recipes = ("pretrain", "distill", "prefer")
         found |= {(f"{prefix}{key}", alias) for key, alias in names if key not in recipes}
     return found

@@ -25,7 +25,7 @@ from unfreeze.data.store.dataset import Account
 from unfreeze.drill import loading, numbers, processes, runs
 from unfreeze.drill.fault import ROWS, Fault, measured, refused, said
 from unfreeze.drill.sandbox import Sandbox
-from unfreeze.models.blocks.routers import SigmoidRouter
+from unfreeze.models.blocks.routers import Router
 from unfreeze.models.blocks.saved import Saved
 from unfreeze.models.decoder import Decoder
 from unfreeze.parallel.plan import Plan
@@ -65,8 +65,8 @@ def expand_on_load(patch):
 
 
 def router_detached(patch):
-    real = SigmoidRouter.weigh
-    patch.setattr(SigmoidRouter, "weigh", lambda gate, scores, ids: real(gate, scores, ids).detach())
+    real = Router.weigh
+    patch.setattr(Router, "weigh", lambda gate, scores, ids: real(gate, scores, ids).detach())
 
 
 def leak_each_step(patch):
@@ -388,7 +388,7 @@ CONTROLS = {
         "unfreeze.train.state._load_tensors", nothing
     ),
     "R2 another configuration in the same folder": out(Run, "refuse_changes"),
-    "R2 other data behind the same cursor": out(Batches, "_resume"),
+    "R2 other data behind the same cursor": out(Batches, "_refuse_other"),
     "R3 a run that goes on with another number of processes": resume_from_fresh,
     "R4 a learning rate that is not the schedule's": rate_as_meant,
     "R5 an exported adapter that lost one expert": no_verification,

@@ -162,7 +162,7 @@ def test_a_pattern_and_a_folder_are_kept_as_written_and_a_new_file_is_refused(
     said, _ = sft("--data.weights", 0.5, data=["*.jsonl"])
     assert said["files"] == {"a.jsonl": 20, "b.jsonl": 6} and said["efficiency"]
     resolved = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
-    assert resolved["data"] == str(tmp_path / "*.jsonl") and resolved["data_weights"] == [0.5]
+    assert resolved["data.files"] == str(tmp_path / "*.jsonl") and resolved["data.weights"] == [0.5]
     assert resolved["data_files"] == dict.fromkeys(map(str, files), "*.jsonl")
     command = ["sft", "--model", str(TINY_K2), "--data", "*.jsonl", "--data.weights", "0.5", "--out", "run"]
     command += "--tokens-per-step 128 --steps 1 --watch.samples 1 --lora.rank 1 --dtype float32".split()
@@ -182,7 +182,7 @@ def test_columns_of_a_csv_file_and_held_out_rows_of_a_folder(sft, tmp_path):
     said, _ = sft("--columns", columns, "--validation", tmp_path / "held", data=[data])
     assert said["shapes"] == {"prompt/completion": 20} and said["held_out"] == 2
     resolved = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
-    assert resolved["columns"] == ["prompt=task", "completion=reply"]
+    assert resolved["data.columns"] == ["prompt=task", "completion=reply"]
 
 
 @pytest.mark.parametrize(

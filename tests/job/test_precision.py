@@ -111,7 +111,7 @@ def test_a_run_keeps_its_dtype_elsewhere_and_says_that_it_is_slow(tmp_path, data
         loop.forward_backward(micro_batches)
         loop.optim_step()
         break
-    assert read_run(out).config["dtype"] == "bfloat16"
+    assert read_run(out).config["memory.dtype"] == "bfloat16"
 
     units(False)
     loop = unfreeze.prepare(**fields)
@@ -131,7 +131,7 @@ def test_a_run_keeps_its_dtype_elsewhere_and_says_that_it_is_slow(tmp_path, data
     command += ["--steps", "4", "--dtype", "float32"]
     assert cli.main(command) == 2
     assert cli.main([*command, "--save.allow-changed", "dtype", "steps"]) == 0
-    assert read_run(out).config["dtype"] == "float32"
+    assert read_run(out).config["memory.dtype"] == "float32"
 
 
 def test_the_start_says_dtype_and_why(tmp_path, data, units, capsys):
@@ -140,4 +140,4 @@ def test_the_start_says_dtype_and_why(tmp_path, data, units, capsys):
     command = ["sft", "--model", str(TINY_K2), "--data", str(data), "--out", str(out)]
     assert cli.main([*command, *QUICK[:-1]]) == 0
     assert "dtype: float32 (this CPU (avx2) has no bfloat16 units)" in capsys.readouterr().err
-    assert read_run(out).config["dtype"] == "float32"
+    assert read_run(out).config["memory.dtype"] == "float32"

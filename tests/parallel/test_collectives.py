@@ -44,6 +44,7 @@ from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import start_or_resume
 from unfreeze.train.step import train_step
+from unfreeze.train.timer import Saves
 
 CONFIG = {
     "model_type": "deepseek_v3",
@@ -139,12 +140,12 @@ def gradients(family: str, batches: list[Batch], group: Group) -> tuple[dict[str
     }
 
 
-def endless(start: dict[str, Any] | None) -> Iterator[tuple[Batch, dict[str, Any]]]:
+def endless(start: dict[str, Any] | None) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
     position, examples = start["position"] if start else 0, documents()
     while True:
-        chosen = [examples[(position * 3 + i) % 8] for i in range(3)]
-        position += 1
-        yield pack(chosen), {"position": position}
+        chosen = [[examples[((position + m) * 3 + i) % 8] for i in range(3)] for m in range(2)]
+        position += 2
+        yield [pack(each) for each in chosen], {"position": position}
 
 
 def session(
@@ -177,12 +178,11 @@ def session(
         if late:
             ctrl_c(state.step)
 
-    def batches(start: dict[str, Any] | None) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        for number, item in enumerate(endless(start)):
-            if number % 2 == 0:  # a step begins
-                calls[0] = 0
-                if not late:
-                    ctrl_c(state.step + 1)
+    def batches(start: dict[str, Any] | None) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
+        for item in endless(start):
+            calls[0] = 0  # a step begins
+            if not late:
+                ctrl_c(state.step + 1)
             yield item
 
     all_reduce = dist.all_reduce
@@ -209,10 +209,7 @@ def session(
                 batches(state.cursor),
                 cross_entropy,
                 recompute=models.keep_inputs,
-                micro_batches=2,
-                save_every=0 if clock else 1,
-                save_minutes=5 if clock else 0,
-                clock=time.monotonic if clock is None else lambda: next(clock),
+                saves=Saves(every=1) if clock is None else Saves(minutes=5, clock=lambda: next(clock)),
                 on_step=[look],
                 group=group,
             )

@@ -98,7 +98,7 @@ def test_from_nothing_to_a_quantized_checkpoint(start, text, tmp_path, unfreeze_
     assert [event["when"] for event in read_events(run, "sample")] == ["before", "before", "after", "after"]
     resolved = json.loads((run / "resolved_config.json").read_text())
     assert (resolved["effective"]["steps"], resolved["effective"]["sequence_length"]) == (3, 256)
-    assert resolved["save_every"] == 0 and resolved["model"] == str(start)
+    assert resolved["save.every"] == 0 and resolved["model"] == str(start)
 
 
 def test_a_kill_while_the_result_is_written_leaves_a_run_that_writes_it(

@@ -243,7 +243,7 @@ def test_bad_rows_are_skipped_counted_and_never_sampled(capsys, tmp_path, read_e
     assert (
         resolved["effective"]["sequence_length"] == 256
         and resolved["effective"]["steps"] == 1
-        and resolved["samples"] == 4
+        and resolved["watch.samples"] == 4
     )
 
 

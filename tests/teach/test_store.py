@@ -4,8 +4,6 @@ teacher, and that what does not fit is refused."""
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,7 +232,9 @@ def test_what_does_not_fit_is_refused(store, rows, tmp_path, capsys):
     assert not (tmp_path / "c" / "state").exists()
 
 
-def test_preparing_goes_on_where_it_was_killed_and_asks_nothing_twice(store, run_dir, rows, tmp_path):
+def test_preparing_goes_on_where_it_was_killed_and_asks_nothing_twice(
+    store, run_dir, rows, tmp_path, forkserver
+):
     """A process that is killed behind its second part; the rest is what the store that was made at once has."""
     folder = tmp_path / "said"
     script = (
@@ -267,7 +267,7 @@ def test_preparing_goes_on_where_it_was_killed_and_asks_nothing_twice(store, run
         32,
         *given,
     ]
-    assert subprocess.run([sys.executable, "-c", script, *map(str, line)]).returncode == -signal.SIGKILL
+    assert forkserver.run(["-c", script, *line]).returncode == -signal.SIGKILL
     assert not json.loads((folder / "teacher.json").read_text())["whole"]
     before = {path: path.read_bytes() for path in folder.glob("part-*")}
     assert len(before) == 2

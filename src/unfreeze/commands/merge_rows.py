@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 TOKENS = 2048  # of a batch
 GIVE = "Give --data HELD_OUT.jsonl"
+PREFERENCE = {f"preference.{name}" for name in Preference.model_fields}
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class Rows:
         """What a run of `unfreeze prefer` minimised; None of the others."""
         if self.resolved.get("recipe") != "prefer":
             return None
-        names = Preference.model_fields.keys() & self.resolved.keys()
-        return Preference(**{name: self.resolved[name] for name in names})
+        own = {name.partition(".")[2]: value for name, value in self.resolved.items() if name in PREFERENCE}
+        return Preference(**own)
 
 
 def rows_of(run: Path, data: str, columns: tuple[str, ...] = ()) -> Rows | str:
@@ -138,12 +139,12 @@ def _encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[
     except ConfigError as error:
         raise ConfigError(error.message, next=GIVE) from None
     names = ("truncation", "on_bad_row", "turns", "reasoning")
-    options: dict[str, Any] = {name: of[name] for name in names if name in of}
+    options: dict[str, Any] = {name: of[f"data.{name}"] for name in names if f"data.{name}" in of}
     options |= {"columns": rows.columns, "answers": answers_for(rows, files)}
     tokenizer = load_tokenizer(
         manifest.path,
-        now=template_time(str(of.get("template_date") or "")),
-        template_variables=template_values(of.get("template_variables") or ()),
+        now=template_time(str(of.get("data.template_date") or "")),
+        template_variables=template_values(of.get("data.template_variables") or ()),
     )
     effective: dict[str, Any] = of.get("effective") or {}
     length = min(int(effective.get("sequence_length") or TOKENS), max_positions)
@@ -210,7 +211,7 @@ def _of_windows(
 
     of, windows = rows.resolved, rows.windows
     if windows is None:
-        windows = of.get("steps") is not None and not of.get("data_weights")
+        windows = of.get("training.steps") is not None and not of.get("data.weights")
     if not windows:
         return None
     stream = streamed_files(

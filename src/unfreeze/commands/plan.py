@@ -29,13 +29,13 @@ from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
-    from unfreeze.job.second import Second
     from unfreeze.kernels.precision import Precision
     from unfreeze.models.recompute import Recompute
     from unfreeze.parallel.plan.choose import Asked, Choice
     from unfreeze.parallel.plan.counts import Counts
     from unfreeze.parallel.plan.fleet import Fleet
     from unfreeze.parallel.plan.sizes import Sizes
+    from unfreeze.teach.second import Second
 
 HERE = "this machine"
 DOES_NOT_FIT = 2

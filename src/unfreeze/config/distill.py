@@ -179,10 +179,16 @@ class Config(sft.Config):
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """As sft's. The base as a teacher has adapters to be switched off, and something else to learn."""
         if "distillation.beta" in fields and fields.get("distillation.divergence") != "jsd":
-            raise ValueError("beta is of divergence = jsd alone: give --divergence jsd, or remove beta")
+            raise ValueError(
+                "distillation.beta is of divergence = jsd alone: give --distillation.divergence jsd,"
+                " or remove it"
+            )
         of_own = "distillation.answer_temperature" in fields
         if of_own and not fields.get("distillation.on_policy"):
-            raise ValueError("answer_temperature is of on_policy alone: give --on-policy 0.5, or remove it")
+            raise ValueError(
+                "distillation.answer_temperature is of on_policy alone: give --distillation.on-policy 0.5,"
+                " or remove it"
+            )
         if fields.get("distillation.on_policy") and fields.get("distillation.alpha"):
             raise ValueError(
                 "alpha is the share of the data's own words, and on_policy has others: give one of the two"
@@ -200,7 +206,7 @@ class Config(sft.Config):
         unread = [name for name in ("layers", "relation_heads") if fields.get(f"distillation.{name}")]
         if unread and not reads:
             raise ValueError(
-                f"{unread[0]} is of relations and hidden alone: give --relations 1, or remove it"
+                f"{unread[0]} is of relations and hidden alone: give --distillation.relations 1, or remove it"
             )
         if fields.get("teacher") == BASE:
             if fields.get("train") == "all":

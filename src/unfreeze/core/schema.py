@@ -180,6 +180,19 @@ class LoadEvent(CommonFields):
     compiles: NotRequired[Annotated[bool, of("yes or no", "no run has made a step here in this dtype")]]
 
 
+class Metric(TypedDict):
+    """How the loss, or a metric of the objective, is named and shown (core/metrics.py)."""
+
+    field: Annotated[AnyText, of("name", "its field of the train events")]
+    label: Annotated[AnyText, of("words", "what it is called")]
+    unit: Annotated[AnyText, of("unit", "what it is counted in")]
+    over: Annotated[AnyText, of("name", "what it is a mean of: tokens, rows or steps")]
+    mean: NotRequired[
+        Annotated[bool, of("yes or no", "training does not change it: its mean over the run is said")]
+    ]
+    live: NotRequired[Annotated[bool, of("yes or no", "the live line has it")]]
+
+
 class StartEvent(CommonFields):
     """Where the loop begins; once each time the run is started."""
 
@@ -191,6 +204,9 @@ class StartEvent(CommonFields):
     processes: NotRequired[Annotated[Int, of("processes", "that train together, where there are several")]]
     begun: NotRequired[
         Annotated[Real, of("seconds since 1970-01-01 UTC", "when the command began; its first run tells it")]
+    ]
+    metrics: NotRequired[
+        Annotated[list[Metric], of("object", "the loss and the metrics of the objective, as they are shown")]
     ]
 
 

@@ -6,11 +6,14 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+from unfreeze.config.names import short_name
+from unfreeze.config.recipes import CONFIGS
 from unfreeze.core.schema import DataEvent
 from unfreeze.core.units import format_count, format_seconds
 from unfreeze.report.events import TEACH_LITTLE, evals_of, last, numbers, series, times_larger, warnings
 from unfreeze.report.learnt import finding
-from unfreeze.report.run import Run, flatten, leaves, loss_unit
+from unfreeze.report.metrics import loss_unit
+from unfreeze.report.run import Run, flatten, leaves
 from unfreeze.report.tables import ABSENT
 
 UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
@@ -139,7 +142,7 @@ def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
         if name in BESIDE:
             continue
         what, unit = UNITS.get(name, (name, ""))
-        unit = loss_unit(run).replace("supervised ", "") if name == "loss" else unit
+        unit = loss_unit(run.events).replace("supervised ", "") if name == "loss" else unit
         best = (min if name in LOWER else max)(range(len(ys)), key=ys.__getitem__)
         first = f"{ys[0]:.4g}" if len(ys) > 1 else ABSENT
         differs = ys[best] != ys[-1]
@@ -189,11 +192,15 @@ def again(run: Run, here: Path | None = None) -> str:
         {name: value for name, value in run.config.items() if name not in ("recipe", "effective", "out")}
     )
     words = ["unfreeze", recipe]
+    config = CONFIGS.get(recipe, CONFIGS["sft"])
     for name, value in fields.items():
         if (isinstance(given, list) and name not in given) or value in (None, "", [], {}):
             continue
         values = value if isinstance(value, list) else [value]
-        words += [f"--{name.replace('_', '-')}", *(_near(str(item), here) for item in values)]
+        words += [
+            f"--{short_name(config, name).replace('_', '-')}",
+            *(_near(str(item), here) for item in values),
+        ]
     out = _near(str(run.config.get("out") or f"runs/{run.name}"), here)
     return shlex.join([*words, "--out", f"{out}-again"])
 

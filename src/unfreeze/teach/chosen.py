@@ -12,8 +12,8 @@ from unfreeze.teach.teacher import Asked, BaseAsked
 
 if TYPE_CHECKING:
     from unfreeze.objectives.divergence import Teacher
+    from unfreeze.teach.second import Objective
     from unfreeze.teach.store import Stored
-    from unfreeze.teach.teacher import Objective
 
 
 def teacher_of(config: Config) -> Asked | Stored:

@@ -114,7 +114,7 @@ class Endpoint:
         return EndpointError(
             error.message,
             next=(
-                f"a shorter --sequence-length, if its context is shorter; a lower --distillation.top-k (or"
+                f"a shorter --sequence-length, or a lower --distillation.top-k (or"
                 f" vLLM's --max-logprobs), if {self.top} words are more than it gives; else: {NO_LOGPROBS}"
             ),
             status=error.status,

@@ -1,7 +1,7 @@
 """A row's messages in the form a chat template expects.
 
-Reasoning under its own field name, tool calls with the release's ids, plain text. `prepare` does what holds
-for a release. `FORMS` are the spellings that templates differ in; the right one is found by trying
+Reasoning under its own field name, tool calls with the release's ids, plain text. `as_template_reads` does
+what holds for a release. `FORMS` are the spellings that templates differ in; the right one is found by trying
 (turns.py).
 """
 
@@ -43,7 +43,7 @@ class Prepared:
     written: list[Message] | None = None
 
 
-def prepare(
+def as_template_reads(
     messages: Sequence[JsonObject],
     tools: Sequence[JsonObject] | None,
     template: str,

@@ -5,10 +5,10 @@ Some fields can't differ, whatever is allowed (docs/trust.md R2).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze import __version__
-from unfreeze.config.names import fields, name_of, of_today
+from unfreeze.config.names import fields, name_of, of_today, spellings
 from unfreeze.config.training import DATA_FILES, TrainingConfig
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.core.events import RESOLVED
@@ -53,7 +53,7 @@ def allowed(config: TrainingConfig) -> list[str]:
 
     Raises ConfigError for one that is fixed, or that the config doesn't have.
     """
-    known = fields(type(config))
+    known = {*fields(type(config)), *type(config).model_fields, DATA_FILES}
     names = [name_of(type(config), written) for written in config.save.allow_changed]
     for written, name in zip(config.save.allow_changed, names, strict=True):
         if name in FIXED:
@@ -61,10 +61,10 @@ def allowed(config: TrainingConfig) -> list[str]:
                 f"save.allow_changed names {written}, which can never change within a run: {FIXED[name]}",
                 next="another folder with --out",
             )
-        if name not in known and name not in type(config).model_fields:
+        if name not in known:
             raise ConfigError(
                 f"save.allow_changed names {written!r}, which is no field of a run's"
-                f" configuration{nearest(written, known)}"
+                f" configuration{nearest(written, spellings(type(config)))}"
             )
     return [*names, *(derived for name in names for derived in DERIVED.get(name, ()))]
 
@@ -74,18 +74,20 @@ def refuse_other_version(config: TrainingConfig) -> None:
     from unfreeze.train.run import latest, read_record
 
     kind, folder = type(config), config.run_dir
+    known = {*fields(kind), *kind.model_fields, DATA_FILES}
     if (save := latest(folder)) is None:
         return
     saved = of_today(kind, read_record(save)["config"])
-    strange = [name for name in saved if name not in {*fields(kind), *kind.model_fields, DATA_FILES}]
+    strange = [name for name in saved if name not in known]
     if strange:
-        began: dict[str, Any] = (
-            read_object(path, ConfigError) if (path := folder / RESOLVED).is_file() else {}
-        )
-        made = str(((began.get("effective") or {}).get("versions") or {}).get("unfreeze", ""))
+        path = folder / RESOLVED
+        began: dict[str, Any] = {} if not path.is_file() else read_object(path, ConfigError)
+        effective = cast(dict[str, dict[str, str]], began.get("effective") or {})
+        made = effective.get("versions", {}).get("unfreeze", "")
+        maker = f"unfreeze {made}" if made else "another version"
         raise ConfigError(
-            f"{folder} cannot be resumed by unfreeze {__version__}: it is a run of unfreeze"
-            f" {made or 'another version'} with {', '.join(strange)}, which this version does not have",
+            f"{folder} cannot be resumed by unfreeze {__version__}: it is a run of {maker} with"
+            f" {', '.join(strange)}, which this version does not have",
             next="another folder with --out" + (f", or: pip install unfreeze=={made}" if made else ""),
         )
 

@@ -26,16 +26,17 @@ from unfreeze.job.opening.precision import computed_here
 from unfreeze.job.trained import Trained
 from unfreeze.report.events import last, of_kind, read_events
 from unfreeze.report.run import decimal_bytes
+from unfreeze.teach.second import Beside
 
 if TYPE_CHECKING:
     import torch
 
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
-    from unfreeze.job.second import Second
     from unfreeze.models import Decoder, Shape
     from unfreeze.parallel.plan import Model, Plan, Work
     from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.teach.second import Second
     from unfreeze.train.run import Run
 
 
@@ -120,7 +121,7 @@ class Planning:
         aside = None
         if self.second is not None:
             own = self.model.dtype, self.device, self.trained.lora is None
-            aside = self.second.aside(self.start, tokens, longest, *own)
+            aside = self.second.aside(Beside(self.start, tokens, longest, *own))
         return work_of(
             self.model,
             tokens=tokens,
