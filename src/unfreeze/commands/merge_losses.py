@@ -128,7 +128,7 @@ def _log_probabilities(model: Decoder, host_batch: Batch) -> Tensor:
     """l of each document, float64 [S]."""
     import torch
 
-    from unfreeze.objectives.preference import log_probabilities
+    from unfreeze.objectives.log_p import log_probabilities
 
     batch = host_batch.to(model.device)
     with torch.no_grad(), model.looking():
