@@ -97,7 +97,7 @@ class Rollouts:
             done = self.engine.generate(prompts, sampling)
 
         # Reward, and the advantage within each group; a group whose answers are all alike teaches nothing.
-        rewards_PG = torch.tensor([self.reward(each.text) for each in done]).view(-1, config.answers)
+        rewards_PG = torch.tensor([float(self.reward(each.text)) for each in done]).view(-1, config.answers)
         self.mean_reward = float(rewards_PG.mean())
         if config.shuffle:
             order_PG = torch.rand(rewards_PG.shape, generator=draw).argsort(1)
