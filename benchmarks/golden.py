@@ -27,7 +27,7 @@ TINY_K2 = "src/unfreeze/assets/tiny-k2"
 COMMON = [
     "--threads",
     "1",
-    "--samples",
+    "--watch.samples",
     "2",
     "--tokens-per-step",
     "512",
@@ -38,11 +38,11 @@ COMMON = [
     "--quiet",
     "--validation-fraction",
     "0.2",
-    "--validate-every",
+    "--watch.validate-every",
     "3",
     "--save-every",
     "3",
-    "--recompute",  # named: a new default is not a new number
+    "--place.recompute",  # named: a new default is not a new number
     "selective",
 ]
 COMPARED = {

@@ -54,11 +54,11 @@ mapfile -t gpu_tests < <(grep -rl --include='test_*.py' 'cuda.is_available' test
 
 part tests 420 "$PYTHON" -m pytest -q "${gpu_tests[@]}"
 part kernels 420 "$PYTHON" -m unfreeze kernels measure --device cuda
-part layer 360 "$PYTHON" -m unfreeze bench layer --append "$OUT/layer.jsonl"
-part model 600 "$PYTHON" -m unfreeze bench model --append "$OUT/model.jsonl"
-part moe 420 "$PYTHON" -m unfreeze bench moe --device cuda --append "$OUT/moe.jsonl"
+part layer 360 "$PYTHON" -m benchmarks layer --append "$OUT/layer.jsonl"
+part model 600 "$PYTHON" -m benchmarks model --append "$OUT/model.jsonl"
+part moe 420 "$PYTHON" -m benchmarks moe --device cuda --append "$OUT/moe.jsonl"
 # steps launched from the host beside steps replayed as CUDA graphs, and "unfreeze" by the records that part kernels has just made
-part decode 420 "$PYTHON" -m unfreeze bench decode --device cuda --append "$OUT/decode.jsonl" \
+part decode 420 "$PYTHON" -m benchmarks decode --device cuda --append "$OUT/decode.jsonl" \
     --sides unfreeze unfreeze-launched unfreeze-graphs transformers
 
 cp -r src/unfreeze/kernels/records "$OUT/" 2>/dev/null || true

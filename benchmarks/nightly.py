@@ -22,9 +22,11 @@ from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
-from unfreeze.bench.rows import commit, machine
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.harness.rows import commit, machine  # noqa: E402
+
 VERSIONS = ("3.11", "3.12", "3.13")
 SUITE = VERSIONS[1:]  # .ci/run takes 3.11
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

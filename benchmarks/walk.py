@@ -2,13 +2,15 @@
 
     python benchmarks/walk.py [--show]        sft on tiny-k2, its own sample rows, one thread
 
-Distinct functions, comprehensions and lambdas left out; of the main thread. Nothing is cached from before.
+Distinct functions of the main thread; comprehensions, lambdas and the bodies of classes are left out. Nothing
+is cached from before.
 --show: by room.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 import tempfile
@@ -37,6 +39,8 @@ def entered(arguments: list[str]) -> list[tuple[str, str]]:
         code = frame.f_code
         if event != "call" or code in seen or not code.co_filename.startswith(root):
             return
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or of a class
+            return
         seen[code] = name = (code.co_filename.removeprefix(root), code.co_qualname)
         if name == LAST:
             raise Reached
@@ -50,7 +54,7 @@ def entered(arguments: list[str]) -> list[tuple[str, str]]:
         sys.setprofile(None)
     if LAST not in seen.values():
         raise SystemExit("no optimizer step was reached")
-    unnamed = ("<lambda>", "comp>", "<genexpr>", "<module>")
+    unnamed = ("<lambda>", "comp>", "<genexpr>")
     return [name for name in seen.values() if not name[1].endswith(unnamed)]
 
 
@@ -63,7 +67,7 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = folder
         rows = str(TINY_K2 / "yoda_train.jsonl")
         command = ["sft", "--model", str(TINY_K2), "--data", rows, "--out", f"{folder}/run", "--steps", "1"]
-        found = entered([*command, "--threads", "1", "--samples", "0", "--quiet"])
+        found = entered([*command, "--threads", "1", "--watch.samples", "0", "--quiet"])
     print(f"{len(set(found))} functions in {len({file for file, _ in found})} files")
     if given.show:
         for room, count in Counter(file.partition("/")[0] for file, _ in found).most_common():

@@ -15,8 +15,8 @@ LAYER = {
     "untrusted": 1,
     "config": 2,
     "quant": 2,
-    "report": 2,
-    "tracking": 3,
+    "report": 3,
+    "tracking": 4,
     "checkpoint": 3,
     "data": 3,
     "kernels": 3,
@@ -33,22 +33,19 @@ LAYER = {
     "recipes": 9,
     "serve": 9,
     "commands": 10,
-    "bench": 10,
     "drill": 10,
     "cli": 11,
     "api": 11,
 }
 FORBIDDEN = {"transformers", "peft", "trl", "accelerate", "compressed_tensors", "liger_kernel", "pickle"}
+OUTSIDE = {"benchmarks", "tests", "examples"}  # of the repository, not of the package
 EXEMPT = {
     # comparing with the oracle is what `unfreeze bisect` is for; imported inside one function
     ("commands/bisect.py", "transformers"),
     # an optional candidate, where a user has it installed; imported when it is loaded
     ("kernels/liger.py", "liger_kernel"),
-    # the sides that `unfreeze bench` compares with; imported by name inside one function (peers.library), in
-    # worker processes
-    ("bench/peers.py", "transformers"),
-    ("bench/peers.py", "peft"),
-    ("bench/peers.py", "liger_kernel"),
+    # the one door to the benchmarks of a clone; refused by it where there is none
+    ("commands/bench.py", "benchmarks"),
 }
 
 
@@ -75,6 +72,10 @@ def violations(room: str, source: str, where: str) -> list[str]:
                 f"{where}:{line} imports {module}: oracles belong to tests and benchmarks; compute it here,"
                 " or move this to tests/"
             )
+        if parts[0] in OUTSIDE and (where, parts[0]) not in EXEMPT:
+            bad.append(
+                f"{where}:{line} imports {module}: a wheel has none; move what the package needs into it"
+            )
         if module.startswith("torch.distributed") and room != "parallel":
             bad.append(
                 f"{where}:{line} imports {module}: only parallel/ talks to other processes; pass a"
@@ -88,6 +89,95 @@ def violations(room: str, source: str, where: str) -> list[str]:
                 " shared noun down to core, or pass the part in from recipes/"
             )
     return bad
+
+
+# Objectives that help seldom (docs/inside.md): the package reaches them through one file.
+BEHIND = ("objectives.intermediate", "objectives.corrector", "kernels.attention.relations", "generate.joint")
+BEHIND += ("models.widths",)
+JOINT = "teach/inside.py"
+
+
+def around_the_joint(source: str, where: str) -> list[str]:
+    """Imports of what stands behind JOINT, in a file that is neither it nor one of them."""
+    if where == JOINT or where.removesuffix(".py").replace("/", ".") in BEHIND:
+        return []
+    return [
+        f"{where}:{line} imports {module}: import it from unfreeze.{JOINT.removesuffix('.py').replace('/', '.')}"
+        for line, module in imports(ast.parse(source))
+        if module.startswith(tuple(f"unfreeze.{name}" for name in BEHIND))
+    ]
+
+
+def test_what_helps_seldom_is_reached_through_one_file():
+    files = {
+        str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")
+    }
+    assert not [line for where, source in files.items() for line in around_the_joint(source, where)]
+    assert {f"{name.replace('.', '/')}.py" for name in BEHIND} <= files.keys()
+
+
+def test_a_way_around_the_joint_is_seen():
+    source = "def late():\n    from unfreeze.objectives.corrector import corrector\n"
+    assert around_the_joint(source, "train/step.py")[0].startswith(
+        "train/step.py:2 imports unfreeze.objectives"
+    )
+    assert not around_the_joint(source, JOINT) and not around_the_joint(source, "generate/joint.py")
+
+
+MOST_LINES, MOST_ARGUMENTS = 100, 10
+COMPILED = {"jit", "Kernel", "serial"}  # of Triton and Numba: pointers, strides and sizes are their arguments
+LONG = {
+    "job/data.py:encode": "the trip of the rows in one place, with the three things that are said meanwhile",
+    "data/store/dataset.py:encode_files": "what of a run's [data] decides the tokens, each by name",
+    "data/store/streamed.py:streamed_files": "the same as encode_files, which it does ahead",
+    "job/watch/samples.py:Samples.__init__": "who speaks, and where the prompts come from",
+    "kernels/expert_mlp/fused.py:_ExpertMLP.forward": "autograd: each tensor that may need a gradient",
+    "models/blocks/mla.py:MLA.__init__": "the matrices of the layer, by their names in checkpoints",
+    "objectives/preference.py:preference": "the numbers of six published losses, by their published names",
+    "parallel/placement/place.py:place": "a checkpoint, its rules, and each way in which weights may be kept",
+    "train/fit.py:fit": "the loop's joints, each one a thing that a run may have or not",
+    "train/step.py:train_step": "what forward_backward and optim_step take, together",
+}
+"""Functions of more than MOST_LINES lines or MOST_ARGUMENTS arguments, and why."""
+
+
+def long_functions(source: str, where: str) -> list[str]:
+    """ "where:name lines arguments" of functions beyond either limit; self and cls don't count."""
+    found = []
+
+    def look(node: ast.AST, names: tuple[str, ...]) -> None:
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                asked = [*inner.args.posonlyargs, *inner.args.args, *inner.args.kwonlyargs]
+                asked += [each for each in (inner.args.vararg, inner.args.kwarg) if each]
+                count = sum(each.arg not in ("self", "cls") for each in asked)
+                lines = (inner.end_lineno or 0) - inner.lineno + 1
+                wrapped = {
+                    name for mark in inner.decorator_list for name in re.findall(r"\w+", ast.unparse(mark))
+                }
+                if lines > MOST_LINES or (count > MOST_ARGUMENTS and not wrapped & COMPILED):
+                    found.append(f"{where}:{'.'.join((*names, inner.name))} {lines} lines {count} arguments")
+            look(inner, (*names, inner.name) if hasattr(inner, "name") else names)
+
+    look(ast.parse(source), ())
+    return found
+
+
+def test_functions_are_short_or_their_reason_is_here():
+    files = {
+        str(file.relative_to(PACKAGE)): file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py")
+    }
+    long = [line for where, source in files.items() for line in long_functions(source, where)]
+    assert {line.split()[0] for line in long} == LONG.keys(), "\n".join(long)
+
+
+def test_a_long_function_is_seen():
+    lines = "\n".join(["def long():", *["    x = 1"] * MOST_LINES])
+    wide = f"def wide(self, {', '.join(f'a{i}' for i in range(MOST_ARGUMENTS + 1))}): pass"
+    inside = f"class C:\n    {wide}"
+    assert long_functions(lines, "f.py") == ["f.py:long 101 lines 0 arguments"]
+    assert long_functions(inside, "f.py") == ["f.py:C.wide 1 lines 11 arguments"]
+    assert not long_functions(f"@triton.jit\n{wide}", "f.py") and not long_functions("def f(a): pass", "f.py")
 
 
 def test_rooms_import_downward_only():
@@ -333,8 +423,9 @@ def test_an_exemption_is_for_one_file_and_one_library():
     assert violations("recipes", "import peft", "commands/bisect.py") and violations(
         "recipes", "import transformers", "commands/doctor.py"
     )
-    assert violations("recipes", "import peft", "bench/peers.py") == [] and violations(
-        "recipes", "import trl", "bench/peers.py"
+    assert violations("commands", "import benchmarks", "commands/bench.py") == []
+    assert violations("commands", "import benchmarks", "commands/demo.py") and violations(
+        "commands", "from tests import tiny", "commands/bench.py"
     )
 
 

@@ -66,7 +66,7 @@ SHIP = {
 }
 DEV = {
     "bench": Command(
-        "unfreeze.bench", "bench WHAT", "measure beside peers: moe dense load decode growth layer model"
+        "unfreeze.commands.bench", "bench WHAT", "measure beside peers, from a clone: moe dense load decode …"
     ),
     "kernels": Command(
         "unfreeze.commands.kernels", "kernels measure | list", "which implementation of each op runs here"

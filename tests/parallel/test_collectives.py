@@ -346,7 +346,7 @@ def hang(folder: Path) -> None:
     ends."""
     from datetime import timedelta
 
-    collectives.TIMEOUT = timedelta(seconds=4)
+    collectives.TIMEOUT = timedelta(seconds=2)
     with open_group(torch.device("cpu")) as group:
         starved = Starved([0, 1] if group.rank == 0 else [2])
         starved.hidden(cut(1, True)[0], None).sum().backward()
@@ -357,9 +357,9 @@ def hang(folder: Path) -> None:
         (folder / f"survived-{group.rank}").touch()
 
 
-def launch(mode: str, folder: Path, timeout: float) -> list[int]:
-    """This file as a script in two processes -> their exit codes. A process still running after `timeout`
-    seconds is killed: code -9."""
+def launch(forkserver: Any, mode: str, folder: Path, timeout: float) -> tuple[list[int], str]:
+    """This file as a script in two processes -> their exit codes and what they said. A process still running
+    after `timeout` seconds is killed: code -9."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -370,15 +370,11 @@ def launch(mode: str, folder: Path, timeout: float) -> list[int]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    logs = [(folder / f"log-{mode}-{rank}").open("w") for rank in (0, 1)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, mode, str(folder)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
+        forkserver.start(
+            [__file__, mode, folder], env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
-        for rank, log in enumerate(logs)
+        for rank in (0, 1)
     ]
     deadline = time.monotonic() + timeout
     codes = []
@@ -388,16 +384,18 @@ def launch(mode: str, folder: Path, timeout: float) -> list[int]:
         except subprocess.TimeoutExpired:
             process.kill()
             codes.append(process.wait())
-    return codes
+    return codes, "".join(process.stderr.read_text() for process in processes)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], list[float]]:
+def two(
+    tmp_path_factory: pytest.TempPathFactory, forkserver: Any
+) -> tuple[Path, list[dict[str, Any]], list[float]]:
     """(folder, facts of both processes, losses of steps 1 and 2 made here before by one process)."""
     folder = tmp_path_factory.mktemp("two")
     first, _ = session(folder / "resumed", ALONE, until=2)
-    codes = launch("main", folder, timeout=240)
-    assert codes == [0, 0], "".join((folder / f"log-main-{rank}").read_text() for rank in (0, 1))
+    codes, said = launch(forkserver, "main", folder, timeout=240)
+    assert codes == [0, 0], said
     return folder, [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in (0, 1)], first
 
 
@@ -517,8 +515,8 @@ def test_experts_that_no_token_of_a_process_reached_hang_nobody(two):
     assert [facts["starved"] for facts in two[1]] == [[True, True, True, False]] * 2
 
 
-def test_control_arm_collectives_that_depend_on_routing_hang(tmp_path: Path):
-    codes = launch("hang", tmp_path, timeout=60)
+def test_control_arm_collectives_that_depend_on_routing_hang(tmp_path: Path, forkserver: Any):
+    codes, _ = launch(forkserver, "hang", tmp_path, timeout=60)
     assert any(codes) and not all((tmp_path / f"survived-{rank}").exists() for rank in (0, 1))
 
 

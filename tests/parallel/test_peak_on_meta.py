@@ -18,10 +18,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from benchmarks.harness.shapes import KIMI_K2 as KIMI
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters import lora as low_rank
-from unfreeze.bench.kimi_slice import KIMI
 from unfreeze.core.batch import Batch
 from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels import expert_mlp

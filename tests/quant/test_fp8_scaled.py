@@ -7,8 +7,8 @@ import pytest
 import torch
 from compressed_tensors.compressors import NaiveQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from tests.quant.compressed_tensors_oracle import bits_of, differences, weight_of
 
+from tests.quant.compressed_tensors_oracle import bits_of, differences, weight_of
 from unfreeze.core.errors import CheckpointError
 from unfreeze.quant import Fp8, Packed, not_followed, recognise
 from unfreeze.quant.codec import Unreadable

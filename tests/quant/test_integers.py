@@ -7,8 +7,8 @@ import pytest
 import torch
 from compressed_tensors.compressors import PackedQuantizationCompressor, pack_to_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from tests.quant.compressed_tensors_oracle import bits_of, differences, theirs, weight_of
 
+from tests.quant.compressed_tensors_oracle import bits_of, differences, theirs, weight_of
 from unfreeze.core.errors import CheckpointError, ConfigError
 from unfreeze.quant import Int4, Packed, recognise
 from unfreeze.quant.halves import Halves, stacked

@@ -18,6 +18,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.report.pictures import (
     DEAD_RGB,
     HUES,
+    Axes,
     curve,
     heat_map,
     points_json,
@@ -70,19 +71,25 @@ def test_colours_are_variables_of_the_style_sheet_and_text_is_text():
 
 
 def test_labels_keep_their_digits():
-    svg = curve(([1, 2], [0.0005, 0.001]), "alt", (280, 190), from_zero=True)
+    svg = curve(([1, 2], [0.0005, 0.001]), "alt", (280, 190), axes=Axes(from_zero=True))
     assert re.findall(r">([\d.e-]+)</text>", svg)[-1] in ("0.001", "0.0010") and ">0.00<" not in svg
 
 
 def test_memory_axis_has_round_numbers_of_its_unit():
-    svg = curve(([1, 2], [400 * 2**20, 410 * 2**20]), "alt", (280, 190), from_zero=True, y_format="bytes")
+    svg = curve(
+        ([1, 2], [400 * 2**20, 410 * 2**20]), "alt", (280, 190), axes=Axes(from_zero=True), y_format="bytes"
+    )
     assert ">200 MiB<" in svg and ">400 MiB<" in svg
 
 
 @pytest.mark.parametrize("log_x", [False, True])
 def test_one_point_and_constant_series_can_be_drawn(log_x: bool):
-    assert "<circle" in curve(([1], [2.0]), "alt", (300, 200), smoothed=True, log_x=log_x, from_zero=True)
-    assert "<path" in curve(([1, 2, 3], [0.0, 0.0, 0.0]), "alt", (300, 200), log_x=log_x, from_zero=True)
+    assert "<circle" in curve(
+        ([1], [2.0]), "alt", (300, 200), smoothed=True, axes=Axes(log_x=log_x, from_zero=True)
+    )
+    assert "<path" in curve(
+        ([1, 2, 3], [0.0, 0.0, 0.0]), "alt", (300, 200), axes=Axes(log_x=log_x, from_zero=True)
+    )
 
 
 def test_heat_map_bitmap_is_the_load():
@@ -109,7 +116,10 @@ def test_layers_with_different_numbers_of_experts_are_refused():
 
 def test_a_logarithmic_axis_has_equal_steps_for_equal_factors():
     svg = curve(
-        (list(range(1, 6)), [10.0 ** (2 - step) for step in range(1, 6)]), "alt", (300, 200), log_y=True
+        (list(range(1, 6)), [10.0 ** (2 - step) for step in range(1, 6)]),
+        "alt",
+        (300, 200),
+        axes=Axes(log_y=True),
     )
     (d,) = re.findall(r'<path d="([^"]*)"[^>]*style="fill: none; stroke: var\(--accent\)', svg)
     ys = [float(y) for y in re.findall(r"[ML] [-\d.]+ ([-\d.]+)", d)]
@@ -131,7 +141,13 @@ def placed(svg: str, x: float, y: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "form", [{}, {"log_x": True}, {"log_y": True}, {"from_zero": True, "y_format": "bytes"}]
+    "form",
+    [
+        {},
+        {"axes": Axes(log_x=True)},
+        {"axes": Axes(log_y=True)},
+        {"axes": Axes(from_zero=True), "y_format": "bytes"},
+    ],
 )
 def test_what_is_told_under_the_pointer_lies_on_the_line(form: dict):
     points = ([1, 2, 5, 9, 12], [3e9, 1e9, 2e9, 5e8, 4e9])

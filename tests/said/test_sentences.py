@@ -7,7 +7,7 @@ from pathlib import Path
 from unfreeze import cli
 
 ROOMS = Path(cli.__file__).parent
-DEVELOPERS = ("bench", "drill")
+DEVELOPERS = ("drill",)
 CALLS = (
     "ConfigError",
     "DataError",

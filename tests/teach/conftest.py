@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,15 @@ def serving():
     yield start
     for server in running:
         server.close()
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The seconds that the library would wait between two tries, in order; nothing waits."""
+    waited: list[float] = []
+    fake = SimpleNamespace(sleep=waited.append, time=time.time)
+    monkeypatch.setattr("openai._base_client.time", fake)
+    return waited
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,9 @@ import pytest
 from servers import say
 
 from unfreeze.core.errors import ConfigError
+from unfreeze.teach.address import EndpointError
 from unfreeze.teach.budget import Budget, Price
-from unfreeze.teach.client import Client, EndpointError
+from unfreeze.teach.client import Client
 
 REMOTE = "https://api.example.com/v1"
 
@@ -36,7 +37,7 @@ def test_the_default_budget_refuses_what_has_a_price(tmp_path):
     assert "at most $1.0015; budget $1.1" in said
 
 
-def test_a_thousand_runs_against_a_moody_server_never_pass_the_budget(serving, tmp_path):
+def test_a_thousand_runs_against_a_moody_server_never_pass_the_budget(serving, waits, tmp_path):
     """Every try counts, failed ones too, and a new process finds what was spent."""
     draw = random.Random(0)
 
@@ -44,10 +45,10 @@ def test_a_thousand_runs_against_a_moody_server_never_pass_the_budget(serving, t
         return say(connection, 500, {}) if draw.random() < 0.4 else {"choices": []}
 
     server, price, billed = serving(moody), Price(1000.0, 0.0), 0
+    client = Client(server.url, tries=4)
     for run in range(60):
         folder = tmp_path / str(run % 6)
         budget = Budget(folder, 0.02, price)
-        client = Client(server.url, tries=4, sleep=lambda seconds: None)
         try:
             for _ in range(draw.randrange(1, 6)):
                 client.post("completions", {}, lambda: budget.reserve(1, 1))  # noqa: B023
@@ -59,6 +60,7 @@ def test_a_thousand_runs_against_a_moody_server_never_pass_the_budget(serving, t
     with pytest.raises(ConfigError, match="is spent"):
         Budget(tmp_path / "0", 0.02, price).reserve(30, 0)
     # control: without a reservation the same server takes more
+    patient = Client(server.url, tries=9)
     for _ in range(30):
-        Client(server.url, tries=9, sleep=lambda seconds: None).post("completions", {})
+        patient.post("completions", {})
     assert len(server.asked) * 0.001 > sum(spent) + 0.02

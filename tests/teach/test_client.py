@@ -3,13 +3,15 @@ or trickles is left, and the key goes nowhere else."""
 
 from __future__ import annotations
 
+import sys
 import time
 
 import pytest
 from servers import say
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.teach.client import Client, EndpointError, base_url, is_own
+from unfreeze.teach.address import EndpointError, base_url, is_own, refuse_without_library
+from unfreeze.teach.client import Client
 
 FINE = {"choices": []}
 
@@ -66,38 +68,38 @@ def drops(server, connection, body):
     connection.connection.close()
 
 
-def post(server, waits=None, **options):
-    client = Client(
-        server.url, **{"timeout": 5.0, "sleep": (waits if waits is not None else []).append} | options
-    )
-    return client.post("completions", {"prompt": [1]})
+def post(server, **options):
+    return Client(server.url, **{"timeout": 5.0} | options).post("completions", {"prompt": [1]})
 
 
 @pytest.mark.parametrize("fault", [status(429), status(500), status(503), half, no_json, drops])
-def test_what_may_pass_is_asked_again(serving, fault):
-    server, waits = serving(in_turn(fault, fault, fine)), []
-    assert post(server, waits) == FINE
-    assert waits == [0.5, 1.0] and len(server.asked) == 3
+def test_what_may_pass_is_asked_again(serving, waits, fault):
+    server = serving(in_turn(fault, fault, fine))
+    assert post(server) == FINE and len(server.asked) == 3
+    assert len(waits) == 2 and 0.375 <= waits[0] <= 0.5 and 0.75 <= waits[1] <= 1.0
 
 
-def test_the_wait_is_what_the_server_asks_for_within_reason(serving):
-    server, waits = serving(in_turn(status(429, Retry_After="7"), status(503, Retry_After="86400"), fine)), []
-    assert post(server, waits) == FINE and waits == [7.0, 60.0]
+def test_the_wait_is_what_the_server_asks_for_within_reason(serving, waits):
+    server = serving(in_turn(status(429, Retry_After="7"), status(503, Retry_After="86400"), fine))
+    with pytest.raises(EndpointError, match="answers 503; 2 tries") as caught:
+        post(server)
+    assert waits == [7.0] and "the same command continues" in caught.value.next
+    assert post(server) == FINE
 
 
 @pytest.mark.parametrize(
     "fault, says",
     [
         (status(500, "out of memory"), "the server answers 500: out of memory; 3 tries"),
-        (half, "half an answer: 13 of 1,000 bytes"),
+        (half, "received 13 bytes, expected 1000"),
         (no_json, "is not JSON"),
         (drops, "3 tries"),
     ],
 )
-def test_a_fault_that_stays_is_one_line(serving, fault, says):
-    server, waits = serving(fault), []
+def test_a_fault_that_stays_is_one_line(serving, waits, fault, says):
+    server = serving(fault)
     with pytest.raises(EndpointError) as caught:
-        post(server, waits, tries=3)
+        post(server, tries=3)
     assert says in str(caught.value) and "\n" not in caught.value.message
     assert len(server.asked) == 3 and len(waits) == 2
 
@@ -105,23 +107,23 @@ def test_a_fault_that_stays_is_one_line(serving, fault, says):
 @pytest.mark.parametrize(
     "code, says", [(400, ""), (401, "OPENAI_API_KEY"), (404, "/v1/models"), (422, ""), (301, "not sent on")]
 )
-def test_what_will_not_pass_is_said_at_once(serving, code, says):
-    server, waits = serving(status(code, "no such thing", Location="http://127.0.0.1:1/")), []
+def test_what_will_not_pass_is_said_at_once(serving, waits, code, says):
+    server = serving(status(code, "no such thing", Location="http://127.0.0.1:1/"))
     with pytest.raises(EndpointError, match=f"answers {code}: no such thing") as caught:
-        post(server, waits)
+        post(server)
     assert says.replace("not sent on", "nothing is sent on") in caught.value.next
     assert caught.value.status == code and len(server.asked) == 1 and not waits
 
 
 @pytest.mark.parametrize("fault", [hangs, trickles])
-def test_a_server_that_hangs_is_left_after_the_deadline(serving, fault):
+def test_a_server_that_hangs_is_left_after_the_deadline(serving, waits, fault):
     server, started = serving(fault), time.monotonic()
     with pytest.raises(EndpointError, match=r"answer in 0\.3 seconds; 2 tries"):
         post(server, timeout=0.3, tries=2)
     assert time.monotonic() - started < 3
 
 
-def test_nobody_there_is_one_line(serving):
+def test_nobody_there_is_one_line(serving, waits):
     server = serving(fine)
     server.close()
     with pytest.raises(EndpointError, match=r"refused; 2 tries"):
@@ -137,6 +139,36 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message(serving):
     with pytest.raises(EndpointError):
         post(server, environment={})
     assert "Authorization" not in server.asked[1][1]
+
+
+def test_what_the_library_finds_in_the_environment_stays_here(serving, monkeypatch):
+    """Its own keys and names go to no server, with or without ours."""
+    for name in ("OPENAI_ADMIN_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, f"secret-{name}")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer secret-header")
+    server = serving(fine)
+    post(server, environment={})
+    post(server, environment={"OPENAI_API_KEY": "sk-1"})
+    sent = [headers for _, headers, _ in server.asked]
+    assert not any("secret" in value for headers in sent for value in headers.values())
+    assert [headers.get("Authorization") for headers in sent] == [None, "Bearer sk-1"]
+
+
+def test_a_redirect_is_not_followed_and_the_key_stays(serving):
+    other = serving(fine)
+    server = serving(status(307, "moved", Location=f"{other.url}/completions"))
+    with pytest.raises(EndpointError, match="answers 307") as caught:
+        post(server, environment={"OPENAI_API_KEY": "sk-1"})
+    assert "nothing is sent on" in caught.value.next and len(server.asked) == 1 and not other.asked
+    assert post(other) == FINE  # control arm: it would have answered
+
+
+def test_without_the_library_it_is_one_line(monkeypatch):
+    refuse_without_library("http://host")
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ConfigError, match=r"extra \[teach\]") as caught:
+        refuse_without_library("http://host")
+    assert caught.value.next == "pip install openai"
 
 
 def test_over_http_the_key_stays_on_this_machine():

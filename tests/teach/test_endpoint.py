@@ -11,7 +11,8 @@ import pytest
 import torch
 from servers import Completions
 
-from unfreeze.teach.client import Client, EndpointError
+from unfreeze.teach.address import EndpointError
+from unfreeze.teach.client import Client
 from unfreeze.teach.endpoint import TOGETHER, Endpoint
 
 TEXTS = ["What is the capital of France?", "A tadpole, the young of a frog is. Hmm.", "Naïve café: 10 %."]
@@ -23,7 +24,7 @@ def documents(tiny):
 
 
 def endpoint(server, tiny, top=5, **options):
-    client = Client(server.url, timeout=20.0, tries=2, sleep=lambda seconds: None)
+    client = Client(server.url, timeout=20.0, tries=2)
     return Endpoint(client, "tiny-k2", tiny.tokenizer, top=top, **options)
 
 

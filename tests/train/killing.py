@@ -221,4 +221,4 @@ if __name__ == "__main__":
     if what == "moments":
         print(json.dumps({bug: every_moment_of_a_save(Path(folder) / bug, bug) for bug in rest}))
     else:
-        print(json.dumps(one_run_killed_often(rest, Path(folder), kills=20, seed=0)))
+        print(json.dumps(one_run_killed_often(rest[1:], Path(folder), kills=int(rest[0]), seed=0)))

@@ -160,7 +160,7 @@ def test_stop_raises_before_the_update_with_the_next_command(tiny: SimpleNamespa
         ),
     ) as caught:
         train(tiny, tmp_path, "stop")
-    assert "--on-spike skip" in caught.value.next and (tmp_path / SUSPECTS).is_file()
+    assert "--watch.on-spike skip" in caught.value.next and (tmp_path / SUSPECTS).is_file()
 
 
 def test_control_arm_without_the_guard_the_step_passes_unsaid(tiny: SimpleNamespace, tmp_path: Path):

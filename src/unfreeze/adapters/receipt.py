@@ -165,10 +165,45 @@ def make_receipt(
                    that is not known: no probe, no matrix of the group reached, or weights trained in full
                    whose first step changes no logit
     """
-    # per trained parameter: gradient and movement, into its group and into its sites
     over = over or Over()
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
-    squares: dict[str, list[float]] = {}  # group -> [trained parameters, gradient², movement²]
+    sites, squares = _measured(weights, gradient, before, reach, over)
+
+    # over the processes: sums, and what is so of one part is so of the site
+    numbers = iter(over.sums([number for own in squares.values() for number in own]))
+    for group in squares:
+        entry = groups.setdefault(group, _empty(0))
+        entry["trained"] = round(next(numbers))
+        entry["grad_norm"], entry["moved"] = math.sqrt(next(numbers)), math.sqrt(next(numbers))
+    masks = iter(over.any([mask for site in sites.values() for mask in (site.moved, site.had, site.large)]))
+    for site in sites.values():
+        site.moved, site.had, site.large = next(masks), next(masks), next(masks)
+    silent = over.any([_silent(site, model, before, over) for site in sites.values()])
+    for site, pruned in zip(sites.values(), silent, strict=True):
+        site.reached = site.reached & ~pruned
+
+    _count(groups, list(sites.values()))
+    # per group: what its training does to the output
+    trained_groups = sorted({site.group for site in sites.values()})
+    if probe is not None and trained_groups:
+        tokens = first_tokens(probe)
+        for group, change in output_changes(model, before, trained_groups, tokens, over.sums).items():
+            groups[group].update(change)
+            if not groups[group]["sites_reached"]:  # no gradient was due, so nothing could move
+                groups[group]["connected"] = None
+    ordered = {name: groups[name] for name in GROUPS if name in groups}
+    in_order = [site for name in ordered for site in sites.values() if site.group == name]
+    return Taken(ordered, [exception for site in in_order for exception in _exceptions(site)])
+
+
+def _measured(
+    weights: Mapping[str, Tensor], gradient: Gradient, before: Snapshot, reach: Reach, over: Over
+) -> tuple[dict[str, Site], dict[str, list[float]]]:
+    """Gradient and movement of what trains here: (its sites, its groups).
+
+    Of a group [trained parameters, gradient², movement²], of which several processes may hold the same.
+    """
+    squares: dict[str, list[float]] = {}
     sites: dict[str, Site] = {}
     for name, weight in weights.items():
         group, (rows, copies) = group_of(name), over.part(name)
@@ -195,51 +230,25 @@ def make_receipt(
         for site, _, part in _parts(name, delta) if g is not None else ():
             here = rows.slice if group == "experts" and rows is not None else slice(None)
             sites[site].moved[here] |= part.flatten(1).ne(0).any(1)
+    return sites, squares
 
-    # over the processes: sums, and what is so of one part is so of the site
-    numbers = iter(over.sums([number for own in squares.values() for number in own]))
-    for group in squares:
-        entry = groups.setdefault(group, _empty(0))
-        entry["trained"] = round(next(numbers))
-        entry["grad_norm"], entry["moved"] = math.sqrt(next(numbers)), math.sqrt(next(numbers))
-    masks = iter(over.any([mask for site in sites.values() for mask in (site.moved, site.had, site.large)]))
-    for site in sites.values():
-        site.moved, site.had, site.large = next(masks), next(masks), next(masks)
-    silent = over.any([_silent(site, model, before, over) for site in sites.values()])
 
-    # per site: reached, moved
-    for site, pruned in zip(sites.values(), silent, strict=True):
-        site.reached = site.reached & ~pruned
+def _count(groups: Groups, sites: Sequence[Site]) -> None:
+    """Into the groups: sites, those reached and moved, and experts that had a gradient in any matrix."""
+    experts: dict[str, Tensor] = {}  # layer -> which
+    for site in sites:
         entry = groups[site.group]
-        for field_, mask in (
-            ("sites", torch.ones_like(site.reached)),
-            ("sites_reached", site.reached),
-            ("sites_moved", site.reached & site.moved),
-        ):
-            entry[field_] += int(mask.sum())
-
-    # per layer: experts that had a gradient in any of their three matrices
-    experts: dict[str, Tensor] = {}
-    for site in (site for site in sites.values() if site.group == "experts"):
-        layer, had = site.name.split(".*.")[0], site.had
-        experts[layer] = experts[layer] | had if layer in experts else had
+        entry["sites"] += site.reached.numel()
+        entry["sites_reached"] += int(site.reached.sum())
+        entry["sites_moved"] += int((site.reached & site.moved).sum())
+        if site.group == "experts":
+            layer = site.name.split(".*.")[0]
+            experts[layer] = experts[layer] | site.had if layer in experts else site.had
     if experts:
         groups["experts"].update(
-            experts=sum(m.numel() for m in experts.values()),
-            experts_reached=sum(int(m.sum()) for m in experts.values()),
+            experts=sum(mask.numel() for mask in experts.values()),
+            experts_reached=sum(int(mask.sum()) for mask in experts.values()),
         )
-
-    # per group: what its training does to the output
-    trained_groups = sorted({site.group for site in sites.values()})
-    if probe is not None and trained_groups:
-        tokens = first_tokens(probe)
-        for group, change in output_changes(model, before, trained_groups, tokens, over.sums).items():
-            groups[group].update(change)
-            if not groups[group]["sites_reached"]:  # no gradient was due, so nothing could move
-                groups[group]["connected"] = None
-    ordered = {name: groups[name] for name in GROUPS if name in groups}
-    in_order = [site for name in ordered for site in sites.values() if site.group == name]
-    return Taken(ordered, [exception for site in in_order for exception in _exceptions(site)])
 
 
 def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:

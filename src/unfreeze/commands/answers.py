@@ -11,10 +11,10 @@ from unfreeze.config.parse import writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.job.opening.device import load, say
+from unfreeze.teach.address import is_url, refuse_without_library
 from unfreeze.teach.answers import Answer, Answers, Ask
 from unfreeze.teach.budget import Budget, Price
 from unfreeze.teach.chat import ChatEndpoint, most_tokens
-from unfreeze.teach.client import Client, is_url
 
 if TYPE_CHECKING:
     from unfreeze.commands.generate import Config
@@ -33,8 +33,9 @@ def answer_rows(config: Config, common: Common) -> dict[str, Any]:
     out = Path(config.out)
     if out.suffix != ".jsonl":
         raise ConfigError(f"out = {out}: answers are JSON lines", next=f"--out {out.with_suffix('.jsonl')}")
+    if url := is_url(config.model):
+        refuse_without_library(config.model)
     rows = _rows(Path(config.data))
-    url = is_url(config.model)
     if not url:  # the dtype itself stands in each record
         config = config.model_copy(update={"dtype": _dtype(config)})
     answers = Answers(out, _source(config, url))
@@ -90,6 +91,8 @@ def _from_server(config: Config, missing: Sequence[Conversation], common: Common
     """The server's answers, once it is known what they cost at most."""
     if config.top_k:
         raise ConfigError("top_k is no field of OpenAI's chat", next="--top-p, or without --top-k")
+    from unfreeze.teach.client import Client  # the library openai: an extra, and a second
+
     asked = config.endpoint
     client = Client(config.model, timeout=asked.timeout)
     out = Path(config.out)

@@ -70,7 +70,7 @@ class DataEvent(CommonFields, total=False):
     longest: Required[Annotated[Int, of("tokens", "longest document")]]
     truncated: Required[Annotated[Int, of("rows", "rows that lost tokens")]]
     dropped: Required[Annotated[Int, of("rows", "rows of which nothing could be learned, left out")]]
-    bad: Required[Annotated[Int, of("rows", 'unreadable, skipped with on_bad_row = "skip"')]]
+    bad: Required[Annotated[Int, of("rows", 'unreadable, skipped with data.on_bad_row = "skip"')]]
     shapes: Required[Annotated[dict[AnyText, Int], of("rows", "shape of row -> rows")]]
     notes: Required[Annotated[dict[AnyText, Int], of("rows", "what was noticed -> rows")]]
     listed: Required[Annotated[list[NotedRow], of("rows", "the first dropped and bad ones")]]
@@ -85,7 +85,7 @@ class DataEvent(CommonFields, total=False):
     efficiency: Annotated[Real | None, of("share, 0 to 1", "of the token budget that packing fills")]
     reading: Annotated[AnyText, of("name", '"memory", "disk" or "on demand"')]
     files: Annotated[dict[AnyText, Int], of("rows", "file -> rows")]
-    mixture: Annotated[list[AnyText], of("sentence", "what data_weights made of each file")]
+    mixture: Annotated[list[AnyText], of("sentence", "what data.weights made of each file")]
     rows_in_files: Annotated[Int, of("rows", "in the data files, where not all are encoded yet")]
 
 

@@ -24,7 +24,7 @@ from unfreeze.job.end.folder import with_files
 from unfreeze.job.opening.device import pick_device, say
 from unfreeze.job.parts import Parts
 from unfreeze.kernels.precision import precision
-from unfreeze.teach.client import base_url, is_url
+from unfreeze.teach.address import base_url, is_url
 from unfreeze.teach.coding import Coding, top_of
 from unfreeze.teach.served import Asking
 from unfreeze.teach.store import FORMAT, Writing, alone, asked_about, is_store, refuse_other_head

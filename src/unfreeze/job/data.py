@@ -13,16 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+from unfreeze.config.recipes import read_resolved
 from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.core.events import RESOLVED
 from unfreeze.job.opening.processes import others
 from unfreeze.job.opening.streaming import MANY_ROWS, Followed, in_windows, may_stream, shared
 from unfreeze.report.events import AT_LEAST, ENOUGH_STEPS, LEAKED, TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
-from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +46,7 @@ def open_tokenizer(run: Run, data: Data, folder: Path) -> Tokenizer:
     """The checkpoint's tokenizer, its chat template at the run's own date."""
     from unfreeze.data import load_tokenizer
 
-    date = read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
+    date = read_resolved(run.path, ConfigError).get("data.template_date", "")
     return load_tokenizer(
         folder, now=template_time(date), template_variables=template_values(data.template_variables)
     )
@@ -352,7 +351,7 @@ def num_steps(training: Training, source: Source) -> int:
         raise ConfigError(
             f"cannot go on for {training.epochs:g} epochs: this run reads its rows in windows, for a number"
             " of steps",
-            next="--steps, with --allow-changed steps",
+            next="--steps, with --save.allow-changed steps",
         )
     return max(1, steps)
 

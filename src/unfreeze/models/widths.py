@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from unfreeze.core.taps import Tap
@@ -24,8 +22,3 @@ def tap_width(model: Decoder, tap: Tap) -> int:
     if tap.name in ("q_plain", "k_plain") and isinstance(attention, MLA):
         return heads * attention.nope
     return heads * sizes.width
-
-
-def tapped_bytes(model: Decoder, taps: Iterable[Tap], compute_bytes: int) -> int:
-    """Bytes per token of these taps, which live from a layer's forward until the objective is made."""
-    return compute_bytes * sum(tap_width(model, tap) for tap in taps)

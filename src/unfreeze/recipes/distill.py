@@ -24,8 +24,8 @@ from unfreeze.job.parts import Parts
 from unfreeze.job.planning.residency import refuse_answers
 from unfreeze.job.source import encoded_rows
 from unfreeze.recipes import sft
+from unfreeze.teach.address import is_url, refuse_without_library
 from unfreeze.teach.chosen import teacher_of
-from unfreeze.teach.client import is_url
 from unfreeze.teach.on_policy import OnPolicy, OwnAnswers
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def parts(config: Config) -> Parts:
                 f"{config.teacher} is a server, which is asked once and not while training",
                 next="add --prepare FOLDER; then train with --teacher FOLDER",
             )
+        refuse_without_library(config.teacher)
         return replace(same, recipe="distill")
     teacher = teacher_of(config)
 

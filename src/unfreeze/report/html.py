@@ -39,7 +39,7 @@ from unfreeze.report.guards import (
 from unfreeze.report.kernels import KERNEL_HEAD, kernel_rows, kernel_words
 from unfreeze.report.metrics import loss_unit, metrics_of
 from unfreeze.report.page import Figure, document, render, write_page
-from unfreeze.report.pictures import Points, curve, points_json, smoothing_window
+from unfreeze.report.pictures import Axes, Points, curve, points_json, smoothing_window
 from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
 from unfreeze.report.tables import (
     ABSENT,
@@ -158,7 +158,7 @@ def _loss(run: Run) -> Markup:
     # twice, linear and logarithmic; a switch on the page shows one (a steep fall is flat on the linear axis)
     def drawn(log: bool) -> list[str]:
         return [
-            curve((steps, losses), alt, size, smoothed=True, log_y=log, dots=evals, rings=ringed)
+            curve((steps, losses), alt, size, smoothed=True, axes=Axes(log_y=log), dots=evals, rings=ringed)
             for size in (WIDE, NARROW)
         ]
 
@@ -192,7 +192,7 @@ def _loss_over_tokens(run: Run) -> Figure | None:
     words += f" Left out: {_steps(empty)} without a supervised token." if empty else ""
     ends = f"{ys[0]:.3f} after {xs[0]:,.0f}, {ys[-1]:.3f} after {xs[-1]:,.0f}."
     alt = f"Training loss over supervised tokens, logarithmic: {ends}"
-    svg = curve((xs, ys), alt, SMALL, smoothed=True, log_x=True)
+    svg = curve((xs, ys), alt, SMALL, smoothed=True, axes=Axes(log_x=True))
     return Figure(
         "Training loss by supervised tokens",
         words,
@@ -255,7 +255,7 @@ def _machine(run: Run) -> Markup:
             alt,
             SMALL,
             smoothed=smoothed,
-            from_zero=min(ys) >= 0,
+            axes=Axes(from_zero=min(ys) >= 0),
             y_format=y_format,
             rings=rings,
             level=level,

@@ -10,6 +10,7 @@ import json
 import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_count
@@ -80,24 +81,32 @@ def thin(
     return [xs[i] for i in order], [ys[i] for i in order]
 
 
+class Axes(NamedTuple):
+    """log_y: equal distances are equal factors; every value must be above 0. from_zero: y begins there."""
+
+    log_x: bool = False
+    log_y: bool = False
+    from_zero: bool = False
+
+
+PLAIN = Axes()
+
+
 def curve(
     points: Points,
     alt: str,
     size: tuple[int, int],
     *,
     smoothed: bool = False,
-    log_x: bool = False,
-    log_y: bool = False,
-    from_zero: bool = False,
+    axes: Axes = PLAIN,
     y_format: str = "number",
     dots: Points = ((), ()),
     rings: Collection[float] = (),
     level: float | None = None,
 ) -> str:
-    """Draw one line over steps (or over tokens with log_x) as SVG of `size` units.
+    """Draw one line over steps (or over tokens with axes.log_x) as SVG of `size` units.
 
     smoothed: faint raw line, strong median. dots: validation.
-    log_y: equal distances are equal factors; every value must be above 0.
     rings: the x of points to be ringed. level: a dashed line across, left out where all points lie below it
     (it would flatten them).
     y_format: "number" | "count" | "bytes".
@@ -124,7 +133,7 @@ def curve(
     if ringed := [i for i, x in enumerate(xs) if x in rings]:
         at = [xs[i] for i in ringed], [ys[i] for i in ringed]
         plot.dots(*at, 3.5, f"fill: none; stroke: {BAD}; stroke-width: 1.5")
-    return _scaled(plot, alt, size, label, log_x=log_x, log_y=log_y, from_zero=from_zero)
+    return _scaled(plot, alt, size, label, axes)
 
 
 def points_json(named: Mapping[str, Points], y_format: str = "number") -> str:
@@ -166,30 +175,21 @@ def lines(
         elif len(xs) > 1:
             shown = smooth(ys, smoothing_window(len(ys))) if smoothed else ys
             plot.line(*thin(xs, shown), f"stroke: {colour}; stroke-width: 1.75{dash}")
-    return _scaled(plot, alt, size, "", from_zero=from_zero)
+    return _scaled(plot, alt, size, "", Axes(from_zero=from_zero))
 
 
-def _scaled(
-    plot: Plot,
-    alt: str,
-    size: tuple[int, int],
-    label: str,
-    *,
-    log_x: bool = False,
-    log_y: bool = False,
-    from_zero: bool = False,
-) -> str:
+def _scaled(plot: Plot, alt: str, size: tuple[int, int], label: str, axes: Axes) -> str:
     """Draw it with the ends of both axes, ticks and their labels; label: the unit behind each number."""
     # x: whole steps, or decades of tokens with ticks in between where there are few
-    across = around(plot.xs, 0.05, log=log_x)
-    if log_x:
+    across = around(plot.xs, 0.05, log=axes.log_x)
+    if axes.log_x:
         at = log_ticks(across, _subs(across, 1.5), 6)
     else:
         at = round_ticks(across, max(3, size[0] // 90), WHOLE, least=1.0)
-    x = [(value, format_count(value) if value >= 10_000 or log_x else f"{value:,.0f}") for value in at]
+    x = [(value, format_count(value) if value >= 10_000 or axes.log_x else f"{value:,.0f}") for value in at]
     # y: round numbers of the unit from zero with 12 % of room above, or a margin on both sides; or decades
-    up = Axis(0.0, max(plot.ys) * 1.12 or 1.0) if from_zero else around(plot.ys, 0.08, log=log_y)
-    if log_y:
+    up = Axis(0.0, max(plot.ys) * 1.12 or 1.0) if axes.from_zero else around(plot.ys, 0.08, log=axes.log_y)
+    if axes.log_y:
         at = log_ticks(up, _subs(up, 1), 9)
     else:
         at = round_ticks(up, 4 if size[1] < 220 else 6)

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from unfreeze.config.recipes import resolved
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.process import planned_words
@@ -96,7 +97,7 @@ class Run:
     def source(self, key: Literal["model", "data"]) -> str:
         """From the start event, else from the config; empty where neither says."""
         start = last(self.events, StartEvent)
-        value = (start and start.get(key)) or self.config.get(key) or ""
+        value = (start and start.get(key)) or self.config.get("data.files" if key == "data" else key) or ""
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     @property
@@ -117,7 +118,7 @@ def read_run(run_dir: Path | str) -> Run:
     return Run(
         path=path,
         events=events,
-        config=_read_object(path / RESOLVED),
+        config=resolved(_read_object(path / RESOLVED)),
         plan=_saved(path / "plan.json", PlanEvent) or last(events, PlanEvent),
         groups=receipt.get("groups", {}) if receipt else {},
         exceptions=receipt.get("exceptions", []) if receipt else [],

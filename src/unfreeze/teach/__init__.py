@@ -6,8 +6,9 @@ teacher.py      a checkpoint, a run, or the model itself with its adapters off, 
 same.py         whether two checkpoints are one model
 store.py        what a teacher said, on disk: the likeliest words of each supervised token
 coding.py       how such an entry is written
-endpoint.py     a server's likeliest words of each token, checked; client.py asks it, budget.py prices it,
-                served.py writes them into the store
+endpoint.py     a server's likeliest words of each token, checked; address.py says what a server's address is,
+                client.py asks it, budget.py prices it, served.py writes them into the store
+inside.py       the one way to a teacher's layers and to the corrector (docs/inside.md: seldom of use)
 on_policy.py    steps on the student's own answers
 answers.py      what a teacher writes, as rows for sft; chat.py asks a server for it
 reference.py    the model as it was when training began, which a policy is compared with;

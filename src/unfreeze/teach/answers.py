@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.row import Conversation, Message, content_digest
-from unfreeze.teach.client import WORDS, EndpointError
+from unfreeze.teach.address import WORDS, EndpointError
 from unfreeze.untrusted.json_object import parse_object
 
 TOGETHER = 8  # rows of one batch. A local model answers the same batch again after a break, so it is fixed

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.data.rows.row import Conversation
+from unfreeze.teach.address import EndpointError
 from unfreeze.teach.answers import Answer
-from unfreeze.teach.client import Client, EndpointError
+
+if TYPE_CHECKING:
+    from unfreeze.teach.client import Client
 
 AT_ONCE = 8  # requests; a server batches them
 BESIDE = 16  # tokens at most that a template writes around one message, about

@@ -26,7 +26,8 @@ def teacher_of(config: Config) -> Asked | Stored:
     if is_store(config.teacher):
         if asked.relations or asked.hidden:
             raise ConfigError(
-                f"{config.teacher} is what a teacher said: --relations and --hidden compare layers",
+                f"{config.teacher} is what a teacher said: --distillation.relations and --distillation.hidden"
+                " compare layers",
                 next="--teacher with the teacher itself, or leave them out",
             )
         needs = "on_policy" if asked.on_policy else "gamma" if asked.gamma is not None else ""
@@ -49,7 +50,7 @@ def _divergence(config: Config, teacher: Teacher, words: int) -> Objective:
 
     asked = config.distillation
     if asked.gamma is not None:
-        from unfreeze.objectives.corrector import corrector
+        from unfreeze.teach.inside import corrector
 
         return partial(corrector, teacher=teacher, vocab=words, gamma=asked.gamma)
     options: dict[str, Any] = {"beta": asked.mixture, "temperature": asked.temperature, "alpha": asked.alpha}

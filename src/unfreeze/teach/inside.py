@@ -1,5 +1,7 @@
 """What of a teacher's layers a student is compared with, beside the words that it says.
 
+The one way to these objectives, and to the corrector's: nothing else of the package imports their files, and
+what they read of a model are taps (core/taps.py). docs/inside.md says when they help, which is seldom.
 The terms are objectives/intermediate.py's; here they are made for two models, and counted.
 T tokens of a micro-batch, D and E widths of the student and of the teacher.
 """
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from unfreeze.core.errors import ConfigError
+from unfreeze.objectives.corrector import corrector
 from unfreeze.objectives.intermediate import (
     RELATIONS,
     Hidden,
@@ -21,6 +24,8 @@ from unfreeze.objectives.intermediate import (
     pairs_of,
     relation_heads,
 )
+
+__all__ = ["Inside", "Read", "attach_projections", "corrector"]
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -122,7 +127,9 @@ class Inside:
         return Read(stream * (own + their), stream * (2 * own + their) + block, stream * own, trained)
 
     def _pairs(self, model: Decoder, teacher: Decoder) -> tuple[Pair, ...]:
-        return pairs_of(model.shape.num_layers, teacher.shape.num_layers, self.layers, option="--layers")
+        return pairs_of(
+            model.shape.num_layers, teacher.shape.num_layers, self.layers, option="--distillation.layers"
+        )
 
     def _heads(self, model: Decoder, teacher: Decoder, pairs: tuple[Pair, ...]) -> int:
         from unfreeze.models.widths import tap_width
@@ -157,8 +164,8 @@ def attach_projections(model: Decoder, width: int, pairs: tuple[Pair, ...], seed
 
     if model.sharded:
         raise ConfigError(
-            "place.weights is sharded, and --hidden learns a matrix that is not divided",
-            next="--relations, which learns none, or --place.weights device",
+            "place.weights is sharded, and --distillation.hidden learns a matrix that is not divided",
+            next="--distillation.relations, which learns none, or --place.weights device",
         )
 
     class Projection(nn.Linear):

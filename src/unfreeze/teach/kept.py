@@ -5,8 +5,9 @@
 
 The model as it began is the model that is there before the first step, so `--train all` needs no copy of it,
 and a step has no forward pass of a reference. A document is found by its key, a checksum of its tokens and
-weights. It is asked in the micro-batch where it first trains: there l_ref has the bits that --reference live
-has. KTO's answers to other prompts are documents like any, new ones in each epoch.
+weights. It is asked in the micro-batch where it first trains: there l_ref has the bits that
+--preference.reference live has.
+KTO's answers to other prompts are documents like any, new ones in each epoch.
 
 A part is there whole or not at all; what was broken off goes on behind the last one. A run that goes on asks
 its first micro-batch again, so that another model is refused, whatever its name.
@@ -49,7 +50,7 @@ ROUND = 64
 SAME = {"float32": 1e-4, "bfloat16": 2e-2}
 """|l - l kept| / max(1, |l|) of the same model: other kernels, threads or processes add in another order. In
 bfloat16 (8 bits) a token's log p moves by up to 1 %, in float32 by 1e-6."""
-LIVE = "--reference live asks it in each step"
+LIVE = "--preference.reference live asks it in each step"
 
 
 def keys_of(batch: Batch) -> list[bytes]:
@@ -94,8 +95,8 @@ class Kept(Second):
         """
         if beginning.in_windows:
             raise ConfigError(
-                "--reference cached asks about all rows before the first step, and these come in windows",
-                next="--reference live",
+                "--preference.reference cached asks about all rows before the first step, and these come in windows",
+                next="--preference.reference live",
             )
         self.ask(
             beginning.model,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unfreeze.teach.budget import Budget, Price
-from unfreeze.teach.client import Client
 from unfreeze.teach.coding import LEAST, Coding
 from unfreeze.teach.endpoint import Endpoint, Scored
 from unfreeze.teach.store import Parts, Writing, is_store
@@ -42,6 +41,8 @@ class Asking:
         examples: Sequence[Example],
         say: Callable[[str], None],
     ):
+        from unfreeze.teach.client import Client  # the library openai: an extra, and a second
+
         self.client, self.name, self.say = Client(url, timeout=asked.timeout), asked.served_name, say
         taken = set(Parts(folder, coding).places) if is_store(folder) else set[bytes]()
         self.lacking: list[Example] = []

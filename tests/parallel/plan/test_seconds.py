@@ -10,7 +10,7 @@ from unfreeze.parallel.plan import seconds as timing
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fleet import Fleet, fleet
 from unfreeze.parallel.plan.rates import Rates, of_device
-from unfreeze.parallel.plan.seconds import EXPANDED, seconds
+from unfreeze.parallel.plan.seconds import EXPANDED, Step, seconds
 
 MOE = Counts(
     hidden_size=7168,
@@ -36,8 +36,9 @@ TRAINED = {"dense": 88_000_000, "experts": 10_192_158_720 // 8}
 def of(words, layout, **changes):
     machine = fleet(words)
     assert machine.device is not None
-    given = {"tokens": 65536, "length": 2048, "trained": TRAINED} | changes
-    return seconds(MOE, machine, of_device(machine.device), layout, **given)
+    beside = {name: changes.pop(name) for name in ("imbalance", "second") if name in changes}
+    step = Step(**{"tokens": 65536, "length": 2048, "trained": TRAINED} | changes)
+    return seconds(MOE, machine, of_device(machine.device), layout, step, **beside)
 
 
 def test_the_stream_of_one_h200_by_hand():
@@ -87,9 +88,7 @@ def test_every_term_by_hand():
     """
     t, rows = 2048, 2048 * 8 * 1.1
     layout = RESIDENT.but(split=8, rest="peers", recompute="layers")
-    found = seconds(
-        MOE, fleet("16xH200"), RATES, layout, tokens=65536, length=100_000, trained=TRAINED, micro_batches=2
-    )
+    found = seconds(MOE, fleet("16xH200"), RATES, layout, Step(65536, 100_000, TRAINED, micro_batches=2))
     expert, adapter = 3 * 7168 * 2048, TRAINED["experts"] / 60 / 48
     m = rows / 48
     layers = {
@@ -158,9 +157,7 @@ def test_experts_that_come_in_groups_are_expanded_at_each_visit():
             fleet("8xH200"),
             RATES,
             RESIDENT.but(split=split, recompute="layers"),
-            tokens=65536,
-            length=2048,
-            trained=TRAINED,
+            Step(65536, 2048, TRAINED),
         )
         for split in (1, 8)
     )
@@ -171,9 +168,7 @@ def test_experts_that_come_in_groups_are_expanded_at_each_visit():
 def test_the_op_says_how_many_groups_there_are(groups, visits, monkeypatch):
     asked = []
     monkeypatch.setattr(timing, "expert_groups", lambda *sizes: asked.append(sizes) or groups)
-    found = seconds(
-        MOE, fleet("8xH200"), RATES, RESIDENT.but(split=7), tokens=65536, length=2048, trained=TRAINED
-    )
+    found = seconds(MOE, fleet("8xH200"), RATES, RESIDENT.but(split=7), Step(65536, 2048, TRAINED))
     assert asked == [(55, 7168, 2048, torch.bfloat16, "cuda")]
     by_hand = 60 * 55 * 3 * 7168 * 2048 * EXPANDED * visits / RATES.expansion
     assert found.terms["expansion"] == pytest.approx(by_hand)
@@ -269,6 +264,6 @@ def test_a_step_of_processes_of_this_cpu_is_the_sum_of_its_terms(recompute, proc
     """The seconds that docs/plan_checked.md compares with measured steps. Norms are slow here, so that every term
     shows."""
     here, given = Fleet("here", processes, 2**36, kind="cpu"), {"tokens": 4096, "length": 512}
-    time = seconds(MOE, here, CPU, RESIDENT.but(recompute=recompute), trained=TRAINED, **given)
+    time = seconds(MOE, here, CPU, RESIDENT.but(recompute=recompute), Step(trained=TRAINED, **given))
     assert all(second > 1e-6 * time.step for second in time.terms.values())
     assert time.step == pytest.approx(sum(time.terms.values()), rel=1e-9)

@@ -24,7 +24,7 @@ from unfreeze.parallel.plan.layouts import MANY, Facts, layouts
 from unfreeze.parallel.plan.places import Places, grouped, places, share
 from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
-from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, asking, seconds
+from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, Step, asking, seconds
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import Work, beside
 
@@ -134,7 +134,7 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
                 break
     if asked.work.optimizer_moments == "float32":
         small = replace(asked, work=replace(asked.work, optimizer_moments="int8"))
-        found += if_it_fits("--optimizer-moments int8", sizes, counts, fleet, small)
+        found += if_it_fits("--optimizer.moments int8", sizes, counts, fleet, small)
 
     # more host memory
     for gib in HOST_SIZES:
@@ -235,7 +235,7 @@ def _words_of(fleet: Fleet, asked: Asked, changes: Mapping[str, Any]) -> str:
     if changes["rank"] != asked.work.rank:
         words.append(f"--lora.rank {changes['rank']}")
     if changes["moments"] != asked.work.optimizer_moments:
-        words.append(f"--optimizer-moments {changes['moments']}")
+        words.append(f"--optimizer.moments {changes['moments']}")
     if changes["tokens"] != asked.tokens:
         words.append(f"--tokens-per-step {changes['tokens']}")
     if changes["host"] != fleet.host:
@@ -357,19 +357,14 @@ def seconds_of(
     if beside_it is not None and beside_it.counts is not None:
         own, part = asked.second_rates or rates, tokens // (fleet.count * asked.work.micro_batches)
         second = asking(beside_it.counts, own, tokens=part, length=asked.length)
-    return seconds(
-        counts,
-        fleet,
-        rates,
-        layout,
-        tokens=tokens,
-        length=asked.length,
-        trained=_trained(sizes, counts, asked.work, layout.sharing),
+    step = Step(
+        tokens,
+        asked.length,
+        _trained(sizes, counts, asked.work, layout.sharing),
         every_weight=asked.work.rank is None,
         micro_batches=asked.work.micro_batches,
-        imbalance=imbalance,
-        second=second,
     )
+    return seconds(counts, fleet, rates, layout, step, imbalance=imbalance, second=second)
 
 
 def _trained(sizes: Sizes, counts: Counts, work: Work, split: int) -> dict[str, int]:

@@ -75,33 +75,40 @@ class Seconds:
         return max(self.terms, key=lambda name: self.terms[name])
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of `tokens` on all devices, in documents of `length`.
+
+    trained: parameters that one device trains, of routed "experts" and of everything else, "dense".
+    """
+
+    tokens: int
+    length: int
+    trained: Mapping[str, int]
+    every_weight: bool = False
+    micro_batches: int = 1
+
+
 def seconds(
     counts: Counts,
     fleet: Fleet,
     rates: Rates,
     layout: Layout,
+    step: Step,
     *,
-    tokens: int,
-    length: int,
-    trained: Mapping[str, int],
-    every_weight: bool = False,
-    micro_batches: int = 1,
     imbalance: float = IMBALANCE,
     second: float = 0.0,
 ) -> Seconds:
-    """Of a step of `tokens` on all devices, in documents of `length`.
-
-    trained: parameters that one device trains, of routed "experts" and of everything else, "dense".
-    second: of a model beside it, for a micro-batch (asking).
-    """
+    """What the step takes. second: of a model beside it, for a micro-batch (asking)."""
+    trained, micro_batches = step.trained, step.micro_batches
     n, D, I = fleet.count, counts.hidden_size, counts.expert_width
     link, host = (
         (fleet.device.link_gb_s * 1e9, fleet.device.host_gb_s * 1e9) if fleet.device else (math.inf, math.inf)
     )
-    t, here = tokens / n / micro_batches, sum(trained.values())
+    t, here = step.tokens / n / micro_batches, sum(trained.values())
     again = {"layers": 2, "selective": 1, "elementwise": 1, "nothing": 1}[layout.recompute]
     dense_visits = 1 if layout.recompute in ("elementwise", "nothing") else 2
-    backward = 2 if every_weight else 1
+    backward = 2 if step.every_weight else 1
 
     # routed experts
     mean_rows = t * counts.experts_per_token * (imbalance if layout.sharing > 1 else 1.0)
@@ -119,9 +126,9 @@ def seconds(
         terms["passes over rows"] = counts.moe_layers * rows * 2 * (14 * D + 16 * I) / rates.passes
 
     # what every token meets
-    pairs = t * min(length, t) / 2  # a micro-batch holds no longer document
+    pairs = t * min(step.length, t) / 2  # a micro-batch holds no longer document
     visits = dense_visits + backward
-    adapters = 0 if every_weight else trained.get("dense", 0) * (dense_visits + 2)
+    adapters = 0 if step.every_weight else trained.get("dense", 0) * (dense_visits + 2)
     terms["dense layers"] = t * 2 * (counts.dense * visits + adapters) / rates.dense
     terms["norms"] = t * counts.num_layers * 2 * D * (dense_visits + 1) / 2 / rates.norms
     terms["attention"] = pairs * counts.attention * (again + 2.5) / rates.attention
@@ -133,22 +140,11 @@ def seconds(
         between = link if layout.sharing <= PER_HOST else NETWORK
         exchange = counts.moe_layers * 5 * rows * away * 2 * D / between
 
-    # what arrives meanwhile, over links of their own
-    arriving: dict[str, float] = {}
-    if layout.experts != "device":
-        source = DISK if layout.experts == "disk" else host
-        arriving["stream of experts"] = 2 * counts.experts_bytes / layout.sharing / source
-    if layout.rest == "host":
-        arriving["stream of the rest"] = 2 * counts.rest_bytes / host
-    by_host = sum(arriving.values())
-    # what all GPUs of a host get alike comes through all its ports; the last host may have fewer
+    # what arrives meanwhile, over links of their own: all GPUs of a host get the rest alike, through all of
+    # its ports; the last host may have fewer
     alike = link if n <= PER_HOST else min(link, NETWORK * (n % PER_HOST or PER_HOST))
-    shared = counts.rest_bytes * (layout.rest == "peers")
-    if layout.sharded:
-        shared = counts.rest_bytes + counts.experts_bytes
-    gather = 2 * shared * (n - 1) / n / alike
-    arriving["gather of the weights" if layout.sharded else "gather of the rest"] = gather
-    stream = max(by_host, gather)
+    by_host, gathered = _arriving(counts, layout, n, host, alike)
+    stream = max(sum(by_host.values()), *gathered.values())
 
     # forward computes less than backward but streams as much
     forward = 1 / (again + 1 + backward)
@@ -156,9 +152,10 @@ def seconds(
     launches = max(0.0, counts.num_layers * LAUNCHES * 3 * rates.launch - layers)
     terms |= {
         "all-to-all": exchange,
-        **arriving,
+        **by_host,
+        **gathered,
         "second model": second,
-        "head": t * 2 * D * counts.vocab_size * (3 if every_weight else 2) / rates.head,
+        "head": t * 2 * D * counts.vocab_size * (3 if step.every_weight else 2) / rates.head,
         "optimizer": _update(layout, here / rates.optimizer / (n if layout.sharded else 1), here, n, host),
         "launches": launches,
     }
@@ -173,8 +170,25 @@ def seconds(
     once = {"optimizer", "sum of gradients"}
     terms = {name: s * (1 if name in once else micro_batches) for name, s in terms.items() if s}
     each = layers + exchange + shown + launches + second + terms.get("head", 0.0) / micro_batches
-    step = micro_batches * each + sum(terms.get(name, 0.0) for name in once)
-    return Seconds(terms, step, micro_batches * shown, forward)
+    whole = micro_batches * each + sum(terms.get(name, 0.0) for name in once)
+    return Seconds(terms, whole, micro_batches * shown, forward)
+
+
+def _arriving(
+    counts: Counts, layout: Layout, n: int, host: float, alike: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of the weights that come during a step: over the host's link, and from the other devices."""
+    by_host: dict[str, float] = {}
+    if layout.experts != "device":
+        source = DISK if layout.experts == "disk" else host
+        by_host["stream of experts"] = 2 * counts.experts_bytes / layout.sharing / source
+    if layout.rest == "host":
+        by_host["stream of the rest"] = 2 * counts.rest_bytes / host
+    shared = counts.rest_bytes * (layout.rest == "peers")
+    if layout.sharded:
+        shared = counts.rest_bytes + counts.experts_bytes
+    what = "gather of the weights" if layout.sharded else "gather of the rest"
+    return by_host, {what: 2 * shared * (n - 1) / n / alike}
 
 
 def asking(counts: Counts, rates: Rates, *, tokens: int, length: int) -> float:

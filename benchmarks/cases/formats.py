@@ -1,0 +1,60 @@
+"""Time training steps with experts in INT4, FP8 with block scales and MXFP4, in turn.
+
+`unfreeze dev bench formats`, about 5 minutes. The model and the job of `unfreeze dev bench moe`. How much
+memory the process has after the first and after the last step stands beside.
+"""
+
+import statistics
+from contextlib import ExitStack
+from typing import Any
+
+from benchmarks.cases import moe
+from benchmarks.harness import shapes
+from benchmarks.harness.case import Run, Trained
+from benchmarks.harness.checkpoints import checkpoints
+from benchmarks.harness.training import float64, job
+
+SHARED = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+CONFIGS: dict[str, dict[str, Any] | None] = {
+    "int4": None,  # as shapes.kimi has it
+    "fp8": {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["self_attn", "shared_experts", "model.layers.0.mlp"],
+    },
+    "mxfp4": {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": MXFP4}},
+        "ignore": SHARED,
+    },
+}
+"""Format -> the quantization_config of the model that steps."""
+
+
+Config = Trained
+
+
+def rows(config: Config, run: Run):
+    model, small = shapes.kimi(), shapes.kimi(**shapes.CHECKED)
+    of = shapes.SIZES, moe.LORA, moe.DOCUMENTS, moe.LENGTH
+    with ExitStack() as kept, job(run, model, small, *of) as made:
+        sides, exact = [made.ours("int4", "selective")], {"int4": made.exact}
+        for name, table in CONFIGS.items():
+            if table is not None:
+                change = {"quantization_config": table}
+                place, checked = kept.enter_context(checkpoints("", model | change, small | change))
+                sides.append(made.ours(name, "selective", checkpoint=str(place), checked=str(checked)))
+                exact[name] = float64(run, str(checked), moe.LORA, moe.LENGTH)
+        found = made.in_turn(sides, own=exact)
+        for side in sides:
+            seconds, first = side.values("step", "seconds"), sides[0].values("step", "seconds")
+            found[side.name] |= {
+                "of_int4": statistics.median(one / other for one, other in zip(seconds, first, strict=True)),
+                "resident_first": side.values("step", "resident")[0],
+                "resident_last": side.values("step", "resident")[-1],
+            }
+            settings = made.settings | {"rank": moe.RANK, "recompute": "selective"}
+            yield run.row(side.name, settings, found[side.name])

@@ -1,0 +1,59 @@
+"""Layers compared with a teacher's, beside its words alone: does a student of the same steps come nearer?
+
+`unfreeze dev bench inside`, about 5 minutes on two cores, 0.6 GB; `--write docs/inside_measured.md` makes the
+page. The language is that of `unfreeze dev bench teach`. A teacher, a llama of 3 layers, width 96 and 6
+heads, learns it; then students of 2 layers, width 64 and 4 heads learn the teacher, each from the same
+documents for the same steps.
+"""
+
+import statistics
+from functools import partial
+
+from pydantic import Field
+
+from benchmarks.harness.case import Run
+from benchmarks.harness.language import TEACHER, Language, Taught, learned, page, taught
+from unfreeze.objectives.divergence import divergence
+from unfreeze.teach.inside import Inside
+from unfreeze.teach.teacher import asked
+
+WORDS = "its words, forward KL"
+ARMS = {f"its words, and relations at {at:g}": Inside(relations=at) for at in (0.1, 1.0)}
+ARMS |= {f"its words, and hidden states at {at:g}": Inside(hidden=at) for at in (0.1, 1.0)}
+
+
+class Config(Taught):
+    steps: int = Field(default=120, ge=1, description="optimizer steps of each student")
+    teacher_steps: int = Field(default=250, ge=1, description="optimizer steps of the teacher, on q itself")
+    tokens: int = Field(default=512, ge=4, description="of a step")
+    words: int = Field(default=64, ge=4, description="V, of the language")
+    documents: int = Field(default=4000, ge=1, description="that are trained on")
+    length: int = Field(default=32, ge=4, description="tokens of a document")
+
+
+def written(config: Config, run: Run):
+    def arms(language: Language, examples, seed: int):
+        itself = partial(divergence, teacher=language.says)
+        teacher = learned(TEACHER, lambda model: itself, examples, config, config.teacher_steps, 100 + seed)
+        teacher.requires_grad_(False)
+        says = partial(asked, teacher, config.words, 1.0)
+
+        def compared(inside: Inside, model):
+            return inside.objective(model, teacher, lambda batch, taps: says(batch, taps=taps), divergence)
+
+        made = {
+            "the teacher": teacher,
+            "cross entropy alone": lambda model: partial(divergence, teacher=says, alpha=1.0),
+        }
+        made[WORDS] = lambda model: partial(divergence, teacher=says)
+        return made | {name: partial(compared, inside) for name, inside in ARMS.items()}
+
+    def less(name: str) -> str:
+        apart = [value - alone for value, alone in zip(found[name], found[WORDS], strict=True)]
+        spread = statistics.stdev(apart) if len(apart) > 1 else 0.0
+        return "–" if name == WORDS else f"{statistics.mean(apart):+.4f} ± {spread:.4f}"
+
+    found = taught(config, run, arms)
+    what = f"{config.documents} documents of {config.length} tokens, {config.steps} steps. Last layers are"
+    what += " compared. KL(q ‖ student) on 64 others, nats a token; last column: mean ± standard deviation."
+    return page(run, "Layers compared with a teacher's", what, ("loss", "less words alone"), less, found)

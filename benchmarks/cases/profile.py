@@ -1,0 +1,59 @@
+"""Say where the time of one step goes, op by op, beside the GEMM rate of a core.
+
+`unfreeze dev bench profile moe|dense|decode|growth`, 1 to 2 minutes. One step of our side of that benchmark
+(of decode: 32 tokens) under torch's profiler, on one core, so that times add up to the step's. Numba loops
+are listed by name. GEMMs come with their FLOP, and what share that is of torch.mm's rate on one core at the
+job's shapes. Of growth: the same step at each of --tokens, the smallest first, per token.
+Written to docs/profiles/<name>.md, or --out.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from tyro.conf import Positional
+
+from benchmarks.cases import dense, growth, moe
+from benchmarks.harness import shapes
+from benchmarks.harness.case import OnCheckpoint, Run, computed_here
+from benchmarks.harness.checkpoints import checkpoints
+from benchmarks.harness.generation import ours, prompts_of
+from benchmarks.harness.job import trainer
+from benchmarks.harness.profiled import mlp, one_thread, page, profiled
+from benchmarks.harness.training import whole
+from unfreeze.config.parse import Folder
+
+POSITIONAL = True
+
+
+class Config(OnCheckpoint):
+    threads: Literal[1] = Field(default=1, description="one core")
+    job: Annotated[Literal["moe", "dense", "decode", "growth"], Positional] = Field(description="whose step")
+    batch: int = Field(default=1, ge=1, description="of decode: rows that are generated at once")
+    tokens: tuple[int, ...] = Field(default=(65536, 4096), description="of growth: of a step, n x 512")
+    out: Folder = Field(default="", description="the table; default: docs/profiles/<name>.md")
+
+
+def written(config: Config, run: Run):
+    found, model = {}, shapes.kimi()
+    lora, length, steps = moe.LORA, moe.LENGTH, [moe.DOCUMENTS if config.job == "moe" else 0]
+    if config.job == "dense":
+        model, lora = shapes.qwen("qwen2", shapes.QWEN2_05B), None
+        length, steps = dense.LENGTH, [dense.DOCUMENTS]
+    if config.job == "growth":
+        whole(config.tokens, growth.LENGTH)
+        model, lora, length = shapes.kimi(**growth.SIZES), growth.LORA, growth.LENGTH
+        steps = [tokens // length for tokens in sorted(config.tokens)]
+    with one_thread(), checkpoints(config.checkpoint, model, model) as (folder, _):
+        for documents in steps:
+            tokens = documents * length or config.batch
+            run.say(f"{tokens:,} tokens")
+            if config.job == "decode":
+                worker, prompts = ours(str(folder)), prompts_of(config.batch, 8, model["vocab_size"])
+                step = lambda: worker.calls["generate"](prompts, 32)  # noqa: B023, E731 - called at once
+            else:
+                given = computed_here(), lora, "selective", documents, length
+                step = trainer(str(folder), str(folder), *given).calls["step"]
+            found[tokens] = profiled(step, mlp(model, tokens), computed_here())
+    out = Path(config.out or Path(__file__).parents[2] / "docs" / "profiles" / f"{config.job}.md")
+    return page(run, config.job, found, out)

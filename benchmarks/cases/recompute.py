@@ -1,0 +1,60 @@
+"""Time LoRA on the Qwen3-0.6B shape, as a run chooses what to recompute, beside transformers + peft.
+
+`unfreeze dev bench recompute`, about 6 minutes, 20 GB. A random checkpoint of 596 M parameters; adapters of
+rank 16 on every linear layer, 2 documents of 512 tokens a step, clipping, AdamW; bf16, or float32 on a CPU
+without bf16 units.
+Sides: auto (the choice of a run with the memory that is free now), any of the choices by name, peft
+(transformers + peft, the same adapters) and peft-checkpointing (the same with gradient checkpointing).
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from benchmarks.harness import shapes
+from benchmarks.harness.case import Run, Trained
+from benchmarks.harness.training import job
+from unfreeze import models
+from unfreeze.checkpoint import Manifest
+from unfreeze.config.lora import LoraConfig
+from unfreeze.core.layout import RESIDENT
+from unfreeze.parallel.plan import plan_here
+
+Named = Literal["auto", "nothing", "elementwise", "selective", "layers", "peft", "peft-checkpointing"]
+PEERS = ("peft", "peft-checkpointing")
+DOCUMENTS, LENGTH, RANK = 2, 512, 16
+
+
+class Config(Trained):
+    """What is measured."""
+
+    sides: tuple[Named, ...] = Field(
+        default=("auto", "selective", *PEERS), min_length=1, description="which sides"
+    )
+
+
+def chosen(model: shapes.Config, config: Config) -> str:
+    """What a run of this job would choose on this machine now."""
+    manifest = Manifest(path=Path(), config=model, tensors={}, prefix="", files=())
+    layout = RESIDENT.but(recompute="auto")
+    given = {"dtype": config.computed, "device": config.device, "layout": layout}
+    lora, tokens = LoraConfig(rank=RANK), DOCUMENTS * LENGTH
+    made = plan_here(models.shape(model), manifest, lora, tokens=tokens, longest=LENGTH, **given)
+    return made.layout.recompute
+
+
+def rows(config: Config, run: Run):
+    sizes = shapes.QWEN3_06B
+    model, small = shapes.qwen("qwen3", sizes), shapes.qwen("qwen3", sizes | shapes.DENSE_CHECKED)
+    ours = {name: name for name in config.sides if name not in PEERS}
+    ours |= {"auto": chosen(model, config)} if "auto" in ours else {}
+    with job(run, model, small, list(sizes), {"rank": RANK}, DOCUMENTS, LENGTH) as made:
+        sides = [
+            made.ours(name, ours[name])
+            if name in ours
+            else made.theirs(name, "peft", trained="all-linear", rank=RANK, checkpointing=name != "peft")
+            for name in config.sides
+        ]
+        for name, entry in made.in_turn(sides).items():
+            yield run.row(name, made.settings | {"rank": RANK, "recompute": ours.get(name, "")}, entry)
