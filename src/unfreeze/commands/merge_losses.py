@@ -16,7 +16,7 @@ from unfreeze.config.adapter import adapter_folder
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.units import format_bytes
 from unfreeze.objectives.preference import WITHOUT_REFERENCE
-from unfreeze.recipes.prefer import loss_of, minimised
+from unfreeze.teach.compares import loss_of, minimised
 
 if TYPE_CHECKING:
     from torch import Tensor
