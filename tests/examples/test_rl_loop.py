@@ -18,7 +18,7 @@ STEPS = 10
 def rewards(out, **settings):
     """The mean reward of each step, of a short run from the same seed."""
     loop = runpy.run_path(str(SCRIPT))
-    given = {"prompts": 4, "answers": 6, "max_new_tokens": 12, "steps": STEPS, "learning_rate": 1e-2}
+    given = {"prompts": 4, "answers": 6, "max_new_tokens": 12, "steps": STEPS, "learning_rate": 5e-3}
     return loop["main"](loop["Config"](out=str(out), **given | settings))
 
 
