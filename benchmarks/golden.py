@@ -82,7 +82,8 @@ def more_jobs(dense: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
     with pairs.open("w", encoding="utf-8") as file:
         for line, other in pairwise(lines):
             pair = {"prompt": line["question"], "chosen": line["answer"], "rejected": other["answer"]}
-            file.write(json.dumps(pair) + "\n")
+            if pair["chosen"] != pair["rejected"]:
+                file.write(json.dumps(pair) + "\n")
     for reference in ("live", "cached"):
         words = ["--data", str(pairs), "--preference.reference", reference, "--loss", "dpo", "--rank", "4"]
         yield f"pairs {reference}", ["unfreeze", "prefer", *k2, *words, *more]
