@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import test_collectives as small
 from sharding import forked
-from unfreeze.job.second import first_asked
 
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
