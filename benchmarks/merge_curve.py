@@ -26,7 +26,7 @@ import transformers
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.evaluate.style import score
+from unfreeze.evaluate.style import style_scores
 from unfreeze.parallel.machine import hardware
 
 RATES = ("1e-4", "3e-4", "1e-3")
@@ -115,7 +115,7 @@ def rows(folder: Path) -> list[tuple[str, ...]]:
                 result = command("merge", run, "--to", to, "--scales", scales, "--out", out)
                 experts, gain = result["rounding"]["experts"], result["gain"]
                 way = experts["ways"][experts["written"][0]]
-                scored = score(answers(out), QUESTIONS)
+                scored = style_scores(answers(out), QUESTIONS)
                 losses = f"{gain['base']:.3f}, {gain['adapter']:.3f}, {gain['merged']:.3f}"
                 made.append(
                     (

@@ -15,7 +15,7 @@ from benchmarks.harness.case import Run
 from benchmarks.harness.language import TEACHER, Language, Taught, learned, page, taught
 from unfreeze.objectives.divergence import divergence
 from unfreeze.teach.inside import Inside
-from unfreeze.teach.teacher import asked
+from unfreeze.teach.teacher import teacher_log_probs
 
 WORDS = "its words, forward KL"
 ARMS = {f"its words, and relations at {at:g}": Inside(relations=at) for at in (0.1, 1.0)}
@@ -36,7 +36,7 @@ def written(config: Config, run: Run):
         itself = partial(divergence, teacher=language.says)
         teacher = learned(TEACHER, lambda model: itself, examples, config, config.teacher_steps, 100 + seed)
         teacher.requires_grad_(False)
-        says = partial(asked, teacher, config.words, 1.0)
+        says = partial(teacher_log_probs, teacher, config.words, 1.0)
 
         def compared(inside: Inside, model):
             return inside.objective(model, teacher, lambda batch, taps: says(batch, taps=taps), divergence)

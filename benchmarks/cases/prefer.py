@@ -18,7 +18,7 @@ from benchmarks.harness import yoda
 from benchmarks.harness.case import Measured, Run
 from benchmarks.harness.shapes import TINY_K2
 from benchmarks.harness.yoda import answers, found_in, lines, trained
-from unfreeze.evaluate.style import compare
+from unfreeze.evaluate.style import compare_style
 
 SIDES = ("sft", "dpo", "dpo+nll", "orpo", "sft+dpo")
 Side = Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "dpo+nll", "sft+dpo"]
@@ -44,12 +44,8 @@ def rows(config: Config, run: Run):
         before = answers(TINY_K2, items)
         for side in config.sides:
             started = time.perf_counter()
-            made = (
-                yoda.then(config, pairs, folder)
-                if side == "sft+dpo"
-                else trained(side, config, pairs, folder)
-            )
-            found = compare(before, answers(made, items), items) | found_in(made)
+            made = trained(side, config, pairs, folder)
+            found = compare_style(before, answers(made, items), items) | found_in(made)
             found["note"] = yoda.said(found)
             run.say(f"{side}: {found['note']}")
             settings = {"model": "tiny-k2", "loss": side, **config.model_dump(exclude={"sides", "append"})}

@@ -16,13 +16,13 @@ from benchmarks.harness.sides import Side, Worker
 from unfreeze.core.errors import ConfigError
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
-from unfreeze.generate.steps import Replayed, by_record, launched
+from unfreeze.generate.steps import Replayed, launched, step_by_record
 
 STEPS = {"unfreeze": "by_record", "unfreeze-launched": "launched", "unfreeze-graphs": "graphs"}
 
 
 def read_cases(config: Any) -> list[tuple[int, int]]:
-    """ "16x64" -> (16, 64): rows, and tokens of the prompt. Raises ConfigError, also for CUDA graphs on a CPU."""
+    """ "16x64" -> (16, 64): rows, tokens of the prompt. Raises ConfigError, also for CUDA graphs on a CPU."""
     found = []
     for text in config.cases:
         batch, _, prompt = text.partition("x")
@@ -76,7 +76,7 @@ def note(settings: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record", dtype: str = "bfloat16") -> Worker:
     """Our engine. calls: generate(prompts, new) -> tokens, decode_seconds."""
-    ways = {"by_record": by_record, "launched": launched, "graphs": partial(Replayed, impl="cuda_graph")}
+    ways = {"by_record": step_by_record, "launched": launched, "graphs": partial(Replayed, impl="cuda_graph")}
     decoder = unfreeze.load(checkpoint, dtype=dtype, device=device).decoder
     engine = Engine(decoder, steps=ways[steps])  # without stop ids: every row gets all its tokens
 

@@ -54,7 +54,7 @@ __version__ = "0.1.0"
 if "UNFREEZE_CPU_CLASS" in os.environ:  # before anything imports torch or numba
     from unfreeze.core import cpu
 
-    cpu.narrow()
+    cpu.restrict_cpu_class()
 
 __getattr__ = on_first_use(__name__, _HOME)
 

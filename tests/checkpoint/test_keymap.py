@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from unfreeze.checkpoint import StackRule, TensorInfo, disk_tensors, open_checkpoint, unstack
-from unfreeze.checkpoint.keymap import sources
+from unfreeze.checkpoint.keymap import tensor_sources
 from unfreeze.checkpoint.resolve import resolve
 from unfreeze.checkpoint.stream import stream
 from unfreeze.core.errors import CheckpointError
@@ -19,7 +19,7 @@ from unfreeze.quant.codec import kept_suffixes
 
 
 def test_sources_name_experts_in_order_with_their_regions(kimi) -> None:
-    found = sources("model.layers.12.mlp.experts.gate_up_proj.weight", (2, 8, 4), kimi.rules)
+    found = tensor_sources("model.layers.12.mlp.experts.gate_up_proj.weight", (2, 8, 4), kimi.rules)
     stack = "model.layers.12.mlp.experts."
     assert [(source.name, source.index, source.shape) for source in found] == [
         (stack + "0.gate_proj.weight", (0, slice(0, 4)), (4, 4)),
@@ -27,14 +27,14 @@ def test_sources_name_experts_in_order_with_their_regions(kimi) -> None:
         (stack + "1.gate_proj.weight", (1, slice(0, 4)), (4, 4)),
         (stack + "1.up_proj.weight", (1, slice(4, 8)), (4, 4)),
     ]
-    assert sources("model.norm.weight", (4,), kimi.rules)[0].name == "model.norm.weight"
+    assert tensor_sources("model.norm.weight", (4,), kimi.rules)[0].name == "model.norm.weight"
 
 
 def test_fields_match_one_component_and_dots_are_literal() -> None:
     rules = [StackRule("a.{layer}.{expert}.x.{part}", "a.{layer}.x.{part}")]
     for param in ("a.1.x.weight.more", "a.one.x.weight", "aQ1.x.weight", "b.a.1.x.weight"):
-        assert sources(param, (2, 3), rules)[0].name == param  # no rule applies
-    assert sources("a.1.x.weight", (2, 3), rules)[1].name == "a.1.1.x.weight"
+        assert tensor_sources(param, (2, 3), rules)[0].name == param  # no rule applies
+    assert tensor_sources("a.1.x.weight", (2, 3), rules)[1].name == "a.1.1.x.weight"
 
 
 def test_unstack_gives_views_that_rebuild_the_parameter(kimi) -> None:
@@ -90,7 +90,7 @@ def test_a_transposed_tensor_is_read_and_written_as_it_was(tmp_path, dtype, monk
 def test_a_tensor_that_may_be_either_way_round_is_what_its_shape_says(stored, transposed):
     rule = StackRule(TRANSPOSED[0].disk, TRANSPOSED[0].param, transposed=True, either=True)
     disk = {"layers.0.experts.down": TensorInfo("layers.0.experts.down", "F32", stored, 420, Path("file"), 0)}
-    (source,) = sources("layers.0.mlp.down.weight", (3, 5, 7), (rule,), disk)
+    (source,) = tensor_sources("layers.0.mlp.down.weight", (3, 5, 7), (rule,), disk)
     assert (source.shape, source.transposed) == (stored, transposed)
 
 

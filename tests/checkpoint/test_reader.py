@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from unfreeze.checkpoint import open_checkpoint
-from unfreeze.checkpoint.reader import Reader
+from unfreeze.checkpoint.reader import TensorReader
 from unfreeze.checkpoint.resolve import resolve
 from unfreeze.checkpoint.stream import stream
 from unfreeze.core.errors import CheckpointError
@@ -33,7 +33,7 @@ def test_it_reads_what_stream_reads_as_often_as_asked(folder: Path, kimi, dtype:
     placements = resolve(open_checkpoint(folder), kimi.rules, kimi.params(dtype))
     wanted, found = empty(kimi, dtype), empty(kimi, dtype)
     total = stream(placements, wanted).bytes
-    reader = Reader(forget=forget)
+    reader = TensorReader(forget=forget)
     part = reader.part(placements, found)
     for _ in range(3):
         for tensor in found.values():
@@ -48,7 +48,7 @@ def test_torch_does_not_know_that_it_wrote(folder: Path, kimi) -> None:
     placements = resolve(open_checkpoint(folder), kimi.rules, kimi.params())
     found = empty(kimi, torch.bfloat16)
     before = {name: tensor._version for name, tensor in found.items()}
-    Reader().part(placements, found).read()
+    TensorReader().part(placements, found).read()
     assert {name: tensor._version for name, tensor in found.items()} == before
 
 
@@ -59,7 +59,7 @@ def test_files_are_opened_once_and_closed(folder: Path, kimi) -> None:
     def opened() -> int:
         return sum(Path(file.path).is_relative_to(folder) for file in psutil.Process().open_files())
 
-    reader = Reader()
+    reader = TensorReader()
     parts = [reader.part(placements, empty(kimi, torch.bfloat16)) for _ in range(5)]
     for part in parts:
         part.read()
@@ -70,7 +70,7 @@ def test_files_are_opened_once_and_closed(folder: Path, kimi) -> None:
 
 def test_a_file_that_was_written_to_since_is_refused(folder: Path, kimi) -> None:
     manifest = open_checkpoint(folder)
-    part = Reader().part(resolve(manifest, kimi.rules, kimi.params()), empty(kimi, torch.bfloat16))
+    part = TensorReader().part(resolve(manifest, kimi.rules, kimi.params()), empty(kimi, torch.bfloat16))
     part.read()
     os.utime(manifest.files[1], ns=(0, 1))
     with pytest.raises(
@@ -83,7 +83,7 @@ def test_one_that_was_replaced_is_read_as_it_was(folder: Path, kimi) -> None:
     """A rename leaves the opened file as it was: the run goes on with the weights that it began with."""
     manifest = open_checkpoint(folder)
     found = empty(kimi, torch.bfloat16)
-    part = Reader().part(resolve(manifest, kimi.rules, kimi.params()), found)
+    part = TensorReader().part(resolve(manifest, kimi.rules, kimi.params()), found)
     part.read()
     wanted = {name: tensor.clone() for name, tensor in found.items()}
     other = folder / "other"
@@ -95,7 +95,7 @@ def test_one_that_was_replaced_is_read_as_it_was(folder: Path, kimi) -> None:
 
 def test_a_file_that_ends_early_is_named(folder: Path, kimi) -> None:
     manifest = open_checkpoint(folder)
-    part = Reader().part(resolve(manifest, kimi.rules, kimi.params()), empty(kimi, torch.bfloat16))
+    part = TensorReader().part(resolve(manifest, kimi.rules, kimi.params()), empty(kimi, torch.bfloat16))
     os.truncate(manifest.files[0], manifest.files[0].stat().st_size // 2)
     with pytest.raises(CheckpointError, match=f"{manifest.files[0].name} ends at byte .* longer when"):
         part.read()
@@ -103,7 +103,7 @@ def test_a_file_that_ends_early_is_named(folder: Path, kimi) -> None:
 
 def test_a_disk_that_fails_is_one_line(folder: Path, kimi, monkeypatch) -> None:
     manifest = open_checkpoint(folder)
-    part = Reader().part(resolve(manifest, kimi.rules, kimi.params()), empty(kimi, torch.bfloat16))
+    part = TensorReader().part(resolve(manifest, kimi.rules, kimi.params()), empty(kimi, torch.bfloat16))
 
     def fails(*arguments: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -119,4 +119,4 @@ def test_a_file_that_is_gone_is_named(folder: Path, kimi) -> None:
     placements = resolve(manifest, kimi.rules, kimi.params())
     manifest.files[0].unlink()
     with pytest.raises(CheckpointError, match=f"{manifest.files[0].name} cannot be read: No such file"):
-        Reader().part(placements, empty(kimi, torch.bfloat16))
+        TensorReader().part(placements, empty(kimi, torch.bfloat16))

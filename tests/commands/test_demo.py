@@ -82,7 +82,7 @@ def trained(monkeypatch):
 
         monkeypatch.setattr(demo.sft, "train", train)
         monkeypatch.setattr(demo, "ask", lambda *_: ([], None))
-        monkeypatch.setattr(demo, "compare", lambda *_: {})
+        monkeypatch.setattr(demo, "compare_style", lambda *_: {})
         monkeypatch.setattr(demo, "write_samples", lambda *_: None)
         demo.main(["--out", str(out)], Common(quiet=True))
 

@@ -18,7 +18,7 @@ from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.compress.deltas import Deltas
 from unfreeze.compress.merge import inputs_of, merge
-from unfreeze.compress.work import Work
+from unfreeze.compress.work import MergeWork
 from unfreeze.config.lora import LoraConfig
 from unfreeze.generate.open import open_model
 from unfreeze.quant import Fp8
@@ -133,7 +133,7 @@ def run_merge(base: Path, adapter: Path, out: Path, to="same", scales="refit", p
     manifest = open_checkpoint(base)
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
     deltas = Deltas(model, adapter)
-    work = Work(manifest, model, deltas, to)
+    work = MergeWork(manifest, model, deltas, to)
     return merge(work, deltas, out, inputs_of(manifest, adapter, to, scales), scales, progress)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from unfreeze.core import schema
 from unfreeze.core.balance import balance, dead, load_entropy, max_violation
-from unfreeze.core.conform import damage, faults
+from unfreeze.core.conform import damage, violations
 from unfreeze.core.schema import FURTHER, KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ spec.loader.exec_module(events_page)
 
 
 def words_of(event: dict) -> list[str]:
-    return [fault.words for fault in faults(event)]
+    return [fault.words for fault in violations(event)]
 
 
 def test_the_page_is_made_of_the_schema():

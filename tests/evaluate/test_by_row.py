@@ -18,7 +18,7 @@ import torch
 from unfreeze import models
 from unfreeze.data import Example, Examples
 from unfreeze.data.packing.split import distinct_rows, validation_batches
-from unfreeze.evaluate.by_row import ByRow, RowSums, rows_of
+from unfreeze.evaluate.by_row import ByRow, RowSums, example_rows
 from unfreeze.evaluate.compared import compared
 from unfreeze.evaluate.perplexity import heldout
 from unfreeze.objectives.preference import preference
@@ -203,7 +203,7 @@ def test_processes_add_up_to_what_one_finds(model):
             counts = torch.tensor([1.0, 0.0, 1.0])
             sums.add(torch.tensor(rows[rank]), "most", torch.tensor(values[rank]), counts)
         for batch in batches[rank : rank + 1]:
-            found, row_E = heldout(model, [batch]).by_row, rows_of(batch)
+            found, row_E = heldout(model, [batch]).by_row, example_rows(batch)
             assert found is not None and row_E is not None
             sums.add(row_E, "loss", *(torch.from_numpy(each[row_E.numpy()]) for each in found.sums["loss"]))
         return sums.gathered(Together(rank, given, met), torch.device("cpu"))  # type: ignore[arg-type]

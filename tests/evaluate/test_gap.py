@@ -8,7 +8,7 @@ import torch
 
 from unfreeze import models
 from unfreeze.core.errors import ConfigError
-from unfreeze.evaluate.gap import TOLERANCE, gap_of, log_probability_gap, score
+from unfreeze.evaluate.gap import TOLERANCE, answer_log_probs, gap_of, log_probability_gap
 from unfreeze.generate.engine import Completion, Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models.blocks.moe import MoE
@@ -125,7 +125,7 @@ def test_scores_are_those_of_transformers_and_count_nowhere():
         }
     )
     answers = [[5, 9, 11], [1]]
-    found = score(ours, PROMPTS[:2], answers)
+    found = answer_log_probs(ours, PROMPTS[:2], answers)
     for prompt, answer, values in zip(PROMPTS, answers, found, strict=False):
         with torch.no_grad():
             logs = theirs(torch.tensor([[*prompt, *answer]])).logits[0].log_softmax(-1)
@@ -137,7 +137,7 @@ def test_scores_are_those_of_transformers_and_count_nowhere():
 def test_the_engines_log_probabilities_ignore_temperature_and_top_k():
     model = build("llama")
     cold = Engine(model).generate(PROMPTS, Sampling(max_new_tokens=8, temperature=0.3, top_k=2, seed=0))
-    for answer, values in zip(cold, score(model, PROMPTS, [c.tokens for c in cold]), strict=True):
+    for answer, values in zip(cold, answer_log_probs(model, PROMPTS, [c.tokens for c in cold]), strict=True):
         assert answer.logprobs == pytest.approx(values, abs=TOLERANCE) and len(answer.logprobs) == 8
 
 

@@ -4,7 +4,7 @@ sentences would fool."""
 import pytest
 
 from unfreeze.core.errors import DataError
-from unfreeze.evaluate.style import compare, contains, fact_kept, score, split_yoda, style_obeyed
+from unfreeze.evaluate.style import compare_style, contains, fact_kept, split_yoda, style_obeyed, style_scores
 
 YODA = [
     "Paris, the capital of France is. Hmm.",
@@ -166,12 +166,12 @@ AFTER = [
 
 
 def test_score_counts_both():
-    assert score(BEFORE, ITEMS) == {"style": 0.0, "facts": 75.0, "asked": 4.0}
-    assert score(AFTER, ITEMS) == {"style": 75.0, "facts": 75.0, "asked": 4.0}
+    assert style_scores(BEFORE, ITEMS) == {"style": 0.0, "facts": 75.0, "asked": 4.0}
+    assert style_scores(AFTER, ITEMS) == {"style": 75.0, "facts": 75.0, "asked": 4.0}
 
 
 def test_compare_looks_at_known_facts_only():
-    result = compare(BEFORE, AFTER, ITEMS)
+    result = compare_style(BEFORE, AFTER, ITEMS)
     assert (result["known"], result["asked"]) == (3.0, 4.0)
     assert (result["style_before"], result["facts_before"]) == (0.0, 100.0)
     # Of France, Italy and the Taj Mahal: two in style, Italy's fact lost. Gold, learned by luck, makes up for
@@ -181,8 +181,8 @@ def test_compare_looks_at_known_facts_only():
 
 def test_refuses_nothing_to_measure():
     with pytest.raises(DataError, match="3 answers for 4"):
-        score(BEFORE[:3], ITEMS)
+        style_scores(BEFORE[:3], ITEMS)
     with pytest.raises(DataError, match="0 answers for 0"):
-        score([], [])
+        style_scores([], [])
     with pytest.raises(DataError, match="0 of 4 held-out facts known"):
-        compare(["No."] * 4, AFTER, ITEMS)
+        compare_style(["No."] * 4, AFTER, ITEMS)

@@ -14,7 +14,7 @@ import pytest
 import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 
-from unfreeze.evaluate.style import bare, contains, facts_kept, score, split_yoda, style_obeyed
+from unfreeze.evaluate.style import bare, contains, facts_kept, split_yoda, style_obeyed, style_scores
 
 REPO = Path(__file__).resolve().parents[2]
 EXAMPLE = REPO / "examples" / "tiny-k2"
@@ -189,13 +189,13 @@ def test_the_probe_reads_the_ideal_answers_rightly(made):
     held_out = rows(made / "held_out.jsonl")
     by_key = {(fact.relation, fact.entity): fact for fact in FACTS}
     asked = [by_key[row["relation"], row["entity"]] for row in held_out]
-    assert score([phrases.yoda(fact) for fact in asked], held_out) == {
+    assert style_scores([phrases.yoda(fact) for fact in asked], held_out) == {
         "style": 100.0,
         "facts": 100.0,
         "asked": len(asked),
     }
     for form in generate.ANSWER_FORMS:
-        assert score([phrases.answer(fact, form) for fact in asked], held_out) == {
+        assert style_scores([phrases.answer(fact, form) for fact in asked], held_out) == {
             "style": 0.0,
             "facts": 100.0,
             "asked": len(asked),

@@ -36,12 +36,13 @@ from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.commands.inspect import inspect
 from unfreeze.config.adapter import lora_of
+from unfreeze.config.names import earlier, spellings
 from unfreeze.config.parse import parse
-from unfreeze.config.training import FLAT
+from unfreeze.config.sft import Config as FineTuning
 from unfreeze.core.errors import UserError
 from unfreeze.data import BadRow, encode_files, load_tokenizer, read_rows
 from unfreeze.generate.open import open_model
-from unfreeze.generate.source import locate
+from unfreeze.generate.source import locate_model
 from unfreeze.models.publish import published
 from unfreeze.parallel.placement.dispatch import split_experts
 from unfreeze.parallel.processes.collectives import ALONE, Alone
@@ -49,7 +50,7 @@ from unfreeze.parallel.processes.mesh import Mesh
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number
 from unfreeze.report.html import page, summary_lines
-from unfreeze.report.run import expert_balance, facts, load_words, read_run, started
+from unfreeze.report.run import expert_balance, facts, first_event_time, load_words, read_run
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
@@ -57,6 +58,7 @@ from unfreeze.train.state import State, save, start_or_resume
 
 Files = dict[str, bytes]
 
+PLACES = earlier(FineTuning) | spellings(FineTuning)  # every name of a field -> its dotted one
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 16,
@@ -997,7 +999,7 @@ def plant_adapter(random: Random, folder: Path) -> None:
 
 def read_adapter(folder: Path) -> None:
     """Loaded whole, or the model is as it was."""
-    locate(folder)
+    locate_model(folder)
     with suppress(UserError):
         lora_of(folder)
     model = good_model((folder / "family").read_text())
@@ -1050,7 +1052,7 @@ def read_run_folder(folder: Path) -> None:
     """unfreeze report, chat and the resuming command on one run folder. All three are tried; the first error
     is raised."""
     errors: list[UserError] = []
-    for step in (_report, locate, _resume):
+    for step in (_report, locate_model, _resume):
         try:
             step(folder)
         except UserError as error:
@@ -1066,7 +1068,7 @@ def _report(folder: Path) -> None:
         number(event.get("loss"))
         if event["kind"] == "load":
             load_words(event)
-    started(run), expert_balance(run), run.state, run.source("model"), run.loaded
+    first_event_time(run), expert_balance(run), run.state, run.source("model"), run.loaded
     if (folder / "events.jsonl").stat().st_size % 8 == 0:  # the page takes a hundred times as long
         page(run)
         "\n".join(summary_lines(folder))
@@ -1157,7 +1159,7 @@ def plant_toml(random: Random, folder: Path) -> None:
     written: dict[str, dict[str, str]] = {"": {}, "lora": lora}
     in_tables = random.sample(("data", "training", "optimizer", "memory"), random.randrange(3))
     for key, value in top.items():  # by its flat name, or in its table
-        table, _, name = FLAT.get(key, key).rpartition(".")
+        table, _, name = PLACES.get(key, key).rpartition(".")
         at, by = (table, name) if table in in_tables else ("", key)
         written.setdefault(at, {})[by] = value
     raw = "".join(
@@ -1172,7 +1174,7 @@ def plant_toml(random: Random, folder: Path) -> None:
 def read_toml_config(folder: Path) -> None:
     config = parse(Config, [str(folder / "run.toml")], command="sft", description="")
     given = tomllib.loads((folder / "run.toml").read_text())
-    places = {FLAT.get(key, key): value for key, value in given.items() if not isinstance(value, dict)}
+    places = {PLACES.get(key, key): value for key, value in given.items() if not isinstance(value, dict)}
     for table, fields in given.items():
         places |= (
             {f"{table}.{key}": value for key, value in fields.items()} if isinstance(fields, dict) else {}

@@ -25,7 +25,7 @@ from unfreeze.generate.open import open_model
 from unfreeze.quant import recognise
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number, read_events
-from unfreeze.report.run import read_run, started
+from unfreeze.report.run import first_event_time, read_run
 from unfreeze.train.run import Run
 
 HUGE, DEEP = "9" * 5000, "[" * 100_000
@@ -398,7 +398,7 @@ def test_a_report_of_damaged_numbers(fuzzers, tmp_path):
     (tmp_path / "events.jsonl").write_text(
         "".join(json.dumps({**event, "time": 1e300}) + "\n" for event in events)
     )
-    assert started(read_run(tmp_path)) == ""
+    assert first_event_time(read_run(tmp_path)) == ""
     (tmp_path / "receipt.json").write_text('{"groups": [1]}')
     assert "receipt" in refused(read_run, tmp_path, kind=DataError)
 

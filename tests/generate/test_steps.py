@@ -18,7 +18,7 @@ from unfreeze.core.errors import UserError
 from unfreeze.generate import steps as steps_file
 from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.sampling import Sampling
-from unfreeze.generate.steps import Replayed, by_record, launched, width_of
+from unfreeze.generate.steps import Replayed, launched, step_by_record, width_of
 from unfreeze.kernels import cuda_graph
 from unfreeze.kernels.choice import choose, record
 from unfreeze.kernels.choice.op import Candidate
@@ -265,7 +265,7 @@ def test_experts_that_ask_for_values_are_refused_with_the_reason_said_once(build
 
 def test_a_record_decides(build, taped, tmp_path):
     model = build("gqa")
-    same(generated(model, by_record), generated(model, launched))
+    same(generated(model, step_by_record), generated(model, launched))
     assert taped.replayed == 0, "no record: launched"
     row = {
         "op": "replay",
@@ -286,10 +286,10 @@ def test_a_record_decides(build, taped, tmp_path):
     file.write_text(json.dumps([row]))
     record.read.cache_clear()
     choose._CHOSEN.clear()
-    same(generated(model, by_record), generated(model, launched))
+    same(generated(model, step_by_record), generated(model, launched))
     assert taped.replayed > 25
     before = taped.replayed
-    same(generated(model, by_record, PROMPTS[:1]), generated(model, launched, PROMPTS[:1]))
+    same(generated(model, step_by_record, PROMPTS[:1]), generated(model, launched, PROMPTS[:1]))
     assert taped.replayed == before, "of one row nothing is recorded"
     record.read.cache_clear()
 

@@ -8,7 +8,7 @@ import pytest
 
 from unfreeze.commands import demo
 from unfreeze.core.batch import Loss
-from unfreeze.core.conform import faults
+from unfreeze.core.conform import violations
 from unfreeze.core.schema import KINDS
 from unfreeze.evaluate.gap import Gap
 
@@ -22,7 +22,7 @@ def events_of(folder):
 
 def test_a_fine_tuning_run(run_dir):
     events = events_of(run_dir)
-    assert [fault for event in events for fault in faults(event)] == []
+    assert [fault for event in events for fault in violations(event)] == []
     kinds = {event["kind"] for event in events} - {"warning"}  # its rows are there three times
     assert kinds == WRITTEN, (
         f"an sft run now writes {sorted(kinds - WRITTEN)}, and no longer {sorted(WRITTEN - kinds)}: if that is meant,"
@@ -38,7 +38,7 @@ def test_a_fine_tuning_run(run_dir):
 
 def test_control_arm_an_event_with_a_planted_fault_is_named(run_dir):
     train = next(event for event in events_of(run_dir) if event["kind"] == "train")
-    assert faults(train | {"peak_bytes": "much"}) and faults(
+    assert violations(train | {"peak_bytes": "much"}) and violations(
         {name: value for name, value in train.items() if name != "loss"}
     )
 
@@ -59,7 +59,7 @@ def test_the_demos_samples_and_scores(run_dir, tmp_path):
     )
     added = events_of(run)[len(events_of(run_dir)) :]
     assert [event["kind"] for event in added] == ["sample", "sample", "gap", "eval", "gap", "eval"]
-    assert [fault for event in added for fault in faults(event)] == []
+    assert [fault for event in added for fault in violations(event)] == []
 
 
 def test_a_step_that_is_not_finite(tmp_path, chat_rows, monkeypatch, capsys):
@@ -87,7 +87,7 @@ def test_a_step_that_is_not_finite(tmp_path, chat_rows, monkeypatch, capsys):
     assert cli.main(["sft", "--quiet", *map(str, flags)]) != 0
     events = events_of(tmp_path / "run")
     assert [event["error"] for event in events if event["kind"] == "train"], capsys.readouterr().err
-    assert [fault for event in events for fault in faults(event)] == []
+    assert [fault for event in events for fault in violations(event)] == []
 
 
 def test_a_run_with_validation_configured_by_a_file(tmp_path, chat_rows, held_rows):
@@ -106,7 +106,7 @@ def test_a_run_with_validation_configured_by_a_file(tmp_path, chat_rows, held_ro
     (tmp_path / "run.toml").write_text(text)
     assert cli.main(["sft", "--quiet", str(tmp_path / "run.toml")]) == 0
     events = events_of(tmp_path / "run")
-    assert [fault for event in events for fault in faults(event)] == []
+    assert [fault for event in events for fault in violations(event)] == []
     assert {"eval", "sample"} <= {event["kind"] for event in events} and list(
         (tmp_path / "run" / "tensorboard").iterdir()
     )
@@ -115,5 +115,5 @@ def test_a_run_with_validation_configured_by_a_file(tmp_path, chat_rows, held_ro
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_without_its_fields_is_a_fault(kind):
     required = KINDS[kind].__required_keys__ - {"kind", "step", "time"}
-    found = faults({"kind": kind, "step": 0, "time": 0.0})
+    found = violations({"kind": kind, "step": 0, "time": 0.0})
     assert {fault.path[0] for fault in found} == required, f"core/schema.py, the class of {kind!r}"

@@ -313,7 +313,7 @@ def test_a_run_of_the_code_before_there_were_tables_goes_on(interrupted: list[st
     config = read_run(out).config
     names = ("optimizer.learning_rate", "training.tokens_per_step", "lora.rank")
     assert [config[name] for name in names] == [0.0002, 128, 1]
-    assert verdict.again(read_run(out)).count("--tokens-per-step 128") == 1
+    assert verdict.rerun_command(read_run(out)).count("--tokens-per-step 128") == 1
     changed = [*interrupted[:at], str(out), *interrupted[at + 1 :], "--optimizer.clip", "2"]
     assert cli.main(changed) == 2
     assert cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :]]) == 0

@@ -11,7 +11,7 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.commands.doctor import Config, findings_of
-from unfreeze.core.conform import faults
+from unfreeze.core.conform import violations
 from unfreeze.core.errors import DataError
 from unfreeze.data import Stats
 from unfreeze.data.rows import scan
@@ -91,7 +91,7 @@ def losses(out):
 
 def events(out, kind):
     found = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
-    assert not [fault for event in found for fault in faults(event)]
+    assert not [fault for event in found for fault in violations(event)]
     return [event for event in found if event["kind"] == kind]
 
 

@@ -26,7 +26,7 @@ from unfreeze.core.events import EventLog
 from unfreeze.data import Example, encode_files, load_tokenizer
 from unfreeze.data.packing.split import split_by_content
 from unfreeze.evaluate import perplexity
-from unfreeze.evaluate.perplexity import Heldout
+from unfreeze.evaluate.perplexity import HeldoutLoss
 from unfreeze.job.watch.validation import Validation, supervised_bytes
 from unfreeze.models import Decoder
 from unfreeze.report.html import summary_lines
@@ -220,12 +220,12 @@ def test_training_does_not_feel_it(validated: Path, rows: tuple[Path, Path], tmp
     assert (plain / name).read_bytes() == (validated / name).read_bytes()
 
 
-def drawing(model: Any, batches: Any, **options: Any) -> Heldout:
+def drawing(model: Any, batches: Any, **options: Any) -> HeldoutLoss:
     """A measurement that is careless: it draws from torch's global RNG and counts tokens for experts."""
     torch.rand(3)
     for moe in model.moe_layers().values():
         moe.counts_E += 7
-    return Heldout(loss=1.0, perplexity=2.7, bits_per_byte=None, tokens=3)
+    return HeldoutLoss(loss=1.0, perplexity=2.7, bits_per_byte=None, tokens=3)
 
 
 def with_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,9 +264,9 @@ def scripted(losses: dict[int, float]) -> Any:
     """heldout with the losses of a script, a call after the other."""
     left = list(losses.values())
 
-    def heldout(model: Any, batches: Any, **options: Any) -> Heldout:
+    def heldout(model: Any, batches: Any, **options: Any) -> HeldoutLoss:
         loss = left.pop(0)
-        return Heldout(loss=loss, perplexity=math.exp(loss), bits_per_byte=None, tokens=1)
+        return HeldoutLoss(loss=loss, perplexity=math.exp(loss), bits_per_byte=None, tokens=1)
 
     return heldout
 
@@ -334,7 +334,7 @@ def test_a_lowest_loss_whose_save_had_no_room_is_not_the_best(room: bool):
         stale=0,
     )
     losses = iter([2.0, 2.5])
-    hook = Validation(state, lambda: Heldout(next(losses), 1.0, None, 1), every=2, keep=keep)
+    hook = Validation(state, lambda: HeldoutLoss(next(losses), 1.0, None, 1), every=2, keep=keep)
     for state.step in (2, 3, 4):
         hook(state, None)  # type: ignore[arg-type]
     assert kept[0] == {"step": 2, "loss": 2.0} and state.best == (

@@ -15,7 +15,7 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig, Receipt, attach, load_adapter, save_adapter, sites, verify_adapter
 from unfreeze.adapters.receipt import check
 from unfreeze.checkpoint import open_checkpoint, save_checkpoint
-from unfreeze.checkpoint.nested import on_disk
+from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.publish import carried, published, stored_dtypes
@@ -102,7 +102,7 @@ def test_transformers_files_are_read_and_written_again_name_by_name(name, releas
     assert (ours - logits_of(reference)).abs().max() <= 1e-4
 
     written = published(model, manifest.config, dtypes=stored_dtypes(model, manifest))
-    named = ((on_disk(manifest.prefix, key), tensor) for key, tensor in written)
+    named = ((name_on_disk(manifest.prefix, key), tensor) for key, tensor in written)
     beside = ((info.name, stored_tensor(info)) for info in carried(model, manifest))
     save_checkpoint(tmp_path / "again", manifest.config, chain(named, beside))
     theirs, again = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "again"))

@@ -12,7 +12,7 @@ from unfreeze.adapters import LoraConfig, attach, save_adapter, sites
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.compress.deltas import Deltas
 from unfreeze.compress.merge import inputs_of, merge
-from unfreeze.compress.work import Work
+from unfreeze.compress.work import MergeWork
 from unfreeze.generate.open import open_model
 
 FIRST: dict[str, str] = {}
@@ -39,7 +39,7 @@ def test_a_merged_family_has_the_logits_of_base_and_adapter(name, tmp_path):
     wanted = logits(model)
     meta = models.meta_model(model.shape, manifest, torch.float32)
     deltas = Deltas(meta, tmp_path / "adapter")
-    work = Work(manifest, meta, deltas, "same")
+    work = MergeWork(manifest, meta, deltas, "same")
     record = merge(
         work,
         deltas,

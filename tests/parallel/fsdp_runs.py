@@ -27,7 +27,7 @@ from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.save import disk_tensors, save_checkpoint
 from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.rows import whole
+from unfreeze.core.rows import gathered
 from unfreeze.core.taps import Tap
 from unfreeze.drill.experts import starve
 from unfreeze.generate.open import open_model, open_sharded
@@ -126,7 +126,7 @@ def gradients(optimizer: AdamW) -> dict[str, Tensor]:
     """Of all weights, whole, on every process."""
     found = {}
     for name, parameter in optimizer.parameters.items():
-        found[name] = whole(parameter.grad) if name in optimizer._divided else optimizer.gradient(name)
+        found[name] = gathered(parameter.grad) if name in optimizer._divided else optimizer.gradient(name)
     return {name: gradient.float().clone() for name, gradient in found.items()}
 
 
@@ -241,7 +241,7 @@ def written(folder: Path, family: str, group: Group, dtype: torch.dtype) -> None
 def made_late(folder: Path, group: Group) -> dict[str, Any]:
     """What AdamW says behind a forward pass; and what a step moves where it is not told what is held here."""
     model, held = opened(folder / "deepseek_v3", group, torch.float32)
-    before = {name: whole(p).clone() for name, p in model.named_parameters()}
+    before = {name: gathered(p).clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         model.hidden(small.cut(4, True)[0])
     try:
@@ -250,7 +250,7 @@ def made_late(folder: Path, group: Group) -> dict[str, Any]:
         said = error.message
     step((model, AdamW(model)), small.cut(4, True), group)
     model.reshard()  # what is gathered is a copy
-    still = [name for name, p in model.named_parameters() if torch.equal(whole(p), before[name])]
+    still = [name for name, p in model.named_parameters() if torch.equal(gathered(p), before[name])]
     return {"said": said, "still": still}
 
 

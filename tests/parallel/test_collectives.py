@@ -29,7 +29,7 @@ from unfreeze import models
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.data import Example, pack
-from unfreeze.evaluate.perplexity import dealt, heldout
+from unfreeze.evaluate.perplexity import dealt_batches, heldout
 from unfreeze.job.watch.samples import of_the_first
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.processes import collectives
@@ -313,7 +313,7 @@ def main(folder: Path) -> None:
         batches = cut(8, False)[:3]  # of three batches the second process has one, and one without weight
         facts["held out"] = asdict(heldout(decoder("llama"), batches, bytes_total=99, group=group))
         passes[0] = 0
-        facts["dealt"] = [int(batch.weights_T.sum()) for batch in dealt(batches, group)]
+        facts["dealt"] = [int(batch.weights_T.sum()) for batch in dealt_batches(batches, group)]
         # the first of two micro-batches of the second process: the first process looks no further either
         batches = [pack([Example([n, 2, 3], [0.0, 1.0, 1.0])]) for n in (1, 31, 2, 3)]
         facts["found early"] = investigate(

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from unfreeze import models
 from unfreeze.checkpoint import StackRule, disk_tensors, open_checkpoint, unstack
-from unfreeze.checkpoint.keymap import sources
+from unfreeze.checkpoint.keymap import tensor_sources
 from unfreeze.data import Example, pack
 from unfreeze.generate.open import open_model
 from unfreeze.models.publish import published
@@ -67,14 +67,14 @@ def test_each_half_has_the_names_of_its_own_matrix_on_disk():
         StackRule(stack + "{expert}.up_proj.{part}", stack + "gate_up_proj.{part}", 1),
     ]
     name = "model.layers.1.mlp.experts.gate_up_proj.up_qweight"
-    found = sources(name, (2, 8, 4), rules)
+    found = tensor_sources(name, (2, 8, 4), rules)
     assert [(source.name, source.index, source.shape) for source in found] == [
         (f"model.layers.1.mlp.experts.{expert}.up_proj.qweight", (expert,), (8, 4)) for expert in (0, 1)
     ]
     stack = torch.randn(2, 8, 4)
     written = dict(unstack(name, stack, rules))
     assert torch.equal(written["model.layers.1.mlp.experts.1.up_proj.qweight"], stack[1])
-    assert sources(name.replace("up_qweight", "gate_qweight"), (2, 8, 4), rules)[0].name.endswith(
+    assert tensor_sources(name.replace("up_qweight", "gate_qweight"), (2, 8, 4), rules)[0].name.endswith(
         "experts.0.gate_proj.qweight"
     )
 

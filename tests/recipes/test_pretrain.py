@@ -164,7 +164,7 @@ def test_the_best_weights_are_published_beside_the_last(start, text, tmp_path, u
     losses = iter([9.0, 2.0, 3.0, 4.0])  # before training, then after steps 1, 2, 3
 
     def scripted(model, batches, **options):
-        return perplexity.Heldout(loss=next(losses), perplexity=1.0, bits_per_byte=None, tokens=1)
+        return perplexity.HeldoutLoss(loss=next(losses), perplexity=1.0, bits_per_byte=None, tokens=1)
 
     monkeypatch.setattr(perplexity, "heldout", scripted)
     run = tmp_path / "run"

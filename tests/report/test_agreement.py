@@ -22,7 +22,7 @@ from unfreeze.report import guards
 from unfreeze.report.guards import guard_rows
 from unfreeze.report.html import page
 from unfreeze.report.pictures import DEAD_RGB, FULL
-from unfreeze.report.run import Run, read_run
+from unfreeze.report.run import RunFolder, read_run
 
 STEPS = 120  # two in each of 60 columns
 CONFIG = {"clip": 1.0, "on_spike": "warn", "dtype": "bfloat16"}
@@ -67,11 +67,11 @@ def step_event(step: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path) -> RunFolder:
     return run_of(tmp_path, [step_event(step) for step in range(1, STEPS + 1)])
 
 
-def run_of(folder: Path, events: list[dict[str, Any]]) -> Run:
+def run_of(folder: Path, events: list[dict[str, Any]]) -> RunFolder:
     (folder / "events.jsonl").write_text(
         "".join(json.dumps(event) + "\n" for event in [PLAN, RECEIPT, *events])
     )
@@ -213,7 +213,7 @@ CHECKS: dict[str, Callable[[str, str, str], None]] = {
 }
 
 
-def disagreements(run: Run, told: Run) -> list[str]:
+def disagreements(run: RunFolder, told: RunFolder) -> list[str]:
     """The guards whose words, made from `told`, are not what the pictures of `run` show."""
     source, rows, found = page(run), {row.guard: row for row in guard_rows(told)}, []
     for guard, check in CHECKS.items():
@@ -224,7 +224,7 @@ def disagreements(run: Run, told: Run) -> list[str]:
     return found
 
 
-def test_the_words_of_every_guard_with_a_picture_are_the_pictures_numbers(run: Run):
+def test_the_words_of_every_guard_with_a_picture_are_the_pictures_numbers(run: RunFolder):
     source, rows = page(run), {row.guard: row for row in guard_rows(run)}
     for guard, check in CHECKS.items():
         check(source, rows[guard].said, rows[guard].state)
@@ -281,14 +281,14 @@ BALANCES: dict[str, dict[str, Any]] = {  # the same of the expert guard: the fie
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_control_a_count_from_elsewhere_disagrees(run: Run, monkeypatch: pytest.MonkeyPatch, name: str):
+def test_control_a_count_from_elsewhere_disagrees(run: RunFolder, monkeypatch: pytest.MonkeyPatch, name: str):
     guard, instead = COUNTS[name]
     monkeypatch.setattr(guards, name, lambda _: instead)
     assert disagreements(run, run) == [guard]
 
 
 @pytest.mark.parametrize("name", BALANCES)
-def test_control_another_balance_disagrees(run: Run, name: str):
+def test_control_another_balance_disagrees(run: RunFolder, name: str):
     told = read_run(run.path)
     assert told.balance is not None
     vars(told)["balance"] = replace(told.balance, **BALANCES[name])

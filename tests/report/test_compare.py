@@ -11,7 +11,7 @@ import pytest
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.report import compare, pictures, run
-from unfreeze.report.compare import as_dict, caution, differences, names, read_runs, result
+from unfreeze.report.compare import as_dict, caution, differences, read_runs, result, run_names
 
 
 def made(folder: Path, losses: list[float], config: dict, evals: list[tuple[int, float]] = ()) -> Path:
@@ -101,18 +101,18 @@ def test_control_arm_a_comparison_by_the_first_runs_fields_would_miss_one(
 def test_losses_over_other_data_carry_a_caution(tmp_path: Path):
     runs = read_runs([made(tmp_path / "a", [1.0], {}), made(tmp_path / "b", [2.0], {"data": "other"})])
     assert caution(runs) == "Different data: the losses may not measure the same thing."
-    assert caution(runs) in compare.page(runs) and as_dict(runs)["caution"] == caution(runs)
+    assert caution(runs) in compare.comparison_page(runs) and as_dict(runs)["caution"] == caution(runs)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path):
     runs = read_runs([made(tmp_path / parent / "x", [1.0], {}) for parent in ("one", "two")])
-    assert names(runs) == ["one/x", "two/x"]
+    assert run_names(runs) == ["one/x", "two/x"]
 
 
 def test_each_line_stands_in_its_runs_colour(two: list[Path]):
     """The run with three steps draws a path of three points in hue 0, the one with two steps two points in
     hue 1."""
-    page = compare.page(read_runs(two))
+    page = compare.comparison_page(read_runs(two))
     svg = next(part for part in re.findall(r"<svg.*?</svg>", page, re.DOTALL) if "Training loss" in part)
     drawn = {
         int(hue): path.count("L") + 1
@@ -146,7 +146,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, folders: list[str], 
 
 def test_a_run_without_steps_is_said_and_not_drawn(tmp_path: Path):
     runs = read_runs([made(tmp_path / name, [], {}) for name in "ab"])
-    page = compare.page(runs)
+    page = compare.comparison_page(runs)
     assert (
         "No run has made a training step" in page
         and "<svg" not in page
@@ -171,7 +171,7 @@ def test_runs_on_other_data_are_not_ranked(tmp_path: Path, first, second, valida
     assert told["ranked_by"] == ranked_by and "effective.contents" not in told["differences"]
     assert [run.name for run in compare.ranked(runs)] == (["b", "a"] if ranked_by else ["a", "b"])
     assert ("Different data" in told["caution"]) == (first != second)
-    assert ("As given: different data" in compare.page(runs)) == (ranked_by is None)
+    assert ("As given: different data" in compare.comparison_page(runs)) == (ranked_by is None)
 
 
 @pytest.mark.parametrize("other, ranked", [("b", False), ("a", True), ("", True)])
@@ -213,7 +213,7 @@ def test_answers_stand_side_by_side_those_asked_of_all_first(tmp_path: Path):
         ("Where?", ["Here.", None]),
         ("When?", [None, "Now."]),
     ]
-    source = compare.page(runs)
+    source = compare.comparison_page(runs)
     assert "Me &lt;b&gt;." in source and source.count("not asked") == 2
     assert (
         source.index("<h2>Results</h2>") < source.index("<h2>Answers</h2>") < source.index("<h2>Curves</h2>")

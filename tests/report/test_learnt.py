@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from unfreeze.report.events import AT_LEAST, LEAKED
-from unfreeze.report.learnt import Finding, errors, finding, moved, training
-from unfreeze.report.run import Run, read_run
+from unfreeze.report.learnt import Evidence, errors, finding, moved, training
+from unfreeze.report.run import RunFolder, read_run
 
 GROUP = {"parameters": 9, "trained": 9, "moved": 0.1, "output_change": 0.05, "rounding": 1e-6}
 FALLING = np.linspace(5, 3, 80)
@@ -46,11 +46,11 @@ def evaluated(
     return events
 
 
-def found(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Finding:
+def found(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Evidence:
     return finding(run_of(folder, events, config))
 
 
-def run_of(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | None = None) -> Run:
+def run_of(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | None = None) -> RunFolder:
     folder.mkdir(exist_ok=True)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (folder / "resolved_config.json").write_text(json.dumps(config or {}))
@@ -149,7 +149,7 @@ def test_a_rise_after_the_lowest_point_is_overfitting_and_names_the_step_to_take
     # control arms: a rise within its error, and one below a hundredth of the loss at step 0
     for change, error in ((0.8, 0.5), (0.1, 0.001)):
         slight = evaluated(*points, loss=(-6.0, 0.1), loss_at_40=(change, error))
-        assert found(tmp_path, [*whole, *slight]) == Finding(True, judged.measured)
+        assert found(tmp_path, [*whole, *slight]) == Evidence(True, judged.measured)
 
 
 # the means of docs/prefer.md: dpo alone, whose chosen answer becomes likely and is still not said; dpo with nll

@@ -13,10 +13,10 @@ from unfreeze.report.run import (
     decimal_bytes,
     expert_balance,
     facts,
+    first_event_time,
     load_words,
     read_run,
     result_words,
-    started,
 )
 
 
@@ -43,7 +43,7 @@ def test_facts(tmp_path: Path):
         "Supervised tokens": "750; 25% of all",
     }
     assert expert_balance(run) == [("0", 12, 2.25, 0), ("1", 0, 0.0, 3)]
-    assert started(run) == "1970-01-01 00:01 UTC" and run.loaded == "" and run.name == tmp_path.name
+    assert first_event_time(run) == "1970-01-01 00:01 UTC" and run.loaded == "" and run.name == tmp_path.name
 
 
 def test_time_and_memory_say_what_they_count(tmp_path: Path):

@@ -8,13 +8,13 @@ from rich.console import Console
 
 from unfreeze.report.tables import (
     align,
+    count_trained,
     left_out,
-    plan_lines,
+    plan_table,
     receipt_rows,
     receipt_table,
     receipt_text,
     standing_still,
-    trained_parameters,
 )
 
 GROUPS = {
@@ -37,8 +37,8 @@ def test_receipt_rows():
         ("attention", "412,672", "yes", "14 of 15", "0.412", "3.12e-07", "0.00211"),
         ("[router]", "8,192", "no", "–", "–", "–", "–"),
     ]
-    assert trained_parameters(GROUPS) == 412_672
-    assert trained_parameters({"a": {"parameters": 10, "trained": 4}}) == 4
+    assert count_trained(GROUPS) == 412_672
+    assert count_trained({"a": {"parameters": 10, "trained": 4}}) == 4
 
 
 def test_standing_still_names_only_trained_groups_that_did_not_move():
@@ -79,13 +79,13 @@ def test_receipt_text_is_aligned_and_the_rich_table_has_the_same_cells():
 
 
 def test_plan_lines():
-    assert plan_lines({"lines": ["a", "b"], "terms": {"x": 1}}) == ["a", "b"]
-    assert plan_lines({"terms": {"base": 1024, "adapter": 512}}) == [
+    assert plan_table({"lines": ["a", "b"], "terms": {"x": 1}}) == ["a", "b"]
+    assert plan_table({"terms": {"base": 1024, "adapter": 512}}) == [
         "base     1.0 KiB",
         "adapter    512 B",
         "total    1.5 KiB",
     ]
-    assert plan_lines(None) == plan_lines({}) == plan_lines({"terms": {}}) == []
+    assert plan_table(None) == plan_table({}) == plan_table({"terms": {}}) == []
 
 
 def test_align():

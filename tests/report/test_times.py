@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from unfreeze.report.times import time_words, times, tokens_per_second
+from unfreeze.report.times import seconds_by_part, time_words, tokens_per_second
 
 
 def run(first: float = 9.0, **more: Any) -> list[Any]:
@@ -30,7 +30,7 @@ def run(first: float = 9.0, **more: Any) -> list[Any]:
 
 
 def test_they_are_named_and_add_up():
-    found = times(run())
+    found = seconds_by_part(run())
     assert found == {
         "steps": 10.0,
         "compiling": 7.0,  # the first step beyond the median of the others
@@ -50,13 +50,13 @@ def test_they_are_named_and_add_up():
 
 def test_tokens_per_second_are_those_of_the_steps_without_compiling():
     events = [event | {"tokens": 100} if event["kind"] == "train" else event for event in run()]
-    assert times(events)["compiling"] == 7.0 and tokens_per_second(events) == 5 * 100 / 10.0
+    assert seconds_by_part(events)["compiling"] == 7.0 and tokens_per_second(events) == 5 * 100 / 10.0
     assert tokens_per_second([]) is tokens_per_second(events[:2]) is None
 
 
 @pytest.mark.parametrize("first", [2.0, 1.0])
 def test_nothing_compiles_where_the_first_step_is_as_the_others(first):
-    assert times(run(first))["compiling"] == 0
+    assert seconds_by_part(run(first))["compiling"] == 0
 
 
 def test_a_resumed_run_compiles_once_a_session_and_its_pause_is_no_time_of_it():
@@ -65,7 +65,7 @@ def test_a_resumed_run_compiles_once_a_session_and_its_pause_is_no_time_of_it():
         for event in run()
         if event["kind"] in ("start", "train", "end")
     ]
-    found = times([*run()[:-1], *resumed])
+    found = seconds_by_part([*run()[:-1], *resumed])
     assert found["compiling"] == 14.0 and found["steps"] == 20.0
     assert sum(found.values()) == (82.0 - 10.0) + (1082.0 - 1038.0)
 
@@ -77,13 +77,15 @@ def test_a_session_lasts_from_its_command_to_its_last_event():
     later = [{"kind": "warning", "step": 5, "message": "m", "time": 995.0}]
     later += [{**event, "time": event["time"] + 1000} for event in run() if event["kind"] != "load"]
     later += [{"kind": "sample", "step": 5, "when": "after", "time": 1090.0}]
-    assert sum(times([*killed, *later]).values()) == (60.0 - 3.0) + (1090.0 - 1010.0)
+    assert sum(seconds_by_part([*killed, *later]).values()) == (60.0 - 3.0) + (1090.0 - 1010.0)
     # two steps tell nothing of compiling
-    assert times(run()[:7])["compiling"] == 0
+    assert seconds_by_part(run()[:7])["compiling"] == 0
 
 
 def test_events_of_an_earlier_version_have_no_seconds_of_answers():
     earlier = [
         {k: v for k, v in event.items() if event["kind"] != "gap" or k != "seconds"} for event in run()
     ]
-    assert times(earlier)["answers"] == 0 and times(earlier)["other"] == pytest.approx(45.5)
+    assert seconds_by_part(earlier)["answers"] == 0 and seconds_by_part(earlier)["other"] == pytest.approx(
+        45.5
+    )

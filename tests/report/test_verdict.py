@@ -18,10 +18,10 @@ from unfreeze.report.learnt import change
 from unfreeze.report.run import read_run
 from unfreeze.report.verdict import (
     UNITS,
-    again,
     evaluation_note,
     evaluation_rows,
     machine_rows,
+    rerun_command,
     subject,
     verdict,
 )
@@ -235,9 +235,10 @@ def test_what_the_page_is_of_is_named_as_far_as_it_is_known(tmp_path: Path):
 def test_paths_of_the_command_begin_where_one_stands(tmp_path: Path):
     config = {"recipe": "sft", "model": "/elsewhere/m", "data": [str(tmp_path / "my rows.jsonl")]}
     run = read_run(made(tmp_path / "r", train(1.0), config | {"out": str(tmp_path / "runs/r")}))
-    assert f"--out {tmp_path}/runs/r-again" in again(run)
+    assert f"--out {tmp_path}/runs/r-again" in rerun_command(run)
     assert (
-        again(run, tmp_path) == "unfreeze sft --model /elsewhere/m --data 'my rows.jsonl' --out runs/r-again"
+        rerun_command(run, tmp_path)
+        == "unfreeze sft --model /elsewhere/m --data 'my rows.jsonl' --out runs/r-again"
     )
 
 
@@ -279,7 +280,7 @@ def test_the_command_makes_the_same_config(
     typed = parse(config, [*flags, "--out", str(tmp_path)], command=recipe, description="")
     run = read_run(made(tmp_path, train(1.0)))
     write_resolved(run, typed, recipe, "2026-11-22", **({"steps": 3} if recorded else {}))
-    command = again(read_run(tmp_path))
+    command = rerun_command(read_run(tmp_path))
     assert command.startswith(f"unfreeze {recipe} --model") and command.endswith(f"--out {tmp_path}-again")
     assert not recorded or len(shlex.split(command)) == len(flags) + 4  # nothing but what was typed
     back = parse(config, shlex.split(command)[2:], command=recipe, description="")
@@ -302,7 +303,7 @@ def test_versions_and_machine_are_recorded_and_shown(tmp_path: Path):
 
 def test_without_a_config_there_is_no_command(tmp_path: Path):
     run = read_run(made(tmp_path, train(1.0)))
-    assert again(run) == "" and machine_rows(run) == []
+    assert rerun_command(run) == "" and machine_rows(run) == []
 
 
 @pytest.mark.parametrize("fraction, trained", [(0.1, "1,097"), (0.0, "1,219")])

@@ -29,7 +29,7 @@ from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import Work, measure, plan
 from unfreeze.parallel.plan.aside import Aside, aside_of
 from unfreeze.teach.inside import Inside
-from unfreeze.teach.teacher import asked
+from unfreeze.teach.teacher import teacher_log_probs
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import forward_backward, loss_of
 
@@ -71,7 +71,7 @@ def batch() -> Batch:
 
 
 def objective(model: models.Decoder, teacher: models.Decoder, inside: Inside, words: int = WORDS):
-    says = partial(asked, teacher, words, 1.0)
+    says = partial(teacher_log_probs, teacher, words, 1.0)
     return inside.objective(model, teacher, lambda batch, taps: says(batch, taps=taps), divergence)
 
 

@@ -164,7 +164,7 @@ def test_fields_of_another_loss(prefer):
 
 
 def test_a_process_without_a_held_out_batch_needs_no_number():
-    """It computes along with the first batch at weights of 0 (evaluate.perplexity.dealt), which nobody asked."""
+    """It computes along with the first batch at weights of 0 (evaluate.perplexity.dealt_batches), which nobody asked."""
     reference = kept.Kept("base", lambda reference: reference)
     batch = Batch(*(torch.zeros(4, dtype=torch.int64) for _ in range(4)), torch.tensor([0, 2]))
     model = SimpleNamespace(device="cpu")

@@ -26,7 +26,7 @@ from unfreeze.generate.sampling import Sampling
 from unfreeze.objectives.corrector import corrector
 from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.teach.on_policy import OnPolicy, groups, prompts
-from unfreeze.teach.teacher import asked
+from unfreeze.teach.teacher import teacher_log_probs
 
 DOCUMENTS = [
     Example([5, 6, 7, 40, 41, 42, 43], [0, 0, 0, 1, 1, 1, 1]),
@@ -299,7 +299,7 @@ def test_the_student_as_corrector_of_a_frozen_teacher(distill, tmp_path, teacher
 
     def both(student, gamma, batch=batch):
         def objective(hidden_TD, head, batch):
-            says = lambda batch: asked(other, tokenizer.named_size, 1.0, batch)  # noqa: E731
+            says = lambda batch: teacher_log_probs(other, tokenizer.named_size, 1.0, batch)  # noqa: E731
             return corrector(hidden_TD, head, batch, says, gamma=gamma, vocab=tokenizer.named_size)
 
         return heldout(student, [batch], objective=objective).loss

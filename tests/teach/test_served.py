@@ -15,7 +15,7 @@ from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.teach.coding import Coding
 from unfreeze.teach.endpoint import TOGETHER
-from unfreeze.teach.store import Parts
+from unfreeze.teach.store import StoreParts
 
 ROWS = [{"prompt": f"What is {n}?", "completion": f"{n}, it is. Hmm."} for n in range(TOGETHER + 3)]
 
@@ -109,7 +109,7 @@ def test_the_store_is_the_one_of_the_same_teacher_in_memory(distill, completions
     shutil.copytree(TINY_K2, tmp_path / "tiny")
     distill(tmp_path / "tiny", "--prepare", tmp_path / "asked", *options)
     coding = Coding("float32", 12, 1536)
-    stores = [Parts(tmp_path / name, coding) for name in ("served", "asked")]
+    stores = [StoreParts(tmp_path / name, coding) for name in ("served", "asked")]
     assert stores[0].places.keys() == stores[1].places.keys() and len(stores[0].places) == len(ROWS)
     for key in stores[0].places:
         (ids, log_q, rest), (own_ids, own_log_q, own_rest) = (coding.decode(s.rows(key)) for s in stores)
@@ -125,7 +125,7 @@ def test_words_that_share_their_text_are_said(tiny, completions, tmp_path, monke
     from unfreeze.teach.client import Client
     from unfreeze.teach.endpoint import Endpoint
     from unfreeze.teach.served import Asking
-    from unfreeze.teach.store import Writing
+    from unfreeze.teach.store import StoreWriter
 
     tokens = tiny.tokenizer.encode("Paris, the capital of France is.", specials=True)
     coding, whole = Coding("compact", 4, 1536), Endpoint._ids.func
@@ -138,7 +138,7 @@ def test_words_that_share_their_text_are_said(tiny, completions, tmp_path, monke
         document = [Example(tokens, [0.0, *[1.0] * (len(tokens) - 1)], 1)]
         asking = Asking(completions("sglang").url, EndpointConfig(), folder, coding, document, lines.append)
         asking.client = Client(asking.client.url, tries=1)
-        asking.into(Writing(folder, {}, coding), tiny.tokenizer)
+        asking.into(StoreWriter(folder, {}, coding), tiny.tokenizer)
         assert bool([line for line in lines if "100% of the words" in line]) == warns, lines
 
 

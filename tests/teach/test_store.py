@@ -19,7 +19,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.batch import Batch
 from unfreeze.objectives.divergence import divergence, log_softmax
 from unfreeze.teach.coding import Coding, top_of
-from unfreeze.teach.store import IDS, LOG_Q, REST, alone, said_in
+from unfreeze.teach.store import IDS, LOG_Q, REST, one_writer, said_in
 
 N, V, D = 400, 1000, 24
 
@@ -333,7 +333,7 @@ def test_bytes_that_changed_on_disk_are_refused_when_they_are_read(store, rows, 
 def test_a_folder_has_one_writer_and_one_teacher(run_dir, rows, tmp_path, capsys):
     """Two saves of one run have the same name and headers; their bytes tell them apart."""
     given = ["--distillation.coding", "float32", "--distillation.top-k", 4, "--prepare"]
-    with alone(tmp_path / "busy"):
+    with one_writer(tmp_path / "busy"):
         command("--teacher", run_dir, *given, tmp_path / "busy", rows=rows, code=2)
         assert "another process writes" in capsys.readouterr().err
     command("--teacher", run_dir, *given, rows, rows=rows, code=2)
@@ -356,7 +356,7 @@ def test_a_teacher_that_says_nan_is_refused_with_the_row_and_impossible_words_ar
     from unfreeze.core.errors import CheckpointError
     from unfreeze.data import Example, pack
     from unfreeze.job.asking import ask
-    from unfreeze.teach.store import Parts, Writing
+    from unfreeze.teach.store import StoreParts, StoreWriter
 
     examples = [Example([1, 2, 3, 4], [0.0, 0.0, 1.0, 1.0], row) for row in (7, 8)]
     for coding in (Coding("compact", 3, 16), Coding("float32", 3, 16)):
@@ -367,11 +367,11 @@ def test_a_teacher_that_says_nan_is_refused_with_the_row_and_impossible_words_ar
         def says(batch, log_q_NV=log_q_NV):
             return lambda rows, like: log_q_NV[rows].clone()
 
-        with alone(folder):
-            writing = Writing(folder, json.loads((store / "teacher.json").read_text()), coding)
+        with one_writer(folder):
+            writing = StoreWriter(folder, json.loads((store / "teacher.json").read_text()), coding)
             ask(writing, says, examples, pack(examples))
             writing.flush()
-            _, log_q, _ = coding.decode(Parts(folder, coding).rows(examples[0].checksum))
+            _, log_q, _ = coding.decode(StoreParts(folder, coding).rows(examples[0].checksum))
             assert np.isfinite(log_q).all() and log_q[0, 0] == pytest.approx(0) and (log_q[0, 1:] < -30).all()
             log_q_NV[2, 5] = torch.nan
             with pytest.raises(CheckpointError, match="NaN of a token of row 8"):

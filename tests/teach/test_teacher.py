@@ -31,7 +31,7 @@ from unfreeze.parallel.plan.fleet import devices
 from unfreeze.parallel.plan.rates import of_device
 from unfreeze.parallel.plan.seconds import asking
 from unfreeze.teach.store import IDS, LOG_Q, REST, said_in
-from unfreeze.teach.teacher import Asked, asked
+from unfreeze.teach.teacher import Asked, teacher_log_probs
 from unfreeze.teach.vocabulary import refuse_other, vocabulary
 
 LLAMA = {
@@ -82,7 +82,7 @@ def counted(live, patch, *, student: int, teacher: int, vocab: int, tokens: int,
     sizes = measure(model, lora)
     attach(model, lora, 0)
     batch = batch_of(tokens, 16, vocab)
-    says = partial(asked, second, vocab, 1.0, own=own)
+    says = partial(teacher_log_probs, second, vocab, 1.0, own=own)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -191,7 +191,7 @@ def test_the_plan_is_within_a_tenth_for_experts_packed_ones_bf16_and_a_store(
     else:
         teacher = a_teacher(kind, dtype, "cpu").eval().requires_grad_(False)
         there += [*teacher.parameters(), *teacher.buffers()]
-        says = partial(asked, teacher, vocab, temperature)
+        says = partial(teacher_log_probs, teacher, vocab, temperature)
         aside = aside_of(meta, tokens, tokens // documents, CPU, **size)
     there += [batch.tokens_T, batch.targets_T, batch.weights_T, batch.positions_T]
 
@@ -257,7 +257,7 @@ def test_asking_between_forward_and_backward_leaves_the_students_gradients_to_th
         for name, parameter in model.named_parameters():
             if name.endswith(".B"):
                 torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(3))
-        says = partial(asked, model if own else teacher, 300, 1.0, own=bool(own))
+        says = partial(teacher_log_probs, model if own else teacher, 300, 1.0, own=bool(own))
         hidden = model.hidden(batch, models.RECOMPUTE[recompute])
         if own is None:
             loss = cross_entropy(hidden, model.lm_head, batch, impl="reference", block_rows=64)
@@ -277,7 +277,7 @@ def test_the_base_as_a_teacher_says_what_the_base_says():
         plain = model.logits(model.hidden(batch)).log_softmax(-1)
     for site in attach(model, LoraConfig(rank=4), 0):
         torch.nn.init.normal_(site.adapter.B)
-    said = asked(model, 300, 1.0, batch, own=True)(slice(0, 64), torch.empty(0))
+    said = teacher_log_probs(model, 300, 1.0, batch, own=True)(slice(0, 64), torch.empty(0))
     assert torch.equal(said, plain)
     with torch.no_grad():  # control: with its adapters on it says something else
         assert not torch.allclose(model.logits(model.hidden(batch)).log_softmax(-1), plain, atol=1e-2)

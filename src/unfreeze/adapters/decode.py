@@ -95,7 +95,7 @@ def _halves(
     unknown = []
     for key, tensor in tensors.items():
         match = KEY.match(key)
-        name = nested.plain(match["name"]) if match else key
+        name = nested.model_name(match["name"]) if match else key
         if match and (name in known or _fused_site(name, known) or _expert_site(name, known)):
             halves.setdefault(name, {})[match["half"]] = tensor
         else:

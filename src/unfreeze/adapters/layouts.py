@@ -34,7 +34,7 @@ from unfreeze.adapters.attach import Site, sites
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.adapters.names import check_per_expert, prefix_in, swapped, theirs
 from unfreeze.adapters.readers import Drop, Layout, Reader
-from unfreeze.checkpoint.nested import on_disk
+from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.save import write_file, write_safetensors
 from unfreeze.config.adapter import CONFIG, PREFIX, WEIGHTS
 from unfreeze.core.errors import AdapterError
@@ -95,7 +95,7 @@ class Tensors(Mapping[str, Tensor]):
 
     def __init__(self, entries: Sequence[Entry], prefix: str):
         self._of = {
-            f"{PREFIX}{on_disk(prefix, entry.key)}.lora_{half}.weight": (entry, half)
+            f"{PREFIX}{name_on_disk(prefix, entry.key)}.lora_{half}.weight": (entry, half)
             for entry in entries
             for half in "AB"
         }

@@ -66,7 +66,7 @@ def verify_adapter(
     """
     config, tensors = files or read_files(Path(directory))
     config = in_ours(model, config)
-    plain = {ours(model, nested.plain(name)): tensor for name, tensor in tensors.items()}
+    plain = {ours(model, nested.model_name(name)): tensor for name, tensor in tensors.items()}
     names = plain.keys()
     count = nonzero = 0
     worst, faults, used = 0.0, [], set()

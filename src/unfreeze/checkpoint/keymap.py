@@ -2,8 +2,8 @@
 
 Most names on disk are parameter names. Routed experts are not: a release stores 384 small matrices per
 projection, the model holds one stacked parameter. Model files state that as data (a few StackRules);
-`sources` interprets it for loading, `unstack` (save.py) the other way, so that adding a family never edits
-checkpoint code.
+`tensor_sources` interprets it for loading, `unstack` (save.py) the other way, so that adding a family never
+edits checkpoint code.
 
 Shapes: E experts, I expert width, D model width. A stacked gate_up_proj is [E, 2I, D], gate rows first;
 down_proj [E, D, I].
@@ -59,7 +59,7 @@ class StackRule:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor on disk that fills `index` of a parameter; `shape` is what it must have.
 
     transposed: its last two dimensions are swapped there. either: or not, as its shape says.
@@ -71,7 +71,7 @@ class Source:
     transposed: bool = False
     either: bool = False
 
-    def turned(self) -> Source:
+    def turned(self) -> TensorSource:
         """The same with the last two dimensions the other way round."""
         *lead, rows, columns = self.shape
         return replace(self, shape=(*lead, columns, rows), transposed=not self.transposed)
@@ -86,9 +86,9 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile("".join(piece if i % 2 else re.escape(piece) for i, piece in enumerate(pieces)))
 
 
-def sources(
+def tensor_sources(
     param: str, shape: Sequence[int], rules: Sequence[StackRule], disk: Mapping[str, object] | None = None
-) -> list[Source]:
+) -> list[TensorSource]:
     """The tensors on disk that make `param`, whose shape is [E, …] where rules stack it.
 
     A parameter without rules is its own source.
@@ -111,7 +111,7 @@ def sources(
     if instead and (len(instead) == len(matching) or _first_of(instead) in (disk or ())):
         stacked = instead
     if not matching or (disk is not None and param in disk):
-        return [Source(param, (), tuple(shape))]
+        return [TensorSource(param, (), tuple(shape))]
     if not stacked:
         rule, fields = matching[0]
         return [_whole(rule, rule.disk.format(**fields), shape)]
@@ -122,7 +122,7 @@ def sources(
             stacked = [(rule, fields | {"part": part}, None) for rule, fields in own]
             break
     return [
-        Source(rule.disk.format(**fields, expert=expert), *_region(half, expert, shape))
+        TensorSource(rule.disk.format(**fields, expert=expert), *_region(half, expert, shape))
         for expert in range(shape[0])
         for rule, fields, half in stacked
     ]
@@ -134,9 +134,9 @@ def _first_of(stacked: list[tuple[StackRule, dict[str, str], int | None]]) -> st
     return rule.disk.format(**fields, expert=0)
 
 
-def _whole(rule: StackRule, name: str, shape: Sequence[int]) -> Source:
+def _whole(rule: StackRule, name: str, shape: Sequence[int]) -> TensorSource:
     """The source of a parameter that one tensor fills."""
-    source = Source(name, (), tuple(shape), either=rule.either)
+    source = TensorSource(name, (), tuple(shape), either=rule.either)
     return source.turned() if rule.transposed else source
 
 
@@ -151,8 +151,8 @@ def disk_module(module: str, rules: Sequence[StackRule]) -> str:
 def disk_modules(module: str, rules: Sequence[StackRule]) -> list[str]:
     """`disk_module`, and the name that it may have instead (`StackRule.instead`)."""
     param = f"{module}.weight"
-    plain = sources(param, (1, 2), [rule for rule in rules if not rule.instead])
-    other = sources(param, (1, 2), [rule for rule in rules if rule.instead])
+    plain = tensor_sources(param, (1, 2), [rule for rule in rules if not rule.instead])
+    other = tensor_sources(param, (1, 2), [rule for rule in rules if rule.instead])
     return list(dict.fromkeys(found[0].name.removesuffix(".weight") for found in (plain, other)))
 
 

@@ -25,12 +25,12 @@ def in_model(prefix: str, name: str) -> str:
     return NESTED[prefix] + name.removeprefix(prefix) if prefix and name.startswith(prefix) else name
 
 
-def on_disk(prefix: str, name: str) -> str:
+def name_on_disk(prefix: str, name: str) -> str:
     """The inverse: the name on disk of one of the model's tensors."""
     inner = NESTED.get(prefix, "")
     return prefix + name.removeprefix(inner) if prefix and name.startswith(inner) else name
 
 
-def plain(name: str) -> str:
+def model_name(name: str) -> str:
     """The model's name of a tensor on disk, whichever prefix it has."""
     return in_model(prefix_of((name,)), name)

@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import Tensor
 
 from unfreeze.checkpoint.resolve import Placement
-from unfreeze.checkpoint.stream import THREADS, Files, Loader, Run, runs_of
+from unfreeze.checkpoint.stream import THREADS, ByteRun, Files, Loader, runs_of
 
 
-class Reader:
+class TensorReader:
     """Files that stay open, and the threads that read them.
 
     forget  whether the page cache drops what was read: for weights that do not fit into it, which would push
@@ -35,19 +35,19 @@ class Reader:
         self.buffers = threading.local()
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="read")
 
-    def part(self, placements: Sequence[Placement], tensors: Mapping[str, Tensor]) -> Part:
+    def part(self, placements: Sequence[Placement], tensors: Mapping[str, Tensor]) -> ReaderPart:
         """What is read together. tensors: name of a parameter -> the memory it is read into, contiguous."""
-        return Part(self, list(runs_of(placements)), Loader(tensors, self.buffers))
+        return ReaderPart(self, list(runs_of(placements)), Loader(tensors, self.buffers))
 
     def close(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
         self.files.close()
 
 
-class Part:
+class ReaderPart:
     """Placements of a Reader and the memory that they fill. `nbytes`: on disk."""
 
-    def __init__(self, reader: Reader, runs: list[Run], loader: Loader):
+    def __init__(self, reader: TensorReader, runs: list[ByteRun], loader: Loader):
         self._reader, self._runs, self._loader = reader, runs, loader
         self._files = sorted({run.file for run in runs})
         self.nbytes = sum(run.nbytes for run in runs)

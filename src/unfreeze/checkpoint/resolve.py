@@ -15,9 +15,9 @@ from math import prod
 import torch
 
 from unfreeze.checkpoint.faults import Faults
-from unfreeze.checkpoint.keymap import Index, Source, StackRule, sources
+from unfreeze.checkpoint.keymap import Index, StackRule, TensorSource, tensor_sources
 from unfreeze.checkpoint.manifest import MAX_TEXT, Manifest, TensorInfo
-from unfreeze.checkpoint.nested import on_disk
+from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.tensors import NAME, TORCH_DTYPE
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.quant.codec import Codec, Texted, kept_suffixes
@@ -86,7 +86,7 @@ def resolve(
     # each parameter from its sources; a tied one that is not on disk from its alias
     stand_ins = {name: alias for alias, name in tied.items() if name not in disk and alias in disk}
     for param, (dtype, shape) in params.items():
-        for source in sources(param, shape, rules, disk):
+        for source in tensor_sources(param, shape, rules, disk):
             work.place(param, dtype, shape, source, stand_ins.get(source.name, source.name))
     for alias, name in tied.items():
         if alias in disk and alias not in work.used and name in params:
@@ -120,7 +120,7 @@ class _Work:
         self.placements: list[Placement] = []
 
     def place(
-        self, param: str, dtype: torch.dtype, shape: tuple[int, ...], source: Source, name: str
+        self, param: str, dtype: torch.dtype, shape: tuple[int, ...], source: TensorSource, name: str
     ) -> None:
         """Put tensor `name` at source.index of `param`, or note what keeps it from there."""
         info = self.disk.get(name)
@@ -128,7 +128,7 @@ class _Work:
         codec = self.scheme.part_of(name, self.disk) if self.scheme is not None else None
         if info is None:
             cause = _why_missing(base, suffix, self.disk)
-            self.faults.add("tensors are missing", on_disk(self.manifest.prefix, name), cause=cause)
+            self.faults.add("tensors are missing", name_on_disk(self.manifest.prefix, name), cause=cause)
             return
         self.used.add(name)
         if isinstance(codec, Texted) and suffix == codec.text:
@@ -152,7 +152,7 @@ class _Work:
         )
 
     def _text(
-        self, codec: Texted, param: str, shape: tuple[int, ...], source: Source, info: TensorInfo
+        self, codec: Texted, param: str, shape: tuple[int, ...], source: TensorSource, info: TensorInfo
     ) -> None:
         """Place what is kept of a text beside a packed weight, whose shape the text says too."""
         if info.dtype != "U8" or len(info.shape) != 1 or info.nbytes > MAX_TEXT:
@@ -166,7 +166,7 @@ class _Work:
         start, stop = flat_range(shape, source.index)
         self.placements.append(Placement(info, param, source.index, start, stop, 0, parse=parse))
 
-    def _packed(self, codec: Codec, param: str, source: Source, base: str, suffix: str) -> int:
+    def _packed(self, codec: Codec, param: str, source: TensorSource, base: str, suffix: str) -> int:
         """Place the extras of a packed weight when its first part is placed.
 
         Returns the bytes of the weight expanded to bf16; 0 for its other parts.
@@ -188,7 +188,7 @@ class _Work:
             if info is None:
                 self.faults.add(
                     "tensors are missing",
-                    on_disk(self.manifest.prefix, f"{base}.{extra}"),
+                    name_on_disk(self.manifest.prefix, f"{base}.{extra}"),
                     cause="an unfinished conversion",
                 )
                 continue

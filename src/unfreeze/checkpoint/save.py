@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from unfreeze.checkpoint.keymap import StackRule, sources
+from unfreeze.checkpoint.keymap import StackRule, tensor_sources
 from unfreeze.checkpoint.manifest import INDEX
 from unfreeze.checkpoint.tensors import NAME
 from unfreeze.core.errors import FULL, CheckpointError
@@ -91,14 +91,14 @@ def save_checkpoint(
     temporary = begin(folder)
     try:
         name_parts(temporary, write_parts(temporary, tensors, max_shard_bytes=max_shard_bytes))
-        complete(temporary, folder, config, extra)
+        finish_folder(temporary, folder, config, extra)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def unstack(param: str, tensor: Tensor, rules: Sequence[StackRule]) -> Iterator[tuple[str, Tensor]]:
     """The inverse of loading: (name on disk, view of `tensor`) for each tensor `param` is stored as."""
-    for source in sources(param, tensor.shape, rules):
+    for source in tensor_sources(param, tensor.shape, rules):
         part = tensor[source.index] if source.index else tensor
         yield source.name, part.mT if source.transposed else part
 
@@ -133,7 +133,7 @@ def disk_tensors(
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """A file of weights under a temporary name, and what it holds."""
 
     file: str
@@ -147,18 +147,18 @@ def write_parts(
     *,
     stem: str = "shard",
     max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> list[Part]:
+) -> list[ShardPart]:
     """Files of at most max_shard_bytes, in the order the tensors come, for `name_parts`.
 
     Several processes write theirs into one folder, each with a stem of its own.
     """
-    parts: list[Part] = []
+    parts: list[ShardPart] = []
     held = 0
     shard: dict[str, Tensor] = {}
     seen: set[str] = set()
 
     def flush() -> None:
-        part = Part(f"{stem}-{len(parts)}", list(shard), held)
+        part = ShardPart(f"{stem}-{len(parts)}", list(shard), held)
         write_safetensors(folder / part.file, shard, {"format": "pt"})
         parts.append(part)
         shard.clear()
@@ -177,7 +177,7 @@ def write_parts(
     return parts
 
 
-def name_parts(folder: Path, parts: Sequence[Part]) -> None:
+def name_parts(folder: Path, parts: Sequence[ShardPart]) -> None:
     """Give files their names, which contain their number: model.safetensors, or shards with an index."""
     if len(parts) == 1:
         os.replace(folder / parts[0].file, folder / "model.safetensors")
@@ -192,7 +192,7 @@ def name_parts(folder: Path, parts: Sequence[Part]) -> None:
     write_file(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
-def complete(
+def finish_folder(
     temporary: Path,
     folder: Path,
     config: Mapping[str, object],

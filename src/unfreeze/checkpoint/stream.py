@@ -72,7 +72,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class Run:
+class ByteRun:
     """Pieces that lie one after another in a file: one read."""
 
     file: Path
@@ -160,9 +160,9 @@ def _unreadable(file: Path, error: OSError) -> CheckpointError:
     )
 
 
-def runs_of(placements: Iterable[Placement]) -> Iterator[Run]:
+def runs_of(placements: Iterable[Placement]) -> Iterator[ByteRun]:
     """File-ordered reads of at most CHUNK bytes and MAX_PIECES pieces."""
-    run: Run | None = None
+    run: ByteRun | None = None
     for piece in _pieces(placements):
         info = piece.placement.info
         offset = info.offset + piece.first * ITEMSIZE[info.dtype]
@@ -170,7 +170,7 @@ def runs_of(placements: Iterable[Placement]) -> Iterator[Run]:
         if run is None or not follows or run.nbytes + piece.nbytes > CHUNK or len(run.pieces) == MAX_PIECES:
             if run is not None:
                 yield run
-            run = Run(info.file, offset)
+            run = ByteRun(info.file, offset)
         run.pieces.append(piece)
         run.nbytes += piece.nbytes
     if run is not None:
@@ -208,14 +208,14 @@ class Loader:
         self.differs: set[str] = set()
         self._local = buffers or threading.local()
 
-    def load(self, runs: Iterable[Run], files: Files, pool: Executor) -> Iterator[int]:
+    def load(self, runs: Iterable[ByteRun], files: Files, pool: Executor) -> Iterator[int]:
         """Yield the bytes of each run once it is read; at the end raise what the checks found."""
         runs = list(runs)
         descriptors = {run.file: files.descriptor(run.file) for run in runs}
         yield from pool.map(lambda run: self._read(run, descriptors[run.file]), runs)
         self._raise_if_wrong()
 
-    def _read(self, run: Run, descriptor: int) -> int:
+    def _read(self, run: ByteRun, descriptor: int) -> int:
         """Read one run, then convert, copy or compare the pieces that went through a buffer."""
         # where each piece goes: straight into the parameter, or into a slice of the thread's buffer
         targets: list[memoryview] = []
@@ -249,7 +249,7 @@ class Loader:
         first, last = (placement.start + element for element in (piece.first, piece.last))
         return self.memory[placement.param][first * itemsize : last * itemsize]
 
-    def _staging(self, run: Run) -> Tensor:
+    def _staging(self, run: ByteRun) -> Tensor:
         """A byte buffer of this thread, pinned where it feeds a GPU.
 
         It is reused: pinning and page faults cost more than the copy.
@@ -342,7 +342,7 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _read_fully(descriptor: int, run: Run, targets: list[memoryview]) -> None:
+def _read_fully(descriptor: int, run: ByteRun, targets: list[memoryview]) -> None:
     """Fill `targets` one after another from run.offset on.
 
     A read may return less than asked for; zero bytes mean that the file ends.

@@ -74,11 +74,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> first (module or None), modules (module, kind, max_abs, relative), exit_code 1 where one differs."""
     config = parse(Config, arguments, command="bisect", description=__doc__ or "", positional=True)
     from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.generate.source import refuse_unread
+    from unfreeze.generate.source import refuse_unread_model
     from unfreeze.job.opening.device import say
 
     manifest = open_checkpoint(config.model, progress=say(common))
-    refuse_unread(manifest)
+    refuse_unread_model(manifest)
     load_oracle_library()
 
     import torch

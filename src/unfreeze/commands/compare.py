@@ -21,7 +21,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.report import compare
 from unfreeze.report.page import write_page
-from unfreeze.report.run import Run
+from unfreeze.report.run import RunFolder
 from unfreeze.tracking.console import PipeConsole
 
 
@@ -42,7 +42,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     config = parse(Config, arguments, command="compare", description=__doc__ or "", positional=True)
     refuse_folder_of_runs(config.runs)
     runs = compare.ranked(compare.read_runs(config.runs))
-    names = [name.replace("/", "-") for name in compare.names(runs)]
+    names = [name.replace("/", "-") for name in compare.run_names(runs)]
     target = (
         Path(config.html)
         if config.html
@@ -50,7 +50,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     )
     with writing(target, "html"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_page(target, compare.page(runs))
+        write_page(target, compare.comparison_page(runs))
     if not (common.quiet or common.json):
         show(runs, PipeConsole())
         print(f"curves: {target}")
@@ -66,9 +66,9 @@ def refuse_folder_of_runs(runs: Sequence[str]) -> None:
         raise ConfigError(f"{folder} holds {len(inside)} runs", next=f"unfreeze compare {folder}/*")
 
 
-def show(runs: list[Run], console: Console) -> None:
+def show(runs: list[RunFolder], console: Console) -> None:
     """Both tables, runs as columns so that two to four fit a terminal, and what to be careful with."""
-    names = compare.names(runs)
+    names = compare.run_names(runs)
     results = [compare.result(run, name).cells() for run, name in zip(runs, names, strict=True)]
     rows = [(head, *(cells[i] for cells in results)) for i, head in enumerate(compare.RESULT_HEAD) if i]
     differences = [(field, *values) for field, values in compare.differences(runs).items()]

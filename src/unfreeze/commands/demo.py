@@ -31,7 +31,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, EventLog
 from unfreeze.core.layout import Layout
 from unfreeze.core.schema import PromptSource
-from unfreeze.evaluate.style import changes, compare
+from unfreeze.evaluate.style import changes, compare_style
 from unfreeze.recipes import sft
 from unfreeze.report.html import write_report
 from unfreeze.tracking.console import PipeConsole
@@ -99,7 +99,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         print(f"the demo goes on with: unfreeze demo --out {out}", file=sys.stderr)
         return trained
     after, gap_after = ask(out, items)
-    measured = compare(before, after, items)
+    measured = compare_style(before, after, items)
     # answers and scores become events of the run; then a table and the last line
     write_samples(out, items, before, after, measured, (gap_before, gap_after), trained["steps"])
     if is_demo(kept(out)):

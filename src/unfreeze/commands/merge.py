@@ -119,7 +119,7 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
     from unfreeze import models
     from unfreeze.compress import merge as by_shards
     from unfreeze.compress.deltas import Deltas
-    from unfreeze.compress.work import Work
+    from unfreeze.compress.work import MergeWork
 
     # everything that can be refused is, before a byte is written
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
@@ -128,7 +128,7 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
     else:
         examples = rows
     deltas = Deltas(model, source.adapter)
-    work = Work(manifest, model, deltas, config.to)
+    work = MergeWork(manifest, model, deltas, config.to)
     inputs = by_shards.inputs_of(manifest, source.adapter, config.to, config.scales)
     try:
         with writing(out, "out"), LoadProgress("merge", quiet=common.quiet) as progress:

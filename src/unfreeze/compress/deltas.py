@@ -28,7 +28,7 @@ _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
-class Place:
+class MatrixPlace:
     """Which matrix of the model: a linear layer, or of an expert its gate (half 0), up (half 1), both as they
     lie in gate_up_proj (half None), or down."""
 
@@ -62,7 +62,7 @@ class Deltas:
             raise AdapterError(f"{folder} adapts nothing: it holds no LoRA factors")
         self._held: tuple[str, Mapping[str, Decoded]] = ("", {})
 
-    def of(self, place: Place) -> Tensor:
+    def of(self, place: MatrixPlace) -> Tensor:
         """ΔW float32 [out, in], rows as the base's weight has them."""
         decoded, owner = self._decoded(place.site), self._owner(place.site)
         state, e = decoded.state, place.expert

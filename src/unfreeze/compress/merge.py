@@ -22,9 +22,9 @@ from unfreeze.checkpoint.manifest import INDEX, Manifest
 from unfreeze.checkpoint.save import MAX_SHARD_BYTES, write_file
 from unfreeze.checkpoint.shard import Shard, file_bytes, sha256_of
 from unfreeze.compress.deltas import Deltas
-from unfreeze.compress.released import RECORD, config_of, write_beside
+from unfreeze.compress.released import RECORD, config_of, copy_beside
 from unfreeze.compress.rounding import Rounded, Row, Scales, write_weight
-from unfreeze.compress.work import Weight, Work
+from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.config.adapter import CONFIG, weight_files
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.units import format_bytes
@@ -70,7 +70,12 @@ class Record:
 
 
 def merge(
-    work: Work, deltas: Deltas, out: Path, inputs: dict[str, Any], scales: Scales, progress: Progress | None
+    work: MergeWork,
+    deltas: Deltas,
+    out: Path,
+    inputs: dict[str, Any],
+    scales: Scales,
+    progress: Progress | None,
 ) -> Record:
     """Write the merged checkpoint into `out`, or what of it is missing there.
 
@@ -80,10 +85,10 @@ def merge(
     """
     check_formats(work, scales)
     files = out_files(work)
-    record = begun(out, inputs)
+    record = merge_begun(out, inputs)
     done = {file.name for file in files if _is_whole(out, file.name, record)}
     left = [file for file in files if file.name not in done]
-    check_room(out, left, len(files))
+    check_disk(out, left, len(files))
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         for stale in out.glob(".*.unfinished-*"):
@@ -113,9 +118,9 @@ def merge(
     return record
 
 
-def _finish(work: Work, out: Path, files: list[OutFile], record: Record) -> None:
+def _finish(work: MergeWork, out: Path, files: list[OutFile], record: Record) -> None:
     """The files beside the weights, config.json, then the index."""
-    record.more["carried"] = write_beside(work, out)
+    record.more["carried"] = copy_beside(work, out)
     write_file(out / "config.json", config_of(work))
     if len(files) > 1:
         weight_map = {name: file.name for file in files for name in file.parts}
@@ -126,7 +131,7 @@ def _finish(work: Work, out: Path, files: list[OutFile], record: Record) -> None
     record.write(out)
 
 
-def out_files(work: Work, limit: int = MAX_SHARD_BYTES) -> list[OutFile]:
+def out_files(work: MergeWork, limit: int = MAX_SHARD_BYTES) -> list[OutFile]:
     """The files to write. `same`: the base's own, with the same tensors; else new ones of at most `limit`.
 
     A weight that takes more has a file of its own.
@@ -158,7 +163,7 @@ def out_files(work: Work, limit: int = MAX_SHARD_BYTES) -> list[OutFile]:
     ]
 
 
-def check_formats(work: Work, scales: Scales) -> None:
+def check_formats(work: MergeWork, scales: Scales) -> None:
     """Raise ConfigError where a format can only be read, or where its scales cannot be kept."""
     import torch
 
@@ -177,7 +182,7 @@ def check_formats(work: Work, scales: Scales) -> None:
             )
 
 
-def check_room(out: Path, left: list[OutFile], files: int) -> None:
+def check_disk(out: Path, left: list[OutFile], files: int) -> None:
     """Raise DoesNotFit where what is still to be written takes more than the disk has."""
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free, needed = shutil.disk_usage(existing).free, sum(file_bytes(file.parts) for file in left)
@@ -190,7 +195,7 @@ def check_room(out: Path, left: list[OutFile], files: int) -> None:
         )
 
 
-def begun(out: Path, inputs: dict[str, Any]) -> Record:
+def merge_begun(out: Path, inputs: dict[str, Any]) -> Record:
     """What a merge of these inputs has done in `out`; nothing yet where the folder is new or empty.
 
     Raises ConfigError for a folder with anything else in it.
@@ -231,14 +236,14 @@ def begun(out: Path, inputs: dict[str, Any]) -> Record:
 def inputs_of(manifest: Manifest, adapter: Path, to: str, scales: str) -> dict[str, Any]:
     """What a merge is made of, as merge.json has it: equal for equal files, wherever they lie."""
     return {
-        "base": fingerprint(manifest.path / "config.json", *manifest.files),
-        "adapter": fingerprint(adapter / CONFIG, *weight_files(adapter)),
+        "base": files_fingerprint(manifest.path / "config.json", *manifest.files),
+        "adapter": files_fingerprint(adapter / CONFIG, *weight_files(adapter)),
         "to": to,
         "scales": scales,
     }
 
 
-def fingerprint(*files: Path) -> str:
+def files_fingerprint(*files: Path) -> str:
     """SHA-256 over the files' names and sizes and, of each, 64 KiB at its beginning, middle and end.
 
     A base of 594 GB is not read twice; the beginning of a safetensors file says where every tensor lies.

@@ -12,7 +12,7 @@ from typing import Any
 
 from unfreeze.checkpoint.manifest import BESIDE, INDEX, MERGE, inside
 from unfreeze.checkpoint.save import write_file
-from unfreeze.compress.work import KIMI, Work
+from unfreeze.compress.work import KIMI, MergeWork
 
 RECORD = MERGE
 CARD, BASE_CARD = "README.md", "README.base.md"
@@ -37,7 +37,7 @@ INT4_WEIGHTS = {
 }
 
 
-def config_of(work: Work) -> bytes:
+def config_of(work: MergeWork) -> bytes:
     """config.json of what is written: the base's bytes for `same`.
 
     bf16: without quantization_config, dtype bfloat16. int4: with Kimi's, which lists what stays unquantized.
@@ -60,7 +60,7 @@ def config_of(work: Work) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _kimi(work: Work) -> dict[str, Any]:
+def _kimi(work: MergeWork) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
         "input_activations": None,
@@ -77,7 +77,7 @@ def _kimi(work: Work) -> dict[str, Any]:
     }
 
 
-def _ignored(work: Work) -> Iterator[str]:
+def _ignored(work: MergeWork) -> Iterator[str]:
     """Modules that stay unquantized. Those that do so in every layer are one pattern."""
     packed, dense = set[str](), dict[str, str]()
     for weight in work.weights:
@@ -96,7 +96,7 @@ def _ignored(work: Work) -> Iterator[str]:
     )
 
 
-def write_beside(work: Work, out: Path) -> list[str]:
+def copy_beside(work: MergeWork, out: Path) -> list[str]:
     """Copy what lies beside the base's weights: tokenizer, template, licence, … -> their names.
 
     The base's README keeps the name README.base.md. Code that a release brings (*.py) is copied as any file

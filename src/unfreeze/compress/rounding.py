@@ -21,8 +21,8 @@ from torch import Tensor
 
 from unfreeze.checkpoint.shard import Shard
 from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
-from unfreeze.compress.deltas import Deltas, Place
-from unfreeze.compress.work import Home, Out, Weight, Work
+from unfreeze.compress.deltas import Deltas, MatrixPlace
+from unfreeze.compress.work import MergeWork, Out, Weight, WeightHome
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.quant.codec import ByRows, Codec, Texted, kept_suffixes
@@ -70,7 +70,12 @@ class Row:
 
 
 def write_weight(
-    work: Work, weight: Weight, deltas: Deltas, shard: Shard, wanted: Mapping[str, object], scales: Scales
+    work: MergeWork,
+    weight: Weight,
+    deltas: Deltas,
+    shard: Shard,
+    wanted: Mapping[str, object],
+    scales: Scales,
 ) -> list[Row]:
     """Put what becomes of a weight into the shard, those of its outputs that `wanted` names.
 
@@ -119,7 +124,7 @@ def _made(codec: Codec) -> tuple[str, ...]:
     return tuple(suffix for suffix in kept_suffixes(codec) if suffix != text)
 
 
-def _read(weight: Weight, work: Work, expert: int) -> tuple[Tensor, dict[str, Tensor]]:
+def _read(weight: Weight, work: MergeWork, expert: int) -> tuple[Tensor, dict[str, Tensor]]:
     """(W float32 [out, in], its parts as they are stored) of one matrix."""
     home = weight.home
     if weight.codec is None:
@@ -193,7 +198,7 @@ def _below(blocks: list[Tensor]) -> Tensor:
 
 
 def _rounded(
-    weight: Weight, merged: Tensor, work: Work, expert: int
+    weight: Weight, merged: Tensor, work: MergeWork, expert: int
 ) -> tuple[list[tuple[str, Tensor]], Tensor, str]:
     """([(name, tensor to write)], what it stands for, the way): dense, or in another format than it had."""
     to = weight.to
@@ -218,7 +223,7 @@ def _rounded(
     return made, whole, "refit"
 
 
-def _outs(weight: Weight, work: Work, expert: int) -> list[Out]:
+def _outs(weight: Weight, work: MergeWork, expert: int) -> list[Out]:
     """Where the matrix is written, in place or under new names."""
     if not weight.in_place:
         return work.outs(weight, expert)
@@ -226,7 +231,9 @@ def _outs(weight: Weight, work: Work, expert: int) -> list[Out]:
     return [Out(next(iter(weight.parts.values())).name, whole=True, transposed=transposed)]
 
 
-def _cut(work: Work, weight: Weight, whole: Tensor, outs: list[Out]) -> Iterator[tuple[str, Out, Tensor]]:
+def _cut(
+    work: MergeWork, weight: Weight, whole: Tensor, outs: list[Out]
+) -> Iterator[tuple[str, Out, Tensor]]:
     """(name, where, rows) of each output of a matrix; gate and up apart where they are two."""
     for out in outs:
         rows = whole if out.half is None else _halves(work, weight, whole)[out.half]
@@ -234,7 +241,7 @@ def _cut(work: Work, weight: Weight, whole: Tensor, outs: list[Out]) -> Iterator
         yield f"{out.name}.weight" if dense else out.name, out, rows.contiguous()
 
 
-def _halves(work: Work, weight: Weight, whole: Tensor) -> tuple[Tensor, Tensor]:
+def _halves(work: MergeWork, weight: Weight, whole: Tensor) -> tuple[Tensor, Tensor]:
     """Gate's rows and up's of an expert's gate_up, as views."""
     assert weight.home is not None
     owner = work.model.get_submodule(weight.home.place.site)
@@ -242,7 +249,7 @@ def _halves(work: Work, weight: Weight, whole: Tensor) -> tuple[Tensor, Tensor]:
     return owner.activation.split(whole, 0)
 
 
-def _joined(work: Work, weight: Weight, pieces: list[Tensor]) -> Tensor:
+def _joined(work: MergeWork, weight: Weight, pieces: list[Tensor]) -> Tensor:
     """Gate's and up's rows as they lie in the base."""
     whole = torch.empty(sum(len(piece) for piece in pieces), pieces[0].shape[1])
     for rows, piece in zip(_halves(work, weight, whole), pieces, strict=True):
@@ -250,11 +257,11 @@ def _joined(work: Work, weight: Weight, pieces: list[Tensor]) -> Tensor:
     return whole
 
 
-def _place(home: Home, expert: int) -> Place:
+def _place(home: WeightHome, expert: int) -> MatrixPlace:
     """The place of a matrix: of a stack's, by its number."""
     if home.experts is None:
         return home.place
-    return Place(home.place.site, home.place.projection, expert)
+    return MatrixPlace(home.place.site, home.place.projection, expert)
 
 
 def _stacked(weight: Weight, name: str) -> bool:

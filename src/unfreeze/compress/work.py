@@ -15,9 +15,9 @@ from typing import Literal
 
 from unfreeze import models
 from unfreeze.checkpoint import nested
-from unfreeze.checkpoint.keymap import Source, sources
+from unfreeze.checkpoint.keymap import TensorSource, tensor_sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
-from unfreeze.compress.deltas import GATE, UP, Deltas, Place
+from unfreeze.compress.deltas import GATE, UP, Deltas, MatrixPlace
 from unfreeze.core.dtypes import FLOATS
 from unfreeze.core.errors import ConfigError
 from unfreeze.models.blocks.experts import Experts
@@ -36,7 +36,7 @@ _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
-class Home:
+class WeightHome:
     """Where a weight on disk belongs in the model.
 
     place       of the matrix; of a stack on disk that of expert 0
@@ -45,7 +45,7 @@ class Home:
     transposed  the tensor on disk has in and out swapped
     """
 
-    place: Place
+    place: MatrixPlace
     shape: tuple[int, int]
     experts: int | None = None
     transposed: bool = False
@@ -81,7 +81,7 @@ class Weight:
     name: str
     parts: dict[str, TensorInfo]
     codec: Codec | None = None
-    home: Home | None = None
+    home: WeightHome | None = None
     adapted: bool = False
     to: Codec | str | None = None
     outputs: dict[str, Part] = field(default_factory=dict[str, Part])
@@ -107,7 +107,7 @@ class Weight:
         return range(self.home.experts if self.home and self.home.experts else 1)
 
 
-class Work:
+class MergeWork:
     """The weights of a base checkpoint with an adapter, and what is made of each."""
 
     def __init__(self, manifest: Manifest, model: Decoder, deltas: Deltas, to: Format):
@@ -137,7 +137,7 @@ class Work:
         if home is None or home.experts is None:
             return [Out(self._named(weight.name))]
         module = f"{home.place.site}.{home.place.projection}"
-        found = sources(f"{module}.weight", (home.experts, *home.shape), self.rules)
+        found = tensor_sources(f"{module}.weight", (home.experts, *home.shape), self.rules)
         if not found[0].index:
             return [Out(self._named(found[0].name), whole=True, transposed=found[0].transposed)]
         own = [source for source in found if source.index[0] == expert]
@@ -145,7 +145,7 @@ class Work:
 
     def _named(self, name: str) -> str:
         """The name on disk, with the prefix of a release that holds more than the language model."""
-        return nested.on_disk(self.manifest.prefix, spelling.on_disk(name))
+        return nested.name_on_disk(self.manifest.prefix, spelling.on_disk(name))
 
     def _planned(self, weight: Weight, deltas: Deltas) -> Weight:
         """The weight with what becomes of it."""
@@ -225,36 +225,42 @@ class Work:
                     yield f"{out.name}.{suffix}", ("I32", (len(numbers),))
 
 
-def _homes(work: Work, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Home]]:
+def _homes(work: MergeWork, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[str, WeightHome]]:
     """(module on disk, its home) of every linear layer and every expert's matrices."""
     for candidate in candidates(work.model):
         owner, site = candidate.owner, candidate.name
         if not isinstance(owner, Experts):
             shape = (owner.out_features, owner.in_features)
-            source = sources(f"{site}.weight", shape, work.rules, disk)[0]
-            yield _module(source), Home(Place(site), shape, None, source.transposed)
+            source = tensor_sources(f"{site}.weight", shape, work.rules, disk)[0]
+            yield _module(source), WeightHome(MatrixPlace(site), shape, None, source.transposed)
             continue
         E, D, I = owner.num_experts, owner.hidden_size, owner.intermediate_size
         for projection, shape in (("gate_up_proj", (2 * I, D)), ("down_proj", (D, I))):
             module = f"{site}.{projection}"
             if work.scheme is not None and work.scheme.stored(module, disk) is not None:
-                yield module, Home(Place(site, projection), shape, E)
+                yield module, WeightHome(MatrixPlace(site, projection), shape, E)
                 continue
-            for source in sources(f"{module}.weight", (E, *shape), work.rules, disk):
+            for source in tensor_sources(f"{module}.weight", (E, *shape), work.rules, disk):
                 info = disk.get(source.name)
                 if source.either and info and info.shape == source.turned().shape != source.shape:
                     source = source.turned()  # as checkpoint/resolve.py reads it
                 if not source.index:
-                    yield _module(source), Home(Place(site, projection), shape, E, source.transposed)
+                    yield (
+                        _module(source),
+                        WeightHome(MatrixPlace(site, projection), shape, E, source.transposed),
+                    )
                     continue
                 expert, half = source.index[0], _half(source)
                 assert isinstance(expert, int)
                 rows = shape[0] if half is None else shape[0] // 2
-                yield _module(source), Home(Place(site, projection, expert, half), (rows, shape[1]))
+                yield (
+                    _module(source),
+                    WeightHome(MatrixPlace(site, projection, expert, half), (rows, shape[1])),
+                )
 
 
 def _weights(
-    disk: Mapping[str, TensorInfo], scheme: Scheme | None, homes: Mapping[str, Home]
+    disk: Mapping[str, TensorInfo], scheme: Scheme | None, homes: Mapping[str, WeightHome]
 ) -> Iterator[Weight]:
     """Each tensor on disk once, parts of a packed weight together; by file, and in it by layer."""
     packed: dict[str, Weight] = {}
@@ -284,11 +290,11 @@ def _is_matrix(weight: Weight) -> bool:
     return info is not None and info.dtype in FLOATS and len(info.shape) > 1 and weight.group != "router"
 
 
-def _module(source: Source) -> str:
+def _module(source: TensorSource) -> str:
     return source.name.removesuffix(".weight")
 
 
-def _half(source: Source) -> int | None:
+def _half(source: TensorSource) -> int | None:
     """GATE or UP of a source that is half of an expert's rows."""
     rows = source.index[1] if len(source.index) > 1 else None
     return None if rows is None else (UP if isinstance(rows, slice) and rows.start else GATE)

@@ -1,4 +1,4 @@
-"""Whether an event is what core/schema.py says: `faults` where it is emitted, `damage` where it is read."""
+"""Compare an event with core/schema.py: `violations` where it is emitted, `damage` where it is read."""
 
 import reprlib
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from unfreeze.core.schema import FURTHER, KINDS, AnyText, Event, Real
 
 
-class Fault(NamedTuple):
+class Violation(NamedTuple):
     """What is wrong with one field of an event.
 
     path    where it stands: ("expert_balance", "1", "dead"); empty where the kind itself is unknown
@@ -28,7 +28,7 @@ class Fault(NamedTuple):
         return self.why == "missing" and len(self.path) == 1
 
 
-def faults(event: Mapping[str, Any]) -> list[Fault]:
+def violations(event: Mapping[str, Any]) -> list[Violation]:
     """What is wrong with an event that is emitted; [] if it conforms."""
     kind, fields, further = event.get("kind"), event, {}
     if kind in FURTHER and (names := event.keys() - KINDS[kind].__annotations__.keys()):
@@ -39,7 +39,7 @@ def faults(event: Mapping[str, Any]) -> list[Fault]:
     return found + _found(others, further, str(kind)) if further else found
 
 
-def damage(event: Mapping[str, Any]) -> list[Fault]:
+def damage(event: Mapping[str, Any]) -> list[Violation]:
     """Say what is wrong with an event that is read: a value of another type than the schema says.
 
     Fewer fields, more fields, or an unknown kind are no damage: another version may have written them.
@@ -47,7 +47,7 @@ def damage(event: Mapping[str, Any]) -> list[Fault]:
     fields: dict[str, object] = KINDS[event["kind"]].__annotations__ if event["kind"] in KINDS else {}
     return [
         fault
-        for fault in faults(event)
+        for fault in violations(event)
         if fault.path and fault.path[0] in fields and fault.why != "extra_forbidden" and not fault.absent
     ]
 
@@ -60,7 +60,7 @@ def _checkers() -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
     return event, TypeAdapter(dict[AnyText, Real | None], config=config)
 
 
-def _found(checker: TypeAdapter[Any], value: object, *prefix: str) -> list[Fault]:
+def _found(checker: TypeAdapter[Any], value: object, *prefix: str) -> list[Violation]:
     try:
         checker.validate_python(value)
     except ValidationError as error:
@@ -68,8 +68,8 @@ def _found(checker: TypeAdapter[Any], value: object, *prefix: str) -> list[Fault
     return []
 
 
-def _fault(path: tuple[int | str, ...], error: Mapping[str, Any]) -> Fault:
+def _fault(path: tuple[int | str, ...], error: Mapping[str, Any]) -> Violation:
     """path begins with the kind."""
     missing = error["type"] == "missing"
     said = "missing" if missing else f"{reprlib.repr(error['input'])}: {error['msg']}"
-    return Fault(path[1:], error["type"], f"{'.'.join(map(str, path)) or 'the event'} is {said}")
+    return Violation(path[1:], error["type"], f"{'.'.join(map(str, path)) or 'the event'} is {said}")

@@ -5,7 +5,7 @@
 
 UNFREEZE_CPU_CLASS=avx2 makes this process a CPU of fewer instructions than the machine has: our own choices
 read the class here, and numba, torch, oneDNN and MKL are told by their own variables. They read those when
-they are imported, so `import unfreeze` sets them (`narrow`), and torch must not be imported before it.
+they are imported, so `import unfreeze` sets them (`restrict_cpu_class`); torch must not be imported before.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def variables(wanted: str, own: str) -> dict[str, str]:
     return {} if wanted == own else dict(zip(_NAMES, _TOLD[wanted], strict=True))
 
 
-def narrow(imported: Container[str] = sys.modules) -> None:
+def restrict_cpu_class(imported: Container[str] = sys.modules) -> None:
     """Set the variables of UNFREEZE_CPU_CLASS, unless torch or numba is imported and has read them.
 
     What is wrong with it is raised by `cpu_class`.

@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from unfreeze.core.conform import Fault, faults
+from unfreeze.core.conform import Violation, violations
 from unfreeze.core.errors import DataError
 from unfreeze.core.schema import Event
 
@@ -51,7 +51,7 @@ class EventLog:
         event is written without it, and a warning event names kind, field and value, once for each field.
         """
         event = {"kind": kind, "step": step, "time": round(time.time(), 3), **fields}
-        found = faults(event)
+        found = violations(event)
         if found and self.strict:
             raise ValueError("; ".join(fault.words for fault in found))
         wrong = {fault.path[0] if fault.path else "kind" for fault in found if not fault.absent}
@@ -71,7 +71,7 @@ class EventLog:
             if said := listener(cast(Event, event)):
                 self.emit("warning", event["step"], message=said)
 
-    def _say(self, kind: str, step: int, fault: Fault) -> None:
+    def _say(self, kind: str, step: int, fault: Violation) -> None:
         key = (kind, fault.path[0] if fault.path else "kind")
         if key not in self._said:
             self._said.add(key)

@@ -40,7 +40,7 @@ def here(parameter: Tensor) -> Tensor:
     return divided.detach().to_local() if hasattr(divided, "to_local") else parameter
 
 
-def whole(parameter: Tensor) -> Tensor:
+def gathered(parameter: Tensor) -> Tensor:
     """A parameter that FSDP2 divides, gathered: all processes call it together; another one itself."""
     divided: Any = parameter
     return divided.detach().full_tensor() if hasattr(divided, "full_tensor") else parameter

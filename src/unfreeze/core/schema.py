@@ -455,12 +455,12 @@ Event = (
 
 
 @cache
-def kind_of(event: Any) -> str:
+def event_kind(event: Any) -> str:
     """TrainEvent -> "train"."""
     return get_args(get_type_hints(event)["kind"])[0]
 
 
-KINDS: dict[str, Any] = {kind_of(each): each for each in get_args(Event)}
+KINDS: dict[str, Any] = {event_kind(each): each for each in get_args(Event)}
 """Kind -> its TypedDict."""
 FURTHER = ("train", "eval")
 """Kinds that may hold more fields than are listed: metrics of an objective, scores of a probe."""

@@ -137,7 +137,7 @@ class RowSums:
         return max((len(count_R) for _, count_R in self._found.values()), default=0)
 
 
-def rows_of(batch: Batch) -> Tensor | None:
+def example_rows(batch: Batch) -> Tensor | None:
     """[E]: the row of each example, or of each document; None in a batch that is not of packing/split.py."""
     row_S = batch.documents.get("row")
     if row_S is None or "example" not in batch.documents:

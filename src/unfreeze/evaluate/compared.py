@@ -9,8 +9,8 @@ import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
-from unfreeze.evaluate.by_row import ByRow, RowSums, rows_of
-from unfreeze.evaluate.perplexity import dealt
+from unfreeze.evaluate.by_row import ByRow, RowSums, example_rows
+from unfreeze.evaluate.perplexity import dealt_batches
 from unfreeze.models import Decoder
 from unfreeze.objectives.preference import CHOSEN, Objective
 from unfreeze.parallel.processes.collectives import ALONE, Group
@@ -48,7 +48,7 @@ def compared(
     sums: dict[str, float] = {"loss": 0.0, "examples": 0.0, "tokens": 0.0}
     by_row = RowSums(largest=(LIKELIER,))
     with model.looking():
-        for host_batch in dealt(batches, group):
+        for host_batch in dealt_batches(batches, group):
             batch = host_batch.to(model.device)
             loss = objective(model.hidden(batch), model.lm_head, batch)
             # where a process has none left it computes with the others, and counts nothing
@@ -57,7 +57,7 @@ def compared(
             new["tokens"] = float(host_batch.weights_T.gt(0).sum())
             for name, value in new.items():
                 sums[name] = sums.get(name, 0.0) + counts * float(value)
-            if counts and loss.each is not None and (row_E := rows_of(host_batch)) is not None:
+            if counts and loss.each is not None and (row_E := example_rows(host_batch)) is not None:
                 ones_E = torch.ones(len(row_E))
                 for name, value_E in {"loss": loss.each, **loss.scores}.items():
                     by_row.add(row_E, name, value_E, wanted_of(host_batch) if name == LIKELIER else ones_E)

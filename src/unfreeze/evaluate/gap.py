@@ -54,7 +54,7 @@ def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampli
 
 def gap_of_answers(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> Gap:
     """The gap of answers that `engine` has given already."""
-    scored = score(engine.model, prompts, [answer.tokens for answer in answers], engine.num_ids)
+    scored = answer_log_probs(engine.model, prompts, [answer.tokens for answer in answers], engine.num_ids)
     return gap_of(prompts, answers, scored)
 
 
@@ -80,7 +80,7 @@ def gap_of(
 
 
 @torch.no_grad()
-def score(
+def answer_log_probs(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],

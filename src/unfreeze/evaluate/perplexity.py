@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.errors import DataError
-from unfreeze.evaluate.by_row import ByRow, RowSums, rows_of
+from unfreeze.evaluate.by_row import ByRow, RowSums, example_rows
 from unfreeze.models import Decoder
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.processes.collectives import ALONE, Group
 
 
 @dataclass(frozen=True)
-class Heldout:
+class HeldoutLoss:
     """Held-out loss over all batches.
 
     loss           nats per supervised token.
@@ -52,7 +52,7 @@ def heldout(
     bytes_total: int | None = None,
     group: Group = ALONE,
     objective: Callable[[Tensor, nn.Module, Batch], Loss] = cross_entropy,
-) -> Heldout:
+) -> HeldoutLoss:
     """The loss of all batches together. Raises DataError if no token carries weight.
 
     loss = sum_t w_t (-log p_t) / sum_t w_t
@@ -72,12 +72,12 @@ def heldout(
     # float64 on the host: a float32 running sum loses 1e-6 after some thousand batches
     total, weight, tokens, by_row = 0.0, 0.0, 0, RowSums()
     with model.looking():
-        for host_batch in dealt(batches, group):
+        for host_batch in dealt_batches(batches, group):
             batch = host_batch.to(model.device)
             loss = objective(model.hidden(batch), model.lm_head, batch)
             total, weight = total + float(loss.sum), weight + float(loss.count)
             tokens += int(host_batch.weights_T.gt(0).sum())
-            if loss.each is not None and (row_S := rows_of(host_batch)) is not None:
+            if loss.each is not None and (row_S := example_rows(host_batch)) is not None:
                 weights_N = batch.weights_T.index_select(0, batch.supervised())
                 by_row.add(row_S, "loss", loss.each, batch.per_document(weights_N.double()))
     if group.size > 1:
@@ -90,7 +90,7 @@ def heldout(
             next="look at them: unfreeze data show FILE --model MODEL",
         )
     loss_mean = total / weight
-    return Heldout(
+    return HeldoutLoss(
         loss=loss_mean,
         perplexity=math.exp(loss_mean) if loss_mean < 700 else math.inf,  # exp(709) is the largest float64
         bits_per_byte=total / math.log(2) / bytes_total if bytes_total else None,
@@ -99,7 +99,7 @@ def heldout(
     )
 
 
-def dealt(batches: Iterable[Batch], group: Group) -> Iterator[Batch]:
+def dealt_batches(batches: Iterable[Batch], group: Group) -> Iterator[Batch]:
     """Every `group.size`th batch, from `group.rank` on, and as many for each process.
 
     Where the last round has none for a process, it gets the first batch with weights of 0.

@@ -100,7 +100,7 @@ def facts_kept(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> li
     ]
 
 
-def score(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> dict[str, float]:
+def style_scores(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> dict[str, float]:
     """Per cent of `answers` in the style, and with the fact of their item: {"style", "facts", "asked"}.
 
     asked: how many. See facts_kept.
@@ -108,7 +108,7 @@ def score(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> dict[st
     return _percentages(answers, items, facts_kept(answers, items), range(len(items)))
 
 
-def compare(
+def compare_style(
     before: Sequence[str], after: Sequence[str], items: Sequence[Mapping[str, str]]
 ) -> dict[str, float]:
     """Style and facts before and after training, over the questions whose fact the model knew before.
@@ -138,7 +138,7 @@ def compare(
 def changes(
     before: Sequence[str], after: Sequence[str], items: Sequence[Mapping[str, str]]
 ) -> list[dict[str, str | float | None]]:
-    """How compare()'s style and facts changed, with the error over its questions, for an eval event."""
+    """How compare_style()'s style and facts changed, with the error over its questions, for an eval event."""
     known, kept = facts_kept(before, items), facts_kept(after, items)
     chosen = [index for index, knew in enumerate(known) if knew]
     made: list[dict[str, str | float | None]] = []

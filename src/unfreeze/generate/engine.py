@@ -22,7 +22,7 @@ from unfreeze.data.packing.batches import pack
 from unfreeze.data.store.examples import Example
 from unfreeze.data.tokens.tokenizer import StreamDecoder
 from unfreeze.generate.sampling import Chooser, Sampling
-from unfreeze.generate.steps import Step, Steps, by_record
+from unfreeze.generate.steps import Step, Steps, step_by_record
 from unfreeze.generate.stops import StopText
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import Cache
@@ -71,7 +71,7 @@ class Sampler(Protocol):
         ...
 
 
-class Vocabulary(Protocol):
+class EngineTokenizer(Protocol):
     """What the engine needs of a tokenizer."""
 
     named_size: int
@@ -127,9 +127,9 @@ class Engine:
         self,
         model: Decoder,
         *,
-        tokenizer: Vocabulary | None = None,
+        tokenizer: EngineTokenizer | None = None,
         stop_ids: frozenset[int] = frozenset(),
-        steps: Steps = by_record,
+        steps: Steps = step_by_record,
     ):
         self.model, self.tokenizer, self.stop_ids, self.steps = model, tokenizer, stop_ids, steps
         self.agreed: Callable[[list[int]], list[int]] = list

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.batch import Batch
-from unfreeze.generate.engine import Engine, Vocabulary
+from unfreeze.generate.engine import Engine, EngineTokenizer
 from unfreeze.generate.steps import launched
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import Cache
@@ -85,7 +85,7 @@ class JointCache(Cache):
 
 
 def joint_engine(
-    joint: Joint, tokenizer: Vocabulary | None = None, stop_ids: frozenset[int] = frozenset()
+    joint: Joint, tokenizer: EngineTokenizer | None = None, stop_ids: frozenset[int] = frozenset()
 ) -> Engine:
     """An Engine that samples from both. Its logprobs are of the mixture."""
     engine = Engine(joint, tokenizer=tokenizer, stop_ids=stop_ids, steps=launched)  # type: ignore[arg-type]

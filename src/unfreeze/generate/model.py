@@ -22,7 +22,7 @@ from unfreeze.data.tokens.tokenizer import Tokenizer, check_vocab, has_tokenizer
 from unfreeze.generate.engine import Completion, Engine, Piece, batch_of, check_tokens
 from unfreeze.generate.open import Progress, device_of, dtype_of, open_model
 from unfreeze.generate.sampling import Sampling
-from unfreeze.generate.source import Source, open_source
+from unfreeze.generate.source import ModelSource, open_source
 from unfreeze.kernels.precision import precision
 from unfreeze.models import Decoder
 
@@ -66,7 +66,7 @@ def load(
 
 
 def load_opened(
-    found: Source,
+    found: ModelSource,
     manifest: Manifest,
     dtype: torch.dtype,
     device: torch.device,

@@ -20,7 +20,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """What a name stands for: a base checkpoint, and the folder of an adapter for it if there is one.
 
     base                 folder or Hugging Face id
@@ -32,7 +32,7 @@ class Source:
     template_variables: tuple[str, ...] = ()
 
 
-def locate(source: str | Path, base: str = "") -> Source:
+def locate_model(source: str | Path, base: str = "") -> ModelSource:
     """The Source that a name stands for. `base`: what an adapter goes on, whatever it names.
 
     A checkpoint folder or id stands for itself; a run folder for its adapter on its base, or for the model/
@@ -55,7 +55,7 @@ def locate(source: str | Path, base: str = "") -> Source:
                 " unknown",
                 next="give the base checkpoint's folder or id: --base DIR",
             )
-        return Source(named, folder, tuple(map(str, variables or ())))
+        return ModelSource(named, folder, tuple(map(str, variables or ())))
     # beside other runs: a name mistyped, no Hugging Face id
     if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):
         runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
@@ -63,7 +63,7 @@ def locate(source: str | Path, base: str = "") -> Source:
         paths = ", ".join(str(folder.parent / name) for name in near or runs[:3])
         there = "the nearest" if near else f"{folder.parent} holds"
         raise CheckpointError(f"{folder} does not exist", next=f"{there}: {paths}")
-    return Source(str(folder) if folder.exists() else str(source))
+    return ModelSource(str(folder) if folder.exists() else str(source))
 
 
 def run_of(folder: Path) -> Path:
@@ -73,25 +73,25 @@ def run_of(folder: Path) -> Path:
     return above if inside and (above / RESOLVED).is_file() else folder
 
 
-def _on_base(folder: Path, base: str) -> Source:
+def _on_base(folder: Path, base: str) -> ModelSource:
     """An adapter's folder, or a run's adapter, on a base of the user's."""
     if (folder / RESOLVED).is_file() and (folder / "adapter" / ADAPTER_CONFIG).is_file():
         variables = tuple(
             map(str, resolved(read_json(folder / RESOLVED)).get("data.template_variables") or ())
         )
-        return Source(base, folder / "adapter", variables)
+        return ModelSource(base, folder / "adapter", variables)
     if (folder / ADAPTER_CONFIG).is_file():
-        return Source(base, folder)
+        return ModelSource(base, folder)
     raise CheckpointError(
         f"base = {base!r} is for an adapter, and {folder} is none", next="leave --base away"
     )
 
 
-def _locate_run(folder: Path) -> Source:
+def _locate_run(folder: Path) -> ModelSource:
     fields = resolved(read_json(folder / RESOLVED))
     variables = tuple(map(str, fields.get("data.template_variables") or ()))
     if (folder / "model" / "config.json").is_file():
-        return Source(str(folder / "model"), template_variables=variables)
+        return ModelSource(str(folder / "model"), template_variables=variables)
     if not (folder / "adapter" / ADAPTER_CONFIG).is_file():
         process = writer(folder)
         if saves := sorted(path.name for path in (folder / "state").glob("step-*") if path.suffix != ".tmp"):
@@ -118,18 +118,18 @@ def _locate_run(folder: Path) -> Source:
         raise CheckpointError(
             f"{folder / RESOLVED} has no key 'model', so the base checkpoint of this run is unknown"
         )
-    return Source(base, folder / "adapter", variables)
+    return ModelSource(base, folder / "adapter", variables)
 
 
 def open_source(
     source: str | Path, progress: Callable[[str], None] | None = None, base: str = ""
-) -> tuple[Source, Manifest]:
+) -> tuple[ModelSource, Manifest]:
     """What a name stands for, and the manifest of its base (for an adapter: `base`, where that is given).
 
     Raises UserError where nothing is there, or where its family isn't built or its quantization cannot be
     read.
     """
-    found = locate(source, base)
+    found = locate_model(source, base)
     try:
         manifest = open_checkpoint(found.base, progress=progress)
     except CheckpointError as error:
@@ -139,11 +139,11 @@ def open_source(
         raise CheckpointError(
             f"{found.adapter} is an adapter of {found.base}: {error.message}", next=f"{here}{error.next}"
         ) from error
-    refuse_unread(manifest)
+    refuse_unread_model(manifest)
     return found, manifest
 
 
-def refuse_unread(manifest: Manifest) -> None:
+def refuse_unread_model(manifest: Manifest) -> None:
     """Raise CheckpointError where the family isn't built, ConfigError where the quantization is not read."""
     models.shape(manifest.config)
     manifest.scheme()

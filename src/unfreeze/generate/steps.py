@@ -37,7 +37,7 @@ def launched(model: Decoder, cache: Cache) -> Step:
     return lambda tokens: model.logits(model.step(torch.tensor(tokens, device=model.device), cache))
 
 
-def by_record(model: Decoder, cache: Cache) -> Step:
+def step_by_record(model: Decoder, cache: Cache) -> Step:
     """Replayed where a record of kernels/cuda_graph says that it pays for that many rows, else launched.
 
     Launched too where a pass is an exchange between processes.

@@ -27,7 +27,7 @@ from unfreeze.kernels.precision import precision
 from unfreeze.teach.address import base_url, is_url
 from unfreeze.teach.coding import Coding, top_of
 from unfreeze.teach.served import Asking
-from unfreeze.teach.store import FORMAT, Writing, alone, asked_about, is_store, refuse_other_head
+from unfreeze.teach.store import FORMAT, StoreWriter, asked_about, is_store, one_writer, refuse_other_head
 from unfreeze.teach.teacher import Asked
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ def prepare(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
             refuse_other_head(folder, head)
         server = Asking(config.teacher, config.endpoint, folder, coding, dataset.examples, tell)
     documents, supervised = len(dataset.examples), int(dataset.examples.supervised_N.sum())
-    with written(folder, "prepare"), alone(folder):
-        writing = Writing(folder, head, coding)
+    with written(folder, "prepare"), one_writer(folder):
+        writing = StoreWriter(folder, head, coding)
         had = len(writing.done)
         if server is not None:
             server.into(writing, tokenizer)
@@ -131,7 +131,7 @@ def prepare(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
 def _ask_all(
     teacher: Asked,
     config: Config,
-    writing: Writing,
+    writing: StoreWriter,
     batches: Iterator[tuple[list[Example], Batch]],
     tell: Callable[[str], None],
 ) -> None:
@@ -148,7 +148,7 @@ def _ask_all(
         writing.flush()
 
 
-def ask(writing: Writing, says: Teacher, examples: Sequence[Example], batch: Batch) -> None:
+def ask(writing: StoreWriter, says: Teacher, examples: Sequence[Example], batch: Batch) -> None:
     """Add what a teacher says of a batch of documents. Raises CheckpointError where that is no number."""
     import numpy as np
     import torch

@@ -191,7 +191,7 @@ class AllWeights:
 
     def _write(self, state: State, manifest: Manifest, folder: Path, extra: dict[str, Path]) -> None:
         from unfreeze.checkpoint import save_checkpoint
-        from unfreeze.checkpoint.nested import on_disk
+        from unfreeze.checkpoint.nested import name_on_disk
         from unfreeze.checkpoint.tensors import stored_tensor
         from unfreeze.models.publish import carried, published, stored_dtypes
 
@@ -199,7 +199,7 @@ class AllWeights:
         self._make_room(folder)
         dtypes = stored_dtypes(model, manifest)
         trained = published(model, manifest.config, dtypes=dtypes, values=state.optimizer.masters)
-        named = ((on_disk(manifest.prefix, name), tensor) for name, tensor in trained)
+        named = ((name_on_disk(manifest.prefix, name), tensor) for name, tensor in trained)
         beside = ((info.name, stored_tensor(info)) for info in carried(model, manifest))
         save_checkpoint(folder, manifest.config, chain(named, beside), extra=extra)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unfreeze import models
-from unfreeze.checkpoint.keymap import disk_module, sources
+from unfreeze.checkpoint.keymap import disk_module, tensor_sources
 from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 from unfreeze.checkpoint.save import disk_tensors
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
@@ -94,9 +94,11 @@ def stored_dtypes(model: Decoder, manifest: Manifest) -> dict[str, torch.dtype]:
     stand_in = {name: alias for alias, name in models.tied(model.shape).items()}
     dtypes = {}
     for param, tensor in model.state_dict().items():
-        stored = [source.name for source in sources(param, tensor.shape, rules, disk)]
+        stored = [source.name for source in tensor_sources(param, tensor.shape, rules, disk)]
         for written, name in zip_longest(
-            (source.name for source in sources(param, tensor.shape, rules)), stored, fillvalue=stored[-1]
+            (source.name for source in tensor_sources(param, tensor.shape, rules)),
+            stored,
+            fillvalue=stored[-1],
         ):
             info = disk.get(name) or disk.get(stand_in.get(name, ""))
             if info is not None:
@@ -113,7 +115,7 @@ def carried(model: Decoder, manifest: Manifest) -> list[TensorInfo]:
     used = {
         source.name
         for name, tensor in model.state_dict().items()
-        for source in sources(name, tensor.shape, rules, disk)
+        for source in tensor_sources(name, tensor.shape, rules, disk)
     }
     used |= models.tied(model.shape).keys()
     return [info for name, info in disk.items() if name not in used]

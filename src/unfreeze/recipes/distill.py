@@ -31,7 +31,7 @@ from unfreeze.teach.on_policy import OnPolicy
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.batch import Batch
-    from unfreeze.evaluate.perplexity import Heldout
+    from unfreeze.evaluate.perplexity import HeldoutLoss
     from unfreeze.models import Decoder
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.step import Objective
@@ -78,7 +78,7 @@ def parts(config: Config) -> Parts:
     return made if asked.gamma is None else replace(made, heldout=_of_both)
 
 
-def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> Heldout:
+def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> HeldoutLoss:
     """Held-out loss of student and teacher together."""
     from unfreeze.evaluate.perplexity import heldout
 

@@ -118,26 +118,28 @@ def digits(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def text(x: float, y: float, words: str, anchor: str, *, turned: bool = False, colour: str = MUTED) -> str:
+def svg_text(
+    x: float, y: float, words: str, anchor: str, *, turned: bool = False, colour: str = MUTED
+) -> str:
     """A label whose middle is at the height y."""
     turn = f' transform="rotate(-90 {digits(x)} {digits(y)})"' if turned else ""
     place = f'x="{digits(x)}" y="{digits(y)}" dy="0.35em"{turn}'
     return f'<text {place} style="text-anchor: {anchor}; fill: {colour}">{escape(words)}</text>'
 
 
-def labels(field: Frame, x: Ticks, y: Ticks, titles: tuple[str, str] = ("", "")) -> str:
+def axis_labels(field: Frame, x: Ticks, y: Ticks, titles: tuple[str, str] = ("", "")) -> str:
     """The words along both axes, ticks given as shares of them."""
     below = field.bottom + GAP + TEXT / 2
-    parts = [text(field.x(share), below, words, "middle") for share, words in x]
-    parts += [text(field.left - GAP, field.y(share), words, "end") for share, words in y]
+    parts = [svg_text(field.x(share), below, words, "middle") for share, words in x]
+    parts += [svg_text(field.left - GAP, field.y(share), words, "end") for share, words in y]
     if titles[0]:
-        parts.append(text(field.x(0.5), below + TEXT + GAP, titles[0], "middle"))
+        parts.append(svg_text(field.x(0.5), below + TEXT + GAP, titles[0], "middle"))
     if titles[1]:
-        parts.append(text(TEXT / 2, field.y(0.5), titles[1], "middle", turned=True))
+        parts.append(svg_text(TEXT / 2, field.y(0.5), titles[1], "middle", turned=True))
     return "\n".join(parts)
 
 
-def path(points: Sequence[tuple[float, float]], style: str, title: str = "") -> str:
+def svg_path(points: Sequence[tuple[float, float]], style: str, title: str = "") -> str:
     """A line through the points. style: stroke, and what else CSS has for it. title: under the pointer."""
     d = " L ".join(f"{digits(x)} {digits(y)}" for x, y in points)
     return _titled(f'<path d="M {d}" style="fill: none; {style}"', "path", title)
@@ -189,7 +191,7 @@ class Plot:
     def line(self, xs: Sequence[float], ys: Sequence[float], style: str) -> None:
         """style: CSS of a stroke."""
         told = [f"{x:g}: {y:.4g}" for x, y in zip([*xs[:1], *xs[-1:]], [*ys[:1], *ys[-1:]], strict=True)]
-        self._add(xs, ys, lambda points: path(points, style, " → ".join(told)))
+        self._add(xs, ys, lambda points: svg_path(points, style, " → ".join(told)))
 
     def dots(self, xs: Sequence[float], ys: Sequence[float], radius: float, style: str) -> None:
         """style: CSS of a circle."""
@@ -198,7 +200,7 @@ class Plot:
 
     def words(self, x: float, y: float, words: str) -> None:
         """A label up and right of a point."""
-        self._add([x], [y], lambda at: text(at[0][0] + GAP, at[0][1] - GAP, words, "start"))
+        self._add([x], [y], lambda at: svg_text(at[0][0] + GAP, at[0][1] - GAP, words, "start"))
 
     def _add(
         self, xs: Sequence[float], ys: Sequence[float], draw: Callable[[list[tuple[float, float]]], str]
@@ -227,14 +229,14 @@ class Plot:
         y_shares = [(up.share(value), words) for value, words in y]
         heights = dict.fromkeys([0.0, *(share for share, _ in y_shares)])  # the lowest once
         grid = [
-            path([(field.left, field.y(share)), (field.right, field.y(share))], f"stroke: {LINE}")
+            svg_path([(field.left, field.y(share)), (field.right, field.y(share))], f"stroke: {LINE}")
             for share in heights
         ]
         marks = [
             draw([(field.x(across.share(a)), field.y(up.share(b))) for a, b in zip(xs, ys, strict=True)])
             for xs, ys, draw in self._marks
         ]
-        words = labels(field, x_shares, y_shares, titles)
+        words = axis_labels(field, x_shares, y_shares, titles)
         return svg(field, alt, [head[1], *grid, words, *marks], axes)
 
 

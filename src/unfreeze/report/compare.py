@@ -17,7 +17,7 @@ from unfreeze.core.units import format_bytes, format_seconds
 from unfreeze.report.events import evals_of, sample_pairs, series
 from unfreeze.report.page import Figure, document, render
 from unfreeze.report.pictures import MOST_LINES, lines, points_json
-from unfreeze.report.run import Run, flatten, read_run, result_words
+from unfreeze.report.run import RunFolder, flatten, read_run, result_words
 from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
@@ -73,7 +73,7 @@ RESULT_HEAD = (
 )
 
 
-def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+def read_runs(folders: Sequence[str | Path]) -> list[RunFolder]:
     """The runs, in the order given.
 
     Raises ConfigError for fewer than two, one given twice, or more than can be told apart in a picture.
@@ -92,7 +92,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     return [read_run(folder) for folder in folders]
 
 
-def names(runs: Sequence[Run]) -> list[str]:
+def run_names(runs: Sequence[RunFolder]) -> list[str]:
     """Give the folders' names, with as many parents as it takes to tell them apart.
 
     a/x and b/x for two runs named x.
@@ -106,7 +106,7 @@ def names(runs: Sequence[Run]) -> list[str]:
     return ["/".join(path[-depth:]).replace("//", "/") for path in parts]
 
 
-def result(run: Run, name: str) -> Result:
+def result(run: RunFolder, name: str) -> Result:
     """A run's row of the table, computed from its events alone."""
     losses = series(run.events, "train", "loss")[1]
     validation = [
@@ -134,7 +134,7 @@ class Ranking(NamedTuple):
     words: str
 
 
-def ranking(runs: Sequence[Run]) -> Ranking:
+def ranking(runs: Sequence[RunFolder]) -> Ranking:
     """By the best validation loss where every run that trained has one, else by the last training loss."""
     results = [result(run, "") for run in runs]
     if not any(each.loss_last is not None for each in results):
@@ -153,7 +153,7 @@ def ranking(runs: Sequence[Run]) -> Ranking:
     return Ranking("loss_last", f"best first by final training loss, {why}")
 
 
-def other_data(runs: Sequence[Run]) -> bool:
+def other_data(runs: Sequence[RunFolder]) -> bool:
     """Whether the runs' data files hold different bytes; by their names where a run wrote no hashes."""
     effective = [run.config.get("effective") for run in runs]
     contents = [each.get("contents") if isinstance(each, dict) else None for each in effective]
@@ -163,7 +163,7 @@ def other_data(runs: Sequence[Run]) -> bool:
 PREFERENCE = ("loss", "beta", "gamma", "nll", "label_smoothing", "desirable_weight", "undesirable_weight")
 
 
-def other_losses(runs: Sequence[Run]) -> bool:
+def other_losses(runs: Sequence[RunFolder]) -> bool:
     """Whether the runs' losses are different functions: those of pairs have kinds and weights."""
     kinds = set[tuple[str, ...]]()
     for run in runs:
@@ -172,33 +172,33 @@ def other_losses(runs: Sequence[Run]) -> bool:
     return len(kinds) > 1
 
 
-def _data(run: Run) -> str:
+def _data(run: RunFolder) -> str:
     return run.source("data")
 
 
-def _held_out(runs: Sequence[Run]) -> set[str]:
+def _held_out(runs: Sequence[RunFolder]) -> set[str]:
     """The fingerprints of what the runs held out; "" of one of an earlier version."""
     return {event.get("fingerprint", "") for run in runs for event in evals_of(run.events)[-1:]}
 
 
-def _one_validation(runs: Sequence[Run]) -> bool:
+def _one_validation(runs: Sequence[RunFolder]) -> bool:
     """Whether all runs measured the held-out loss on the same file."""
     files = {str(run.config.get("data.validation") or "") for run in runs}
     return len(files) == 1 and "" not in files
 
 
-def ranked(runs: Sequence[Run]) -> list[Run]:
+def ranked(runs: Sequence[RunFolder]) -> list[RunFolder]:
     """The runs, the lowest loss first; without one last, and equal ones as given."""
     field = ranking(runs).field
 
-    def loss(run: Run) -> float:
+    def loss(run: RunFolder) -> float:
         value = getattr(result(run, ""), field) if field else None
         return math.inf if value is None else value
 
     return sorted(runs, key=loss)
 
 
-def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+def differences(runs: Sequence[RunFolder]) -> dict[str, list[str]]:
     """Give each field that is not the same in all runs, with its value in each.
 
     Fields are dotted, as a flag is spelled; a dash where a run has none.
@@ -211,14 +211,14 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {field: row for field, row in values.items() if len(set(row)) > 1}
 
 
-def _given(run: Run) -> list[str]:
+def _given(run: RunFolder) -> list[str]:
     """The fields that were not at their default, as the run wrote them down."""
     effective = run.config.get("effective")
     given = effective.get("given") if isinstance(effective, dict) else None
     return [str(name) for name in given] if isinstance(given, list) else []
 
 
-def caution(runs: Sequence[Run]) -> str:
+def caution(runs: Sequence[RunFolder]) -> str:
     """Why the losses of these runs may not measure the same, or an empty string."""
     models = ["different models"] if len({run.source("model") for run in runs}) > 1 else []
     losses = ["different losses"] if other_losses(runs) else []
@@ -226,20 +226,20 @@ def caution(runs: Sequence[Run]) -> str:
     return f"{changed[0].upper()}{changed[1:]}: the losses may not measure the same thing." if changed else ""
 
 
-def as_dict(runs: Sequence[Run]) -> dict[str, Any]:
+def as_dict(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """Give the comparison as plain JSON.
 
     runs (one Result each), ranked_by (a field of Result), differences (field -> values in the same order),
     caution.
     """
-    rows = [vars(result(run, name)) for run, name in zip(runs, names(runs), strict=True)]
+    rows = [vars(result(run, name)) for run, name in zip(runs, run_names(runs), strict=True)]
     by = ranking(runs).field or None
     return {"runs": rows, "ranked_by": by, "differences": differences(runs), "caution": caution(runs)}
 
 
-def page(runs: Sequence[Run]) -> str:
+def comparison_page(runs: Sequence[RunFolder]) -> str:
     """The comparison as one HTML page that stands by itself."""
-    labels = names(runs)
+    labels = run_names(runs)
     large, *small = _curves(runs, labels)
     fields = [(field, *values) for field, values in differences(runs).items()]
     title = " · ".join(labels)
@@ -266,7 +266,7 @@ def page(runs: Sequence[Run]) -> str:
 SHOWN_ANSWERS = 4  # prompts; the others are folded away
 
 
-def answers(runs: Sequence[Run]) -> list[tuple[str, list[str | None]]]:
+def answers(runs: Sequence[RunFolder]) -> list[tuple[str, list[str | None]]]:
     """(prompt, each run's answer after training; None of a run that was not asked), most asked first."""
     every = [{prompt: now for prompt, _, now in sample_pairs(run.events)} for run in runs]
     prompts = dict.fromkeys(prompt for asked in every for prompt, now in asked.items() if now is not None)
@@ -274,7 +274,7 @@ def answers(runs: Sequence[Run]) -> list[tuple[str, list[str | None]]]:
     return sorted(rows, key=lambda row: row[1].count(None))
 
 
-def _curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Figure | None]:
+def _curves(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Figure | None]:
     """Training loss large, then validation, learning rate, gradient norm; None where no run has numbers."""
     wanted = [  # title, kind and field of the events, sizes, smoothed, from zero
         ("Training loss by step", "train", "loss", (WIDE, NARROW), True, False),

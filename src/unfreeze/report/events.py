@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 
 from unfreeze.core.conform import damage
 from unfreeze.core.errors import DataError, closest, looked_in
-from unfreeze.core.schema import LARGEST, DataEvent, EvalEvent, Event, SampleEvent, TrainEvent, kind_of
+from unfreeze.core.schema import LARGEST, DataEvent, EvalEvent, Event, SampleEvent, TrainEvent, event_kind
 from unfreeze.core.units import format_count
 
 COLUMNS = 80  # of a terminal
@@ -89,13 +89,13 @@ def refuse_damage(event: dict[str, Any], where: str) -> None:
 
 def of_kind(events: Sequence[Event], kind: type[E]) -> list[E]:
     """The events of one kind, such as TrainEvent, in order."""
-    name = kind_of(kind)
+    name = event_kind(kind)
     return [cast(E, event) for event in events if event["kind"] == name]
 
 
 def last(events: Sequence[Event], kind: type[E]) -> E | None:
     """The latest event of one kind, or None."""
-    name = kind_of(kind)
+    name = event_kind(kind)
     return next((cast(E, event) for event in reversed(events) if event["kind"] == name), None)
 
 

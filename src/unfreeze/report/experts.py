@@ -17,7 +17,7 @@ from unfreeze.report.balance import DUE, Balance, mean, missed
 from unfreeze.report.events import by_layer
 from unfreeze.report.page import Figure, render
 from unfreeze.report.pictures import FULL, heat, heat_map
-from unfreeze.report.run import Run
+from unfreeze.report.run import RunFolder
 from unfreeze.report.tables import ABSENT
 
 WIDTHS = (1100, 350)  # SVG units, wide and narrow
@@ -97,7 +97,7 @@ class ExpertWatch:
         return [words for _, words in new]
 
 
-def experts_section(run: Run) -> Markup:
+def experts_section(run: RunFolder) -> Markup:
     """Make the section on experts: load over the whole run, evenness over time, numbers per layer.
 
     One layer's experts are drawn over time. Folded where every expert was used and none much more than the
@@ -131,7 +131,7 @@ def _whole(balance: Balance) -> Figure:
     return Figure("Tokens per expert, whole run", words, pictures, scale=scale)
 
 
-def steps_of(run: Run, layer: str) -> tuple[list[int], list[Sequence[int]]]:
+def load_by_step(run: RunFolder, layer: str) -> tuple[list[int], list[Sequence[int]]]:
     """(steps, tokens per expert in each) of one layer."""
     loads = [(event["step"], event.get("expert_load", {})) for event in run.train]
     found = [(step, load[layer]) for step, load in loads if layer in load]
@@ -200,7 +200,7 @@ def _load_over_time(balance: Balance) -> Figure:
     return Figure(f"Tokens per expert of layer {layer} over time", words, pictures, scale=scale)
 
 
-def _numbers(run: Run) -> list[tuple[str, ...]]:
+def _numbers(run: RunFolder) -> list[tuple[str, ...]]:
     """Make the table of numbers per layer.
 
     Of the whole run: tokens, max violation, entropy, dead experts. Of single steps: the mean max violation
@@ -208,7 +208,7 @@ def _numbers(run: Run) -> list[tuple[str, ...]]:
     """
     rows = []
     for layer, counts_E in (run.balance.whole if run.balance else {}).items():
-        per_step = steps_of(run, layer)[1]
+        per_step = load_by_step(run, layer)[1]
         step_violation = [value for counts in per_step if (value := max_violation(counts)) is not None]
         rows.append(
             (

@@ -16,7 +16,7 @@ from unfreeze.core.schema import DataEvent, GapEvent, TrainEvent
 from unfreeze.core.units import format_bytes
 from unfreeze.report.events import ENOUGH_STEPS, last, number, of_kind, series, warnings
 from unfreeze.report.learnt import training
-from unfreeze.report.run import Run
+from unfreeze.report.run import RunFolder
 from unfreeze.report.tables import left_out, standing_still
 
 GUARD_HEAD = ("guard", "state", "set to", "said", "what to do")
@@ -66,9 +66,9 @@ REMEDY = {
 """Guard -> what its user does where it is not ok, in one sentence."""
 
 
-def guard_rows(run: Run) -> list[GuardRow]:
+def guard_rows(run: RunFolder) -> list[GuardRow]:
     """One row per guard that this run had."""
-    parts: tuple[Callable[[Run], GuardRow | None], ...] = (
+    parts: tuple[Callable[[RunFolder], GuardRow | None], ...] = (
         _plan,
         _planned_peak,
         _planned_seconds,
@@ -91,23 +91,23 @@ def _all_said(said: list[tuple[int, str]], shown: int = 3) -> str:
     return "; ".join(f"step {step:,}: {words}" for step, words in said[:shown]) + more
 
 
-def peak_memory(run: Run) -> tuple[list[int], list[float]]:
+def peak_memory(run: RunFolder) -> tuple[list[int], list[float]]:
     """(steps, bytes at the highest point so far)."""
     return series(run.events, "train", "peak_bytes")
 
 
-def clip_limit(run: Run) -> float | None:
+def clip_limit(run: RunFolder) -> float | None:
     """The gradient norm above which a step is clipped; None where nothing is."""
     return number(run.config.get("optimizer.clip")) or None
 
 
-def clipped(run: Run) -> list[int]:
+def clipped(run: RunFolder) -> list[int]:
     """The steps whose gradient norm was above the limit."""
     limit, (steps, norms) = clip_limit(run), series(run.events, "train", "grad_norm")
     return [step for step, norm in zip(steps, norms, strict=True) if limit is not None and norm > limit]
 
 
-def spikes(run: Run) -> list[tuple[int, str]]:
+def spikes(run: RunFolder) -> list[tuple[int, str]]:
     """List (step, words) of the spike guard (train/guards.py).
 
     It speaks in the `warning` of the step's train event.
@@ -115,7 +115,7 @@ def spikes(run: Run) -> list[tuple[int, str]]:
     return [(event["step"], words) for event in run.train if (words := event.get("warning"))]
 
 
-def broken(run: Run) -> list[tuple[int, str]]:
+def broken(run: RunFolder) -> list[tuple[int, str]]:
     """(step, words) where the step ended in an error, or its loss or gradient norm is no finite number."""
     return [(event["step"], words) for event in run.train if (words := _broken(event))]
 
@@ -129,13 +129,13 @@ def _broken(event: TrainEvent) -> str:
     return f"{' and '.join(names)} not finite" if names else ""
 
 
-def unsupervised(run: Run) -> list[int]:
+def unsupervised(run: RunFolder) -> list[int]:
     """The steps without a single supervised token."""
     steps, counts = series(run.events, "train", "supervised_tokens")
     return [step for step, count in zip(steps, counts, strict=True) if count == 0]
 
 
-def _plan(run: Run) -> GuardRow | None:
+def _plan(run: RunFolder) -> GuardRow | None:
     plan = run.plan
     if plan is None or "total" not in plan or "usable" not in plan:
         return None
@@ -154,7 +154,7 @@ def _plan(run: Run) -> GuardRow | None:
     return GuardRow("Memory plan", state, f"{format_bytes(usable)} usable", words)
 
 
-def _planned_peak(run: Run) -> GuardRow | None:
+def _planned_peak(run: RunFolder) -> GuardRow | None:
     """The step's planned bytes beside the measured peak.
 
     On a CPU the peak is the process's: what it had before, and up to COMPILED besides. To take less is fine.
@@ -181,7 +181,7 @@ def _planned_peak(run: Run) -> GuardRow | None:
     )
 
 
-def _planned_seconds(run: Run) -> GuardRow | None:
+def _planned_seconds(run: RunFolder) -> GuardRow | None:
     """The planned seconds of a step beside the median step's; the first compiles, and is left out.
 
     It asks to look only where the rates were measured on this machine.
@@ -202,7 +202,7 @@ def _planned_seconds(run: Run) -> GuardRow | None:
     )
 
 
-def _data(run: Run) -> GuardRow | None:
+def _data(run: RunFolder) -> GuardRow | None:
     account = last(run.events, DataEvent)
     if account is None:
         return None
@@ -215,7 +215,7 @@ def _data(run: Run) -> GuardRow | None:
     return GuardRow("Data rows", "look" if counts["bad"] else "ok", setting or "always", words)
 
 
-def _receipt(run: Run) -> GuardRow | None:
+def _receipt(run: RunFolder) -> GuardRow | None:
     if not run.groups:
         return (
             GuardRow("Receipt", "look", "always", "none: no step so far had a gradient that moved a weight")
@@ -232,7 +232,7 @@ def _receipt(run: Run) -> GuardRow | None:
     return GuardRow("Receipt of the first step", "fault" if found else "ok", "always", said)
 
 
-def _finite(run: Run) -> GuardRow | None:
+def _finite(run: RunFolder) -> GuardRow | None:
     if not run.train:
         return None
     found = broken(run)
@@ -240,7 +240,7 @@ def _finite(run: Run) -> GuardRow | None:
     return GuardRow("Loss and gradients finite", "fault" if found else "ok", "always", said)
 
 
-def _spikes(run: Run) -> GuardRow | None:
+def _spikes(run: RunFolder) -> GuardRow | None:
     if "watch.on_spike" not in run.config:
         return None
     found = spikes(run)
@@ -250,7 +250,7 @@ def _spikes(run: Run) -> GuardRow | None:
     )
 
 
-def _clipping(run: Run) -> GuardRow | None:
+def _clipping(run: RunFolder) -> GuardRow | None:
     norms = series(run.events, "train", "grad_norm")[1]
     if number(run.config.get("optimizer.clip")) is None or not norms:
         return None
@@ -270,13 +270,13 @@ def _clipping(run: Run) -> GuardRow | None:
     return GuardRow("Gradient norm clipped", "ok", f"at {limit:g}", words)
 
 
-def _warm_up(run: Run) -> int:
+def _warm_up(run: RunFolder) -> int:
     """The last step before the learning rate is at its peak."""
     steps, rates = series(run.events, "train", "learning_rate")
     return steps[rates.index(max(rates))] - 1 if rates else 0
 
 
-def _supervised(run: Run) -> GuardRow | None:
+def _supervised(run: RunFolder) -> GuardRow | None:
     counts = series(run.events, "train", "supervised_tokens")[1]
     if not counts:
         return None
@@ -289,7 +289,7 @@ def _supervised(run: Run) -> GuardRow | None:
     return GuardRow("Supervised tokens", "look" if empty else "ok", "always", said)
 
 
-def _experts(run: Run) -> GuardRow | None:
+def _experts(run: RunFolder) -> GuardRow | None:
     balance = run.balance
     if balance is None:
         return None
@@ -306,7 +306,7 @@ def _experts(run: Run) -> GuardRow | None:
     return GuardRow("Expert load", "look" if look else "ok", "always", "; ".join(said))
 
 
-def _gap(run: Run) -> GuardRow | None:
+def _gap(run: RunFolder) -> GuardRow | None:
     """The gap between sampler and trainer: in float32 they differ only by the order of sums.
 
     In bfloat16 rounding may hide a fault, so there a large gap alone is "look", not "fault".
@@ -333,7 +333,7 @@ def _gap(run: Run) -> GuardRow | None:
     return GuardRow("Sampler against trainer", "fault" if said else state, setting, words)
 
 
-def _trackers(run: Run) -> GuardRow | None:
+def _trackers(run: RunFolder) -> GuardRow | None:
     names = run.config.get("watch.track")
     if not names:
         return None

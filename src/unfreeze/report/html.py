@@ -40,12 +40,20 @@ from unfreeze.report.kernels import KERNEL_HEAD, kernel_rows, kernel_words
 from unfreeze.report.metrics import loss_unit, metrics_of
 from unfreeze.report.page import Figure, document, render, write_page
 from unfreeze.report.pictures import Axes, Points, curve, points_json, smoothing_window
-from unfreeze.report.run import Run, expert_balance, facts, flatten, read_run, result_words, started
+from unfreeze.report.run import (
+    RunFolder,
+    expert_balance,
+    facts,
+    first_event_time,
+    flatten,
+    read_run,
+    result_words,
+)
 from unfreeze.report.tables import (
     ABSENT,
     RECEIPT_HEAD,
     left_out,
-    plan_lines,
+    plan_table,
     receipt_rows,
     receipt_verdict,
     standing_still,
@@ -53,12 +61,12 @@ from unfreeze.report.tables import (
 from unfreeze.report.verdict import (
     EVALUATION_HEAD,
     UNITS,
-    again,
     evaluation_note,
     evaluation_rows,
     evaluations,
     judged,
     machine_rows,
+    rerun_command,
     subject,
     verdict,
 )
@@ -86,7 +94,7 @@ def write_report(run_dir: Path | str, *, watched: bool = False) -> Path:
     )
 
 
-def page(run: Run, *, reload: int = 0) -> str:
+def page(run: RunFolder, *, reload: int = 0) -> str:
     """The whole page as one string; the same run folder gives the same string."""
     sections = (
         _verdict,
@@ -106,7 +114,7 @@ def page(run: Run, *, reload: int = 0) -> str:
     )
 
 
-def _verdict(run: Run) -> Markup:
+def _verdict(run: RunFolder) -> Markup:
     faults = [f"{row.guard}: {row.said}." for row in guard_rows(run) if row.state == "fault"]
     words, learnt = judged(run)
     doubt = run.state == "done" and not learnt
@@ -115,7 +123,7 @@ def _verdict(run: Run) -> Markup:
     )
 
 
-def _answers(run: Run) -> Markup:
+def _answers(run: RunFolder) -> Markup:
     sources = dict.fromkeys(event.get("source", "") for event in of_kind(run.events, SampleEvent))
     said = " and ".join(source for source in sources if source)
     return render("answers.html", pairs=sample_pairs(run.events), source=said, shown=SHOWN_SAMPLES)
@@ -125,7 +133,7 @@ HEADLINE = ("Held-out loss", "Loss", "Time", "Tokens per second", "Peak memory")
 """The facts that stand on top; the others stand under Details."""
 
 
-def _loss(run: Run) -> Markup:
+def _loss(run: RunFolder) -> Markup:
     """Draw training and validation in one picture, on a linear and on a logarithmic axis.
 
     Above it the main numbers.
@@ -173,7 +181,7 @@ def _loss(run: Run) -> Markup:
     return render("loss.html", facts=first, loss=picture)
 
 
-def _loss_over_tokens(run: Run) -> Figure | None:
+def _loss_over_tokens(run: RunFolder) -> Figure | None:
     """Loss over supervised tokens so far, on a log axis: equal distances are equal factors of data.
 
     None for fewer than three steps.
@@ -206,13 +214,13 @@ def _steps(count: int) -> str:
     return f"{count:,} {'step' if count == 1 else 'steps'}"
 
 
-def _left_out(run: Run, drawn: Sequence[float]) -> str:
+def _left_out(run: RunFolder, drawn: Sequence[float]) -> str:
     """How many steps the picture leaves out for want of a finite value; drawn: the steps it shows."""
     count = len({step for step, _ in broken(run)} - set(drawn))
     return f" Left out: {_steps(count)} without a finite value." if count else ""
 
 
-def _machine(run: Run) -> Markup:
+def _machine(run: RunFolder) -> Markup:
     """Throughput, memory, learning rate, gradient norm, and loss by tokens, as small pictures."""
     if not run.train:
         return Markup("")
@@ -266,7 +274,7 @@ def _machine(run: Run) -> Markup:
     return render("machine.html", figures=figures, missing=missing)
 
 
-def rates(run: Run) -> tuple[list[int], list[float]]:
+def rates(run: RunFolder) -> tuple[list[int], list[float]]:
     """(steps, tokens per second of each step)."""
     steps, values = [], []
     for event in run.train:
@@ -291,7 +299,7 @@ DATA_ROWS = {  # field of the data event -> its name on the page
 }
 
 
-def _data(run: Run) -> Markup:
+def _data(run: RunFolder) -> Markup:
     """Make the account of the data file: every row of it is used, cut, dropped or bad.
 
     Counts of 0 are left out.
@@ -313,7 +321,7 @@ def _data(run: Run) -> Markup:
     )
 
 
-def _guards(run: Run) -> Markup:
+def _guards(run: RunFolder) -> Markup:
     """A dot for each guard. Guards that are not ok are shown in full, the others are folded."""
     rows = guard_rows(run)
     by_state = {state: [row for row in rows if row.state == state] for state in ("ok", "look", "fault")}
@@ -328,7 +336,7 @@ def _guards(run: Run) -> Markup:
     )
 
 
-def _receipt(run: Run) -> Markup:
+def _receipt(run: RunFolder) -> Markup:
     """What the first step with a gradient moved: the verdict, then a row per module group."""
     words = receipt_verdict(run.groups, run.exceptions)
     return render(
@@ -341,7 +349,7 @@ def _receipt(run: Run) -> Markup:
     )
 
 
-def _evaluations(run: Run) -> Markup:
+def _evaluations(run: RunFolder) -> Markup:
     """One row per measure with its unit; every single evaluation is folded."""
     found, evals = evaluations(run), evals_of(run.events)
     if not found:
@@ -361,18 +369,18 @@ def _evaluations(run: Run) -> Markup:
     )
 
 
-def _details(run: Run) -> Markup:
+def _details(run: RunFolder) -> Markup:
     """What was run, with what, how to run it again; folded: plan, kernels, resolved config, each step."""
     rows = [("Result", result_words(run)), ("Model", run.source("model")), ("Data", run.source("data"))]
-    rows += [("Started", started(run)), ("Loaded", run.loaded), *machine_rows(run)]
+    rows += [("Started", first_event_time(run)), ("Loaded", run.loaded), *machine_rows(run)]
     rows.append(("Kernels", kernel_words(run.events)))
     every = -(-len(run.train) // SHOWN_STEPS)
     return render(
         "details.html",
-        command=_pieces(again(run, Path.cwd())),
+        command=_pieces(rerun_command(run, Path.cwd())),
         facts=[fact for fact in facts(run) if fact[0] not in HEADLINE],
         rows=[(name, value) for name, value in rows if value],
-        plan=plan_lines(run.plan),
+        plan=plan_table(run.plan),
         kernel_head=KERNEL_HEAD,
         kernels=kernel_rows(run.events),
         config=list(flatten(run.config).items()),
@@ -399,7 +407,7 @@ STEP_COLUMNS = {  # field of a train event -> heading, how its number is written
 }
 
 
-def _step_rows(run: Run, every: int) -> list[tuple[str, ...]]:
+def _step_rows(run: RunFolder, every: int) -> list[tuple[str, ...]]:
     """Each `every`-th step and the last."""
     shown = run.train[::every] if every else []
     if shown and shown[-1] is not run.train[-1]:

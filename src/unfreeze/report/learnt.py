@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from unfreeze.core.schema import DataEvent, EvalEvent, ReceiptEvent, TrainEvent
 from unfreeze.report.events import AT_LEAST, LEAKED, evals_of, last, numbers, sample_pairs, series, warnings
-from unfreeze.report.run import Run
+from unfreeze.report.run import RunFolder
 
 SHARE = 0.01  # of the value at step 0: a smaller change is none that anybody would notice
 NATS = 1.0  # an answer that is e times less likely; less is said of none
@@ -31,7 +31,7 @@ ABOUT = ("loss", "perplexity", "bits_per_byte", "logp_likelier", "tokens", "rows
 PERCENT = ("style", "facts")  # of the demo
 
 
-class Finding(NamedTuple):
+class Evidence(NamedTuple):
     """learnt: is it proven. measured: 'held-out loss 2.500 → 1.750'. note: ' Overfitted: …', or empty."""
 
     learnt: bool
@@ -48,7 +48,7 @@ class Fall(NamedTuple):
     of: str = ""
 
 
-def finding(run: Run) -> Finding:
+def finding(run: RunFolder) -> Evidence:
     """From held-out loss, else from scores and training loss, else from training loss."""
     evals = [event for event in evals_of(run.events) if "loss" in event]
     scores = _scores(run)
@@ -66,14 +66,14 @@ def finding(run: Run) -> Finding:
         learnt, note = bool(trained and trained.clear) and moved(run, trained), _rambles(run)
         measured, note = _trained_words(run, trained), note or _by_heart(run)
     same = _unchanged(run)
-    return Finding(learnt and not (same or note), measured + same, note)
+    return Evidence(learnt and not (same or note), measured + same, note)
 
 
 # --- on held-out rows
 
 
 def _held_out(
-    run: Run,
+    run: RunFolder,
     evals: Sequence[EvalEvent],
     losses: Sequence[float],
     scores: dict[str, list[float]],
@@ -104,7 +104,7 @@ def _held_out(
     return fell, _overfits(run, evals, rows, first) or _less_likely(run, evals, rows)
 
 
-def _leaked(run: Run) -> str:
+def _leaked(run: RunFolder) -> str:
     """'6 of 6 validation documents are also in the training data', where more than LEAK of them are.
 
     Where only some rows were looked at, any.
@@ -131,7 +131,7 @@ def _prefers(change: float, error: float | None, rows: int, accuracy: Sequence[f
     return begun > 0 and begun > chance and change >= 0
 
 
-def _overfits(run: Run, evals: Sequence[EvalEvent], rows: int, first: float) -> str:
+def _overfits(run: RunFolder, evals: Sequence[EvalEvent], rows: int, first: float) -> str:
     """' Overfitted: …' where held-out loss rose after its lowest point; '' where it did not."""
     losses = {event["step"]: loss for event in evals if (loss := event.get("loss")) is not None}
     for each in evals[-1].get("changes", []):
@@ -148,7 +148,7 @@ def _overfits(run: Run, evals: Sequence[EvalEvent], rows: int, first: float) -> 
     return ""
 
 
-def _less_likely(run: Run, evals: Sequence[EvalEvent], rows: int) -> str:
+def _less_likely(run: RunFolder, evals: Sequence[EvalEvent], rows: int) -> str:
     """What is said where both answers of held-out pairs became less likely."""
     values = [value for event in evals if (value := numbers(event).get("logp_likelier")) is not None]
     for each in evals[-1].get("changes", []):
@@ -159,7 +159,7 @@ def _less_likely(run: Run, evals: Sequence[EvalEvent], rows: int) -> str:
     return ""
 
 
-def _neither(run: Run, before: float, after: float) -> str:
+def _neither(run: RunFolder, before: float, after: float) -> str:
     remedy = (
         "Fine-tune first"
         if run.config.get("preference.loss") == "kto"
@@ -171,7 +171,7 @@ def _neither(run: Run, before: float, after: float) -> str:
     )
 
 
-def _by_scores(run: Run, scores: dict[str, list[float]], trained: Fall | None) -> bool:
+def _by_scores(run: RunFolder, scores: dict[str, list[float]], trained: Fall | None) -> bool:
     """Whether a score rose beyond its error, none fell beyond it, and the training loss fell.
 
     A score without an error proves nothing: the training loss decides.
@@ -208,7 +208,7 @@ def errors(degrees: float) -> float:
 # --- in training
 
 
-def training(run: Run) -> Fall | None:
+def training(run: RunFolder) -> Fall | None:
     """Mean loss of the first and the last epoch where all are whole, else of the quarters of the steps.
 
     None for fewer than four steps with a loss.
@@ -232,7 +232,7 @@ def training(run: Run) -> Fall | None:
     return Fall(before, after, clear, of)
 
 
-def _epochs(run: Run, events: Sequence[TrainEvent]) -> tuple[int, int] | None:
+def _epochs(run: RunFolder, events: Sequence[TrainEvent]) -> tuple[int, int] | None:
     """Steps of the first and of the last epoch, where every epoch ends with a step and has two at least."""
     account = last(run.events, DataEvent)
     whole = (account or {}).get("tokens") or 0
@@ -257,7 +257,7 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> tuple[float, flo
     return mean, math.sqrt(spread * len(values) / (len(values) - 1)) / total
 
 
-def moved(run: Run, fell: Fall | None) -> bool:
+def moved(run: RunFolder, fell: Fall | None) -> bool:
     """Whether the receipt saw the output move, far enough for the loss to have fallen as it did.
 
     A loss falls by no more than twice the largest change of a logit. Where rounding hides the first step's
@@ -283,7 +283,7 @@ def moved(run: Run, fell: Fall | None) -> bool:
     return REACH * 2 * reached >= fell.before - fell.after
 
 
-def _rambles(run: Run) -> str:
+def _rambles(run: RunFolder) -> str:
     """What is said where both answers of the training pairs became less likely, in the mean of a quarter."""
     values = [series(run.events, "train", f"logp_{side}")[1] for side in ("chosen", "rejected")]
     if not all(values) or len({len(each) for each in values}) > 1 or len(values[0]) < 8:
@@ -297,7 +297,7 @@ def _rambles(run: Run) -> str:
     return _neither(run, before, after) if fell > max(NATS, bound, SHARE * abs(before)) else ""
 
 
-def _by_heart(run: Run) -> str:
+def _by_heart(run: RunFolder) -> str:
     """What is said of pairs where none is held out: random preferences can be learned by heart too."""
     if not any("margin" in event for event in run.train):
         return ""
@@ -310,28 +310,28 @@ def _by_heart(run: Run) -> str:
 # --- words
 
 
-def _scores(run: Run) -> dict[str, list[float]]:
+def _scores(run: RunFolder) -> dict[str, list[float]]:
     evals = evals_of(run.events)
     names = dict.fromkeys(name for event in evals for name in numbers(event) if name not in ABOUT)
     return {name: series(evals, "eval", name)[1] for name in names}
 
 
-def _trained_words(run: Run, trained: Fall | None) -> str:
+def _trained_words(run: RunFolder, trained: Fall | None) -> str:
     if trained:
         return f"loss {change([trained.before, trained.after], 3)} ({trained.of})"
     losses = series(run.events, "train", "loss")[1]
     return f"loss {change(losses, 3)}" if losses else ""
 
 
-def _answers(run: Run) -> list[tuple[str, str]]:
+def _answers(run: RunFolder) -> list[tuple[str, str]]:
     return [(was, now) for _, was, now in sample_pairs(run.events) if was is not None and now is not None]
 
 
-def _answers_changed(run: Run) -> bool:
+def _answers_changed(run: RunFolder) -> bool:
     return any(was != now for was, now in _answers(run))
 
 
-def _unchanged(run: Run) -> str:
+def _unchanged(run: RunFolder) -> str:
     """'; its 4 sample answers are the same as before', where all of them are."""
     count = len(_answers(run))
     if not count or _answers_changed(run):

@@ -24,13 +24,13 @@ from unfreeze.report.axes import (
     Plot,
     Ticks,
     around,
+    axis_labels,
     bitmap,
     frame,
-    labels,
     log_ticks,
-    path,
     round_ticks,
     svg,
+    svg_path,
 )
 
 Points = tuple[Sequence[float], Sequence[float]]
@@ -255,14 +255,14 @@ def heat(
     x = [((column + 0.5) / num_columns, word) for column, word in ticks]
     y = [(1 - (i + 0.5) / num_rows, rows[i]) for i in range(0, num_rows, every)]
     field = frame((width, height), x, y, axes)
-    parts = [bitmap(field, pixels), labels(field, x, y, axes)]
+    parts = [bitmap(field, pixels), axis_labels(field, x, y, axes)]
     # paper-coloured gaps between cells, where cells are large enough to have them
     if num_columns <= width // 10 and num_rows <= 40:
         style = f"stroke: {PAPER}; stroke-width: 1.5"
         for share in (i / num_columns for i in range(1, num_columns)):
-            parts.append(path([(field.x(share), field.top), (field.x(share), field.bottom)], style))
+            parts.append(svg_path([(field.x(share), field.top), (field.x(share), field.bottom)], style))
         for share in (i / num_rows for i in range(1, num_rows)):
-            parts.append(path([(field.left, field.y(share)), (field.right, field.y(share))], style))
+            parts.append(svg_path([(field.left, field.y(share)), (field.right, field.y(share))], style))
     return svg(field, alt, parts)
 
 

@@ -33,19 +33,19 @@ from unfreeze.core.schema import (
     StartEvent,
     StreamEvent,
     TrainEvent,
-    kind_of,
+    event_kind,
 )
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.balance import Balance, balance_of
 from unfreeze.report.events import E, evals_of, expert_load, last, of_kind, read_events, refuse_damage, series
 from unfreeze.report.metrics import metrics_of
-from unfreeze.report.tables import trained_parameters
+from unfreeze.report.tables import count_trained
 from unfreeze.report.times import time_words, tokens_per_second
 from unfreeze.untrusted.json_object import read_object
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """What a run folder holds. Every number is read from it; nothing is measured here."""
 
     path: Path
@@ -107,7 +107,7 @@ class Run:
         return load_words(load) if load else ""
 
 
-def read_run(run_dir: Path | str) -> Run:
+def read_run(run_dir: Path | str) -> RunFolder:
     """Read a run folder.
 
     Raises DataError where events.jsonl is missing or damaged, or one of the JSON files is not a JSON object.
@@ -115,7 +115,7 @@ def read_run(run_dir: Path | str) -> Run:
     path = Path(run_dir)
     events = read_events(path / "events.jsonl")
     receipt = _saved(path / "receipt.json", ReceiptEvent) or last(events, ReceiptEvent)
-    return Run(
+    return RunFolder(
         path=path,
         events=events,
         config=resolved(_read_object(path / RESOLVED)),
@@ -128,7 +128,7 @@ def read_run(run_dir: Path | str) -> Run:
 def _saved(path: Path, kind: type[E]) -> E | None:
     """A file that holds the fields of an event, as which it is checked; None where it is absent or empty."""
     fields = _read_object(path)
-    refuse_damage({**fields, "kind": kind_of(kind)}, str(path))
+    refuse_damage({**fields, "kind": event_kind(kind)}, str(path))
     return cast(E, fields) if fields else None
 
 
@@ -138,25 +138,25 @@ def _read_object(path: Path) -> dict[str, Any]:
     return read_object(path, DataError, next=f"remove {path.name}, or restore it")
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"lora": {"rank": 16}} -> {"lora.rank": 16}: the spelling of the command line's flags."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         inner = isinstance(value, Mapping) and value
-        flat |= leaves(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+        flat |= flat_fields(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
     return flat
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    """leaves() with every value as text."""
-    pairs = leaves(config).items()
+    """flat_fields() with every value as text."""
+    pairs = flat_fields(config).items()
     return {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in pairs
     }
 
 
-def facts(run: Run) -> list[tuple[str, str]]:
+def facts(run: RunFolder) -> list[tuple[str, str]]:
     """(name, value) of the run's main numbers, leaving out what the run does not say.
 
     What stands behind a semicolon explains the number: the page writes it small.
@@ -204,7 +204,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if tokens and supervised:
         rows.append(("Supervised tokens", f"{format_count(supervised)}; {supervised / tokens:.0%} of all"))
     if run.groups:
-        rows.append(("Trained parameters", format_count(trained_parameters(run.groups))))
+        rows.append(("Trained parameters", format_count(count_trained(run.groups))))
     return rows
 
 
@@ -224,7 +224,7 @@ def _stream_words(events: Sequence[StreamEvent]) -> str:
     )
 
 
-def _peak_words(run: Run, peak: float) -> str:
+def _peak_words(run: RunFolder, peak: float) -> str:
     """'557.8 MiB; whole process (planned: 546.5 MiB to 1.3 GiB)': with compiled code the larger."""
     plan = run.plan or {}
     if "total" not in plan or "hardware" not in plan:
@@ -234,7 +234,7 @@ def _peak_words(run: Run, peak: float) -> str:
     return f"{format_bytes(peak)}; {memory_of(kind)} (planned: {planned})"
 
 
-def _processes_words(run: Run) -> str:
+def _processes_words(run: RunFolder) -> str:
     """'2', or '2, then 4' where it went on with others; "" for one."""
     counts = [event.get("processes", 1) for event in of_kind(run.events, StartEvent)]
     each = [str(count) for count, before in zip(counts, [0, *counts], strict=False) if count != before]
@@ -246,12 +246,12 @@ def memory_of(kind: str) -> str:
     return "GPU" if kind == "cuda" else "whole process"
 
 
-def _best_folder(run: Run) -> str:
+def _best_folder(run: RunFolder) -> str:
     """Where the best save is written; "" while it is not."""
     return next((f"{name}/" for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
 
 
-def best_words(run: Run) -> str:
+def best_words(run: RunFolder) -> str:
     """'step 60 (0.570), in adapter-best/', where an earlier step than the last was the best; else ""."""
     folder, (steps, losses) = _best_folder(run), series(run.events, "eval", "loss")
     found = [(loss, step) for step, loss in zip(steps, losses, strict=True) if step > 0]
@@ -302,7 +302,7 @@ def decimal_bytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
-def result_words(run: Run) -> str:
+def result_words(run: RunFolder) -> str:
     """One phrase on how the run ended."""
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     if run.state == "done":
@@ -313,7 +313,7 @@ def result_words(run: Run) -> str:
     return f"unfinished: {run.steps_done:,}{of} steps so far"
 
 
-def started(run: Run) -> str:
+def first_event_time(run: RunFolder) -> str:
     """When the first event was written, in UTC, or an empty string."""
     time = run.events[0].get("time", -1.0) if run.events else -1.0
     if not 0 <= time < 2**35:  # the year 3058; a damaged time has no date
@@ -321,7 +321,7 @@ def started(run: Run) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def expert_balance(run: Run) -> list[tuple[str, int, float, int]]:
+def expert_balance(run: RunFolder) -> list[tuple[str, int, float, int]]:
     """Give how evenly each mixture-of-experts layer used its experts; empty for a dense model.
 
     (layer, tokens routed, busiest expert over the mean, experts that got no token)

@@ -88,7 +88,7 @@ def left_out(exceptions: Sequence[LeftOut]) -> list[str]:
     return lines[:LEFT_OUT_SHOWN] + ([f"and {more:,} more entries: receipt.json"] if more > 0 else [])
 
 
-def trained_parameters(groups: Groups) -> int:
+def count_trained(groups: Groups) -> int:
     """Parameters of all trained groups.
 
     `trained` may be a boolean or itself the number of trained parameters.
@@ -130,7 +130,7 @@ def receipt_text(groups: Groups) -> str:
     return align([RECEIPT_HEAD, *receipt_rows(groups)])
 
 
-def plan_lines(plan: PlanEvent | None) -> list[str]:
+def plan_table(plan: PlanEvent | None) -> list[str]:
     """Give the plan as lines.
 
     Its own `lines` where it has them, else one line per entry of `terms` (name -> bytes) and their sum.

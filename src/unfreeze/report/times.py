@@ -22,7 +22,7 @@ PARTS = {
 FEW = 3  # steps of a session: of fewer nothing tells compiling from the step itself
 
 
-def times(events: Sequence[Event]) -> dict[str, float]:
+def seconds_by_part(events: Sequence[Event]) -> dict[str, float]:
     """Part -> seconds, the steps first. Compiling: what the first step of a session takes beyond its median.
 
     "other" is what no event accounts for: imports, reading rows, sample answers of an earlier version. The
@@ -44,13 +44,13 @@ def tokens_per_second(events: Sequence[Event]) -> float | None:
 
     None without a step.
     """
-    seconds = times(events)["steps"]
+    seconds = seconds_by_part(events)["steps"]
     return sum(series(events, "train", "tokens")[1]) / seconds if seconds > 0 else None
 
 
 def time_words(events: Sequence[Event]) -> str:
     """'1 min 02 s; steps 17 s, answers 42 s, compiling 3.1 s', the longest first behind the steps."""
-    parts = times(events)
+    parts = seconds_by_part(events)
     whole = sum(parts.values())
     named = [(name, seconds) for name, seconds in parts.items() if seconds >= LEAST * whole and seconds > 0]
     ordered = sorted(named, key=lambda part: (part[0] != "steps", part[0] == "other", -part[1]))

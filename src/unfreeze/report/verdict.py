@@ -13,7 +13,7 @@ from unfreeze.core.units import format_count, format_seconds
 from unfreeze.report.events import TEACH_LITTLE, evals_of, last, numbers, series, times_larger, warnings
 from unfreeze.report.learnt import finding
 from unfreeze.report.metrics import loss_unit
-from unfreeze.report.run import Run, flatten, leaves
+from unfreeze.report.run import RunFolder, flat_fields, flatten
 from unfreeze.report.tables import ABSENT
 
 UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
@@ -38,19 +38,19 @@ NOUNS = {
 }
 
 
-def evaluations(run: Run) -> dict[str, tuple[list[int], list[float]]]:
+def evaluations(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
     """Field -> (steps, values) of everything that evaluations measured, in the order in which it came."""
     evals = evals_of(run.events)
     fields = dict.fromkeys(name for event in evals for name in numbers(event))
     return {name: series(evals, "eval", name) for name in fields}
 
 
-def verdict(run: Run) -> str:
+def verdict(run: RunFolder) -> str:
     """The sentence of judged()."""
     return judged(run)[0]
 
 
-def judged(run: Run) -> tuple[str, bool]:
+def judged(run: RunFolder) -> tuple[str, bool]:
     """('tiny-k2 learnt 1,219 answers of yoda.jsonl in 2 min 20 s of training: style 0 → 98 %.', whether so).
 
     "learnt" only of a finished run that saw all of its data in enough steps, and whose events prove it
@@ -72,20 +72,20 @@ def judged(run: Run) -> tuple[str, bool]:
     return words, False
 
 
-def subject(run: Run) -> str:
+def subject(run: RunFolder) -> str:
     """'tiny-k2 on yoda_train.jsonl', as far as it is known; else the folder's name."""
     model, data = Path(run.source("model")).name, _files(run)
     return " on ".join(part for part in (model, data) if part) or run.name
 
 
-def _files(run: Run) -> str:
+def _files(run: RunFolder) -> str:
     """The name of the data file, or how many there are."""
     configured = run.config.get("data.files") or run.source("data")
     files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
     return files[0] if len(files) == 1 else f"{len(files)} files"
 
 
-def _too_few(run: Run) -> str:
+def _too_few(run: RunFolder) -> str:
     """' Too few steps to learn much: --epochs 40.' where the run warned of the steps that it made."""
     made = f"only {run.steps_done} step"
     for _, words in warnings(run.events):
@@ -101,7 +101,7 @@ class _Data(NamedTuple):
     seen: str = ""
 
 
-def _what(run: Run) -> _Data:
+def _what(run: RunFolder) -> _Data:
     """The data in words; without an account of it only the file."""
     where = _files(run)
     account = last(run.events, DataEvent)
@@ -135,7 +135,7 @@ LOWER = ("loss", "perplexity", "bits_per_byte")  # of these the lowest is the be
 BESIDE = ("rows", "tokens", "seconds")  # what an evaluation was of, and no result
 
 
-def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
+def evaluation_rows(run: RunFolder) -> list[tuple[str, ...]]:
     """One row per measure in EVALUATION_HEAD's order; the best with its step where it is not the last."""
     rows = []
     for name, (steps, ys) in evaluations(run).items():
@@ -158,7 +158,7 @@ def evaluation_rows(run: Run) -> list[tuple[str, ...]]:
     return rows
 
 
-def evaluation_note(run: Run) -> str:
+def evaluation_note(run: RunFolder) -> str:
     """'Steps 0 to 50, on 38 rows with 1,143 supervised tokens, 0.9 s each.', as far as it is known."""
     evals = evals_of(run.events)
     if not evals:
@@ -176,7 +176,7 @@ def evaluation_note(run: Run) -> str:
     return f"{', '.join(parts)}."
 
 
-def again(run: Run, here: Path | None = None) -> str:
+def rerun_command(run: RunFolder, here: Path | None = None) -> str:
     """The command that makes this run once more, in a folder beside it; empty without a resolved config.
 
     here: where it will be typed; paths below it are written from there.
@@ -188,7 +188,7 @@ def again(run: Run, here: Path | None = None) -> str:
         return ""
     effective = run.config.get("effective")
     given = effective.get("given") if isinstance(effective, dict) else None
-    fields = leaves(
+    fields = flat_fields(
         {name: value for name, value in run.config.items() if name not in ("recipe", "effective", "out")}
     )
     words = ["unfreeze", recipe]
@@ -212,7 +212,7 @@ def _near(word: str, here: Path | None) -> str:
     return str(path.relative_to(here)) if here and inside else word
 
 
-def machine_rows(run: Run) -> list[tuple[str, str]]:
+def machine_rows(run: RunFolder) -> list[tuple[str, str]]:
     """(what, value) of where and with what it ran, as far as plan and config say."""
     effective = run.config.get("effective")
     effective = effective if isinstance(effective, dict) else {}

@@ -74,7 +74,7 @@ def is_here(url: str) -> bool:
         return host == "localhost"
 
 
-def is_own(url: str) -> bool:
+def is_own_network(url: str) -> bool:
     """Whether the address is of this machine or of a private network: nobody sends a bill for it."""
     host = urlsplit(url).hostname or ""
     try:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.teach.address import is_own
+from unfreeze.teach.address import is_own_network
 from unfreeze.untrusted.json_object import read_object
 
 FILE = "spent.json"
@@ -53,7 +53,7 @@ class Budget:
         worst case is more than is left of the budget.
         """
         if not self.price.said:
-            if is_own(url):
+            if is_own_network(url):
                 return ""
             raise ConfigError(
                 f"{url} is not on this machine or in its network, and what it costs was not said",

@@ -15,7 +15,7 @@ import numpy as np
 from unfreeze.teach.budget import Budget, Price
 from unfreeze.teach.coding import LEAST, Coding
 from unfreeze.teach.endpoint import Endpoint, Scored
-from unfreeze.teach.store import Parts, Writing, is_store
+from unfreeze.teach.store import StoreParts, StoreWriter, is_store
 
 if TYPE_CHECKING:
     from unfreeze.config.endpoint import EndpointConfig
@@ -44,7 +44,7 @@ class Asking:
         from unfreeze.teach.client import Client  # the library openai: an extra, and a second
 
         self.client, self.name, self.say = Client(url, timeout=asked.timeout), asked.served_name, say
-        taken = set(Parts(folder, coding).places) if is_store(folder) else set[bytes]()
+        taken = set(StoreParts(folder, coding).places) if is_store(folder) else set[bytes]()
         self.lacking: list[Example] = []
         for example in examples:
             if example.checksum not in taken:
@@ -55,7 +55,7 @@ class Asking:
         if line := self.budget.worst(self.client.url, read, len(self.lacking)):
             say(f"{len(self.lacking):,} documents: {line}")
 
-    def into(self, writing: Writing, tokenizer: Tokenizer) -> None:
+    def into(self, writing: StoreWriter, tokenizer: Tokenizer) -> None:
         """Ask. Whatever ends it, what came is in the store.
 
         Raises EndpointError at a document that cannot be used, ConfigError where the budget is spent.
@@ -65,7 +65,7 @@ class Asking:
         scored = endpoint.scored([list(example.tokens) for example in self.lacking])
         try:
             for done, (example, said) in enumerate(zip(self.lacking, scored, strict=True), 1):
-                writing.add(example.checksum, rows_of(said, example, coding))
+                writing.add(example.checksum, store_rows(said, example, coding))
                 if time.monotonic() - kept > KEEP_EVERY:
                     writing.flush()
                     self.say(f"asked about {done:,} of {len(self.lacking):,} documents")
@@ -80,7 +80,7 @@ class Asking:
             )
 
 
-def rows_of(said: Scored, example: Example, coding: Coding) -> np.ndarray:
+def store_rows(said: Scored, example: Example, coding: Coding) -> np.ndarray:
     """What a server said of a document's supervised tokens, as the store has it: uint8 [N, bytes].
 
     Words that are missing to K (texts that several ids have) get a probability of nothing under the last ids

@@ -83,7 +83,7 @@ def refuse_other_head(folder: Path, head: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def alone(folder: Path) -> Generator[None]:
+def one_writer(folder: Path) -> Generator[None]:
     """A folder, made where there is none, that no other process writes into meanwhile. Raises ConfigError."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -101,7 +101,7 @@ def alone(folder: Path) -> Generator[None]:
         os.close(descriptor)
 
 
-class Parts:
+class StoreParts:
     """The documents of a store: key -> (part, first row, rows, crc32 of these)."""
 
     def __init__(self, folder: Path, coding: Coding):
@@ -152,7 +152,7 @@ class Parts:
         return rows
 
 
-class Writing:
+class StoreWriter:
     """A store that is being written, or goes on; `done` are the documents that it has.
 
     Raises ConfigError where the folder holds what another teacher, temperature or coding gave.
@@ -169,7 +169,7 @@ class Writing:
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / HEAD, json.dumps({**head, "whole": False}, indent=1))
-        parts = Parts(folder, coding)
+        parts = StoreParts(folder, coding)
         self.done, self._number = set(parts.places), len(parts.files)
         self._keys: list[bytes] = []
         self._rows: list[np.ndarray] = []
@@ -228,7 +228,7 @@ class Stored(Second):
         self.folder, self.minimise, self.temperature, self.beta = Path(folder), minimise, temperature, beta
         self.loss = loss
         self._coding: Coding | None = None
-        self._parts: Parts | None = None
+        self._parts: StoreParts | None = None
 
     def open(self, say: Any = None) -> None:
         """Read its head. Raises UserError for one that is not whole or of another temperature."""
@@ -246,10 +246,10 @@ class Stored(Second):
             )
         size = int(head["vocabulary"].get("size", 0))
         self._coding = Coding(head["coding"], head["top_k"], size)
-        self._parts = Parts(self.folder, self._coding)
+        self._parts = StoreParts(self.folder, self._coding)
 
     @property
-    def opened(self) -> tuple[Coding, Parts]:
+    def opened(self) -> tuple[Coding, StoreParts]:
         if self._coding is None or self._parts is None:
             self.open()
         assert self._coding is not None and self._parts is not None
@@ -350,7 +350,9 @@ def _with_the_rest(ids_NK: Tensor, log_q_NK: Tensor, rest_N: Tensor, rows: slice
     return (log_p_BV + moved_B.unsqueeze(1)).scatter_(1, ids_BK, log_q_NK[rows].to(log_p_BV.dtype))
 
 
-def asked_about(examples: Examples, writing: Writing, tokens: int) -> Iterator[tuple[list[Example], Batch]]:
+def asked_about(
+    examples: Examples, writing: StoreWriter, tokens: int
+) -> Iterator[tuple[list[Example], Batch]]:
     """The documents that a store lacks, as many to a batch as `tokens` holds; each with its Batch."""
     from unfreeze.data.packing.batches import pack
 

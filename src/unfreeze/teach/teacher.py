@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch, Loss
     from unfreeze.data.tokens.tokenizer import Tokenizer
-    from unfreeze.generate.source import Source
+    from unfreeze.generate.source import ModelSource
     from unfreeze.models import Decoder
     from unfreeze.models.blocks.taps import Taps
     from unfreeze.objectives.divergence import LogProbs, Teacher
@@ -64,9 +64,9 @@ class Asked(Second):
         self.inside, self.loss, self.shares = inside, loss, shares
         self._words, self._start = 0, cast("Manifest | None", None)
         self._meta: dict[torch.dtype, Decoder] = {}
-        self._opened: tuple[Source, Manifest] | None = None
+        self._opened: tuple[ModelSource, Manifest] | None = None
 
-    def open(self, say: Callable[[str], None] | None = None) -> tuple[Source, Manifest]:
+    def open(self, say: Callable[[str], None] | None = None) -> tuple[ModelSource, Manifest]:
         """What the name stands for; a Hub id is downloaded. Raises UserError where it cannot be read."""
         from unfreeze.generate.source import open_source
 
@@ -161,10 +161,10 @@ class Asked(Second):
 
     def load(self, device: torch.device, dtype: str) -> Teacher:
         """Read its weights."""
-        return partial(asked, self._loaded(device, dtype), self._words, self.temperature)
+        return partial(teacher_log_probs, self._loaded(device, dtype), self._words, self.temperature)
 
     def _minimised(self, model: Decoder, teacher: Decoder, **how: Any) -> Objective:
-        says = partial(asked, teacher, self._words, self.temperature, **how)
+        says = partial(teacher_log_probs, teacher, self._words, self.temperature, **how)
         if self.inside is None:
             return self.minimise(says, self._words)
 
@@ -231,7 +231,7 @@ def adapter_bytes(folder: Path | None) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder else 0
 
 
-def asked(
+def teacher_log_probs(
     teacher: Decoder,
     words: int,
     temperature: float,

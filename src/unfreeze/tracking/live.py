@@ -35,7 +35,7 @@ from unfreeze.core.schema import (
 from unfreeze.core.units import format_bytes, format_seconds
 from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers
 from unfreeze.report.run import decimal_bytes, early_words, load_words
-from unfreeze.report.tables import plan_lines, receipt_table, receipt_text, receipt_verdict
+from unfreeze.report.tables import plan_table, receipt_table, receipt_text, receipt_verdict
 from unfreeze.tracking.console import PipeConsole
 
 RATED = 3.0  # seconds of reading after which the time left is estimated
@@ -163,7 +163,7 @@ class LiveProgress:
         if ops := event.get("predicted_kernels"):
             self._predicted = f"{len(ops)} kernel{'s' * (len(ops) > 1)} predicted"
         few = [] if self._whole_plan else event.get("start", [])
-        for line in [part for long in few for part in folded(long)] or plan_lines(event):
+        for line in [part for long in few for part in folded(long)] or plan_table(event):
             self._display.line(line)
 
     def _on_data(self, event: DataEvent) -> None:

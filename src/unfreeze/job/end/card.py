@@ -19,7 +19,7 @@ from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import DataEvent
 from unfreeze.report.events import last
 from unfreeze.report.run import facts, read_run
-from unfreeze.report.verdict import again, verdict
+from unfreeze.report.verdict import rerun_command, verdict
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -149,7 +149,7 @@ def _of_run(folder: Path) -> Iterator[str]:
         words = ", ".join(map(str, cast(list[Any], value))) if isinstance(value, list) else value
         yield from ([f"| {name} | {words} |"] if value is not None else [])
     yield from (f"| {name} | {value} |" for name, value in facts(run))
-    words = [Path(word).name if word.startswith("/") else word for word in shlex.split(again(run))]
+    words = [Path(word).name if word.startswith("/") else word for word in shlex.split(rerun_command(run))]
     yield from ("", "```", shlex.join(words), "```", "")
 
 

@@ -14,9 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unfreeze.checkpoint.save import MAX_SHARD_BYTES, Part, begin, complete, name_parts, write_parts
+from unfreeze.checkpoint.save import MAX_SHARD_BYTES, ShardPart, begin, finish_folder, name_parts, write_parts
 from unfreeze.core.errors import UserError
-from unfreeze.core.rows import whole
+from unfreeze.core.rows import gathered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,11 +37,11 @@ def write_divided(
     try:
         own = group.meet(lambda: _write_own(state, manifest, Path(temporary), group))
         every = [json.loads(text) for text in group.texts(json.dumps([asdict(part) for part in own]))]
-        parts = [Part(**part) for of_process in every for part in of_process]
+        parts = [ShardPart(**part) for of_process in every for part in of_process]
 
         def finish() -> None:
             name_parts(Path(temporary), parts)
-            complete(Path(temporary), folder, manifest.config, extra)
+            finish_folder(Path(temporary), folder, manifest.config, extra)
 
         group.on_rank0(finish)
     finally:
@@ -49,9 +49,9 @@ def write_divided(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_own(state: State, manifest: Manifest, temporary: Path, group: Group) -> list[Part]:
+def _write_own(state: State, manifest: Manifest, temporary: Path, group: Group) -> list[ShardPart]:
     """Gather every weight with the others, and write those that are this process's to write."""
-    from unfreeze.checkpoint.nested import on_disk
+    from unfreeze.checkpoint.nested import name_on_disk
     from unfreeze.checkpoint.tensors import stored_tensor
     from unfreeze.models.publish import carried, published, stored_dtypes
 
@@ -62,7 +62,7 @@ def _write_own(state: State, manifest: Manifest, temporary: Path, group: Group) 
     def own() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in trained:
             if gathered.writer == group.rank:
-                yield on_disk(manifest.prefix, name), tensor.cpu()
+                yield name_on_disk(manifest.prefix, name), tensor.cpu()
 
     last = group.rank == group.size - 1
     beside = ((info.name, stored_tensor(info)) for info in carried(model, manifest)) if last else ()
@@ -95,7 +95,7 @@ class Gathered(Mapping[str, "Tensor"]):
 
     def __getitem__(self, name: str) -> Tensor:
         self.writer = self._writers[name]
-        return whole(self._parameters[name])
+        return gathered(self._parameters[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parameters)

@@ -121,10 +121,10 @@ def start_of(config: TrainingConfig, parts: Parts, common: Common, group: Group)
 
 def opened_start(model: str, parts: Parts, common: Common) -> Manifest:
     """The Manifest that `parts` starts from, if it can be read."""
-    from unfreeze.generate.source import refuse_unread
+    from unfreeze.generate.source import refuse_unread_model
 
     start = parts.start(model, common)
-    refuse_unread(start)
+    refuse_unread_model(start)
     return start
 
 

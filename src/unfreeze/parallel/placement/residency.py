@@ -27,7 +27,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from unfreeze.checkpoint.reader import Reader
+from unfreeze.checkpoint.reader import TensorReader
 from unfreeze.checkpoint.resolve import Params, Placement
 from unfreeze.checkpoint.stream import stream
 from unfreeze.core.errors import ConfigError
@@ -438,7 +438,7 @@ class Disk:
         lane: Lane,
     ):
         on_disk = sum(placement.info.nbytes for layer in by_layer for placement in layer)
-        self._reader = Reader(forget=on_disk > CACHED * hardware("cpu").available)
+        self._reader = TensorReader(forget=on_disk > CACHED * hardware("cpu").available)
         self._lane = lane
         self._staging = Slot(max(map(layout_bytes, layouts)), "cpu", pin=True) if lane.pins else None
         self._sizes = [layout_bytes(layout) for layout in layouts]
