@@ -197,7 +197,7 @@ def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record", dtype: 
     from benchmarks.harness.sides import Worker
     from unfreeze.generate.engine import Engine
     from unfreeze.generate.sampling import Sampling
-    from unfreeze.generate.steps import Replayed, step_by_record, launched
+    from unfreeze.generate.steps import Replayed, launched, step_by_record
 
     ways = {"by_record": step_by_record, "launched": launched, "graphs": partial(Replayed, impl="cuda_graph")}
     decoder = unfreeze.load(checkpoint, dtype=dtype, device=device).decoder

@@ -41,7 +41,7 @@ from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.kernels.loops.scratch import release_scratch
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware, hardware
-from unfreeze.parallel.plan import Plan, Work, measure, plan, refuse_if_too_large
+from unfreeze.parallel.plan import Plan, Work, measure_sizes, plan, refuse_if_too_large
 from unfreeze.quant.int4 import Int4
 from unfreeze.train.memory import peak_bytes, reset_peak_bytes
 from unfreeze.train.optim import AdamW
@@ -249,7 +249,7 @@ def sized(job: Job, config: Config, found: Hardware, device: torch.device, seque
     """
     shape = models.shape(job.config)
     lora = LoraConfig(rank=job.rank) if job.rank else None
-    sizes = measure(built(shape, job, "meta"), lora, "cuda")
+    sizes = measure_sizes(built(shape, job, "meta"), lora, "cuda")
     modes: tuple[Literal["nothing", "selective", "layers"], ...] = ("nothing", "selective", "layers")
     documents = max(1, config.tokens_per_step // sequence)
     loss_rows, loss_bytes = block_cost(shape.vocab_size, torch.bfloat16, device, trained=job.rank is None)

@@ -236,17 +236,17 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
     from unfreeze.config.lora import LoraConfig
     from unfreeze.core.layout import RESIDENT
     from unfreeze.parallel.machine import hardware
-    from unfreeze.parallel.plan import Model, measure, plan, rates_here, work_of
-    from unfreeze.parallel.plan.choose import Asked, seconds_of
+    from unfreeze.parallel.plan import PlannedModel, measure_sizes, plan, rates_here, work_of
+    from unfreeze.parallel.plan.choose import PlanRequest, seconds_of
     from unfreeze.parallel.plan.counts import counts
     from unfreeze.parallel.plan.fleet import Fleet
 
     dtype, cpu = getattr(torch, case.dtype), torch.device("cpu")
     model = models.from_config(config_of(case.model, case.sizes), dtype)
     lora = None if case.rank is None else LoraConfig(rank=case.rank)
-    sizes, counted, machine = measure(model, lora), counts(model), hardware("cpu")
+    sizes, counted, machine = measure_sizes(model, lora), counts(model), hardware("cpu")
     work = work_of(
-        Model(model.shape, lora, dtype, cpu, counted, sizes, model),
+        PlannedModel(model.shape, lora, dtype, cpu, counted, sizes, model),
         tokens=case.tokens,
         optimizer_moments=case.moments,
         longest=case.length,
@@ -270,7 +270,7 @@ def planned(case: Case, threads: int) -> dict[str, Any]:
     if rates is not None:
         here = Fleet("here", case.processes, machine.available, kind="cpu")
         tokens = case.tokens * case.processes
-        asked = Asked(replace(work, micro_batches=1), tokens, case.length)
+        asked = PlanRequest(replace(work, micro_batches=1), tokens, case.length)
         time = seconds_of(sizes, counted, here, rates, layout, asked, tokens)
     return {
         "bytes": made.training,

@@ -8,7 +8,7 @@ import torch
 
 from unfreeze import models
 from unfreeze.core.errors import ConfigError
-from unfreeze.evaluate.gap import TOLERANCE, gap_of, log_probability_gap, answer_log_probs
+from unfreeze.evaluate.gap import TOLERANCE, answer_log_probs, gap_of, log_probability_gap
 from unfreeze.generate.engine import Completion, Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models.blocks.moe import MoE

@@ -4,7 +4,7 @@ sentences would fool."""
 import pytest
 
 from unfreeze.core.errors import DataError
-from unfreeze.evaluate.style import compare_style, contains, fact_kept, style_scores, split_yoda, style_obeyed
+from unfreeze.evaluate.style import compare_style, contains, fact_kept, split_yoda, style_obeyed, style_scores
 
 YODA = [
     "Paris, the capital of France is. Hmm.",

@@ -14,7 +14,7 @@ import pytest
 import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 
-from unfreeze.evaluate.style import bare, contains, facts_kept, style_scores, split_yoda, style_obeyed
+from unfreeze.evaluate.style import bare, contains, facts_kept, split_yoda, style_obeyed, style_scores
 
 REPO = Path(__file__).resolve().parents[2]
 EXAMPLE = REPO / "examples" / "tiny-k2"

@@ -18,7 +18,7 @@ from unfreeze.core.errors import UserError
 from unfreeze.generate import steps as steps_file
 from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.sampling import Sampling
-from unfreeze.generate.steps import Replayed, step_by_record, launched, width_of
+from unfreeze.generate.steps import Replayed, launched, step_by_record, width_of
 from unfreeze.kernels import cuda_graph
 from unfreeze.kernels.choice import choose, record
 from unfreeze.kernels.choice.op import Candidate

@@ -204,4 +204,6 @@ def test_addresses():
     assert base_url("https://host/api/v2") == "https://host/api/v2"
     assert base_url("http://[::1]:80") == "http://[::1]:80/v1"
     own = "http://127.0.0.1 http://192.168.1.2:1 http://gpu-box:8000 http://a.local https://10.1.1.1".split()
-    assert all(map(is_own_network, own)) and not any(map(is_own_network, ["https://api.example.com", "http://8.8.8.8"]))
+    assert all(map(is_own_network, own)) and not any(
+        map(is_own_network, ["https://api.example.com", "http://8.8.8.8"])
+    )

@@ -24,7 +24,7 @@ from unfreeze.checkpoint.shard import Shard, file_bytes, sha256_of
 from unfreeze.compress.deltas import Deltas
 from unfreeze.compress.released import RECORD, config_of, copy_beside
 from unfreeze.compress.rounding import Rounded, Row, Scales, write_weight
-from unfreeze.compress.work import Weight, MergeWork
+from unfreeze.compress.work import MergeWork, Weight
 from unfreeze.config.adapter import CONFIG, weight_files
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.core.units import format_bytes
@@ -70,7 +70,12 @@ class Record:
 
 
 def merge(
-    work: MergeWork, deltas: Deltas, out: Path, inputs: dict[str, Any], scales: Scales, progress: Progress | None
+    work: MergeWork,
+    deltas: Deltas,
+    out: Path,
+    inputs: dict[str, Any],
+    scales: Scales,
+    progress: Progress | None,
 ) -> Record:
     """Write the merged checkpoint into `out`, or what of it is missing there.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from unfreeze.checkpoint.shard import Shard
 from unfreeze.checkpoint.tensors import TORCH_DTYPE, stored_tensor
 from unfreeze.compress.deltas import Deltas, MatrixPlace
-from unfreeze.compress.work import WeightHome, Out, Weight, MergeWork
+from unfreeze.compress.work import MergeWork, Out, Weight, WeightHome
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.quant.codec import ByRows, Codec, Texted, kept_suffixes
@@ -70,7 +70,12 @@ class Row:
 
 
 def write_weight(
-    work: MergeWork, weight: Weight, deltas: Deltas, shard: Shard, wanted: Mapping[str, object], scales: Scales
+    work: MergeWork,
+    weight: Weight,
+    deltas: Deltas,
+    shard: Shard,
+    wanted: Mapping[str, object],
+    scales: Scales,
 ) -> list[Row]:
     """Put what becomes of a weight into the shard, those of its outputs that `wanted` names.
 
@@ -226,7 +231,9 @@ def _outs(weight: Weight, work: MergeWork, expert: int) -> list[Out]:
     return [Out(next(iter(weight.parts.values())).name, whole=True, transposed=transposed)]
 
 
-def _cut(work: MergeWork, weight: Weight, whole: Tensor, outs: list[Out]) -> Iterator[tuple[str, Out, Tensor]]:
+def _cut(
+    work: MergeWork, weight: Weight, whole: Tensor, outs: list[Out]
+) -> Iterator[tuple[str, Out, Tensor]]:
     """(name, where, rows) of each output of a matrix; gate and up apart where they are two."""
     for out in outs:
         rows = whole if out.half is None else _halves(work, weight, whole)[out.half]

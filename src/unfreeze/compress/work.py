@@ -245,12 +245,18 @@ def _homes(work: MergeWork, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[st
                 if source.either and info and info.shape == source.turned().shape != source.shape:
                     source = source.turned()  # as checkpoint/resolve.py reads it
                 if not source.index:
-                    yield _module(source), WeightHome(MatrixPlace(site, projection), shape, E, source.transposed)
+                    yield (
+                        _module(source),
+                        WeightHome(MatrixPlace(site, projection), shape, E, source.transposed),
+                    )
                     continue
                 expert, half = source.index[0], _half(source)
                 assert isinstance(expert, int)
                 rows = shape[0] if half is None else shape[0] // 2
-                yield _module(source), WeightHome(MatrixPlace(site, projection, expert, half), (rows, shape[1]))
+                yield (
+                    _module(source),
+                    WeightHome(MatrixPlace(site, projection, expert, half), (rows, shape[1])),
+                )
 
 
 def _weights(

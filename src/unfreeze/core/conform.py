@@ -1,4 +1,6 @@
-"""Whether an event is what core/schema.py says: `violations` where it is emitted, `damage` where it is read."""
+"""Whether an event is what core/schema.py says: `violations` where it is emitted, `damage` where it is
+read.
+"""
 
 import reprlib
 from collections.abc import Mapping

@@ -27,7 +27,7 @@ from unfreeze.kernels.precision import precision
 from unfreeze.teach.address import base_url, is_url
 from unfreeze.teach.coding import Coding, top_of
 from unfreeze.teach.served import Asking
-from unfreeze.teach.store import FORMAT, StoreWriter, one_writer, asked_about, is_store, refuse_other_head
+from unfreeze.teach.store import FORMAT, StoreWriter, asked_about, is_store, one_writer, refuse_other_head
 from unfreeze.teach.teacher import Asked
 
 if TYPE_CHECKING:

@@ -350,7 +350,9 @@ def _with_the_rest(ids_NK: Tensor, log_q_NK: Tensor, rest_N: Tensor, rows: slice
     return (log_p_BV + moved_B.unsqueeze(1)).scatter_(1, ids_BK, log_q_NK[rows].to(log_p_BV.dtype))
 
 
-def asked_about(examples: Examples, writing: StoreWriter, tokens: int) -> Iterator[tuple[list[Example], Batch]]:
+def asked_about(
+    examples: Examples, writing: StoreWriter, tokens: int
+) -> Iterator[tuple[list[Example], Batch]]:
     """The documents that a store lacks, as many to a batch as `tokens` holds; each with its Batch."""
     from unfreeze.data.packing.batches import pack
 
