@@ -82,8 +82,7 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
         raise ConfigError(
             f"hardware: no facts of a device {name[:60]!r}{nearest(name, known)}; known: {', '.join(known)}",
             next=f"write [{name[:20]}] with {', '.join(DeviceFacts.model_fields)} of its data sheet into a"
-            " file,"
-            " and give --machines FILE",
+            " file, and give --machines FILE",
         )
     if count is not None and (len(count) > 9 or not 1 <= int(count) <= MOST_DEVICES):
         raise ConfigError(
