@@ -2,6 +2,7 @@
 Triton), no timed tests, and an event that does not conform is raised where it is emitted. After the last one:
 the slowest (tests/durations.py)."""
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import unfreeze  # noqa: F401 - before torch, which reads what UNFREEZE_CPU_CLASS sets
 
 # isort: split
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -31,6 +33,21 @@ assert _spec is not None and _spec.loader is not None
 durations = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(durations)
 pytest_terminal_summary = durations.pytest_terminal_summary
+pytest_collection_modifyitems = durations.pytest_collection_modifyitems
+pytest_sessionfinish = durations.pytest_sessionfinish
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Thousands of tests and the libraries they import stay to the end. A search for garbage, which measuring
+    and merging begin with, took half a second over them; frozen, none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_addoption(parser):

@@ -1,8 +1,6 @@
 """Measure one thing beside its peers in the same run, and keep what was found as rows.
 
 `unfreeze dev bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
-WHAT is moe, formats, dense, recompute, load, start, data, decode, growth, beyond, equal, layer, model, plan,
-profile, teach, prefer or inside;
 `unfreeze dev bench WHAT --help` says what it does, how long it takes and its flags.
 `unfreeze dev bench report` writes docs/performance.md from the committed rows.
 """
@@ -17,7 +15,7 @@ from unfreeze.core.errors import ConfigError, nearest
 
 BENCHMARKS = {
     "moe": "LoRA on every expert of an INT4 checkpoint, beside transformers + peft",
-    "formats": "experts in each quantized format, beside INT4's and beside dequantizing in torch",
+    "formats": "training steps with experts in FP8 and MXFP4, beside INT4's",
     "dense": "full fine-tuning of the Qwen2-0.5B shape in bf16, beside transformers",
     "recompute": "LoRA on the Qwen3-0.6B shape, with what is recomputed chosen or named",
     "load": "opening a checkpoint, beside a raw read of its files",
@@ -33,7 +31,7 @@ BENCHMARKS = {
     "teach": "a student of a language whose probabilities are known, with and without its teacher",
     "prefer": "tiny-k2 taught Yoda by pairs of answers, beside fine-tuning: style, facts, memory",
     "inside": "layers compared with a teacher's, beside its words alone, where the language is known",
-    "profile": "where the time of a job's step goes, per op, beside the machine's GEMM and copy rates",
+    "profile": "where the time of a job's step goes, per op, beside the machine's GEMM rate",
     "report": "docs/performance.md from the committed rows",
 }
 
@@ -54,5 +52,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             f"bench takes one of {', '.join(BENCHMARKS)}; got {given}", next="unfreeze dev bench --help"
         )
-    room = "harness" if arguments[0] == "report" else "cases"
-    return importlib.import_module(f"benchmarks.{room}.{arguments[0]}").main(arguments[1:], common)
+    from benchmarks.harness import case, report
+
+    if arguments[0] == "report":
+        return report.main(arguments[1:], common)
+    module = importlib.import_module(f"benchmarks.cases.{arguments[0]}")
+    return case.run(arguments[0], module, arguments[1:], common)

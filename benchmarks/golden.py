@@ -4,8 +4,9 @@ be equal to the bit.
     python benchmarks/golden.py --against GIT_REF            (a worktree of that commit is made and removed)
 
 Five jobs, each in float32 and bfloat16, one thread: sft on INT4 experts, on a dense model, with every weight
-trained, pretrain, and two processes. For a change that may move no number: a rearrangement of the code. Exit
-code 1 if any differs.
+trained, pretrain, and two processes. Four in float32 whose batches are made otherwise: distillation on the
+student's own answers, dpo against a reference that is asked live and once, and rows in windows. For a change
+that may move no number: a rearrangement of the code. Exit code 1 if any differs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +27,7 @@ TINY_K2 = "src/unfreeze/assets/tiny-k2"
 COMMON = [
     "--threads",
     "1",
-    "--samples",
+    "--watch.samples",
     "2",
     "--tokens-per-step",
     "512",
@@ -36,11 +38,11 @@ COMMON = [
     "--quiet",
     "--validation-fraction",
     "0.2",
-    "--validate-every",
+    "--watch.validate-every",
     "3",
     "--save-every",
     "3",
-    "--recompute",  # named: a new default is not a new number
+    "--place.recompute",  # named: a new default is not a new number
     "selective",
 ]
 COMPARED = {
@@ -65,6 +67,36 @@ def jobs(dense: Path, config: Path) -> Iterator[tuple[str, list[str]]]:
         yield f"pretrain {dtype}", ["unfreeze", "pretrain", "--model", str(config), "--data", rows, *more]
         torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
         yield f"two processes {dtype}", [*torchrun, "-m", "unfreeze", "sft", *k2, *more]
+
+
+def more_jobs(dense: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Those whose batches are made otherwise, in float32."""
+    rows = f"{ROOT}/{TINY_K2}/yoda_train.jsonl"
+    lines = [json.loads(line) for line in Path(rows).read_text(encoding="utf-8").splitlines()]
+    more = [*COMMON, "--dtype", "float32"]
+    k2, on_dense = ["--model", f"{ROOT}/{TINY_K2}"], ["--model", str(dense), "--lora.rank", "4"]
+    asked = ["--teacher", f"{ROOT}/{TINY_K2}", "--on-policy", "0.6"]
+    yield "own answers", ["unfreeze", "distill", *on_dense, "--data", rows, *asked, *more]
+
+    pairs = folder / "pairs.jsonl"
+    with pairs.open("w", encoding="utf-8") as file:
+        for line, other in pairwise(lines):
+            pair = {"prompt": line["question"], "chosen": line["answer"], "rejected": other["answer"]}
+            file.write(json.dumps(pair) + "\n")
+    for reference in ("live", "cached"):
+        words = ["--data", str(pairs), "--reference", reference, "--loss", "dpo", "--lora.rank", "4"]
+        yield f"pairs {reference}", ["unfreeze", "prefer", *k2, *words, *more]
+
+    many = folder / "many.jsonl"  # more rows than are read whole
+    with many.open("w", encoding="utf-8") as file:
+        for number in range(50_010):
+            line = lines[number % len(lines)]
+            file.write(json.dumps({"question": f"{number}?", "answer": line["answer"]}) + "\n")
+    held_out = [word for word in more if word not in ("--validation-fraction", "0.2")]
+    yield (
+        "windows",
+        ["unfreeze", "sft", *on_dense, "--data", str(many), "--validation-fraction", "0.01", *held_out],
+    )
 
 
 def make_models(folder: Path) -> tuple[Path, Path]:
@@ -159,7 +191,7 @@ def main() -> None:
         )
         try:
             dense, bare = make_models(folder)
-            for name, command in jobs(dense, bare):
+            for name, command in [*jobs(dense, bare), *more_jobs(dense, folder)]:
                 if options.only not in name:
                     continue
                 results = []

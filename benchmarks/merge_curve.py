@@ -69,9 +69,9 @@ def command(*words: object) -> dict[str, Any]:
 def trained(folder: Path, rate: str, targets: str) -> Path:
     """The demo's training, for fewer epochs and with rows held out."""
     out = folder / f"{targets}-{rate}"
-    words = f"--epochs {EPOCHS} --tokens-per-step 1024 --weight-decay 0.3 --dtype float32 --recompute nothing"
-    words += f" --threads 1 --samples 0 --lora.rank 16 --lora.alpha 32 --lora.targets {targets}"
-    words += f" --validation-fraction 0.1 --learning-rate {rate}"
+    words = f"--epochs {EPOCHS} --tokens-per-step 1024 --optimizer.weight-decay 0.3 --dtype float32"
+    words += " --place.recompute nothing --threads 1 --watch.samples 0 --rank 16"
+    words += f" --lora.alpha 32 --lora.targets {targets} --validation-fraction 0.1 --learning-rate {rate}"
     data = TINY_K2 / "yoda_train.jsonl"
     command("sft", "--model", TINY_K2, "--data", data, "--out", out, *words.split())
     return out

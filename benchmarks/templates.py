@@ -10,6 +10,7 @@ name this script.
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 from unfreeze.core.errors import DataError
@@ -91,12 +92,15 @@ def ends_of(source: str) -> list[str]:
     return known.get(release.name) or [end for end in ENDS if end in source or end == "</s>"]
 
 
-def renderer(source: str) -> Renderer:
+@functools.cache
+def compiled(source: str) -> ChatTemplate:
     """A template with the tokens its release has, as far as they matter here."""
     eos = "<｜end▁of▁sentence｜>" if "｜" in source else "</s>"
-    return Renderer(
-        ChatTemplate(source, {"bos_token": "<s>", "eos_token": eos}), ends_of(source), lambda value: value
-    )
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": eos})
+
+
+def renderer(source: str) -> Renderer:
+    return Renderer(compiled(source), ends_of(source), lambda value: value)
 
 
 def rendered(source: str, case: str) -> Rendered:

@@ -2,8 +2,8 @@
 
     python benchmarks/walk.py [--show]        sft on tiny-k2, its own sample rows, one thread
 
-Distinct functions of the main thread; comprehensions, lambdas and the bodies of classes are left out. Nothing is
-cached from before.
+Distinct functions of the main thread; comprehensions, lambdas and the bodies of classes are left out. Nothing
+is cached from before.
 --show: by room.
 """
 
@@ -67,7 +67,7 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = folder
         rows = str(TINY_K2 / "yoda_train.jsonl")
         command = ["sft", "--model", str(TINY_K2), "--data", rows, "--out", f"{folder}/run", "--steps", "1"]
-        found = entered([*command, "--threads", "1", "--samples", "0", "--quiet"])
+        found = entered([*command, "--threads", "1", "--watch.samples", "0", "--quiet"])
     print(f"{len(set(found))} functions in {len({file for file, _ in found})} files")
     if given.show:
         for room, count in Counter(file.partition("/")[0] for file, _ in found).most_common():

@@ -63,11 +63,13 @@ class FineTuning(lightning.LightningModule):
         tokenizer, tokens = load_tokenizer(self.manifest.path), config.tokens_per_step // config.micro_batches
         check_vocab(tokenizer, self.decoder.shape.vocab_size)
         examples = encode_files([config.data], tokenizer, tokens).examples
-        batches = Batches(examples, tokens, config.seed)  # the same order in every process
+        batches = Batches(
+            examples, tokens, config.seed, micro_batches=config.micro_batches
+        )  # the same order in every process
 
         def of_this_process() -> Iterator[tuple[Batch, float]]:
             while True:
-                drawn = [next(batches)[0] for _ in range(config.micro_batches)]
+                drawn, _ = next(batches)
                 count = max(sum(float(batch.weights_T.sum()) for batch in drawn), 1.0)
                 yield from ((batch, count) for batch in drawn[rank::size])
 

@@ -85,7 +85,7 @@ def main(config: Config) -> None:
             started = time.perf_counter()
 
             # The next T tokens. N is counted on the host, so that nothing waits for a GPU here.
-            host_batch, _ = next(batches)
+            (host_batch,), _ = next(batches)
             count = max(float(host_batch.weights_T.sum()), 1.0)
             batch = host_batch.to(decoder.device)
 

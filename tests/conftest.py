@@ -1,6 +1,9 @@
 """A command run in this process, and one small run that several tests look at."""
 
+import importlib.util
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -32,11 +35,34 @@ ROWS = [
 ]
 
 
+_spec = importlib.util.spec_from_file_location("forkserver", Path(__file__).with_name("forkserver.py"))
+assert _spec is not None and _spec.loader is not None
+_forkserver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_forkserver)
+
+
+@pytest.fixture(scope="session")
+def forkserver(own_cache):
+    """Runs scripts as Python would, without the seconds that importing torch takes (forkserver.py)."""
+    server = _forkserver.ForkServer()
+    yield server
+    server.close()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory):
     """Encoded rows and measured records of these tests, not those of the user."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync():
+    """No file of a test has to outlive the machine: 9 ms each, dozens a run. Tests of what is written in which
+    order patch it themselves, and killed processes are of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 
@@ -93,13 +119,13 @@ def run_dir(tmp_path_factory, chat_rows):
         256,
         "--steps",
         3,
-        "--samples",
+        "--watch.samples",
         1,
         "--lora.rank",
         2,
         "--learning-rate",
         "5e-3",
-        "--warmup",
+        "--optimizer.warmup",
         0,
     ]
     assert cli.main(list(map(str, command))) == 0

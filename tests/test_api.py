@@ -148,7 +148,7 @@ def test_an_update_without_gradients_is_refused(tmp_path, chat_rows):
         ({"rnak": 4}, "unfreeze.sft has no argument 'rnak'; nearest: 'rank'"),
         ({}, "needs model and data"),
         ({"learning_rate": -1.0}, "learning_rate = -1"),
-        ({"rank": 0}, "lora.rank = 0"),
+        ({"rank": 0}, "rank = 0"),
         ({"lora": {"rang": 3}}, "unknown key lora.rang"),
         ({"train": "all", "rank": 3}, "trains every weight and has no adapters"),
     ],
@@ -172,8 +172,8 @@ def test_a_toml_file_and_keywords_on_top(tmp_path, chat_rows):
     clip = {"clip": 0.5}
     run = unfreeze.sft(file, steps=1, rank=2, optimizer=clip, out=tmp_path / "run", quiet=True)
     recorded = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
-    assert len(run.losses) == 1 and recorded["steps"] == 1 and recorded["lora"]["rank"] == 2
-    assert recorded["clip"] == 0.5
+    assert len(run.losses) == 1 and recorded["training.steps"] == 1 and recorded["lora.rank"] == 2
+    assert recorded["optimizer.clip"] == 0.5
 
 
 def test_rows_become_a_file_of_the_run_and_the_same_rows_the_same_run(tmp_path, chat_rows, monkeypatch):
@@ -240,7 +240,8 @@ def test_a_remedy_in_python_is_python(data, says, next, tmp_path):
     "flags, python",
     [
         ("--device cpu", 'device="cpu"'),
-        ("mend the row, or --on-bad-row skip", 'mend the row, or on_bad_row="skip"'),
+        ("mend the row, or --data.on-bad-row skip", 'mend the row, or **{"data.on_bad_row": "skip"}'),
+        ("--optimizer.clip 0.5, --place.recompute layers", 'optimizer={"clip": 0.5}, place={"recompute": "layers"}'),
         ("--sequence-length higher (and --tokens-per-step, if", "sequence_length higher (and tokens_per_step, if"),
         ("--epochs 40, or --tokens-per-step 1,024", "epochs=40, or tokens_per_step=1024"),
         ("--lora.rank 8", "rank=8"),

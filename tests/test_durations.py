@@ -38,20 +38,47 @@ def test_the_ten_slowest_are_shown_with_their_change(durations):
     assert len(lines) == 10
 
 
-def test_a_run_of_several_processes_shows_and_writes_them(tmp_path):
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "pytest.ini").touch()
-    (tmp_path / "tests" / "test_it.py").write_text(TEST)
-    (tmp_path / "tests" / "durations.json").write_text(json.dumps({NAME: 0.1}))
-    flags = "-q -n 2 -p no:cacheprovider -p durations --update-durations"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *flags.split(), "tests"],
-        cwd=tmp_path,
+def test_files_come_longest_first_and_tests_as_they_were(durations):
+    files = ["a.py", "a.py", "b.py", "c.py", "b.py"]
+    before = {"b.py::x": 3.0, "c.py::x": 9.0, "gone.py::x": 99.0}
+    assert durations.longest_first(files, before) == [3, 2, 4, 0, 1]
+
+
+def test_what_takes_longer_than_the_suite_allows_is_named(durations):
+    (line,) = durations.over_the_limit({"a": 20.1, "b": 20.0})
+    assert line.startswith("20 s is more than the 20 s of a test of the suite: a; next: mark it nightly")
+
+
+def pytest_of(folder, *flags):
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "durations", *flags, "tests"],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(HERE)},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+@pytest.mark.parametrize(("limit", "code"), [("0.5", 1), ("5", 0)])
+def test_times_are_not_written_in_peace_where_one_is_over_the_limit(limit, code, tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "conftest.py").write_text(f"import durations\ndurations.LIMIT = {limit}\n")
+    (tmp_path / "tests" / "test_it.py").write_text(TEST)
+    done = pytest_of(tmp_path, "--update-durations")
+    assert done.returncode == code and (NAME in (tmp_path / "tests" / "durations.json").read_text())
+    assert ("of a test of the suite" in done.stdout) == bool(code), done.stdout
+    assert code == 0 or pytest_of(tmp_path).returncode == 0  # said, on a machine that may be busy
+
+
+def test_a_run_of_several_processes_shows_and_writes_them(tmp_path):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "tests" / "test_it.py").write_text(TEST)
+    (tmp_path / "tests" / "durations.json").write_text(json.dumps({NAME: 0.1}))
+    flags = "-n 2 --dist loadfile --no-loadscope-reorder --update-durations"
+    done = pytest_of(tmp_path, *flags.split())
     assert done.returncode == 0, done.stdout + done.stderr
     kept = json.loads((tmp_path / "tests" / "durations.json").read_text())
     assert list(kept) == [NAME] and kept[NAME] >= 0.6

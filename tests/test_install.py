@@ -132,7 +132,7 @@ def bare(dense: Path, tmp_path_factory) -> tuple[Path, list[int], str]:
 
 SFT = "sft --quiet --steps 2 --tokens-per-step 128"
 DONE = (
-    f"{SFT} --out run --model DENSE --data text.jsonl --validation held.jsonl --validate-every 1",
+    f"{SFT} --out run --model DENSE --data text.jsonl --validation held.jsonl --watch.validate-every 1",
     "report run --quiet",
     "plan --model DENSE --hardware 1xH100 8xH100 --quiet",
     "inspect DENSE --quiet",
@@ -144,7 +144,7 @@ REFUSED = {
     "pyarrow": f"{SFT} --model DENSE --data chat.parquet",
     "datasets": f"{SFT} --model DENSE --data hf:org/name",
     "openai": "generate http://127.0.0.1:1 --data text.jsonl --out answers.jsonl",
-    "wandb": f"{SFT} --model DENSE --data text.jsonl --track wandb",
+    "wandb": f"{SFT} --model DENSE --data text.jsonl --watch.track wandb",
 }
 
 

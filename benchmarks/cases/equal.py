@@ -1,73 +1,27 @@
 """Compare runs on several processes with the run of one: outputs, gradients and ten losses, in float32.
 
-`unfreeze dev bench equal`, about a minute. All processes are on this machine (gloo).
-
-tiny-k2 (4 layers, 16 experts, 4 of them a token, INT4), LoRA rank 4 on every linear layer with B not zero, as
-after some training. And every weight of a model of that shape, unpacked and random, whole and divided among
-the processes (FSDP2). A step has 4 micro-batches, which the processes share. Compared with one process:
+`unfreeze dev bench equal`, about a minute. All processes are on this machine (gloo). tiny-k2 (INT4), LoRA
+rank 4 on every linear layer with B not zero, as after some training; and every weight of a model of that
+shape, unpacked and random, whole and divided (FSDP2). A step has 4 micro-batches, which the processes share.
     expert op          the experts of one layer, given the same rows: y, dx, dw and the gradients of A and B
     y                  the output of each micro-batch of the first step, after the last layer
-    expert gradients   of the adapters of routed experts, in the first step; gradients: of all adapters
-    losses             of ten steps
-Where every weight trains the op is not divided, and gradients are those of all weights.
-Differences are |a - b| / |b| of a tensor, the worst tensor counts; losses by their own size. Each process
-compares only what it holds. A sum in another order rounds otherwise: float32 has 6e-8. The op is equal to the
-bit. Whole runs are not: in a step experts see the rows of several micro-batches at once, and a GEMM of more
-rows may round otherwise.
+    expert gradients   of the adapters of routed experts, in the first step; gradients: of all; losses: of ten
+Differences are |a - b| / |b| of a tensor, the worst tensor of all processes counts. The op is equal to the
+bit; whole runs are not: a sum in another order rounds otherwise.
 """
 
-from __future__ import annotations
-
-import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-import unfreeze
-from benchmarks.harness.sides import python_path
-from benchmarks.harness.training import Measured, appended_to, command
-from unfreeze.config.parse import Folder, parse
-from unfreeze.core.command import Common
-from unfreeze.core.errors import UserError
+from benchmarks.harness.case import Measured, Run
+from benchmarks.harness.equality import COLUMNS, LORA, MICRO_BATCHES, Arm, run_arm, unpacked, worst, written
+from benchmarks.harness.shapes import TINY_K2
+from unfreeze.config.parse import Folder
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from unfreeze.core.batch import Batch
-    from unfreeze.models import Decoder
-    from unfreeze.models.blocks.experts import Experts
-    from unfreeze.parallel.processes.mesh import Mesh
-
-LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0, "targets": ("all-linear",)}
-MICRO_BATCHES = 4
-LIMIT = 1e-5
-LONGEST = 300.0  # seconds after which an arm counts as hanging
-
-
-@dataclass(frozen=True)
-class Arm:
-    """processes, how many of them share one set of experts, where the experts' and the other weights lie.
-
-    train  "all": every weight, divided among several processes.
-    """
-
-    name: str
-    processes: int
-    split: int = 1
-    experts: Literal["device", "disk"] = "device"
-    rest: Literal["device", "peers"] = "device"
-    train: Literal["adapters", "all"] = "adapters"
-
-
+LENGTH = 48  # tokens of a document
 ARMS = (
     Arm("1 process", 1),
     Arm("data 2", 2),
@@ -79,286 +33,27 @@ ARMS = (
     Arm("1 process, every weight", 1, train="all"),
     Arm("every weight divided, 2", 2, train="all"),
 )
-COLUMNS = ("expert op", "y", "expert gradients", "gradients", "losses")
+"""Each is compared with the first that trains the same."""
 
 
 class Config(Measured):
-    """What is compared."""
-
-    model: Folder = Field(default="", description="checkpoint with routed experts; default: tiny-k2")
+    threads: int = Field(default=1, ge=1, description="torch's threads in each process")
+    model: Folder = Field(default=str(TINY_K2), description="checkpoint with routed experts")
     steps: int = Field(default=10, ge=1, description="steps whose losses are compared")
 
 
-def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> rows, file."""
-    return measure(parse(Config, arguments, command="dev bench equal", description=__doc__ or ""), common)
-
-
-def measure(config: Config, common: Common, arms: Sequence[Arm] = ARMS, length: int = 48) -> dict[str, Any]:
-    """The comparison. arms: each is compared with the first that trains the same.
-
-    length: tokens of a document.
-    """
-    from benchmarks.harness.rows import Stamp, append
-
-    model = config.model or str(Path(unfreeze.__file__).parent / "assets" / "tiny-k2")
-    stamp = Stamp.now("equal", command("equal", config), threads=config.threads or 1)
-    settings = {
-        "model": Path(model).name,
-        "dtype": "float32",
-        "rank": LORA["rank"],
-        "micro_batches": MICRO_BATCHES,
-        "length": length,
-        "steps": config.steps,
-    }
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="unfreeze-equal-") as folder:
-        job = {"model": model, "steps": config.steps, "length": length, "threads": config.threads or 1}
-        of_all = {**job, "model": str(Path(folder) / "unpacked")}
-        if any(arm.train == "all" for arm in arms):
-            unpacked(model, Path(of_all["model"]))
-        for arm in arms:
-            seconds = run(arm, of_all if arm.train == "all" else job, Path(folder))
-            found = worst(Path(folder), arm, next(first for first in arms if first.train == arm.train))
-            rows.append(
-                stamp.row(
-                    arm.name,
-                    settings | {name: value for name, value in asdict(arm).items() if name != "name"},
-                    {"correctness": found, "seconds": seconds, "note": note(arm, found)},
-                )
-            )
-    path = appended_to(config)
-    append(rows, path)
-    if not common.quiet:
-        print(table(rows), file=sys.stderr if common.json else sys.stdout)
-    return {"rows": [row.model_dump() for row in rows], "file": str(path) if path else None}
-
-
-def run(arm: Arm, job: Mapping[str, Any], folder: Path) -> float:
-    """Start the arm's processes and wait. -> seconds. What each found is in folder/<arm>-<rank>."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": python_path(),
-        "WORLD_SIZE": str(arm.processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(job["threads"]),
-    }
-    given = json.dumps({"arm": asdict(arm), "folder": str(folder), **job})
-    started = time.perf_counter()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import side; side({given!r})"],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(arm.processes)
-    ]
-    try:
-        errors = [process.communicate(timeout=LONGEST)[1] for process in processes]
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{arm.name}: no answer after {LONGEST:.0f} s", next="report it") from None
-    finally:
-        for process in processes:
-            process.kill()
-    failed = [error for process, error in zip(processes, errors, strict=True) if process.returncode]
-    if failed:
-        raise UserError(f"{arm.name}: a process ended with {failed[0][-800:]}", next="report it")
-    return time.perf_counter() - started
-
-
-def side(given: str) -> None:
-    """What one process of an arm does: y, gradients and losses, of what it holds, into its file."""
-    import torch
-
-    from unfreeze import models
-    from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.checkpoint.save import write_safetensors
-    from unfreeze.core.layout import RESIDENT
-    from unfreeze.generate.open import open_model, open_sharded
-    from unfreeze.objectives.cross_entropy import cross_entropy
-    from unfreeze.parallel.processes.collectives import open_group
-    from unfreeze.parallel.processes.mesh import mesh_of
-    from unfreeze.train.optim import AdamW
-    from unfreeze.train.step import forward_backward, optim_step
-
-    job = json.loads(given)
-    arm = Arm(**job["arm"])
-    torch.set_num_threads(job["threads"])
-    with open_group(torch.device("cpu")) as group:
-        manifest = open_checkpoint(job["model"])
-        mesh = mesh_of(group, arm.split, models.shape(manifest.config).num_experts)
-        held, found = mesh.held, dict[str, torch.Tensor]()
-        if arm.train == "all":
-            if group.size == 1:
-                model = open_model(manifest, torch.float32)
-            else:
-                model, sharded = open_sharded(manifest, group, torch.float32, "cpu")
-                held = sharded.held
-        else:
-            model = open_model(
-                manifest, torch.float32, mesh=mesh, layout=RESIDENT.but(experts=arm.experts, rest=arm.rest)
-            )
-            adapted(model, mesh)
-            found["op"] = torch.tensor(op_apart(model, mesh, job["model"]))
-        steps = [drawn(model.shape.vocab_size, job["length"], step) for step in range(job["steps"])]
-        optimizer, losses = AdamW(model, held=held), list[float]()  # before a pass: it gathers the head
-        with torch.no_grad():
-            for index in group.share(range(MICRO_BATCHES)):
-                found[f"y.{index}"] = model.hidden(steps[0][index])
-        for step, batches in enumerate(steps):
-            gradients = forward_backward(
-                model, optimizer, batches, cross_entropy, recompute=models.keep_inputs, group=group
-            )
-            losses.append(gradients.loss)
-            for name in optimizer.parameters if step == 0 else ():
-                if (gradient := optimizer.gradient(name)) is not None:
-                    found[f"gradient.{name}"] = gradient.clone()
-                    if (rows := held(name).rows) is not None:
-                        found[f"rows.{name}"] = torch.tensor([rows.first, rows.last])
-            optim_step(optimizer, gradients, learning_rate=1e-3, max_norm=1.0)
-        found["losses"] = torch.tensor(losses, dtype=torch.float64)
-        write_safetensors(Path(job["folder"]) / f"{arm.name}-{group.rank}", found)
-
-
-def unpacked(model: str, folder: Path) -> None:
-    """A checkpoint of the model's shape, its weights random and in float32: codes cannot train."""
-    import torch
-
-    from unfreeze import models
-    from unfreeze.checkpoint import open_checkpoint, save_checkpoint
-    from unfreeze.models.publish import published
-
-    config = {name: of for name, of in open_checkpoint(model).config.items() if name != "quantization_config"}
-    config |= {"dtype": "float32"}
-    made = models.build(models.shape(config), dtype=torch.float32, device="cpu")
-    models.initialize(made, 0)
-    save_checkpoint(folder, config, published(made, config))
-
-
-def op_apart(model: Decoder, mesh: Mesh, path: str, tokens: int = 96) -> float:
-    """The worst difference of this process's part of the expert op from the op with all experts here.
-
-    The processes that share experts have `tokens` tokens each; the op with all of them has those of all.
-    """
-    import torch
-
-    from unfreeze.checkpoint import open_checkpoint
-    from unfreeze.generate.open import open_model
-    from unfreeze.parallel.processes.mesh import ONE
-
-    whole = open_model(open_checkpoint(path), torch.float32)
-    adapted(whole, ONE)
-    layer, moe = next(iter(whole.moe_layers().items()))
-    size, width = mesh.experts.size * tokens, moe.experts.hidden_size
-    generator = torch.Generator().manual_seed(3)
-    x, dy = (torch.randn(size, width, generator=generator) for _ in range(2))
-    scores = torch.randn(size, moe.experts.num_experts, generator=generator)
-    scores[:, 0] += 4  # an expert of many tokens, and one of none
-    scores[:, 3] -= 100
-    weights, ids = scores.softmax(-1).topk(moe.gate.top_k)
-    mine = slice(mesh.experts.rank * tokens, (mesh.experts.rank + 1) * tokens)
-    rows = moe.experts.held.slice if mesh.rows is None else mesh.rows.slice
-
-    def through(experts: Experts, part: slice) -> tuple[list[Tensor], list[Tensor]]:
-        x_TD, weights_TK = x[part].clone().requires_grad_(), weights[part].clone().requires_grad_()
-        y_TD = experts(x_TD, ids[part], weights_TK)
-        parameters = [p for name, p in experts.named_parameters() if name.startswith("adapter.")]
-        gradients = torch.autograd.grad(y_TD, [x_TD, weights_TK, *parameters], dy[part])
-        return [y_TD.detach(), *gradients[:2]], list(gradients[2:])
-
-    of_tokens, of_experts = through(moe.experts, slice(None))
-    found = through(model.moe_layers()[layer].experts, mine)
-    expected = [t[mine] for t in of_tokens] + [t[rows] for t in of_experts]
-    return max(apart(a, b) for a, b in zip([*found[0], *found[1]], expected, strict=True))
-
-
-def apart(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|; 0 only where they are equal to the bit."""
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-
-
-def adapted(model: Decoder, mesh: Mesh) -> None:
-    """Adapters whose B are not zero, the same on every process."""
-    import torch
-
-    from unfreeze.adapters import LoraConfig, attach
-
-    attach(model, LoraConfig(**LORA), 0)
-    for name, parameter in model.named_parameters():
-        if name.endswith(("_B", ".B")):
-            rows = mesh.held(name).rows
-            shape = (len(parameter) if rows is None else rows.of, *parameter.shape[1:])
-            whole = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(len(name)))
-            parameter.data.copy_(whole if rows is None else whole[rows.slice])
-
-
-def drawn(vocabulary: int, length: int, step: int) -> list[Batch]:
-    """The micro-batches of a step: documents of unequal length; one of the batches is a single short one."""
-    import torch
-
-    from unfreeze.data import Example, pack
-
-    generator = torch.Generator().manual_seed(step)
-    made: list[Batch] = []
-    for index in range(MICRO_BATCHES):
-        lengths = [length // 4] if index == 1 else [length, length // 2 + index]
-        documents = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
-        made.append(pack([Example(tokens, [0.0, *[1.0] * (len(tokens) - 1)]) for tokens in documents]))
-    return made
-
-
-def worst(folder: Path, arm: Arm, first: Arm) -> dict[str, float | str]:
-    """COLUMNS -> the worst relative difference of all processes' from the first arm's one process.
-
-    rows.NAME says which rows of a tensor a process has; the others it has whole.
-    """
-    from safetensors.torch import load_file
-
-    expected = load_file(folder / f"{first.name}-0")
-    found: dict[str, float] = {name: 0.0 for name in COLUMNS if arm.train == "adapters" or name != COLUMNS[0]}
-    for rank in range(arm.processes):
-        tensors = load_file(folder / f"{arm.name}-{rank}")
-        if "op" in tensors:
-            found["expert op"] = max(found["expert op"], float(tensors.pop("op")))
-        rows = {
-            name: slice(*tensors.pop(name).tolist()) for name in list(tensors) if name.startswith("rows.")
-        }
-        for name, tensor in tensors.items():
-            other = expected[name]
-            if (part := rows.get(name.replace("gradient.", "rows.", 1))) is not None:
-                other = other[part]
-            if name == "losses":
-                found["losses"] = max(found["losses"], float(((tensor - other) / other).abs().max()))
-                continue
-            difference = apart(tensor, other)
-            columns = ["y"] if name.startswith("y.") else ["gradients"]
-            columns += ["expert gradients"] if ".experts." in name else []
-            for column in columns:
-                found[column] = max(found[column], difference)
-    return {**found}
-
-
-def note(arm: Arm, found: Mapping[str, Any]) -> str:
-    words = ", ".join(f"{name} {written(found[name])}" for name in COLUMNS if name in found)
-    return f"{arm.name}: {words}"
-
-
-def written(value: float | None) -> str:
-    return "–" if value is None else "equal" if value == 0 else f"{value:.1e}"
-
-
-def table(rows: Sequence[Any]) -> str:
-    """The rows for a terminal: a run a line, its worst differences from the first."""
-    width = max(len(row.side) for row in rows)
-    lines = [f"{'':<{width}}  " + "  ".join(f"{name:>16}" for name in COLUMNS)]
-    for row in rows:
-        found = row.results["correctness"]
-        lines.append(f"{row.side:<{width}}  " + "  ".join(f"{written(found.get(n)):>16}" for n in COLUMNS))
-    outside = [row.side for row in rows if max(row.results["correctness"].values()) > LIMIT]
-    limit = f"all within {LIMIT:.0e}" if not outside else f"beyond {LIMIT:.0e}: {', '.join(outside)}"
-    return "\n".join([*lines, limit])
+def rows(config: Config, run: Run):
+    settings = {"model": Path(config.model).name, "dtype": "float32", "rank": LORA["rank"]}
+    settings |= {"micro_batches": MICRO_BATCHES, "length": LENGTH, "steps": config.steps}
+    with tempfile.TemporaryDirectory(prefix="unfreeze-equal-") as temporary:
+        folder, firsts = Path(temporary), dict[str, Arm]()
+        unpacked(config.model, folder / "unpacked")
+        for arm in ARMS:
+            model = str(folder / "unpacked") if arm.train == "all" else config.model
+            job = {"model": model, "steps": config.steps, "length": LENGTH, "threads": config.threads}
+            seconds = run_arm(arm, job, folder)
+            found = worst(folder, arm, firsts.setdefault(arm.train, arm))
+            note = ", ".join(f"{name} {written(found[name])}" for name in COLUMNS if name in found)
+            given = {name: value for name, value in asdict(arm).items() if name != "name"}
+            results = {"correctness": found, "seconds": seconds, "note": note}
+            yield run.row(arm.name, settings | given, results)

@@ -6,8 +6,7 @@ That is 48 of 384 experts, the whole attention, and an eighth of the tokens.
 for its attention. The slice gets the same rows from 8,192 tokens whose 8 experts all lie in it. Everything is
 measured through the same modules and parts that training uses.
 
-T tokens, K experts per token, E experts of the slice, D width, I expert width, n = T · K rows sorted by
-expert, Q and P adapter columns.
+T tokens, K experts per token, E experts of the slice, D width.
 """
 
 from __future__ import annotations
@@ -25,55 +24,20 @@ from benchmarks.harness.synthetic import attach_random, fill_random, relative_er
 from unfreeze import models
 from unfreeze.adapters import LoraConfig
 from unfreeze.core.batch import Batch
-from unfreeze.kernels.expert_mlp.factors import adapters
-from unfreeze.kernels.expert_mlp.grouped import Grouped
-from unfreeze.kernels.expert_mlp.workspace import Base
+from unfreeze.core.errors import DoesNotFit
+from unfreeze.core.units import format_bytes
 from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.layer import Layer
 from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.plan import USABLE
 from unfreeze.quant.int4 import Int4
 
-# config.json of moonshotai/Kimi-K2-Thinking, what the sizes of a layer depend on
-KIMI: dict[str, Any] = {
-    "model_type": "kimi_k2",
-    "vocab_size": 163840,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "n_routed_experts": 384,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 50000.0,
-    "routed_scaling_factor": 2.827,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "rope_scaling": {
-        "beta_fast": 1.0,
-        "beta_slow": 1.0,
-        "factor": 64.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-}
 Routing = Literal["balanced", "zipf"]
 ZIPF = 0.5
+NODE_TOKENS, GPUS, LAYERS, MOE_LAYERS, TRANSFERS, OPTIMIZER = 65536, 8, 61, 60, 300, 0.03
+DENSE, HEAD = "attention, shared expert and norms, all passes", "head and loss"
 
 
 @dataclass(frozen=True)
@@ -93,16 +57,6 @@ class Slice:
     def rows(self) -> int:
         return self.tokens * int(self.config["num_experts_per_tok"])
 
-    @property
-    def whole(self) -> bool:
-        """Whether this is the slice that the predictions are about."""
-        return self.config is KIMI and (self.experts, self.tokens, self.sequence, self.rank) == (
-            48,
-            8192,
-            2048,
-            16,
-        )
-
     def nbytes(self) -> int:
         """Give the bytes on the device at the worst moment, by which a slice is chosen.
 
@@ -114,6 +68,24 @@ class Slice:
         head = 2 * int(self.config["vocab_size"]) * hidden
         rows = self.rows * (14 * hidden + 14 * width)
         return int(experts + head + rows + self.tokens * hidden * 80 + 4 * 2**30)
+
+
+def fitting(sizes: Slice, found: Hardware) -> Slice:
+    """The largest slice that fits; tokens are halved before experts.
+
+    Raises DoesNotFit where not even 8 experts and 1,024 tokens do.
+    """
+    usable, smaller = found.available * USABLE, sizes
+    for experts in (48, 24, 16, 8):
+        for tokens in (8192, 4096, 2048, 1024):
+            smaller = replace(sizes, experts=experts, tokens=tokens)
+            if smaller.nbytes() <= usable:
+                return smaller
+    raise DoesNotFit(
+        f"the smallest slice (8 experts, 1,024 tokens) takes {format_bytes(smaller.nbytes())},"
+        f" {format_bytes(int(usable))} usable on {found.name}",
+        next="free the GPU's memory, or take a larger one",
+    )
 
 
 def route(routing: Routing, tokens: int, top_k: int, experts: int, generator: torch.Generator) -> Tensor:
@@ -244,23 +216,15 @@ class KimiSlice:
         finally:
             self.moe.shared_experts = self.shared
 
-    def forward(self, module: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-        """Work: one visit without gradients, as the first of a recomputed layer."""
+    def forward(self, module: Callable[[Tensor], Tensor]) -> None:
+        """One visit without gradients, as the first of a recomputed layer."""
+        with torch.no_grad():
+            module(self.x_TD)
 
-        def work() -> None:
-            with torch.no_grad():
-                module(self.x_TD)
-
-        return work
-
-    def forward_backward(self, module: Callable[[Tensor], Tensor]) -> Callable[[], None]:
-        """Work: a visit with gradients and its backward. Adapter gradients are dropped, as between steps."""
-
-        def work() -> None:
-            module(self.x_TD.detach().requires_grad_()).backward(self.dy_TD)
-            self.decoder.zero_grad(set_to_none=True)
-
-        return work
+    def forward_backward(self, module: Callable[[Tensor], Tensor]) -> None:
+        """A visit with gradients and its backward. Adapter gradients are dropped, as between steps."""
+        module(self.x_TD.detach().requires_grad_()).backward(self.dy_TD)
+        self.decoder.zero_grad(set_to_none=True)
 
     def dense(self, x_TD: Tensor) -> Tensor:
         return self._dense(x_TD, self.run)
@@ -277,6 +241,34 @@ class KimiSlice:
         """Loss of the slice's tokens and its gradient: one pass over the whole vocabulary."""
         hidden = self.x_TD.detach().requires_grad_()
         cross_entropy(hidden, self.decoder.lm_head, self.batch).sum.backward()
+
+    def parts(self) -> Iterator[tuple[str, Routing, list[Callable[[], None]], dict[str, float | str]]]:
+        """What is timed: (name, routing, works whose times are added, errors)."""
+        dense = self.dense_errors()
+        routings: tuple[Routing, ...] = ("balanced", "zipf")
+        for routing in routings:
+            ids_TK = self.routed(routing)
+            exact: dict[str, float | str] = dict(self.expert_errors(ids_TK))
+            load = ids_TK.flatten().bincount(minlength=self.sizes.experts).max().item()
+            both = (
+                exact
+                | dense
+                | {"busiest expert, times the mean": load * self.sizes.experts / self.sizes.rows}
+            )
+            through = partial(self.forward_backward, self.recomputed("layers"))
+            kept = partial(self.forward_backward, self.recomputed("selective"))
+            yield "MoE layer forward", routing, [partial(self.forward, self.routed_layer)], exact
+            yield (
+                "MoE layer recompute + backward",
+                routing,
+                [partial(self.forward_backward, self.routed_layer)],
+                exact,
+            )
+            yield "one whole layer", routing, [through], both
+            yield "one whole layer, attention and gate/up kept", routing, [kept], both
+        once, again = partial(self.forward, self.dense), partial(self.forward_backward, self.dense)
+        yield DENSE, "balanced", [once, again], {**dense}
+        yield HEAD, "balanced", [self.head], {"compared": "tests/objectives"}
 
     # ---- correctness
 
@@ -351,128 +343,24 @@ def _merged(experts: Any, factors: Any, expert: int) -> tuple[Tensor, Tensor]:
     )
 
 
-class ExpertOps:
-    """The GEMMs of the expert MLP one by one, on the slice's weights.
+def derive(ms: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    """The step time of eight GPUs from the slice's (name, routing) -> ms, over a grid of assumptions.
 
-    Each runs through the same code as in training.
+    t = 60 t_moe imbalance + 61 t_attention + t_head + 300 (T 7/8 14,336 B) / BW (1 - overlap) + 0.03 s
+
+    t_moe is forward + recompute + backward, of balanced and of skewed rows; T = 65,536 tokens per step of
+    eight GPUs; 14,336 bytes are a token's width in bf16.
     """
-
-    def __init__(self, built: KimiSlice, ids_TK: Tensor, part: Any = None):
-        self.part = part or Grouped()
-        experts, dtype = built.moe.experts, torch.bfloat16
-        assert experts.adapter is not None  # every expert has one
-        gate_up, down = adapters(experts.adapter.factors(), None, dtype, self.part.row_stride)
-        assert gate_up is not None and down is not None
-        self.gate_up, self.down = gate_up, down
-        self.D, self.I, self.E, rows = (
-            experts.hidden_size,
-            experts.intermediate_size,
-            experts.num_experts,
-            ids_TK.numel(),
-        )
-        self.Q, self.P = self.gate_up.width, self.down.width
-        weights = torch.rand(ids_TK.shape, device=built.device)
-        routing = self.part.route(ids_TK, weights, self.E, dtype)
-        self.expert_n = ids_TK.flatten().sort().values  # the expert of each row
-        self.groups = list(self.part.groups(routing, (0, 0), 0, both=False))
-        self.bases = [
-            (
-                Base(experts.gate_up_proj.value(), dtype, f"bench gate_up {i}"),
-                Base(experts.down_proj.value(), dtype, f"bench down {i}"),
-            )
-            for i in range(len(self.groups))
-        ]
-        self.x, self.h = built.random(rows, self.D + self.Q), built.random(rows, self.I + self.P)
-        self.dy, self.dgu = built.random(rows, self.D + self.P), built.random(rows, 2 * self.I + self.Q)
-        self.out = torch.empty(rows, max(2 * self.I, self.D), dtype=dtype, device=built.device)
-        self.gate_up_WS, self.down_WS = ([] for _ in range(2))
-        self.expand()
-
-    @torch.no_grad()
-    def expand(self) -> None:
-        """Expand all weights of the slice to bf16 in one workspace, with the adapters beside them.
-
-        B as forward reads it, and A as backward does.
-        """
-        pairs = list(zip(self.groups, self.bases, strict=True))
-        self.gate_up_WS = [base.stack(g.experts, base.name, self.Q)[0] for g, (base, _) in pairs]
-        self.down_WS = [base.stack(g.experts, base.name, self.P)[0] for g, (_, base) in pairs]
-        for group, gate_up, down in zip(self.groups, self.gate_up_WS, self.down_WS, strict=True):
-            gate_up[:, 2 * self.I :, : self.D].copy_(self.gate_up.A[group.positions])
-            gate_up[:, : 2 * self.I, self.D :].copy_(self.gate_up.B[group.positions])
-            down[:, self.D :, : self.I].copy_(self.down.A[group.positions])
-            down[:, : self.D, self.I :].copy_(self.down.B[group.positions])
-
-    def _each(self) -> Iterator[tuple[Any, range, Tensor, Tensor]]:
-        for group, gate_up, down in zip(self.groups, self.gate_up_WS, self.down_WS, strict=True):
-            yield group, range(len(group.experts)), gate_up, down
-
-    def gate_up_forward(self) -> None:
-        for group, index, gate_up, _ in self._each():
-            self.part.nt(
-                self.x[group.rows], gate_up[:, : 2 * self.I], index, group, self.out[group.rows, : 2 * self.I]
-            )
-
-    def down_forward(self) -> None:
-        for group, index, _, down in self._each():
-            self.part.nt(self.h[group.rows], down[:, : self.D], index, group, self.out[group.rows, : self.D])
-
-    def gate_up_input_gradient(self) -> None:
-        for group, index, gate_up, _ in self._each():
-            self.part.nn(
-                self.dgu[group.rows], gate_up[:, :, : self.D], index, group, self.out[group.rows, : self.D]
-            )
-
-    def thin(self) -> None:
-        """x Aᵀ, h Aᵀ, dy B, dgu B, and the gradients of A and B of both pairs."""
-        D, I = self.D, self.I
-        for group, index, _, _ in self._each():
-            x, h, dy, dgu = (rows[group.rows] for rows in (self.x, self.h, self.dy, self.dgu))
-            here = range(group.positions.start, group.positions.stop)
-            self.part.nt(x[:, :D], self.gate_up.A[group.positions], index, group, x[:, D:])
-            self.part.nt(h[:, :I], self.down.A[group.positions], index, group, h[:, I:])
-            self.part.nt(dy[:, :D], self.down.Bt[group.positions], index, group, dy[:, D:])
-            self.part.nt(dgu[:, : 2 * I], self.gate_up.Bt[group.positions], index, group, dgu[:, 2 * I :])
-            new = partial(torch.empty, dtype=x.dtype, device=x.device)
-            self.part.tn(dy[:, D:], h[:, :I], group, new(self.E, self.P, I), here)
-            self.part.tn(h[:, I:], dy[:, :D], group, new(self.E, self.P, D), here)
-            self.part.tn(dgu[:, 2 * I :], x[:, :D], group, new(self.E, self.Q, D), here)
-            self.part.tn(x[:, D:], dgu[:, : 2 * I], group, new(self.E, self.Q, 2 * I), here)
-
-    def error(
-        self, product: Callable[[], None], rows_nM: Tensor, weight: Callable[[int], Tensor], count: int = 32
-    ) -> float:
-        """Give the error against float64 of `count` rows of `product`.
-
-        Row i is rows_nM[i] @ weight(expert of row i).
-        """
-        product()
-        chosen = torch.linspace(0, rows_nM.shape[0] - 1, count, device=rows_nM.device).long()
-        exact = torch.stack(
-            [rows_nM[i].double() @ weight(int(self.expert_n[i])).double() for i in chosen.tolist()]
-        )
-        return relative_error(self.out[chosen, : exact.shape[1]], exact)
-
-    def errors(self) -> dict[str, float]:
-        """Give the errors of the three large products, by row name of the table.
-
-        The workspace's own codes are compared with the codec's by expand_error.
-        """
-        gate_up, down = (
-            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in (self.gate_up_WS, self.down_WS)
-        )
-        return {
-            "gate/up forward": self.error(self.gate_up_forward, self.x, lambda e: gate_up[e, : 2 * self.I].T),
-            "down forward": self.error(self.down_forward, self.h, lambda e: down[e, : self.D].T),
-            "input gradient of gate/up": self.error(
-                self.gate_up_input_gradient, self.dgu, lambda e: gate_up[e, :, : self.D]
-            ),
-        }
-
-    def expand_error(self, built: KimiSlice) -> float:
-        """Give the largest difference between an expanded expert and what its codec says; 0 means exact."""
-        last = self.groups[-1]
-        expert = last.experts[-1]
-        exact = built.moe.experts.gate_up_proj.value()[expert].dequantize()
-        found = self.gate_up_WS[-1][len(last.experts) - 1, : 2 * self.I, : self.D].detach()
-        return float((found.double() - exact.double()).abs().max())
+    grid, sent = [], TRANSFERS * NODE_TOKENS * (GPUS - 1) / GPUS * 14336
+    for routing in ("balanced", "zipf"):
+        moe = ms["MoE layer forward", routing] + ms["MoE layer recompute + backward", routing]
+        for bandwidth in (300, 350, 400):
+            for imbalance in (1.0, 1.1, 1.3):
+                for overlap in (0.0, 0.65):
+                    dense = LAYERS * ms[DENSE, "balanced"] + ms[HEAD, "balanced"]
+                    compute = (MOE_LAYERS * moe * imbalance + dense) / 1e3
+                    seconds = compute + sent / (bandwidth * 1e9) * (1 - overlap) + OPTIMIZER
+                    entry: dict[str, Any] = {"routing": routing, "gb_per_second_between_gpus": bandwidth}
+                    entry |= {"imbalance": imbalance, "overlap": overlap, "seconds": seconds}
+                    grid.append(entry | {"derived_tokens_per_second": NODE_TOKENS / seconds})
+    return grid

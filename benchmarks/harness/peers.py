@@ -22,7 +22,7 @@ from unfreeze.parallel.machine import resident_bytes
 
 ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-Trained = Literal["experts", "attention"]
+Trained = Literal["experts", "attention", "all-linear"]
 
 
 def library(name: str) -> Any:
@@ -58,7 +58,7 @@ def deepseek(checkpoint: str, trained: Trained, device: str, dtype: str = "bfloa
     options = {"experts_implementation": "eager"} if trained == "attention" and device == "cpu" else {}
     return transformers.DeepseekV3ForCausalLM.from_pretrained(
         checkpoint, config=config, dtype=getattr(torch, dtype), **options
-    ).to(device)
+    ).to(device, getattr(torch, dtype))  # experts that were expanded come in the dtype of their scales
 
 
 def peft(
@@ -72,82 +72,56 @@ def peft(
     dtype: str = "bfloat16",
     checkpointing: bool = False,
 ) -> Worker:
-    """Build LoRA by peft on the attention projections, and on the routed experts through target_parameters.
-
-    calls: step, state, check.
+    """LoRA by peft: on every linear layer of a dense model; of Kimi's on the attention projections, and on
+    the routed experts through target_parameters. calls: step, state, check.
     """
-    before = resident_bytes()
+    before, transformers = resident_bytes(), library("transformers")
+    targets: Any = "all-linear" if trained == "all-linear" else list(ATTENTION)
 
     def model_of(folder: str) -> Any:
-        base = deepseek(folder, trained, device, dtype)
+        if trained == "all-linear":
+            base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(
+                device
+            )
+        else:
+            base = deepseek(folder, trained, device, dtype)
         base.requires_grad_(False)
-        experts = list(EXPERTS) if trained == "experts" else None
         config = library("peft").LoraConfig(
             r=rank,
             lora_alpha=2 * rank,
             lora_dropout=0.0,
-            target_modules=list(ATTENTION),
-            target_parameters=experts,
+            target_modules=targets,
+            target_parameters=list(EXPERTS) if trained == "experts" else None,
         )
         return library("peft").get_peft_model(base, config)
 
     def check() -> dict[str, Any]:
-        model = model_of(checked)
-        model.eval()
-        tokens_BL = tokens_of(
-            torch.Generator().manual_seed(1), 2, min(length, 128), model.config.vocab_size
-        ).to(device)
+        model = model_of(checked).eval()
+        tokens_BL = checked_tokens(model, length, device)
         with torch.no_grad():
             return {"loss_fresh": float(model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss)}
 
     model = model_of(checkpoint)
-    if checkpointing:
-        checkpointed(model)
+    if checkpointing:  # as transformers' Trainer does where it is asked to
+        model.enable_input_require_grads()  # or nothing frozen behind a checkpoint would pass a gradient on
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return _training(model, documents, length, before, check)
 
 
-def checkpointed(model: Any) -> None:
-    """Recompute each layer in backward, as transformers' Trainer does where it is asked to."""
-    model.enable_input_require_grads()  # or nothing frozen behind a checkpoint would pass a gradient on
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def checked_tokens(model: Any, length: int, device: str) -> torch.Tensor:
+    """The tokens of `job.check`."""
+    drawn = torch.Generator().manual_seed(1)
+    return tokens_of(drawn, 2, min(length, 128), model.config.vocab_size).to(device)
 
 
-def dense_lora(
-    config: str,
+def dense(
+    checkpoint: str,
     checked: str,
-    rank: int,
+    liger: bool,
     device: str,
     documents: int,
     length: int,
     dtype: str = "bfloat16",
-    checkpointing: bool = False,
-) -> Worker:
-    """Build LoRA by peft on every linear layer of a dense model. calls: step, state, check."""
-    before = resident_bytes()
-    transformers = library("transformers")
-
-    def model_of(folder: str) -> Any:
-        made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        lora = library("peft").LoraConfig(
-            r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear"
-        )
-        return library("peft").get_peft_model(made.to(device), lora)
-
-    def check() -> dict[str, Any]:
-        model = model_of(checked).eval()
-        drawn = torch.Generator().manual_seed(1)
-        tokens_BL = tokens_of(drawn, 2, min(length, 128), model.config.vocab_size).to(device)
-        with torch.no_grad():
-            return {"loss_fresh": float(model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss)}
-
-    model = model_of(config)
-    if checkpointing:
-        checkpointed(model)
-    return _training(model, documents, length, before, check)
-
-
-def dense(
-    config: str, checked: str, liger: bool, device: str, documents: int, length: int, dtype: str = "bfloat16"
 ) -> Worker:
     """Build full fine-tuning in transformers, in one dtype throughout, of a model from a checkpoint folder.
 
@@ -165,9 +139,7 @@ def dense(
 
     def check() -> dict[str, Any]:
         model = model_of(checked)
-        tokens_BL = tokens_of(
-            torch.Generator().manual_seed(1), 2, min(length, 128), model.config.vocab_size
-        ).to(device)
+        tokens_BL = checked_tokens(model, length, device)
         loss = model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss
         loss.backward()
         norms = [
@@ -179,7 +151,7 @@ def dense(
             "grad_norm": float(torch.stack(norms).norm()),
         }
 
-    return _training(model_of(config), documents, length, before, check)
+    return _training(model_of(checkpoint), documents, length, before, check)
 
 
 def _training(
@@ -254,58 +226,3 @@ def generator(checkpoint: str, device: str = "cpu", dtype: str = "bfloat16") -> 
         }
 
     return Worker({"generate": generate})
-
-
-def tokenized(files: list[str], model: str, processes: int, first: int) -> dict[str, Any]:
-    """Tokens by datasets.map with apply_chat_template, in `processes`; for `bench data`.
-
-    The tokenizer is tiktoken.model as transformers converts it, or the folder's tokenizer.json.
-    """
-    import json
-    import tempfile
-    from pathlib import Path
-
-    from benchmarks.harness.encode_side import peak_bytes
-    from unfreeze.data.tokens.tiktoken_bpe import KIMI_PATTERN
-
-    transformers = library("transformers")
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(
-            "this side needs datasets, which is not installed", next="pip install datasets"
-        ) from None
-    folder = Path(model)
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    if (folder / "tokenizer.json").is_file():
-        fast = transformers.AutoTokenizer.from_pretrained(folder)
-    else:
-        slow = importlib.import_module("transformers.convert_slow_tokenizer")
-        converter = slow.TikTokenConverter(vocab_file=str(folder / "tiktoken.model"), pattern=KIMI_PATTERN)
-        made, added = converter.converted(), settings["added_tokens_decoder"]
-        # ids behind the ranks, in order; a gap is filled by a name of its own
-        for id in range(made.get_vocab_size(), max(map(int, added)) + 1):
-            entry = added.get(str(id), {"content": f"<|reserved_token_{id}|>"})
-            made.add_special_tokens([entry["content"]])
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
-        fast.chat_template = settings["chat_template"]
-    datasets.disable_progress_bars()
-
-    def tokens(batch: dict[str, Any]) -> dict[str, Any]:
-        ids = fast.apply_chat_template(batch["messages"], tokenize=True, return_dict=True)["input_ids"]
-        return {"ids": ids}
-
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as cache:
-        rows = datasets.load_dataset("json", data_files=files, split="train", cache_dir=cache)
-        loaded = time.perf_counter()
-        done = rows.map(tokens, batched=True, num_proc=processes, remove_columns=rows.column_names)
-        seconds = time.perf_counter() - began
-        return {
-            "seconds": seconds,
-            "load_seconds": loaded - began,
-            "rows": len(done),
-            "tokens": sum(map(len, done[: len(done)]["ids"])),
-            "peak_bytes": peak_bytes(processes),
-            "ids": done[:first]["ids"],
-        }

@@ -13,38 +13,31 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from benchmarks.cases.formats import format_tables
-from benchmarks.harness.rows import Row, checkout, read
+from benchmarks.harness.case import worst
+from benchmarks.harness.rows import RESULTS, ROOT, Row, read
 from benchmarks.harness.targets import TARGETS, Kind, Target, not_measured
-from benchmarks.harness.training import worst
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.cpu import multiplies_bf16
-from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_bytes
 
 ABSENT = "–"
+Column = Callable[[Row], str]
+Columns = dict[str, Column]
+"""Head -> what a row has there."""
 
 
 class Config(Frozen):
     """From where, and where to."""
 
-    results: Folder = Field(
-        default="", description="folder of the .jsonl files; default: benchmarks/results of the checkout"
-    )
-    out: Folder = Field(default="", description="the page; default: docs/performance.md of the checkout")
+    results: Folder = Field(default="", description="folder of the .jsonl files; default: benchmarks/results")
+    out: Folder = Field(default="", description="the page; default: docs/performance.md")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> file, targets (what, aim, measured, verdict), losses."""
     config = parse(Config, arguments, command="dev bench report", description=__doc__ or "")
-    root = checkout()
-    if root is None and not (config.results and config.out):
-        raise DataError(
-            "there is no source checkout here, so no committed rows", next="--results FOLDER --out FILE"
-        )
-    folder = Path(config.results) if config.results else (root or Path()) / "benchmarks" / "results"
-    out = Path(config.out) if config.out else (root or Path()) / "docs" / "performance.md"
+    folder, out = Path(config.results or RESULTS), Path(config.out or ROOT / "docs" / "performance.md")
     runs = runs_of(folder)
     with writing(out, "out"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,10 +164,10 @@ def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
         "# Performance",
         (
             "Made by `unfreeze dev bench report` from the rows in `benchmarks/results/`; edit nothing here."
-            " A row holds the machine, all settings and the commit; the sides of a run are processes that step in"
-            " turn. Speeds are medians; a peak on a CPU is the process's resident memory at its highest after"
-            " loading, interpreter and libraries included. An absolute time is this machine's; ratios are of"
-            " one run. Errors are relative, against float64, unless the table says otherwise."
+            " A row holds the machine, all settings and the commit; the sides of a run are processes that"
+            " step in turn. Speeds are medians; a peak on a CPU is the process's resident memory at its"
+            " highest after loading, interpreter and libraries included. An absolute time is this machine's;"
+            " ratios are of one run. Errors are relative, against float64, unless the table says otherwise."
         ),
         "## Targets",
         targets_table(runs),
@@ -261,80 +254,147 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def number(results: Mapping[str, Any], name: str, form: str = "{:,.1f}") -> str:
-    value = results.get(name)
-    return form.format(value) if isinstance(value, (int, float)) else ABSENT
+def number(name: str, form: str = "{:,.1f}") -> Column:
+    """A field of the results as a number, ABSENT where there is none."""
+
+    def column(row: Row) -> str:
+        value = row.results.get(name)
+        return form.format(value) if isinstance(value, (int, float)) else ABSENT
+
+    return column
 
 
-def size(results: Mapping[str, Any], name: str) -> str:
-    value = results.get(name)
-    return format_bytes(value) if isinstance(value, (int, float)) else str(value or ABSENT)
+def size(name: str) -> Column:
+    """A field that is bytes, or says why there are none."""
+
+    def column(row: Row) -> str:
+        value = row.results.get(name)
+        return format_bytes(value) if isinstance(value, (int, float)) else str(value or ABSENT)
+
+    return column
 
 
-def error(results: Mapping[str, Any]) -> str:
-    correctness = results.get("correctness") or {}
+def error(row: Row) -> str:
+    """The largest of its errors, or the reason why there is none."""
+    correctness = row.results.get("correctness") or {}
     text = worst(correctness)
     return text if text != "none" else next((str(value) for value in correctness.values()), ABSENT)
 
 
+def compared(place: int, form: str) -> Column:
+    """One of a row's errors, by its place among them."""
+
+    def column(row: Row) -> str:
+        value = [*row.results["correctness"].values(), ABSENT, ABSENT][place]
+        return form.format(value) if isinstance(value, float) else str(value)
+
+    return column
+
+
+def spread(low: str, high: str, form: str = "{:,.1f}") -> Column:
+    return lambda row: f"{number(low, form)(row)} to {number(high, form)(row)}"
+
+
 def figure(row: Row) -> str:
     """The one figure of a row, whatever it measures."""
-    for name, form in (
-        ("tokens_per_second", "{:,.0f} tokens/s"),
-        ("ms", "{:,.2f} ms"),
-        ("gb_per_second", "{:.2f} GB/s"),
-    ):
-        if isinstance(row.results.get(name), (int, float)):
-            return form.format(row.results[name])
-    return ABSENT
+    forms = {"tokens_per_second": "{:,.0f} tokens/s", "ms": "{:,.2f} ms", "gb_per_second": "{:.2f} GB/s"}
+    return next(
+        (form.format(row.results[name]) for name, form in forms.items() if row.results.get(name)), ABSENT
+    )
 
 
-def training_tables(rows: Sequence[Row]) -> list[str]:
-    """moe and dense: a table per turn (the sides that stepped in turn), then what is left to say."""
-    parts = []
-    head = [
-        "side",
-        "tokens/s",
-        "slowest to fastest",
-        "peak",
-        "above weights, gradients, optimizer",
-        "these",
-        "loading",
-        "first side is",
-        "of its memory",
-        "error",
+def state(row: Row) -> str:
+    taken = sum(row.results.get("state_bytes", {}).values())
+    return format_bytes(taken) if taken else ABSENT
+
+
+SIDE: Columns = {"side": lambda row: row.side}
+RATES: Columns = {"tokens/s": number("tokens_per_second"), "slowest to fastest": spread("slowest", "fastest")}
+FIRST: Columns = {
+    "first side is": number("first_side_speed", "{:.2f} x"),
+    "of its memory": number("first_side_memory", "{:.2f}"),
+}
+PEAK: Columns = {"peak": size("peak_bytes")}
+TRAINING: Columns = {
+    **SIDE,
+    **RATES,
+    **PEAK,
+    "above weights, gradients, optimizer": size("above_state_bytes"),
+    "these": state,
+    "loading": size("load_peak_bytes"),
+    **FIRST,
+    "error": error,
+}
+LOADED: Columns = {
+    **SIDE,
+    "GB/s": number("gb_per_second", "{:.2f}"),
+    "raw read": number("raw_gb_per_second", "{:.2f}"),
+    "ratio": number("ratio", "{:.2f}"),
+    "lowest to highest": spread("ratio_lowest", "ratio_highest", "{:.2f}"),
+    **PEAK,
+    "promised": size("promised_bytes"),
+    "correctness": lambda row: written(dict(row.results.get("correctness", {}))),
+}
+DECODED: Columns = {
+    "batch x prompt": lambda row: f"{row.settings['batch']} x {row.settings['prompt']}",
+    **SIDE,
+    **RATES,
+    "prompt, s": number("prompt_seconds", "{:.2f}"),
+    **PEAK,
+    **FIRST,
+    "other than float32's first choice": compared(0, "{:.1%}"),
+    "nats": compared(1, "{:.3f}"),
+}
+GROWN: Columns = {
+    "tokens per step": lambda row: f"{row.settings['tokens_per_step']:,}",
+    "tokens/s": number("tokens_per_second"),
+    "us per token": lambda row: f"{1e6 / row.results['tokens_per_second']:,.1f}",
+    "peak of the process": size("peak_bytes"),
+    "plan (without the interpreter)": size("planned_bytes"),
+    "error": error,
+}
+STEPPED: Columns = {
+    "experts in": lambda row: row.side,
+    "tokens/s": number("tokens_per_second"),
+    "time of INT4's": number("of_int4", "{:.2f}"),
+    **PEAK,
+    "resident after the first step": size("resident_first"),
+    "after the last": size("resident_last"),
+    "error": error,
+}
+EXPERTS: Columns = {  # of rows before 2026-11-25
+    "experts in": lambda row: row.side.removesuffix(" experts"),
+    "bytes a weight": number("bytes_per_weight", "{:.3f}"),
+    "ms": number("ms"),
+    "time of INT4's": number("of_int4", "{:.2f}"),
+    "plain torch": number("of_torch", "{:.2f} x"),
+    "error against it": error,
+}
+GENERIC: Columns = {
+    **SIDE,
+    "routing": lambda row: str(row.settings.get("routing", "")),
+    "measured": figure,
+    "TFLOP/s": number("tflops"),
+    "MFU": number("mfu", "{:.0%}"),
+    "predicted": lambda row: str(row.results.get("predicted", "")),
+    "refuted beyond": lambda row: number("refuted_beyond")(row) if row.results.get("predicted") else "",
+    "verdict": lambda row: str(row.results.get("verdict", "")),
+    **PEAK,
+    "error": error,
+}
+
+
+def table(columns: Columns, rows: Sequence[Row], filled: bool = False) -> str:
+    """A line per row; filled: columns without a value are left out."""
+    lines = [[column(row) for column in columns.values()] for row in rows]
+    kept = [
+        i for i in range(len(columns)) if not filled or any(line[i] not in ("", ABSENT) for line in lines)
     ]
-    for turn in sorted({row.settings.get("turn", 1) for row in rows}):
-        lines = []
-        for row in [
-            row for row in rows if row.settings.get("turn", 1) == turn and "tokens_per_second" in row.results
-        ]:
-            r = row.results
-            state = sum(r["state_bytes"].values()) if "state_bytes" in r else None
-            lines.append(
-                [
-                    row.side,
-                    number(r, "tokens_per_second"),
-                    f"{number(r, 'slowest')} to {number(r, 'fastest')}",
-                    size(r, "peak_bytes"),
-                    size(r, "above_state_bytes"),
-                    format_bytes(state) if state else ABSENT,
-                    size(r, "load_peak_bytes"),
-                    number(r, "first_side_speed", "{:.2f} x"),
-                    number(r, "first_side_memory", "{:.2f}"),
-                    error(r),
-                ]
-            )
-        parts.append(markdown(head, lines))
-    for row in rows:
-        if "share" in row.results:
-            r = row.results
-            parts.append(
-                f"{row.side}, turn {row.settings.get('turn', 1)}: {r['model_flops'] / 1e9:,.0f} GFLOP of"
-                f" model work a step and {r['recomputed_flops'] / 1e9:,.0f} again: {r['share']:.0%} of the"
-                f" measured GEMM rate, {r['share_with_recompute']:.0%} with what is recomputed."
-            )
-    return [*parts, *notes([row for row in rows if "share" not in row.results])]
+    return markdown([[*columns][i] for i in kept], [[line[i] for i in kept] for line in lines])
+
+
+def timed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if "tokens_per_second" in row.results]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -342,148 +402,47 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return said + [f"{row.side}: not measured: {row.not_run}." for row in rows if row.not_run]
 
 
-def load_tables(rows: Sequence[Row]) -> list[str]:
-    lines = []
-    for row in rows:
-        r = row.results
-        spread = f"{number(r, 'ratio_lowest', '{:.2f}')} to {number(r, 'ratio_highest', '{:.2f}')}"
-        lines.append(
-            [
-                row.side,
-                number(r, "gb_per_second", "{:.2f}"),
-                number(r, "raw_gb_per_second", "{:.2f}"),
-                number(r, "ratio", "{:.2f}"),
-                spread,
-                size(r, "peak_bytes"),
-                size(r, "promised_bytes"),
-                written(dict(r.get("correctness", {}))),
-            ]
+def training_tables(rows: Sequence[Row]) -> list[str]:
+    """moe, dense, recompute: a table per turn (the sides that stepped in turn), then what is left to say."""
+    turns = sorted({row.settings.get("turn", 1) for row in rows})
+    parts = [table(TRAINING, [r for r in timed(rows) if r.settings.get("turn", 1) == turn]) for turn in turns]
+    shared = [row for row in rows if "share" in row.results]
+    for row in shared:
+        r, again = row.results, ""
+        if "recomputed_flops" in r:
+            again = f" and {r['recomputed_flops'] / 1e9:,.0f} again"
+        words = (
+            f"{row.side}, turn {row.settings.get('turn', 1)}: {r['model_flops'] / 1e9:,.0f} GFLOP of model"
         )
-    return [
-        markdown(
-            ["side", "GB/s", "raw read", "ratio", "lowest to highest", "peak", "promised", "correctness"],
-            lines,
-        )
-    ]
+        more = f", {r['share_with_recompute']:.0%} with what is recomputed" if again else ""
+        parts.append(f"{words} work a step{again}: {r['share']:.0%} of the measured GEMM rate{more}.")
+    return [*parts, *notes([row for row in rows if row not in shared])]
 
 
-def decode_tables(rows: Sequence[Row]) -> list[str]:
-    head = [
-        "batch x prompt",
-        "side",
-        "tokens/s",
-        "slowest to fastest",
-        "prompt, s",
-        "peak",
-        "first side is",
-        "of its memory",
-        "other than float32's first choice",
-        "nats",
-    ]
-    lines = []
-    for row in rows:
-        r = row.results
-        other, nats = [*r["correctness"].values(), ABSENT, ABSENT][:2]
-        lines.append(
-            [
-                f"{row.settings['batch']} x {row.settings['prompt']}",
-                row.side,
-                number(r, "tokens_per_second"),
-                f"{number(r, 'slowest')} to {number(r, 'fastest')}",
-                number(r, "prompt_seconds", "{:.2f}"),
-                size(r, "peak_bytes"),
-                number(r, "first_side_speed", "{:.2f} x"),
-                number(r, "first_side_memory", "{:.2f}"),
-                f"{other:.1%}" if isinstance(other, float) else str(other),
-                f"{nats:.3f}" if isinstance(nats, float) else str(nats),
-            ]
-        )
-    return [markdown(head, lines)]
-
-
-def growth_tables(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        [
-            f"{row.settings['tokens_per_step']:,}",
-            number(row.results, "tokens_per_second"),
-            f"{1e6 / row.results['tokens_per_second']:,.1f}",
-            size(row.results, "peak_bytes"),
-            size(row.results, "planned_bytes"),
-            error(row.results),
-        ]
-        for row in rows
-        if "tokens_per_second" in row.results
-    ]
-    head = [
-        "tokens per step",
-        "tokens/s",
-        "us per token",
-        "peak of the process",
-        "plan (without the interpreter)",
-        "error",
-    ]
-    return [markdown(head, lines), *notes(rows)]
-
-
-def generic(rows: Sequence[Row]) -> list[str]:
-    """Make the table of a benchmark that has none of its own: layer, model, and any new one.
-
-    A row per side with its figure, its memory, the prediction and the error. Columns without a value are left
-    out.
-    """
-    head = [
-        "side",
-        "routing",
-        "measured",
-        "TFLOP/s",
-        "MFU",
-        "predicted",
-        "refuted beyond",
-        "verdict",
-        "peak",
-        "error",
-    ]
-    lines = [
-        [
-            row.side,
-            str(row.settings.get("routing", "")),
-            figure(row),
-            number(row.results, "tflops"),
-            number(row.results, "mfu", "{:.0%}"),
-            str(row.results.get("predicted", "")),
-            number(row.results, "refuted_beyond") if row.results.get("predicted") else "",
-            str(row.results.get("verdict", "")),
-            size(row.results, "peak_bytes"),
-            error(row.results),
-        ]
-        for row in rows
-        if figure(row) != ABSENT
-    ]
-    filled = [
-        column for column in range(len(head)) if any(line[column] not in ("", ABSENT) for line in lines)
-    ]
-    table = markdown(
-        [head[column] for column in filled], [[line[column] for column in filled] for line in lines]
-    )
-    return [*([table] if lines else []), *grid(rows), *notes(rows)]
-
-
-def grid(rows: Sequence[Row]) -> list[str]:
-    """The derived figures of a node, with their assumptions."""
-    parts = []
-    for row in rows:
-        entries = row.results.get("grid")
-        if entries:
-            head = list(entries[0])
-            lines = [[written_number(entry[name]) for name in head] for entry in entries]
-            parts += [
-                f"{row.side}: {row.results.get('label', '')}",
-                markdown([name.replace("_", " ") for name in head], lines),
-            ]
+def format_tables(rows: Sequence[Row]) -> list[str]:
+    """Whole steps; then the expert op, of rows that have it."""
+    parts = ["A step with experts in each format, in turn:", table(STEPPED, timed(rows))]
+    if experts := [row for row in rows if "bytes_per_weight" in row.results]:
+        said = "One layer's experts, forward and backward; dequantizing in plain torch takes so many times as"
+        said += " long:"
+        parts += [said, table(EXPERTS, experts)]
     return parts
 
 
-def written_number(value: Any) -> str:
+def generic(rows: Sequence[Row]) -> list[str]:
+    """A row per side with its figure, prediction and error; then what was derived, and notes."""
+    shown = [row for row in rows if figure(row) != ABSENT]
+    parts = [table(GENERIC, shown, filled=True)] if shown else []
+    for row in rows:
+        if entries := row.results.get("grid"):
+            lines = [[short(value) for value in entry.values()] for entry in entries]
+            head = [name.replace("_", " ") for name in entries[0]]
+            parts += [f"{row.side}: {row.results.get('label', '')}", markdown(head, lines)]
+    return [*parts, *notes(rows)]
+
+
+def short(value: Any) -> str:
+    """A derived figure in its table."""
     if isinstance(value, (int, float)):
         return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
     return str(value)
@@ -494,7 +453,7 @@ TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "formats": format_tables,
     "dense": training_tables,
     "recompute": training_tables,
-    "load": load_tables,
-    "decode": decode_tables,
-    "growth": growth_tables,
+    "load": lambda rows: [table(LOADED, rows)],
+    "decode": lambda rows: [table(DECODED, rows)],
+    "growth": lambda rows: [table(GROWN, timed(rows)), *notes(rows)],
 }

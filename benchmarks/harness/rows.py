@@ -4,7 +4,7 @@ Each has what is needed to read it later: machine, versions, commit, settings.
 
     stamp = Stamp.now("moe", command, device)          one per run: all its rows carry the same `run`
     row = stamp.row("unfreeze", settings, results)     a speed without peak memory and correctness is refused
-    append(rows, where("", device))                    benchmarks/results/<device>.jsonl of the checkout
+    append(rows, where("", device))                    benchmarks/results/<device>.jsonl
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from unfreeze.core.errors import DataError
-from unfreeze.core.source import checkout, commit
+from unfreeze.core.source import commit
 from unfreeze.generate.open import device_of
 from unfreeze.kernels.choice.choose import device_key
 from unfreeze.parallel.machine import PROC, hardware, num_cores
 
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 LIBRARIES = ("torch", "numba", "triton", "transformers", "peft", "liger-kernel")
 SPEEDS = ("tokens_per_second", "gb_per_second", "ms")
 """Fields of `results` that are speeds: beside each must stand peak_bytes and correctness."""
@@ -156,21 +158,13 @@ class Stamp(BaseModel):
         )
 
 
-def where(given: str, device: torch.device | str = "cpu") -> Path | None:
-    """Give the file that rows are appended to.
-
-    The given one, or benchmarks/results/<device>.jsonl of the checkout, or none without a checkout.
-    """
-    root = checkout()
-    if given:
-        return Path(given)
-    return root / "benchmarks" / "results" / f"{device_key(torch.device(device))}.jsonl" if root else None
+def where(given: str, device: torch.device | str = "cpu") -> Path:
+    """The file that rows are appended to: the given one, or benchmarks/results/<device>.jsonl."""
+    return Path(given) if given else RESULTS / f"{device_key(torch.device(device))}.jsonl"
 
 
-def append(rows: Sequence[Row], path: Path | None) -> None:
-    """Add the rows at the end of a .jsonl, all of them in one write; nothing where path is None."""
-    if path is None:
-        return
+def append(rows: Sequence[Row], path: Path) -> None:
+    """Add the rows at the end of a .jsonl, all of them in one write."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row.model_dump(), ensure_ascii=False) + "\n" for row in rows)
     with path.open("a", encoding="utf-8") as file:

@@ -63,6 +63,7 @@ class Side:
 
     load       "module:function", called in the worker with `arguments` (JSON values)
     threads    torch's in the worker; 0: all cores
+    environment  what its process is told beside ours
     loaded     facts, with load_seconds, load_peak (bytes at the highest point until loaded) and
     `loaded_resident` (bytes after)
     replies    call -> what each turn after the warm-up answered
@@ -70,6 +71,7 @@ class Side:
 
     def __init__(self, name: str, load: str, arguments: Mapping[str, Any], *, threads: int = 0):
         self.name, self.load, self.arguments, self.threads = name, load, dict(arguments), threads
+        self.environment: Mapping[str, str] = {}
         self.loaded: dict[str, Any] = {}
         self.replies: dict[str, list[dict[str, Any]]] = {}
         self._peaks: dict[str, int] = {}
@@ -82,7 +84,7 @@ class Side:
         job = json.dumps({"load": self.load, "arguments": self.arguments, "threads": self.threads})
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.harness.sides", job],
-            env=os.environ | {"PYTHONPATH": python_path()},
+            env=os.environ | {"PYTHONPATH": python_path()} | dict(self.environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

@@ -148,240 +148,102 @@ def trained(*words: str) -> Value:
     return value
 
 
+def least(benchmark: str, value: Value, limit: float, shown: str = "{:.2f}") -> tuple[Any, ...]:
+    return benchmark, value, "least", limit, shown
+
+
+def most(benchmark: str, value: Value, limit: float, shown: str = "{:.2f}") -> tuple[Any, ...]:
+    return benchmark, value, "most", limit, shown
+
+
 TIMES, SHARE, RATE, COUNT, SECONDS = "{:.2f} x", "{:.0%}", "{:,.0f} tokens/s", "{:.0f}", "{:.1f} s"
-TARGETS = (
-    Target(
-        "all experts trained, tokens/s against transformers + peft training experts",
-        "cpu",
-        "moe",
-        field("peft-experts", "first_side_speed"),
-        "least",
-        6.0,
-        TIMES,
+CPU = {
+    "all experts trained, tokens/s against transformers + peft training experts": least(
+        "moe", field("peft-experts", "first_side_speed"), 6.0, TIMES
     ),
-    Target(
-        "all experts trained, peak memory against transformers + peft training experts",
-        "cpu",
-        "moe",
-        field("peft-experts", "first_side_memory"),
-        "most",
-        0.2,
+    "all experts trained, peak memory against transformers + peft training experts": most(
+        "moe", field("peft-experts", "first_side_memory"), 0.2
     ),
-    Target(
-        "all experts trained, tokens/s against transformers + peft without experts",
-        "cpu",
-        "moe",
-        field("peft-attention", "first_side_speed"),
-        "least",
-        2.5,
-        TIMES,
+    "all experts trained, tokens/s against transformers + peft without experts": least(
+        "moe", field("peft-attention", "first_side_speed"), 2.5, TIMES
     ),
-    Target(
-        "share of the machine's own GEMM rate, in the run's number format, at the expert shapes, whole step"
-        " (model FLOPs, nothing recomputed counted)",
-        "cpu",
-        "moe",
-        field("unfreeze", "share"),
-        "least",
-        0.6,
-        SHARE,
+    (
+        "share of the machine's own GEMM rate, in the run's number format, at the expert"
+        " shapes, whole step (model FLOPs, nothing recomputed counted)"
+    ): least("moe", field("unfreeze", "share"), 0.6, SHARE),
+    "time of a step with FP8 experts over one with INT4 experts": most(
+        "formats", field("fp8", "of_int4"), 1.3
     ),
-    Target(
-        "all experts trained, tokens/s against transformers + peft training experts",
-        "cpu without bf16",
-        "moe",
-        field("peft-experts", "first_side_speed"),
-        "least",
-        3.5,
-        TIMES,
+    "time of a step with MXFP4 experts over one with INT4 experts": most(
+        "formats", field("mxfp4", "of_int4"), 1.3
     ),
-    Target(
-        "all experts trained, peak memory against transformers + peft training experts",
-        "cpu without bf16",
-        "moe",
-        field("peft-experts", "first_side_memory"),
-        "most",
-        0.3,
+    "full fine-tuning, tokens/s against transformers": least(
+        "dense", field("transformers", "first_side_speed"), 1.2, TIMES
     ),
-    Target(
-        "LoRA on the Qwen3-0.6B shape, tokens/s against transformers + peft",
-        "cpu without bf16",
-        "recompute",
-        field("peft", "first_side_speed"),
-        "least",
-        1.2,
-        TIMES,
+    "full fine-tuning, memory above weights, gradients and optimizer, against transformers": most(
+        "dense", field("transformers", "first_side_above_state"), 0.5
     ),
-    Target(
-        "LoRA on the Qwen3-0.6B shape, peak memory against transformers + peft",
-        "cpu without bf16",
-        "recompute",
-        field("peft", "first_side_memory"),
-        "most",
-        0.5,
+    "loading against a raw read from the page cache": least("load", field("unfreeze", "ratio"), 0.9),
+    "peak of the host while loading, of what the plan promises": most("load", host_peak, PROMISE),
+    "from Enter to the first step of tiny-k2 in float32, the first time on a machine": most(
+        "start", field("first", "seconds", dtype="float32"), 15.0, SECONDS
     ),
-    Target(
-        "time of a step with FP8 experts over one with INT4 experts",
-        "cpu",
-        "formats",
-        field("fp8", "of_int4"),
-        "most",
-        1.3,
+    "from Enter to the first step of tiny-k2 in float32, after that": most(
+        "start", field("warm", "seconds", dtype="float32"), 3.5, SECONDS
     ),
-    Target(
-        "time of a step with MXFP4 experts over one with INT4 experts",
-        "cpu",
-        "formats",
-        field("mxfp4", "of_int4"),
-        "most",
-        1.3,
+    "from Enter to the first step of tiny-k2 in bfloat16, the first time on a machine": most(
+        "start", field("first", "seconds", dtype="bfloat16"), 15.0, SECONDS
     ),
-    Target(
-        "full fine-tuning, tokens/s against transformers",
-        "cpu",
-        "dense",
-        field("transformers", "first_side_speed"),
-        "least",
-        1.2,
-        TIMES,
+    "from Enter to the first step of tiny-k2 in bfloat16, after that": most(
+        "start", field("warm", "seconds", dtype="bfloat16"), 3.5, SECONDS
     ),
-    Target(
-        "full fine-tuning, memory above weights, gradients and optimizer, against transformers",
-        "cpu",
-        "dense",
-        field("transformers", "first_side_above_state"),
-        "most",
-        0.5,
+    "rows encoded, against datasets.map with transformers' template and as many processes": least(
+        "data", field("datasets + transformers", "first_side_rate"), 1.0
     ),
-    Target(
-        "loading against a raw read from the page cache",
-        "cpu",
-        "load",
-        field("unfreeze", "ratio"),
-        "least",
-        0.9,
+    "decoding, batch 1, against transformers' generate": least(
+        "decode", field("transformers", "first_side_speed", batch=1, prompt=64), 2.0, TIMES
     ),
-    Target(
-        "peak of the host while loading, of what the plan promises", "cpu", "load", host_peak, "most", PROMISE
+    "decoding, batch 16, against transformers' generate": least(
+        "decode", field("transformers", "first_side_speed", batch=16, prompt=64), 2.0, TIMES
     ),
-    Target(
-        "from Enter to the first step of tiny-k2 in float32, the first time on a machine",
-        "cpu",
-        "start",
-        field("first", "seconds", dtype="float32"),
-        "most",
-        15.0,
-        SECONDS,
+    "time per token from 4 k to 64 k tokens per step, dearest over cheapest - 1": most(
+        "growth", field("growth", "spread"), 0.1, SHARE
     ),
-    Target(
-        "from Enter to the first step of tiny-k2 in float32, after that",
-        "cpu",
-        "start",
-        field("warm", "seconds", dtype="float32"),
-        "most",
-        3.5,
-        SECONDS,
+    "memory's slope, distance from the plan's": most("growth", slope_error, SLOPE, SHARE),
+    "experts from disk, 12 GB of INT4 at 2,048 tokens: peak memory": most(
+        "beyond", beyond_peak, 3.0, "{:.2f} GB"
     ),
-    Target(
-        "from Enter to the first step of tiny-k2 in bfloat16, the first time on a machine",
-        "cpu",
-        "start",
-        field("first", "seconds", dtype="bfloat16"),
-        "most",
-        15.0,
-        SECONDS,
+    "experts from disk, 2 GB of INT4 at 16,384 tokens, beside experts in memory": least(
+        "beyond", field("experts in memory", "first_side_speed", tokens_per_step=16384), 0.7, TIMES
     ),
-    Target(
-        "from Enter to the first step of tiny-k2 in bfloat16, after that",
-        "cpu",
-        "start",
-        field("warm", "seconds", dtype="bfloat16"),
-        "most",
-        3.5,
-        SECONDS,
+    "float32 on several processes, experts split or not: the worst difference from one process": most(
+        "equal", unequal, 1e-05, "{:.0e}"
     ),
-    Target(
-        "rows encoded, against datasets.map with transformers' template and as many processes",
-        "cpu",
-        "data",
-        field("datasets + transformers", "first_side_rate"),
-        "least",
-        2.0,
+}
+NARROW = {
+    "all experts trained, tokens/s against transformers + peft training experts": least(
+        "moe", field("peft-experts", "first_side_speed"), 3.5, TIMES
     ),
-    Target(
-        "decoding, batch 1, against transformers' generate",
-        "cpu",
-        "decode",
-        field("transformers", "first_side_speed", batch=1, prompt=64),
-        "least",
-        2.0,
-        TIMES,
+    "all experts trained, peak memory against transformers + peft training experts": most(
+        "moe", field("peft-experts", "first_side_memory"), 0.3
     ),
-    Target(
-        "decoding, batch 16, against transformers' generate",
-        "cpu",
-        "decode",
-        field("transformers", "first_side_speed", batch=16, prompt=64),
-        "least",
-        2.0,
-        TIMES,
+    "LoRA on the Qwen3-0.6B shape, tokens/s against transformers + peft": least(
+        "recompute", field("peft", "first_side_speed"), 1.2, TIMES
     ),
-    Target(
-        "time per token from 4 k to 64 k tokens per step, dearest over cheapest - 1",
-        "cpu",
-        "growth",
-        field("growth", "spread"),
-        "most",
-        0.1,
-        SHARE,
+    "LoRA on the Qwen3-0.6B shape, peak memory against transformers + peft": most(
+        "recompute", field("peft", "first_side_memory"), 0.5
     ),
-    Target("memory's slope, distance from the plan's", "cpu", "growth", slope_error, "most", SLOPE, SHARE),
-    Target(
-        "experts from disk, 12 GB of INT4 at 2,048 tokens: peak memory",
-        "cpu",
-        "beyond",
-        beyond_peak,
-        "most",
-        3.0,
-        "{:.2f} GB",
+}
+GPU = {
+    "Kimi-K2 layer: predictions not met": most("layer", refuted, 0.0, COUNT),
+    (
+        "Kimi-K2 on eight GPUs, derived from one layer: 65,536 tokens, sequence 2,048, rank 16, no overlap"
+    ): least("layer", node, 15900.0, RATE),
+    "Qwen3-30B-A3B, LoRA, INT4 experts, 4 k sequences": least(
+        "model", trained("qwen3 30b a3b", "int4"), 17000.0, RATE
     ),
-    Target(
-        "experts from disk, 2 GB of INT4 at 16,384 tokens, beside experts in memory",
-        "cpu",
-        "beyond",
-        field("experts in memory", "first_side_speed", tokens_per_step=16384),
-        "least",
-        0.7,
-        TIMES,
-    ),
-    Target(
-        "float32 on several processes, experts split or not: the worst difference from one process",
-        "cpu",
-        "equal",
-        unequal,
-        "most",
-        1e-5,
-        "{:.0e}",
-    ),
-    Target("Kimi-K2 layer: predictions not met", "gpu", "layer", refuted, "most", 0.0, COUNT),
-    Target(
-        "Kimi-K2 on eight GPUs, derived from one layer: 65,536 tokens, sequence 2,048, rank 16, no overlap",
-        "gpu",
-        "layer",
-        node,
-        "least",
-        15_900.0,
-        RATE,
-    ),
-    Target(
-        "Qwen3-30B-A3B, LoRA, INT4 experts, 4 k sequences",
-        "gpu",
-        "model",
-        trained("qwen3 30b a3b", "int4"),
-        "least",
-        17_000.0,
-        RATE,
-    ),
-    Target("Qwen2.5-7B, LoRA", "gpu", "model", trained("qwen2 5 7b"), "least", 20_000.0, RATE),
-    Target("Qwen3-0.6B, full fine-tuning", "gpu", "model", trained("qwen3 0 6b"), "least", 55_000.0, RATE),
-)
+    "Qwen2.5-7B, LoRA": least("model", trained("qwen2 5 7b"), 20000.0, RATE),
+    "Qwen3-0.6B, full fine-tuning": least("model", trained("qwen3 0 6b"), 55000.0, RATE),
+}
+KINDS: dict[Kind, dict[str, Any]] = {"cpu": CPU, "cpu without bf16": NARROW, "gpu": GPU}
+TARGETS = tuple(Target(what, kind, *aim) for kind, aims in KINDS.items() for what, aim in aims.items())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -30,15 +30,14 @@ class Timing:
     repeats: int
     peak_bytes: int
 
+    def __add__(self, other: Timing) -> Timing:
+        """Of two works, one after the other. Quartiles are added too: the spread is no smaller."""
+        times = (self.ms + other.ms, self.low_ms + other.low_ms, self.high_ms + other.high_ms)
+        return Timing(*times, self.repeats, max(self.peak_bytes, other.peak_bytes))
+
     def results(self) -> dict[str, Any]:
         """As a row of benchmarks/results holds them."""
-        return {
-            "ms": self.ms,
-            "low_ms": self.low_ms,
-            "high_ms": self.high_ms,
-            "repeats": self.repeats,
-            "peak_bytes": self.peak_bytes,
-        }
+        return asdict(self)
 
 
 def timed(work: Callable[[], object], device: torch.device, *, repeats: int, warmup: int = 3) -> Timing:

@@ -88,7 +88,7 @@ class FinishedRun:
         """The trained model, loaded once, in the dtype it was trained in, on CUDA if there is one."""
         from unfreeze.generate.model import load
 
-        return load(self.path, dtype=read_run(self.path).config.get("dtype", "auto"), device="auto")
+        return load(self.path, dtype=read_run(self.path).config.get("memory.dtype", "auto"), device="auto")
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
         """The trained model's answer; as Model.chat."""

@@ -5,17 +5,14 @@ import pytest
 
 from benchmarks import BENCHMARKS
 from benchmarks.harness import report
-from benchmarks.harness.rows import Stamp, append, checkout, machine
+from benchmarks.harness.rows import ROOT, Stamp, append, machine
 from benchmarks.harness.targets import TARGETS, Target, field
 from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 
-ROOT = checkout()
-
 
 def test_the_committed_page_is_what_the_committed_rows_make():
     """After measuring: unfreeze dev bench report, and commit both."""
-    assert ROOT is not None
     committed = ROOT / "docs" / "performance.md"
     assert committed.read_text(encoding="utf-8") == report.page(
         report.runs_of(ROOT / "benchmarks" / "results"), report.profiles_beside(committed)

@@ -144,12 +144,12 @@ def test_a_server_is_asked_once_for_each_row_whatever_fails(generate, serving, t
         "openai._base_client.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time)
     )
     server = serving(chat(moody))
-    said = generate(server.url, "--served-name", "big", code=2)
+    said = generate(server.url, "--endpoint.served-name", "big", code=2)
     assert "answers 500" in said and "the same command continues" in said and "sk-secret" not in said
     kept = records(tmp_path)
     assert len(kept) == 7  # of the first eight rows only the one that failed is missing
     fails["on"] = False
-    result = generate(server.url, "--served-name", "big")
+    result = generate(server.url, "--endpoint.served-name", "big")
     assert result["answered"] == len(ROWS) and result["left_out"] == 0
     counts = {text: asked(server).count(text) for text in asked(server)}
     assert counts.pop("What is 2 and 2?") == 3 and set(counts.values()) == {1}
@@ -196,7 +196,9 @@ def test_another_teacher_other_settings_or_other_data_do_not_mix(generate, servi
 def test_what_costs_is_said_first_and_refused_by_default(generate, tmp_path):
     said = generate("https://api.example.com/v1", code=2)
     assert "what it costs was not said" in said
-    said = generate("https://api.example.com/v1", "--price-read", 1, "--price-written", 3, code=2)
+    said = generate(
+        "https://api.example.com/v1", "--endpoint.price-read", 1, "--endpoint.price-written", 3, code=2
+    )
     assert "written at $3 per million" in said and "the budget is $0" in said
 
 

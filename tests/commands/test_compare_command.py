@@ -11,7 +11,7 @@ def test_two_runs(run_dir, tmp_path, unfreeze_json, capsys):
     other = tmp_path / "other"
     shutil.copytree(run_dir, other, ignore=shutil.ignore_patterns("state", "adapter"))
     config = json.loads((other / "resolved_config.json").read_text())
-    config["lora"]["rank"] = 64
+    config["lora.rank"] = 64
     (other / "resolved_config.json").write_text(json.dumps(config))
     page = tmp_path / "pages" / "c.html"
     result = unfreeze_json("compare", run_dir, other, "--html", page)

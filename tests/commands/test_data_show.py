@@ -227,7 +227,7 @@ def test_bad_rows_are_listed_or_stop_it_and_where_none_is_left_skipping_is_no_re
     file.write_text('{"prompt": "a?", "completion": "b."}\n{broken\n')
     command = ["data", "show", str(file), "--model", str(TINY_K2), "--quiet"]
     assert cli.main(command) == 0
-    assert cli.main([*command, "--on-bad-row", "error"]) == 2
-    assert capsys.readouterr().err.endswith("next: mend the row, or --on-bad-row skip\n")
+    assert cli.main([*command, "--data.on-bad-row", "error"]) == 2
+    assert capsys.readouterr().err.endswith("next: mend the row, or --data.on-bad-row skip\n")
     file.write_text("{broken\n")
     assert cli.main(command) == 2 and capsys.readouterr().err.endswith("next: mend the row\n")

@@ -256,7 +256,7 @@ def test_a_field_that_is_not_followed_is_said_by_doctor_inspect_load_and_the_run
     assert said == [note]
     out = tmp_path / "run"
     command = (
-        f"sft --model {folder} --data {sandbox.rows()} --out {out} --steps 1 --tokens-per-step 256 --samples"
+        f"sft --model {folder} --data {sandbox.rows()} --out {out} --steps 1 --tokens-per-step 256 --watch.samples"
         " 0 --quiet"
     )
     assert cli.main(command.split()) == 0

@@ -68,7 +68,7 @@ def test_the_file_is_what_sft_takes_and_its_reasons_are_true(
     assert config.data.sequence_length == math.ceil(longest / 64) * 64
     assert config.data.validation_fraction == 0 and all("# " in line for line in text.splitlines() if " = " in line[:40] and "[" not in line and not line.startswith(("model", "files", "columns")))  # fmt: skip
     # it trains, unchanged
-    result = unfreeze_json("sft", "run.toml", "--samples", 0)
+    result = unfreeze_json("sft", "run.toml", "--watch.samples", 0)
     assert result["finished"] and result["steps"] == round(config.training.epochs) == ENOUGH_STEPS
 
 
@@ -145,7 +145,7 @@ def test_the_steps_are_counted_as_the_run_counts_them(checkpoint, tmp_path, monk
     unfreeze_json("init", checkpoint, "chat.csv", "--columns", COLUMNS)
     text, table = (tmp_path / "run.toml").read_text(), tomllib.loads((tmp_path / "run.toml").read_text())
     said = int(re.search(r"epochs = .*; ([\d,]+) steps in all", text)[1].replace(",", ""))
-    result = unfreeze_json("sft", "run.toml", "--samples", 0)
+    result = unfreeze_json("sft", "run.toml", "--watch.samples", 0)
     examples = encode_file("chat.csv", load_tokenizer(checkpoint), 512, columns=COLUMNS.split(",")).examples
     training, tokens = table["training"], int(examples.lengths_N.sum())
     assert result["steps"] == said != tokens * training["epochs"] // training["tokens_per_step"]

@@ -25,7 +25,7 @@ from unfreeze.report.events import LEAKED
 def held_out_run(tmp_path_factory, chat_rows):
     """A run of twelve steps that holds out a third of its rows."""
     out = tmp_path_factory.mktemp("runs") / "held out"
-    words = f"sft --quiet --model {TINY_K2} --steps 12 --tokens-per-step 256 --samples 0 --warmup 0 --dtype float32"
+    words = f"sft --quiet --model {TINY_K2} --steps 12 --tokens-per-step 256 --watch.samples 0 --optimizer.warmup 0 --dtype float32"
     words += " --learning-rate 5e-3 --lora.rank 2 --validation-fraction 0.34"
     assert cli.main([*words.split(), "--data", str(chat_rows), "--out", str(out)]) == 0
     return out
@@ -228,7 +228,7 @@ def test_ctrl_c_says_how_to_go_on(run_dir, monkeypatch, tmp_path, capsys):
     assert cli.main(["merge", str(run_dir), "--no-check", "--out", str(tmp_path / "out"), "--quiet"]) == 0
 
 
-SHORT = "--steps 4 --tokens-per-step 256 --samples 0 --warmup 0 --dtype float32 --learning-rate 5e-3 --lora.rank 1"
+SHORT = "--steps 4 --tokens-per-step 256 --watch.samples 0 --optimizer.warmup 0 --dtype float32 --learning-rate 5e-3 --lora.rank 1"
 
 
 def trained(recipe, out, data, *more):
@@ -274,7 +274,7 @@ def label(n):
 @pytest.mark.parametrize(
     ("row", "flags", "held"),
     [
-        (pair, ["--nll", 0.2], "--validation"),
+        (pair, ["--preference.nll", 0.2], "--validation"),
         (pair, ["--loss", "simpo"], "--validation-fraction"),
         (label, ["--loss", "kto"], "--validation-fraction"),
     ],
@@ -288,7 +288,7 @@ def test_pairs_and_labels_have_the_loss_of_the_run(row, flags, held, unfreeze_js
     result = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")
     gain = result["gain"]
     assert [gain["base"], gain["adapter"]] == pytest.approx([measured[0], measured[-1]], abs=1e-5)
-    assert gain["loss"].startswith({"--nll": "dpo", "--loss": str(flags[1])}[flags[0]])
+    assert gain["loss"].startswith({"--preference.nll": "dpo", "--loss": str(flags[1])}[flags[0]])
     # pairs of one's own, and rows without pairs: their cross entropy
     own = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out", "--data", other)["gain"]
     assert own["loss"] == gain["loss"] and own["rows"] == 8

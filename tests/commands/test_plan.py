@@ -292,9 +292,9 @@ REFUSED = [
     ("LLAMA", "cpu:24GB"),
     ("QWEN", "1xRTX4090"),
     ("QWEN", "1xRTX4090", "--lora.rank", "512", "--tokens-per-step", "65536"),
-    ("QWEN", "1xRTX4090+128GB", "--recompute", "nothing", "--tokens-per-step", "16384"),
+    ("QWEN", "1xRTX4090+128GB", "--place.recompute", "nothing", "--tokens-per-step", "16384"),
     ("QWEN", "1xL40S", "--train", "all"),
-    ("QWEN", "cpu:8GB", "--optimizer-moments", "int8"),
+    ("QWEN", "cpu:8GB", "--optimizer.moments", "int8"),
 ]
 
 
@@ -342,7 +342,7 @@ def test_micro_batches_are_dealt_to_the_devices(config):
         "8xH200",
         "--tokens-per-step",
         "262144",
-        "--recompute",
+        "--place.recompute",
         "layers",
     )
     assert planned(*arguments, "--micro-batches", "8") == planned(*arguments)
@@ -519,7 +519,7 @@ def test_this_machine_needs_no_gpu_and_no_network(config):
         (["--trace", "runs/x"], "there is no flag --trace; the replay of a step is gone"),
         (["--simulate"], "there is no flag --simulate; the replay of a step is gone"),
         (["--sweep"], "there is no flag --sweep; plan takes several machines at once"),
-        (["--recompute", "layers", "--keep-layers", "3"], "keep_layers has no effect"),
+        (["--place.recompute", "layers", "--place.keep-layers", "3"], "keep_layers has no effect"),
         (["--rank", "8"], "there is no flag --rank; it is called --lora.rank here"),
     ],
 )
@@ -530,10 +530,21 @@ def test_what_would_change_nothing_is_refused_by_name(config, arguments, says):
 
 def test_control_arm_the_same_flags_where_they_have_an_effect(config):
     planned("--model", config, "--hardware", "8xH200", "1xH200")
-    kept = ["--model", config, "--hardware", "1xH200", "--tokens-per-step", "16384", "--keep-layers", "3"]
-    auto, named = planned(*kept), planned(*kept, "--recompute", "elementwise")
+    kept = [
+        "--model",
+        config,
+        "--hardware",
+        "1xH200",
+        "--tokens-per-step",
+        "16384",
+        "--place.keep-layers",
+        "3",
+    ]
+    auto, named = planned(*kept), planned(*kept, "--place.recompute", "elementwise")
     assert auto == named and "recompute elementwise" in auto["layout"]
-    assert auto["bytes"]["device"] < planned(*kept[:-2], "--recompute", "elementwise")["bytes"]["device"]
+    assert (
+        auto["bytes"]["device"] < planned(*kept[:-2], "--place.recompute", "elementwise")["bytes"]["device"]
+    )
 
 
 def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(config, monkeypatch):

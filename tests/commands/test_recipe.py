@@ -55,7 +55,7 @@ def test_the_plan_of_a_file_has_its_teacher(write, run_dir, unfreeze_json, tmp_p
 def test_the_seconds_of_a_file_have_its_teachers_forward(write, run_dir, unfreeze_json):
     """On a machine that has facts: the step is longer by the term, whoever is asked."""
     alone, taught, base = (
-        unfreeze_json("plan", write(*lines), "--hardware", "1xH200", "--recompute", "layers")["seconds"]
+        unfreeze_json("plan", write(*lines), "--hardware", "1xH200", "--place.recompute", "layers")["seconds"]
         for lines in ([], [f'teacher = "{run_dir}"'], ['teacher = "base"', "alpha = 0.5"])
     )
     assert "second model" not in alone and taught["second model"] == base["second model"] > 0

@@ -18,8 +18,8 @@ QUIET = Common(quiet=True)
 def line(chat_rows, held_rows, tmp_path):
     """The arguments of a run of two steps with validation."""
     words = ["--model", TINY_K2, "--data", chat_rows, "--out", tmp_path / "all", "--steps", 2]
-    words += ["--tokens-per-step", 128, "--samples", 0, "--threads", 1, "--lora.rank", 1]
-    words += ["--validation", held_rows, "--warmup", 0]
+    words += ["--tokens-per-step", 128, "--watch.samples", 0, "--threads", 1, "--lora.rank", 1]
+    words += ["--validation", held_rows, "--optimizer.warmup", 0]
     return [str(word) for word in words]
 
 

@@ -520,19 +520,11 @@ conftest.run_merge(base, adapter, out, progress=progress)
 """
 
 
-def test_a_killed_merge_goes_on(bases, adapter, merging, tmp_path):
+def test_a_killed_merge_goes_on(bases, adapter, merging, tmp_path, forkserver):
     folder, _ = adapter("int4")
     out = tmp_path / "out"
-    words = [
-        sys.executable,
-        "-c",
-        KILLED,
-        str(Path(__file__).parent),
-        str(bases["int4"]),
-        str(folder),
-        str(out),
-    ]
-    assert subprocess.run(words, capture_output=True, check=False).returncode == -9
+    words = ["-c", KILLED, Path(__file__).parent, bases["int4"], folder, out]
+    assert forkserver.run(words).returncode == -9
     whole, half = list(out.glob("*.safetensors")), list(out.glob(".*.unfinished-*"))
     assert len(whole) == 1 and half and not (out / "config.json").exists()
     before = whole[0].stat().st_ino

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from unfreeze import cli
-from unfreeze.config import help, synonyms
-from unfreeze.config.distill import Config as Distill
-from unfreeze.config.names import places
-from unfreeze.config.training import HELP
+from unfreeze.commands import plan
+from unfreeze.config import synonyms
+from unfreeze.config.names import earlier, fields, spellings
+from unfreeze.core.field import HEADINGS
 from unfreeze.recipes import distill, prefer, pretrain, sft
 
 
@@ -47,28 +47,34 @@ def test_the_old_spelling_of_a_developers_command_and_the_new_are_one(capsys):
 )
 def test_help_shows_some_fields_and_help_all_every_one(recipe, module):
     short, full = said(recipe, "--help"), said(recipe, "--help-all")
-    fields = dict(help._flat(module.Config))
-    flags = {name: f"--{name.replace('_', '-')}" for name in fields}
+    known = fields(module.Config)
+    flags = {name: f"--{each.short.replace('_', '-')}" for name, each in known.items()}
     missing = [name for name, flag in flags.items() if f"  {flag}" not in full]
-    assert not missing, f"--help-all lacks {missing}: put them under a heading of HELP in config/training.py"
-    shown = [name for name, flag in flags.items() if f"  {flag} " in short]
-    assert shown and set(shown) <= set(module.Config.FIRST) and len(shown) <= 15
+    assert not missing, f"--help-all lacks {missing}"
+    shown = [name for name, flag in flags.items() if re.search(f"  {flag}[ \n]", short)]
+    assert shown and set(shown) == {name for name, each in known.items() if each.about.first}
+    assert len(shown) <= 15
+    whole = " ".join(full.split())
+    assert all(f"[{name}]" in whole for name, each in known.items() if each.about.alias)
+    old = [word for word in earlier(module.Config) if f"  --{word.replace('_', '-')} " in full]
+    assert not old, f"--help-all shows names of earlier versions: {old}"
     assert "--place.split auto|N " in full  # a word or a number
     assert max(map(len, full.splitlines())) <= 100 and "{None}" not in full and "MISSING" not in full
 
 
-def test_every_field_of_a_run_has_a_heading():
-    listed = {name for names in HELP.values() for name in names}
-    own = {*Distill.HELP["Teacher"], *Distill.HELP["Server"]}
-    assert {name for name, _ in help._flat(Distill)} == own | {name for name, _ in help._flat(sft.Config)}
-    own = set(prefer.Config.HELP["Preference"])
-    shared = {name for name, _ in help._flat(sft.Config)}
-    assert {name for name, _ in help._flat(prefer.Config)} == own | shared
-    fields = {name for module in (sft, pretrain) for name, _ in help._flat(module.Config)}
-    assert listed == fields, (
-        f"put {sorted(fields - listed)} under a heading of HELP in config/training.py, remove"
-        f" {sorted(listed - fields)}"
-    )
+@pytest.mark.parametrize("module", [sft, distill, prefer, pretrain, plan])
+def test_every_field_has_a_heading_and_those_that_most_people_set_come_first(module):
+    known = fields(module.Config).values()
+    bare = [each.name for each in known if each.about.heading == "Options"]
+    assert not bare, f"say by about(HEADING) under which heading of --help-all these stand: {bare}"
+    text = said(module.__name__.rpartition(".")[2], "--help-all")
+    titles = [line[:-1] for line in text.splitlines() if line[:-1] in HEADINGS]
+    assert titles == sorted(titles, key=HEADINGS.index)
+    of = {each.short.replace("_", "-"): each.about.first for each in known}
+    for heading in titles:
+        group = text.partition(f"\n{heading}:\n")[2].partition("\n\n")[0]
+        first = [of[flag] for flag in re.findall(r"^  --([\w.-]+)", group, re.MULTILINE)]
+        assert first and first == sorted(first, reverse=True), (heading, group)
 
 
 MANUAL = (Path(__file__).resolve().parents[2] / "docs" / "using.md").read_text(encoding="utf-8")
@@ -90,28 +96,29 @@ def flags_listed(page: str) -> dict[str, list[str]]:
 
 
 def flags_there() -> dict[str, list[str]]:
-    known = dict(help._flat(sft.Config))
-    groups = {heading.lower(): [name for name in names if name in known] for heading, names in HELP.items()}
-    return {group: [name.replace("_", "-") for name in names] for group, names in groups.items()}
+    groups: dict[str, list[str]] = {}
+    for known in sorted(fields(sft.Config).values(), key=lambda known: not known.about.first):
+        groups.setdefault(known.about.heading.lower(), []).append(known.short.replace("_", "-"))
+    return groups
 
 
 def keys_listed(page: str) -> set[tuple[str, str]]:
-    """(place, flat name) of every key, as docs/using.md lists them by table."""
+    """(dotted name, alias or "") of every key, as docs/using.md lists them by table."""
     found = set()
     for table, keys in rows("| table | keys |", page).items():
         prefix = f"{table.strip('`[]')}." if "`[" in table else ""
-        for key, flat in re.findall(r"`(\w+)`(?: \(`(\w+)`\))?", keys):
-            dotted = prefix == "lora." or (prefix == "place." and f"`--place.{key}`" in keys)
-            name = f"{prefix}{key}" if dotted else flat or key
-            found |= {(f"{prefix}{key}", name)} if key not in ("pretrain", "distill", "prefer") else set()
+        pattern = r"(\*\*)?`(\w+)`(?: \(`(\w+)`\))?"
+        names = [(key, key if bold else alias) for bold, key, alias in re.findall(pattern, keys)]
+        recipes = ("pretrain", "distill", "prefer")
+        found |= {(f"{prefix}{key}", alias) for key, alias in names if key not in recipes}
     return found
 
 
 def keys_there() -> set[tuple[str, str]]:
     return {
-        (place, name)
+        (name, known.about.alias)
         for module in (sft, distill, prefer, pretrain)
-        for name, place in places(module.Config).items()
+        for name, known in fields(module.Config).items()
     }
 
 
@@ -122,16 +129,15 @@ def test_the_manual_lists_every_flag_and_every_key():
     listed, there = keys_listed(MANUAL), keys_there()
     assert listed == there, (
         f"docs/using.md, table of keys by table: add {sorted(there - listed)}, remove {sorted(listed - there)}"
-        " (place, flag)"
+        " (name, alias)"
     )
 
 
 def test_control_arm_a_flag_or_a_key_that_the_manual_forgets_is_seen():
-    assert "warmup" not in flags_listed(MANUAL.replace(" `--warmup`", ""))["learning"]
-    assert ("optimizer.warmup", "warmup") not in keys_listed(MANUAL.replace(" `warmup`", ""))
-    assert keys_listed(MANUAL.replace("(`save_every`)", "")) - keys_listed(MANUAL) == {
-        ("save.every", "every")
-    }
+    less = MANUAL.replace(" `--optimizer.warmup`", "")
+    assert "optimizer.warmup" not in flags_listed(less)["learning"]
+    assert ("optimizer.warmup", "") not in keys_listed(MANUAL.replace(" `warmup`", ""))
+    assert keys_listed(MANUAL.replace("(`save_every`)", "")) - keys_listed(MANUAL) == {("save.every", "")}
 
 
 @pytest.mark.parametrize(
@@ -143,11 +149,11 @@ def test_control_arm_a_flag_or_a_key_that_the_manual_forgets_is_seen():
             ["--per_device_train_batch_size", "4"],
             "it is called --tokens-per-step here (tokens of one optimizer step",
         ),
-        (["--lora-r", "8"], "it is called --lora.rank here"),
+        (["--lora-r", "8"], "it is called --rank here"),
         (["--output-dir", "x"], "it is called --out here"),
         (
             ["--batch-size", "4", "--gradient_accumulation_steps", "2", "--lora_r", "8"],
-            "And there is no flag --lora_r; it is called --lora.rank here",
+            "And there is no flag --lora_r; it is called --rank here",
         ),
         (["--batch-size", "4", "--lora_r", "8"], "no flag --batch-size; it is called --tokens-per-step here"),
         (["--load_in_4bit"], "a 4-bit or 8-bit checkpoint is trained as it is"),
@@ -178,11 +184,13 @@ def test_a_command_of_another_tool_is_answered_with_the_shortest_way(word, says,
 
 
 def test_every_synonym_names_a_field_that_exists_and_shadows_none():
-    known = {name for module in (sft, distill, prefer, pretrain) for name, _ in help._flat(module.Config)}
+    recipes = (sft, distill, prefer, pretrain)
+    known = {each.short for module in recipes for each in fields(module.Config).values()}
+    every = {name for module in recipes for name in spellings(module.Config)}
     assert {field for field, _ in synonyms.FIELDS.values()} <= known
-    fields, commands = synonyms.FIELDS.keys() & known, synonyms.COMMANDS.keys() & cli.COMMANDS.keys()
-    assert not fields | commands, (
-        f"{sorted(fields | commands)} exist here: take them out of _FIELDS or _COMMANDS in config/synonyms.py"
+    shadowed = synonyms.FIELDS.keys() & every | synonyms.COMMANDS.keys() & cli.COMMANDS.keys()
+    assert not shadowed, (
+        f"{sorted(shadowed)} exist here: take them out of _FIELDS or _COMMANDS in config/synonyms.py"
     )
     assert len(synonyms.FIELDS) >= 60
 

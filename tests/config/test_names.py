@@ -1,25 +1,25 @@
-"""A field's two spellings, flat and in its table, are one field: equal configs, and an error where they differ."""
+"""A field has one dotted name, some have an alias, and names of earlier versions still run, with one line."""
 
 import json
-from typing import ClassVar
 
 import pytest
 from pydantic import Field
 
+from unfreeze.commands import data_show, generate, plan
 from unfreeze.config import pretrain, sft
-from unfreeze.config.names import flat, flat_name, given, leaves, nested, places
+from unfreeze.config.names import by_path, earlier, fields, flat, given, name_of, nested, of_today, spellings
 from unfreeze.config.parse import Frozen, from_keywords, parse
+from unfreeze.config.recipes import CONFIGS
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.field import about
 
 
 class Engine(Frozen):
-    rate: float = Field(default=1e-3, gt=0)
-    files: tuple[str, ...] = ()
+    rate: float = Field(default=1e-3, gt=0, json_schema_extra=about(was="speed"))
+    files: tuple[str, ...] = Field(default=(), json_schema_extra=about(alias="files"))
 
 
 class Config(Frozen):
-    FLAT: ClassVar[dict[str, str]] = {"files": "engine.files", "rate": "engine.rate"}
-
     model: str
     engine: Engine = Engine()
 
@@ -31,7 +31,7 @@ TABLES_TOML = (
     'model = "m"\n[data]\nfiles = "chat.jsonl"\n[optimizer]\nlearning-rate = 3e-4\nmoments = "int8"\n'
     "[save]\nkeep = 5\n"
 )
-FLAT_FLAGS = "--model m --data chat.jsonl --learning-rate 3e-4 --optimizer-moments int8 --keep-saves 5"
+FLAT_FLAGS = "--model m --data chat.jsonl --learning-rate 3e-4 --optimizer.moments int8 --save.keep 5"
 TABLE_FLAGS = (
     "--model m --data.files chat.jsonl --optimizer.learning-rate 3e-4 --optimizer.moments=int8 --save.keep 5"
 )
@@ -105,35 +105,118 @@ def test_a_keyword_wins_over_the_file_field_by_field(tmp_path):
 
 BOTH = [
     ("learning_rate = 1e-3\n[optimizer]\nlearning_rate = 2e-3\n", "learning_rate", "optimizer.learning_rate"),
-    ("seed = 1\nkeep_saves = 3\n[save]\nkeep = 4\n", "keep_saves", "save.keep"),
-    ("learning_rate = 1e-3\nlearning-rate = 2e-3\n", "learning_rate", "learning-rate"),
+    ("seed = 1\nkeep_saves = 3\n[save]\nkeep = 3\n", "keep_saves", "save.keep"),
+    ("learning_rate = 1e-3\nlearning-rate = 1e-3\n", "learning_rate", "learning-rate"),
+    (
+        "[memory]\nrecompute = 'layers'\n[place]\nrecompute = 'layers'\n",
+        "memory.recompute",
+        "place.recompute",
+    ),
 ]
 
 
 @pytest.mark.parametrize("text, one, other", BOTH)
-def test_two_spellings_with_two_values_are_refused_naming_both(tmp_path, text, one, other):
-    with pytest.raises(ConfigError, match=f"{one} = .* and {other} = .* are one field with two values"):
+def test_two_spellings_of_one_field_are_refused_naming_both(tmp_path, text, one, other):
+    with pytest.raises(ConfigError, match=f"run.toml: {one} and {other} are one field, given twice"):
         read(tmp_path, f'model = "m"\ndata = "d"\n{text}')
 
 
-def test_two_spellings_with_two_values_are_refused_in_flags_and_in_python():
-    flags = [*FLAT_FLAGS.split(), "--optimizer.learning-rate", "1"]
-    with pytest.raises(
-        ConfigError, match=r"learning_rate = 0.0003 and optimizer.learning_rate = 1.0 are one"
-    ):
-        parse(sft.Config, flags, command="sft", description="")
-    with pytest.raises(ConfigError, match=r"learning_rate = 2.0 and optimizer.learning_rate = 1.0 are one"):
+def test_two_spellings_are_refused_in_flags_and_in_python():
+    for old, new in (("--learning-rate", "--optimizer.learning-rate"), ("--keep-saves", "--save.keep")):
+        with pytest.raises(ConfigError, match="are one field, given twice") as found:
+            parse(
+                sft.Config, [*"--model m --data d".split(), old, "1", new, "1"], command="sft", description=""
+            )
+        assert {name(old), name(new)} <= set(found.value.message.split())
+        assert found.value.next == f"give {name(old) if 'rate' in old else 'save.keep'} alone"
+    with pytest.raises(ConfigError, match=r"learning_rate and optimizer\.learning_rate are one"):
         sft.Config.model_validate(
-            {"model": "m", "data": "d", "learning_rate": 2.0, "optimizer": {"learning_rate": 1.0}}
+            {"model": "m", "data": "d", "learning_rate": 1.0, "optimizer": {"learning_rate": 1.0}}
         )
-
-
-def test_two_spellings_with_one_value_are_read(tmp_path):
-    toml = 'model = "m"\ndata = "d"\nlearning_rate = 1\n[optimizer]\nlearning_rate = 1.0\n'
-    assert read(tmp_path, toml).optimizer.learning_rate == 1.0
     both = {"model": "m", "data": "d.jsonl", "lora": {"rank": 3}, "rank": 3}
-    made = from_keywords(sft.Config, both, function="sft")
-    assert made.lora is not None and made.lora.rank == 3
+    with pytest.raises(ConfigError, match=r"unfreeze.sft: lora.rank and rank are one field"):
+        from_keywords(sft.Config, both, function="sft")
+
+
+def name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+OLD = [
+    ("--weight-decay 0.1", "--weight-decay is --optimizer.weight-decay now"),
+    ("--optimizer_moments int8", "--optimizer-moments is --optimizer.moments now"),
+    ("--clip 2 --save-minutes=3", "--clip is --optimizer.clip now; --save-minutes is --save.minutes now"),
+    ("--place.recompute layers", ""),
+    ("--learning-rate 1 --rank 2 --data.columns prompt=q", ""),
+]
+
+
+@pytest.mark.parametrize("flags, says", OLD)
+def test_a_flag_of_earlier_versions_runs_and_one_line_says_its_name_of_today(flags, says, capsys):
+    parse(sft.Config, [*"--model m --data d".split(), *flags.split()], command="sft", description="")
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"note: {says}\n" if says else "")
+
+
+def test_a_key_of_earlier_versions_is_said_with_its_file_and_a_keyword_alone(tmp_path, capsys):
+    read(tmp_path, 'model = "m"\ndata = "d"\n[memory]\nrecompute = "layers"\n', "--clip", "1")
+    file = tmp_path / "run.toml"
+    said = f"note: {file}: memory.recompute is place.recompute now; --clip is --optimizer.clip now\n"
+    assert capsys.readouterr().err == said
+    made = from_keywords(sft.Config, {"model": "m", "data": "d", "weight_decay": 0.3}, function="sft")
+    assert made.optimizer.weight_decay == 0.3
+    assert capsys.readouterr().err == "note: weight_decay is optimizer.weight_decay now\n"
+    dotted = {"model": "m", "data": "d", "optimizer.weight_decay": 0.3}
+    assert from_keywords(sft.Config, dotted, function="sft") == made and not capsys.readouterr().err
+
+
+def test_only_the_first_process_says_it(monkeypatch, capsys):
+    words = "--model m --data d --clip 1".split()
+    for rank, lines in (("0", 1), ("1", 0)):
+        for variable, value in {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(variable, value)
+        parse(sft.Config, words, command="sft", description="")
+        assert len(capsys.readouterr().err.splitlines()) == lines
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), plan.Config, generate.Config, data_show.Config])
+def test_every_name_of_earlier_versions_is_read_and_none_is_a_name_of_today(config):
+    old = earlier(config)
+    assert old and not old.keys() & spellings(config).keys()
+    assert set(old.values()) <= set(fields(config))
+    for word, now in old.items():
+        info = fields(config)[now].info
+        value = info.get_default(call_default_factory=True)
+        renamed: dict[str, str] = {}
+        assert by_path(config, {word: value}, "x", renamed=renamed) == {fields(config)[now].path: value}
+        assert renamed == {word: now}
+
+
+def test_a_word_of_two_tables_is_the_later_ones():
+    assert name_of(sft.Config, "alpha") == "lora.alpha"
+    assert name_of(CONFIGS["distill"], "alpha") == "distillation.alpha"
+    assert name_of(CONFIGS["distill"], "beta") == "distillation.beta"
+    assert name_of(CONFIGS["prefer"], "beta") == "preference.beta"
+    assert name_of(sft.Config, "no-field") == "no-field"
+
+
+def test_a_record_of_any_version_is_read_by_the_names_of_today():
+    old = {
+        "learning_rate": 1.0,
+        "memory": {"recompute": "layers"},
+        "lora": {"rank": 2},
+        "clip": 3,
+        "x": {"y": 1},
+    }
+    now = {
+        "optimizer.learning_rate": 1.0,
+        "place.recompute": "layers",
+        "lora.rank": 2,
+        "optimizer.clip": 3,
+        "x": {"y": 1},
+    }
+    assert of_today(sft.Config, old) == now == of_today(sft.Config, now)
+    assert of_today(sft.Config, {"lora": None}) == {"lora": None}
 
 
 @pytest.mark.parametrize(
@@ -147,7 +230,7 @@ def test_two_spellings_with_one_value_are_read(tmp_path):
         ("[memory]\nseed = 9", "unknown key memory.seed; it stands above the tables: seed"),
         ("moments = 'int8'", r"unknown key moments; it stands in \[optimizer\]: optimizer.moments"),
         ("[optimiser]\nclip = 1", "unknown key optimiser; nearest: 'optimizer'"),
-        ("optimizer = 'adamw_8bit'", "unknown key optimizer; it is called optimizer_moments here"),
+        ("optimizer = 'adamw_8bit'", "unknown key optimizer; it is called optimizer.moments here"),
         ("memory = 3", r"memory = 3 should be a table \[memory\]"),
         ("[training.steps]\na = 1", "training.steps is a table; it should be a value"),
         ("[save]\nkeep = 0", "save.keep = 0: must be at least 1"),
@@ -166,31 +249,41 @@ def test_limits_of_a_flag_are_told_by_the_flag_as_it_was_given():
 
 
 @pytest.mark.parametrize("recipe", [sft, pretrain])
-def test_every_field_has_one_flat_name_and_no_table_more_than_twelve(recipe):
+def test_every_field_has_one_name_and_no_table_more_than_twelve(recipe):
     config = recipe.Config
-    there = [place for place, _ in leaves(config)]
-    assert sorted(places(config).values()) == sorted(there)
-    assert all("." not in name or name.startswith(("lora.", "place.")) for name in places(config))
+    there = list(fields(config))
+    assert [known.path for known in fields(config).values()] == there
+    short = [known.short for known in fields(config).values()]
+    assert (
+        len(set(short)) == len(short)
+        and 10 <= sum(known.about.alias != "" for known in fields(config).values()) <= 16
+    )
     tables = [config, *{type(value) for value in dict(config(model="m", data="d")).values()}]
     counted = {table.__name__: len(table.model_fields) for table in tables if hasattr(table, "model_fields")}
-    counted["Config"] = len([place for place in there if "." not in place])  # the keys above the tables
+    counted["Config"] = len([name for name in there if "." not in name])  # the keys above the tables
     assert max(counted.values()) <= 12, counted
 
 
-def test_a_config_without_tables_or_with_its_own_map():
-    assert places(Engine) == {"rate": "rate", "files": "files"}
-    assert list(places(Config)) == ["files", "rate", "model"] and flat_name(Config, "engine.rate") == "rate"
+def test_a_field_that_is_declared_again_keeps_what_stands_at_the_first():
+    first, again = (
+        fields(sft.Config)["optimizer.weight_decay"],
+        fields(pretrain.Config)["optimizer.weight_decay"],
+    )
+    assert (first.info.default, again.info.default) == (0.0, 0.1) and first.about == again.about
+    assert first.about.was == "weight_decay" and first.about.heading == "Learning"
+
+
+def test_a_config_of_its_own():
+    assert spellings(Engine) == {"rate": "rate", "files": "files"}
+    assert spellings(Config) == {
+        "model": "model",
+        "engine.rate": "engine.rate",
+        "engine.files": "engine.files",
+        "files": "engine.files",
+    }
     made = parse(Config, ["--model", "m", "--files", "a", "b"], command="x", description="")
-    assert made.engine.files == ("a", "b") and given(made) == ["files", "model"]
-    assert flat(made) == {"files": ["a", "b"], "rate": 1e-3, "model": "m"}
+    assert made.engine.files == ("a", "b") and given(made) == ["model", "engine.files"]
+    assert flat(made) == {"model": "m", "engine.rate": 1e-3, "engine.files": ["a", "b"]}
     assert (
         nested({"lora": {}, "lora.rank": 2}) == nested({"lora.rank": 2, "lora": {}}) == {"lora": {"rank": 2}}
     )
-
-
-def test_a_field_that_moved_is_read_where_earlier_files_have_it(tmp_path):
-    toml = tmp_path / "run.toml"
-    toml.write_text('model = "m"\n[data]\nfiles = "chat.jsonl"\npacking = "best_fit"\n')
-    assert parse(sft.Config, [str(toml)], command="sft", description="").training.packing == "best_fit"
-    for moved, place in sft.Config.MOVED.items():
-        assert moved not in dict(leaves(sft.Config)) and place in dict(leaves(sft.Config))

@@ -9,7 +9,8 @@ import pytest
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.config import help, synonyms
+from unfreeze.config import synonyms
+from unfreeze.config.names import spellings
 from unfreeze.config.parse import parse
 from unfreeze.config.python import in_python
 from unfreeze.config.sft import Config
@@ -72,7 +73,7 @@ VALUES = [
     ),
     (["export", "r", "--for", "ollama"], "unfreeze merge RUN --to bf16, then llama.cpp's"),
     (["merge", "r", "--to", "q4_k_m"], "GGUF: --to bf16, then llama.cpp's"),
-    ([*RUN, "--track", "mlflow"], "RUN/events.jsonl has every figure"),
+    ([*RUN, "--watch.track", "mlflow"], "RUN/events.jsonl has every figure"),
     ([*RUN, "--optimizer.moments", "adamw_8bit"], "; it is called int8 here"),
     ([*RUN, "--train", "lora"], "; it is called adapters here"),
 ]
@@ -165,7 +166,7 @@ def test_every_flag_named_by_itself_is_a_field():
         f"--{name.replace('_', '-')}"
         for command in cli.COMMANDS
         if command not in ("bench", "kernels", "drill", "data")
-        for name, _ in help._flat(config_of(command))
+        for name in spellings(config_of(command))
     }
     named = {flag for text in hints() for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", text)}
     others = {"--sweep", "--nproc-per-node", "--model_name_or_path", "--dataset_name", "--use_peft"}
@@ -205,7 +206,7 @@ def test_tokens_added_by_transformers_train(tmp_path, unfreeze_json):
     data.write_text(json.dumps({"text": "<new> is a token."}) + "\n", encoding="utf-8")
     result = unfreeze_json(
         "sft", "--train", "all", "--model", tmp_path / "m", "--data", data, "--steps", 1, "--out",
-        tmp_path / "r", "--samples", 0, "--dtype", "float32", "--tokens-per-step", 64,
+        tmp_path / "r", "--watch.samples", 0, "--dtype", "float32", "--tokens-per-step", 64,
     )  # fmt: skip
     assert result["finished"]
     encoded = unfreeze.load(tmp_path / "r").tokenizer.encode("<new> is a token.", specials=True)

@@ -1,5 +1,5 @@
 """What the code before there were tables read and wrote, recorded from it (recorded.json): the same flags give
-the same resolved config, record, folder and command, to the letter and in the same order."""
+the same resolved config, record, folder and command, read by the names of today."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from unfreeze.config import pretrain, sft, training
-from unfreeze.config.names import given
+from unfreeze.config import pretrain, sft
+from unfreeze.config.names import given, name_of, of_today
 from unfreeze.config.parse import parse, read_toml
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.end.folder import write_resolved
@@ -16,48 +16,39 @@ from unfreeze.job.end.folder import write_resolved
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {"sft": sft.Config, "pretrain": pretrain.Config}
 NEW_FIELD = (
-    "the record of a run without new flags must stay what it was, or earlier runs cannot be resumed: name a new"
-    " field in ADDED in config/training.py (or in CHANGES_NOTHING, if nothing that is trained depends on it)"
+    "the record of a run without new flags must stay what it was, or earlier runs cannot be resumed: say of a new"
+    " field about(since=…), or about(computes=False) if nothing that is trained depends on it"
 )
 RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
-NEW_DEFAULTS = {"recompute": "auto", "dtype": "auto"}
+NEW_DEFAULTS = {"place.recompute": "auto", "memory.dtype": "auto"}
 """Field -> its default now; a run that goes on keeps its own (tests/job/test_recompute.py, test_precision.py)."""
 
 
-def with_new_defaults(fields: dict, given: list[str]) -> dict:
+def with_new_defaults(fields: dict, given: set[str]) -> dict:
     """What code of today records for the same flags. given: the fields that were named."""
     return fields | {name: now for name, now in NEW_DEFAULTS.items() if name not in given}
 
 
-def known(now: dict, before: dict) -> dict:
-    """What of `now` was there before, in the tables of `now` too."""
-    kept = {name: value for name, value in now.items() if name in before}
-    return {name: known(v, before[name]) if isinstance(v, dict) else v for name, v in kept.items()}
-
-
-def test_an_added_field_is_left_out_of_the_record_at_its_default_only(monkeypatch):
-    monkeypatch.setattr(training, "ADDED", {"clip", "lora.scaling"})
+def test_an_added_field_is_left_out_of_the_record_at_its_default_only():
     plain = sft.Config(model="m", data=sft.Data(files=("d",))).record()
-    assert "clip" not in plain and "scaling" not in plain["lora"] and "rank" in plain["lora"]
-    lora = sft.LoraConfig(scaling="alpha/sqrt(r)")
-    given = sft.Config(
-        model="m", data=sft.Data(files=("d",)), lora=lora, optimizer=sft.Optimizer(clip=2.0)
-    ).record()
-    assert given["clip"] == 2.0 and given["lora"]["scaling"] == "alpha/sqrt(r)"
+    assert "data.columns" not in plain and "watch.early_stop" not in plain and "optimizer.clip" in plain
+    assert "save.every" not in plain
+    data = sft.Data(files=("d",), columns=("prompt=q",))
+    assert sft.Config(model="m", data=data).record()["data.columns"] == ["prompt=q"]
 
 
 @pytest.mark.parametrize("before", RECORDED, ids=lambda before: " ".join(before["flags"][4:7]) or "plain")
 def test_flat_flags_give_what_they_gave_before_there_were_tables(before, tmp_path):
     config = parse(RECIPES[before["recipe"]], before["flags"], command=before["recipe"], description="")
     write_resolved(SimpleNamespace(path=tmp_path), config, before["recipe"], "2026-11-22")
-    # as text: order counts. A field that came later is in `resolved` and in no record (ADDED)
+    # a field that came later is in `resolved` and in no record (since)
     resolved = json.loads((tmp_path / RESOLVED).read_text())
-    then = with_new_defaults(before["resolved"], before["given"])
-    assert json.dumps(known(resolved, then)) == json.dumps(then)
-    assert json.dumps(config.record()) == json.dumps(with_new_defaults(before["record"], before["given"])), (
-        NEW_FIELD
-    )
-    assert given(config) == before["given"] and str(config.run_dir) == before["run_dir"]
+    kind, named = type(config), {name_of(type(config), name) for name in before["given"]}
+    then = with_new_defaults(of_today(kind, before["resolved"]), named)
+    assert {name: resolved[name] for name in then} == then
+    record = with_new_defaults(of_today(kind, before["record"]), named)
+    assert json.loads(json.dumps(config.record())) == record, NEW_FIELD
+    assert set(given(config)) == named and str(config.run_dir) == before["run_dir"]
 
 
 FLAT_EXAMPLES = {

@@ -22,16 +22,31 @@ PYDANTIC = re.compile(r"Input should|valid (integer|number|tuple|string)|type_er
         (["--steps", "three"], "--steps = 'three' is not a whole number"),
         (["--steps=3.5"], "--steps = '3.5' is not a whole number"),
         (["--steps"], "--steps needs a value: a whole number"),
-        (["--schedule"], "--schedule needs a value: one of cosine, linear, constant, wsd"),
+        (
+            ["--optimizer.schedule"],
+            "--optimizer.schedule needs a value: one of cosine, linear, constant, wsd",
+        ),
         (["--steps", "3", "4"], "--steps takes one value; '4' is one more"),
         (["--learning-rate", "fast"], "--learning-rate = 'fast' is not a number"),
         (["--lora.rank", "x"], "--lora.rank = 'x' is not a whole number"),
-        (["--data-weights", "1", "two"], "--data-weights = 'two' is not a number"),
-        (["--schedule", "cosin"], "--schedule = 'cosin' is none of 'cosine', 'linear', 'constant', 'wsd'"),
-        (["--track", "wandb", "foo"], "--track = 'foo' is none of 'tensorboard', 'wandb', 'trackio'"),
+        (["--data.weights", "1", "two"], "--data.weights = 'two' is not a number"),
+        (
+            ["--optimizer.schedule", "cosin"],
+            "--optimizer.schedule = 'cosin' is none of 'cosine', 'linear', 'constant', 'wsd'",
+        ),
+        (
+            ["--watch.track", "wandb", "foo"],
+            "--watch.track = 'foo' is none of 'tensorboard', 'wandb', 'trackio'",
+        ),
         (["--model", "m", "--data", "d", "--steps", "0"], "--steps 0: must be at least 1"),
-        (["--model", "m", "--data", "d", "--warmup", "2"], "--warmup 2: must be at most 1"),
-        (["--model", "m", "--data", "d", "--clip", "nan"], "--clip = 'nan' is not a finite number"),
+        (
+            ["--model", "m", "--data", "d", "--optimizer.warmup", "2"],
+            "--optimizer.warmup 2: must be at most 1",
+        ),
+        (
+            ["--model", "m", "--data", "d", "--optimizer.clip", "nan"],
+            "--optimizer.clip = 'nan' is not a finite number",
+        ),
         (["--learning-rate", "-1"], "--learning-rate -1: must be more than 0"),
         (["--model", "m", "--data"], "--data needs values: text"),
         # the flag that is none comes before the fields that are missing
@@ -84,7 +99,7 @@ def test_every_weight_beside_lora_is_answered_with_what_to_remove(tmp_path):
         ({"data_weights": [1, "x"]}, "data_weights = [1, 'x']: 'x' is not a number"),
         ({"prompts": [1]}, "prompts = [1]: 1 is not text"),
         ({"track": ["foo"]}, "track = ['foo']: 'foo' is none of 'tensorboard', 'wandb', 'trackio'"),
-        ({"rank": "x"}, "lora.rank = 'x' is not a whole number"),
+        ({"rank": "x"}, "unfreeze.sft: rank = 'x' is not a whole number"),
         ({"save_minutes": -1}, "save_minutes = -1: must be at least 0"),
     ],
 )

@@ -46,7 +46,7 @@ def test_nothing_vanishes_uncounted(tokenizer, tmp_path):
 def test_bad_rows_stop_by_default(tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"data\.jsonl, row 2: broken JSON") as error:
         encode_file(write(tmp_path, GOOD, "{broken"), tokenizer, 128)
-    assert "--on-bad-row skip" in error.value.next
+    assert "--data.on-bad-row skip" in error.value.next
     with pytest.raises(DataError, match=r"row 1: .* sequence_length is 128"):
         encode_file(write(tmp_path, LONG), tokenizer, 128, truncation="error")
 

@@ -52,7 +52,7 @@ def test_files_read_on_demand_give_the_same_batches_and_cursors(truncation, toke
     assert {**held.stats.as_dict(), "reading": ""} == {**on_demand.stats.as_dict(), "reading": ""}
     first, second = (Batches(data.examples, 200, seed=1) for data in (held, on_demand))
     for _ in range(2 * first.len_steps(1)):
-        (batch, cursor), (again, cursor_again) = next(first), next(second)
+        ((batch,), cursor), ((again,), cursor_again) = next(first), next(second)
         assert (
             batch.tokens_T.equal(again.tokens_T)
             and batch.weights_T.equal(again.weights_T)

@@ -9,8 +9,8 @@ import pytest
 
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
-from unfreeze.data import Tokenizer, load_tokenizer
-from unfreeze.data.packing.windows import WindowBatches
+from unfreeze.data import Batches, Tokenizer, load_tokenizer
+from unfreeze.data.packing.windows import InWindows
 from unfreeze.data.store import streamed
 from unfreeze.data.store.handed import Taken, handed, opening
 
@@ -49,9 +49,9 @@ def test_the_others_have_the_batches_and_cursors_of_process_0(tmp_path, tokenize
     assert taken.stats() == stream.stats() and len(taken.rows) == 80 and taken.windows > 3
     for ours, theirs in ((taken.head, stream.head), (taken.validation, stream.validation)):
         assert ours.fingerprint() == theirs.fingerprint() and len(ours) == len(theirs) > 0
-    first, second = WindowBatches(stream, 64), WindowBatches(taken, 64)
+    first, second = (Batches(InWindows(each), 64, each.seed) for each in (stream, taken))
     for _ in range(40):
-        (batch, cursor), (other, place) = next(first), next(second)
+        ((batch,), cursor), ((other,), place) = next(first), next(second)
         assert (
             cursor == place
             and batch.tokens_T.equal(other.tokens_T)

@@ -67,13 +67,15 @@ def test_the_remedy_is_one_that_can_work(encoded):
     """Not a length that the model does not take, and no split of conversations."""
     rows = [talk(i) for i in range(4)] + [LONG]
     (bounded,) = losses(encoded(rows).stats, 64, 64)
-    assert bounded.endswith("the model takes 64 positions at most: shorten the rows, or --truncation drop")
+    assert bounded.endswith(
+        "the model takes 64 positions at most: shorten the rows, or --data.truncation drop"
+    )
     # control arms: a model that takes more, and texts
     (free,) = losses(encoded(rows).stats, 64, 128)
     assert "raise --sequence-length" in free and "split" not in free
     texts = [{"text": f"{i} " * 200} for i in range(4)]
     (of_texts,) = losses(encoded(texts).stats, 64, 64)
-    assert of_texts.endswith("--truncation drop, or --truncation split for texts")
+    assert of_texts.endswith("--data.truncation drop, or --data.truncation split for texts")
 
 
 def test_a_single_row_that_loses_most_tokens_is_a_warning(encoded):

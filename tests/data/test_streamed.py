@@ -10,14 +10,14 @@ import pytest
 
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data import encode_files, load_tokenizer
-from unfreeze.data.packing.windows import WindowBatches
+from unfreeze.data import Batches, encode_files, load_tokenizer
+from unfreeze.data.packing.windows import InWindows
 from unfreeze.data.rows.files import raw_rows
-from unfreeze.data.rows.scan import Rows, are_lines
+from unfreeze.data.rows.scan import RowTable, are_lines
 from unfreeze.data.store import encoded, streamed, workers
 from unfreeze.data.store.encoding import batches
 from unfreeze.data.store.streamed import streamed_files
-from unfreeze.data.tokens.turns import Renderer
+from unfreeze.data.tokens import turns
 
 TURNS = [{"role": "user", "content": "Hi {n}"}, {"role": "assistant", "content": "Hello, I say, {n}."}]
 KINDS = [
@@ -68,18 +68,21 @@ def opened(files, tokenizer, start=None, *, seed=3, fraction=0.0, count=0, lengt
         workers=count,
         **{"on_bad_row": "skip", **options},
     )
-    return stream, WindowBatches(stream, STEP, start)
+    return stream, Batches(InWindows(stream), STEP, stream.seed, start)
 
 
 def taken(files, tokenizer, steps, start=None, **options):
     """(tokens, weights, cursor) of the first batches, and whether all rows were encoded behind the first."""
     stream, made = opened(files, tokenizer, start, **options)
     try:
-        found = [(b.tokens_T.tolist(), b.weights_T.tolist(), cursor) for b, cursor in islice(made, 1)]
+        found = [(b.tokens_T.tolist(), b.weights_T.tolist(), cursor) for (b,), cursor in islice(made, 1)]
         early = stream.whole is not None
         return [
             *found,
-            *((b.tokens_T.tolist(), b.weights_T.tolist(), cursor) for b, cursor in islice(made, steps - 1)),
+            *(
+                (b.tokens_T.tolist(), b.weights_T.tolist(), cursor)
+                for (b,), cursor in islice(made, steps - 1)
+            ),
         ], early
     finally:
         stream.close()
@@ -119,7 +122,7 @@ def test_an_epoch_is_every_document_of_encode_files_once(files, tokenizer):
     alone = encode_files(files, tokenizer, 64, on_bad_row="skip", workers=0)
     stream, made = opened(files, tokenizer)
     seen = []
-    for batch, _ in made:
+    for (batch,), _ in made:
         if made.epoch:
             break
         assert len(batch.tokens_T) <= STEP
@@ -195,7 +198,7 @@ FIRST = (
     "{% endif %}<|im_start|>{{ m.role }} {{ m.content if m.content is string else 'P ' ~ m.content[0].text }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
-"""The first row's words decide in which form all rows of its shape are rendered."""
+"""A row's words decide in which form it is rendered."""
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["", "planted"])
@@ -212,16 +215,16 @@ def test_what_a_row_becomes_depends_on_no_row_that_was_encoded_before(
                 *TURNS[1:],
                 {"role": "user", "content": "Y"},
             ],
-            "completion": f"C {n}",
+            "completion": [{"role": "assistant", "content": f"C {n}"}],
         }
-        for n in range(400)
+        for n in range(401)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     other = load_tokenizer(json_folder(FIRST))
     monkeypatch.setattr(streamed, "WINDOW", 1500)
-    monkeypatch.setattr(streamed, "HEAD", 3)  # shapes it does not know are examined for each row
-    if planted:
-        monkeypatch.setattr(Renderer, "freeze", lambda self, known: None)
+    monkeypatch.setattr(streamed, "HEAD", 3)  # of one shape
+    if planted:  # the first row of a shape tells what holds for all
+        monkeypatch.setattr(turns, "stand_in", lambda row: row)
     options = {"length": 200}
     cold, _ = taken([path], other, 60, **options)
     same = []
@@ -252,8 +255,8 @@ def test_a_bad_row_stops_when_its_window_is_needed(count, files, tokenizer):
     with pytest.raises(DataError, match=r"a.jsonl, row 212: broken JSON"):
         for _ in made:
             steps += 1
-            assert made.number < number
-    assert made.number == number - 1 and made.position == len(made._plan) and steps
+            assert made.window < number
+    assert made.window == number - 1 and made.position == len(made._plan) and steps
     stream.close()
     # in the first window: before the first step
     files[0].write_text("\n".join(["{broken", *good]))
@@ -292,14 +295,14 @@ def test_rows_are_those_of_raw_rows(files, tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("A text\nof two lines.\n\nAnother.\n\n\nLast.")
     paths = [*files, text]
-    rows = Rows(paths)
+    rows = RowTable(paths)
     assert [rows.read(n) for n in range(len(rows))] == [found for path in paths for found in raw_rows(path)]
     assert are_lines(paths)
     assert [sum(len(b.rows) for b in batches(paths)), rows.held_R.any()] == [len(rows), False]
-    held = Rows(paths, held=lambda raw: b"Another" in raw)
+    held = RowTable(paths, held=lambda raw: b"Another" in raw)
     assert held.held_R.sum() == 1 and held.digest != rows.digest
     text.write_text("A text\nof two lines.\n\nAnother.\n\n\nLost.")
-    assert Rows(paths).digest != rows.digest
+    assert RowTable(paths).digest != rows.digest
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.csv"])

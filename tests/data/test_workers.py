@@ -15,6 +15,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import encode_files, load_tokenizer
 from unfreeze.data.store import encoding, workers
+from unfreeze.data.tokens import turns
 
 CALL = {"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}
 TALK = [{"role": "user", "content": "Hi <|im_end|>"}, {"role": "assistant", "content": "Hello, I say."}]
@@ -97,26 +98,29 @@ FIRST = (
     "{% endif %}<|im_start|>{{ m.role }} {{ m.content if m.content is string else 'P ' ~ m.content[0].text }}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
-"""The first row's words decide in which form all rows of its shape are rendered."""
+"""A row's words decide in which form it is rendered."""
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["", "planted"])
-def test_what_the_first_row_of_a_shape_tells_holds_for_all(
-    planted, tmp_path, json_folder, monkeypatch, tokenizer
-):
+def test_what_becomes_of_a_row_hangs_on_no_other_row(planted, tmp_path, json_folder, monkeypatch, tokenizer):
     monkeypatch.setattr(encoding, "BATCH_ROWS", 4)
-    path = tmp_path / "rows.jsonl"
+    path, one = tmp_path / "rows.jsonl", tmp_path / "one.jsonl"
     rows = [{"question": "X" if n == 0 else f"Y{n}", "answer": f"Good {n}."} for n in range(24)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines))
     other = load_tokenizer(json_folder(FIRST))
+    if planted:  # in this process the first row of a shape tells what holds for all
+        monkeypatch.setattr(turns, "stand_in", lambda row: row)
     alone = encode_files([path], other, 64, workers=0)
-    if planted:
-        monkeypatch.setattr(workers, "agrees", lambda *_: True)
     together = encode_files([path], other, 64, workers=2)
     if planted:
         assert alone.examples.fingerprint() != together.examples.fingerprint()
-    else:
-        same(alone, together)
+        return
+    same(alone, together)
+    for line, example in zip(lines, alone.examples, strict=True):
+        one.write_text(line)
+        (single,) = encode_files([one], load_tokenizer(json_folder(FIRST)), 64, workers=0).examples
+        assert single.tokens == example.tokens and single.weights == example.weights
 
 
 @pytest.mark.parametrize("when", ["encode", "greet"])

@@ -50,4 +50,4 @@ def test_every_test_and_guard_it_names_is_there():
 def test_control_arm_a_name_that_is_gone_is_seen():
     assert absent(PAGE.replace("test_peak_host_memory", "test_gone")) == ["parallel/test_place.py::test_gone"]
     assert absent("`nowhere/test_x.py::test_y`") == ["nowhere/test_x.py::test_y"]
-    assert unplaced(PAGE.replace("check_coverage`", "check_gone`")) == ["parallel.place:check_gone"]
+    assert unplaced(PAGE.replace("check_coverage`", "check_gone`")) == ["parallel.placement.place:check_gone"]

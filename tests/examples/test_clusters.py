@@ -26,7 +26,7 @@ STEPS = 6
 RUN = [
     *("--model", str(TINY_K2), "--data", str(TINY_K2 / "yoda_train.jsonl"), "--dtype", "float32"),
     *("--tokens-per-step", "1024", "--micro-batches", "2", "--steps", str(STEPS), "--lora.rank", "2"),
-    *("--samples", "0", "--threads", "1", "--quiet"),
+    *("--watch.samples", "0", "--threads", "1", "--quiet"),
 ]
 
 

@@ -1,6 +1,10 @@
 """The notebooks of examples/, executed whole, and what they leave behind; committed without outputs."""
 
+import ast
+import importlib
+import inspect
 import zipfile
+from copy import deepcopy
 from pathlib import Path
 
 import nbformat
@@ -10,6 +14,8 @@ from nbclient.exceptions import CellExecutionError
 from peft import PeftConfig
 
 import unfreeze
+from unfreeze.config.names import earlier, spellings
+from unfreeze.config.sft import Config
 from unfreeze.drill.sandbox import TINY_K2
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -37,6 +43,34 @@ def shown(output):
     if output.output_type == "stream":
         return output.text
     return output.data.get("text/html", output.data["text/plain"])
+
+
+def unknown(notebook):
+    """What its code names of unfreeze and there is not: functions, and fields of a run."""
+    found = []
+    for node in (
+        node
+        for cell in notebook.cells
+        if cell.cell_type == "code" and "install" not in cell.metadata.get("tags", [])
+        for node in ast.walk(ast.parse(cell.source))
+    ):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("unfreeze"):
+            module = importlib.import_module(str(node.module))
+            found += [name.name for name in node.names if not hasattr(module, name.name)]
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "unfreeze"
+        ):
+            found += [] if hasattr(unfreeze, node.attr) else [node.attr]
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("unfreeze."):
+            takes = inspect.signature(
+                getattr(unfreeze, ast.unparse(node.func).partition(".")[2], len)
+            ).parameters
+            known = {*takes, *spellings(Config), *earlier(Config), "rank"} if "fields" in takes else {*takes}
+            known |= {name.partition(".")[0] for name in known}
+            found += sorted({str(keyword.arg) for keyword in node.keywords} - known)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +114,22 @@ def test_its_own_loop_is_the_same_run_up_to_where_it_was_left(first_run):
     assert len(own.losses) == 5 and own.losses == run.losses[:5] and "step-000005" in said["own-saved"]
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_names_what_there_is(path):
+    notebook = nbformat.read(path, 4)
+    assert unknown(notebook) == []
+    (cell, *_) = [cell for cell in notebook.cells if "unfreeze.sft(" in cell.source]
+    for old, new, named in (  # control arm
+        ("unfreeze.sft(", "unfreeze.soft(", "soft"),
+        ("model=", "modell=", "modell"),
+        ("steps=", "tsteps=", "tsteps"),
+    ):
+        planted = deepcopy(notebook)
+        planted.cells[notebook.cells.index(cell)].source = cell.source.replace(old, new)
+        assert named in unknown(planted)
+
+
+@pytest.mark.nightly  # 18 s; its cells are those of the first run, and what they name is looked at above
 def test_the_gpu_notebook_leaves_an_adapter_that_peft_reads(free_gpu):
     folder, said = free_gpu
     (run,) = map(unfreeze.FinishedRun, folder.glob("runs/*"))
@@ -91,7 +141,7 @@ def test_the_gpu_notebook_leaves_an_adapter_that_peft_reads(free_gpu):
     assert PeftConfig.from_pretrained(folder / "taken").base_model_name_or_path == str(TINY_K2)
 
 
-@pytest.mark.parametrize("notebook", ["first_run", "free_gpu"])
+@pytest.mark.parametrize("notebook", ["first_run", pytest.param("free_gpu", marks=pytest.mark.nightly)])
 def test_nothing_complains(notebook, request):
     _, said = request.getfixturevalue(notebook)
     complaining = [cell for cell, text in said.items() if "Traceback" in text or "Warning" in text]

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -42,16 +41,10 @@ def job(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory):
+def script(tmp_path_factory, forkserver):
     """The script as a user starts it. -> (folder, what it said)"""
     out = tmp_path_factory.mktemp("script") / "run"
-    said = subprocess.run(
-        [sys.executable, str(SCRIPT), "--out", str(out), *FLAGS],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    said = forkserver.run([SCRIPT, "--out", out, *FLAGS], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert said.returncode == 0, said.stderr
     return out, said
 

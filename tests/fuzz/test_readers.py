@@ -22,7 +22,7 @@ from unfreeze.checkpoint import manifest
 from unfreeze.config import parse as config
 from unfreeze.core import errors, events
 from unfreeze.data.rows import lines as row_files
-from unfreeze.data.rows.row import Place
+from unfreeze.data.rows.row import RowPlace
 from unfreeze.data.tokens import templates, tokenizer
 from unfreeze.train import run
 
@@ -112,7 +112,7 @@ ARMS = {  # guards, each taken away alone: (reader, where, name, what stands in 
         row_files.JsonLines,
         "rows",
         lambda file: (
-            (Place(i, 0, len(line)), line)
+            (RowPlace(i, 0, len(line)), line)
             for i, line in enumerate(file.path.open("rb"), 1)
             if line.startswith(b"{")
         ),

@@ -42,7 +42,7 @@ def sft(unfreeze_json, files, tmp_path, read_events):
             128,
             "--steps",
             1,
-            "--samples",
+            "--watch.samples",
             1,
             "--lora.rank",
             1,
@@ -57,14 +57,14 @@ def sft(unfreeze_json, files, tmp_path, read_events):
 
 def test_files_weights_packing_and_a_held_out_share_are_said(sft):
     data, _ = sft(
-        "--data-weights",
+        "--data.weights",
         1,
         0.5,
-        "--packing",
+        "--training.packing",
         "best_fit",
         "--validation-fraction",
         0.2,
-        "--truncation",
+        "--data.truncation",
         "head",
     )
     assert (
@@ -103,7 +103,7 @@ def test_a_validation_file_of_other_rows_is_not_warned_about(sft, files):
 def test_what_a_validation_file_loses_is_said(sft, files, tmp_path):
     path = tmp_path / "held.jsonl"
     path.write_text(json.dumps(rows(1, "held")[0]) + "\n{broken\n")
-    _, warnings = sft("--validation", path, "--on-bad-row", "skip")
+    _, warnings = sft("--validation", path, "--data.on-bad-row", "skip")
     assert (
         len(warnings) == 1
         and warnings[0].startswith("validation file: 2 rows (question/answer 1)")
@@ -133,7 +133,7 @@ def test_one_path_or_a_list_in_toml(tmp_path, files):
 @pytest.mark.parametrize(
     "more, says",
     [
-        (["--data-weights", "1", "2", "3"], "data_weights has 3 numbers for 2 data files"),
+        (["--data.weights", "1", "2", "3"], "data_weights has 3 numbers for 2 data files"),
         (["--validation", "v.jsonl", "--validation-fraction", "0.1"], "give one of them"),
         (["--validation-fraction", "1"], "--validation-fraction 1: must be less than 1.0"),
         (["--validation-fraction", "-0.5"], "--validation-fraction -0.5: must be at least 0.0"),
@@ -159,13 +159,13 @@ def test_a_pattern_and_a_folder_are_kept_as_written_and_a_new_file_is_refused(
 ):
     """What --data became stands in the run's record; a run goes on, or is found finished, with the same files only."""
     monkeypatch.chdir(tmp_path)
-    said, _ = sft("--data-weights", 0.5, data=["*.jsonl"])
+    said, _ = sft("--data.weights", 0.5, data=["*.jsonl"])
     assert said["files"] == {"a.jsonl": 20, "b.jsonl": 6} and said["efficiency"]
     resolved = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
-    assert resolved["data"] == str(tmp_path / "*.jsonl") and resolved["data_weights"] == [0.5]
+    assert resolved["data.files"] == str(tmp_path / "*.jsonl") and resolved["data.weights"] == [0.5]
     assert resolved["data_files"] == dict.fromkeys(map(str, files), "*.jsonl")
-    command = ["sft", "--model", str(TINY_K2), "--data", "*.jsonl", "--data-weights", "0.5", "--out", "run"]
-    command += "--tokens-per-step 128 --steps 1 --samples 1 --lora.rank 1 --dtype float32".split()
+    command = ["sft", "--model", str(TINY_K2), "--data", "*.jsonl", "--data.weights", "0.5", "--out", "run"]
+    command += "--tokens-per-step 128 --steps 1 --watch.samples 1 --lora.rank 1 --dtype float32".split()
     assert cli.main(command) == 0 and "was finished before" in capsys.readouterr().err
     (tmp_path / "c.jsonl").write_text(files[0].read_text())
     assert cli.main(command) == 2
@@ -182,7 +182,7 @@ def test_columns_of_a_csv_file_and_held_out_rows_of_a_folder(sft, tmp_path):
     said, _ = sft("--columns", columns, "--validation", tmp_path / "held", data=[data])
     assert said["shapes"] == {"prompt/completion": 20} and said["held_out"] == 2
     resolved = json.loads((tmp_path / "run" / "resolved_config.json").read_text())
-    assert resolved["columns"] == ["prompt=task", "completion=reply"]
+    assert resolved["data.columns"] == ["prompt=task", "completion=reply"]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_a_run_is_named_after_what_the_user_wrote(written, name):
 def test_a_mixture_and_great_losses_are_said_at_the_start_and_in_the_summary(sft, files, tmp_path):
     long = {"question": "Why?", "answer": "Because. " * 300}
     files[1].write_text("".join(json.dumps(row) + "\n" for row in [long] * 6))
-    data, warned = sft("--data-weights", 1, 0.5, "--steps", 1)
+    data, warned = sft("--data.weights", 1, 0.5, "--steps", 1)
     assert [line.partition(",")[0] for line in data["mixture"]] == [
         "a.jsonl x 1: 20 of 20 documents an epoch",
         "b.jsonl x 0.5: 3 of 6 documents an epoch",
@@ -256,7 +256,7 @@ def test_a_mixture_and_great_losses_are_said_at_the_start_and_in_the_summary(sft
             "next: --sequence-length and --tokens-per-step higher",
         ),
         (["--sequence-length", 8], "next: --sequence-length higher"),
-        (["--tokens-per-step", 8, "--truncation", "error"], "next: --tokens-per-step higher"),
+        (["--tokens-per-step", 8, "--data.truncation", "error"], "next: --tokens-per-step higher"),
     ],
 )
 def test_rows_that_are_cut_too_short_name_what_bounds_them(flags, said, files, tmp_path, capsys):
@@ -264,7 +264,7 @@ def test_rows_that_are_cut_too_short_name_what_bounds_them(flags, said, files, t
     command = ["sft", "--quiet", "--model", TINY_K2, "--data", files[0], "--out", tmp_path / "run", *flags]
     assert cli.main([str(word) for word in command]) == 2
     assert said in capsys.readouterr().err
-    if "--truncation" in flags:  # data show lists the rows instead
+    if "--data.truncation" in flags:  # data show lists the rows instead
         return
     show = ["data", "show", files[0], "--model", TINY_K2, *flags]
     assert cli.main([str(word) for word in show]) == 2

@@ -79,7 +79,7 @@ def test_a_step_that_is_not_finite(tmp_path, chat_rows, monkeypatch, capsys):
         tmp_path / "run",
         "--tokens-per-step",
         128,
-        "--samples",
+        "--watch.samples",
         0,
         "--lora.rank",
         1,

@@ -18,7 +18,17 @@ from unfreeze.kernels.choice.choose import by_record
 
 def trained(folder, rows, steps=1, dtype="float32", **more):
     words = ["--model", TINY_K2, "--data", rows, "--out", folder, "--tokens-per-step", 128, "--steps", steps]
-    words += ["--samples", 0, "--lora.rank", 1, "--lora.targets", "attention", "--warmup", 0, "--quiet"]
+    words += [
+        "--watch.samples",
+        0,
+        "--lora.rank",
+        1,
+        "--lora.targets",
+        "attention",
+        "--optimizer.warmup",
+        0,
+        "--quiet",
+    ]
     words += ["--dtype", dtype, *(part for name, value in more.items() for part in (f"--{name}", value))]
     code = cli.main(["sft", *map(str, words)])
     return code, {

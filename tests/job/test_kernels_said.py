@@ -44,7 +44,7 @@ def measured(monkeypatch):
 
 def trained(folder, rows):
     words = ["--model", TINY_K2, "--data", rows, "--out", folder, "--tokens-per-step", 128, "--steps", 2]
-    words += ["--samples", 0, "--lora.rank", 1, "--lora.targets", "attention", "--warmup", 0]
+    words += ["--watch.samples", 0, "--lora.rank", 1, "--lora.targets", "attention", "--optimizer.warmup", 0]
     assert cli.main(["sft", *map(str, words)]) == 0
     lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
     return [choice for line in lines for choice in json.loads(line).get("choices", [])]

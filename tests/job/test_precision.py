@@ -19,7 +19,7 @@ from unfreeze.recipes.sft import Config
 from unfreeze.report.run import read_run
 
 CPU = torch.device("cpu")
-QUICK = ["--steps", "1", "--tokens-per-step", "128", "--samples", "0", "--threads", "1", "--quiet"]
+QUICK = ["--steps", "1", "--tokens-per-step", "128", "--watch.samples", "0", "--threads", "1", "--quiet"]
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_run_keeps_its_dtype_elsewhere_and_says_that_it_is_slow(tmp_path, data
         loop.forward_backward(micro_batches)
         loop.optim_step()
         break
-    assert read_run(out).config["dtype"] == "bfloat16"
+    assert read_run(out).config["memory.dtype"] == "bfloat16"
 
     units(False)
     loop = unfreeze.prepare(**fields)
@@ -120,18 +120,18 @@ def test_a_run_keeps_its_dtype_elsewhere_and_says_that_it_is_slow(tmp_path, data
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [event["message"] for event in events if event["kind"] == "warning"][-1:] == [
         "dtype = bfloat16 is slow here: this CPU (avx2) has no bfloat16 units;"
-        " faster: --dtype float32 --allow-changed dtype"
+        " faster: --dtype float32 --save.allow-changed dtype"
     ]
 
     # and its remedy works, in this form only
     command = ["sft", "--model", str(TINY_K2), "--data", str(data), "--out", str(out), "--steps", "2"]
     command += [*QUICK[2:-1]]
-    assert cli.main([*command, "--steps", "3", "--allow-changed", "steps"]) == 0
+    assert cli.main([*command, "--steps", "3", "--save.allow-changed", "steps"]) == 0
     assert "dtype: bfloat16 (as the run began)" in capsys.readouterr().err
     command += ["--steps", "4", "--dtype", "float32"]
     assert cli.main(command) == 2
-    assert cli.main([*command, "--allow-changed", "dtype", "steps"]) == 0
-    assert read_run(out).config["dtype"] == "float32"
+    assert cli.main([*command, "--save.allow-changed", "dtype", "steps"]) == 0
+    assert read_run(out).config["memory.dtype"] == "float32"
 
 
 def test_the_start_says_dtype_and_why(tmp_path, data, units, capsys):
@@ -140,4 +140,4 @@ def test_the_start_says_dtype_and_why(tmp_path, data, units, capsys):
     command = ["sft", "--model", str(TINY_K2), "--data", str(data), "--out", str(out)]
     assert cli.main([*command, *QUICK[:-1]]) == 0
     assert "dtype: float32 (this CPU (avx2) has no bfloat16 units)" in capsys.readouterr().err
-    assert read_run(out).config["dtype"] == "float32"
+    assert read_run(out).config["memory.dtype"] == "float32"

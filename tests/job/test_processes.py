@@ -13,8 +13,8 @@ from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import Started, nearest_multiples, sharers, started
 from unfreeze.job.end.folder import _gone
-from unfreeze.job.job import Job
 from unfreeze.job.opening.processes import alone, refuse_uneven
+from unfreeze.job.watch.spikes import spike_guard
 from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.recipes.sft import Config
 from unfreeze.train.events import emit_nonfinite
@@ -118,9 +118,9 @@ def test_the_spike_guard_of_every_process_has_the_steps_before_that_only_process
         **dict.fromkeys(("recompute", "describe")),
     )
     (tmp_path / "events.jsonl").write_text("")  # a process beyond the first has a folder of its own
-    assert Job.spike_guard(job) == [[2.0, 1.0], [1.9, 0.9]]  # type: ignore[arg-type]
+    assert spike_guard(job) == [[2.0, 1.0], [1.9, 0.9]]  # type: ignore[arg-type]
     job.group = ALONE
-    assert Job.spike_guard(job) == []  # type: ignore[arg-type]
+    assert spike_guard(job) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from unfreeze.adapters import LoraConfig, attach
 from unfreeze.core.batch import Loss
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.events import EventLog
+from unfreeze.drill.loading import lose_gradients
 from unfreeze.drill.sandbox import Sandbox
 from unfreeze.job.watch.receipts import receipt_of
 from unfreeze.models.recompute import RECOMPUTE
@@ -130,15 +131,7 @@ def test_a_run_that_goes_on_takes_it_only_where_it_is_missing(sandbox, tmp_path)
 
 def test_the_receipt_is_written_before_it_stops_the_run(sandbox, tmp_path):
     state = state_of(sandbox, tmp_path / "run")
-    collect = state.optimizer.collect
-
-    def lossy():
-        collect()
-        for name, parameter in state.optimizer.parameters.items():
-            if "down" in name and "mlp.experts" in name and parameter.grad is not None:
-                parameter.grad.zero_()
-
-    state.optimizer.collect = lossy
+    lose_gradients(state.optimizer, "mlp.experts.*down")
     with pytest.raises(AdapterError, match="down_proj"):
         step(sandbox, state, hooks_of(sandbox, state))
     exception, *_ = json.loads((state.run.path / "receipt.json").read_text())["exceptions"]

@@ -16,7 +16,7 @@ from unfreeze.report.run import facts, read_run
 
 def sft(chat_rows, out, *flags):
     line = ["sft", "--model", TINY_K2, "--data", chat_rows, "--out", out, "--tokens-per-step", 256]
-    line += ["--lora.rank", 1, "--samples", 0, "--threads", 1, "--quiet", *flags]
+    line += ["--lora.rank", 1, "--watch.samples", 0, "--threads", 1, "--quiet", *flags]
     code = cli.main([str(word) for word in line])
     events = out / "events.jsonl"
     lines = events.read_text(encoding="utf-8").splitlines() if events.is_file() else []
@@ -68,7 +68,7 @@ def test_a_run_says_what_it_chose_and_keeps_it_when_it_goes_on(began, chat_rows,
     assert any("recompute = nothing" in line for line in first["lines"])
     assert json.loads((out / "resolved_config.json").read_text())["recompute"] == "auto"
     # another choice is refused as any other setting is
-    assert sft(chat_rows, out, "--steps", 4, "--save-every", 2, "--recompute", "layers")[0] == 2
+    assert sft(chat_rows, out, "--steps", 4, "--save-every", 2, "--place.recompute", "layers")[0] == 2
 
 
 def test_where_it_no_longer_fits_what_gives_the_same_bits_is_taken(chat_rows, tmp_path, monkeypatch):
@@ -91,8 +91,8 @@ def test_where_it_no_longer_fits_what_gives_the_same_bits_is_taken(chat_rows, tm
 
 def test_a_run_that_named_its_choice_keeps_it_without_the_flag(chat_rows, tmp_path):
     out = tmp_path / "run"
-    assert sft(chat_rows, out, "--steps", 2, "--recompute", "layers")[0] == 0
-    code, events = sft(chat_rows, out, "--steps", 3, "--allow-changed", "steps")
+    assert sft(chat_rows, out, "--steps", 2, "--place.recompute", "layers")[0] == 0
+    code, events = sft(chat_rows, out, "--steps", 3, "--save.allow-changed", "steps")
     assert code == 0 and [event["recompute"] for event in plans(events)] == ["layers", "layers"]
 
 

@@ -53,7 +53,7 @@ def adapter(out):
 def resident(request, chat_rows, tmp_path_factory):
     """-> (dtype, folder, events) of a run with all experts in memory."""
     out = tmp_path_factory.mktemp("resident") / "run"
-    flags = ["--samples", 0, "--save-every", 2, "--validation-fraction", 0.3]
+    flags = ["--watch.samples", 0, "--save-every", 2, "--validation-fraction", 0.3]
     code, events = sft(chat_rows, out, "--dtype", request.param, *flags)
     assert code == 0
     return request.param, out, events
@@ -124,7 +124,7 @@ def test_auto_takes_groups_where_two_buffers_of_a_layer_are_too_large(chat_rows,
     assert single < whole
     small = replace(here, available=int((2 * single + whole) / 3 / USABLE))
     monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: small)
-    more = ["--samples", 0, "--dtype", "float32", "--tokens-per-step", 64, "--lora.rank", 1]
+    more = ["--watch.samples", 0, "--dtype", "float32", "--tokens-per-step", 64, "--lora.rank", 1]
     code, events = sft(chat_rows, tmp_path / "run", *more)
     (planned,) = of(events, "plan")
     assert code == 0 and planned["experts"] == "disk" and planned["groups"] > 1
@@ -141,7 +141,7 @@ def test_a_run_whose_boundary_activations_are_copied_to_host_memory(
     here = hardware(torch.device("cpu"))
     monkeypatch.setattr(machine, "hardware", lambda place: replace(here, host=2**34))
     out = tmp_path / "run"
-    code, events = sft(chat_rows, out, "--dtype", dtype, "--validation-fraction", 0.3, "--samples", 0)
+    code, events = sft(chat_rows, out, "--dtype", dtype, "--validation-fraction", 0.3, "--watch.samples", 0)
     (plan,) = of(events, "plan")
     assert code == 0 and plan["boundary"] == "host" and plan["recompute"] != "nothing"
     assert any("the inputs of 3 layers lie in host memory until backward" in line for line in plan["lines"])
@@ -154,7 +154,7 @@ def test_a_run_whose_moments_lie_in_host_memory_and_one_that_goes_on(
 ):
     """Where a GPU would do so; here they are copied, and what nobody may read is NaN. Half of another run has them
     on the device."""
-    flags = ["--dtype", "float32", "--samples", 0, "--optimizer-moments", moments]
+    flags = ["--dtype", "float32", "--watch.samples", 0, "--optimizer.moments", moments]
     _, wanted = sft(chat_rows, tmp_path / "resident", *flags, "--save-every", 2)
     here = hardware(torch.device("cpu"))
     monkeypatch.setattr(layouts, "_states", lambda *given: [{"adapters": "device", "optimizer": "host"}])
@@ -208,7 +208,7 @@ def test_a_disk_that_fails_in_a_run_is_one_line_and_the_save_stays(chat_rows, tm
 
     monkeypatch.setattr(ExpertsOnDisk, "begin", failing)
     out = tmp_path / "run"
-    flags = ["--samples", 0, "--save-every", 1, "--place.experts", "disk", "--steps", 40]
+    flags = ["--watch.samples", 0, "--save-every", 1, "--place.experts", "disk", "--steps", 40]
     code, events = sft(chat_rows, out, *flags, model=copy)
     said = capsys.readouterr().err
     assert code == 2 and "longer when it was opened" in said and "Traceback" not in said
@@ -260,7 +260,7 @@ def test_auto_takes_the_disk_where_the_device_is_too_small(chat_rows, tmp_path, 
     between = (least("device") + least("disk")) // 2
     small = replace(here, available=int(between / USABLE))
     monkeypatch.setattr("unfreeze.parallel.machine.hardware", lambda device: small)
-    code, events = sft(chat_rows, tmp_path / "run", "--samples", 0)
+    code, events = sft(chat_rows, tmp_path / "run", "--watch.samples", 0)
     (planned,) = of(events, "plan")
     assert code == 0 and planned["experts"] == "disk" and planned["recompute"] == "layers"
     assert any(

@@ -15,6 +15,7 @@ from unfreeze import cli
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.same import weights_digest
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.config.names import of_today
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.end.folder import refuse_other_recipe
 from unfreeze.job.end.resume import DERIVED, FIXED, allowed
@@ -26,19 +27,24 @@ from unfreeze.train.run import Run, config_hash
 RECORD = Config(model="m", data=("d.jsonl",)).record()
 
 
+def may_change(*names: str) -> list[str]:
+    return allowed(Config(model="m", data=("d.jsonl",), allow_changed=names))
+
+
 def test_fixed_and_derived_fields_exist():
-    assert set(FIXED) <= {*RECORD, *(f"lora.{name}" for name in RECORD["lora"])}
+    assert set(FIXED) <= set(RECORD)
     assert set(DERIVED) <= set(RECORD)
 
 
 def test_what_follows_from_a_field_is_allowed_with_it():
-    assert allowed(("learning_rate", "lora.alpha"), RECORD) == [
-        "learning_rate",
+    assert may_change("learning_rate", "lora.alpha", "clip") == [
+        "optimizer.learning_rate",
         "lora.alpha",
+        "optimizer.clip",
         "schedule.peak",
     ]
-    assert set(allowed(("steps",), RECORD)) == {
-        "steps",
+    assert set(may_change("steps")) == {
+        "training.steps",
         "schedule.steps",
         "schedule.warmup_steps",
         "schedule.decay_steps",
@@ -70,7 +76,7 @@ def test_what_follows_from_a_field_is_allowed_with_it():
 )
 def test_what_cannot_be_allowed_is_refused(field: str, words: str):
     with pytest.raises(ConfigError, match=words):
-        allowed((field,), RECORD)
+        may_change(field)
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +98,11 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, chat_rows: Path) -> li
         "4",
         "--lora.rank",
         "1",
-        "--samples",
+        "--watch.samples",
         "0",
         "--save-every",
         "1",
-        "--keep-saves",
+        "--save.keep",
         "9",
         "--threads",
         "1",
@@ -133,11 +139,11 @@ def test_a_changed_field_is_refused_with_the_flag_that_would_allow_it(
     assert code == 2 and said.splitlines() == [
         (
             f"ConfigError: {run} was trained to step 2 with another configuration; 1 field differs (saved ->"
-            " now): learning_rate: 0.0002 -> 0.001"
+            " now): optimizer.learning_rate: 0.0002 -> 0.001"
         ),
         (
             "  next: run with the saved values to go on, or give another folder with --out, or add"
-            " --allow-changed learning_rate"
+            " --save.allow-changed optimizer.learning_rate"
         ),
     ]
 
@@ -146,11 +152,13 @@ def test_a_flag_that_is_given_once_is_named_with_the_fields_that_it_has(
     interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     changed = ["--learning-rate", "0.001", "--steps", "6"]
-    code, run = again(interrupted, tmp_path, *changed, "--allow-changed", "steps")
+    code, run = again(interrupted, tmp_path, *changed, "--save.allow-changed", "steps")
     said = capsys.readouterr().err
-    assert code == 2 and said.rstrip().endswith("or add --allow-changed steps learning_rate")
+    assert code == 2 and said.rstrip().endswith(
+        "or add --save.allow-changed training.steps optimizer.learning_rate"
+    )
     at = interrupted.index("--out") + 1
-    flags = ["--allow-changed", "steps", "learning_rate"]  # as it says
+    flags = ["--save.allow-changed", "training.steps", "optimizer.learning_rate"]  # as it says
     assert cli.main([*interrupted[:at], str(run), *interrupted[at + 1 :], *changed, *flags]) == 0
 
 
@@ -162,15 +170,15 @@ def test_an_allowed_change_goes_on_and_is_a_warning(interrupted: list[str], tmp_
         "0.001",
         "--steps",
         "6",
-        "--allow-changed",
+        "--save.allow-changed",
         "learning_rate",
         "training.steps",
     )
     assert code == 0
     (warning,) = [event for event in read_events(run, "warning") if "as allowed" in event["message"]]
-    assert (
-        warning["message"]
-        == "resumed with another configuration, as allowed: learning_rate: 0.0002 -> 0.001; steps: 4 -> 6"
+    assert warning["message"] == (
+        "resumed with another configuration, as allowed: optimizer.learning_rate: 0.0002 -> 0.001;"
+        " training.steps: 4 -> 6"
     )
     train = read_events(run, "train")
     assert [event["step"] for event in train] == [1, 2, 3, 4, 5, 6] and train[2][
@@ -184,7 +192,15 @@ def test_a_finished_run_can_be_made_longer(interrupted: list[str], tmp_path: Pat
     at = interrupted.index("--out") + 1
     assert (
         cli.main(
-            [*interrupted[:at], str(run), *interrupted[at + 1 :], "--steps", "5", "--allow-changed", "steps"]
+            [
+                *interrupted[:at],
+                str(run),
+                *interrupted[at + 1 :],
+                "--steps",
+                "5",
+                "--save.allow-changed",
+                "steps",
+            ]
         )
         == 0
     )
@@ -213,7 +229,7 @@ def test_steps_and_epochs_together_say_which_decides(tmp_path: Path, chat_rows: 
         "--out",
         str(tmp_path / "run"),
     ]
-    command += ["--tokens-per-step", "128", "--samples", "0", "--lora.rank", "1", "--threads", "1"]
+    command += ["--tokens-per-step", "128", "--watch.samples", "0", "--lora.rank", "1", "--threads", "1"]
     assert cli.main([*command, "--steps", "1", "--epochs", "2"]) == 0
     said = [event["message"] for event in read_events(tmp_path / "run", "warning")]
     assert "steps 1 and epochs 2 are both given: steps decides" in said
@@ -224,10 +240,10 @@ def test_epochs_are_those_of_the_data_trained_on_in_every_session(
 ):
     """A finished run of 2 epochs made longer to 5, with rows held out: it ends with epoch 5.0, as it was asked."""
     command = ["sft", "--model", str(TINY_K2), "--data", str(chat_rows), "--out", str(tmp_path / "run")]
-    command += ["--tokens-per-step", "128", "--samples", "0", "--lora.rank", "1", "--threads", "1"]
+    command += ["--tokens-per-step", "128", "--watch.samples", "0", "--lora.rank", "1", "--threads", "1"]
     command += ["--validation-fraction", "0.3", "--device", "cpu"]
     assert cli.main([*command, "--epochs", "2"]) == 0
-    assert cli.main([*command, "--epochs", "5", "--allow-changed", "epochs"]) == 0
+    assert cli.main([*command, "--epochs", "5", "--save.allow-changed", "epochs"]) == 0
     train = read_events(tmp_path / "run", "train")
     of_one = len(train) / 5
     assert [event["epoch"] for event in train] == pytest.approx([(i + 1) / of_one for i in range(len(train))])
@@ -245,7 +261,7 @@ def test_a_fixed_field_is_refused_with_its_reason(
         and "lora.rank: 1 -> 2; lora.rank can never change within a run: it is the shape of the trained tensors"
         in said
     )
-    assert "--allow-changed" not in said
+    assert "--save.allow-changed" not in said
 
 
 def test_another_recipe_in_a_runs_folder_is_refused(interrupted: list[str], tmp_path: Path):
@@ -263,7 +279,7 @@ def test_control_arm_without_the_refusal_the_run_goes_on_with_other_numbers(
     interrupted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(Run, "refuse_changes", lambda *arguments: None)
-    code, run = again(interrupted, tmp_path, "--weight-decay", "9", "--learning-rate", "0.01")
+    code, run = again(interrupted, tmp_path, "--optimizer.weight-decay", "9", "--learning-rate", "0.01")
     assert code == 0 and len(losses(run)) == 4
     assert losses(run) != straight(interrupted)
 
@@ -284,31 +300,52 @@ def test_a_run_of_the_code_before_there_were_tables_goes_on(interrupted: list[st
     out = tmp_path / "run"
     shutil.copytree(interrupted[at], out)
     resolved, state = out / "resolved_config.json", out / "state" / "step-000002" / "state.json"
-    new = json.loads(state.read_text())
+    new, config = json.loads(state.read_text()), old["state.json"]["config"]
     # its default of then; one that goes on keeps it (job/test_recompute.py)
-    assert new["config"]["recompute"] == "auto" and old["state.json"]["config"]["recompute"] == "selective"
-    new["config"]["recompute"] = "selective"
-    new["config_hash"] = config_hash(new["config"])
-    assert list(new["config"].items()) == list(old["state.json"]["config"].items()), (
-        "earlier runs could not be resumed: name a new field of the config in ADDED in config/training.py"
+    assert new["config"]["place.recompute"] == "auto" and config["recompute"] == "selective"
+    assert {**new["config"], "place.recompute": "selective"} == of_today(Config, config), (
+        "earlier runs could not be resumed: say about(since=…) at a new field of the config"
     )
-    state.write_text(json.dumps({**new, "config": old["state.json"]["config"]}))  # its hash is checked
+    state.write_text(json.dumps({**new, "config": config, "config_hash": config_hash(config)}))
     resolved.write_text(json.dumps(old["resolved_config.json"]))
 
     # what reads a run's folder, and the run itself
     config = read_run(out).config
-    assert (config["learning_rate"], config["tokens_per_step"], config["lora"]["rank"]) == (0.0002, 128, 1)
+    names = ("optimizer.learning_rate", "training.tokens_per_step", "lora.rank")
+    assert [config[name] for name in names] == [0.0002, 128, 1]
     assert verdict.rerun_command(read_run(out)).count("--tokens-per-step 128") == 1
-    changed = [*interrupted[:at], str(out), *interrupted[at + 1 :], "--clip", "2"]
+    changed = [*interrupted[:at], str(out), *interrupted[at + 1 :], "--optimizer.clip", "2"]
     assert cli.main(changed) == 2
     assert cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :]]) == 0
     assert losses(out) == straight(interrupted)
     after = json.loads(resolved.read_text())
     fields = {key: value for key, value in old["resolved_config.json"].items() if key != "effective"}
-    assert list({key: after[key] for key in fields}.items()) == list(fields.items())
-    assert [key for key in after if key in old["resolved_config.json"]] == list(old["resolved_config.json"])
+    assert {key: after[key] for key in of_today(Config, fields)} == of_today(Config, fields)
     assert cli.main(["compare", str(out), interrupted[at]]) == 0 and cli.main(["report", str(out)]) == 0
     assert unfreeze.load(out, dtype="float32").logits([[1, 2, 3]])[0].shape[0] == 3
+
+
+def test_a_run_that_this_version_cannot_go_on_with_is_refused_by_name_and_version(
+    interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    at = interrupted.index("--out") + 1
+    out = tmp_path / "run"
+    shutil.copytree(interrupted[at], out)
+    state = out / "state" / "step-000002" / "state.json"
+    record = json.loads(state.read_text())
+    config = {**record["config"], "optimizer.momentum": 0.9}
+    state.write_text(json.dumps({**record, "config": config, "config_hash": config_hash(config)}))
+    assert cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :]]) == 2
+    said = capsys.readouterr().err.splitlines()
+    version = unfreeze.__version__
+    assert said == [
+        f"ConfigError: {out} cannot be resumed by unfreeze {version}: it is a run of unfreeze {version} with"
+        " optimizer.momentum, which this version does not have",
+        f"  next: another folder with --out, or: pip install unfreeze=={version}",
+    ]
+    (out / "resolved_config.json").unlink()  # which says the version
+    assert cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :]]) == 2
+    assert "it is a run of another version with" in capsys.readouterr().err
 
 
 def test_another_base_under_the_same_path_is_refused_and_one_in_other_files_is_not(
@@ -320,7 +357,7 @@ def test_another_base_under_the_same_path_is_refused_and_one_in_other_files_is_n
     words |= {"--model": str(model), "--out": str(run), "--steps": "1"}
     command = ["sft", "--quiet", *(word for pair in words.items() for word in pair)]
     assert cli.main(command) == 0
-    longer = [*command, "--steps", "2", "--allow-changed", "steps"]
+    longer = [*command, "--steps", "2", "--save.allow-changed", "steps"]
     own = open_checkpoint(model)
     digest = weights_digest(own)
     (name, info), *_ = ((n, i) for n, i in own.tensors.items() if n.endswith("1.self_attn.o_proj.weight"))

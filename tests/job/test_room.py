@@ -33,7 +33,7 @@ def sft(chat_rows, tmp_path, monkeypatch, capsys):
 def test_no_room_for_a_save_is_refused_before_a_weight_is_read(sft):
     code, said, events = sft(0)
     assert code == 2 and "0 B free" in said and "the run writes at most" in said, said
-    assert "--keep-saves" in said and not any(event["kind"] in ("load", "train") for event in events)
+    assert "--save.keep" in said and not any(event["kind"] in ("load", "train") for event in events)
 
 
 @pytest.mark.parametrize("free, warned", [(3.0, False), (0.9, True)])
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_is_not_asked_and_knows_how_long_a_save_took(sft):
     plan, save = (next(event for event in events if event["kind"] == kind) for kind in ("plan", "save"))
     assert plan["save_bytes"] == pytest.approx(save["bytes"], abs=20_000)  # random numbers, a step a matrix
     assert "every 10 min" in plan["lines"][-1] and "the last time" not in str(plan["lines"])
-    code, said, events = sft(0, "--steps", 4, "--allow-changed", "steps")
+    code, said, events = sft(0, "--steps", 4, "--save.allow-changed", "steps")
     assert code == 0, said
     assert "the run writes at most" not in said
     assert "the last time" in [event for event in events if event["kind"] == "plan"][-1]["lines"][-1]
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_is_not_asked_and_knows_how_long_a_save_took(sft):
 def test_a_finished_run_says_how_to_train_more_and_that_is_true(field, more, chat_rows, tmp_path, capsys):
     def run(*flags):
         line = ["sft", "--model", TINY_K2, "--data", chat_rows, "--out", tmp_path / "run", *flags]
-        code = cli.main([*map(str, line), "--tokens-per-step", "256", "--samples", "0"])
+        code = cli.main([*map(str, line), "--tokens-per-step", "256", "--watch.samples", "0"])
         said = capsys.readouterr().err
         steps = [json.loads(words) for words in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
         return code, " ".join(said.split()), max(event["step"] for event in steps)
@@ -75,9 +75,9 @@ def test_a_finished_run_says_how_to_train_more_and_that_is_true(field, more, cha
     assert code == 0 and "to train more" not in said
     code, said, again = run(*first)
     assert code == 0 and again == before
-    assert f"a higher --{field} and --allow-changed {field}" in said
+    assert f"a higher --{field} and --save.allow-changed {field}" in said
     assert f"with --adapter {tmp_path / 'run'} and another --out" in said
-    code, said, after = run(*(more or ["--epochs", 1]), "--allow-changed", field)
+    code, said, after = run(*(more or ["--epochs", 1]), "--save.allow-changed", field)
     assert code == 0 and after > before, said
 
 

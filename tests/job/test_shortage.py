@@ -102,7 +102,7 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 found = hardware("cpu")
 print(json.dumps([free, limit - mapped(), found.available, found.limit, found.shared(2).available]))
 sys.exit(cli.main(["sft", "--model", sys.argv[1], "--data", sys.argv[2], "--out", sys.argv[3], "--dtype", "float32",
-    "--tokens-per-step", "4000000", "--sequence-length", "128", "--recompute", "nothing", "--steps", "1", "--quiet"]))
+    "--tokens-per-step", "4000000", "--sequence-length", "128", "--place.recompute", "nothing", "--steps", "1", "--quiet"]))
 """
 
 

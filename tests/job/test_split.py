@@ -60,7 +60,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.nightly
 def test_int8_moments_of_two_processes_are_those_of_one(chat_rows: Path, tmp_path: Path):
     """Stochastic rounding draws by row and place, whoever holds them: eight steps stay within 1e-5."""
-    shared_and_alone(chat_rows, tmp_path, 8, "--optimizer-moments int8")
+    shared_and_alone(chat_rows, tmp_path, 8, "--optimizer.moments int8")
     losses = [[event["loss"] for event in events(tmp_path / run, "train")] for run in ("two", "one")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 8
 
@@ -68,7 +68,7 @@ def test_int8_moments_of_two_processes_are_those_of_one(chat_rows: Path, tmp_pat
 def shared_and_alone(chat_rows: Path, tmp_path: Path, steps: int, more: str = "") -> None:
     """The same run twice: "two" processes that share the experts, and "one"."""
     line = f"sft --model {TINY_K2} --data {chat_rows} --tokens-per-step 256 --micro-batches 2 --steps {steps}"
-    line += f" {more} --lora.rank 2 --dtype float32 --samples 0 --validation-fraction 0.3 --threads 1 --save-every 2"
+    line += f" {more} --lora.rank 2 --dtype float32 --watch.samples 0 --validation-fraction 0.3 --threads 1 --save-every 2"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -76,9 +76,9 @@ def run(rows, out, *more, code=0):
         1,
         "--save-every",
         1,
-        "--keep-saves",
+        "--save.keep",
         99,
-        "--samples",
+        "--watch.samples",
         1,
     ]
     assert cli.main([str(part) for part in [*command, *flags, *more]]) == code
@@ -112,7 +112,7 @@ def adapter(out):
 
 def test_cold_warm_and_killed_it_is_the_same_run(rows, tmp_path, monkeypatch):
     all_taken_before(monkeypatch, 4)
-    flags = ["--validation-fraction", 0.05, "--validate-every", 5]
+    flags = ["--validation-fraction", 0.05, "--watch.validate-every", 5]
     cold = run(rows, tmp_path / "cold", *flags)
     begun, whole = events(cold, "data")
     assert begun["step"] == 0 and begun["rows_in_files"] == 80 and begun["rows"] < 40
@@ -133,7 +133,7 @@ def test_cold_warm_and_killed_it_is_the_same_run(rows, tmp_path, monkeypatch):
 
 def test_control_arm_fewer_rows_or_epochs_are_encoded_before_the_first_step(rows, tmp_path, monkeypatch):
     few = write(tmp_path / "few.jsonl", 60)
-    for name, file, flags in (("few", few, []), ("weights", rows, ["--data-weights", 1])):
+    for name, file, flags in (("few", few, []), ("weights", rows, ["--data.weights", 1])):
         (account,) = events(run(file, tmp_path / name, *flags), "data")
         assert account["step"] == 0 and "rows_in_files" not in account
     monkeypatch.setattr(job_data, "MANY_ROWS", 1000)
@@ -155,7 +155,7 @@ def test_the_doctor_encodes_into_the_store_that_the_run_reads(rows, tmp_path, le
         """Whether the run that follows a doctor begins before its last row is encoded."""
         doctor = ["doctor", TINY_K2, "--data", rows, "--config", tmp_path / "run.toml"]
         sft = ["sft", tmp_path / "run.toml", "--model", TINY_K2, "--data", rows, "--lora.rank", 1]
-        for command in (doctor, [*sft, "--threads", 1, "--samples", 0, "--out", out]):
+        for command in (doctor, [*sft, "--threads", 1, "--watch.samples", 0, "--out", out]):
             assert cli.main(["--quiet", *map(str, command)]) == 0
             (store,) = encoded.root().iterdir()
         shutil.rmtree(store)
@@ -188,7 +188,7 @@ def test_a_run_of_epochs_is_read_whole(rows, tmp_path):
         "--epochs",
         0.05,
     ]
-    assert cli.main([str(part) for part in [*command, "--tokens-per-step", 256, "--samples", 0]]) == 0
+    assert cli.main([str(part) for part in [*command, "--tokens-per-step", 256, "--watch.samples", 0]]) == 0
     (account,) = events(tmp_path / "run", "data")
     assert account["rows"] == 80 and "rows_in_files" not in account
 
@@ -201,8 +201,8 @@ def test_a_run_in_windows_does_not_go_on_for_epochs(rows, tmp_path, capsys):
         "[training]\nepochs = 3.0\ntokens_per_step = 256\n"
     )
     capsys.readouterr()
-    flags = ["--lora.rank", 1, "--threads", 1, "--save-every", 1, "--keep-saves", 99, "--samples", 1]
-    allowed = ["--allow-changed", "steps", "epochs"]
+    flags = ["--lora.rank", 1, "--threads", 1, "--save-every", 1, "--save.keep", 99, "--watch.samples", 1]
+    allowed = ["--save.allow-changed", "steps", "epochs"]
     assert cli.main([str(part) for part in ["sft", toml, "--quiet", *flags, *allowed]]) == 2
     assert "cannot resume: this run reads its rows in windows" in capsys.readouterr().err
 
@@ -217,8 +217,8 @@ def test_a_bad_row_that_is_found_later_stops_the_run_behind_a_save(tmp_path, cap
     assert "broken JSON at column 2" in said and f"; step {steps} is saved" in said
     assert [path.name for path in (out / "state").iterdir()] == [f"step-{steps:06d}"]
     # skipped, it goes on there, as a run that skipped it from the beginning
-    skip = ["--save-every", 0, "--seed", 0, "--on-bad-row", "skip"]
-    run(rows, out, *skip, "--allow-changed", "on_bad_row")
+    skip = ["--save-every", 0, "--seed", 0, "--data.on-bad-row", "skip"]
+    run(rows, out, *skip, "--save.allow-changed", "on_bad_row")
     assert losses(out) == losses(run(rows, tmp_path / "skipped", *skip))
     assert [event["bad"] for event in events(out, "data")][-1] == 1
 
@@ -288,7 +288,7 @@ def test_rows_held_out_beside_windows_that_are_trained_on_are_found_before_they_
     other = [json.dumps({"question": f"Is it {n}?", "answer": f"It is {n}."}) for n in range(4)]
     spaced = json.dumps(json.loads(each[40]), indent=None, separators=(" ,  ", ":"))
     held.write_text("\n".join([*each[::8], spaced, *other]) + "\n")
-    out = run(rows, tmp_path / "run", "--validation", held, "--validate-every", 5)
+    out = run(rows, tmp_path / "run", "--validation", held, "--watch.validate-every", 5)
     told = [event["message"] for event in events(out, "warning")]
     later = [message for message in told if message.startswith(AT_LEAST)]
     assert events(out, "data")[0]["held_out"] == (4 if looked else 15) + looked

@@ -45,7 +45,7 @@ def test_a_nan_of_one_word_names_module_and_row(
         256,
         "--steps",
         2,
-        "--samples",
+        "--watch.samples",
         0,
     ]
     assert cli.main([*map(str, command), "--lora.rank", "2"]) == 2
@@ -101,7 +101,7 @@ def test_a_teachers_nan_is_the_teachers(chat_rows: Path, tmp_path: Path, capsys)
         "--out",
         out,
     ]
-    assert cli.main([str(word) for word in [*command, "--steps", 1, "--samples", 0]]) == 2
+    assert cli.main([str(word) for word in [*command, "--steps", 1, "--watch.samples", 0]]) == 2
     said = capsys.readouterr().err
     assert f"the teacher {model} holds NaN in model.layers.1.input_layernorm.weight" in said, said
 
@@ -121,10 +121,10 @@ def test_on_spike_is_a_flag_that_may_change_within_a_run(chat_rows: Path, tmp_pa
         256,
         "--steps",
         1,
-        "--samples",
+        "--watch.samples",
         0,
     ]
-    assert cli.main([*map(str, command), "--lora.rank", "2", "--on-spike", "stop"]) == 0
-    assert cli.main([*map(str, command), "--lora.rank", "2", "--on-spike", "skip"]) == 0
-    assert cli.main([*map(str, command), "--on-spike", "ignore"]) == 2
+    assert cli.main([*map(str, command), "--lora.rank", "2", "--watch.on-spike", "stop"]) == 0
+    assert cli.main([*map(str, command), "--lora.rank", "2", "--watch.on-spike", "skip"]) == 0
+    assert cli.main([*map(str, command), "--watch.on-spike", "ignore"]) == 2
     capsys.readouterr()

@@ -59,9 +59,9 @@ def command(model: Path, data: Path, out: Path, *more) -> list[str]:
         128,
         "--learning-rate",
         1e-3,
-        "--warmup",
+        "--optimizer.warmup",
         0,
-        "--samples",
+        "--watch.samples",
         1,
     ]
     return list(map(str, ["sft", "--model", model, "--data", data, "--out", out, *flags, *more]))
@@ -129,7 +129,7 @@ def test_a_run_that_goes_on_equals_one_that_was_not_interrupted_bit_for_bit(
     llama, chat_rows, tmp_path, unfreeze_json, read_events, monkeypatch
 ):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    flags = ("--steps", 6, "--save-every", 2, "--weight-decay", 0.1)
+    flags = ("--steps", 6, "--save-every", 2, "--optimizer.weight-decay", 0.1)
     unfreeze_json(*command(llama, chat_rows, straight, *flags))
     steps = iter(range(5))
     step = fit.train_step
@@ -181,7 +181,7 @@ def test_what_it_refuses_before_work(llama, chat_rows, tmp_path, capsys):
 
 
 def test_what_is_trained_never_changes_within_a_run(llama, chat_rows, tmp_path, unfreeze_json, capsys):
-    unfreeze_json(*command(llama, chat_rows, tmp_path, "--steps", 1, "--samples", 0))
+    unfreeze_json(*command(llama, chat_rows, tmp_path, "--steps", 1, "--watch.samples", 0))
     shutil.rmtree(tmp_path / "model")
     other = [
         word if word != "all" else "adapters" for word in command(llama, chat_rows, tmp_path, "--steps", 1)

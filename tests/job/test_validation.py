@@ -61,13 +61,13 @@ def sft(rows: tuple[Path, Path], out: Path, *more: object, code: int = 0) -> Pat
         1,
         "--learning-rate",
         "0.01",
-        "--samples",
+        "--watch.samples",
         0,
         "--threads",
         1,
         "--dtype",
         "float32",
-        "--warmup",
+        "--optimizer.warmup",
         0,
         *more,
     ]
@@ -97,9 +97,9 @@ def validated(rows: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
         out,
         "--validation",
         rows[1],
-        "--validate-every",
+        "--watch.validate-every",
         1,
-        "--prompts",
+        "--watch.prompts",
         "Who are you?",
         "What is number 3?",
     )
@@ -153,8 +153,8 @@ def test_its_changes_are_those_of_the_losses_and_a_resumed_run_has_the_same(
             assert each["change"] == pytest.approx(event["loss"] - losses[since], abs=1e-6)
             assert each["measure"] == "loss" and 0 < each["error"] < 1
     parts = tmp_path / "parts"
-    flags = ["--validation", rows[1], "--validate-every", 1, "--schedule", "constant"]
-    flags += ["--allow-changed", "steps"]
+    flags = ["--validation", rows[1], "--watch.validate-every", 1, "--optimizer.schedule", "constant"]
+    flags += ["--save.allow-changed", "steps"]
     sft(rows, parts, *flags, "--steps", 2)
     sft(rows, parts, *flags, "--steps", 4)
     whole = sft(rows, tmp_path / "whole", *flags, "--steps", 4)
@@ -181,8 +181,8 @@ def test_own_prompts_are_answered_before_during_and_after(validated: Path):
 def test_samples_are_of_held_out_rows_where_there_are_any_and_not_at_validations(
     rows: tuple[Path, Path], tmp_path: Path, held_out: bool
 ):
-    flags = ["--validation-fraction", "0.3", "--validate-every", 1] if held_out else []
-    run = sft(rows, tmp_path / "run", *flags, "--samples", 2, "--steps", 2)
+    flags = ["--validation-fraction", "0.3", "--watch.validate-every", 1] if held_out else []
+    run = sft(rows, tmp_path / "run", *flags, "--watch.samples", 2, "--steps", 2)
     said = events(run, "sample")
     assert [event["when"] for event in said] == ["before", "before", "after", "after"]
     source = "held-out data" if held_out else "training data"
@@ -207,7 +207,7 @@ def test_samples_ask_each_prompt_once(tmp_path: Path):
     )
     found = {}
     for count in (2, 9):
-        run = sft((file, file), tmp_path / f"run-{count}", "--samples", count, "--steps", 1)
+        run = sft((file, file), tmp_path / f"run-{count}", "--watch.samples", count, "--steps", 1)
         found[count] = [event["prompt"] for event in events(run, "sample") if event["when"] == "before"]
     assert found == {2: asked[:2], 9: asked}
 
@@ -246,9 +246,16 @@ def test_a_careless_measurement_is_undone_and_the_control_arm_without_that_is_fe
     monkeypatch.setattr(perplexity, "heldout", drawing)
     if not guarded:
         monkeypatch.setattr(Decoder, "looking", lambda model: nullcontext())
-    plain = sft(rows, tmp_path / "plain", "--recompute", "nothing")
+    plain = sft(rows, tmp_path / "plain", "--place.recompute", "nothing")
     looked_at = sft(
-        rows, tmp_path / "looked at", "--recompute", "nothing", "--validation", rows[1], "--validate-every", 1
+        rows,
+        tmp_path / "looked at",
+        "--place.recompute",
+        "nothing",
+        "--validation",
+        rows[1],
+        "--watch.validate-every",
+        1,
     )
     assert (trained(plain) == trained(looked_at)) is guarded
 
@@ -275,13 +282,13 @@ def test_the_best_save_outlives_pruning_and_is_written_at_the_end(
         tmp_path / "run",
         "--validation",
         rows[1],
-        "--validate-every",
+        "--watch.validate-every",
         1,
         "--steps",
         6,
         "--save-every",
         1,
-        "--keep-saves",
+        "--save.keep",
         1,
     )
     assert sorted(path.name for path in (run / "state").iterdir()) == ["step-000002", "step-000006"]
@@ -294,7 +301,7 @@ def test_the_best_save_outlives_pruning_and_is_written_at_the_end(
         "the held-out loss is nan"
     ]
 
-    other = sft(rows, tmp_path / "other", "--steps", 6, "--save-every", 1, "--keep-saves", 6)
+    other = sft(rows, tmp_path / "other", "--steps", 6, "--save-every", 1, "--save.keep", 6)
     trainable = load_file(run / "state" / "step-000002" / "tensors.safetensors")
     assert all(
         torch.equal(tensor, trainable[name])
@@ -336,7 +343,7 @@ def test_a_lowest_loss_whose_save_had_no_room_is_not_the_best(room: bool):
     assert len(kept) == (1 if room else 2)  # 2.5 at step 4 is tried where 2.0 could not be kept
 
 
-PATIENT = ["--validate-every", 1, "--steps", 8, "--save-every", 1, "--keep-saves", 9]
+PATIENT = ["--watch.validate-every", 1, "--steps", 8, "--save-every", 1, "--save.keep", 9]
 LOSSES = [9.0, 3.0, 2.0, 5.0, math.nan, 2.0]  # before the first step, then of each
 
 
@@ -344,7 +351,7 @@ def test_early_stop_ends_after_so_many_validations_without_gain_and_resumes_with
     rows: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     """Three after step 2: a higher loss, none, and the same. A kill between them changes nothing."""
-    flags = ["--validation", rows[1], *PATIENT, "--early-stop", 3]
+    flags = ["--validation", rows[1], *PATIENT, "--watch.early-stop", 3]
 
     def run(out: Path, losses: list[float], *more: object) -> list[dict[str, Any]]:
         monkeypatch.setattr(perplexity, "heldout", scripted(dict(enumerate(losses))))
@@ -385,13 +392,15 @@ def test_early_stop_ends_after_so_many_validations_without_gain_and_resumes_with
 
     # it is finished: nothing is trained or measured again; with more patience it goes on
     assert run(killed, []) == [again]
-    assert run(killed, [1.0] + 9 * [1.5], "--early-stop", 9, "--allow-changed", "early_stop") == [again]
+    assert run(killed, [1.0] + 9 * [1.5], "--watch.early-stop", 9, "--save.allow-changed", "early_stop") == [
+        again
+    ]
     assert trained(killed)[-1][0] == 8
 
 
 def test_validate_every_is_refused_where_nothing_is_held_out(rows: tuple[Path, Path], tmp_path: Path, capsys):
     words = ["sft", "--model", str(TINY_K2), "--data", str(rows[0]), "--out", str(tmp_path / "r")]
-    assert cli.main([*words, "--validate-every", "3"]) == 2
+    assert cli.main([*words, "--watch.validate-every", "3"]) == 2
     assert "validate_every measures the held-out loss, and nothing is held out" in capsys.readouterr().err
 
 
@@ -400,7 +409,7 @@ def test_early_stop_is_refused_before_work_without_validations(rows: tuple[Path,
         with pytest.raises(ConfigError, match=said):
             parse(
                 Config,
-                ["--model", "m", "--data", "d", "--early-stop", "3", *map(str, flags)],
+                ["--model", "m", "--data", "d", "--watch.early-stop", "3", *map(str, flags)],
                 command="sft",
                 description="",
             )
@@ -424,17 +433,17 @@ def test_other_held_out_rows_are_refused_on_resume_or_compared_anew(
     """Equal counts of tokens: nothing but the fingerprint tells the files apart."""
     held = tmp_path / "held.jsonl"
     shutil.copy(rows[1], held)
-    flags = ["--validation", held, "--validate-every", 2]
+    flags = ["--validation", held, "--watch.validate-every", 2]
     run = sft(rows, tmp_path / "run", *flags)
     changed = [{**row, "answer": row["answer"].replace("it is", "is it")} for row in ANSWERS[16:]]
     held.write_text("".join(json.dumps(row) + "\n" for row in changed))
-    more = ["--steps", 8, "--allow-changed", "steps"]
+    more = ["--steps", 8, "--save.allow-changed", "steps"]
     capsys.readouterr()
     sft(rows, run, *flags, *more, code=2)
     said = capsys.readouterr().err
     assert (
         "are others than those of the saved held-out loss" in said
-        and "--allow-changed steps validation" in said
+        and "--save.allow-changed steps validation" in said
     )
     assert [event["step"] for event in events(run, "eval")] == [0, 2, 4]
 

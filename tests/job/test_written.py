@@ -34,8 +34,10 @@ DENSE = {
 
 def sft(model, chat_rows, out, *flags):
     line = ["sft", "--model", model, "--data", chat_rows, "--out", out, "--tokens-per-step", 256]
-    line += ["--sequence-length", 128, "--dtype", "float32", "--samples", 0, "--threads", 1, "--quiet"]
-    return cli.main([str(word) for word in [*line, "--warmup", 0, "--learning-rate", "5e-2", *flags]])
+    line += ["--sequence-length", 128, "--dtype", "float32", "--watch.samples", 0, "--threads", 1, "--quiet"]
+    return cli.main(
+        [str(word) for word in [*line, "--optimizer.warmup", 0, "--learning-rate", "5e-2", *flags]]
+    )
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def of_last_save(out):
 def test_a_run_made_longer_writes_the_model_of_its_last_step(dense, chat_rows, tmp_path, monkeypatch):
     out, flags = tmp_path / "run", ["--train", "all"]
     assert sft(dense, chat_rows, out, *flags, "--steps", 1) == 0 and of_last_save(out)
-    longer = [*flags, "--allow-changed", "steps", "--steps"]
+    longer = [*flags, "--save.allow-changed", "steps", "--steps"]
     assert sft(dense, chat_rows, out, *longer, 2) == 0 and of_last_save(out)
     assert json.loads((out / written.FILE).read_text()) == {"model": 2}
     assert not list(out.glob(".*")) and sft(dense, chat_rows, out, *flags, "--steps", 2) == 0

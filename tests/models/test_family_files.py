@@ -18,8 +18,6 @@ from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.nested import name_on_disk
 from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.core.errors import AdapterError
-from unfreeze.generate.engine import Engine
-from unfreeze.generate.sampling import Sampling
 from unfreeze.models.publish import carried, published, stored_dtypes
 from unfreeze.parallel.placement.place import place
 from unfreeze.parallel.plan import measure_sizes
@@ -119,11 +117,10 @@ def test_transformers_files_are_read_and_written_again_name_by_name(name, releas
 
 @pytest.mark.parametrize("name", [*KINDS, *OTHERS])
 def test_cached_equals_uncached_for_256_tokens(name, released):
-    """Sampled, because greedy random models soon repeat themselves; the seed makes a draw a function of the
-    logits."""
+    """Drawn, because greedy random models soon repeat themselves."""
     model, _ = opened(released(name)[1])
-    prompts, sampling = DOCUMENTS[:2], Sampling(max_new_tokens=256 - 7, temperature=1.0, seed=0)
-    answers = [answer.tokens for answer in Engine(model).generate(prompts, sampling)]
+    prompts, generator = DOCUMENTS[:2], torch.Generator().manual_seed(0)
+    answers = torch.randint(2, model.shape.vocab_size, (2, 256 - 7), generator=generator).tolist()
     whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     assert len({*answers[0]}) > 20  # no test on a sequence that repeats itself
     with torch.no_grad():

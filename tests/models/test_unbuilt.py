@@ -27,10 +27,10 @@ def refused(config: dict) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("other", ["made_up", "llava", *unbuilt.NAMED, *unbuilt.OTHERS])
+@pytest.mark.parametrize("other", ["made_up", "llava", *unbuilt.NAMED])
 def test_an_unknown_family_is_refused_and_no_other_is_suggested(other):
     said = refused({"model_type": other})
-    parts = unbuilt.NAMED.get(other) or unbuilt.OTHERS.get(other)
+    parts = unbuilt.NAMED.get(other)
     what = rf": {re.escape(parts)} is not built" if parts else " is not built"
     assert re.fullmatch(
         rf"config\.json: model_type '{other}'{what}; [0-9]+ families are [(]docs/families.md[)]", said
@@ -72,13 +72,52 @@ def test_a_config_without_a_type_says_so():
 
 
 def test_each_type_named_is_one_and_is_not_built():
-    names = unbuilt.NAMED.keys() | unbuilt.OTHERS.keys()
-    assert not names & (models.FAMILIES.keys() | models.WRAPPERS.keys())
-    assert not unbuilt.NAMED.keys() & unbuilt.OTHERS.keys()
-    # releases with code of their own, which transformers does not know
-    own = {"chatglm", "baichuan", "qwen", "internlm", "internlm2", "minicpm", "deepseek", "orion"}
-    own |= {"phi-msft", "phi3_v", "rwkv5"}
-    assert unbuilt.OTHERS.keys() - transformers.CONFIG_MAPPING.keys() == own
+    assert not unbuilt.NAMED.keys() & (models.FAMILIES.keys() | models.WRAPPERS.keys())
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("jamba", "layers with a recurrent state (Mamba)"),
+        ("mamba", "layers with a recurrent state (Mamba)"),
+        ("bamba", "layers with a recurrent state (Mamba)"),
+        ("recurrent_gemma", "layers with a recurrent state (RG-LRU)"),
+        ("rwkv", "layers with a recurrent state (RWKV)"),
+        ("xlstm", "layers with a recurrent state (xLSTM)"),
+        ("minimax", "layers with a recurrent state (linear attention)"),
+        ("olmo_hybrid", "layers with a recurrent state (linear attention)"),
+        ("lfm2", "layers of short convolutions"),
+        ("gemma3n", "embeddings for each layer"),
+        ("mllama", "layers that attend to an image (cross attention)"),
+        ("qwen2_vl", "a vision tower"),
+        ("longcat_flash", "experts that return their input"),
+        ("falcon", "attention and MLP side by side"),
+        ("gpt_neox", "attention and MLP side by side"),
+        ("mpt", "layer norms with biases"),
+        ("t5", "an encoder"),
+        ("bert", "an encoder"),
+        ("whisper", "an encoder"),
+        ("gpt2", "positions that are added to the embeddings"),
+        ("opt", "positions that are added to the embeddings"),
+        ("stablelm", "layer norms with biases"),
+        ("starcoder2", "layer norms with biases"),
+    ],
+)
+def test_the_fields_of_a_release_say_what_is_missing(kind, words):
+    """By the fields alone: under a made-up name the same is said."""
+    config = transformers.CONFIG_MAPPING[kind]().to_dict()
+    assert re.search(rf"{re.escape(words)} \(\w", refused(config))
+    assert re.search(rf"{re.escape(words)} \(\w", refused({**config, "model_type": "made_up"}))
+
+
+def test_the_nearest_family_is_by_fields_and_only_where_they_tell():
+    config = {**transformers.CONFIG_MAPPING["qwen3_moe"]().to_dict(), "model_type": "made_up"}
+    with pytest.raises(CheckpointError) as caught:
+        models.shape(config)
+    assert "nearest to 'qwen3_moe', which computes something else" in caught.value.next
+    with pytest.raises(CheckpointError) as caught:
+        models.shape({"model_type": "made_up"})
+    assert "nearest" not in caught.value.next
 
 
 def published(pytestconfig) -> dict[str, dict]:

@@ -267,7 +267,9 @@ def test_relation_heads_divide_all_widths_and_keep_16_numbers(widths, heads):
 def test_what_does_not_fit_is_said_in_one_line():
     with pytest.raises(ConfigError, match="relation_heads = 5 does not divide 768"):
         relation_heads([768, 1024], 5)
-    with pytest.raises(ConfigError, match="--layers has the pair 3:4; the student has the layers 1 to 2"):
-        pairs_of(2, 4, [(3, 4)], option="--layers")
-    assert pairs_of(2, 4, option="--layers") == (Pair(1, 3),)
-    assert pairs_of(2, 4, [(1, 2), (2, 4)], option="--layers") == (Pair(0, 1), Pair(1, 3))
+    with pytest.raises(
+        ConfigError, match=r"--distillation\.layers has the pair 3:4; the student has the layers 1 to 2"
+    ):
+        pairs_of(2, 4, [(3, 4)], option="--distillation.layers")
+    assert pairs_of(2, 4, option="--distillation.layers") == (Pair(1, 3),)
+    assert pairs_of(2, 4, [(1, 2), (2, 4)], option="--distillation.layers") == (Pair(0, 1), Pair(1, 3))

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import test_collectives as small
 from sharding import forked
+from unfreeze.job.second import first_asked
 
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
@@ -30,9 +31,9 @@ from unfreeze.core.batch import Batch, Loss
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.rows import gathered
 from unfreeze.core.taps import Tap
+from unfreeze.drill.experts import starve
 from unfreeze.generate.open import open_model, open_sharded
 from unfreeze.job.end.divided import write_divided
-from unfreeze.job.second import first_asked
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.teach.reference import asked as log_probabilities_as_begun
@@ -57,8 +58,7 @@ def checkpoint(folder: Path, family: str, skewed: bool = False) -> Path:
     """A model of `family` as files. skewed: its router sends every token to experts 0 and 1."""
     model = small.decoder(family)
     if skewed:
-        for moe in model.moe_layers().values():
-            moe.gate.e_score_correction_bias[:2] += 100.0
+        starve(model, awake=2)
     config = {**small.CONFIG, "dtype": "float32"}
     if family == "llama":
         config = {name: value for name, value in config.items() if name in LLAMA}

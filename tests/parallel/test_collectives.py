@@ -44,6 +44,7 @@ from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import start_or_resume
 from unfreeze.train.step import train_step
+from unfreeze.train.timer import Saves
 
 CONFIG = {
     "model_type": "deepseek_v3",
@@ -139,12 +140,12 @@ def gradients(family: str, batches: list[Batch], group: Group) -> tuple[dict[str
     }
 
 
-def endless(start: dict[str, Any] | None) -> Iterator[tuple[Batch, dict[str, Any]]]:
+def endless(start: dict[str, Any] | None) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
     position, examples = start["position"] if start else 0, documents()
     while True:
-        chosen = [examples[(position * 3 + i) % 8] for i in range(3)]
-        position += 1
-        yield pack(chosen), {"position": position}
+        chosen = [[examples[((position + m) * 3 + i) % 8] for i in range(3)] for m in range(2)]
+        position += 2
+        yield [pack(each) for each in chosen], {"position": position}
 
 
 def session(
@@ -177,12 +178,11 @@ def session(
         if late:
             ctrl_c(state.step)
 
-    def batches(start: dict[str, Any] | None) -> Iterator[tuple[Batch, dict[str, Any]]]:
-        for number, item in enumerate(endless(start)):
-            if number % 2 == 0:  # a step begins
-                calls[0] = 0
-                if not late:
-                    ctrl_c(state.step + 1)
+    def batches(start: dict[str, Any] | None) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
+        for item in endless(start):
+            calls[0] = 0  # a step begins
+            if not late:
+                ctrl_c(state.step + 1)
             yield item
 
     all_reduce = dist.all_reduce
@@ -209,10 +209,7 @@ def session(
                 batches(state.cursor),
                 cross_entropy,
                 recompute=models.keep_inputs,
-                micro_batches=2,
-                save_every=0 if clock else 1,
-                save_minutes=5 if clock else 0,
-                clock=time.monotonic if clock is None else lambda: next(clock),
+                saves=Saves(every=1) if clock is None else Saves(minutes=5, clock=lambda: next(clock)),
                 on_step=[look],
                 group=group,
             )
@@ -349,7 +346,7 @@ def hang(folder: Path) -> None:
     ends."""
     from datetime import timedelta
 
-    collectives.TIMEOUT = timedelta(seconds=4)
+    collectives.TIMEOUT = timedelta(seconds=2)
     with open_group(torch.device("cpu")) as group:
         starved = Starved([0, 1] if group.rank == 0 else [2])
         starved.hidden(cut(1, True)[0], None).sum().backward()
@@ -360,9 +357,9 @@ def hang(folder: Path) -> None:
         (folder / f"survived-{group.rank}").touch()
 
 
-def launch(mode: str, folder: Path, timeout: float) -> list[int]:
-    """This file as a script in two processes -> their exit codes. A process still running after `timeout`
-    seconds is killed: code -9."""
+def launch(forkserver: Any, mode: str, folder: Path, timeout: float) -> tuple[list[int], str]:
+    """This file as a script in two processes -> their exit codes and what they said. A process still running
+    after `timeout` seconds is killed: code -9."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -373,15 +370,11 @@ def launch(mode: str, folder: Path, timeout: float) -> list[int]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-    logs = [(folder / f"log-{mode}-{rank}").open("w") for rank in (0, 1)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, mode, str(folder)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
+        forkserver.start(
+            [__file__, mode, folder], env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
-        for rank, log in enumerate(logs)
+        for rank in (0, 1)
     ]
     deadline = time.monotonic() + timeout
     codes = []
@@ -391,16 +384,18 @@ def launch(mode: str, folder: Path, timeout: float) -> list[int]:
         except subprocess.TimeoutExpired:
             process.kill()
             codes.append(process.wait())
-    return codes
+    return codes, "".join(process.stderr.read_text() for process in processes)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], list[float]]:
+def two(
+    tmp_path_factory: pytest.TempPathFactory, forkserver: Any
+) -> tuple[Path, list[dict[str, Any]], list[float]]:
     """(folder, facts of both processes, losses of steps 1 and 2 made here before by one process)."""
     folder = tmp_path_factory.mktemp("two")
     first, _ = session(folder / "resumed", ALONE, until=2)
-    codes = launch("main", folder, timeout=240)
-    assert codes == [0, 0], "".join((folder / f"log-main-{rank}").read_text() for rank in (0, 1))
+    codes, said = launch(forkserver, "main", folder, timeout=240)
+    assert codes == [0, 0], said
     return folder, [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in (0, 1)], first
 
 
@@ -520,8 +515,8 @@ def test_experts_that_no_token_of_a_process_reached_hang_nobody(two):
     assert [facts["starved"] for facts in two[1]] == [[True, True, True, False]] * 2
 
 
-def test_control_arm_collectives_that_depend_on_routing_hang(tmp_path: Path):
-    codes = launch("hang", tmp_path, timeout=60)
+def test_control_arm_collectives_that_depend_on_routing_hang(tmp_path: Path, forkserver: Any):
+    codes, _ = launch(forkserver, "hang", tmp_path, timeout=60)
     assert any(codes) and not all((tmp_path / f"survived-{rank}").exists() for rank in (0, 1))
 
 

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +26,9 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.job.opening.processes import _facts_of, agree
 
 ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-LINE = "sft --model model --data d.jsonl --out {out} --micro-batches 2 --steps 1 --samples 0 --lora.rank 1"
+LINE = (
+    "sft --model model --data d.jsonl --out {out} --micro-batches 2 --steps 1 --watch.samples 0 --lora.rank 1"
+)
 ENOUGH_FOR_ONE = 44 * 2**20
 CASES = {  # name -> (further arguments of process 1 alone, where both write)
     "model": ("", "out"),
@@ -89,7 +90,7 @@ def small_host(machine: Any, on: bool) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory) -> tuple[Path, list[dict]]:
+def said(tmp_path_factory, forkserver) -> tuple[Path, list[dict]]:
     folder = tmp_path_factory.mktemp("nodes")
     prepare(folder)
     with contextlib.ExitStack() as taken:
@@ -99,20 +100,15 @@ def said(tmp_path_factory) -> tuple[Path, list[dict]]:
         ports = [str(each.getsockname()[1]) for each in sockets]
     common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(rank), *ports],
-            env={**common, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        forkserver.start([__file__, folder, rank, *ports], env={**common, "RANK": str(rank)})
         for rank in (0, 1)
     ]
     try:
-        errors = [process.communicate(timeout=200)[1] for process in processes]
+        codes = [process.wait(200) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    assert codes == [0, 0], "\n".join(process.stderr.read_text() for process in processes)
     return folder, [json.loads((folder / f"said-{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -428,17 +427,12 @@ def each(folder: Path, group: Group) -> None:
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+def facts(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> dict[int, list[dict[str, Any]]]:
     """Number of processes -> what each of them found; a hang ends with an alarm."""
     folder = tmp_path_factory.mktemp("split")
     path = os.pathsep.join([str(Path(__file__).parents[1] / "train"), *(p for p in sys.path if p)])
-    process = subprocess.run(
-        [sys.executable, __file__, folder],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
+    process = forkserver.run(
+        [__file__, folder], env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=400
     )
     assert process.returncode == 0, process.stderr[-6000:]
     return {

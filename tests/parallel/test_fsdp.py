@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,15 +33,12 @@ FAMILIES = ("deepseek_v3", "llama")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> tuple[Path, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fsdp")
     path = os.pathsep.join([str(Path(__file__).parents[1]), *(p for p in sys.path if p)])
-    process = subprocess.run(
-        [sys.executable, Path(__file__).with_name("fsdp_runs.py"), folder],
+    process = forkserver.run(
+        [Path(__file__).with_name("fsdp_runs.py"), folder],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=280,
     )
     assert process.returncode == 0, process.stderr
@@ -68,7 +64,7 @@ def test_all_gradients_are_one_processs(runs, family: str, kind: str):
 
 
 def test_what_a_model_is_asked_before_its_first_step_leaves_its_weights_divided(runs):
-    """prefer --train all --reference cached: a forward pass gathers, and the optimizer needs the parts."""
+    """prefer --train all --preference.reference cached: a forward pass gathers, and the optimizer needs the parts."""
     facts = runs[1]
     expected, *others = (part["asked first"] for part in (facts["1"][0], *facts["2"]))
     for found in others:

@@ -18,7 +18,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from benchmarks.harness.kimi_slice import KIMI
+from benchmarks.harness.shapes import KIMI_K2 as KIMI
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters import lora as low_rank

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -314,17 +313,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def facts(dense: Path) -> list[dict[str, Any]]:
+def facts(dense: Path, forkserver: Any) -> list[dict[str, Any]]:
     """What each of two processes found; a hang ends with an alarm."""
     folder = dense.parent
     path = os.pathsep.join([str(Path(__file__).parents[1] / "train"), *(p for p in sys.path if p)])
-    process = subprocess.run(
-        [sys.executable, __file__, folder],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=250,
+    process = forkserver.run(
+        [__file__, folder], env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=250
     )
     assert process.returncode == 0, process.stderr[-6000:]
     return [json.loads((folder / f"facts-{rank}.json").read_text()) for rank in range(2)]

@@ -537,11 +537,11 @@ def test_recompute_is_proposed_where_it_is_off_and_with_fewer_tokens_where_it_is
     assert kept.total > plan(SIZES, RESIDENT, Work(tokens=16384, rank=16), machine(16)).total
     assert with_room(plan(SIZES, RESIDENT, Work(tokens=16384, rank=16), machine(16)))
     both = what_fits(plan(SIZES, RESIDENT.but(recompute="nothing"), Work(tokens=65536, rank=16), machine(16)))
-    assert both[0][0] == "--recompute layers --micro-batches 10" and "--recompute layers" not in [
+    assert both[0][0] == "--place.recompute layers --micro-batches 10" and "--place.recompute layers" not in [
         flags for flags, _ in both
     ]
     assert not any(
-        "--recompute" in flags
+        "--place.recompute" in flags
         for flags, _ in what_fits(plan(SIZES, RESIDENT, Work(tokens=65536, rank=16), machine(16)))
     )
 
@@ -750,7 +750,7 @@ def test_fewer_layers_that_keep_are_proposed_as_many_as_fit():
     tight, least = (plan(SIZES, layout, work, machine(16)).total for layout in (selective, RESIDENT))
     between = replace(machine(16), available=int(((least + tight) / 2 + COMPILED) / USABLE))
     asked = plan(SIZES, selective, work, between)
-    count = proposals(asked)["--keep-layers"]
+    count = proposals(asked)["--place.keep-layers"]
     assert (
         not asked.fits
         and with_room(replanned(asked, selective.but(keep_layers=count)))

@@ -49,8 +49,8 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> None:
 def command(data: Path, out: Path, *more: str) -> list[str]:
     line = (
         f"sft --model org/tiny --data {data} --out {out} --tokens-per-step 512 --micro-batches 4 --steps 4"
-        " --save-every 2 --lora.rank 2 --dtype float32 --samples 1 --threads 1 --json"
-        " --validation-fraction 0.02 --validate-every 2"
+        " --save-every 2 --lora.rank 2 --dtype float32 --watch.samples 1 --threads 1 --json"
+        " --validation-fraction 0.02 --watch.validate-every 2"
     )
     return [*line.split(), *more]
 

@@ -151,8 +151,9 @@ def test_what_would_be_read_wrongly_is_refused_by_name(change, named):
 
 
 def test_scales_of_two_dtypes_are_refused():
-    dtypes = {"a.weight_scale_inv": "F32", "b.weight_scale_inv": "BF16"}
-    assert Fp8().as_stored({"a.weight_scale_inv": "BF16"}).scale_dtype == "BF16"
+    one = {"b.weight": "F8_E4M3", "b.weight_scale_inv": "BF16"}
+    assert Fp8().as_stored(one).scale_dtype == "BF16"
+    dtypes = {"a.weight": "F8_E4M3", "a.weight_scale_inv": "F32", **one}
     with pytest.raises(CheckpointError, match="2 dtypes"):
         Fp8().as_stored(dtypes)
 

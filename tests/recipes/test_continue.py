@@ -15,7 +15,7 @@ from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.job.trained import TOKENIZER_FILES
 
-WORDS = ["--tokens-per-step", "64", "--learning-rate", "2e-3", "--samples", "0", "--dtype", "float32"]
+WORDS = ["--tokens-per-step", "64", "--learning-rate", "2e-3", "--watch.samples", "0", "--dtype", "float32"]
 
 
 def sft(capsys, *arguments, code=0):

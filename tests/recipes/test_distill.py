@@ -30,11 +30,11 @@ WORDS = [
     128,
     "--learning-rate",
     "5e-3",
-    "--samples",
+    "--watch.samples",
     0,
     "--dtype",
     "float32",
-    "--warmup",
+    "--optimizer.warmup",
     0,
 ]
 SMALL = ["--lora.rank", 2, "--lora.targets", "attention", "experts"]
@@ -126,10 +126,10 @@ def test_the_base_with_its_adapters_off_holds_the_model_near(distill, tmp_path):
 
 @pytest.mark.nightly  # tests/teach/test_on_policy.py resumes in every suite
 def test_broken_off_and_resumed_it_is_the_same_to_the_bit(distill, run_dir, tmp_path):
-    arguments = ["--teacher", run_dir, "--schedule", "constant"]
+    arguments = ["--teacher", run_dir, "--optimizer.schedule", "constant"]
     whole = distill(*arguments, out=tmp_path / "whole", steps=4)
     distill(*arguments, out=tmp_path / "parts", steps=2)
-    parts = distill(*arguments, "--allow-changed", "steps", out=tmp_path / "parts", steps=4)
+    parts = distill(*arguments, "--save.allow-changed", "steps", out=tmp_path / "parts", steps=4)
     weights = [load_file(Path(r["run"]) / "adapter/adapter_model.safetensors") for r in (whole, parts)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -141,7 +141,10 @@ def test_broken_off_and_resumed_it_is_the_same_to_the_bit(distill, run_dir, tmp_
         (["--teacher", "base"], "the model is its own teacher"),
         (["--teacher", "base", "--train", "all", "--alpha", "0.5"], "has none"),
         (["--teacher", "/nowhere"], "/nowhere does not exist"),
-        (["--teacher", "base", "--alpha", "0.5", "--beta", "0.3"], "beta is of divergence = jsd alone"),
+        (
+            ["--teacher", "base", "--alpha", "0.5", "--distillation.beta", "0.3"],
+            "beta is of divergence = jsd alone",
+        ),
         (["--teacher", "base", "--alpha", "1.5"], "alpha"),
     ],
 )
@@ -255,7 +258,7 @@ def test_two_processes_are_one(run_dir, rows, tmp_path):
 @pytest.mark.nightly
 def test_experts_from_disk_are_read_for_the_base_as_a_teacher_too(distill, tmp_path):
     """The layers are visited once more, between forward and backward; every number is the resident model's."""
-    arguments = ["--teacher", "base", "--alpha", 0.5, "--recompute", "layers"]
+    arguments = ["--teacher", "base", "--alpha", 0.5, "--place.recompute", "layers"]
     runs = [
         distill(*arguments, "--place.experts", where, out=tmp_path / where, steps=3)["run"]
         for where in ("device", "disk")
@@ -268,9 +271,12 @@ def test_experts_from_disk_are_read_for_the_base_as_a_teacher_too(distill, tmp_p
     "flags, options",
     [
         ([], {"beta": 0.0, "temperature": 1.0, "alpha": 0.0}),
-        (["--divergence", "reverse", "--alpha", 0.25], {"beta": 1.0, "temperature": 1.0, "alpha": 0.25}),
         (
-            ["--divergence", "jsd", "--beta", 0.3, "--temperature", 2],
+            ["--distillation.divergence", "reverse", "--alpha", 0.25],
+            {"beta": 1.0, "temperature": 1.0, "alpha": 0.25},
+        ),
+        (
+            ["--distillation.divergence", "jsd", "--distillation.beta", 0.3, "--temperature", 2],
             {"beta": 0.3, "temperature": 2.0, "alpha": 0.0},
         ),
     ],

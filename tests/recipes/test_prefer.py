@@ -26,11 +26,11 @@ WORDS = [
     192,
     "--learning-rate",
     "5e-3",
-    "--samples",
+    "--watch.samples",
     0,
     "--dtype",
     "float32",
-    "--warmup",
+    "--optimizer.warmup",
     0,
 ]
 SMALL = ["--lora.rank", 2, "--lora.targets", "attention", "experts"]
@@ -149,7 +149,7 @@ def test_ipo_and_kto_learn(loss, prefer, tmp_path):
 
 
 def test_a_run_that_is_broken_off_goes_on_to_the_bit(prefer, tmp_path):
-    extra = ["--allow-changed", "steps", "--schedule", "constant"]
+    extra = ["--save.allow-changed", "steps", "--optimizer.schedule", "constant"]
     whole = prefer(*extra, steps=5, out=tmp_path / "whole")
     prefer(*extra, steps=2, out=tmp_path / "parts")
     prefer(*extra, steps=5, out=tmp_path / "parts")
@@ -261,7 +261,7 @@ def test_length_that_explains_the_choice_is_said():
 
 def test_a_run_says_its_sign_once_and_not_again_where_it_goes_on(prefer, tmp_path, monkeypatch):
     monkeypatch.setattr(signs, "WINDOW", 2)
-    words = ["--allow-changed", "steps", "--schedule", "constant"]
+    words = ["--save.allow-changed", "steps", "--optimizer.schedule", "constant"]
     rows = [{**row, "chosen": row["chosen"] * 3} for row in some(8)]
     data = write(tmp_path / "long.jsonl", rows)
     for count in (6, 9):
@@ -273,11 +273,15 @@ def test_a_run_says_its_sign_once_and_not_again_where_it_goes_on(prefer, tmp_pat
 @pytest.mark.parametrize(
     "loss, flags, options",
     [
-        ("dpo", ["--beta", 0.3, "--label-smoothing", 0.2], {"beta": 0.3, "label_smoothing": 0.2}),
-        ("simpo", ["--gamma", 0.4], {"beta": 2.0, "gamma": 0.4}),
+        (
+            "dpo",
+            ["--preference.beta", 0.3, "--preference.label-smoothing", 0.2],
+            {"beta": 0.3, "label_smoothing": 0.2},
+        ),
+        ("simpo", ["--preference.gamma", 0.4], {"beta": 2.0, "gamma": 0.4}),
         (
             "kto",
-            ["--desirable-weight", 2, "--undesirable-weight", 3],
+            ["--preference.desirable-weight", 2, "--preference.undesirable-weight", 3],
             {"beta": 0.1, "desirable_weight": 2.0, "undesirable_weight": 3.0},
         ),
     ],

@@ -66,9 +66,9 @@ def command(start, text, out, *more):
         "3",
         "--tokens-per-step",
         "256",
-        "--warmup",
+        "--optimizer.warmup",
         "0",
-        "--samples",
+        "--watch.samples",
         "2",
         *more,
     ]
@@ -98,7 +98,7 @@ def test_from_nothing_to_a_quantized_checkpoint(start, text, tmp_path, unfreeze_
     assert [event["when"] for event in read_events(run, "sample")] == ["before", "before", "after", "after"]
     resolved = json.loads((run / "resolved_config.json").read_text())
     assert (resolved["effective"]["steps"], resolved["effective"]["sequence_length"]) == (3, 256)
-    assert resolved["save_every"] == 0 and resolved["model"] == str(start)
+    assert resolved["save.every"] == 0 and resolved["model"] == str(start)
 
 
 def test_a_kill_while_the_result_is_written_leaves_a_run_that_writes_it(
@@ -168,7 +168,7 @@ def test_the_best_weights_are_published_beside_the_last(start, text, tmp_path, u
 
     monkeypatch.setattr(perplexity, "heldout", scripted)
     run = tmp_path / "run"
-    flags = ("--validation-fraction", "0.3", "--validate-every", "1", "--samples", "0")
+    flags = ("--validation-fraction", "0.3", "--watch.validate-every", "1", "--watch.samples", "0")
     result = unfreeze_json(*command(start, text, run, *flags))
     assert result["best"] == {"step": 1, "loss": 2.0}
     saved = load_file(run / "state" / "step-000001" / "tensors.safetensors")

@@ -4,8 +4,6 @@ and what is refused."""
 import json
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -106,7 +104,7 @@ def test_every_linear_layer_learns_and_the_receipt_says_so(capsys, data, tmp_pat
 
 
 def test_a_run_measures_the_gap_between_its_sampler_and_its_trainer(capsys, data, tmp_path):
-    sft(capsys, *command(data, tmp_path / "run", "--steps", 2, "--samples", 2, "--dtype", "float32"))
+    sft(capsys, *command(data, tmp_path / "run", "--steps", 2, "--watch.samples", 2, "--dtype", "float32"))
     before, after = events(tmp_path / "run", "gap")
     assert (before["when"], before["step"], after["when"], after["step"]) == ("before", 0, "after", 2)
     for gap in (before, after):
@@ -126,7 +124,7 @@ def test_control_arm_a_cached_pass_at_other_positions_is_said(capsys, data, tmp_
             return step(self, tokens_S, cache)
 
     monkeypatch.setattr(Decoder, "step", shifted)
-    sft(capsys, *command(data, tmp_path / "run", "--steps", 1, "--samples", 1, "--dtype", "float32"))
+    sft(capsys, *command(data, tmp_path / "run", "--steps", 1, "--watch.samples", 1, "--dtype", "float32"))
     gap = events(tmp_path / "run", "gap")[0]
     assert (
         gap["logprob_gap_max"] > 1e-2
@@ -149,9 +147,9 @@ def test_export_is_verified_and_loads_with_the_same_logits(capsys, data, tmp_pat
     )
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp_path):
+def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp_path, forkserver):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
-    options = ("--steps", 16, "--lora.rank", 2, "--samples", 0)
+    options = ("--steps", 16, "--lora.rank", 2, "--watch.samples", 0)
     sft(capsys, *command(data, straight, *options))
     pressed = (  # in step 3, however fast the steps are
         "import signal, sys; from unfreeze import cli; from unfreeze.train import fit; real = fit.train_step\n"
@@ -159,18 +157,14 @@ def test_ctrl_c_saves_and_the_same_command_goes_on_bit_for_bit(capsys, data, tmp
         " signal.raise_signal(signal.SIGINT)\n    return real(*given, **named)\n"
         "step.count, fit.train_step = 0, step; sys.exit(cli.main(sys.argv[1:]))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", pressed, "sft", "--json", *command(data, broken, *options)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = forkserver.run(
+        ["-c", pressed, "sft", "--json", *command(data, broken, *options)],
         # sums are split by threads: bit for bit needs as many
         env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},
     )
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 0, err
-    first = json.loads(out.splitlines()[-1])
-    assert not first["finished"] and first["steps"] == 3 and "give the same command again" in err
+    assert process.returncode == 0, process.stderr
+    first = json.loads(process.stdout.splitlines()[-1])
+    assert not first["finished"] and first["steps"] == 3 and "give the same command again" in process.stderr
     second = sft(capsys, *command(data, broken, *options))
     assert second["finished"] and second["steps"] == 16
     assert losses(broken) == losses(straight)
@@ -194,10 +188,13 @@ def test_what_cannot_work_is_refused_before_work(capsys, data, tmp_path, change,
 
 def test_a_changed_config_is_refused_naming_the_field(capsys, data, tmp_path):
     run = tmp_path / "run"
-    sft(capsys, *command(data, run, "--steps", 2, "--lora.rank", 2, "--samples", 0))
+    sft(capsys, *command(data, run, "--steps", 2, "--lora.rank", 2, "--watch.samples", 0))
     (run / "adapter" / "adapter_config.json").unlink()
     assert (
-        cli.main(["sft", "--quiet", *command(data, run, "--steps", 2, "--lora.rank", 3, "--samples", 0)]) == 2
+        cli.main(
+            ["sft", "--quiet", *command(data, run, "--steps", 2, "--lora.rank", 3, "--watch.samples", 0)]
+        )
+        == 2
     )
     assert "lora.rank: 2 -> 3" in capsys.readouterr().err
 
@@ -213,7 +210,18 @@ def test_bad_rows_are_skipped_counted_and_never_sampled(capsys, tmp_path, read_e
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     run = tmp_path / "run"
-    flags = ("--steps", 1, "--lora.rank", 1, "--on-bad-row", "skip", "--sequence-length", 2000, "--warmup", 0)
+    flags = (
+        "--steps",
+        1,
+        "--lora.rank",
+        1,
+        "--data.on-bad-row",
+        "skip",
+        "--sequence-length",
+        2000,
+        "--optimizer.warmup",
+        0,
+    )
     assert cli.main(["sft", *command(tmp_path / "rows.jsonl", run, *flags)]) == 0
     error = capsys.readouterr().err
     (account,) = read_events(run, "data")
@@ -235,7 +243,7 @@ def test_bad_rows_are_skipped_counted_and_never_sampled(capsys, tmp_path, read_e
     assert (
         resolved["effective"]["sequence_length"] == 256
         and resolved["effective"]["steps"] == 1
-        and resolved["samples"] == 4
+        and resolved["watch.samples"] == 4
     )
 
 
@@ -249,9 +257,9 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_a_warning(capsys, tmp_pat
         1,
         "--tokens-per-step",
         1024,
-        "--truncation",
+        "--data.truncation",
         "error",
-        "--warmup",
+        "--optimizer.warmup",
         0,
     )
     assert cli.main(["sft", "--quiet", *command(tmp_path / "rows.jsonl", run, *flags)]) == 0, (
@@ -317,9 +325,9 @@ def test_the_shared_yoda_rows_train_both_models(capsys, tmp_path, model):
         512,
         "--sequence-length",
         256,
-        "--samples",
+        "--watch.samples",
         1,
-        "--warmup",
+        "--optimizer.warmup",
         0,
     )
     # each step sees other rows, so three losses need not fall; the receipt says that every group learned

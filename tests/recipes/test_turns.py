@@ -106,7 +106,7 @@ def sft(model: Path, data: Path, out: Path, *more: object) -> list[dict]:
         data,
         "--out",
         out,
-        "--samples",
+        "--watch.samples",
         0,
         "--dtype",
         "float32",
@@ -114,9 +114,9 @@ def sft(model: Path, data: Path, out: Path, *more: object) -> list[dict]:
         SEED,
         "--tokens-per-step",
         256,
-        "--schedule",
+        "--optimizer.schedule",
         "constant",
-        "--warmup",
+        "--optimizer.warmup",
         0,
         "--learning-rate",
         1e-3,
@@ -176,7 +176,7 @@ def of_transformers(checkpoint: Path, tmp_path: Path) -> list[float]:
 
 
 def test_twenty_steps_on_talks_of_several_turns_equal_transformers_and_peft(checkpoint, rows, tmp_path):
-    events = sft(checkpoint, rows, tmp_path / "run", "--steps", STEPS, "--packing", "none")
+    events = sft(checkpoint, rows, tmp_path / "run", "--steps", STEPS, "--training.packing", "none")
     data = next(event for event in events if event["kind"] == "data")
     assert data["rows"] == 5 and data["examples"] == sum(len(row) // 2 for row in ROWS) == 12
     ours = [event["loss"] for event in events if event["kind"] == "train"]
@@ -213,10 +213,10 @@ def test_a_run_goes_on_another_day_with_the_same_losses(dated, rows, tmp_path, m
     apart, together, later = (tmp_path / name for name in ("apart", "together", "later"))
     sft(dated, rows, apart, "--steps", 4)
     date = json.loads((apart / "resolved_config.json").read_text(encoding="utf-8"))["template_date"]
-    whole = losses(sft(dated, rows, together, "--steps", 8, "--template-date", date))
+    whole = losses(sft(dated, rows, together, "--steps", 8, "--data.template-date", date))
     monkeypatch.setattr("unfreeze.job.end.folder.datetime", AnotherDay)
     monkeypatch.setattr("unfreeze.data.tokens.templates.datetime", AnotherDay)
-    assert losses(sft(dated, rows, apart, "--steps", 8, "--allow-changed", "steps")) == whole
+    assert losses(sft(dated, rows, apart, "--steps", 8, "--save.allow-changed", "steps")) == whole
     assert json.loads((apart / "resolved_config.json").read_text(encoding="utf-8"))["template_date"] == date
     assert losses(sft(dated, rows, later, "--steps", 8)) != whole
 
@@ -250,7 +250,7 @@ def test_a_template_variable_reaches_the_template(checkpoint, rows, tmp_path, ca
     if not RELEASED.exists():
         pytest.skip("the release's template is not on this machine")
     shown = []
-    for more in ([], ["--template-variables", "enable_thinking=false"]):
+    for more in ([], ["--data.template-variables", "enable_thinking=false"]):
         assert (
             cli.main(
                 [

@@ -81,7 +81,7 @@ def test_results_are_those_of_the_events(two: list[Path]):
 
 def test_only_what_differs_is_a_difference(two: list[Path]):
     # out names the run itself, seed and alpha are the same
-    assert differences(read_runs(two)) == {"lora.rank": ["8", "2"], "clip": ["–", "1.0"]}
+    assert differences(read_runs(two)) == {"lora.rank": ["8", "2"], "optimizer.clip": ["–", "1.0"]}
     assert caution(read_runs(two)) == ""
 
 
@@ -95,7 +95,7 @@ def test_control_arm_a_comparison_by_the_first_runs_fields_would_miss_one(
         "flatten",
         lambda config: {field: value for field, value in whole(config).items() if field in known},
     )
-    assert "clip" not in differences(read_runs(two))
+    assert "optimizer.clip" not in differences(read_runs(two))
 
 
 def test_losses_over_other_data_carry_a_caution(tmp_path: Path):

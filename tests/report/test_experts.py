@@ -151,16 +151,16 @@ def test_a_real_run_carries_balance_and_watch(tmp_path: Path, monkeypatch: pytes
 
     from unfreeze import cli
     from unfreeze.commands.demo import TINY_K2
-    from unfreeze.models.blocks.routers import SigmoidRouter
+    from unfreeze.models.blocks.routers import Router
 
-    choose = SigmoidRouter.choose
+    choose = Router.choose
 
-    def never_the_first(self: SigmoidRouter, scores_TE: torch.Tensor) -> torch.Tensor:
+    def never_the_first(self: Router, scores_TE: torch.Tensor) -> torch.Tensor:
         hidden = scores_TE.clone()
         hidden[:, 0] = -1e9
         return choose(self, hidden)
 
-    monkeypatch.setattr(SigmoidRouter, "choose", never_the_first)
+    monkeypatch.setattr(Router, "choose", never_the_first)
     monkeypatch.setattr("unfreeze.job.end.folder.ExpertWatch", lambda: ExpertWatch(expected=20))
     (tmp_path / "chat.jsonl").write_text(
         (json.dumps({"text": "Paris is the capital of France. The sky is blue."}) + "\n") * 20
@@ -174,9 +174,9 @@ def test_a_real_run_carries_balance_and_watch(tmp_path: Path, monkeypatch: pytes
         tmp_path / "run",
         "--steps",
         2,
-        "--samples",
+        "--watch.samples",
         0,
-        "--warmup",
+        "--optimizer.warmup",
         0,
         "--tokens-per-step",
         128,

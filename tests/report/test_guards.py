@@ -65,7 +65,10 @@ def test_a_clean_run_shows_every_guard_and_nothing_to_look_at(tmp_path: Path):
     rows = rows_of(tmp_path, CLEAN)
     assert {name: (row.setting, row.said) for name, row in rows.items()} == {
         "Memory plan": ("1.0 GiB usable", "planned 1.0 MiB"),
-        "Data rows": ("on_bad_row error, truncation tail", "10 rows: 0 bad, 1 dropped, 2 truncated"),
+        "Data rows": (
+            "data.on_bad_row error, data.truncation tail",
+            "10 rows: 0 bad, 1 dropped, 2 truncated",
+        ),
         "Receipt of the first step": ("always", "every matrix that got a gradient moved: attention"),
         "Loss and gradients finite": ("always", "finite in all 3 steps"),
         "Loss and gradient spikes": ("skip", "none in 3 steps"),

@@ -142,7 +142,7 @@ def test_a_rise_after_the_lowest_point_is_overfitting_and_names_the_step_to_take
     judged = found(tmp_path, [*whole, *rise])
     assert not judged.learnt
     assert judged.note == (
-        " Overfitted: held-out loss rose since its lowest point (step 40, 4.100). Stop earlier: --early-stop 2."
+        " Overfitted: held-out loss rose since its lowest point (step 40, 4.100). Stop earlier: --watch.early-stop 2."
     )
     (tmp_path / "adapter-best").mkdir()
     assert found(tmp_path, [*whole, *rise]).note.endswith("Use adapter-best/, which is step 40.")
@@ -168,7 +168,7 @@ def test_where_both_answers_become_less_likely_it_has_begun_to_ramble(likelier, 
     judged = found(tmp_path, [receipt(), *steps(FALLING), *evaluated(*points, **changes)])
     assert judged.learnt == learnt
     said = "Both answers became less likely (the likelier of a pair -1.0 → -9.7 nats)"
-    assert (said in judged.note) == (not learnt) and ("--nll 1" in judged.note) == (not learnt)
+    assert (said in judged.note) == (not learnt) and ("--preference.nll 1" in judged.note) == (not learnt)
 
 
 @pytest.mark.parametrize(

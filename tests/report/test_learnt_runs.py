@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cases.prefer import lines, pairs_of
+from benchmarks.harness.yoda import lines, pairs_of
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.report.run import read_run
@@ -19,9 +19,9 @@ from unfreeze.report.verdict import judged
 
 pytestmark = pytest.mark.nightly
 YODA = TINY_K2 / "yoda_train.jsonl"
-ALIKE = ["--dtype", "float32", "--threads", 1, "--samples", 0, "--quiet"]
+ALIKE = ["--dtype", "float32", "--threads", 1, "--watch.samples", 0, "--quiet"]
 MEASURED = ["--steps", 80, "--tokens-per-step", 1024, "--sequence-length", 512, "--learning-rate", "1e-3"]
-MEASURED += ["--weight-decay", 0.3, "--lora.rank", 16, "--validation-fraction", 0.1]
+MEASURED += ["--optimizer.weight-decay", 0.3, "--lora.rank", 16, "--validation-fraction", 0.1]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_yoda_rows_are_learnt(seed, tmp_path):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_yoda_pairs_are_learnt_with_nll_and_alone_make_it_ramble(seed, pairs, tmp_path):
-    words, learnt = told("prefer", pairs, tmp_path / "nll", *MEASURED, "--seed", seed, "--nll", 5)
+    words, learnt = told("prefer", pairs, tmp_path / "nll", *MEASURED, "--seed", seed, "--preference.nll", 5)
     assert learnt and "accuracy 0.50 → 1.00" in words, words
     words, learnt = told("prefer", pairs, tmp_path / "alone", *MEASURED, "--seed", seed)
     assert not learnt and "Both answers became less likely" in words, words
@@ -99,6 +99,6 @@ def test_an_overfitted_run_is_called_so(tmp_path):
         "--validation-fraction",
         0.3,
     ]
-    said, learnt = told("sft", data, tmp_path / "run", *flags, "--validate-every", 10)
+    said, learnt = told("sft", data, tmp_path / "run", *flags, "--watch.validate-every", 10)
     assert not learnt and " Overfitted: held-out loss rose since its lowest point" in said, said
     assert "Use adapter-best/" in said

@@ -146,7 +146,10 @@ def test_a_run_within_its_first_epoch_says_how_much_it_saw(tokens, said, tmp_pat
     "config, said",
     [
         # batches of labelled answers take twice their tokens: 800 of 2,000 are no whole epoch
-        ({"loss": "kto"}, "tiny-k2 saw about 488 of 1,219 answers with a label of yoda.jsonl once in"),
+        (
+            {"recipe": "prefer", "loss": "kto"},
+            "tiny-k2 saw about 488 of 1,219 answers with a label of yoda.jsonl once in",
+        ),
         ({"data_weights": [2.0, 0.25]}, "tiny-k2 saw 800 tokens, mixed from 1,219 answers of yoda.jsonl, in"),
     ],
 )
@@ -253,9 +256,9 @@ RUNS = [
             "m",
             "--data",
             "/x.jsonl",
-            "--template-variables",
+            "--data.template-variables",
             "enable_thinking=false",
-            "--clip",
+            "--optimizer.clip",
             "0",
         ],
     ),
@@ -281,7 +284,7 @@ def test_the_command_makes_the_same_config(
     assert command.startswith(f"unfreeze {recipe} --model") and command.endswith(f"--out {tmp_path}-again")
     assert not recorded or len(shlex.split(command)) == len(flags) + 4  # nothing but what was typed
     back = parse(config, shlex.split(command)[2:], command=recipe, description="")
-    own = {"out", *(() if recorded else ("template_date",))}
+    own = {"out", *(() if recorded else ("data.template_date",))}
     values, typed_values = flat(back), flat(typed)
     assert {k: v for k, v in values.items() if k not in own} == {
         k: v for k, v in typed_values.items() if k not in own
@@ -295,7 +298,7 @@ def test_versions_and_machine_are_recorded_and_shown(tmp_path: Path):
     rows = dict(machine_rows(read_run(tmp_path)))
     assert rows["Machine"] == "Some CPU: 2 cores, 3.0 GiB" and rows["Device"] == "cpu" and "System" in rows
     assert rows["Versions"].startswith("python 3.") and ", torch 2." in rows["Versions"]
-    assert given(config) == ["model", "data", "out"]
+    assert given(config) == ["model", "data.files", "out"]
 
 
 def test_without_a_config_there_is_no_command(tmp_path: Path):
@@ -312,7 +315,7 @@ def test_rows_that_were_held_out_are_not_learnt(fraction, trained, tmp_path):
 
 @pytest.mark.parametrize("steps, learnt", [(8, False), (9, True)])
 def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tmp_path):
-    """Control arm: the warning is of a start with fewer steps than the run made, after --allow-changed."""
+    """Control arm: the warning is of a start with fewer steps than the run made, after --save.allow-changed."""
     few = "only 8 steps of 4,096 tokens (3 epochs of this data), too few to learn much: --epochs 40, or --tok"
     warned = {"kind": "warning", "step": 0, "message": few}
     losses, end = [*[3] * 2, *[2] * (steps - 4), *[1] * 2], {**END, "step": steps}

@@ -110,18 +110,18 @@ def words(say: Session) -> None:
         "--steps 0",
         "--steps",
         "--steps 3 4",
-        "--warmup 2",
-        "--clip nan",
+        "--optimizer.warmup 2",
+        "--optimizer.clip nan",
         "--learning-rate -1",
-        "--schedule cosin",
-        "--track wandb foo",
+        "--optimizer.schedule cosin",
+        "--watch.track wandb foo",
         "--dtype float16",
         "--train all --lora.rank 8",
-        "--data-weights 1 two",
+        "--data.weights 1 two",
         "--data e.jsonl",
         "--columns questoin=task",
         "--place.experts moon",
-        "--optimizer-moments int4",
+        "--optimizer.moments int4",
         "--sweep learning_rate",
     ):
         say(f"{run} {flags}")
@@ -168,7 +168,7 @@ def models(say: Session) -> None:
         "--lora.targets norms",
         "--adapter tiny-k2",
         "--place.split 3",
-        "--prompts",
+        "--watch.prompts",
         "--validation none.jsonl",
         "--validation-fraction 1.5",
     ):
@@ -221,7 +221,7 @@ def data(say: Session) -> None:
         say(f"prefer --data {file} {run}")
     say(f"sft --data pairs.jsonl {run}")
     say(f"sft --data labels.jsonl {run}")
-    say(f"sft --data chat.jsonl --data-weights 1 2 {run}")
+    say(f"sft --data chat.jsonl --data.weights 1 2 {run}")
     say(f"sft --data chat.jsonl --validation-fraction 0.01 {run}")
     say(f"sft --data chat.jsonl --validation chat.jsonl {run}")
     say(f"sft --data chat.jsonl --tokens-per-step 8 {run}")
@@ -250,9 +250,9 @@ def runs(say: Session) -> None:
     """A run from its first line to its last, what follows it, and how others begin."""
     run = "--model tiny-k2 --dtype float32 --tokens-per-step 128 --device cpu"
     of = {"machine": True, "computed": True}
-    say(f"sft {run} --data chat.jsonl --out run --steps 2 --samples 1", **of)
-    say(f"sft {run} --data chat.jsonl --out run --steps 2 --samples 1", **of)
-    say(f"sft {run} --data chat.jsonl --out run --steps 2 --samples 1 --learning-rate 1e-3", **of)
+    say(f"sft {run} --data chat.jsonl --out run --steps 2 --watch.samples 1", **of)
+    say(f"sft {run} --data chat.jsonl --out run --steps 2 --watch.samples 1", **of)
+    say(f"sft {run} --data chat.jsonl --out run --steps 2 --watch.samples 1 --learning-rate 1e-3", **of)
     say(f"sft {run} --data chat.jsonl --out run.toml --steps 2", **of)
     say("report run", **of)
     say("chat run --device cuda", **of)

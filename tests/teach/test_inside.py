@@ -224,7 +224,7 @@ def test_layers_and_heads_that_are_not_there_are_refused():
         with pytest.raises(ConfigError, match=says):
             inside.terms(model, teacher)
     model.sharded = True
-    with pytest.raises(ConfigError, match="--hidden learns a matrix that is not divided"):
+    with pytest.raises(ConfigError, match=r"--distillation\.hidden learns a matrix that is not divided"):
         Inside(0.0, 1.0).terms(model, teacher)
 
 
@@ -234,8 +234,17 @@ def test_layers_and_heads_that_are_not_there_are_refused():
 @pytest.fixture
 def distill(capsys, chat_rows, tmp_path):
     def run(*arguments, out=tmp_path / "student", steps=2, code=0, model=TINY_K2):
-        given = ["--model", model, "--data", chat_rows, "--out", out, "--steps", steps, "--samples", 0]
-        more = ["--tokens-per-step", 128, "--learning-rate", "5e-3", "--warmup", 0, "--schedule", "constant"]
+        given = ["--model", model, "--data", chat_rows, "--out", out, "--steps", steps, "--watch.samples", 0]
+        more = [
+            "--tokens-per-step",
+            128,
+            "--learning-rate",
+            "5e-3",
+            "--optimizer.warmup",
+            0,
+            "--optimizer.schedule",
+            "constant",
+        ]
         assert cli.main(list(map(str, ["distill", "--json", *given, *more, *arguments]))) == code
         said = capsys.readouterr()
         return said.err if code else Path(json.loads(said.out.splitlines()[-1])["run"])
@@ -249,13 +258,24 @@ def trains(run: Path) -> list[dict]:
     ]
 
 
-ASKED = ["--relations", 2, "--hidden", 0.5, "--layers", "1:2,3:3", "--lora.rank", 2]
+ASKED = [
+    "--distillation.relations",
+    2,
+    "--distillation.hidden",
+    0.5,
+    "--distillation.layers",
+    "1:2,3:3",
+    "--lora.rank",
+    2,
+]
 
 
 def test_a_run_broken_off_and_resumed_has_the_same_projections(distill, run_dir, tmp_path):
     whole = distill("--teacher", run_dir, *ASKED, out=tmp_path / "whole", steps=3)
     distill("--teacher", run_dir, *ASKED, out=tmp_path / "parts", steps=1)
-    parts = distill("--teacher", run_dir, *ASKED, "--allow-changed", "steps", out=tmp_path / "parts", steps=3)
+    parts = distill(
+        "--teacher", run_dir, *ASKED, "--save.allow-changed", "steps", out=tmp_path / "parts", steps=3
+    )
     first = trains(whole)[0]
     assert first["loss"] == pytest.approx(
         first["divergence"] + 2 * first["relations"] + 0.5 * first["hidden"], rel=1e-5
@@ -280,7 +300,7 @@ def test_every_weight_trained_the_checkpoint_has_none_of_them(distill, tmp_path)
         for file in ("tiktoken.model", "tokenizer_config.json"):
             (tmp_path / name / file).write_bytes((Path(TINY_K2) / file).read_bytes())
         folders.append(tmp_path / name)
-    more = ["--train", "all", "--hidden", 1, "--relations", 1, "--dtype", "float32"]
+    more = ["--train", "all", "--distillation.hidden", 1, "--distillation.relations", 1, "--dtype", "float32"]
     run = distill("--teacher", folders[1], *more, out=tmp_path / "run", model=folders[0], steps=1)
     assert not any("beside" in name for name in open_checkpoint(run / "model").tensors)
     assert "model.beside.1.weight" in load_file(run / "state" / "step-000001" / "tensors.safetensors")
@@ -289,10 +309,10 @@ def test_every_weight_trained_the_checkpoint_has_none_of_them(distill, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--layers", "1:1"], "layers is of relations and hidden"),
-        (["--relations", 1, "--layers", "1-1"], "layers"),
-        (["--relations", 1, "--layers", "1:99"], "the student has the layers 1 to"),
-        (["--relations", -1], "relations"),
+        (["--distillation.layers", "1:1"], "layers is of relations and hidden"),
+        (["--distillation.relations", 1, "--distillation.layers", "1-1"], "layers"),
+        (["--distillation.relations", 1, "--distillation.layers", "1:99"], "the student has the layers 1 to"),
+        (["--distillation.relations", -1], "relations"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(distill, run_dir, arguments, says, tmp_path):
@@ -303,4 +323,6 @@ def test_what_cannot_be_compared_is_refused_in_one_line(distill, run_dir, argume
 def test_a_store_of_words_has_no_layers(distill, tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "teacher.json").write_text("{}")
-    assert "compare layers" in distill("--teacher", tmp_path / "store", "--relations", 0.1, code=2)
+    assert "compare layers" in distill(
+        "--teacher", tmp_path / "store", "--distillation.relations", 0.1, code=2
+    )

@@ -1,4 +1,4 @@
-"""--reference cached: the numbers of the model as it began are those of --reference live, to the bit where a document
+"""--preference.reference cached: the numbers of the model as it began are those of --preference.reference live, to the bit where a document
 is asked in the micro-batch that it trains in; asked once, whole or not at all, and of no other model."""
 
 import json
@@ -22,7 +22,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
 from unfreeze.teach import kept
 
-WORDS = "--tokens-per-step 384 --micro-batches 2 --learning-rate 5e-3 --samples 0 --dtype float32 --warmup 0".split()
+WORDS = "--tokens-per-step 384 --micro-batches 2 --learning-rate 5e-3 --watch.samples 0 --dtype float32 --optimizer.warmup 0".split()
 SMALL = ["--lora.rank", 2, "--lora.targets", "attention"]
 
 
@@ -45,7 +45,7 @@ def prefer(capsys, tmp_path):
     def run(reference, *words, code=0, out=None, steps=3, small=SMALL, model=TINY_K2, data=rows):
         out = out or tmp_path / reference
         given = ["--model", model, "--data", data, "--out", out, "--steps", steps, *WORDS, *small]
-        given += ["--reference", reference, *words]
+        given += ["--preference.reference", reference, *words]
         assert cli.main(list(map(str, ["prefer", "--json", "--quiet", *given]))) == code
         return out if code == 0 else capsys.readouterr().err
 
@@ -110,7 +110,7 @@ def test_what_was_broken_off_goes_on_and_nothing_is_asked_twice(prefer, tmp_path
         return plain(self, model, batch)
 
     monkeypatch.setattr(kept.Kept, "_asked", fails)
-    extra = ["--allow-changed", "steps", "--schedule", "constant"]
+    extra = ["--save.allow-changed", "steps", "--optimizer.schedule", "constant"]
     prefer("cached", *extra, code=130, steps=2)
     assert len(list((tmp_path / "cached" / "reference").glob("part*"))) == 2
     run = prefer("cached", *extra, steps=2)
@@ -125,7 +125,7 @@ def test_another_model_other_data_and_damage_are_refused_in_one_line(prefer, tmp
     run = prefer("cached", steps=1)
     part = next((run / "reference").glob("part*"))
     there = load_file(part)
-    again = ["--allow-changed", "steps"]
+    again = ["--save.allow-changed", "steps"]
     save_file({**there, "l_ref": there["l_ref"] - np.float64(0.1)}, part)
     error = prefer("cached", *again, steps=2, code=2)
     assert "holds what another model said: log p of an answer was" in error
@@ -153,7 +153,7 @@ def dense(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dense")
     rows = write(folder / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
     words = ["sft", "--quiet", "--model", TINY_K2, "--data", rows, "--out", folder / "run", "--steps", 1]
-    assert cli.main(list(map(str, [*words, "--samples", 0, "--dtype", "float32", *SMALL]))) == 0
+    assert cli.main(list(map(str, [*words, "--watch.samples", 0, "--dtype", "float32", *SMALL]))) == 0
     merged = ["merge", str(folder / "run"), "--to", "bf16", "--out", str(folder / "dense"), "--quiet"]
     assert cli.main(merged) == 0
     return folder / "dense"
@@ -202,7 +202,7 @@ def torchrun(folder: Path, *words, model=TINY_K2) -> Path:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     given = ["--model", model, "--data", folder / "pairs.jsonl", "--out", folder / "two", "--steps", 3]
-    given += [*WORDS, "--reference", "cached", "--device", "cpu", "--quiet", *words]
+    given += [*WORDS, "--preference.reference", "cached", "--device", "cpu", "--quiet", *words]
     started = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     started += ["--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "unfreeze", "prefer"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

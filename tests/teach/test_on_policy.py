@@ -159,11 +159,11 @@ def distill(capsys, rows, teacher):
             "--tokens-per-step": 128,
         }
         given |= {
-            "--samples": 0,
+            "--watch.samples": 0,
             "--dtype": "float32",
-            "--warmup": 0,
+            "--optimizer.warmup": 0,
             "--lora.rank": 2,
-            "--schedule": "constant",
+            "--optimizer.schedule": "constant",
         }
         given |= {"--lora.targets": "attention", "--learning-rate": "2e-3"}
         if "--tokens-per-step" in arguments:
@@ -193,18 +193,18 @@ def same(a, b):
 def test_lambda_0_is_plain_distillation_to_the_bit(distill, tmp_path):
     plain, none = tmp_path / "plain", tmp_path / "none"
     distill(plain, "--steps", 2)
-    distill(none, "--steps", 2, "--on-policy", 0)
+    distill(none, "--steps", 2, "--distillation.on-policy", 0)
     assert same(adapter(plain), adapter(none)) and not events(none, "on_policy")
 
 
-OWN = ["--on-policy", 0.6, "--seed", 1, "--steps"]
+OWN = ["--distillation.on-policy", 0.6, "--seed", 1, "--steps"]
 
 
 def test_a_resumed_run_samples_what_an_unbroken_one_does(distill, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     distill(whole, *OWN, 3)
     distill(parts, *OWN, 1)
-    distill(parts, *OWN, 3, "--allow-changed", "steps")
+    distill(parts, *OWN, 3, "--save.allow-changed", "steps")
     assert same(adapter(whole), adapter(parts))
     sampled = [{**event, "time": 0, "seconds": 0} for event in events(whole, "on_policy")]
     assert sampled == [{**event, "time": 0, "seconds": 0} for event in events(parts, "on_policy")]
@@ -215,7 +215,7 @@ def test_a_resumed_run_samples_what_an_unbroken_one_does(distill, tmp_path):
 def test_control_arm_other_draws_are_another_run(distill, tmp_path):
     whole, control = tmp_path / "whole", tmp_path / "control"
     distill(whole, *OWN, 2)
-    distill(control, *OWN, 2, "--answer-temperature", 0.5)
+    distill(control, *OWN, 2, "--distillation.answer-temperature", 0.5)
     assert not same(adapter(whole), adapter(control))
 
 
@@ -223,7 +223,17 @@ def test_lambda_1_is_the_teacher_s_view_of_the_student_s_own_words(distill, tmp_
     """The first step's divergence, from greedy answers and torch's kl_div of all logits; what was learned there
     brings the student nearer to the teacher on these words."""
     out = tmp_path / "own"
-    distill(out, "--on-policy", 1, "--answer-temperature", 0, "--steps", 6, "--tokens-per-step", 512)
+    distill(
+        out,
+        "--distillation.on-policy",
+        1,
+        "--distillation.answer-temperature",
+        0,
+        "--steps",
+        6,
+        "--tokens-per-step",
+        512,
+    )
     tokenizer = load_tokenizer(TINY_K2)
     answers = []
     for example in encode_file(rows, tokenizer, 128).examples:
@@ -254,11 +264,14 @@ def test_lambda_1_is_the_teacher_s_view_of_the_student_s_own_words(distill, tmp_
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--on-policy", 0.5, "--alpha", 0.5], "give one of the two"),
-        (["--answer-temperature", 0.5], "is of on_policy alone"),
-        (["--on-policy", 0.5, "--place.experts", "host"], "each token would need every layer anew"),
-        (["--gamma", 1, "--temperature", 2], "without temperature"),
-        (["--gamma", 1, "--on-policy", 0.5], "without on_policy"),
+        (["--distillation.on-policy", 0.5, "--alpha", 0.5], "give one of the two"),
+        (["--distillation.answer-temperature", 0.5], "is of on_policy alone"),
+        (
+            ["--distillation.on-policy", 0.5, "--place.experts", "host"],
+            "each token would need every layer anew",
+        ),
+        (["--distillation.gamma", 1, "--temperature", 2], "without temperature"),
+        (["--distillation.gamma", 1, "--distillation.on-policy", 0.5], "without on_policy"),
     ],
 )
 def test_what_does_not_go_together_is_refused(distill, tmp_path, arguments, says):
@@ -269,7 +282,17 @@ def test_what_does_not_go_together_is_refused(distill, tmp_path, arguments, says
 def test_the_student_as_corrector_of_a_frozen_teacher(distill, tmp_path, teacher, rows, held_rows):
     """Loss and held-out loss are those of both together, as evaluate has them of two models that were loaded."""
     out = tmp_path / "corrector"
-    distill(out, "--gamma", 0.5, "--steps", 10, "--validation", held_rows, "--validate-every", 5)
+    distill(
+        out,
+        "--distillation.gamma",
+        0.5,
+        "--steps",
+        10,
+        "--validation",
+        held_rows,
+        "--watch.validate-every",
+        5,
+    )
     tokenizer = load_tokenizer(TINY_K2)
     batch, taught = (pack(encode_file(file, tokenizer, 128).examples[:]) for file in (held_rows, rows))
     other = unfreeze.load(teacher, dtype="float32").decoder

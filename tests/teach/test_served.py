@@ -62,13 +62,13 @@ TRAIN = [
     "float32",
     "--steps",
     1,
-    "--samples",
+    "--watch.samples",
     0,
     "--tokens-per-step",
     512,
     "--lora.rank",
     2,
-    "--warmup",
+    "--optimizer.warmup",
     0,
 ]
 
@@ -76,9 +76,14 @@ TRAIN = [
 @pytest.mark.parametrize(
     "kind, arguments, limit",
     [
-        pytest.param("vllm", ["--top-k", 1536, "--coding", "float32"], 2e-5, marks=pytest.mark.nightly),
-        ("sglang", ["--top-k", 64, "--coding", "float32"], 2e-3),
-        pytest.param("strict", ["--top-k", 8], 2e-2, marks=pytest.mark.nightly),
+        pytest.param(
+            "vllm",
+            ["--distillation.top-k", 1536, "--distillation.coding", "float32"],
+            2e-5,
+            marks=pytest.mark.nightly,
+        ),
+        ("sglang", ["--distillation.top-k", 64, "--distillation.coding", "float32"], 2e-3),
+        pytest.param("strict", ["--distillation.top-k", 8], 2e-2, marks=pytest.mark.nightly),
     ],
 )
 def test_a_student_that_is_the_served_model_has_nothing_to_learn(
@@ -97,7 +102,7 @@ def test_a_student_that_is_the_served_model_has_nothing_to_learn(
 
 
 def test_the_store_is_the_one_of_the_same_teacher_in_memory(distill, completions, tmp_path, monkeypatch):
-    options = ["--top-k", 12, "--coding", "float32", "--dtype", "float32"]
+    options = ["--distillation.top-k", 12, "--distillation.coding", "float32", "--dtype", "float32"]
     distill(completions().url, "--prepare", tmp_path / "served", *options)
     # the model itself is refused as its teacher, by its path and by its bytes
     monkeypatch.setattr("unfreeze.teach.teacher.same_weights", lambda teacher, student: False)
@@ -177,17 +182,25 @@ def test_what_cannot_be_is_refused(distill, tmp_path, completions):
     remote, said = "https://api.example.com/v1", tmp_path / "said"
     assert "add --prepare FOLDER" in distill(remote, code=2)
     assert "what it costs was not said" in distill(remote, "--prepare", said, code=2)
-    priced = ["--prepare", said, "--price-read", 2, "--price-written", 8]
+    priced = ["--prepare", said, "--endpoint.price-read", 2, "--endpoint.price-written", 8]
     assert "the budget is $0" in distill(remote, *priced, code=2)
     assert "probabilities at 1" in distill(remote, *priced, "--temperature", 2, code=2)
     server = completions()
-    distill(server.url, "--prepare", said, "--top-k", 4)
-    assert "another top_k" in distill(server.url, "--prepare", said, "--top-k", 5, code=2)
+    distill(server.url, "--prepare", said, "--distillation.top-k", 4)
+    assert "another top_k" in distill(server.url, "--prepare", said, "--distillation.top-k", 5, code=2)
 
 
 def test_the_budget_is_kept_over_restarts(distill, completions, tmp_path):
     server = completions()
-    priced = ["--prepare", tmp_path / "said", "--price-read", 1000, "--price-written", 0, "--budget-usd"]
+    priced = [
+        "--prepare",
+        tmp_path / "said",
+        "--endpoint.price-read",
+        1000,
+        "--endpoint.price-written",
+        0,
+        "--endpoint.budget-usd",
+    ]
     assert "the budget is $0.1" in distill(server.url, *priced, 0.1, code=2) and not server.asked
     distill(server.url, *priced, 50)
     spent = json.loads((tmp_path / "said" / "spent.json").read_text())["usd"]

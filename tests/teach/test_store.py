@@ -4,8 +4,6 @@ teacher, and that what does not fit is refused."""
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,13 +134,13 @@ def test_what_is_written_is_read():
 
 # --- runs
 
-WORDS = ["--tokens-per-step", 128, "--dtype", "float32", "--warmup", 0]
+WORDS = ["--tokens-per-step", 128, "--dtype", "float32", "--optimizer.warmup", 0]
 RUN = [
     "--steps",
     3,
     "--learning-rate",
     "5e-3",
-    "--samples",
+    "--watch.samples",
     0,
     "--lora.rank",
     2,
@@ -171,7 +169,17 @@ def rows(tmp_path_factory):
 def store(tmp_path_factory, run_dir, rows):
     """Of run_dir, every word in float32."""
     folder = tmp_path_factory.mktemp("store") / "said"
-    command("--teacher", run_dir, "--prepare", folder, "--coding", "float32", "--top-k", 4096, rows=rows)
+    command(
+        "--teacher",
+        run_dir,
+        "--prepare",
+        folder,
+        "--distillation.coding",
+        "float32",
+        "--distillation.top-k",
+        4096,
+        rows=rows,
+    )
     return folder
 
 
@@ -194,7 +202,7 @@ def test_a_run_from_the_store_is_the_run_that_asks(store, run_dir, rows, tmp_pat
     assert losses(tmp_path / "reads") == pytest.approx(losses(tmp_path / "asks"), abs=1e-6)
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text("".join(reversed(rows.read_text().splitlines(True))))
-    command("--teacher", store, "--out", tmp_path / "mixed", *RUN, "--packing", "none", rows=mixed)
+    command("--teacher", store, "--out", tmp_path / "mixed", *RUN, "--training.packing", "none", rows=mixed)
 
 
 def test_what_does_not_fit_is_refused(store, rows, tmp_path, capsys):
@@ -224,7 +232,9 @@ def test_what_does_not_fit_is_refused(store, rows, tmp_path, capsys):
     assert not (tmp_path / "c" / "state").exists()
 
 
-def test_preparing_goes_on_where_it_was_killed_and_asks_nothing_twice(store, run_dir, rows, tmp_path):
+def test_preparing_goes_on_where_it_was_killed_and_asks_nothing_twice(
+    store, run_dir, rows, tmp_path, forkserver
+):
     """A process that is killed behind its second part; the rest is what the store that was made at once has."""
     folder = tmp_path / "said"
     script = (
@@ -234,7 +244,16 @@ def test_preparing_goes_on_where_it_was_killed_and_asks_nothing_twice(store, run
         " os.kill(os.getpid(), signal.SIGKILL)\n"
         "store.Writing.flush = flush; sys.exit(cli.main(sys.argv[1:]))"
     )
-    given = ["--teacher", run_dir, "--prepare", folder, "--coding", "float32", "--top-k", 4096]
+    given = [
+        "--teacher",
+        run_dir,
+        "--prepare",
+        folder,
+        "--distillation.coding",
+        "float32",
+        "--distillation.top-k",
+        4096,
+    ]
     line = [
         "distill",
         "--json",
@@ -248,7 +267,7 @@ def test_preparing_goes_on_where_it_was_killed_and_asks_nothing_twice(store, run
         32,
         *given,
     ]
-    assert subprocess.run([sys.executable, "-c", script, *map(str, line)]).returncode == -signal.SIGKILL
+    assert forkserver.run(["-c", script, *line]).returncode == -signal.SIGKILL
     assert not json.loads((folder / "teacher.json").read_text())["whole"]
     before = {path: path.read_bytes() for path in folder.glob("part-*")}
     assert len(before) == 2
@@ -278,7 +297,18 @@ def test_preparing_goes_on_where_it_was_killed_and_asks_nothing_twice(store, run
 
 
 def test_another_teacher_does_not_go_on_in_the_folder(store, run_dir, rows, tmp_path, capsys):
-    command("--teacher", run_dir, "--prepare", store, "--coding", "float32", "--top-k", 7, rows=rows, code=2)
+    command(
+        "--teacher",
+        run_dir,
+        "--prepare",
+        store,
+        "--distillation.coding",
+        "float32",
+        "--distillation.top-k",
+        7,
+        rows=rows,
+        code=2,
+    )
     assert "holds what another top_k gave" in capsys.readouterr().err
     command("--teacher", store, "--prepare", tmp_path / "x", rows=rows, code=2)
     assert "--prepare asks a teacher" in capsys.readouterr().err
@@ -302,7 +332,7 @@ def test_bytes_that_changed_on_disk_are_refused_when_they_are_read(store, rows, 
 
 def test_a_folder_has_one_writer_and_one_teacher(run_dir, rows, tmp_path, capsys):
     """Two saves of one run have the same name and headers; their bytes tell them apart."""
-    given = ["--coding", "float32", "--top-k", 4, "--prepare"]
+    given = ["--distillation.coding", "float32", "--distillation.top-k", 4, "--prepare"]
     with one_writer(tmp_path / "busy"):
         command("--teacher", run_dir, *given, tmp_path / "busy", rows=rows, code=2)
         assert "another process writes" in capsys.readouterr().err

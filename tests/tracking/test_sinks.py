@@ -90,7 +90,7 @@ def items(records: list[Any], field: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`unfreeze sft --track tensorboard wandb trackio` on the built-in model, three steps."""
+    """`unfreeze sft --watch.track tensorboard wandb trackio` on the built-in model, three steps."""
     folder = tmp_path_factory.mktemp("tracked")
     with pytest.MonkeyPatch.context() as patch:
         # read when trackio is imported, which this module does first
@@ -108,15 +108,15 @@ def tracked_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             str(folder / "run"),
             "--steps",
             "3",
-            "--samples",
+            "--watch.samples",
             "1",
             "--tokens-per-step",
             "64",
             "--lora.rank",
             "1",
-            "--warmup",
+            "--optimizer.warmup",
             "0",
-            "--track",
+            "--watch.track",
             *SINKS,
         ]
         assert cli.main(["sft", "--quiet", *flags]) == 0
@@ -176,7 +176,7 @@ def test_trackio_holds_the_events(tracked_run: Path):
 
 
 def test_tracking_changes_no_result_and_no_identity(tracked_run: Path, capsys: pytest.CaptureFixture[str]):
-    """The same command without --track finds the run finished: a sink is not part of what is computed."""
+    """The same command without --watch.track finds the run finished: a sink is not part of what is computed."""
     flags = [
         "--model",
         str(TINY_K2),
@@ -186,13 +186,13 @@ def test_tracking_changes_no_result_and_no_identity(tracked_run: Path, capsys: p
         str(tracked_run),
         "--steps",
         "3",
-        "--samples",
+        "--watch.samples",
         "1",
         "--tokens-per-step",
         "64",
         "--lora.rank",
         "1",
-        "--warmup",
+        "--optimizer.warmup",
         "0",
     ]
     assert cli.main(["sft", "--quiet", "--json", *flags]) == 0
@@ -237,7 +237,7 @@ def test_a_library_that_is_absent_is_refused_before_any_work(
         str(tmp_path / "chat.jsonl"),
         "--out",
         str(tmp_path / "run"),
-        "--track",
+        "--watch.track",
         "wandb",
     ]
     assert cli.main(["sft", "--quiet", *flags]) == 2

@@ -106,14 +106,16 @@ def make_batch(lengths: list[int], supervised: list[int], seed: int) -> Batch:
     return Batch(tokens, (tokens * 7 + 3) % VOCAB, weights, positions, starts)
 
 
-def endless(start: dict[str, Any] | None = None) -> Iterator[tuple[Batch, dict[str, Any]]]:
-    """Batches whose content follows from their position, as data.Batches does: each with the cursor of the
+def endless(
+    start: dict[str, Any] | None = None, micro_batches: int = 1
+) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
+    """Steps whose content follows from their position, as data.Batches does: each with the cursor of the
     one after it."""
     position = start["position"] if start else 0
     while True:
-        batch = make_batch([9, 14, 5], [3, 6, 5], seed=position)
-        position += 1
-        yield batch, {"position": position}
+        places = range(position, position + micro_batches)
+        position += micro_batches
+        yield [make_batch([9, 14, 5], [3, 6, 5], seed=place) for place in places], {"position": position}
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run, latest
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import start_or_resume
+from unfreeze.train.timer import Saves
 
 
 def small_disk(folder: Path, size: str) -> Path:
@@ -62,8 +63,7 @@ def loop(folder: Path, on_full_disk: str, full_from: int = 3, room_from: int = 5
                 tiny.endless(state.cursor),
                 cross_entropy,
                 recompute=tiny.plain,
-                save_every=1,
-                on_full_disk=on_full_disk,
+                saves=Saves(every=1, on_full_disk=on_full_disk),
                 on_step=[disk],
             )
         except Exception as error:

@@ -131,6 +131,7 @@ def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
     from unfreeze.train.optim import AdamW
     from unfreeze.train.run import Run
     from unfreeze.train.schedule import Schedule
+    from unfreeze.train.timer import Saves
 
     whole = module._write
     plant(module, bug)
@@ -146,8 +147,7 @@ def every_moment_of_a_save(folder: Path, bug: str) -> dict[str, Any]:
                 tiny.endless(state.cursor),
                 cross_entropy,
                 recompute=tiny.plain,
-                save_every=1,
-                keep_saves=1,
+                saves=Saves(every=1, keep=1),
             )
         return 0
 
@@ -221,4 +221,4 @@ if __name__ == "__main__":
     if what == "moments":
         print(json.dumps({bug: every_moment_of_a_save(Path(folder) / bug, bug) for bug in rest}))
     else:
-        print(json.dumps(one_run_killed_often(rest, Path(folder), kills=20, seed=0)))
+        print(json.dumps(one_run_killed_often(rest[1:], Path(folder), kills=int(rest[0]), seed=0)))

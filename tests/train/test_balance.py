@@ -50,10 +50,9 @@ def test_one_update_per_step_from_the_counts_of_all_micro_batches(
         )
         fit(
             state,
-            tiny.endless(),
+            tiny.endless(micro_batches=micro_batches),
             cross_entropy,
             recompute=getattr(tiny, recompute),
-            micro_batches=micro_batches,
             on_step=[evaluate_in_between],
         )
     assert balance.num_updates == 5

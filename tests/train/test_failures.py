@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.cases.formats import CONFIGS
-from benchmarks.harness import kimi
+from benchmarks.harness import shapes
 from benchmarks.harness.checkpoints import make
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
@@ -176,7 +176,7 @@ SIZES = {
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_memory_is_flat_over_fifty_steps_on_experts_in_other_formats(name: str, tmp_path: Path):
-    make(tmp_path, kimi.config(**SIZES) | {"quantization_config": CONFIGS[name]})
+    make(tmp_path, shapes.kimi(**SIZES) | {"quantization_config": CONFIGS[name]})
     assert growth(None, 50, tmp_path) <= 0.01
 
 

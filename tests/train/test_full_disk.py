@@ -31,7 +31,7 @@ SMALL = [
     "64",
     "--lora.rank",
     "1",
-    "--samples",
+    "--watch.samples",
     "0",
     "--save-every",
     "1",
@@ -69,7 +69,7 @@ def full(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> dict[str, Any]
         str(Path(__file__).with_name("full_disk.py")),
         str(tmp_path_factory.mktemp("full")),
     ]
-    command = ["sft", "--model", str(TINY_K2), "--data", str(rows), *SMALL, "--keep-saves", "9"]
+    command = ["sft", "--model", str(TINY_K2), "--data", str(rows), *SMALL, "--save.keep", "9"]
     process = subprocess.run(
         [*inside, *script, *command], env=environment, capture_output=True, text=True, check=False
     )

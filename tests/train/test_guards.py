@@ -24,6 +24,7 @@ from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.state import State, start_or_resume
 from unfreeze.train.suspects import SUSPECTS
+from unfreeze.train.timer import Saves
 
 BAD = 30  # the position of the batch whose targets are wrong
 STEPS = 36
@@ -31,14 +32,14 @@ STEPS = 36
 
 def with_a_bad_batch(
     tiny: SimpleNamespace, start: dict[str, Any] | None = None
-) -> Iterator[tuple[Batch, dict[str, Any]]]:
+) -> Iterator[tuple[list[Batch], dict[str, Any]]]:
     """Learnable batches; in one the second document's targets are the least likely words."""
-    for batch, cursor in tiny.endless(start):
+    for (batch,), cursor in tiny.endless(start):
         if cursor["position"] - 1 == BAD:
             targets = batch.targets_T.clone()
             targets[9:23] = (targets[9:23] + 11) % tiny.VOCAB
             batch = replace(batch, targets_T=targets)
-        yield batch, cursor
+        yield [batch], cursor
 
 
 def train(
@@ -85,8 +86,7 @@ def train(
             cross_entropy,
             recompute=tiny.recompute,
             on_step=[look],
-            save_every=10,
-            keep_saves=99,
+            saves=Saves(every=10, keep=99),
             **options,
         )
         return state, seen
@@ -128,7 +128,7 @@ def test_warn_says_so_names_the_rows_and_trains_on(tiny: SimpleNamespace, tmp_pa
         3,
     )
     assert lines[0]["loss"] > 3 * lines[1]["loss"] and lines[0]["supervised"] == 6
-    batch, _ = next(with_a_bad_batch(tiny, {"position": BAD}))
+    (batch,), _ = next(with_a_bad_batch(tiny, {"position": BAD}))
     assert lines[0]["tokens"] == batch.tokens_T[9:23].tolist()
 
 
@@ -160,7 +160,7 @@ def test_stop_raises_before_the_update_with_the_next_command(tiny: SimpleNamespa
         ),
     ) as caught:
         train(tiny, tmp_path, "stop")
-    assert "--on-spike skip" in caught.value.next and (tmp_path / SUSPECTS).is_file()
+    assert "--watch.on-spike skip" in caught.value.next and (tmp_path / SUSPECTS).is_file()
 
 
 def test_control_arm_without_the_guard_the_step_passes_unsaid(tiny: SimpleNamespace, tmp_path: Path):

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from unfreeze.commands.demo import TINY_K2
 
@@ -18,20 +19,14 @@ ROWS = [
 ]
 
 
-def killing(*arguments: object) -> dict[str, Any]:
+def killing(forkserver: Any, *arguments: object) -> dict[str, Any]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "OMP_NUM_THREADS": "1",
     }
     script = Path(__file__).with_name("killing.py")
-    process = subprocess.run(
-        [sys.executable, script, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    process = forkserver.run([script, *arguments], env=environment, timeout=600)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 
@@ -46,20 +41,27 @@ def events(run: Path, kind: str = "train") -> list[dict[str, Any]]:
     ]
 
 
-def test_unfreeze_sft_killed_20_times_gives_the_losses_of_the_uninterrupted_run(tmp_path: Path):
-    """10 kills before a random file operation of a save, 10 at a random time (loading, training, validating
-    or saving), all in one folder."""
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(6, 24), pytest.param(20, 80, marks=pytest.mark.nightly)], ids=["few", "many"]
+)
+def test_unfreeze_sft_killed_often_gives_the_losses_of_the_uninterrupted_run(
+    kills: int, steps: int, tmp_path: Path, forkserver: Any
+):
+    """Half the kills before a random file operation of a save, half at a random time (loading, training,
+    validating or saving), all in one folder."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     result = killing(
+        forkserver,
         "often",
         tmp_path,
+        kills,
         "sft",
         "--model",
         TINY_K2,
         "--data",
         tmp_path / "rows.jsonl",
         "--steps",
-        80,
+        steps,
         "--tokens-per-step",
         64,
         "--lora.rank",
@@ -67,7 +69,7 @@ def test_unfreeze_sft_killed_20_times_gives_the_losses_of_the_uninterrupted_run(
         "--lora.targets",
         "attention",
         "experts",
-        "--samples",
+        "--watch.samples",
         0,
         "--save-every",
         1,
@@ -75,34 +77,34 @@ def test_unfreeze_sft_killed_20_times_gives_the_losses_of_the_uninterrupted_run(
         1,
         "--dtype",
         "float32",
-        "--recompute",
+        "--place.recompute",
         "nothing",
         "--validation-fraction",
         0.4,
-        "--validate-every",
-        10,
+        "--watch.validate-every",
+        steps // 8,
     )
-    assert [kill["code"] for kill in result["seen"]] == [-9] * 20 and result["last"] == 0
+    assert [kill["code"] for kill in result["seen"]] == [-9] * kills and result["last"] == 0
     # some kills did fall into a save
     assert any(name.endswith(".tmp") for kill in result["seen"] for name in kill["saves"])
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert events(killed, "eval") == events(straight, "eval") and len(events(killed, "eval")) == 9
     assert events(killed) == events(straight) and [event["step"] for event in events(killed)] == list(
-        range(1, 81)
+        range(1, steps + 1)
     )
     for file in (
         "adapter/adapter_model.safetensors",
-        "state/step-000080/tensors.safetensors",
+        f"state/step-{steps:06}/tensors.safetensors",
         "receipt.json",
     ):
         assert (killed / file).read_bytes() == (straight / file).read_bytes(), file
     kept = [sorted(path.name for path in (run / "state").iterdir()) for run in (killed, straight)]
-    assert kept[0] == kept[1] and {"step-000079", "step-000080"} <= set(kept[0])
+    assert kept[0] == kept[1] and {f"step-{steps - 1:06}", f"step-{steps:06}"} <= set(kept[0])
     assert not [path for path in killed.rglob("*") if "unfinished" in path.name or path.suffix == ".tmp"]
 
 
-def test_a_kill_before_each_file_operation_of_a_save_loses_one_step_at_most(tmp_path: Path):
-    found = killing("moments", tmp_path, "none")["none"]
+def test_a_kill_before_each_file_operation_of_a_save_loses_one_step_at_most(tmp_path: Path, forkserver: Any):
+    found = killing(forkserver, "moments", tmp_path, "none")["none"]
     assert {"open", "write", "fsync", "os.rename", "os.mkdir", "os.remove", "os.rmdir"} <= set(
         found["operations"]
     )
@@ -112,7 +114,9 @@ def test_a_kill_before_each_file_operation_of_a_save_loses_one_step_at_most(tmp_
     assert all(losses == found["straight"] for losses in found["losses"]) and len(found["straight"]) == 4
 
 
-def test_control_arms_a_save_in_place_is_read_half_and_room_made_first_loses_all(tmp_path: Path):
-    moments = killing("moments", tmp_path, "in place", "room first")
+def test_control_arms_a_save_in_place_is_read_half_and_room_made_first_loses_all(
+    tmp_path: Path, forkserver: Any
+):
+    moments = killing(forkserver, "moments", tmp_path, "in place", "room first")
     assert "unreadable" in moments["in place"]["left"]
     assert 0 in moments["room first"]["left"]

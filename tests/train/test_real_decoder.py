@@ -88,14 +88,7 @@ def session(
         state = start_or_resume(
             run, model, optimizer=AdamW(model), schedule=Schedule(1e-2, 6), after_update=[balance]
         )
-        fit(
-            state,
-            tiny.endless(state.cursor),
-            cross_entropy,
-            recompute=recompute,
-            micro_batches=2,
-            on_step=[look],
-        )
+        fit(state, tiny.endless(state.cursor, 2), cross_entropy, recompute=recompute, on_step=[look])
         return losses, {name: tensor.clone() for name, tensor in state.tensors().items()}, balance, loads
 
 

@@ -95,7 +95,7 @@ def test_a_fixed_field_is_refused_even_if_it_is_allowed(tmp_path: Path):
         match=r"1 field differs .*: lora\.rank: 8 -> 16; lora\.rank can never change within a run: a shape\n",
     ) as caught:
         Run(tmp_path, changed, allow_changed=["lora", "learning_rate"], fixed={"lora.rank": "a shape"})
-    assert "--allow-changed" not in caught.value.next
+    assert "--save.allow-changed" not in caught.value.next
 
 
 def test_an_allowed_change_is_said_and_the_run_is_not_finished(tmp_path: Path):

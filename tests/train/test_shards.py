@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,16 +20,13 @@ from unfreeze.train.shards import Saved, dealt, file_name, write_part
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def runs(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> tuple[Path, dict[str, Any]]:
     """What sharding.py found: its processes are started once for all claims here."""
     folder = tmp_path_factory.mktemp("sharding")
     path = os.pathsep.join(p for p in sys.path if p)
-    process = subprocess.run(
-        [sys.executable, Path(__file__).with_name("sharding.py"), folder],
+    process = forkserver.run(
+        [Path(__file__).with_name("sharding.py"), folder],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
         timeout=240,
     )
     assert process.returncode == 0, process.stderr
@@ -184,7 +180,7 @@ def test_int8_moments_of_an_earlier_version_are_refused_by_name(tmp_path: Path):
         CheckpointError, match=r"exp_avg_scale.w is .* \[5\], this model has .* \[8\]"
     ) as raised:
         Saved(tmp_path).read("optimizer.exp_avg_scale.w", now)
-    assert "an earlier version with --optimizer-moments int8" in raised.value.next
+    assert "an earlier version with --optimizer.moments int8" in raised.value.next
     save_file({"optimizer.exp_avg_scale.w": torch.ones(8)}, tmp_path / "tensors.safetensors")
     same = Int8("w", torch.zeros(4, 2 * BLOCK)).exp_avg_scale
     assert Saved(tmp_path).read("optimizer.exp_avg_scale.w", same).tolist() == [1.0] * 8

@@ -26,6 +26,7 @@ from unfreeze.train.run import Run, latest, saves
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.shards import Saved
 from unfreeze.train.state import State, load_best, save, start_or_resume
+from unfreeze.train.timer import Saves
 
 
 def begin(
@@ -75,9 +76,7 @@ def train(
         state = begin(tiny, run, dtype=dtype, seed=run.step)
         if after_start is not None:
             after_start(state)
-        fit(
-            state, tiny.endless(state.cursor), cross_entropy, recompute=noisy, micro_batches=2, on_step=[look]
-        )
+        fit(state, tiny.endless(state.cursor, 2), cross_entropy, recompute=noisy, on_step=[look])
         return losses, {name: tensor.clone() for name, tensor in state.tensors().items()}
 
 
@@ -288,7 +287,7 @@ def unsafe(trace: list[tuple[str, ...]]) -> list[str]:
 def test_a_save_is_safetensors_and_json_and_the_last_two_are_kept(tiny: SimpleNamespace, tmp_path: Path):
     with Run(tmp_path, {}) as run:
         state = begin(tiny, run)
-        fit(state, tiny.endless(), cross_entropy, recompute=tiny.plain, save_every=3)
+        fit(state, tiny.endless(), cross_entropy, recompute=tiny.plain, saves=Saves(every=3))
     assert sorted(p.name for p in (tmp_path / "state").iterdir()) == ["step-000009", "step-000010"]
     assert sorted(p.name for p in (tmp_path / "state" / "step-000010").iterdir()) == [
         "state.json",

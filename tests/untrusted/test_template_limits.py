@@ -70,11 +70,32 @@ def test_control_without_the_bill_the_loops_go_on(monkeypatch):
         "{{ 'a\nb' | indent(2) }}",
         "{% for a in [1, [2, [3]]] recursive %}{{ a if a is number else loop(a) }}{% endfor %}",
         "{{ ('a' ~ 1 ~ none) | string }}{{ undefined ~ 'x' }}",
+        "{{ messages[0].__class__ }}{{ '{0.__class__}'.format(messages) }}",
     ],
 )
 def test_equal_to_jinja2s_own_sandbox(source):
     plain = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     assert ChatTemplate(source, {}).render(TALK) == plain.from_string(source).render(messages=TALK)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].update({'role': 'system'}) }}",
+        "{{ messages[0].pop('role') }}",
+        "{{ messages[0]['setdefault']('more', 1) }}",
+        "{{ messages[0].get.__self__.__class__.__mro__ }}",
+        "{% for m in messages %}{{ m.clear() }}{% endfor %}",
+    ],
+)
+def test_what_jinja2s_own_sandbox_refuses_is_refused(source):
+    plain = jinja2.sandbox.ImmutableSandboxedEnvironment()
+    with pytest.raises(jinja2.exceptions.SecurityError):
+        plain.from_string(source).render(messages=TALK)
+    before = [dict(message) for message in TALK]
+    with pytest.raises(DataError, match="unsafe"):
+        ChatTemplate(source, {}).render(TALK)
+    assert before == TALK
 
 
 def test_each_rendering_begins_anew(monkeypatch):

@@ -23,6 +23,7 @@ from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.core.field import about
 from unfreeze.job.data import document_tokens, longer_by
 from unfreeze.tracking.console import PipeConsole
 from unfreeze.tracking.live import EncodeProgress
@@ -42,7 +43,11 @@ class Config(Frozen):
     data: Annotated[Files, Positional, arg(metavar="F")] = Field(
         min_length=1, description="data files, folders, patterns or hf:org/name, as sft's"
     )
-    columns: Columns = Field(default=(), description="column names in the files, FIELD=COLUMN")
+    columns: Columns = Field(
+        default=(),
+        description="column names in the files, FIELD=COLUMN",
+        json_schema_extra=about("Options", name="data.columns", alias="columns"),
+    )
     model: ModelName = Field(
         description="checkpoint folder, or Hugging Face id org/name: its tokenizer and chat template are used"
     )
@@ -52,21 +57,34 @@ class Config(Frozen):
     row: tuple[int, ...] = Field(
         default=(), description="show every example of these rows (line numbers of the file) instead"
     )
-    sequence_length: int = Field(default=2048, ge=2, description="longest document in tokens")
+    sequence_length: int = Field(
+        default=2048,
+        ge=2,
+        description="longest document in tokens",
+        json_schema_extra=about("Options", name="data.sequence_length", alias="sequence_length"),
+    )
     tokens_per_step: int = Field(
-        default=4096, ge=2, description="tokens packed together; limits sequence_length"
+        default=4096,
+        ge=2,
+        description="tokens packed together; limits sequence_length",
+        json_schema_extra=about("Options", name="training.tokens_per_step", alias="tokens_per_step"),
     )
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail",
         description=(
             "documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)"
         ),
+        json_schema_extra=about("Options", name="data.truncation", was="truncation"),
     )
     on_bad_row: Literal["error", "skip"] = Field(
-        default="skip", description="bad rows: stop at the first, as sft, or leave them out and list them"
+        default="skip",
+        description="bad rows: stop at the first, as sft, or leave them out and list them",
+        json_schema_extra=about("Options", name="data.on_bad_row", was="on_bad_row"),
     )
     packing: Literal["none", "first_fit", "best_fit"] = Field(
-        default="first_fit", description="documents per step: one, or as many as fit (first or best fit)"
+        default="first_fit",
+        description="documents per step: one, or as many as fit (first or best fit)",
+        json_schema_extra=about("Options", name="training.packing", was="packing"),
     )
     supervise: Literal["assistant", "all"] = Field(
         default="assistant", description="loss on the assistant's turns, or on every token"
@@ -79,16 +97,24 @@ class Config(Frozen):
         ),
     )
     turns: Literal["auto", "whole", "each", "last"] = Field(
-        default="auto", description="examples of a conversation, as sft's"
+        default="auto",
+        description="examples of a conversation, as sft's",
+        json_schema_extra=about("Options", name="data.turns", was="turns"),
     )
     reasoning: Literal["auto", "inline", "drop"] = Field(
-        default="auto", description="what happens to reasoning_content, as in sft"
+        default="auto",
+        description="what happens to reasoning_content, as in sft",
+        json_schema_extra=about("Options", name="data.reasoning", was="reasoning"),
     )
     template_variables: tuple[str, ...] = Field(
-        default=(), description="NAME=VALUE for the chat template, as sft's"
+        default=(),
+        description="NAME=VALUE for the chat template, as sft's",
+        json_schema_extra=about("Options", name="data.template_variables", was="template_variables"),
     )
     template_date: str = Field(
-        default="", description="date the chat template writes, as sft's; default: now"
+        default="",
+        description="date the chat template writes, as sft's; default: now",
+        json_schema_extra=about("Options", name="data.template_date", was="template_date"),
     )
 
 

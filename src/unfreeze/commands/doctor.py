@@ -24,6 +24,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, read_toml
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
+from unfreeze.core.field import about
 from unfreeze.job.doctor.checks import Finding, examine
 from unfreeze.job.parts import Parts
 from unfreeze.recipes import prefer, sft
@@ -36,7 +37,11 @@ class Config(Frozen):
         description="checkpoint folder, or Hugging Face id org/name"
     )
     data: Folder = Field(default="", description="data file to check; default: that of --config, or none")
-    columns: Columns = Field(default=(), description="column names in --data, FIELD=COLUMN")
+    columns: Columns = Field(
+        default=(),
+        description="column names in --data, FIELD=COLUMN",
+        json_schema_extra=about("Options", name="data.columns", alias="columns"),
+    )
     config: Folder = Field(
         default="",
         description=(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from tyro.conf import Positional, arg
@@ -23,6 +23,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
+from unfreeze.core.field import about
 from unfreeze.job.end.card import CARD, HUB_ID, hub_id, refuse_other_files, write_beside
 from unfreeze.job.end.push import check_push, push
 from unfreeze.job.opening.device import say
@@ -39,12 +40,14 @@ Reader = Literal["peft", "vllm", "sglang"]
 
 
 class Config(Frozen):
-    FLAT: ClassVar[dict[str, str]] = {"run": "run", "for": "reader"}
-
     run: Annotated[ModelName, Positional, arg(metavar="RUN")] = Field(
         description="run folder or adapter folder"
     )
-    reader: Reader = Field(default="peft", description="the program that will read the adapter")
+    reader: Reader = Field(
+        default="peft",
+        description="the program that will read the adapter",
+        json_schema_extra=about("Options", name="for"),
+    )
     layout: Literal["peft", "vllm", "sglang", "per-expert"] | None = Field(
         default=None, description="earlier name of --for; per-expert means vllm"
     )

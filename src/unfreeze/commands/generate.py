@@ -6,7 +6,7 @@ ask, and writes rows for `unfreeze sft`; there MODEL_OR_RUN may be the address o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from tyro.conf import Positional, arg
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 
 
 class Config(Frozen):
-    FLAT: ClassVar[dict[str, str]] = {name: f"endpoint.{name}" for name in EndpointConfig.model_fields}
-    HELP: ClassVar[dict[str, tuple[str, ...]]] = {
-        "Options": (
-            *"model base prompt tokens data out mode max_new_tokens temperature top_k top_p stop".split(),
-            *"seed dtype device".split(),
-        ),
-        "Server": tuple(EndpointConfig.model_fields),
-    }
-
     model: Annotated[ModelName, Positional, arg(metavar="MODEL_OR_RUN")] = Field(
         description="checkpoint or run folder, adapter folder, or Hugging Face id; with --data also http(s)://…"
     )

@@ -23,6 +23,7 @@ from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.field import about
 from unfreeze.job.doctor.checks import examine
 from unfreeze.job.planning.proposal import Choice, Proposal
 from unfreeze.recipes import sft
@@ -35,7 +36,11 @@ class Config(Frozen):
     data: Annotated[Files, Positional, arg(metavar="DATA")] = Field(
         min_length=1, description="data files, folders, patterns or hf:org/name, as sft's"
     )
-    columns: Columns = Field(default=(), description="column names in the files, FIELD=COLUMN")
+    columns: Columns = Field(
+        default=(),
+        description="column names in the files, FIELD=COLUMN",
+        json_schema_extra=about("Options", name="data.columns", alias="columns"),
+    )
     file: Folder = Field(default="run.toml", description="file to write; an existing one is left alone")
 
 

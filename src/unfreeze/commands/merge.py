@@ -27,6 +27,7 @@ from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.config.synonyms import COMMANDS, Hint
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.field import about
 from unfreeze.core.torchrun import started
 from unfreeze.job.end.card import hub_id, license_of
 from unfreeze.job.opening.device import say
@@ -64,7 +65,11 @@ class Config(Frozen):
     data: Folder = Field(
         default="", description="held-out rows to measure on; default: the rows that the run held out"
     )
-    columns: Columns = Field(default=(), description="column names in --data, FIELD=COLUMN")
+    columns: Columns = Field(
+        default=(),
+        description="column names in --data, FIELD=COLUMN",
+        json_schema_extra=about("Options", name="data.columns", alias="columns"),
+    )
     no_check: bool = Field(default=False, description="merge without measuring the loss on held-out rows")
     verbose: bool = Field(
         default=False, description="show how much of the adapter survives in each group of modules"

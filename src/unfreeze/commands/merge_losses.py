@@ -119,7 +119,7 @@ def row_losses(
 def _tokens(rows: HeldoutRows) -> int:
     """Of a micro-batch of the run: an answer with a label is compared with others of its micro-batch."""
     of = rows.resolved
-    return int(of.get("tokens_per_step") or TOKENS) // int(of.get("micro_batches") or 1)
+    return int(of.get("training.tokens_per_step") or TOKENS) // int(of.get("memory.micro_batches") or 1)
 
 
 def _known(l_S: Tensor) -> Callable[[Batch], Tensor]:

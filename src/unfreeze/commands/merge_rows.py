@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.prefer import Preference
+from unfreeze.config.recipes import read_resolved
 from unfreeze.config.template import template_time, template_values
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.opening.streaming import MANY_ROWS
 from unfreeze.recipes.prefer import answers_of
 from unfreeze.report.events import AT_LEAST, LEAKED, read_events, warnings
-from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 TOKENS = 2048  # of a batch
 GIVE = "Give --data HELD_OUT.jsonl"
+PREFERENCE = {f"preference.{name}" for name in Preference.model_fields}
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ class HeldoutRows:
         """What a run of `unfreeze prefer` minimised; None of the others."""
         if self.resolved.get("recipe") != "prefer":
             return None
-        names = Preference.model_fields.keys() & self.resolved.keys()
-        return Preference(**{name: self.resolved[name] for name in names})
+        own = {name.partition(".")[2]: value for name, value in self.resolved.items() if name in PREFERENCE}
+        return Preference(**own)
 
 
 def heldout_rows(run: Path, data: str, columns: tuple[str, ...] = ()) -> HeldoutRows | str:
@@ -66,25 +67,25 @@ def heldout_rows(run: Path, data: str, columns: tuple[str, ...] = ()) -> Heldout
     from unfreeze.generate.source import run_of
 
     run = run_of(run)
-    resolved = read_object(run / RESOLVED, ConfigError) if (run / RESOLVED).is_file() else {}
+    resolved = read_resolved(run, ConfigError) if (run / RESOLVED).is_file() else {}
     if data:
         trained_on = _trained_on(data, resolved)
         return HeldoutRows((data,), 0.0, resolved, columns, trained_on=trained_on, own=True)
     if not resolved:
         return f"{run} is an adapter without its run. {GIVE}"
-    columns = tuple(resolved.get("columns") or ())
-    if resolved.get("validation"):
+    columns = tuple(resolved.get("data.columns") or ())
+    if resolved.get("data.validation"):
         found = _leaks(run)
         later = "; ".join(words for words in found if words.startswith(AT_LEAST))
-        beside = _names(resolved.get("data") or []) if found else ()
-        held = _names(resolved["validation"])
+        beside = _names(resolved.get("data.files") or []) if found else ()
+        held = _names(resolved["data.validation"])
         return HeldoutRows(
             held, 0.0, resolved, columns, beside, later, windows=_windows(run) if found else None
         )
-    fraction = resolved.get("validation_fraction")
+    fraction = resolved.get("data.validation_fraction")
     if not isinstance(fraction, float) or not 0 < fraction < 1:
         return f"this run held out no rows. {GIVE}"
-    return HeldoutRows(_names(resolved.get("data")), fraction, resolved, columns, windows=_windows(run))
+    return HeldoutRows(_names(resolved.get("data.files")), fraction, resolved, columns, windows=_windows(run))
 
 
 def _leaks(run: Path) -> list[str]:
@@ -105,7 +106,7 @@ def _windows(run: Path) -> bool | None:
 def _trained_on(data: str, resolved: dict[str, Any]) -> str:
     """What to warn of where a run's record names `data`, or a file of the same bytes, as what it learned."""
     own = Path(data)
-    for name in _names(resolved.get("data") or []):
+    for name in _names(resolved.get("data.files") or []):
         other = Path(name)
         if name == data or (own.is_file() and other.is_file() and cmp(own, other, shallow=False)):
             return f"the run trained on {name}: the loss on it shows what was learned by heart"
@@ -144,12 +145,12 @@ def _encoded(
     except ConfigError as error:
         raise ConfigError(error.message, next=GIVE) from None
     names = ("truncation", "on_bad_row", "turns", "reasoning")
-    options: dict[str, Any] = {name: of[name] for name in names if name in of}
+    options: dict[str, Any] = {name: of[f"data.{name}"] for name in names if f"data.{name}" in of}
     options |= {"columns": rows.columns, "answers": answers_for(rows, files)}
     tokenizer = load_tokenizer(
         manifest.path,
-        now=template_time(str(of.get("template_date") or "")),
-        template_variables=template_values(of.get("template_variables") or ()),
+        now=template_time(str(of.get("data.template_date") or "")),
+        template_variables=template_values(of.get("data.template_variables") or ()),
     )
     effective: dict[str, Any] = of.get("effective") or {}
     length = min(int(effective.get("sequence_length") or TOKENS), max_positions)
@@ -216,7 +217,7 @@ def _of_windows(
 
     of, windows = rows.resolved, rows.windows
     if windows is None:
-        windows = of.get("steps") is not None and not of.get("data_weights")
+        windows = of.get("training.steps") is not None and not of.get("data.weights")
     if not windows:
         return None
     stream = streamed_files(

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import ConfigError
+from unfreeze.teach.second import Beside
 
 if TYPE_CHECKING:
     import torch
 
     from unfreeze.checkpoint import Manifest
     from unfreeze.commands.plan import Config
-    from unfreeze.job.second import Second
     from unfreeze.models import Decoder
     from unfreeze.parallel.plan.aside import Aside
     from unfreeze.parallel.plan.counts import Counts
     from unfreeze.parallel.plan.sizes import Sizes
+    from unfreeze.teach.second import Second
 
 
 Build = Callable[["torch.dtype", bool], "Decoder"]
@@ -74,7 +75,7 @@ class Opened:
 
         @cache
         def aside(tokens: int) -> Aside:
-            return second.aside(self.start, tokens, min(length, tokens), dtype, device, every_weight)
+            return second.aside(Beside(self.start, tokens, min(length, tokens), dtype, device, every_weight))
 
         return aside
 

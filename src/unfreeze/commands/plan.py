@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -23,81 +23,90 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_model, parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.field import about
 from unfreeze.core.layout import Layout
 from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
-    from unfreeze.job.second import Second
     from unfreeze.kernels.precision import Precision
     from unfreeze.models.recompute import Recompute
     from unfreeze.parallel.plan.choose import PlanChoice, PlanRequest
     from unfreeze.parallel.plan.counts import Counts
     from unfreeze.parallel.plan.fleet import Fleet
     from unfreeze.parallel.plan.sizes import Sizes
+    from unfreeze.teach.second import Second
 
 HERE = "this machine"
-OF_LAYOUT = ("recompute", "keep_layers")  # of which flags are as short as in a run
-PLACES = tuple(f"place.{name}" for name in Layout.model_fields if name not in OF_LAYOUT)
 DOES_NOT_FIT = 2
 
 
 class Config(Frozen):
     """What is planned, and for which machines."""
 
-    FLAT: ClassVar[dict[str, str]] = {name: f"place.{name}" for name in OF_LAYOUT}
-    HELP: ClassVar[dict[str, tuple[str, ...]]] = {
-        "What": ("model", "train", "lora.rank", "lora.experts_rank", "lora.targets", "dtype"),
-        "How much": (
-            "tokens_per_step",
-            "micro_batches",
-            "sequence_length",
-            "recompute",
-            "keep_layers",
-            "optimizer_moments",
-        ),
-        "Where": ("hardware", "machines", "usd_per_hour", "waiting", *PLACES),
-    }
-    FIRST: ClassVar[tuple[str, ...]] = (
-        "model",
-        "hardware",
-        "lora.rank",
-        "tokens_per_step",
-        "sequence_length",
-        "usd_per_hour",
+    model: ModelName = Field(
+        default="",
+        description="checkpoint folder, Hugging Face id, or a config.json",
+        json_schema_extra=about("What", first=True),
     )
-
-    model: ModelName = Field(default="", description="checkpoint folder, Hugging Face id, or a config.json")
     hardware: tuple[str, ...] = Field(
         default=(),
         description="8xH200, 1xH200+768GB (host memory), cpu:24GB …, one or several; default: this machine",
+        json_schema_extra=about("Where", first=True),
     )
-    machines: Folder = Field(default="", description="TOML table of devices of your own")
+    machines: Folder = Field(
+        default="", description="TOML table of devices of your own", json_schema_extra=about("Where")
+    )
     usd_per_hour: float | None = Field(
-        default=None, gt=0, le=1e6, description="price of all the hardware per hour; unset: no price"
+        default=None,
+        gt=0,
+        le=1e6,
+        description="price of all the hardware per hour; unset: no price",
+        json_schema_extra=about("Where", first=True),
     )
     waiting: float = Field(
-        default=0.25, ge=0, le=1, description="largest share of a step that may wait for transfers"
+        default=0.25,
+        ge=0,
+        le=1,
+        description="largest share of a step that may wait for transfers",
+        json_schema_extra=about("Where"),
     )
     tokens_per_step: int | None = Field(
-        default=None, ge=2, le=10**12, description="tokens of a step on all devices; unset: chosen"
+        default=None,
+        ge=2,
+        le=10**12,
+        description="tokens of a step on all devices; unset: chosen",
+        json_schema_extra=about(
+            "How long", name="training.tokens_per_step", alias="tokens_per_step", first=True
+        ),
     )
     micro_batches: int = Field(
         default=1,
         ge=1,
         le=10**6,
         description=("parts of a step, divided among the devices (at least one each)"),
+        json_schema_extra=about("Memory and machine", name="memory.micro_batches", alias="micro_batches"),
     )
     sequence_length: int = Field(
-        default=2048, ge=2, le=10**9, description="tokens of a document, at most what the model takes"
+        default=2048,
+        ge=2,
+        le=10**9,
+        description="tokens of a document, at most what the model takes",
+        json_schema_extra=about("How long", name="data.sequence_length", alias="sequence_length", first=True),
     )
-    train: Literal["adapters", "all"] = Field(default="adapters", description="what trains")
+    train: Literal["adapters", "all"] = Field(
+        default="adapters", description="what trains", json_schema_extra=about("What")
+    )
     lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        default="auto", description="of the computation; auto: bfloat16 where the machine multiplies it"
+        default="auto",
+        description="of the computation; auto: bfloat16 where the machine multiplies it",
+        json_schema_extra=about("Memory and machine", name="memory.dtype", alias="dtype"),
     )
     optimizer_moments: Literal["float32", "int8"] = Field(
-        default="float32", description="AdamW's moments: 8 bytes per trained parameter, or 2.03"
+        default="float32",
+        description="AdamW's moments: 8 bytes per trained parameter, or 2.03",
+        json_schema_extra=about("Memory and machine", name="optimizer.moments", was="optimizer_moments"),
     )
     place: Layout = Field(default_factory=lambda: Layout(), description="where parts must lie; auto: chosen")
 
@@ -178,8 +187,8 @@ def _refuse_without_effect(config: Config, given: Set[str]) -> None:
             "keep_layers" in config.place.model_fields_set
             and config.place.keep_layers is not None
             and config.place.recompute not in ("auto", *keeps),
-            f"keep_layers has no effect where recompute = {config.place.recompute!r}",
-            f"--recompute {' or '.join(keeps)}",
+            f"place.keep_layers has no effect where place.recompute = {config.place.recompute!r}",
+            f"--place.recompute {' or '.join(keeps)}",
         ),
     ):
         if wrong:

@@ -10,8 +10,9 @@ from typing import Any, Protocol, cast
 from pydantic import BaseModel
 
 from unfreeze.config import sft
-from unfreeze.config.names import places
+from unfreeze.config.names import earlier, spellings
 from unfreeze.config.parse import read_toml
+from unfreeze.config.recipes import CONFIGS
 from unfreeze.job.parts import Parts
 
 RECIPES = ("sft", "prefer", "distill")
@@ -32,18 +33,13 @@ def recipe_of(file: str | Path) -> tuple[str, Recipe]:
     own is taken for one of sft.
     """
     table = read_toml(Path(file).expanduser())
-    name = max(RECIPES, key=lambda recipe: _known(_config(recipe), table))
+    name = max(RECIPES, key=lambda recipe: _known(CONFIGS[recipe], table))
     return name, cast(Recipe, import_module(f"unfreeze.recipes.{name}"))
 
 
-def _config(recipe: str) -> type[BaseModel]:
-    return import_module(f"unfreeze.config.{recipe}").Config
-
-
 def _known(config: type[BaseModel], table: Mapping[str, Any]) -> int:
-    """How many of the keys this config has, in either spelling."""
-    names = places(config)
-    known = {*names, *names.values()}
+    """How many of the keys this config has, in any spelling."""
+    known = {*spellings(config), *earlier(config)}
     written = (
         f"{key}.{inner}" if isinstance(value, Mapping) else key
         for key, value in table.items()

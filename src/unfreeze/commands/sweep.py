@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from unfreeze.commands import compare
-from unfreeze.config import distill, prefer, pretrain, sft
-from unfreeze.config.names import leaves, places
-from unfreeze.config.parse import parse
+from unfreeze.config.names import fields, name_of
+from unfreeze.config.parse import parse, takes_several
+from unfreeze.config.recipes import CONFIGS
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
@@ -27,15 +27,9 @@ from unfreeze.core.torchrun import started
 from unfreeze.job.end.folder import with_files
 from unfreeze.job.end.result import next_command
 
-RECIPES: dict[str, type[TrainingConfig]] = {
-    "sft": sft.Config,
-    "distill": distill.Config,
-    "prefer": prefer.Config,
-    "pretrain": pretrain.Config,
-}
 FLAG = "--sweep"
 MOST = 12  # runs: as many as `unfreeze compare` can tell apart
-NEVER = {"out": "each run has a folder of its own", "allow_changed": "it is of a run that goes on"}
+NEVER = {"out": "each run has a folder of its own", "save.allow_changed": "it is of a run that goes on"}
 EXAMPLE = f"{FLAG} learning_rate=1e-4,2e-4"
 
 Launch = Callable[[list[str]], int]
@@ -121,11 +115,11 @@ def planned_points(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, lis
             f"{FLAG} starts a run after the other, and torchrun started this process for one run",
             next=f"give the values of {FLAG} one by one under torchrun",
         )
-    if recipe not in RECIPES:
+    if recipe not in CONFIGS:
         raise ConfigError(f"unfreeze {recipe} has no {FLAG}", next=f"unfreeze sft … {EXAMPLE}")
     rest, written = _split(arguments)
-    fields = _fields(RECIPES[recipe], rest, written)
-    combinations = list(product(*fields.values()))
+    swept = _swept(CONFIGS[recipe], rest, written)
+    combinations = list(product(*swept.values()))
     if not 2 <= len(combinations) <= MOST:
         raise ConfigError(
             f"{FLAG} makes {len(combinations)} {'run' if len(combinations) == 1 else 'runs'}; 2 to {MOST} are"
@@ -134,13 +128,15 @@ def planned_points(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, lis
         )
     points: list[Point] = []
     for values in combinations:
-        swept = [word for name, value in zip(fields, values, strict=True) for word in (_flag(name), value)]
-        config = parse(RECIPES[recipe], [*rest, *swept], command=recipe, description="")
-        name = ",".join(f"{field}={value}" for field, value in zip(fields, values, strict=True))
+        own = [word for name, value in zip(swept, values, strict=True) for word in (_flag(name), value)]
+        # names of earlier versions are told by each run
+        told = [*rest, *own]
+        config = parse(CONFIGS[recipe], told, command=recipe, description="", say=lambda renamed: None)
+        name = ",".join(f"{field}={value}" for field, value in zip(swept, values, strict=True))
         folder = config.run_dir / name.replace("/", "-")
-        points.append(Point(name, [*rest, *swept, "--out", str(folder)], folder))
+        points.append(Point(name, [*told, "--out", str(folder)], folder))
     with_files(config)  # absent data is refused once, and here
-    return fields, points
+    return swept, points
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -162,33 +158,31 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return rest, written
 
 
-def _fields(
-    config: type[TrainingConfig], rest: Sequence[str], written: Sequence[str]
-) -> dict[str, list[str]]:
+def _swept(config: type[TrainingConfig], rest: Sequence[str], written: Sequence[str]) -> dict[str, list[str]]:
     """Field -> values. Raises ConfigError for what is no FIELD=VALUE,VALUE, or cannot be swept."""
-    given = {word.partition("=")[0].replace("_", "-") for word in rest if word.startswith("--")}
-    infos = dict(leaves(config))
-    fields: dict[str, list[str]] = {}
+    flags = [word.partition("=")[0].removeprefix("--") for word in rest if word.startswith("--")]
+    given = {name_of(config, flag) for flag in flags}
+    swept: dict[str, list[str]] = {}
     for each in written:
         name, equals, text = each.partition("=")
         name = name.lstrip("-").replace("-", "_")
         values = [value.strip() for value in text.split(",")]
         if not equals or not name or not all(values):
             raise ConfigError(f"{FLAG} {each!r} is not FIELD=VALUE,VALUE", next=EXAMPLE)
-        place = places(config).get(name, name)
-        kind = infos[place].annotation if place in infos else None
-        several = any(get_origin(part) is tuple for part in (kind, *get_args(kind)))
-        wrong = NEVER.get(name) or ("one run takes several values of it" if several else "")
+        own = name_of(config, name)
+        several = own in fields(config) and takes_several(fields(config)[own].info)
+        wrong = NEVER.get(own) or ("one run takes several values of it" if several else "")
         if wrong:
             raise ConfigError(f"{name} cannot be swept: {wrong}", next=EXAMPLE)
-        if name in fields or _flag(name) in given:
+        if own in given:
             raise ConfigError(f"{name} is given twice", next=f"give it once, after {FLAG}")
         if len(set(values)) < len(values):
             raise ConfigError(f"{FLAG} {each!r} names a value twice", next="give each value once")
-        fields[name] = values
-    if not fields:
+        swept[name] = values
+        given.add(own)
+    if not swept:
         raise ConfigError(f"{FLAG} needs FIELD=VALUE,VALUE", next=EXAMPLE)
-    return fields
+    return swept
 
 
 def _flag(name: str) -> str:

@@ -80,7 +80,9 @@ def lora_of(source: str | Path) -> dict[str, Any]:
     check_config(config, folder / CONFIG)
     resolved = Path(source).expanduser() / RESOLVED
     if resolved.is_file():
-        lora = read_object(resolved, AdapterError).get("lora")
+        run = read_object(resolved, AdapterError)
+        own = {name.partition(".")[2]: value for name, value in run.items() if name.startswith("lora.")}
+        lora = own or run.get("lora")  # a table in runs of 0.1
         if isinstance(lora, dict):
             return dict(cast(dict[str, Any], lora))
     return _from_files(folder, config)

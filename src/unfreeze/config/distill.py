@@ -4,14 +4,15 @@
 # pyright: reportIncompatibleVariableOverride=false
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from unfreeze.config import sft
 from unfreeze.config.endpoint import EndpointConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName
-from unfreeze.config.training import FIRST, FLAT, HELP, portable
+from unfreeze.config.training import portable
+from unfreeze.core.field import about
 
 BASE = "base"
 
@@ -25,9 +26,14 @@ class Distillation(Frozen):
             "forward: KL(teacher ‖ student), covers all that the teacher finds likely; reverse: KL(student ‖"
             " teacher), keeps to its likeliest words (MiniLLM); jsd: between them, by beta"
         ),
+        json_schema_extra=about("Teacher", was="divergence"),
     )
     beta: float = Field(
-        default=0.5, gt=0, lt=1, description="with jsd: the teacher's share of the mixture; 0.5 as in TRL"
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="with jsd: the teacher's share of the mixture; 0.5 as in TRL",
+        json_schema_extra=about("Teacher", was="beta"),
     )
     temperature: float = Field(
         default=1.0,
@@ -37,6 +43,7 @@ class Distillation(Frozen):
             "of both softmaxes; the loss is multiplied by its square. 1: the models' own distributions; 2 to"
             " 4 show more of unlikely words"
         ),
+        json_schema_extra=about("Teacher", alias="temperature"),
     )
     alpha: float = Field(
         default=0.0,
@@ -46,6 +53,7 @@ class Distillation(Frozen):
             "share of cross entropy with the data's own words; 0: the teacher alone. loss = alpha · CE + (1"
             " - alpha) · temperature² · divergence"
         ),
+        json_schema_extra=about("Teacher", alias="alpha"),
     )
 
     top_k: int = Field(
@@ -53,10 +61,12 @@ class Distillation(Frozen):
         ge=1,
         le=4096,
         description="with prepare: the k likeliest words kept per token; the rest is kept as one",
+        json_schema_extra=about("Teacher", was="top_k", of_run=False),
     )
     coding: Literal["compact", "float32"] = Field(
         default="compact",
         description="with prepare: compact takes at most 120 bytes a token at top_k 32, float32 260",
+        json_schema_extra=about("Teacher", was="coding", of_run=False),
     )
 
     on_policy: float = Field(
@@ -67,9 +77,13 @@ class Distillation(Frozen):
             "share of the steps on the student's own answers, scored by the teacher (GKD's lambda); 0: the"
             " data's answers only"
         ),
+        json_schema_extra=about("Teacher", was="on_policy"),
     )
     answer_temperature: float = Field(
-        default=1.0, ge=0, description="with on_policy: temperature of the student's answers; 0 is greedy"
+        default=1.0,
+        ge=0,
+        description="with on_policy: temperature of the student's answers; 0 is greedy",
+        json_schema_extra=about("Teacher", was="answer_temperature"),
     )
     gamma: float | None = Field(
         default=None,
@@ -78,6 +92,7 @@ class Distillation(Frozen):
             "the student as corrector of the teacher: p ∝ teacher · student^gamma, trained on the data's"
             " likelihood; unset: distillation"
         ),
+        json_schema_extra=about("Teacher", was="gamma"),
     )
     relations: float = Field(
         default=0.0,
@@ -86,6 +101,7 @@ class Distillation(Frozen):
             "weight of the difference of relations among queries, keys and values (MiniLMv2); 0: none; 0.1"
             " helps short runs. Widths and heads may differ"
         ),
+        json_schema_extra=about("Teacher", was="relations"),
     )
     hidden: float = Field(
         default=0.0,
@@ -94,6 +110,7 @@ class Distillation(Frozen):
             "weight of the squared difference of hidden states, through a matrix trained with the model"
             " (TinyBERT); 0: none"
         ),
+        json_schema_extra=about("Teacher", was="hidden"),
     )
     layers: str = Field(
         default="",
@@ -102,6 +119,7 @@ class Distillation(Frozen):
             "for relations and hidden: STUDENT:TEACHER, counted from 1, several with commas; unset: the last"
             " of each"
         ),
+        json_schema_extra=about("Teacher", was="layers"),
     )
     relation_heads: int | None = Field(
         default=None,
@@ -109,6 +127,7 @@ class Distillation(Frozen):
         description=(
             "parts that queries, keys and values are divided into; unset: parts of 16 numbers, at most 64"
         ),
+        json_schema_extra=about("Teacher", was="relation_heads"),
     )
 
     @property
@@ -137,25 +156,13 @@ class Distillation(Frozen):
 class Config(sft.Config):
     """Everything a distillation depends on."""
 
-    FLAT: ClassVar[dict[str, str]] = FLAT | {
-        "teacher": "teacher",
-        "prepare": "prepare",
-        **{name: f"distillation.{name}" for name in Distillation.model_fields},
-        **{name: f"endpoint.{name}" for name in EndpointConfig.model_fields},
-    }
-    HELP: ClassVar[dict[str, tuple[str, ...]]] = {
-        "Teacher": ("teacher", "prepare", *Distillation.model_fields),
-        **HELP,
-        "Server": tuple(EndpointConfig.model_fields),
-    }
-    FIRST: ClassVar[tuple[str, ...]] = ("teacher", *FIRST)
-
     teacher: ModelName = Field(
         description=(
             "checkpoint folder, Hub id, run or adapter folder with the same tokenizer; base: the model"
             " without its adapters; a folder from --prepare; or, with --prepare, the address of an"
             " OpenAI-compatible server"
-        )
+        ),
+        json_schema_extra=about("Teacher", first=True),
     )
     prepare: Folder = Field(
         default="",
@@ -163,6 +170,7 @@ class Config(sft.Config):
             "ask the teacher once and write its answers to this folder, without training. A later run takes"
             " the folder as its teacher"
         ),
+        json_schema_extra=about("Teacher", of_run=False),
     )
     distillation: Distillation = Distillation()
     endpoint: EndpointConfig = EndpointConfig()
@@ -171,10 +179,16 @@ class Config(sft.Config):
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """As sft's. The base as a teacher has adapters to be switched off, and something else to learn."""
         if "distillation.beta" in fields and fields.get("distillation.divergence") != "jsd":
-            raise ValueError("beta is of divergence = jsd alone: give --divergence jsd, or remove beta")
+            raise ValueError(
+                "distillation.beta is of divergence = jsd alone: give --distillation.divergence jsd,"
+                " or remove it"
+            )
         of_own = "distillation.answer_temperature" in fields
         if of_own and not fields.get("distillation.on_policy"):
-            raise ValueError("answer_temperature is of on_policy alone: give --on-policy 0.5, or remove it")
+            raise ValueError(
+                "distillation.answer_temperature is of on_policy alone: give --distillation.on-policy 0.5,"
+                " or remove it"
+            )
         if fields.get("distillation.on_policy") and fields.get("distillation.alpha"):
             raise ValueError(
                 "alpha is the share of the data's own words, and on_policy has others: give one of the two"
@@ -192,7 +206,7 @@ class Config(sft.Config):
         unread = [name for name in ("layers", "relation_heads") if fields.get(f"distillation.{name}")]
         if unread and not reads:
             raise ValueError(
-                f"{unread[0]} is of relations and hidden alone: give --relations 1, or remove it"
+                f"{unread[0]} is of relations and hidden alone: give --distillation.relations 1, or remove it"
             )
         if fields.get("teacher") == BASE:
             if fields.get("train") == "all":
@@ -210,6 +224,4 @@ class Config(sft.Config):
     def record(self) -> dict[str, Any]:
         """As every run's; a teacher in a folder is found from any directory."""
         fields = super().record()
-        for name in ("prepare", "top_k", "coding", *EndpointConfig.model_fields):  # of no run
-            del fields[name]
         return fields | {"teacher": fields["teacher"] if self.teacher == BASE else portable(self.teacher)}

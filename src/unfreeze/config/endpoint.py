@@ -5,27 +5,38 @@ from __future__ import annotations
 from pydantic import Field
 
 from unfreeze.config.parse import Frozen
+from unfreeze.core.field import about
 
 
 class EndpointConfig(Frozen):
     """An OpenAI-compatible server. Its key comes from the environment variable OPENAI_API_KEY."""
 
     served_name: str = Field(
-        default="", description="the model's name on the server, as its /v1/models lists it; empty: its own"
+        default="",
+        description="the model's name on the server, as its /v1/models lists it; empty: its own",
+        json_schema_extra=about("Server", was="served_name", of_run=False),
     )
     timeout: float = Field(
-        default=120.0, gt=0, description="seconds for one whole answer of the server; then it is asked again"
+        default=120.0,
+        gt=0,
+        description="seconds for one whole answer of the server; then it is asked again",
+        json_schema_extra=about("Server", was="timeout", of_run=False),
     )
     price_read: float | None = Field(
         default=None,
         ge=0,
         description="USD per million tokens that the server reads; needed for one beyond the own network",
+        json_schema_extra=about("Server", was="price_read", of_run=False),
     )
     price_written: float | None = Field(
-        default=None, ge=0, description="USD per million tokens that the server writes"
+        default=None,
+        ge=0,
+        description="USD per million tokens that the server writes",
+        json_schema_extra=about("Server", was="price_written", of_run=False),
     )
     budget_usd: float = Field(
         default=0.0,
         ge=0,
         description="USD that all calls may cost, tries that failed among them; 0 refuses every paid call",
+        json_schema_extra=about("Server", was="budget_usd", of_run=False),
     )

@@ -6,7 +6,7 @@ All of them with `--help-all`. 80 columns.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin
 
@@ -14,44 +14,42 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from unfreeze.config.names import leaves, places
+from unfreeze.config.names import Known, fields
+from unfreeze.core.field import HEADINGS
 
 WIDTH, INDENT = 80, 26
 KINDS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
 def text(config: type[BaseModel], command: str, description: str, *, everything: bool) -> str:
-    """The help of a command.
-
-    config may have HELP (heading -> field names, all of them) and FIRST (the names that --help shows).
-    """
-    fields = dict(_flat(config))
-    groups: dict[str, tuple[str, ...]] = getattr(config, "HELP", {"Options": tuple(fields)})
-    first = getattr(config, "FIRST", tuple(fields))
-    shown = tuple(fields) if everything else first
-    lines = [*_wrapped(description.strip()), ""]
-    for heading, names in groups.items():
-        entries = [
-            line for name in names if name in fields and name in shown for line in _entry(name, fields[name])
-        ]
+    """The help of a command."""
+    groups: dict[str, list[Known]] = {heading: [] for heading in HEADINGS}
+    for known in fields(config).values():
+        groups[known.about.heading].append(known)
+    some = any(known.about.first for known in fields(config).values())
+    lines, hidden = [*_wrapped(description.strip()), ""], 0
+    for heading, group in groups.items():
+        shown = [known for known in group if everything or known.about.first or not some]
+        hidden += len(group) - len(shown)
+        entries = [line for known in _commonest(shown) for line in _entry(known, everything)]
         lines += [f"{heading}:", *entries, ""] if entries else []
-    hidden = len(fields) - len(shown)
     if hidden > 0:
         lines += [
             f"{hidden} more: unfreeze {command} --help-all. Every flag is also a key of a TOML file, the"
             " first argument."
         ]
+    if everything and any(known.about.alias for known in fields(config).values()):
+        lines += ["[table.key] is the whole name of a flag that is short for it; a file may use either."]
     lines += ["Also: --json (result as one JSON object)  --quiet  --traceback"]
-    if "epochs" in fields:
+    if "training.epochs" in fields(config):
         lines += ["      --plan (shows the whole memory plan, then trains; `unfreeze plan` only plans)"]
         lines += ["      --sweep FIELD=A,B … (a run for each combination, then their comparison)"]
     return "\n".join(lines)
 
 
-def _flat(config: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """(flat name, field): what a flag is called."""
-    infos = dict(leaves(config))
-    return ((name, infos[place]) for name, place in places(config).items())
+def _commonest(group: Sequence[Known]) -> list[Known]:
+    """Those that --help shows first, in the order of declaration."""
+    return sorted(group, key=lambda known: not known.about.first)
 
 
 def _wrapped(paragraphs: str) -> list[str]:
@@ -61,11 +59,12 @@ def _wrapped(paragraphs: str) -> list[str]:
     ]
 
 
-def _entry(name: str, info: FieldInfo) -> Iterator[str]:
+def _entry(known: Known, everything: bool) -> Iterator[str]:
     """`  --learning-rate X         peak learning rate (default 0.0002)`.
 
-    The flag alone on its line where it is long.
+    The flag alone on its line where it is long. everything: with the dotted name that it is short for.
     """
+    name, info = known.short, known.info
     # a positional argument
     placeholder = next((item.metavar for item in info.metadata if getattr(item, "metavar", None)), "")
     flag = (
@@ -73,7 +72,8 @@ def _entry(name: str, info: FieldInfo) -> Iterator[str]:
         if placeholder
         else f"  --{name.replace('_', '-')} {_kind(info.annotation)}".rstrip()
     )
-    body = textwrap.wrap(f"{info.description or ''}{_default(info)}", WIDTH - INDENT)
+    whole = f" [{known.name}]" if everything and name != known.name else ""
+    body = textwrap.wrap(f"{info.description or ''}{_default(info)}{whole}", WIDTH - INDENT)
     if len(flag) + 2 > INDENT:
         yield flag
     else:

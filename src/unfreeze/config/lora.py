@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from unfreeze.core.field import about
+
 Scaling = Literal["alpha/r", "alpha/sqrt(r)"]
 
 
@@ -25,10 +27,14 @@ class LoraConfig(BaseModel):
 
     # alpha = 2 x rank, and adapters on all linear layers: Biderman et al. 2024, arXiv:2405.09673
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(
-        default=16, description="size of the adapters (1 to 4096). More learns more and takes more memory"
+        default=16,
+        description="size of the adapters (1 to 4096). More learns more and takes more memory",
+        json_schema_extra=about("Adapters", alias="rank", first=True),
     )
     alpha: Annotated[float, Field(gt=0)] = Field(
-        default=32.0, description="scale of the update is alpha / rank; twice the rank is usual"
+        default=32.0,
+        description="scale of the update is alpha / rank; twice the rank is usual",
+        json_schema_extra=about("Adapters", was="alpha"),
     )
     targets: tuple[str, ...] = Field(
         default=("all-linear",),
@@ -37,13 +43,17 @@ class LoraConfig(BaseModel):
             "all-linear (linear layers and routed experts, not lm_head, embeddings, router), experts,"
             " attention, mlp, shared_experts, or module names and globs such as *.q_proj"
         ),
+        json_schema_extra=about("Adapters", was="targets"),
     )
     experts_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        default=None, description="rank of the routed experts' adapters; unset: as `rank`"
+        default=None,
+        description="rank of the routed experts' adapters; unset: as `rank`",
+        json_schema_extra=about("Adapters", was="experts_rank"),
     )
     scaling: Scaling = Field(
         default="alpha/r",
         description="alpha/r (LoRA), or alpha/sqrt(r) (rank-stabilised, for ranks above about 64)",
+        json_schema_extra=about("Adapters", was="scaling"),
     )
 
     def rank_of(self, group: str) -> int:

@@ -1,6 +1,6 @@
 """From a TOML file and flags to one frozen, validated Config.
 
-Every field is a TOML key and a flag, in both its spellings (names.py). A flag wins over the file.
+Every field is a TOML key and a flag of the same name (names.py). A flag wins over the file.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import io
 import itertools
 import os
 import shlex
+import sys
 import tomllib
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, TypeVar, cast, get_args, get_origin
@@ -29,10 +30,11 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from unfreeze.config.help import text as help_text
-from unfreeze.config.names import by_place, flat_name, leaves, nested, places
+from unfreeze.config.names import Known, by_path, earlier, fields, nested, short_name, spellings
 from unfreeze.config.synonyms import field_hint, field_next
 from unfreeze.config.words import fault_of, wrong, wrong_flag
 from unfreeze.core.errors import FULL, ConfigError
+from unfreeze.core.torchrun import first_process
 
 
 class Frozen(BaseModel):
@@ -77,35 +79,58 @@ C = TypeVar("C", bound=BaseModel)
 
 
 def parse(
-    config: type[C], arguments: list[str], *, command: str, description: str, positional: bool = False
+    config: type[C],
+    arguments: list[str],
+    *,
+    command: str,
+    description: str,
+    positional: bool = False,
+    say: Callable[[Sequence[str]], None] | None = None,
 ) -> C:
     """`unfreeze COMMAND [file.toml] [--flag value …]` -> Config.
 
     positional: the first argument is a field of the Config (a model, a run), not a TOML file.
+    say: is told which names of earlier versions were given, and what they are now; by default stderr is.
     Raises ConfigError that names the field and the nearest valid key.
     """
     if asked := {"-h", "--help", "--help-all"} & set(arguments):
         print(help_text(config, command, description, everything="--help-all" in asked))
         raise SystemExit(0)
-    fields: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    renamed: list[str] = []
     typed = arguments
     if not positional and arguments and not arguments[0].startswith("-"):
-        if "model" in places(config) and is_model(arguments[0]):
+        if "model" in fields(config) and is_model(arguments[0]):
             raise _model_first(arguments, command)
-        fields = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0])
+        values = _given(config, read_toml(Path(arguments[0]).expanduser()), arguments[0], renamed)
         arguments = arguments[1:]
-    fields |= by_place(config, _parse_flags(config, arguments, command), f"unfreeze {command}")
-    if missing := _missing(config, fields):
-        flags = [_flag(config, name) for name in missing]
+    flagged: dict[str, str] = {}
+    flags = _parse_flags(config, arguments, command)
+    values |= by_path(config, flags, f"unfreeze {command}", renamed=flagged)
+    renamed += [f"{_as_flag(old)} is {_as_flag(now)} now" for old, now in flagged.items()]
+    if missing := _missing(config, values):
+        flags = [_flag(known) for known in missing]
         whole = [*typed, *(word for flag in flags for word in (flag, MEANT.get(flag, flag[2:].upper())))]
-        flagged = typed and all(flag.startswith("--") for flag in flags)
+        to_type = typed and all(flag.startswith("--") for flag in flags)
         raise ConfigError(
             f"unfreeze {command} needs {' and '.join(flags)}",
             next=shlex.join(["unfreeze", *command.split(), *whole])
-            if flagged
+            if to_type
             else f"unfreeze {command} --help",
         )
-    return _validated(config, fields, f"unfreeze {command} --help")
+    made = _validated(config, values, f"unfreeze {command} --help")
+    (say or _note)(renamed)
+    return made
+
+
+def _note(renamed: Sequence[str]) -> None:
+    """One line on stderr about names of earlier versions; under torchrun by the first process."""
+    if renamed and first_process():
+        print(f"note: {'; '.join(renamed)}", file=sys.stderr, flush=True)
+
+
+def _as_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def refuse_second(arguments: Sequence[str], what: str, next: str) -> None:
@@ -139,37 +164,32 @@ def from_keywords(
 ) -> C:
     """unfreeze.sft("run.toml", rank=16, optimizer={"clip": 0.5}) -> Config; keywords win over the file.
 
-    A field of [lora] may be given without its table: rank for lora.rank.
     Raises ConfigError that names the keyword and the nearest valid one.
     """
     # refuse a keyword that is no field
-    names = places(config)
-    inner = _last_words(config, names)
-    known = {*names, *config.model_fields, *inner}
-    unknown = next((name for name in given if name.replace("-", "_") not in known), None)
+    valid = {*spellings(config), *config.model_fields}
+    unknown = next((name for name in given if name.replace("-", "_") not in {*valid, *earlier(config)}), None)
     if unknown is not None:
-        # a keyword has no dots
-        hint = field_hint(unknown, [*names, *config.model_fields, *inner]).replace("lora.", "")
+        hint = field_hint(unknown, valid) or _elsewhere(config, unknown)
         raise ConfigError(
             f"unfreeze.{function} has no argument {unknown!r}{hint}",
             next=field_next(unknown, f"help(unfreeze.{function}), or: unfreeze {function} --help"),
         )
 
     # the file, then the keywords over it
-    fields = _given(config, read_toml(Path(file).expanduser()), str(file)) if file is not None else {}
-    keywords = {
-        name if name in names else inner.get(name, name): _plain(value)
-        for name, value in given.items()
-        if value is not None
-    }
-    fields |= _given(config, keywords, f"unfreeze.{function}")
-    if missing := _missing(config, fields):
+    renamed: list[str] = []
+    values = _given(config, read_toml(Path(file).expanduser()), str(file), renamed) if file else {}
+    keywords = {name: _plain(value) for name, value in given.items() if value is not None}
+    values |= _given(config, keywords, f"unfreeze.{function}", renamed)
+    if missing := [known.short for known in _missing(config, values)]:
         others = "".join(f', {name}="…"' for name in missing if name not in ("model", "data"))
         raise ConfigError(
             f"unfreeze.{function} needs {' and '.join(missing)}",
             next=f'unfreeze.{function}(model="…", data="chat.jsonl"{others})',
         )
-    return _validated(config, fields, f"help(unfreeze.{function})")
+    made = _validated(config, values, f"help(unfreeze.{function})")
+    _note(renamed)
+    return made
 
 
 def _plain(value: Any) -> Any:
@@ -179,19 +199,21 @@ def _plain(value: Any) -> Any:
     return os.fspath(cast(os.PathLike[str], value)) if isinstance(value, os.PathLike) else value
 
 
-def _missing(config: type[BaseModel], fields: Mapping[str, Any]) -> list[str]:
-    """The flat names of required fields that nobody gave, and no other field says (SAID_BY)."""
+def _missing(config: type[BaseModel], values: Mapping[str, Any]) -> list[Known]:
+    """The required fields that nobody gave, and no other field says (SAID_BY)."""
     said_by: Mapping[str, str] = getattr(config, "SAID_BY", {})
     return [
-        flat_name(config, place)
-        for place, info in leaves(config)
-        if info.is_required() and place not in fields and not fields.get(said_by.get(place, ""))
+        known
+        for known in fields(config).values()
+        if known.info.is_required()
+        and known.path not in values
+        and not values.get(said_by.get(known.path, ""))
     ]
 
 
-def _validated(config: type[C], fields: Mapping[str, Any], next: str) -> C:
+def _validated(config: type[C], values: Mapping[str, Any], next: str) -> C:
     try:
-        return config.model_validate(nested(fields))
+        return config.model_validate(nested(values))
     except ValidationError as error:
         raise ConfigError(_explain(config, error), next=next) from error
 
@@ -225,38 +247,36 @@ def _refuse_absent(config: type[BaseModel], arguments: Sequence[str], command: s
 
     Asked before tyro, which takes seconds to compare an unknown flag with every other.
     """
-    flat = [f"--{name.replace('_', '-')}" for name in places(config)]
-    dotted = [f"--{place.replace('_', '-')}" for place in places(config).values()]
+    dotted, short = list(fields(config)), [known.short for known in fields(config).values()]
+    known = {*map(_as_flag, _every(config)), *(f"--no-{name.replace('_', '-')}" for name in short), "--"}
     written = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
-    known = {*flat, *dotted, *(f"--no-{name[2:]}" for name in flat), "--"}
-    # the last word of a dotted flag: --rank for --lora.rank
-    words = _last_words(config, places(config))
-    ends = {word.replace("_", "-"): f"--{name.replace('_', '-')}" for word, name in words.items()}
     absent: list[str] = []
     strange = list(dict.fromkeys(flag for flag in written if flag.replace("_", "-") not in known))
     for unknown in strange:
-        near = [*flat, *dotted] if "." in unknown else flat
-        inner = ends.get(unknown.lstrip("-").replace("_", "-"))
-        hint = f"; it is called {inner} here" if inner else field_hint(unknown, near, flag=True)
+        near = list(map(_as_flag, [*short, *dotted] if "." in unknown else short))
+        hint = _elsewhere(config, unknown, flag=True) or field_hint(unknown, near, flag=True)
         absent.append(f"there is no flag {unknown}{hint}")
     if absent:
         raise ConfigError(". And ".join(absent), next=field_next(strange[0], f"unfreeze {command} --help"))
 
 
-def _last_words(config: type[BaseModel], names: Iterable[str]) -> dict[str, str]:
-    """The last word of each dotted name -> the name, but for words that are tables or fields themselves."""
-    words = {name.rpartition(".")[2]: name for name in names if "." in name}
-    return {word: name for word, name in words.items() if word not in config.model_fields}
+def _elsewhere(config: type[BaseModel], word: str, *, flag: bool = False) -> str:
+    """Of a word that ends one dotted name, and one alone: "; it is called --optimizer.moments here"."""
+    word = word.lstrip("-").replace("-", "_")
+    found = [name for name in fields(config) if name.endswith(f".{word}")]
+    alone = len(found) == 1 and word not in config.model_fields
+    return f"; it is called {_as_flag(found[0]) if flag else found[0]} here" if alone else ""
+
+
+def _every(config: type[BaseModel]) -> dict[str, Known]:
+    """Every spelling, of earlier versions too -> its field."""
+    known = fields(config)
+    return {word: known[name] for word, name in (spellings(config) | earlier(config)).items()}
 
 
 def _wrong_flag(config: type[BaseModel], arguments: Sequence[str]) -> str:
     """The first flag whose values are none, or beyond its limits, in words as given; "" where each is one."""
-    infos = dict(leaves(config))
-    known = {
-        f"--{spelling.replace('_', '-')}": infos[place]
-        for name, place in places(config).items()
-        for spelling in (name, place)
-    }
+    known = {_as_flag(word): field.info for word, field in _every(config).items()}
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     at = [i for i, word in enumerate(words) if word.startswith("--")]
     for start, end in itertools.pairwise([*at, len(words)]):
@@ -268,20 +288,16 @@ def _wrong_flag(config: type[BaseModel], arguments: Sequence[str]) -> str:
 
 def _refuse_repeated(config: type[BaseModel], arguments: Sequence[str]) -> None:
     """A flag of several values that is given twice would lose those of the first time."""
-    infos = dict(leaves(config))
-    several = {
-        f"--{spelling.replace('_', '-')}"
-        for name, place in places(config).items()
-        if any(
-            get_origin(kind) is tuple
-            for kind in (infos[place].annotation, *get_args(infos[place].annotation))
-        )
-        for spelling in (name, place)
-    }
+    several = {_as_flag(word) for word, field in _every(config).items() if takes_several(field.info)}
     written = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
     twice = next((flag for flag in written if flag in several and written.count(flag) > 1), "")
     if twice:
         raise ConfigError(f"{twice} is given twice", next=f"give its values after one {twice}: {twice} A B")
+
+
+def takes_several(info: FieldInfo) -> bool:
+    """Whether a field takes several values after its flag."""
+    return any(get_origin(kind) is tuple for kind in (info.annotation, *get_args(info.annotation)))
 
 
 def _flags(config: type[BaseModel]) -> Any:
@@ -289,10 +305,8 @@ def _flags(config: type[BaseModel]) -> Any:
 
     The Config checks the limits, so that errors are in our own words.
     """
-    kinds = {place: _kind(info) for place, info in leaves(config)}
-    by_name = {name: kinds[place] for name, place in places(config).items()}
     make = cast(Any, TypedDict)  # a class made at run time, which a type checker cannot follow
-    return make("Flags", {**by_name, **kinds}, total=False)
+    return make("Flags", {word: _kind(field.info) for word, field in _every(config).items()}, total=False)
 
 
 def _kind(info: FieldInfo) -> Any:
@@ -300,11 +314,10 @@ def _kind(info: FieldInfo) -> Any:
     return Annotated[(info.annotation, *info.metadata, Field())]
 
 
-def _flag(config: type[BaseModel], name: str) -> str:
+def _flag(known: Known) -> str:
     """How a field is given on the command line: --model, or MODEL where it has no flag."""
-    info = dict(leaves(config))[places(config)[name]]
-    metavar = next((item.metavar for item in info.metadata if getattr(item, "metavar", None)), "")
-    return metavar or f"--{name.replace('_', '-')}"
+    metavar = next((item.metavar for item in known.info.metadata if getattr(item, "metavar", None)), "")
+    return metavar or _as_flag(known.short)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -365,9 +378,12 @@ def writing(folder: Path | str, field: str, *, positional: bool = False) -> Gene
         ) from error
 
 
-def _given(config: type[BaseModel], table: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A TOML table as {place: value}, each value checked by its field's type and limits.
+def _given(
+    config: type[BaseModel], table: Mapping[str, Any], where: str, renamed: list[str]
+) -> dict[str, Any]:
+    """A TOML table as {path: value}, each value checked by its field's type and limits.
 
+    renamed: gets what to say of names of earlier versions.
     The check is strict: true is not 1, and "5" is not 5. But a list may stand for a tuple, and a whole number
     for a float.
     """
@@ -383,7 +399,11 @@ def _given(config: type[BaseModel], table: Mapping[str, Any], where: str) -> dic
                 next="mend the value",
             ) from None
 
-    return by_place(config, table, where, check)
+    old: dict[str, str] = {}
+    values = by_path(config, table, where, check, old)
+    file = "" if where.startswith("unfreeze.") else f"{where}: "
+    renamed += [f"{file}{name} is {now} now" for name, now in old.items()]
+    return values
 
 
 def _explain(config: type[BaseModel], error: ValidationError) -> str:
@@ -393,7 +413,7 @@ def _explain(config: type[BaseModel], error: ValidationError) -> str:
         if not item["loc"]:  # a check of several fields: its message says in words what is wrong
             lines.append(item["msg"].partition(", ")[2])
             continue
-        place = [str(part) for part in item["loc"] if not isinstance(part, int)]
+        path = [str(part) for part in item["loc"] if not isinstance(part, int)]
         whole: dict[str, Any] = {**item, "loc": ()}  # the item of a list that is wrong, without the list
-        lines.append(wrong(flat_name(config, ".".join(place)), item.get("input"), whole))
+        lines.append(wrong(short_name(config, ".".join(path)), item.get("input"), whole))
     return "; ".join(lines)

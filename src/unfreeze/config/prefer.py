@@ -4,13 +4,13 @@
 # pyright: reportIncompatibleVariableOverride=false
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from unfreeze.config import sft
 from unfreeze.config.parse import Files, Frozen
-from unfreeze.config.training import FIRST, FLAT, HELP
+from unfreeze.core.field import about
 
 BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
 """Of each loss: DPO's and KTO's papers and TRL have 0.1; SimPO's authors 2.0 to 2.5; ORPO's lambda is 0.1."""
@@ -35,6 +35,7 @@ class Preference(Frozen):
             "dpo, ipo: pairs against a reference; kto: answers with a label; simpo, orpo: pairs without a"
             " reference"
         ),
+        json_schema_extra=about("Preference", alias="loss", first=True),
     )
     reference: Literal["live", "cached"] = Field(
         default="live",
@@ -42,6 +43,7 @@ class Preference(Frozen):
             "for dpo, ipo and kto. live: the starting model is asked in each step; cached: once before the"
             " first (faster, no copy of the model)"
         ),
+        json_schema_extra=about("Preference", was="reference"),
     )
     beta: float = Field(
         default=0.1,
@@ -50,14 +52,20 @@ class Preference(Frozen):
             "dpo, ipo, kto: strength of the reference; simpo, orpo: weight of the comparison. 0.1 as in the"
             " papers, 2.0 for simpo"
         ),
+        json_schema_extra=about("Preference", was="beta"),
     )
     gamma: float = Field(
         default=1.0,
         ge=0,
         description="for simpo: margin by which the chosen answer should win; half of beta is usual",
+        json_schema_extra=about("Preference", was="gamma"),
     )
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=0.5, description="for dpo: share of the pairs assumed to be swapped"
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="for dpo: share of the pairs assumed to be swapped",
+        json_schema_extra=about("Preference", was="label_smoothing"),
     )
     nll: float = Field(
         default=0.0,
@@ -66,14 +74,19 @@ class Preference(Frozen):
             "for dpo, ipo and simpo: weight of the chosen answer's own loss, which keeps it likely. Llama 3"
             " uses 0.2"
         ),
+        json_schema_extra=about("Preference", was="nll"),
     )
     desirable_weight: float = Field(
-        default=1.0, gt=0, description="for kto: weight of answers whose label is true"
+        default=1.0,
+        gt=0,
+        description="for kto: weight of answers whose label is true",
+        json_schema_extra=about("Preference", was="desirable_weight"),
     )
     undesirable_weight: float = Field(
         default=1.0,
         gt=0,
         description="for kto: weight of answers whose label is false; balance it with the numbers of both",
+        json_schema_extra=about("Preference", was="undesirable_weight"),
     )
 
 
@@ -107,10 +120,6 @@ class Optimizer(sft.Optimizer):
 class Config(sft.Config):
     """Everything a preference run depends on."""
 
-    FLAT: ClassVar[dict[str, str]] = FLAT | {name: f"preference.{name}" for name in Preference.model_fields}
-    HELP: ClassVar[dict[str, tuple[str, ...]]] = {"Preference": tuple(Preference.model_fields), **HELP}
-    FIRST: ClassVar[tuple[str, ...]] = ("loss", *FIRST)
-
     data: Data
     optimizer: Optimizer = Optimizer()
     preference: Preference = Preference()
@@ -122,7 +131,7 @@ class Config(sft.Config):
         for name, losses in ONLY.items():
             if f"preference.{name}" in fields and loss not in losses:
                 raise ValueError(
-                    f"{name} is of loss = {' or '.join(losses)} alone: remove it, or change loss"
+                    f"preference.{name} is of loss = {' or '.join(losses)} alone: remove it, or change loss"
                 )
         rate = ALL_RATE if fields.get("train") == "all" else ADAPTER_RATE
         own = {"preference.beta": BETA.get(str(loss), 0.1), "optimizer.learning_rate": rate}

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from unfreeze.config import tables
 from unfreeze.config.training import TrainingConfig
+from unfreeze.core.field import about
 
 
 class Data(tables.Data):
@@ -35,6 +36,7 @@ class Optimizer(tables.Optimizer):
         default=0.001,
         ge=0,
         description="step of the loss-free balancing bias per optimizer step; 0: none (DeepSeek-V3: 0.001)",
+        json_schema_extra=about("Learning", was="balance_rate"),
     )
 
 

@@ -7,7 +7,7 @@ import re
 
 from pydantic import BaseModel
 
-from unfreeze.config.names import leaves, places
+from unfreeze.config.names import fields, spellings
 from unfreeze.config.words import expected
 
 _FLAG = re.compile(r"(?<!\S)--([a-z][a-z_.-]*)(?: (\d[\d,]*\d(?=\W|$)|[^\s,;:]+(?:,[^\s,;:]+=[^\s,;:]+)*))?")
@@ -19,29 +19,34 @@ _COMMAND = re.compile(r"(\bunfreeze [a-z]+ [^,;:()]*)")
 def in_python(config: type[BaseModel], text: str) -> str:
     """`--columns prompt=q` -> `columns={"prompt": "q"}`, `--steps 5 or more` -> `steps=5 or more`.
 
+    `--optimizer.clip 1` -> `optimizer={"clip": 1}`.
+
     A word that is no value of the flag stays beside it: `--sequence-length higher` -> `sequence_length
     higher`. What is no flag of `config`, or part of a command to type, is left as it is.
     """
-    infos, at = dict(leaves(config)), places(config)
+    known, names = fields(config), spellings(config)
 
     def keyword(found: re.Match[str]) -> str:
-        flag, word = found[1], found[2]
-        name = flag.replace("-", "_")
-        place = at.get(name, name)
-        if place not in infos:
+        written, word = found[1].replace("-", "_"), found[2]
+        if written not in names:
             return found[0]
-        name = name.removeprefix("lora.")
+        name, info = known[names[written]].short, known[names[written]].info
         if word is None:
             return name
         pairs = [pair.partition("=") for pair in word.strip("'").split(",")]
+        choices = expected(info.annotation).removeprefix("one of ").split(", ")
         if name == "columns" and all(all(pair) for pair in pairs):
-            return f"{name}={json.dumps({field: column for field, _, column in pairs})}"
-        if re.fullmatch(r"-?[\d.,]*\d(e-?\d+)?", word):
-            return f"{name}={word.replace(',', '')}"
-        choices = expected(infos[place].annotation).removeprefix("one of ").split(", ")
-        if word in choices or word.isupper() or (name == "device" and word in ("cpu", "cuda")):
-            return f'{name}="{word}"'
-        return f"{name} {word}"
+            value = json.dumps({field: column for field, _, column in pairs})
+        elif re.fullmatch(r"-?[\d.,]*\d(e-?\d+)?", word):
+            value = word.replace(",", "")
+        elif word in choices or word.isupper() or (name == "device" and word in ("cpu", "cuda")):
+            value = f'"{word}"'
+        else:
+            return f"{name} {word}"
+        table, _, field = name.rpartition(".")
+        if table == "data":  # the keyword of this name is data.files
+            return f'**{{"{name}": {value}}}'
+        return f'{table}={{"{field}": {value}}}' if table else f"{name}={value}"
 
     if text.startswith("unfreeze "):
         return text

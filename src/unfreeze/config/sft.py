@@ -15,6 +15,7 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.field import about
 
 ALL_RATE = 2e-5
 
@@ -28,6 +29,7 @@ class Data(tables.Data):
             "examples per conversation. whole: one; each: one per turn of the assistant; last: the last turn"
             " only; auto: whole, or each if the chat template rewrites earlier turns"
         ),
+        json_schema_extra=about("What", was="turns", since="0.2"),
     )
     reasoning: Literal["auto", "inline", "drop"] = Field(
         default="auto",
@@ -35,6 +37,7 @@ class Data(tables.Data):
             "reasoning_content. auto: trained on as the release writes it, refused without such a form;"
             " inline: as <think>…</think> in the answer; drop: left out"
         ),
+        json_schema_extra=about("What", was="reasoning", since="0.2"),
     )
 
 
@@ -54,6 +57,7 @@ class Config(TrainingConfig):
     train: Literal["adapters", "all"] = Field(
         default="adapters",
         description="adapters: LoRA beside the frozen base; all: every weight of an unpacked checkpoint",
+        json_schema_extra=about("What", first=True),
     )
     adapter: Folder = Field(
         default="",
@@ -61,6 +65,7 @@ class Config(TrainingConfig):
             "continue training this adapter (a run or adapter folder, ours or peft's). The [lora] fields"
             " come from it, and usually the model"
         ),
+        json_schema_extra=about("What", first=True, since="0.2"),
     )
     data: Data
     optimizer: Optimizer = Optimizer()

@@ -21,10 +21,10 @@ out | the run's folder | output_dir output run_dir save_dir
 epochs | passes over the data | num_epochs num_train_epochs epoch n_epochs
 steps | optimizer steps | max_steps num_steps max_iters total_steps train_steps
 learning_rate | its peak | lr max_lr base_lr peak_lr
-schedule | cosine, linear, constant or wsd | lr_scheduler lr_scheduler_type scheduler
-warmup | a share of the steps, 0.03 for 3 % | warmup_ratio warmup_steps lr_warmup
-weight_decay | per unit of learning rate | wd
-clip | limit of the global norm; 0: none | max_grad_norm gradient_clipping grad_clip clip_grad_norm
+optimizer.schedule | cosine, linear, constant or wsd | lr_scheduler lr_scheduler_type scheduler
+optimizer.warmup | a share of the steps, 0.03 for 3 % | warmup_ratio warmup_steps lr_warmup
+optimizer.weight_decay | per unit of learning rate | wd
+optimizer.clip | limit of the global norm; 0: none | max_grad_norm gradient_clipping grad_clip clip_grad_norm
 tokens_per_step | tokens of one optimizer step: about rows x their mean length |
     batch_size per_device_train_batch_size per_device_batch_size train_batch_size device_batch_size
     global_batch_size total_batch_size
@@ -32,8 +32,8 @@ micro_batches | the number of parts a step is computed in | micro_batch_size
     gradient_accumulation_steps grad_accum accumulation_steps
 sequence_length | tokens | max_seq_length max_seq_len sequence_len max_length cutoff_len seq_len block_size
     context_length model_max_length
-packing | none, first_fit or best_fit | sample_packing pack
-lora.rank | the adapters' size | r lora_r lora_rank adapter_rank
+training.packing | none, first_fit or best_fit | sample_packing pack
+rank | the adapters' size | r lora_r lora_rank adapter_rank
 lora.alpha | the numerator of the scale alpha / rank | lora_alpha
 lora.targets | groups, names or globs | lora_target lora_target_modules target_modules
 lora.scaling | alpha/sqrt(r) | use_rslora rslora
@@ -41,17 +41,17 @@ train | adapters or all | finetuning_type full_finetuning use_peft use_lora
 adapter | a run's or an adapter's folder, trained on | lora_model_dir adapter_name_or_path adapter_path
 dtype | auto, bfloat16 or float32 | bf16 fp16 fp32 torch_dtype precision compute_dtype
 device | auto, cpu or cuda | use_cpu no_cuda gpu accelerator
-recompute | auto, layers, selective, elementwise or nothing | gradient_checkpointing activation_checkpointing
-    use_gradient_checkpointing
-optimizer_moments | AdamW's moments: float32 or int8 | optim optimizer adam_8bit
+place.recompute | auto, layers, selective, elementwise or nothing | gradient_checkpointing
+    activation_checkpointing use_gradient_checkpointing
+optimizer.moments | AdamW's moments: float32 or int8 | optim optimizer adam_8bit
 threads | CPU threads | num_threads num_workers
 save_every | steps | save_steps save_interval checkpoint_every save_strategy
-keep_saves | how many | save_total_limit max_checkpoints
-validate_every | steps | eval_steps eval_every eval_interval val_every eval_strategy
+save.keep | how many | save_total_limit max_checkpoints
+watch.validate_every | steps | eval_steps eval_every eval_interval val_every eval_strategy
     evaluation_strategy
-early_stop | validations without gain | early_stopping early_stopping_patience patience
+watch.early_stop | validations without gain | early_stopping early_stopping_patience patience
     load_best_model_at_end
-track | tensorboard, wandb or trackio | report_to logger log_with use_wandb
+watch.track | tensorboard, wandb or trackio | report_to logger log_with use_wandb
 seed | a whole number | random_seed data_seed
 columns | FIELD=COLUMN, such as prompt=question | dataset_text_field text_column prompt_column
     response_column field_messages
@@ -60,14 +60,15 @@ teacher | a checkpoint, a run, base, or what --prepare wrote | teacher_model tea
 alpha | the share of cross entropy, 0 to 1 | kd_alpha cross_entropy_weight kd_ratio
 temperature | of both softmaxes | kd_temperature
 loss | dpo, ipo, kto, simpo or orpo | loss_type pref_loss rl
-beta | of the loss that compares answers | pref_beta dpo_beta kto_beta rl_beta orpo_alpha cpo_beta
-gamma | a margin of rewards; TRL's simpo_gamma | simpo_gamma
-label_smoothing | a share of the pairs | dpo_label_smoothing
-reference | live, or cached: computed once | precompute_ref_log_probs
+preference.beta | of the loss that compares answers | pref_beta dpo_beta kto_beta rl_beta orpo_alpha cpo_beta
+preference.gamma | a margin of rewards; TRL's simpo_gamma | simpo_gamma
+preference.label_smoothing | a share of the pairs | dpo_label_smoothing
+preference.reference | live, or cached: computed once | precompute_ref_log_probs
     precompute_reference_logps
-nll | the weight of fine-tuning on the chosen answer | rpo_alpha cpo_alpha pref_ftx sft_weight loss_weights
-desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
-undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
+preference.nll | the weight of fine-tuning on the chosen answer | rpo_alpha cpo_alpha pref_ftx sft_weight
+    loss_weights
+preference.desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
+preference.undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
 """
 _NOT_HERE = """
 ref_model reference_model reference_free sync_ref_model | prefer compares with the starting model; --loss
@@ -96,7 +97,7 @@ chat_template chat_template_path template | the chat template is the model's own
     folder | put the template there, then: unfreeze data show FILE --model MODEL
 trust_remote_code | code from a checkpoint is never run; model families are built in | unfreeze inspect MODEL
 logging_steps logging_strategy logging_dir log_every log_interval disable_tqdm | every step is recorded in
-    RUN/events.jsonl; --track tensorboard shows them elsewhere | unfreeze report RUN
+    RUN/events.jsonl; --watch.track tensorboard shows them elsewhere | unfreeze report RUN
 new_tokens add_tokens added_tokens num_new_tokens additional_special_tokens resize_vocab resize_embeddings
     resize_token_embeddings modules_to_save embedding_lr | adding tokens is not built; transformers does
     it, and unfreeze trains them | tokenizer.add_tokens, model.resize_token_embeddings(len(tokenizer)), save
@@ -114,9 +115,9 @@ simulate trace | the replay of a step is gone: it differed from the formula by 0
 sweep | plan takes several machines at once; of ranks and lengths it makes no table |
     unfreeze plan --model MODEL --hardware 8xH200 1xH200+768GB
 group_by_length length_grouped_sampling | packing fills batches with documents of any length |
-    unfreeze sft --model MODEL --data FILE --packing best_fit
+    unfreeze sft --model MODEL --data FILE --training.packing best_fit
 run_name wandb_project project wandb_run_name | a run is called by its folder: --out; wandb's project is
-    WANDB_PROJECT | unfreeze sft --model MODEL --data FILE --out runs/NAME --track wandb
+    WANDB_PROJECT | unfreeze sft --model MODEL --data FILE --out runs/NAME --watch.track wandb
 device_map max_memory cpu_offload offload offload_folder | --place.experts, .rest and .boundary move parts off
     the device | unfreeze plan --model MODEL
 """
@@ -177,7 +178,7 @@ to | nf4 fp8 nvfp4 mxfp4 awq gptq | --to same keeps a base of this format; llm-c
 dtype | bf16 | it is called bfloat16 here
 dtype | fp32 | it is called float32 here
 dtype | fp16 float16 half | float16 is not built
-schedule | constant_with_warmup | it is called constant here, with --warmup
+schedule | constant_with_warmup | it is called constant here, with --optimizer.warmup
 schedule | cosine_with_restarts polynomial inverse_sqrt | it is not built
 schedule | warmup_stable_decay | it is called wsd here
 train | lora qlora adapter peft | it is called adapters here
@@ -185,8 +186,8 @@ train | full fft freeze | it is called all here: every weight
 loss | sigmoid | it is called dpo here
 loss | grpo ppo rloo gspo | reinforcement learning is not built; TRL has it
 loss | hinge robust cpo bco sppo | it is not built; TRL has it
-optimizer_moments | adamw_8bit adam_8bit paged_adamw_8bit 8bit | it is called int8 here
-optimizer_moments | adamw adamw_torch adamw_torch_fused | it is called float32 here
+moments | adamw_8bit adam_8bit paged_adamw_8bit 8bit | it is called int8 here
+moments | adamw adamw_torch adamw_torch_fused | it is called float32 here
 track | mlflow comet comet_ml neptune aim swanlab | it is not built; RUN/events.jsonl has every figure
 packing | true | it is called first_fit here
 packing | false | it is called none here
@@ -215,14 +216,11 @@ NOT_HERE = {word: Hint(text, next) for words, text, next in _rows(_NOT_HERE) for
 COMMANDS = {word: Hint(text, next) for words, text, next in _rows(_COMMANDS) for word in words.split()}
 """A command elsewhere -> the shortest way here today, or the tool that does it."""
 VALUES = {(field, word): text for field, words, text in _rows(_VALUES) for word in words.split()}
-"""(Field, a value elsewhere) -> what it is here."""
+"""(The last word of a field, a value elsewhere) -> what it is here."""
 
 
-OF = {
-    "distill": "teacher alpha temperature",
-    "prefer": "loss beta gamma label_smoothing reference nll desirable_weight undesirable_weight",
-}
-"""A command -> those of our fields in FIELDS that it has and sft has not."""
+OF = {"distill": ("teacher", "alpha", "temperature"), "prefer": ("loss", "preference.")}
+"""A command -> how those of our fields in FIELDS begin that it has and sft has not."""
 
 
 def _plain(word: str) -> str:
@@ -230,26 +228,25 @@ def _plain(word: str) -> str:
 
 
 def field_hint(
-    word: str, known: Iterable[str], places: Mapping[str, str] | None = None, *, flag: bool = False
+    word: str, known: Iterable[str], names: Mapping[str, str] | None = None, *, flag: bool = False
 ) -> str:
     """The end of an error about an unknown field: what it is called here, with its unit.
 
-    Else the nearest known word; else nothing. `places` (flat name -> place in a table): it is named by its
-    place.
+    Else the nearest known word; else nothing. `names` (alias -> dotted name): it has the dotted one.
     """
     plain = _plain(word)
     if plain in FIELDS:
         name, unit = FIELDS[plain]
-        if not places and (words := set(map(_plain, known))) and name not in words:
+        if not names and (words := set(map(_plain, known))) and name not in words:
             return f"; training has it: unfreeze {_recipe(name)} --{name.replace('_', '-')}"
-        name = (places or {}).get(name, name)
+        name = (names or {}).get(name, name)
         return f"; it is called {'--' + name.replace('_', '-') if flag else name} here ({unit})"
     return f"; {NOT_HERE[plain].text}" if plain in NOT_HERE else nearest(word, known)
 
 
 def _recipe(field: str) -> str:
     """The training command that has a field."""
-    return next((recipe for recipe, fields in OF.items() if field in fields.split()), "sft")
+    return next((recipe for recipe, begins in OF.items() if field.startswith(begins)), "sft")
 
 
 def field_next(word: str, otherwise: str) -> str:
@@ -258,11 +255,9 @@ def field_next(word: str, otherwise: str) -> str:
 
 
 def value_hint(name: str, value: object) -> str:
-    """The end of an error about a value that is no choice of a field (a flag, a flat name or a place)."""
-    field = _plain(name)
-    names = (field, field.rpartition(".")[2], field.replace("optimizer.moments", "optimizer_moments"))
-    word = str(value).lower()
-    return next((f"; {VALUES[at, word]}" for at in names if (at, word) in VALUES), "")
+    """The end of an error about a value that is no choice of a field, in any of its spellings."""
+    field, word = _plain(name).rpartition(".")[2].removeprefix("optimizer_"), str(value).lower()
+    return f"; {VALUES[field, word]}" if (field, word) in VALUES else ""
 
 
 def command_hint(word: str, known: Iterable[str]) -> Hint:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from unfreeze.core.field import about
 from unfreeze.core.units import format_bytes
 
 GIB = 2**30
@@ -32,6 +33,7 @@ class Layout(BaseModel):
             "where frozen routed experts lie. device: all there; host, disk: read layer by layer through two"
             " buffers; auto: the first that fits. Results are bit-identical"
         ),
+        json_schema_extra=about("Memory and machine", was="experts", computes=False),
     )
     buffer: Literal["auto"] | Annotated[float, Field(ge=0)] = Field(
         default="auto",
@@ -39,6 +41,7 @@ class Layout(BaseModel):
             "GiB of each of the two buffers for experts on host or disk; larger layers come in groups of"
             " experts. 0: a whole layer; auto: a whole layer, or what fits"
         ),
+        json_schema_extra=about("Memory and machine", was="buffer", computes=False),
     )
     split: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",
@@ -46,6 +49,7 @@ class Layout(BaseModel):
             "processes that share one set of experts (expert parallelism). 1: every process holds all; auto:"
             " 1, or the fewest that fit, within a host"
         ),
+        json_schema_extra=about("Memory and machine", was="split", computes=False),
     )
     weights: Literal["auto", "device", "sharded"] = Field(
         default="auto",
@@ -53,6 +57,7 @@ class Layout(BaseModel):
             "with --train all, in several processes. device: each holds all weights; sharded: each holds a"
             " part (as FSDP and ZeRO-3); auto: device if that fits"
         ),
+        json_schema_extra=about("Memory and machine", was="weights", computes=False),
     )
     rest: Literal["auto", "device", "peers", "host"] = Field(
         default="auto",
@@ -61,6 +66,7 @@ class Layout(BaseModel):
             " holds a part and layers are gathered; host: not built, for plans only; auto: device if that"
             " fits. Results are bit-identical"
         ),
+        json_schema_extra=about("Memory and machine", was="rest", computes=False),
     )
     boundary: Literal["auto", "device", "host"] = Field(
         default="auto",
@@ -68,6 +74,7 @@ class Layout(BaseModel):
             "with CUDA and adapters: layer inputs kept for backward. host: in host memory, two on the device"
             " at once; auto: device if that fits. Results are bit-identical"
         ),
+        json_schema_extra=about("Memory and machine", was="boundary", computes=False),
     )
     optimizer: Literal["auto", "device", "host"] = Field(
         default="auto",
@@ -75,12 +82,14 @@ class Layout(BaseModel):
             "with CUDA and adapters: AdamW's moments between updates. host: in host memory, copied in parts"
             " for an update; auto: device if that fits. Results are bit-identical"
         ),
+        json_schema_extra=about("Memory and machine", computes=False),
     )
     adapters: Literal["auto", "device", "host"] = Field(
         default="auto",
         description=(
             "with CUDA: the adapters and their gradients. host: not built, for plans only; auto: device"
         ),
+        json_schema_extra=about("Memory and machine", was="adapters", computes=False),
     )
     recompute: Literal["auto", "layers", "selective", "elementwise", "nothing"] = Field(
         default="auto",
@@ -89,6 +98,7 @@ class Layout(BaseModel):
             " experts; elementwise: also linear layers; nothing: all are kept. auto: the fastest that fits in"
             " memory"
         ),
+        json_schema_extra=about("Memory and machine", was="recompute memory.recompute"),
     )
     keep_layers: int | None = Field(
         default=None,
@@ -97,6 +107,7 @@ class Layout(BaseModel):
             "with recompute selective or elementwise: keep activations of the last N layers only; unset: of"
             " all"
         ),
+        json_schema_extra=about("Memory and machine", was="keep_layers memory.keep_layers"),
     )
 
     def but(self, **changes: Any) -> Self:

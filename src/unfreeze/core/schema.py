@@ -70,7 +70,7 @@ class DataEvent(CommonFields, total=False):
     longest: Required[Annotated[Int, of("tokens", "longest document")]]
     truncated: Required[Annotated[Int, of("rows", "rows that lost tokens")]]
     dropped: Required[Annotated[Int, of("rows", "rows of which nothing could be learned, left out")]]
-    bad: Required[Annotated[Int, of("rows", 'unreadable, skipped with on_bad_row = "skip"')]]
+    bad: Required[Annotated[Int, of("rows", 'unreadable, skipped with data.on_bad_row = "skip"')]]
     shapes: Required[Annotated[dict[AnyText, Int], of("rows", "shape of row -> rows")]]
     notes: Required[Annotated[dict[AnyText, Int], of("rows", "what was noticed -> rows")]]
     listed: Required[Annotated[list[NotedRow], of("rows", "the first dropped and bad ones")]]
@@ -85,7 +85,7 @@ class DataEvent(CommonFields, total=False):
     efficiency: Annotated[Real | None, of("share, 0 to 1", "of the token budget that packing fills")]
     reading: Annotated[AnyText, of("name", '"memory", "disk" or "on demand"')]
     files: Annotated[dict[AnyText, Int], of("rows", "file -> rows")]
-    mixture: Annotated[list[AnyText], of("sentence", "what data_weights made of each file")]
+    mixture: Annotated[list[AnyText], of("sentence", "what data.weights made of each file")]
     rows_in_files: Annotated[Int, of("rows", "in the data files, where not all are encoded yet")]
 
 
@@ -180,6 +180,19 @@ class LoadEvent(CommonFields):
     compiles: NotRequired[Annotated[bool, of("yes or no", "no run has made a step here in this dtype")]]
 
 
+class Metric(TypedDict):
+    """How the loss, or a metric of the objective, is named and shown (core/metrics.py)."""
+
+    field: Annotated[AnyText, of("name", "its field of the train events")]
+    label: Annotated[AnyText, of("words", "what it is called")]
+    unit: Annotated[AnyText, of("unit", "what it is counted in")]
+    over: Annotated[AnyText, of("name", "what it is a mean of: tokens, rows or steps")]
+    mean: NotRequired[
+        Annotated[bool, of("yes or no", "training does not change it: its mean over the run is said")]
+    ]
+    live: NotRequired[Annotated[bool, of("yes or no", "the live line has it")]]
+
+
 class StartEvent(CommonFields):
     """Where the loop begins; once each time the run is started."""
 
@@ -191,6 +204,9 @@ class StartEvent(CommonFields):
     processes: NotRequired[Annotated[Int, of("processes", "that train together, where there are several")]]
     begun: NotRequired[
         Annotated[Real, of("seconds since 1970-01-01 UTC", "when the command began; its first run tells it")]
+    ]
+    metrics: NotRequired[
+        Annotated[list[Metric], of("object", "the loss and the metrics of the objective, as they are shown")]
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 
 from unfreeze.core.errors import ConfigError
@@ -18,6 +19,13 @@ class Started:
     on_node: int = 1
     node: int = 0
     nodes: int = 1
+
+
+def first_process() -> bool:
+    """Whether this process speaks for all; yes where torchrun's numbers are wrong."""
+    with suppress(ConfigError):
+        return started().rank == 0
+    return True
 
 
 def started() -> Started:

@@ -3,14 +3,14 @@
 rows/      a file's row -> Row            a Conversation or a Text, checked field by field
 tokens/    Row -> Examples                template -> text with taught words marked -> tokens and weights
 store/     Examples of all rows           encoded once, kept on disk, read in any order
-packing/   Examples -> Batch, Cursor      the order of an epoch, packing, the one shift of labels
+packing/   Examples -> Source of steps    the order of an epoch, packing, the one shift of labels
 
 Before training encode_files (store/dataset.py) goes through all rows once: it counts, checks and keeps an
 account, by all cores. encoded_files (store/encoded.py) keeps what it gave on disk, for other processes and
 the next start.
 Training then reads from the outside in, each line an iterator or a lookup over the one below it:
 
-    Batches                  -> (Batch, Cursor), without end                          packing/batches.py
+    Batches                  -> (micro-batches of a step, Cursor), without end           packing/batches.py
       order(epoch)           -> numbers of documents, a pure function of the seed     packing/order.py
       plan(epoch)            -> these numbers, cut into batches                       packing/batches.py
         Examples[number]     -> Example: from memory, disk, or its file read again    store/examples.py
@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING
 from unfreeze.core.lazy import on_first_use
 
 if TYPE_CHECKING:
-    from unfreeze.data.packing.batches import Batches, Cursor, pack
+    from unfreeze.data.packing.batches import Batches, pack
     from unfreeze.data.packing.order import Mixed, Shuffled
+    from unfreeze.data.packing.source import Cursor, Source
     from unfreeze.data.packing.split import split_by_content, validation_batches
     from unfreeze.data.rows.files import read_rows
     from unfreeze.data.rows.row import BadRow, Conversation, Row, Text
@@ -63,6 +64,7 @@ __all__ = [
     "Mixed",
     "Row",
     "Shuffled",
+    "Source",
     "Stats",
     "Text",
     "Tokenizer",
@@ -89,7 +91,8 @@ __getattr__ = on_first_use(
         **dict.fromkeys("Example Examples".split(), "unfreeze.data.store.examples"),
         **dict.fromkeys("Encoder encode_chat encode_prompt".split(), "unfreeze.data.tokens.masks"),
         **dict.fromkeys("Mixed Shuffled".split(), "unfreeze.data.packing.order"),
-        **dict.fromkeys("Batches Cursor pack".split(), "unfreeze.data.packing.batches"),
+        **dict.fromkeys("Batches pack".split(), "unfreeze.data.packing.batches"),
+        **dict.fromkeys("Cursor Source".split(), "unfreeze.data.packing.source"),
         "read_rows": "unfreeze.data.rows.files",
         **dict.fromkeys("BadRow Conversation Row Text".split(), "unfreeze.data.rows.row"),
         **dict.fromkeys("split_by_content validation_batches".split(), "unfreeze.data.packing.split"),

@@ -106,7 +106,7 @@ def balance_out_of_step(sandbox: Sandbox) -> Outcome:
         with torch.no_grad():
             state.model.hidden(batches[0])
 
-    events = sandbox.loop(model, batches, steps, micro_batches=2, after_update=(balance,), on_step=[evaluate])
+    events = sandbox.loop(model, [batches], steps, after_update=(balance,), on_step=[evaluate])
     loads = [sum(event.get("expert_load", {})["1"]) for event in of_kind(events, TrainEvent)]
     expected = 2 * sum(batch.num_tokens for batch in batches)  # top-2
     moved = float(balance.biases[1].abs().max())

@@ -150,6 +150,22 @@ def without_adapter(experts: Any, adapter: Any) -> Callable[..., Tensor]:
     return forward
 
 
+def lose_gradients(optimizer: AdamW, pattern: str, experts: Callable[[int], slice] | None = None) -> None:
+    """The gradients of the matching parameters are zero between backward and update.
+
+    Of stacked experts only the slice experts(E), where `experts` is given.
+    """
+    collect = optimizer.collect
+
+    def lossy() -> None:
+        collect()
+        for name, parameter in optimizer.parameters.items():
+            if re.search(pattern, name) and parameter.grad is not None:
+                parameter.grad[slice(None) if experts is None else experts(len(parameter))] = 0
+
+    optimizer.collect = lossy
+
+
 def dead_sites(
     pattern: str, says: str, experts: Callable[[int], slice] | None = None
 ) -> Callable[[Sandbox], Outcome]:
@@ -162,15 +178,7 @@ def dead_sites(
         model = sandbox.model("deepseek_v3-int4")
         attach(model, LoraConfig(rank=2), seed=0)
         optimizer = AdamW(model)
-        collect = optimizer.collect
-
-        def lossy() -> None:
-            collect()
-            for name, parameter in optimizer.parameters.items():
-                if re.search(pattern, name) and parameter.grad is not None:
-                    parameter.grad[slice(None) if experts is None else experts(len(parameter))] = 0
-
-        optimizer.collect = lossy
+        lose_gradients(optimizer, pattern, experts)
         return must_refuse(lambda: first_step(sandbox, model, optimizer), says=says)
 
     return plant

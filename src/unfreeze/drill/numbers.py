@@ -63,7 +63,7 @@ def nan_where_nothing_is_supervised(sandbox: Sandbox) -> Outcome:
     if loss != loss:
         raise Unnamed("the planted NaN reached the loss: it was to stay outside it")
     return must_refuse(
-        lambda: sandbox.loop(model, [batch], steps=2),
+        lambda: sandbox.loop(model, [[batch]], steps=2),
         says="NaN first at model.layers.1.mlp, 1 of 21 positions, none supervised",
     )
 

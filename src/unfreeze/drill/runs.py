@@ -78,13 +78,13 @@ def damaged_save(sandbox: Sandbox) -> Outcome:
     If it were accepted, training would go on with a fresh optimizer and say nothing.
     """
     run, model, batch = sandbox.fresh("run"), sandbox.model("llama"), sandbox.batch([30, 20])
-    sandbox.loop(model, [batch], steps=4, out=run, on_step=[stop_after(2)])
+    sandbox.loop(model, [[batch]], steps=4, out=run, on_step=[stop_after(2)])
     tensors = run / "state" / "step-000002" / "tensors.safetensors"
     save_file(
         {name: tensor for name, tensor in load_file(tensors).items() if "exp_avg_sq" not in name}, tensors
     )
     return must_refuse(
-        lambda: sandbox.loop(sandbox.model("llama"), [batch], steps=4, out=run), says="exp_avg_sq"
+        lambda: sandbox.loop(sandbox.model("llama"), [[batch]], steps=4, out=run), says="exp_avg_sq"
     )
 
 
@@ -157,7 +157,7 @@ def rate_off_schedule(sandbox: Sandbox) -> Outcome:
         return update(0.1 * learning_rate, *arguments, **options)
 
     optimizer.update = a_tenth
-    events = sandbox.loop(model, [sandbox.batch([30, 20])], steps=2, optimizer=optimizer)
+    events = sandbox.loop(model, [[sandbox.batch([30, 20])]], steps=2, optimizer=optimizer)
     used = of_kind(events, TrainEvent)[0].get("learning_rate", 0.0)
     line = f"the schedule says 0.001, an update took a tenth of it, the train event says {used:g}"
     return measured(AdamW.learning_rate.fget, line, holds=abs(used - 1e-4) < 1e-12)

@@ -208,11 +208,10 @@ class Sandbox:
             for row, (length, count) in enumerate(zip(lengths, counts, strict=True), start=1)
         ]
 
-    def loop(self, model: Decoder, batches: Sequence[Batch], steps: int, **options: Any) -> list[Event]:
-        """The real loop, `train.fit`, over `batches` again and again -> its events.
+    def loop(self, model: Decoder, batches: Sequence[list[Batch]], steps: int, **options: Any) -> list[Event]:
+        """The real loop, `train.fit`, over steps of micro-batches again and again -> its events.
 
-        options: out (run folder), after_update, and whatever fit takes (micro_batches, on_step, save_every,
-        …).
+        options: out (run folder), after_update, and whatever fit takes (on_step, saves, …).
         """
         from itertools import cycle
 
@@ -233,7 +232,7 @@ class Sandbox:
                 schedule=Schedule(1e-3, steps),
                 after_update=options.pop("after_update", ()),
             )
-            endless = ((batch, {"position": 0}) for batch in cycle(batches))
+            endless = ((step, {"position": 0}) for step in cycle(batches))
             fit(state, endless, cross_entropy, **{"recompute": models.keep_inputs, **options})
         return events
 

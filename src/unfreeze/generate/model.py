@@ -79,7 +79,7 @@ def load_opened(
     except ValueError as error:
         raise ConfigError(
             f"{(found.adapter or Path(found.base)).parent}: {error}",
-            next="mend template_variables in the run's resolved_config.json",
+            next="mend data.template_variables in the run's resolved_config.json",
         ) from None
     tokenizer = (
         load_tokenizer(manifest.path, template_variables=variables) if has_tokenizer(manifest.path) else None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint, read_json
+from unfreeze.config.recipes import resolved
 from unfreeze.core.errors import CheckpointError, closest
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.writer import writer
@@ -75,7 +76,9 @@ def run_of(folder: Path) -> Path:
 def _on_base(folder: Path, base: str) -> ModelSource:
     """An adapter's folder, or a run's adapter, on a base of the user's."""
     if (folder / RESOLVED).is_file() and (folder / "adapter" / ADAPTER_CONFIG).is_file():
-        variables = tuple(map(str, read_json(folder / RESOLVED).get("template_variables") or ()))
+        variables = tuple(
+            map(str, resolved(read_json(folder / RESOLVED)).get("data.template_variables") or ())
+        )
         return ModelSource(base, folder / "adapter", variables)
     if (folder / ADAPTER_CONFIG).is_file():
         return ModelSource(base, folder)
@@ -85,8 +88,8 @@ def _on_base(folder: Path, base: str) -> ModelSource:
 
 
 def _locate_run(folder: Path) -> ModelSource:
-    resolved = read_json(folder / RESOLVED)
-    variables = tuple(map(str, resolved.get("template_variables") or ()))
+    fields = resolved(read_json(folder / RESOLVED))
+    variables = tuple(map(str, fields.get("data.template_variables") or ()))
     if (folder / "model" / "config.json").is_file():
         return ModelSource(str(folder / "model"), template_variables=variables)
     if not (folder / "adapter" / ADAPTER_CONFIG).is_file():
@@ -110,7 +113,7 @@ def _locate_run(folder: Path) -> ModelSource:
             " anything yet",
             next="start the same training command again: it resumes the run",
         )
-    base = resolved.get("model")
+    base = fields.get("model")
     if not isinstance(base, str) or not base:
         raise CheckpointError(
             f"{folder / RESOLVED} has no key 'model', so the base checkpoint of this run is unknown"

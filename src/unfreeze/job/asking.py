@@ -192,4 +192,4 @@ def _name(teacher: Asked) -> str:
             digest.update(file.read(min(info.nbytes, 4096)))
     for path in sorted(found.adapter.glob("*.safetensors")) if found.adapter else ():
         digest.update(path.read_bytes())
-    return f"{Path(teacher.source).name} {digest.hexdigest()[:12]}"
+    return f"{Path(teacher.name).name} {digest.hexdigest()[:12]}"

@@ -13,24 +13,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+from unfreeze.config.recipes import read_resolved
 from unfreeze.config.tables import Data, Optimizer, Training
 from unfreeze.config.template import template_time, template_values
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.core.events import RESOLVED
 from unfreeze.job.opening.processes import others
 from unfreeze.job.opening.streaming import MANY_ROWS, Followed, in_windows, may_stream, shared
 from unfreeze.report.events import AT_LEAST, ENOUGH_STEPS, LEAKED, TEACH_LITTLE
 from unfreeze.tracking.live import EncodeProgress
-from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     import numpy as np
 
     from unfreeze.checkpoint import Manifest
     from unfreeze.data import Batches, Dataset, Example, Examples, Stats, Tokenizer
-    from unfreeze.data.packing.batches import Cursor
-    from unfreeze.data.packing.windows import WindowBatches
+    from unfreeze.data.packing.source import Cursor, Source
     from unfreeze.data.rows.row import Answers
     from unfreeze.data.rows.scan import Repeated
     from unfreeze.data.store.streamed import Stream
@@ -48,7 +46,7 @@ def open_tokenizer(run: Run, data: Data, folder: Path) -> Tokenizer:
     """The checkpoint's tokenizer, its chat template at the run's own date."""
     from unfreeze.data import load_tokenizer
 
-    date = read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
+    date = read_resolved(run.path, ConfigError).get("data.template_date", "")
     return load_tokenizer(
         folder, now=template_time(date), template_variables=template_values(data.template_variables)
     )
@@ -200,12 +198,20 @@ def encode(
 
     # the account, then what is wrong with the data
     start = run.cursor if stream is not None else None
-    batches = batches_in(data, dataset, tokens=tokens, seed=seed, packing=training.packing, start=start)
+    micro_batches = training.tokens_per_step // tokens
+    batches = batches_in(
+        data,
+        dataset,
+        tokens=tokens,
+        seed=seed,
+        packing=training.packing,
+        start=start,
+        micro_batches=micro_batches,
+    )
     stats.packing, stats.efficiency = training.packing, batches.efficiency()
     mixed: list[str] = []
-    if data.weights:
-        micro_batches = training.tokens_per_step // tokens
-        passes = num_steps(training, batches, micro_batches) * micro_batches / batches.len_steps(1)
+    if data.weights and (of_one := batches.len_batches(1)):
+        passes = num_steps(training, batches) * micro_batches / of_one
         mixed = mixture(dataset.examples, data.names, data.weights, passes)
     tell(stats, run.step)
     if stream is not None and (later := leaked()):
@@ -279,32 +285,29 @@ def every_row(
     return encoded_files(data.files, progress=progress, **given)
 
 
-def batches_of(
+def batches_in(
     data: Data,
-    examples: Sequence[Example],
+    dataset: Dataset,
     *,
     tokens: int,
     seed: int,
     packing: Packing,
     start: Cursor | None = None,
+    micro_batches: int = 1,
 ) -> Batches:
-    """Micro-batches of `tokens`, packed, as [data] mixes and shuffles them, from the cursor `start` on."""
-    from unfreeze.data import Batches, Examples, Mixed
+    """Steps of `micro_batches` batches of `tokens`, packed, as [data] mixes and shuffles the documents.
 
-    examples = Examples.of(examples)
-    order = Mixed(examples.sources_N, data.weights, seed) if data.weights else None
-    return Batches(examples, tokens, seed, start, packing=packing, order=order)
+    From the cursor `start` on.
+    """
+    from unfreeze.data import Batches, Mixed
+    from unfreeze.data.packing.windows import InWindows
 
-
-def batches_in(
-    data: Data, dataset: Dataset, *, tokens: int, seed: int, packing: Packing, start: Cursor | None = None
-) -> Batches | WindowBatches:
-    """batches_of a run's documents; of those that come in windows, window by window."""
-    from unfreeze.data.packing.windows import WindowBatches
-
+    options: dict[str, Any] = {"packing": packing, "micro_batches": micro_batches}
     if dataset.stream is not None:
-        return WindowBatches(dataset.stream, tokens, start, packing=packing)
-    return batches_of(data, dataset.examples, tokens=tokens, seed=seed, packing=packing, start=start)
+        return Batches(InWindows(dataset.stream), tokens, dataset.stream.seed, start, **options)
+    examples = dataset.examples
+    order = Mixed(examples.sources_N, data.weights, seed) if data.weights else None
+    return Batches(examples, tokens, seed, start, order=order, **options)
 
 
 @contextmanager
@@ -337,20 +340,37 @@ def sequence_length(data: Data, tokens: int, max_positions: int) -> int:
     return min(data.sequence_length, max_positions, tokens)
 
 
-def num_steps(training: Training, batches: Batches | WindowBatches, micro_batches: int) -> int:
-    """Optimizer steps: as given, or as many as `epochs` need."""
-    return training.steps or max(1, -(-batches.len_steps(training.epochs) // micro_batches))
+def num_steps(training: Training, source: Source) -> int:
+    """Optimizer steps: as given, or as many as `epochs` need.
+
+    Raises ConfigError where they are not given and the source has no length.
+    """
+    if training.steps:
+        return training.steps
+    if (steps := source.len_steps(training.epochs)) is None:
+        raise ConfigError(
+            f"cannot go on for {training.epochs:g} epochs: this run reads its rows in windows, for a number"
+            " of steps",
+            next="--steps, with --save.allow-changed steps",
+        )
+    return max(1, steps)
 
 
 def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> int:
     """The steps of a run on these documents; what validation_fraction holds out of them is not trained on."""
-    from unfreeze.data import split_by_content
+    from unfreeze.data import Dataset, Examples, Stats, split_by_content
 
-    data, tokens, packing = config.data, config.tokens_per_micro_batch, config.training.packing
-    if data.validation_fraction:
-        examples, _ = split_by_content(examples, data.validation_fraction, config.seed)
-    batches = batches_of(data, examples, tokens=tokens, seed=config.seed, packing=packing)
-    return num_steps(config.training, batches, config.memory.micro_batches)
+    if config.data.validation_fraction:
+        examples, _ = split_by_content(examples, config.data.validation_fraction, config.seed)
+    batches = batches_in(
+        config.data,
+        Dataset(Examples.of(examples), Stats()),
+        tokens=config.tokens_per_micro_batch,
+        seed=config.seed,
+        packing=config.training.packing,
+        micro_batches=config.memory.micro_batches,
+    )
+    return num_steps(config.training, batches)
 
 
 def few_steps(training: Training, steps: int) -> tuple[str, str]:

@@ -7,7 +7,6 @@ validation, guards, receipt, report.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.garbage import take_up
-from unfreeze.core.schema import TrainEvent
 from unfreeze.core.torchrun import started
 from unfreeze.job.data import describer
 from unfreeze.job.end.folder import live, refuse_other_data
@@ -37,16 +35,13 @@ from unfreeze.job.planning.shortage import refused_when_short
 from unfreeze.job.setup import Placed, Rows, Setup, begun, encoded, opened, placed, planned, watched
 from unfreeze.job.watch.receipts import receipt_of
 from unfreeze.job.watch.validation import best_is_written, write_best
-from unfreeze.report.events import of_kind, read_events
 
 if TYPE_CHECKING:
     import torch
 
     from unfreeze.checkpoint import Manifest
-    from unfreeze.core.batch import Batch
     from unfreeze.core.layout import Layout
-    from unfreeze.data import Batches
-    from unfreeze.data.packing.windows import WindowBatches
+    from unfreeze.data import Source
     from unfreeze.job.watch.samples import Samples
     from unfreeze.job.watch.validation import Validation
     from unfreeze.kernels.precision import Precision
@@ -54,7 +49,6 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan import Plan
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.fit import OnStep
-    from unfreeze.train.guards import SpikeGuard
     from unfreeze.train.run import Run
     from unfreeze.train.state import State
     from unfreeze.train.suspects import Describe
@@ -139,7 +133,7 @@ class Job:
     rows: Rows
     layout: Layout
     placed: Placed
-    batches: Batches | WindowBatches
+    source: Source
     state: State
     samples: Samples
     validation: list[Validation]
@@ -165,6 +159,7 @@ class Job:
         """
         from unfreeze.train.fit import fit
         from unfreeze.train.memory import reset_peak_bytes
+        from unfreeze.train.timer import Saves
 
         state, saves = self.state, self.config.save
         if state.step == 0:
@@ -176,29 +171,19 @@ class Job:
         with saved_before(state, saves.keep, self.rows.dataset.stream is not None, self.group):
             fitted = fit(
                 state,
-                self.batches,
+                self.source,
                 self.placed.objective,
                 recompute=self.recompute,
-                micro_batches=self.config.memory.micro_batches,
-                rewrite=self.rewrite,
                 max_norm=self.config.optimizer.clip,
-                save_every=saves.every,
-                save_minutes=saves.minutes,
-                keep_saves=saves.keep,
-                on_full_disk=saves.on_full_disk,
+                saves=Saves(saves.every, saves.minutes, saves.keep, saves.on_full_disk),
                 group=self.group,
-                judge=self.spike_guard(),
+                judge=self.setup.parts.judge(self),
                 describe=self.describe,
                 on_step=self.hooks(),
             )
         if fitted.reason == "done":
             self.samples.say("after", state.step)
         return fitted.reason == "done"
-
-    def rewrite(self, micro_batches: list[Batch], step: int) -> list[Batch]:
-        """What is learned in the step behind `step` others, instead of these."""
-        rewrite = self.setup.parts.rewrite
-        return micro_batches if rewrite is None else rewrite(self, micro_batches, step)
 
     @cached_property
     def recompute(self) -> RecomputePolicy:
@@ -238,37 +223,6 @@ class Job:
         if finished:
             write_best(self.state, best_of(folder, setup.parts), write)
 
-    def spike_guard(self) -> SpikeGuard:
-        """The judge of the steps.
-
-        Its window is filled from the events of the steps before, so a resumed run judges as an unbroken one.
-        """
-        from unfreeze.train.guards import WINDOW, SpikeGuard
-
-        state = self.state
-        before = of_kind(read_events(state.run.path / "events.jsonl"), TrainEvent) if state.step else []
-        history = [
-            (loss, norm)
-            for event in before
-            if event["step"] <= state.step
-            and (loss := event.get("loss")) is not None
-            and (norm := event.get("grad_norm")) is not None
-        ]
-        # only process 0 has the events of the steps before, and all must judge alike
-        history = json.loads(self.group.texts(json.dumps(history[-WINDOW:]))[0])
-        return SpikeGuard(
-            state.model,
-            self.placed.objective,
-            state.run.path,
-            recompute=self.recompute,
-            on_spike=self.config.watch.on_spike,
-            max_norm=self.config.optimizer.clip,
-            step=state.step,
-            describe=self.describe,
-            history=history,
-            shown=state.run.shown,
-        )
-
 
 def prepare(
     config: TrainingConfig,
@@ -281,7 +235,7 @@ def prepare(
     start: Manifest | None = None,
     plans: list[Plan] | None = None,
 ) -> Job:
-    """From the config to a model, batches and a state: new, or as the folder's last save left them.
+    """From the config to a model, a source and a state: new, or as the folder's last save left them.
 
     The steps are those of setup.py. dtype: that of the config, and why. plans: the plan is put there.
     """
@@ -291,9 +245,9 @@ def prepare(
     if plans is not None:
         plans.append(plan)
     at = placed(setup, plan, model)
-    batches, state = begun(setup, rows, plan, at)
+    source, state = begun(setup, rows, plan, at)
     samples, validation = watched(setup, rows, plan, at, state)
-    return Job(setup, rows, plan.layout, at, batches, state, samples, validation)
+    return Job(setup, rows, plan.layout, at, source, state, samples, validation)
 
 
 def open_start(model: str, common: Common) -> Manifest:

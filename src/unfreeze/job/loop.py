@@ -29,7 +29,7 @@ from unfreeze.job.planning.plan import as_it_began
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
-    from unfreeze.data.packing.batches import Cursor
+    from unfreeze.data.packing.source import Cursor
     from unfreeze.models import Decoder
     from unfreeze.train.state import State
     from unfreeze.train.step import Gradients, Objective, StepResult
@@ -65,7 +65,7 @@ class Loop:
                 )
             self.job: Job = prepare(config, parts, common, device, group, folder, dtype, start)
             self._stack = opening.pop_all()  # all went well: closed by close()
-        self._hooks, self._judge = self.job.hooks(), self.job.spike_guard()
+        self._hooks, self._judge = self.job.hooks(), parts.judge(self.job)
         self._timer = SaveTimer(config.save.minutes)
         self._open = True
 
@@ -96,10 +96,8 @@ class Loop:
             while not state.finished:
                 before = state.step
                 self._started = time.perf_counter()
-                micro_batches, self._cursor = take(
-                    self.job.batches, self.job.config.memory.micro_batches, before, state.schedule.steps
-                )
-                yield self.job.rewrite(micro_batches, before)
+                micro_batches, self._cursor = take(self.job.source, before, state.schedule.steps)
+                yield micro_batches
                 due = self._save_is_due or (saves.every and state.step % saves.every == 0)
                 if due and state.step > before:
                     save_together(state, saves.keep, saves.on_full_disk, self.job.group)

@@ -7,19 +7,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from unfreeze.core.command import Common
+from unfreeze.core.metrics import OF_TOKENS
+from unfreeze.core.schema import Metric
 from unfreeze.job.data import Encoding
-from unfreeze.job.second import Begin, Second
+from unfreeze.job.source import encoded_rows
 from unfreeze.job.trained import Trained
+from unfreeze.job.watch.spikes import spike_guard
 from unfreeze.job.watch.validation import Heldout
+from unfreeze.teach.second import Second
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
-    from unfreeze.core.batch import Batch
+    from unfreeze.data import Cursor, Source
     from unfreeze.job.job import Job
+    from unfreeze.job.setup import Placed, Rows, Setup
     from unfreeze.models import Decoder
+    from unfreeze.parallel.plan import Plan
     from unfreeze.train.fit import OnStep
     from unfreeze.train.state import AfterUpdate
-    from unfreeze.train.step import Objective
+    from unfreeze.train.step import Judge, Objective
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,11 @@ class Parts:
     on_step       called with (state, result) after each step, after receipt and validation
     second        a model beside the one that trains, which the objective reads
     heldout       what is measured of held-out documents, where that is not their cross entropy
-    rewrite       (the run, a step's micro-batches, steps before it) -> the micro-batches that are learned:
-                  with answers of the model's own, for example. Called on every process; all get the same
-    begin         what is asked of the model as it began, before a save is loaded
+    source        (setup, rows, the placed model, a cursor to go on from) -> what is learned from
+    metrics       how the loss and the objective's metrics are named and shown (core/metrics.py)
+    judge         (the run) -> what may refuse an update: by default where the loss, in nats, or the gradient
+                  norm is far above those of the steps before. The loss of a policy has no such level
+    plan_check    raises ConfigError for a plan that the recipe cannot train with
     said          lines that the start shows of the recipe, beside model, memory and what trains
     """
 
@@ -52,6 +60,8 @@ class Parts:
     on_step: Sequence[OnStep] = ()
     second: Second | None = None
     heldout: Heldout | None = None
-    rewrite: Callable[[Job, list[Batch], int], list[Batch]] | None = None
-    begin: Begin | None = None
+    source: Callable[[Setup, Rows, Placed, Cursor | None], Source] = encoded_rows
+    metrics: Sequence[Metric] = OF_TOKENS
+    judge: Callable[[Job], Judge] = spike_guard
+    plan_check: Callable[[Plan], None] = lambda plan: None
     said: Sequence[str] = ()

@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unfreeze.checkpoint.same import weights_digest
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.job.data import (
-    batches_in,
     both_given,
     check_vocabulary,
     document_tokens,
@@ -51,17 +50,17 @@ from unfreeze.job.planning.plan import (
     export_note,
     start_lines,
 )
-from unfreeze.job.planning.residency import keep_boundary, optimizer_of, refuse_answers, refuse_samples
-from unfreeze.job.second import first_asked
-from unfreeze.job.watch.samples import Samples, own_prompts
+from unfreeze.job.planning.residency import keep_boundary, optimizer_of, refuse_samples
+from unfreeze.job.source import with_second
+from unfreeze.job.watch.samples import Samples, of_the_first, own_prompts
 from unfreeze.job.watch.validation import Validation, refuse_other_rows, validation_of
 
 if TYPE_CHECKING:
     import torch
 
     from unfreeze.checkpoint import Manifest
-    from unfreeze.data import Batches, Dataset, Tokenizer
-    from unfreeze.data.packing.windows import WindowBatches
+    from unfreeze.data import Dataset, Source, Tokenizer
+    from unfreeze.generate.model import Model
     from unfreeze.kernels.precision import Precision
     from unfreeze.models import Decoder, Shape
     from unfreeze.parallel.plan import Plan
@@ -113,9 +112,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Placed:
-    """The model in memory, with what trains. held: what this process has of weights that are divided."""
+    """The model in memory, with what trains.
+
+    speaker  the same model, as it answers
+    held     what this process has of weights that are divided
+    """
 
     model: Decoder
+    speaker: Model
     mesh: Mesh
     held: Callable[[str], HeldPart] | None
     objective: Objective
@@ -178,8 +182,7 @@ def planned(setup: Setup, rows: Rows) -> tuple[Plan, Decoder]:
     longest = None if rows.dataset.stream is None else longest_of(setup)  # of later rows nobody knows
     planning = replace(setup.planning, lengths=lengths, longest=longest)
     plan, model = agreed_plan(planning, folder, group), planning.model.meta
-    if parts.rewrite is not None:
-        refuse_answers(plan)
+    parts.plan_check(plan)
 
     disk = disk_of(config, parts.trained, setup.start, plan)
     lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, parts.second)
@@ -193,6 +196,7 @@ def planned(setup: Setup, rows: Rows) -> tuple[Plan, Decoder]:
 
 def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     """The model on meta becomes the one that trains, its weights where the plan says."""
+    from unfreeze.generate.model import Model, end_ids
     from unfreeze.parallel.processes.mesh import mesh_of
 
     config, parts, layout, group = setup.config, setup.parts, plan.layout, setup.group
@@ -209,30 +213,25 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     objective = parts.objective
     if parts.second is not None:
         objective = parts.second.objective(model, setup.device, config.memory.dtype)
-    return Placed(model, mesh, held, objective)
+    speaker = Model(model, setup.tokenizer, stop_ids=end_ids(setup.start, setup.tokenizer))
+    if group.lockstep:
+        speaker.engine.agreed = partial(of_the_first, group, model.device)
+    return Placed(model, speaker, mesh, held, objective)
 
 
-def begun(setup: Setup, rows: Rows, plan: Plan, at: Placed) -> tuple[Batches | WindowBatches, State]:
+def begun(setup: Setup, rows: Rows, plan: Plan, at: Placed) -> tuple[Source, State]:
     """The order of the data, the optimizer and the schedule: new, or from where the last save was."""
     from unfreeze.train.state import start_or_resume
 
     config, parts, folder, model = setup.config, setup.parts, setup.folder, at.model
-    training, parts_of_step = config.training, config.memory.micro_batches
-    tokens, packing = config.tokens_per_micro_batch, training.packing
-    ordered = partial(batches_in, config.data, rows.dataset, tokens=tokens, seed=config.seed, packing=packing)
-    batches = ordered(start=folder.cursor)
-    if parts.second is not None:
-        batches.fill = parts.second.fill
-    steps = num_steps(training, batches, parts_of_step)
+    training = config.training
+    source = parts.source(setup, rows, at, folder.cursor)
+    steps = num_steps(training, source)
     if folder.step == 0 and (few := few_steps(training, steps))[0]:
         folder.events.emit("warning", 0, message=": ".join(few))
     if folder.step == 0 and (both := both_given(training)):
         folder.events.emit("warning", 0, message=both)
-    if parts.begin is not None:
-        more: dict[str, Any] = {"dtype": config.memory.dtype, "folder": folder.path, "group": setup.group}
-        more["say"] = say(setup.common)
-        first = ordered(start={**folder.cursor, "epoch": 0, "position": 0} if folder.cursor else None)
-        first_asked(parts.begin, model, first, rows.dataset, steps * parts_of_step, **more)
+    source = with_second(setup, rows, at, source, steps)  # it may ask the model as it began
 
     state = start_or_resume(
         folder,
@@ -241,20 +240,18 @@ def begun(setup: Setup, rows: Rows, plan: Plan, at: Placed) -> tuple[Batches | W
         schedule=schedule_of(config.optimizer, steps),
         after_update=parts.after_update(model),
     )
-    state.base = setup.base
+    state.base, state.metrics = setup.base, parts.metrics
     length, device = longest_of(setup), str(setup.device)
     write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=device)
     if not state.finished:
         setup.group.on_rank0(lambda: forget(folder.path))
-    return batches, state
+    return source, state
 
 
 def watched(
     setup: Setup, rows: Rows, plan: Plan, at: Placed, state: State
 ) -> tuple[Samples, list[Validation]]:
     """What looks at the model between steps: sample answers, and the loss of held-out rows."""
-    from unfreeze.generate.model import Model, end_ids
-
     config, parts, dataset = setup.config, setup.parts, rows.dataset
     data, watch, tokenizer, group = config.data, config.watch, setup.tokenizer, setup.group
     own, count = own_prompts(watch.prompts, tokenizer, chat=parts.chat), watch.samples
@@ -265,7 +262,7 @@ def watched(
     held_out = dataset.validation  # what training never sees shows more than what it may know by heart
     samples = Samples(
         setup.folder,
-        Model(at.model, tokenizer, stop_ids=end_ids(setup.start, tokenizer)),
+        at.speaker,
         tokenizer,
         data.files if not held_out else data.held_out or data.files,
         held_out or dataset.examples,

@@ -52,7 +52,7 @@ from unfreeze.models import (
 from unfreeze.models.allowed import Fields, refuse_unbuilt, unknown
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
 from unfreeze.models.shape import Shape
-from unfreeze.models.unbuilt import asked, missing
+from unfreeze.models.unbuilt import asked, missing, nearest
 from unfreeze.models.wrappers import WRAPPERS
 from unfreeze.quant import formats
 
@@ -141,10 +141,10 @@ def _family(config: Mapping[str, Any]) -> ModuleType:
 
 
 def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") -> NoReturn:
-    """The error for a model_type without a family: which part is missing (unbuilt.py), and no nearest name.
+    """The error for a model_type without a family: which part is missing, and whose fields are nearest.
 
     'deepseek_v32' and 'kimi_k3' are other models: with model_type edited to the nearest name they would load,
-    and compute something else.
+    and compute something else. The nearest is by fields, not by name, and the message says what it is not.
     """
     if isinstance(model_type, str) and model_type in WRAPPERS and not beside:
         raise CheckpointError(
@@ -160,8 +160,16 @@ def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") 
     raise CheckpointError(
         f"config.json: model_type {str(model_type)!r}{beside}{what}; {len(FAMILIES)} families are"
         " (docs/families.md)",
-        next="take a release of one of them; or see CONTRIBUTING.md, row 'a model family'",
+        next=f"take a release of one of them; or see CONTRIBUTING.md, row 'a model family'{_near(config)}",
     )
+
+
+def _near(config: Mapping[str, Any]) -> str:
+    """ "; its fields are nearest to …": where to begin; "" where they tell too little."""
+    text = config.get("text_config")
+    fields = {kind: family.FIELDS.read | family.FIELDS.absent.keys() for kind, family in FAMILIES.items()}
+    found = nearest(text if isinstance(text, Mapping) else config, fields)
+    return f"; its fields are nearest to {found!r}, which computes something else" if found else ""
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

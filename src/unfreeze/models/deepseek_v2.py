@@ -77,20 +77,13 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 
 def _router(shape: Shape, make: Factory) -> Router:
-    from unfreeze.models.blocks.routers import GroupedSoftmaxRouter
+    from unfreeze.models.blocks.routers import Routing
 
-    moe, config = shape.moe, shape.config
-    assert moe is not None
+    config = shape.config
     grouped = config["topk_method"] == "group_limited_greedy"
-    return GroupedSoftmaxRouter(
-        shape.hidden_size,
-        moe.num_experts,
-        moe.experts_per_token,
-        n_group=int(require(config, "n_group")) if grouped else 1,
+    routing = Routing(
+        groups=int(require(config, "n_group")) if grouped else 1,
         topk_group=int(require(config, "topk_group")) if grouped else 1,
-        best=1,
-        normalize=False,
         scale=float(config["routed_scaling_factor"]),
-        dtype=make.dtype,
-        device=make.device,
     )
+    return make.router(shape, routing)

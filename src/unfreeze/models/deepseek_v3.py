@@ -184,18 +184,13 @@ def mlp(shape: Shape, index: int, make: Factory, router: Callable[[Shape, Factor
 
 def router(shape: Shape, make: Factory) -> Router:
     """Sigmoid scores, a selection bias, the best groups."""
-    moe, config = shape.moe, shape.config
-    assert moe is not None
-    from unfreeze.models.blocks.routers import SigmoidRouter
+    from unfreeze.models.blocks.routers import noaux_tc
 
-    return SigmoidRouter(
-        shape.hidden_size,
-        moe.num_experts,
-        moe.experts_per_token,
-        n_group=int(config["n_group"]),
-        topk_group=int(config["topk_group"]),
+    config = shape.config
+    routing = noaux_tc(
+        int(config["n_group"]),
+        int(config["topk_group"]),
         normalize=bool(config["norm_topk_prob"]),
         scale=float(config["routed_scaling_factor"]),
-        dtype=make.dtype,
-        device=make.device,
     )
+    return make.router(shape, routing)

@@ -85,14 +85,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 
 def _router(shape: Shape, make: Factory) -> Router:
-    from unfreeze.models.blocks.routers import BiasedSoftmaxRouter
+    from unfreeze.models.blocks.routers import Routing
 
-    assert shape.moe is not None
-    return BiasedSoftmaxRouter(
-        shape.hidden_size,
-        shape.moe.num_experts,
-        shape.moe.experts_per_token,
-        smallest=float(shape.config["moe_norm_min"]),
-        dtype=make.dtype,
-        device=make.device,
-    )
+    smallest = float(shape.config["moe_norm_min"])
+    return make.router(shape, Routing(correction="1 E", normalize=True, smallest=smallest))

@@ -25,6 +25,7 @@ from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
+from unfreeze.models.blocks.routers import Router, Routing
 from unfreeze.models.decoder import Body, Decoder
 from unfreeze.models.fields import check_against_files
 from unfreeze.models.publish import declared_dtype
@@ -120,6 +121,12 @@ class Factory:
         assert shape.moe is not None
         sizes = shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
         return self.experts(f"{name}.experts", *sizes, **parts)
+
+    def router(self, shape: Shape, routing: Routing, kind: type[Router] = Router) -> Router:
+        """The router of a layer with the shape's experts."""
+        assert shape.moe is not None
+        sizes = (shape.hidden_size, shape.moe.num_experts, shape.moe.experts_per_token)
+        return kind(*sizes, routing, dtype=self.dtype, device=self.device)
 
     def embedding(self, shape: Shape, scale: float | None = None) -> Embedding:
         """Rows of the table, times `scale` where it is a number."""

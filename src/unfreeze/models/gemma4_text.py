@@ -192,13 +192,10 @@ def layer(shape: Shape, index: int, make: Factory) -> SandwichLayer:
 def _moe(shape: Shape, index: int, make: Factory) -> NormedMoE:
     from unfreeze.kernels.expert_mlp import GeGLU
     from unfreeze.models.blocks.moe import NormedMoE
-    from unfreeze.models.blocks.routers import ScaledSoftmaxRouter
+    from unfreeze.models.blocks.routers import NormedRouter, Routing
 
-    moe, hidden, eps = shape.moe, shape.hidden_size, shape.rms_norm_eps
-    assert moe is not None
-    gate = ScaledSoftmaxRouter(
-        hidden, moe.num_experts, moe.experts_per_token, eps=eps, dtype=make.dtype, device=make.device
-    )
+    hidden, eps = shape.hidden_size, shape.rms_norm_eps
+    gate = make.router(shape, Routing(normalize=True, eps=eps), NormedRouter)
     return NormedMoE(
         index,
         gate=gate,

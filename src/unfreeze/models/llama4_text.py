@@ -148,15 +148,13 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 def _mlp(shape: Shape, index: int, make: Factory) -> MLP | MoE:
     from unfreeze.models.blocks.moe import InputScaledMoE
-    from unfreeze.models.blocks.routers import ChosenSigmoidRouter
+    from unfreeze.models.blocks.routers import Routing
 
     name, moe = f"model.layers.{index}.mlp", shape.moe
     assert moe is not None
     if not shape.is_moe(index):
         return make.mlp(name, shape.hidden_size, int(shape.config["intermediate_size_mlp"]))
-    gate = ChosenSigmoidRouter(
-        shape.hidden_size, moe.num_experts, moe.experts_per_token, dtype=make.dtype, device=make.device
-    )
+    gate = make.router(shape, Routing("logits", after=True))
     return InputScaledMoE(
         index,
         gate=gate,

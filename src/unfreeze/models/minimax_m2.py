@@ -63,20 +63,9 @@ def shape(config: Mapping[str, Any]) -> Shape:
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`."""
     from unfreeze.models.blocks.moe import MoE
-    from unfreeze.models.blocks.routers import SigmoidRouter
+    from unfreeze.models.blocks.routers import noaux_tc
 
-    assert shape.moe is not None
-    gate = SigmoidRouter(
-        shape.hidden_size,
-        shape.moe.num_experts,
-        shape.moe.experts_per_token,
-        n_group=1,
-        topk_group=1,
-        normalize=True,
-        scale=1.0,
-        dtype=make.dtype,
-        device=make.device,
-    )
+    gate = make.router(shape, noaux_tc())
     experts = make.experts_of(shape, f"model.layers.{index}.mlp")
     mlp = MoE(index, gate=gate, experts=experts, shared_experts=None)
     attention = olmo2.attention(shape, index, make, bias=False, pairs="leading halves")

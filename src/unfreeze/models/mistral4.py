@@ -97,19 +97,15 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 
 def _router(shape: Shape, make: Factory) -> Router:
-    from unfreeze.models.blocks.routers import GroupedSoftmaxRouter
+    from unfreeze.models.blocks.routers import Routing
 
-    moe, config = shape.moe, shape.config
-    assert moe is not None
-    return GroupedSoftmaxRouter(
-        shape.hidden_size,
-        moe.num_experts,
-        moe.experts_per_token,
-        n_group=int(config["n_group"]),
+    config = shape.config
+    routing = Routing(
+        groups=int(config["n_group"]),
         topk_group=int(config["topk_group"]),
         best=2,
         normalize=bool(config["norm_topk_prob"]),
+        added=1e-20,
         scale=float(config["routed_scaling_factor"]),
-        dtype=make.dtype,
-        device=make.device,
     )
+    return make.router(shape, routing)

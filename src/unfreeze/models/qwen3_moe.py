@@ -79,14 +79,6 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 def router(shape: Shape, make: Factory, *, normalize: bool) -> Router:
     """Softmax over all experts; `normalize`: the weights of the chosen sum to one."""
-    from unfreeze.models.blocks.routers import SoftmaxRouter
+    from unfreeze.models.blocks.routers import Routing
 
-    assert shape.moe is not None
-    return SoftmaxRouter(
-        shape.hidden_size,
-        shape.moe.num_experts,
-        shape.moe.experts_per_token,
-        normalize=normalize,
-        dtype=make.dtype,
-        device=make.device,
-    )
+    return make.router(shape, Routing(normalize=normalize))

@@ -6,7 +6,7 @@ model says model_type kimi_linear and is another. Where no field tells, the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -49,49 +49,26 @@ NAMED: dict[str, str] = {
 }
 """model_type -> what is missing, for a config whose fields don't say it. docs/families.md has them."""
 
-_OF_TYPES: dict[str, str] = {
-    # what is missing <- model types, from transformers' modeling files
-    "layers with a recurrent state (linear attention)": "minimax olmo_hybrid rwkv xlstm",
-    "layers with a recurrent state (Mamba)": "jamba mamba falcon_mamba",
-    "layers with a recurrent state (Mamba-2)": "bamba falcon_h1 mamba2 zamba zamba2",
-    "layers with a recurrent state (RG-LRU)": "recurrent_gemma",
-    "layers with a recurrent state (Mamba-2) and an MLP beside the experts": "granitemoehybrid",
-    "layers of short convolutions": "lfm2 lfm2_moe lfm2_vl",
-    "a gate on attention's output": "afmoe laguna",
-    "routing by sparsemixer, layer norms with biases": "phimoe",
-    "embeddings for each layer, keys and values that layers share, mixed streams (AltUp)": (
-        "gemma3n gemma3n_text"
-    ),
-    "a text model that rotates by three axes beside a vision tower": (
-        "qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen2_5_omni glm4v glm4v_text glm4v_moe"
-        " glm4v_moe_text glm46v ernie4_5_vl_moe ernie4_5_vl_moe_text paddleocr_vl hunyuan_vl"
-    ),
-    "a text model beside a speech encoder": "qwen3_omni_moe qwen3_omni_moe_thinker phi4_multimodal",
-    "layers that attend to an image (cross attention)": "mllama mllama_text_model",
-    "attention and MLP side by side, layer norms without a bias": "cohere cohere2",
-    "attention and MLP side by side, layer norms with biases": "phi gpt_neox gptj codegen falcon",
-    "layer norms with biases": "stablelm starcoder2 nemotron dbrx persimmon",
-    "layer norms without parameters": "olmo",
-    "an MLP without a gate": "arcee apertus",
-    "ternary weights and rounded activations": "bitnet",
-    "positions that are added to the embeddings": "gpt2 gpt_bigcode gpt_neo opt biogpt xglm openai-gpt",
-    "attention with biases of distance (ALiBi)": "bloom mpt",
-    "experts that return their input, two attentions in a layer": "longcat_flash",
-    "a file for this family (its parts are those of others)": (
-        "gemma cwm hyperclovax ernie4_5 glm glm4 helium exaone4 exaone_moe dots1 hy_v3 solar_open"
-        " glm4_moe_lite minicpm3 youtu axk1 granitemoeshared granite_swa granitemoe_swa olmoe"
-        " flex_olmo mellum hunyuan_v1_dense hunyuan_v1_moe"
-    ),
-    "an encoder": (
-        "bert roberta xlm-roberta electra deberta deberta-v2 albert distilbert modernbert t5 mt5"
-        " bart mbart pegasus t5gemma t5gemma2 whisper marian"
-    ),
-    "a decoder that only the release's own code describes": (
-        "chatglm baichuan qwen internlm internlm2 minicpm deepseek orion phi-msft phi3_v rwkv5"
-    ),
-}
-OTHERS: dict[str, str] = {name: words for words, names in _OF_TYPES.items() for name in names.split()}
-"""The same for more model types; of these nothing stands in docs/families.md."""
+SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("layers with a recurrent state (Mamba)", ("mamba_d_state", "state_size", "ssm_cfg")),
+    ("layers with a recurrent state (RG-LRU)", ("lru_width",)),
+    ("layers with a recurrent state (RWKV)", ("attention_hidden_size", "rescale_every")),
+    ("layers with a recurrent state (xLSTM)", ("sequence_kernel", "chunkwise_kernel")),
+    ("layers with a recurrent state (linear attention)", ("linear_attn_alpha_factor",)),
+    ("layers of short convolutions", ("conv_L_cache",)),
+    ("mixed streams (AltUp)", ("altup_num_inputs",)),
+    ("layers that attend to an image (cross attention)", ("cross_attention_layers",)),
+    ("rotation by three axes", ("rope_parameters.mrope_section", "rope_scaling.mrope_section")),
+    ("experts that return their input", ("zero_expert_num",)),
+    ("attention with biases of distance", ("alibi", "attn_config.alibi", "relative_attention_num_buckets")),
+    ("attention and MLP side by side", ("parallel_attn", "use_parallel_residual")),
+    ("an encoder", ("is_encoder_decoder", "type_vocab_size", "encoder_layers", "classifier_pooling")),
+    ("positions that are added to the embeddings", ("n_positions", "word_embed_proj_dim")),
+    ("layer norms with biases", ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")),
+    ("a speech encoder", ("audio_config",)),
+    ("a vision tower", ("vision_config",)),
+)
+"""As PARTS, for a model_type that is not built: some built families write such a field to no effect."""
 
 
 def missing(config: Mapping[str, Any]) -> str:
@@ -104,12 +81,35 @@ def missing(config: Mapping[str, Any]) -> str:
     found = asked(given)
     if not found:
         types = [table.get("model_type") for table in (config, given)]
-        known = OTHERS | NAMED
-        found = [known[name] for name in types if isinstance(name, str) and name in known][:1]
+        found = [NAMED[name] for name in types if isinstance(name, str) and name in NAMED][:1]
+    found = found or asked(given, SIGNS) or asked(config, SIGNS)
     return f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} not built" if found else ""
 
 
-def asked(config: Mapping[str, Any]) -> list[str]:
+def asked(config: Mapping[str, Any], parts: tuple[tuple[str, tuple[str, ...]], ...] = PARTS) -> list[str]:
     """The parts that its fields ask for, each with the field: "sparse attention … (index_topk)"."""
-    first = [(words, next((name for name in names if config.get(name)), "")) for words, names in PARTS]
+    first = [(words, next((name for name in names if _value(config, name)), "")) for words, names in parts]
     return [f"{words} ({name})" for words, name in first if name]
+
+
+def _value(config: Mapping[str, Any], name: str) -> object:
+    """A field of config.json, or one of a table in it: "rope_scaling.mrope_section"."""
+    table, _, inner = name.rpartition(".")
+    found = config.get(table) if table else config
+    return found.get(inner) if isinstance(found, Mapping) else None
+
+
+def nearest(config: Mapping[str, Any], known: Mapping[str, Collection[str]]) -> str:
+    """The built family that knows the most of its fields; "" for a config of few fields.
+
+    known: model_type -> the fields that only some families know. Of families that know as many, the one with
+    the fewest fields besides.
+    """
+    every = {name for fields in known.values() for name in fields}
+    own = every & config.keys()
+    if len(own) < FEWEST:
+        return ""
+    return max(known, key=lambda kind: (len(own & set(known[kind])), -len(set(known[kind]) - own), kind))
+
+
+FEWEST = 6  # fields; with fewer any family is as near as another

@@ -193,7 +193,7 @@ def relation_heads(widths: Sequence[int], asked: int | None = None) -> int:
         raise ConfigError(
             f"relation_heads = {asked} does not divide {wrong}, a width of queries, keys or values"
             f" ({sorted(set(widths))}); a divisor of {whole} does",
-            next=f"--relation-heads {relation_heads(widths)}, or leave it out",
+            next=f"--distillation.relation-heads {relation_heads(widths)}, or leave it out",
         )
     return asked
 

@@ -19,31 +19,22 @@ Shapes: a matrix is [out, in], its scales [ceil(out / rows), ceil(in / columns)]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, cast
 
-from unfreeze.core.errors import CheckpointError
-from unfreeze.quant.codec import (
-    Part,
-    Table,
-    Unreadable,
-    finite,
-    one_scale_dtype,
-    parts_nbytes,
-    refuse_other_values,
-)
+from unfreeze.quant.codec import Part, Table, Unreadable, finite, refuse_other_values
+from unfreeze.quant.scaled import MAX_E4M3, Kind, Scaled, nonzero, to_e4m3
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 MAX_BLOCK = 2**20  # rows or columns that share a scale; more than the widest layer has
-MAX_CODE = 448.0  # the largest float8_e4m3fn
-SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 @dataclass(frozen=True)
-class Fp8:
+class Fp8(Scaled):
     """The codec. quant/codec.py says what each method promises.
 
     block        rows and columns that share one scale
@@ -51,11 +42,23 @@ class Fp8:
     scale        their last name part: weight_scale_inv, or weight_scale as compressed-tensors writes it
     """
 
+    kind: ClassVar[Kind] = Kind(
+        "FP8",
+        "another weight_block_size",
+        ("F32", "BF16", "F16", "F8_E8M0"),
+        "compare quantization_config.weight_block_size with the publisher's",
+    )
     block: tuple[int, int] = (128, 128)
     scale_dtype: str = "F32"
-    name: str = field(default="fp8-block", init=False, repr=False)
     scale: str = "weight_scale_inv"
-    variants: str = field(default="another weight_block_size", init=False, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return "fp8-block"
+
+    @property
+    def needs(self) -> str:
+        return f"{self.name} in blocks of {self.block[0]} x {self.block[1]}"
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -67,28 +70,12 @@ class Fp8:
         scales = (-(-out_features // rows), -(-in_features // columns))
         return {"weight": ("F8_E4M3", (out_features, in_features)), self.scale: (self.scale_dtype, scales)}
 
-    def as_stored(self, dtypes: Mapping[str, str]) -> Fp8:
-        """This codec with the scale_dtype of the files."""
-        found = {
-            name: dtype
-            for name, dtype in dtypes.items()
-            if name.rpartition(".")[2] == self.scale
-            and dtype in SCALES
-            and dtypes.get(f"{name.rpartition('.')[0]}.weight") in (None, "F8_E4M3")
-        }
-        return replace(self, scale_dtype=one_scale_dtype(found, "FP8")) if found else self
+    @property
+    def rows_at(self) -> int:
+        return self.block[0]
 
-    def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """None: all parts are kept."""
-        return {}
-
-    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """[..., out, in], that of the codes."""
-        return parts["weight"]
-
-    def nbytes(self, out_features: int, in_features: int) -> int:
-        """out * in + scale_dtype's size * blocks."""
-        return parts_nbytes(self.parts(out_features, in_features).values())
+    def rows_each(self, suffix: str) -> int:
+        return self.block[0] if suffix == self.scale else 1
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = code * scale -> [..., out, in], computed in float32.
@@ -98,32 +85,13 @@ class Fp8:
         """
         import torch
 
-        codes, scales = parts["weight"], parts[self.scale]
-        out_features, in_features = codes.shape[-2:]
-        needed = [*codes.shape[:-2], *self.parts(out_features, in_features)[self.scale][1]]
-        if codes.dtype != torch.float8_e4m3fn or list(scales.shape) != needed:
-            raise CheckpointError(
-                f"weight is {codes.dtype} {list(codes.shape)} with {self.scale} {list(scales.shape)};"
-                f" blocks of {self.block[0]} x {self.block[1]} need torch.float8_e4m3fn and {needed}",
-                next="compare quantization_config.weight_block_size with the publisher's",
-            )
+        out_features = self.compare(parts)[-2]
+        scales, weight = parts[self.scale], parts["weight"].float()
         rows, columns = self.block
         by_row = scales.float().repeat_interleave(rows, -2)[..., :out_features, :]
-        weight = codes.float()
         for place in range(by_row.shape[-1]):
             weight[..., place * columns : (place + 1) * columns] *= by_row[..., place, None]
         return weight.to(torch.bfloat16 if scales.dtype == torch.float8_e8m0fnu else scales.dtype)
-
-    @property
-    def rows_at(self) -> int:
-        return self.block[0]
-
-    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        down = self.block[0]
-        return {
-            "weight": parts["weight"][first:last],
-            self.scale: parts[self.scale][first // down : -(-last // down)],
-        }
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """scale = absmax / 448 of each block, code = e4m3(w * (448 / absmax)); a block of zeros has scale 1.
@@ -146,20 +114,17 @@ class Fp8:
         blocks = whole.view(*lead, down, rows, across, columns)
         absmax = blocks.abs().amax(dim=(-3, -1))
         if divides:
-            inverse = absmax / MAX_CODE
-            inverse = torch.where(inverse == 0, torch.finfo(kind).eps, inverse)
-            blocks.div_(inverse[..., :, None, :, None]).clamp_(-MAX_CODE, MAX_CODE)
-            codes = whole[..., :out_features, :in_features].to(torch.float8_e4m3fn)
-            return {"weight": codes.contiguous(), self.scale: inverse}
-        scales = torch.where(absmax > 0, MAX_CODE / absmax, 1.0)
-        inverse = 1.0 / scales
-        if dtype == "F8_E8M0":
-            tiny = torch.finfo(torch.float32).tiny
-            inverse = torch.pow(2.0, inverse.clamp(min=tiny).log2().ceil()).to(torch.float8_e8m0fnu)
-            scales = 1.0 / inverse.float()
-        blocks.mul_(scales[..., :, None, :, None]).clamp_(-MAX_CODE, MAX_CODE)
-        codes = whole[..., :out_features, :in_features].to(torch.float8_e4m3fn)
-        return {"weight": codes.contiguous(), self.scale: inverse}
+            inverse = nonzero(absmax / MAX_E4M3)
+            blocks.div_(inverse[..., :, None, :, None])
+        else:
+            scales = torch.where(absmax > 0, MAX_E4M3 / absmax, 1.0)
+            inverse = 1.0 / scales
+            if dtype == "F8_E8M0":
+                tiny = torch.finfo(torch.float32).tiny
+                inverse = torch.pow(2.0, inverse.clamp(min=tiny).log2().ceil()).to(torch.float8_e8m0fnu)
+                scales = 1.0 / inverse.float()
+            blocks.mul_(scales[..., :, None, :, None])
+        return {"weight": to_e4m3(whole[..., :out_features, :in_features]).contiguous(), self.scale: inverse}
 
 
 ONLY: dict[str, tuple[object, str]] = {

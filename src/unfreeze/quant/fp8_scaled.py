@@ -17,34 +17,22 @@ Shapes: a matrix is [out, in].
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
-from unfreeze.core.dtypes import FLOATS
-from unfreeze.core.errors import CheckpointError
 from unfreeze.quant import fp8
-from unfreeze.quant.codec import (
-    Codec,
-    Format,
-    Part,
-    Table,
-    Unreadable,
-    finite,
-    one_scale_dtype,
-    parts_nbytes,
-    refuse_other_values,
-)
+from unfreeze.quant.codec import Codec, Format, Part, Table, finite
+from unfreeze.quant.scaled import KNOWN, MAX_E4M3, Kind, Scaled, nonzero, refuse_weights, to_e4m3
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_CODE = fp8.MAX_CODE
 MATRIX, ONE, ROWS, COLUMN = (), (1,), ("out",), ("out", 1)
 """Shapes of scales on disk: a number, a list of one, a number per row, and that as a column."""
 
 
 @dataclass(frozen=True)
-class Fp8Scaled:
+class Fp8Scaled(Scaled):
     """The codec. quant/codec.py says what each method promises.
 
     scales       the shape of the scales: MATRIX or ONE for a whole matrix, ROWS or COLUMN for each row
@@ -52,10 +40,12 @@ class Fp8Scaled:
     scale_dtype  their dtype, in the files and in memory alike
     """
 
+    kind: ClassVar[Kind] = Kind(
+        "FP8", "another strategy", compare="compare the strategy in quantization_config with the publisher's"
+    )
     scales: tuple[str | int, ...] = COLUMN
     scale: str = "weight_scale"
     scale_dtype: str = "F32"
-    variants: str = field(default="another strategy", init=False, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -72,60 +62,22 @@ class Fp8Scaled:
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Fp8Scaled:
         """This codec with the dtype of the files' scales; of one per matrix also the name they have there."""
-        names = {"weight_scale", "weight_scale_inv"} if self.scales == MATRIX else {self.scale}
-        found = {
-            name: dtype
-            for name, dtype in dtypes.items()
-            if name.rpartition(".")[2] in names
-            and dtype in FLOATS
-            and dtypes.get(f"{name.rpartition('.')[0]}.weight") == "F8_E4M3"
-        }
-        if not found:
-            return self
-        scale = next(iter(found)).rpartition(".")[2]
-        return replace(self, scale=scale, scale_dtype=one_scale_dtype(found, "FP8"))
+        for scale in ("weight_scale", "weight_scale_inv") if self.scales == MATRIX else ():
+            if self.scales_in(dtypes, scale):
+                return super(Fp8Scaled, replace(self, scale=scale)).as_stored(dtypes)
+        return super().as_stored(dtypes)
 
-    def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """None: all parts are kept."""
-        return {}
-
-    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """[..., out, in], that of the codes."""
-        return parts["weight"]
-
-    def nbytes(self, out_features: int, in_features: int) -> int:
-        """out * in + the bytes of its scales."""
-        return parts_nbytes(self.parts(out_features, in_features).values())
+    def rows_each(self, suffix: str) -> int:
+        return 1 if suffix != self.scale or "out" in self.scales else 0
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = code * scale -> [..., out, in] in the dtype of the scales; codes are exact in each of them.
 
         Raises CheckpointError where codes and scales do not belong together.
         """
-        import torch
-
-        codes, scales = parts["weight"], parts[self.scale]
-        *lead, out_features, in_features = codes.shape
-        needed = [*lead, *self.parts(out_features, in_features)[self.scale][1]]
-        if codes.dtype != torch.float8_e4m3fn or list(scales.shape) != needed:
-            raise CheckpointError(
-                f"weight is {codes.dtype} {list(codes.shape)} with {self.scale} {list(scales.shape)};"
-                f" {self.name} needs torch.float8_e4m3fn and {needed}",
-                next="compare the strategy in quantization_config with the publisher's",
-            )
-        rows = out_features if "out" in self.scales else 1
-        return codes.to(scales.dtype) * scales.reshape(*lead, rows, 1)
-
-    @property
-    def rows_at(self) -> int:
-        return 1
-
-    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        scales = parts[self.scale]
-        return {
-            "weight": parts["weight"][first:last],
-            self.scale: scales[first:last] if "out" in self.scales else scales,
-        }
+        *lead, out_features, _ = self.compare(parts)
+        scales, rows = parts[self.scale], out_features if "out" in self.scales else 1
+        return parts["weight"].to(scales.dtype) * scales.reshape(*lead, rows, 1)
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """scale = absmax / 448 of the matrix or row, code = e4m3(w / scale), in the dtype of the weight.
@@ -133,25 +85,14 @@ class Fp8Scaled:
         Where all is zero the scale is that dtype's epsilon. Source: compressed-tensors' calculate_qparams.
         Raises CheckpointError on a weight that is not finite.
         """
-        import torch
-
         finite(weight)
         weight = weight.detach()
         absmax = weight.abs().amax(dim=-1, keepdim=True)
         if "out" not in self.scales:
             absmax = absmax.amax(dim=-2, keepdim=True)
-        scale = absmax / MAX_CODE
-        scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-        codes = (weight / scale).clamp(-MAX_CODE, MAX_CODE).to(torch.float8_e4m3fn)
+        scale = nonzero(absmax / MAX_E4M3)
         shape = self.parts(*weight.shape[-2:])[self.scale][1]
-        return {"weight": codes, self.scale: scale.reshape((*weight.shape[:-2], *shape))}
-
-
-ONLY: dict[str, tuple[object, str]] = {"zero_point": (False, "zero points")}
-KNOWN = frozenset(
-    "num_bits type symmetric strategy group_size dynamic actorder block_structure observer observer_kwargs"
-    " scale_dtype zp_dtype".split()
-)
+        return {"weight": to_e4m3(weight / scale), self.scale: scale.reshape((*weight.shape[:-2], *shape))}
 
 
 def read_float(where: str, weights: Table) -> Codec:
@@ -159,21 +100,13 @@ def read_float(where: str, weights: Table) -> Codec:
 
     Also of "naive-quantized", where its weights are FP8. Raises Unreadable for what would be read wrongly.
     """
-    refuse_other_values(weights, ONLY, f"{where}.weights")
-    if weights.get("type") != "float" or weights.get("num_bits") != 8:
-        raise Unreadable(f"{where}: {weights.get('type')} weights with num_bits {weights.get('num_bits')}")
-    if weights.get("symmetric", True) is not True or weights.get("dynamic"):
-        raise Unreadable(f"{where}: asymmetric or dynamic weights")
-    strategy = weights.get("strategy") or "tensor"
-    if strategy == "block":
-        block = weights.get("block_structure")
-        if isinstance(block, str):  # older releases write "128x128"
-            block = [int(side) if side.isdecimal() else side for side in block.split("x")]
-        return fp8.Fp8(fp8.block_size(block, f"{where}: block_structure"), scale="weight_scale")
-    shapes = {"tensor": ONE, "channel": COLUMN}
-    if not isinstance(strategy, str) or strategy not in shapes:
-        raise Unreadable(f'{where}: FP8 weights with strategy "{strategy}"')
-    return Fp8Scaled(shapes[strategy])
+    strategy = refuse_weights(where, weights, 8, ("tensor", "channel", "block"))
+    if strategy != "block":
+        return Fp8Scaled({"tensor": ONE, "channel": COLUMN}[strategy])
+    block = weights.get("block_structure")
+    if isinstance(block, str):  # older releases write "128x128"
+        block = [int(side) if side.isdecimal() else side for side in block.split("x")]
+    return fp8.Fp8(fp8.block_size(block, f"{where}: block_structure"), scale="weight_scale")
 
 
 def read_method(where: str, table: Table) -> Codec:
@@ -206,7 +139,7 @@ FORMAT = (
         "compressed-tensors float-quantized",
         "compressed-tensors float-quantized, FP8",
         read_float,
-        KNOWN | ONLY.keys(),
+        KNOWN,
         _SUFFIXES,
     ),
     Format("modelopt FP8", "modelopt FP8", read_modelopt, frozenset(), _SUFFIXES),

@@ -237,10 +237,3 @@ def _exact_neighbour(grouped: Tensor, absmax: Tensor, scale: Tensor, codes: Tens
 def _expanded(codes: Tensor, scale: Tensor) -> Tensor:
     """bf16(code * scale): codes [N, group], scale bf16 [N] -> [N, group]."""
     return codes.to(scale.dtype) * scale.unsqueeze(-1)
-
-
-KNOWN = frozenset(
-    "num_bits type symmetric strategy group_size dynamic actorder observer observer_kwargs scale_dtype"
-    " zp_dtype".split()
-)
-"""Fields of compressed-tensors' `weights` that are read (quant/integers.py), or without effect."""

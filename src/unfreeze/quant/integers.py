@@ -21,23 +21,13 @@ Shapes: a matrix is [out, in] and has G scales per row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-from unfreeze.core.dtypes import FLOATS
-from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.core.errors import ConfigError
 from unfreeze.quant import fp8_scaled, int4
-from unfreeze.quant.codec import (
-    Codec,
-    Format,
-    Part,
-    Table,
-    Unreadable,
-    finite,
-    one_scale_dtype,
-    parts_nbytes,
-    refuse_other_values,
-)
+from unfreeze.quant.codec import Codec, Format, Part, Table, Unreadable, finite, refuse_other_values
+from unfreeze.quant.scaled import KNOWN, ONLY, Kind, Scaled, nonzero
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +68,7 @@ def _shifts(bits: int, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Integers:
+class Integers(Scaled):
     """The codec. quant/codec.py says what each method promises.
 
     bits         of a code: 2, 4 or 8
@@ -89,15 +79,17 @@ class Integers:
     scale_dtype  dtype of the scales, in the files and in memory alike
     """
 
+    kind: ClassVar[Kind] = Kind(
+        "a format of integers",
+        "another group_size or another num_bits",
+        compare="compare group_size and num_bits in quantization_config with the publisher's",
+    )
     bits: int = 4
     group: int = 128
     zeros: bool = False
     permuted: bool = False
     packed: bool = True
     scale_dtype: str = "BF16"
-    variants: str = field(
-        default="another group_size or another num_bits", init=False, repr=False, compare=False
-    )
 
     @property
     def name(self) -> str:
@@ -121,18 +113,12 @@ class Integers:
         Raises ConfigError if in is no multiple of the group, or fills no whole words.
         """
         per_word = WORD // self.bits
-        if self.group > 0 and in_features % self.group:
-            raise ConfigError(
-                f"{in_features} input columns do not divide into groups of {self.group}"
-                " (quantization_config group_size)",
-                next="compare group_size and the layer's width in config.json with the publisher's",
-            )
         if self.packed and self.group <= 0 and in_features % per_word:
             raise ConfigError(
                 f"{in_features} input columns of {self.bits} bits fill no whole 32-bit words",
                 next="compare num_bits and the layer's width in config.json with the publisher's",
             )
-        groups = in_features // self.group if self.group > 0 else 1
+        groups = self.groups(in_features) if self.group > 0 else 1
         scales = (1,) if self.group == MATRIX else (out_features, groups)
         parts: dict[str, Part] = (
             {"weight_packed": ("I32", (out_features, -(-in_features // per_word)))}
@@ -147,33 +133,16 @@ class Integers:
             parts["weight_g_idx"] = ("I32", (in_features,))
         return parts
 
-    def as_stored(self, dtypes: Mapping[str, str]) -> Integers:
-        """This codec with the scale_dtype of the files. Only scales that have codes beside them count."""
-        found = {
-            name: dtype
-            for name, dtype in dtypes.items()
-            if name.rpartition(".")[2] == "weight_scale"
-            and dtype in FLOATS
-            and dtypes.get(f"{name.rpartition('.')[0]}.{self.codes}") in ("I32", "I8")
-        }
-        return replace(self, scale_dtype=one_scale_dtype(found, "integer")) if found else self
-
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """weight_shape = [out, in] beside packed codes."""
         return {"weight_shape": (out_features, in_features)} if self.packed else {}
 
     def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """[..., out, in]."""
-        codes = parts[self.codes]
-        if not self.packed:
-            return codes
-        if self.group > 0:
-            return (*codes[:-1], parts["weight_scale"][-1] * self.group)
-        return (*codes[:-1], codes[-1] * (WORD // self.bits))
-
-    def nbytes(self, out_features: int, in_features: int) -> int:
-        """The bytes of all parts."""
-        return parts_nbytes(self.parts(out_features, in_features).values())
+        if self.packed and self.group <= 0:
+            codes = parts[self.codes]
+            return (*codes[:-1], codes[-1] * (WORD // self.bits))
+        return super().shape(parts)
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = (code - zero) * scale -> [..., out, in] in the dtype of the scales.
@@ -181,17 +150,8 @@ class Integers:
         A difference of two codes is exact in bf16, so there is one rounding. Raises CheckpointError where the
         parts do not belong together.
         """
+        out_features, in_features = self.compare(parts)[-2:]
         codes, scale = parts[self.codes], parts["weight_scale"]
-        shapes = {suffix: tuple(part.shape) for suffix, part in parts.items()}
-        *lead, out_features, in_features = self.shape(shapes)
-        needed = {
-            suffix: (*lead, *shape) for suffix, (_, shape) in self.parts(out_features, in_features).items()
-        }
-        if shapes != needed:
-            raise CheckpointError(
-                f"the parts of a weight in {self.name} are {shapes}; they should be {needed}",
-                next="compare group_size and num_bits in quantization_config with the publisher's",
-            )
         values = unpack(codes, self.bits, in_features) if self.packed else codes
         zeros = self._zeros(parts, out_features)
         if self.group == MATRIX:
@@ -217,18 +177,10 @@ class Integers:
     def rows_at(self) -> int:
         return WORD // self.bits  # rows whose zero points share a word
 
-    def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        found = {suffix: part[first:last] for suffix, part in parts.items()}
-        if self.group == MATRIX:
-            found |= {
-                suffix: parts[suffix] for suffix in ("weight_scale", "weight_zero_point") if suffix in parts
-            }
-        elif self.zeros and self.packed:
-            words = slice(first // self.rows_at, -(-last // self.rows_at))
-            found["weight_zero_point"] = parts["weight_zero_point"][words]
-        if self.permuted:
-            found["weight_g_idx"] = parts["weight_g_idx"]
-        return found
+    def rows_each(self, suffix: str) -> int:
+        if suffix == "weight_g_idx" or (self.group == MATRIX and suffix != self.codes):
+            return 0
+        return self.rows_at if suffix == "weight_zero_point" and self.packed else 1
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """Codes of the nearest multiples of a scale, by the least and the largest weight of a group.
@@ -256,7 +208,7 @@ class Integers:
             zero = (low - least / scale).clamp(low, high)
         else:
             scale, zero = torch.maximum(least.abs(), most.abs()) / ((high - low) / 2), None
-        scale = torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+        scale = nonzero(scale)
         zero = None if zero is None else zero.nan_to_num(0.0).round().to(torch.int8)
         scaled = grouped / scale if zero is None else grouped / scale + zero.to(weight.dtype)
         codes = scaled.clamp(low, high).round().to(torch.int8).flatten(-2)
@@ -285,13 +237,6 @@ def _columns(values: Tensor, zeros: Tensor | None, scale: Tensor, group_of: Tens
     if zeros is not None:
         weight = weight - zeros.to(scale.dtype).gather(-1, index)
     return weight * scale.gather(-1, index)
-
-
-ONLY: dict[str, tuple[object, str]] = {
-    "block_structure": ({}, "a scale for a block of rows and columns"),
-    "zero_point": (False, "zero points"),
-}
-KNOWN = int4.KNOWN | fp8_scaled.KNOWN
 
 
 def read_packed(where: str, weights: Table) -> Codec:
@@ -353,21 +298,21 @@ FORMAT = (
         "compressed-tensors pack-quantized",
         "compressed-tensors pack-quantized",
         read_packed,
-        KNOWN | ONLY.keys(),
+        KNOWN,
         ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
     ),
     Format(
         "compressed-tensors int-quantized",
         "int-quantized",
         read_plain,
-        KNOWN | ONLY.keys(),
+        KNOWN,
         ("weight_scale", "weight_zero_point"),
     ),
     Format(
         "compressed-tensors naive-quantized",
         "naive-quantized",
         read_plain,
-        KNOWN | ONLY.keys(),
+        KNOWN,
         ("weight_scale", "weight_zero_point"),
     ),
 )

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.quant.bitsandbytes import Bits4, Bits8
 from unfreeze.quant.codec import Codec
-from unfreeze.quant.fp8 import MAX_CODE, Fp8
+from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.grids import Gridded
 from unfreeze.quant.int4 import OFFSET, Int4, pack_int4
 from unfreeze.quant.integers import MATRIX, Integers, pack
-from unfreeze.quant.mxfp4 import BIAS, GROUP, Mxfp4, pack_e2m1, round_to_e2m1
+from unfreeze.quant.mxfp4 import GROUP, Mxfp4, pack_e2m1, round_to_e2m1
 from unfreeze.quant.mxfp8 import Mxfp8
 from unfreeze.quant.nvfp4 import Nvfp4
+from unfreeze.quant.scaled import MAX_E4M3, by_exponents, to_e4m3
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,43 +120,38 @@ def _fp8(codec: Fp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], T
     down, across = scale.shape[-2:]
     blocks = torch.zeros(*steps.shape[:-2], down * rows, across * columns)
     blocks[..., :out_features, :in_features] = steps.abs()
-    over = blocks.view(*steps.shape[:-2], down, rows, across, columns).amax((-3, -1)) > MAX_CODE + 16
-    codes = steps.clamp(-MAX_CODE, MAX_CODE).to(torch.float8_e4m3fn)
+    over = blocks.view(*steps.shape[:-2], down, rows, across, columns).amax((-3, -1)) > MAX_E4M3 + 16
+    codes = to_e4m3(steps)
     return {"weight": codes.contiguous(), name: scale}, over
 
 
 def _mxfp4(codec: Mxfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
     """Of a group beyond 7, half a step above the largest code, the scale cannot be kept."""
-    import torch
 
-    scales = parts[codec.layout.scales]
-    exponents = BIAS - scales.view(torch.uint8).int()
-    steps = torch.ldexp(weight.float().reshape(*scales.shape, GROUP), exponents.unsqueeze(-1))
+    scales = parts[codec.names.scales]
+    steps = by_exponents(weight.float().reshape(*scales.shape, GROUP), scales)
     packed = pack_e2m1(round_to_e2m1(steps))
-    codes = packed if codec.layout.blocked else packed.flatten(-2)
-    return {codec.layout.codes: codes, codec.layout.scales: scales}, steps.abs().amax(-1) > 7
+    codes = packed if codec.names.blocked else packed.flatten(-2)
+    return {codec.names.codes: codes, codec.names.scales: scales}, steps.abs().amax(-1) > 7
 
 
 def _fp8_scaled(codec: Fp8Scaled, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
     """As blocks, of a row or of the matrix."""
-    import torch
 
     scale = parts[codec.scale]
     rows = weight.shape[-2] if "out" in codec.scales else 1
     steps = weight.float() / _nonzero(scale).reshape(rows, 1)
-    over = steps.abs().amax(-1) > MAX_CODE + 16
+    over = steps.abs().amax(-1) > MAX_E4M3 + 16
     over = over.reshape(scale.shape) if rows > 1 or "out" in codec.scales else over.any().reshape(scale.shape)
-    return {"weight": steps.clamp(-MAX_CODE, MAX_CODE).to(torch.float8_e4m3fn), codec.scale: scale}, over
+    return {"weight": to_e4m3(steps), codec.scale: scale}, over
 
 
 def _mxfp8(codec: Mxfp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    import torch
 
     scales = parts["weight_scale"]
-    exponents = BIAS - scales.view(torch.uint8).int()
-    steps = torch.ldexp(weight.float().reshape(*scales.shape, GROUP), exponents.unsqueeze(-1))
-    codes = steps.clamp(-MAX_CODE, MAX_CODE).flatten(-2).to(torch.float8_e4m3fn)
-    return {"weight": codes, "weight_scale": scales}, steps.abs().amax(-1) > MAX_CODE + 16
+    steps = by_exponents(weight.float().reshape(*scales.shape, GROUP), scales)
+    codes = to_e4m3(steps.flatten(-2))
+    return {"weight": codes, "weight_scale": scales}, steps.abs().amax(-1) > MAX_E4M3 + 16
 
 
 def _nvfp4(codec: Nvfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
@@ -178,7 +174,7 @@ def _nvfp4_scales(codec: Nvfp4, weight: Tensor, parts: Parts) -> Tensor:
     _, scale, whole = codec.suffixes
     absmax = weight.float().reshape(*parts[scale].shape, -1).abs().amax(-1)
     one = codec.effective(torch.ones(()), parts[whole].reshape(()))  # what a scale of 1 multiplies with
-    return (absmax / 6 / one).clamp(2.0**-9, MAX_CODE).to(torch.float8_e4m3fn)
+    return (absmax / 6 / one).clamp(2.0**-9, MAX_E4M3).to(torch.float8_e4m3fn)
 
 
 def _integers(codec: Integers, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:

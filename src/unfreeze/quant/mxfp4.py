@@ -8,7 +8,7 @@ bf16. Nothing rounds: two significant digits in binary times a power of two.
 Scale 255 is a NaN to the specification and no release has it. compressed-tensors reads infinity, and so does
 this file; transformers 2 ** 128, so that 0.0 and 0.5 times it are finite there.
 
-The same bytes have two layouts on disk (`Layout`), and stay in the one they came in.
+The same bytes have two layouts on disk (`Mxfp4Names`), and stay in the one they came in.
 Source: the OCP Microscaling specification 1.0; transformers' integrations/mxfp4 (blocks) and
 compressed-tensors' MXFP4PackedCompressor (packed); equal to both bit for bit in tests/quant/test_mxfp4.py.
 
@@ -19,26 +19,33 @@ publishes gate and up interleaved (even rows gate, odd rows up), and so they arr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from unfreeze.core.errors import CheckpointError, ConfigError
-from unfreeze.quant.codec import Format, Part, Table, Unreadable, parts_nbytes, refuse_other_values
+from unfreeze.quant.codec import Format, Part, Table, finite, refuse_other_values
+from unfreeze.quant.scaled import (
+    EXPONENTS,
+    KNOWN,
+    Kind,
+    Scaled,
+    as_exponents,
+    by_exponents,
+    exponents,
+    refuse_weights,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 32  # columns that share a scale; the specification has no other
 AT_ONCE = 2**13  # groups that are expanded at once, 2**18 weights
-BIAS = 127  # of a scale's exponent
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What codes 0 to 7 stand for; 8 to 15 are their negatives, 8 being -0.0."""
-MAX_SCALE = 252  # the largest whose largest code, 6 * 2 ** 125, is finite
-SCALES = ("U8", "F8_E8M0")
+MAX_EXPONENT = 252  # the largest whose largest code, 6 * 2 ** 125, is finite
 
 
-class Layout(NamedTuple):
-    """name; the suffixes of codes and scales; whether codes are [out, G, 16] instead of [out, in / 2]."""
+class Mxfp4Names(NamedTuple):
+    """name; the suffixes of codes and scales; whether codes are [out, G, 16] and not [out, in / 2]."""
 
     name: str
     codes: str
@@ -46,8 +53,8 @@ class Layout(NamedTuple):
     blocked: bool
 
 
-PACKED = Layout("mxfp4-pack-quantized", "weight_packed", "weight_scale", blocked=False)
-BLOCKS = Layout("mxfp4", "blocks", "scales", blocked=True)
+PACKED = Mxfp4Names("mxfp4-pack-quantized", "weight_packed", "weight_scale", blocked=False)
+BLOCKS = Mxfp4Names("mxfp4", "blocks", "scales", blocked=True)
 
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
@@ -83,77 +90,45 @@ def round_to_e2m1(values: Tensor) -> Tensor:
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """scales uint8 -> bf16 2 ** (scale - 127): the exponent's bits, except 0, which is subnormal."""
+    """scales of one byte -> bf16 2 ** (scale - 127): the exponent's bits, except 0, which is subnormal."""
     import torch
 
-    bits = scales.to(torch.int16) << 7
+    bits = scales.view(torch.uint8).to(torch.int16) << 7
     return torch.where(bits == 0, 1 << 6, bits).view(torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(Scaled):
     """The codec. quant/codec.py says what each method promises.
 
-    layout       PACKED or BLOCKS
+    names        PACKED or BLOCKS
     scale_dtype  dtype of the scales in the files and in memory: U8 or F8_E8M0, the same byte
     """
 
-    layout: Layout = PACKED
+    kind: ClassVar[Kind] = Kind("MXFP4", "another group size", EXPONENTS)
+    names: Mxfp4Names = PACKED
     scale_dtype: str = "U8"
-    variants: str = field(default="another group size", init=False, repr=False, compare=False)
+    group: int = field(default=GROUP, init=False, repr=False)
 
     @property
     def name(self) -> str:
-        return self.layout.name
+        return self.names.name
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        return (self.layout.codes, self.layout.scales)
+        return (self.names.codes, self.names.scales)
 
     def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
         """Codes uint8 [out, in / 2], or [out, G, 16] in BLOCKS; scales [out, G].
 
         Raises ConfigError if in is not a multiple of 32.
         """
-        if in_features % GROUP:
-            raise ConfigError(
-                f"{in_features} input columns do not divide into groups of {GROUP}, as MXFP4 needs",
-                next="compare the layer's width in config.json with the checkpoint's publisher",
-            )
-        groups = in_features // GROUP
-        width = (groups, GROUP // 2) if self.layout.blocked else (in_features // 2,)
+        groups = self.groups(in_features)
+        width = (groups, GROUP // 2) if self.names.blocked else (in_features // 2,)
         return {
-            self.layout.codes: ("U8", (out_features, *width)),
-            self.layout.scales: (self.scale_dtype, (out_features, groups)),
+            self.names.codes: ("U8", (out_features, *width)),
+            self.names.scales: (self.scale_dtype, (out_features, groups)),
         }
-
-    def as_stored(self, dtypes: Mapping[str, str]) -> Mxfp4:
-        """This codec with the scale_dtype of the files. Only scales that have codes beside them count."""
-        first: dict[str, str] = {}
-        for name, dtype in dtypes.items():
-            base = name.removesuffix(self.layout.scales)
-            if base != name and dtype in SCALES and f"{base}{self.layout.codes}" in dtypes:
-                first.setdefault(dtype, name)
-        if len(first) > 1:
-            named = ", ".join(f"{name} is {dtype}" for dtype, name in first.items())
-            raise CheckpointError(
-                f"the scales of MXFP4 weights have {len(first)} dtypes: {named}",
-                next="view them all as uint8: the bytes are the same",
-            )
-        return replace(self, scale_dtype=next(iter(first))) if first else self
-
-    def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """None: all parts are kept."""
-        return {}
-
-    def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """[..., out, in] with in = 32 G."""
-        *leading, groups = parts[self.layout.scales]
-        return (*leading, groups * GROUP)
-
-    def nbytes(self, out_features: int, in_features: int) -> int:
-        """out * (in / 2 + in / 32)."""
-        return parts_nbytes(self.parts(out_features, in_features).values())
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = e2m1[code] * 2 ** (scale - 127) -> bf16 [..., out, in], exact.
@@ -162,22 +137,15 @@ class Mxfp4:
         """
         import torch
 
-        codes, scales = parts[self.layout.codes], parts[self.layout.scales]
-        *leading, groups = scales.shape
-        width = [groups, GROUP // 2] if self.layout.blocked else [groups * GROUP // 2]
-        if codes.dtype != torch.uint8 or list(codes.shape) != [*leading, *width] or scales.itemsize != 1:
-            raise CheckpointError(
-                f"{self.layout.codes} is {codes.dtype} {list(codes.shape)}; {groups} scales of {GROUP}"
-                f" columns need torch.uint8 {[*leading, *width]}",
-                next="get the checkpoint again: the tensor is truncated or in another format",
-            )
+        shape = self.compare(parts)
+        codes, scales = parts[self.names.codes], parts[self.names.scales]
         # some groups at a time: what lies between codes and result stays small
-        bytes_G, scales_G = codes.reshape(-1, GROUP // 2), scales.reshape(-1, 1).view(torch.uint8)
+        bytes_G, scales_G = codes.reshape(-1, GROUP // 2), scales.reshape(-1, 1)
         weight = torch.empty(len(scales_G), GROUP, dtype=torch.bfloat16, device=codes.device)
         for first in range(0, len(scales_G), AT_ONCE):
             some = slice(first, first + AT_ONCE)
             torch.mul(unpack_e2m1(bytes_G[some]), powers_of_two(scales_G[some]), out=weight[some])
-        return weight.view(*leading, groups * GROUP)
+        return weight.view(shape)
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """scale = the largest's power of two / 4 per 32 columns, code = the nearest e2m1, half to even.
@@ -189,58 +157,19 @@ class Mxfp4:
         quantize(dequantize(p)) stands for the same numbers as p, bit for bit, where no scale is 255.
         Raises CheckpointError on a weight that is not finite.
         """
-        import torch
-
-        self.parts(weight.shape[-2], weight.shape[-1])
-        if not bool(weight.isfinite().all()):
-            bad = int((~weight.isfinite()).sum())
-            raise CheckpointError(
-                f"{bad} of {weight.numel()} weights are NaN or infinite and cannot be quantized"
-            )
-        grouped = weight.detach().float().reshape(*weight.shape[:-1], -1, GROUP)
-        scales = self.scales(grouped.abs().amax(dim=-1))
-        packed = pack_e2m1(round_to_e2m1(torch.ldexp(grouped, (BIAS - scales.int()).unsqueeze(-1))))
+        finite(weight)
+        grouped = weight.detach().float().reshape(*weight.shape[:-1], self.groups(weight.shape[-1]), GROUP)
+        scales = exponents(grouped.abs().amax(dim=-1), 2, MAX_EXPONENT)
+        packed = pack_e2m1(round_to_e2m1(by_exponents(grouped, scales)))
         return {
-            self.layout.codes: packed if self.layout.blocked else packed.flatten(-2),
-            self.layout.scales: scales if self.scale_dtype == "U8" else scales.view(torch.float8_e8m0fnu),
+            self.names.codes: packed if self.names.blocked else packed.flatten(-2),
+            self.names.scales: as_exponents(scales, self.scale_dtype),
         }
-
-    def scales(self, absmax: Tensor) -> Tensor:
-        """float32 absmax [..., G] -> uint8 exponents: floor(log2(absmax)) - 2, of 1.75 and on the next."""
-        import torch
-
-        # a quarter is added to the mantissa, and what it carries into the exponent is the rounding
-        exponent = (absmax.view(torch.int32) + (1 << 21)) >> 23
-        return (exponent - 2).clamp(0, MAX_SCALE).to(torch.uint8)
-
-
-ONLY: dict[str, tuple[object, str]] = {
-    "block_structure": ({}, "a scale for a block of rows and columns"),
-    "zero_point": (False, "zero points"),
-}
-KNOWN = frozenset(
-    "num_bits type symmetric strategy group_size dynamic actorder observer observer_kwargs scale_dtype"
-    " zp_dtype".split()
-)
-"""Fields of compressed-tensors that are read, or without effect on weights that are packed already."""
 
 
 def read_packed(where: str, weights: Table) -> Mxfp4:
-    """The codec of the `weights` of one compressed-tensors group of format "mxfp4-pack-quantized".
-
-    Raises Unreadable, naming it, for each variant that would be read wrongly.
-    """
-    refuse_other_values(weights, ONLY, f"{where}.weights")
-    if weights.get("type") != "float" or weights.get("num_bits") != 4:
-        raise Unreadable(f"{where}: {weights.get('type')} weights with num_bits {weights.get('num_bits')}")
-    if weights.get("symmetric") is not True or weights.get("dynamic"):
-        raise Unreadable(f"{where}: asymmetric or dynamic weights")
-    if weights.get("strategy") != "group" or weights.get("group_size") != GROUP:
-        raise Unreadable(
-            f'{where}: strategy "{weights.get("strategy")}" with group_size {weights.get("group_size")!r}'
-        )
-    if weights.get("actorder") not in (None, False, "weight", "static"):
-        raise Unreadable(f"{where}: actorder {weights.get('actorder')!r} (columns permuted by g_idx)")
+    """The codec of the `weights` of one compressed-tensors group of format "mxfp4-pack-quantized"."""
+    refuse_weights(where, weights, 4, ("group",), GROUP)
     return Mxfp4(PACKED)
 
 
@@ -262,7 +191,7 @@ FORMAT = (
         key="compressed-tensors mxfp4-pack-quantized",
         title="mxfp4-pack-quantized",
         read=read_packed,
-        known=KNOWN | ONLY.keys(),
+        known=KNOWN,
         suffixes=("weight_packed", "weight_scale"),
     ),
 )

@@ -7,7 +7,6 @@ teacher's distribution; all else is as in sft.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -17,19 +16,24 @@ from unfreeze.config.distill import Config
 from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.metrics import OF_TEACHER
 from unfreeze.job import job
 from unfreeze.job.end.folder import typed
 from unfreeze.job.opening.device import say
 from unfreeze.job.parts import Parts
+from unfreeze.job.planning.residency import refuse_answers
+from unfreeze.job.source import encoded_rows
 from unfreeze.recipes import sft
 from unfreeze.teach.address import is_url, refuse_without_library
 from unfreeze.teach.chosen import teacher_of
-from unfreeze.teach.on_policy import OnPolicy
+from unfreeze.teach.on_policy import OnPolicy, OwnAnswers
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.batch import Batch
+    from unfreeze.data import Cursor
     from unfreeze.evaluate.perplexity import HeldoutLoss
+    from unfreeze.job.setup import Placed, Rows, Setup
     from unfreeze.models import Decoder
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.step import Objective
@@ -68,25 +72,24 @@ def parts(config: Config) -> Parts:
         teacher.open(say(common))
         return manifest
 
-    made = replace(same, recipe="distill", start=start, second=teacher)
+    made = replace(same, recipe="distill", start=start, second=teacher, metrics=OF_TEACHER)
     asked = config.distillation
     if asked.on_policy:
         on_policy = OnPolicy(asked.on_policy, asked.answer_temperature, config.seed)
-        made = replace(made, rewrite=partial(_own_answers, on_policy))
+        made = replace(made, source=partial(_own_answers, on_policy), plan_check=refuse_answers)
     return made if asked.gamma is None else replace(made, heldout=_of_both)
 
 
-def _own_answers(on_policy: OnPolicy, run: job.Job, micro_batches: list[Batch], step: int) -> list[Batch]:
-    """A step's micro-batches, with the student's own answers where it is one of those."""
-    began = time.perf_counter()
-    found = on_policy(run.samples.engine, micro_batches, step, run.group)
-    if found is None:
-        return micro_batches
-    seconds = time.perf_counter() - began
-    ended = found.ended / max(1, found.answers)
-    said = {"answers": found.answers, "tokens": found.tokens, "ended": ended, "seconds": seconds}
-    run.state.run.events.emit("on_policy", step + 1, **said)
-    return found.micro_batches
+def _own_answers(
+    on_policy: OnPolicy, setup: Setup, rows: Rows, at: Placed, start: Cursor | None
+) -> OwnAnswers:
+    """The encoded rows, with the student's own answers in a share of the steps."""
+
+    def tell(step: int, said: dict[str, float]) -> None:
+        setup.folder.events.emit("on_policy", step, **said)
+
+    source, step = encoded_rows(setup, rows, at, start), setup.folder.step
+    return OwnAnswers(source, on_policy, at.speaker.engine, step=step, group=setup.group, tell=tell)
 
 
 def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> HeldoutLoss:

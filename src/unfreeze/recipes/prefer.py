@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from unfreeze.config.parse import parse
 from unfreeze.config.prefer import Config
 from unfreeze.core.command import Common
+from unfreeze.core.metrics import OF_ANSWERS
 from unfreeze.job import job
 from unfreeze.job.end.folder import typed
 from unfreeze.job.parts import Parts
@@ -52,7 +53,6 @@ def parts(config: Config) -> Parts:
     def against(reference: Reference) -> Objective:
         return partial(alone, reference=reference)
 
-    kept = None
     if asked.loss in WITHOUT_REFERENCE:
         second = None
     elif asked.reference == "live":
@@ -60,7 +60,7 @@ def parts(config: Config) -> Parts:
     else:
         from unfreeze.teach.kept import Kept  # it needs numpy
 
-        second = kept = Kept(reference_of(config), against, loss=loss_of(asked))
+        second = Kept(reference_of(config), against, loss=loss_of(asked))
     encoding = same.encoding.copy()
     encoding["answers"] = answers_of(asked)
     return replace(
@@ -68,8 +68,8 @@ def parts(config: Config) -> Parts:
         recipe="prefer",
         objective=cast("Objective", alone),
         encoding=encoding,
+        metrics=OF_ANSWERS,
         second=second,
-        begin=kept.ask if kept else None,
         said=[] if second else [f"compares: {loss_of(asked)}, without a reference"],
         heldout=_heldout,
         on_step=(Signs(0.0 if asked.loss in WITHOUT_REFERENCE else asked.beta),),

@@ -22,8 +22,10 @@ from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
 # fields that name the run itself, who looks on, other fields, or hash the data (`other_data` reads them)
-OWN = ("out", "track", "effective.given", "effective.contents")
-GIVEN = ("template_date",)  # fields that a run fills in itself: shown where one of the runs was told them
+OWN = ("out", "watch.track", "effective.given", "effective.contents")
+GIVEN = (
+    "data.template_date",
+)  # fields that a run fills in itself: shown where one of the runs was told them
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,7 @@ def other_losses(runs: Sequence[RunFolder]) -> bool:
     kinds = set[tuple[str, ...]]()
     for run in runs:
         of_pairs = run.config.get("recipe") == "prefer"
-        kinds.add(tuple(str(run.config.get(name)) for name in PREFERENCE) if of_pairs else ())
+        kinds.add(tuple(str(run.config.get(f"preference.{name}")) for name in PREFERENCE) if of_pairs else ())
     return len(kinds) > 1
 
 
@@ -181,7 +183,7 @@ def _held_out(runs: Sequence[RunFolder]) -> set[str]:
 
 def _one_validation(runs: Sequence[RunFolder]) -> bool:
     """Whether all runs measured the held-out loss on the same file."""
-    files = {str(run.config.get("validation") or "") for run in runs}
+    files = {str(run.config.get("data.validation") or "") for run in runs}
     return len(files) == 1 and "" not in files
 
 

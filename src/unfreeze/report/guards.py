@@ -49,12 +49,12 @@ REMEDY = {
     "Memory plan": "Raise --micro-batches or lower --tokens-per-step: a pass then holds fewer tokens.",
     "Planned peak": "Nothing need be done while the peak is below what is usable: only the forecast was off.",
     "Planned seconds": "Nothing need be done: only the forecast was off; other programs may have taken time.",
-    "Data rows": "Mend the rows named under Data; --on-bad-row error stops at the first.",
+    "Data rows": "Mend the rows named under Data; --data.on-bad-row error stops at the first.",
     "Receipt": "Check that the learning rate is not 0 and that rows have answers: unfreeze data show.",
     "Receipt of the first step": "Don't use the result: part of what was asked for has not learnt.",
     "Loss and gradients finite": "Lower --learning-rate, and look at the rows that suspects.jsonl names.",
     "Loss and gradient spikes": "Nothing need be done where the loss came back; else lower --learning-rate.",
-    "Gradient norm clipped": "Try another --learning-rate; a higher --clip cuts less.",
+    "Gradient norm clipped": "Try another --learning-rate; a higher --optimizer.clip cuts less.",
     "Supervised tokens": "Look at what is taught with unfreeze data show: such a step teaches nothing.",
     "Expert load": "Nothing need be done while the answers are good; else broader data helps.",
     "Sampler against trainer": (
@@ -98,7 +98,7 @@ def peak_memory(run: RunFolder) -> tuple[list[int], list[float]]:
 
 def clip_limit(run: RunFolder) -> float | None:
     """The gradient norm above which a step is clipped; None where nothing is."""
-    return number(run.config.get("clip")) or None
+    return number(run.config.get("optimizer.clip")) or None
 
 
 def clipped(run: RunFolder) -> list[int]:
@@ -190,7 +190,7 @@ def _planned_seconds(run: RunFolder) -> GuardRow | None:
     each = plan.get("seconds_per_pass")
     if not each or not taken:
         return None
-    planned = each * (number(run.config.get("micro_batches")) or 1)
+    planned = each * (number(run.config.get("memory.micro_batches")) or 1)
     measured, rates = statistics.median(taken), plan.get("rates", "")
     off = abs(planned / measured - 1) > OFF_SECONDS if measured else True
     compared = rates.startswith("measured on this machine")
@@ -207,7 +207,7 @@ def _data(run: RunFolder) -> GuardRow | None:
     if account is None:
         return None
     setting = ", ".join(
-        f"{field} {run.config[field]}" for field in ("on_bad_row", "truncation") if field in run.config
+        f"{name} {run.config[name]}" for name in ("data.on_bad_row", "data.truncation") if name in run.config
     )
     counts = {name: account.get(name) for name in ("bad", "dropped", "truncated", "duplicates")}
     said = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count is not None)
@@ -241,16 +241,18 @@ def _finite(run: RunFolder) -> GuardRow | None:
 
 
 def _spikes(run: RunFolder) -> GuardRow | None:
-    if "on_spike" not in run.config:
+    if "watch.on_spike" not in run.config:
         return None
     found = spikes(run)
     words = _all_said(found) or f"none in {len(run.train):,} steps"
-    return GuardRow("Loss and gradient spikes", "look" if found else "ok", str(run.config["on_spike"]), words)
+    return GuardRow(
+        "Loss and gradient spikes", "look" if found else "ok", str(run.config["watch.on_spike"]), words
+    )
 
 
 def _clipping(run: RunFolder) -> GuardRow | None:
     norms = series(run.events, "train", "grad_norm")[1]
-    if number(run.config.get("clip")) is None or not norms:
+    if number(run.config.get("optimizer.clip")) is None or not norms:
         return None
     limit, found = clip_limit(run), len(clipped(run))
     if limit is None:
@@ -319,7 +321,7 @@ def _gap(run: RunFolder) -> GuardRow | None:
     gap_events = of_kind(run.events, GapEvent)
     said = [(event["step"], line) for event in gap_events if (line := event.get("warning"))]
     words += f"; {_all_said(said)}" if said else ""
-    if run.config.get("dtype") == "float32":
+    if run.config.get("memory.dtype") == "float32":
         setting, state = (
             f"{GAP_FLOAT32:g} nats at a token (float32)",
             "fault" if max(gaps) > GAP_FLOAT32 else "ok",
@@ -332,7 +334,7 @@ def _gap(run: RunFolder) -> GuardRow | None:
 
 
 def _trackers(run: RunFolder) -> GuardRow | None:
-    names = run.config.get("track")
+    names = run.config.get("watch.track")
     if not names:
         return None
     said = [(step, words) for step, words in warnings(run.events) if words.startswith("track ")]

@@ -37,17 +37,15 @@ from unfreeze.report.guards import (
     unsupervised,
 )
 from unfreeze.report.kernels import KERNEL_HEAD, kernel_rows, kernel_words
+from unfreeze.report.metrics import loss_unit, metrics_of
 from unfreeze.report.page import Figure, document, render, write_page
 from unfreeze.report.pictures import Axes, Points, curve, points_json, smoothing_window
 from unfreeze.report.run import (
-    APART,
-    OF_ROWS,
     RunFolder,
     expert_balance,
     facts,
     first_event_time,
     flatten,
-    loss_unit,
     read_run,
     result_words,
 )
@@ -173,7 +171,7 @@ def _loss(run: RunFolder) -> Markup:
         ]
 
     picture = Figure(
-        f"Training loss by step, {loss_unit(run)}",
+        f"Training loss by step, {loss_unit(run.events)}",
         words,
         drawn(False),
         log=drawn(True) if low > 0 else (),
@@ -235,9 +233,9 @@ def _machine(run: RunFolder) -> Markup:
         ("Learning rate", series(run.events, "train", "learning_rate"), "number", False, "{:.3g}".format),
         ("Gradient norm", series(run.events, "train", "grad_norm"), "number", True, "{:.3g}".format),
     ]
-    for field, name in (APART | OF_ROWS).items():
-        if (points := series(run.events, "train", field))[1]:
-            wanted.append((name, points, "number", True, "{:.3f}".format))
+    for metric in metrics_of(run.events)[1:]:
+        points = series(run.events, "train", metric["field"])
+        wanted.append((metric["label"], points, "number", True, "{:.3f}".format))
     figures, missing = [], []
     for title, points, y_format, smoothed, write in wanted:
         steps, ys = points

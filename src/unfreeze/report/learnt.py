@@ -142,7 +142,7 @@ def _overfits(run: RunFolder, evals: Sequence[EvalEvent], rows: int, first: floa
             worse = f" It got worse on rows that it did not see: held-out loss rose by {each['change']:.3f}."
             return f"{worse} Lower --learning-rate, or train on more rows."
         best = next((name for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
-        remedy = f"Use {best}/, which is step {since:,}." if best else "Stop earlier: --early-stop 2."
+        remedy = f"Use {best}/, which is step {since:,}." if best else "Stop earlier: --watch.early-stop 2."
         at = f"step {since:,}, {losses[since]:.3f}" if since in losses else f"step {since:,}"
         return f" Overfitted: held-out loss rose since its lowest point ({at}). {remedy}"
     return ""
@@ -160,7 +160,11 @@ def _less_likely(run: RunFolder, evals: Sequence[EvalEvent], rows: int) -> str:
 
 
 def _neither(run: RunFolder, before: float, after: float) -> str:
-    remedy = "Fine-tune first" if run.config.get("loss") == "kto" else "Add --nll 1, or take --loss orpo"
+    remedy = (
+        "Fine-tune first"
+        if run.config.get("preference.loss") == "kto"
+        else "Add --preference.nll 1, or take --loss orpo"
+    )
     return (
         f" Both answers became less likely (the likelier of a pair {before:.1f} → {after:.1f} nats), so the"
         f" model now says something else. {remedy}."

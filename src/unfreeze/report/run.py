@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from unfreeze.config.recipes import resolved
 from unfreeze.core.errors import DataError
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.process import planned_words
@@ -37,6 +38,7 @@ from unfreeze.core.schema import (
 from unfreeze.core.units import format_bytes, format_count, format_seconds
 from unfreeze.report.balance import Balance, balance_of
 from unfreeze.report.events import E, evals_of, expert_load, last, of_kind, read_events, refuse_damage, series
+from unfreeze.report.metrics import metrics_of
 from unfreeze.report.tables import count_trained
 from unfreeze.report.times import time_words, tokens_per_second
 from unfreeze.untrusted.json_object import read_object
@@ -95,7 +97,7 @@ class RunFolder:
     def source(self, key: Literal["model", "data"]) -> str:
         """From the start event, else from the config; empty where neither says."""
         start = last(self.events, StartEvent)
-        value = (start and start.get(key)) or self.config.get(key) or ""
+        value = (start and start.get(key)) or self.config.get("data.files" if key == "data" else key) or ""
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     @property
@@ -116,7 +118,7 @@ def read_run(run_dir: Path | str) -> RunFolder:
     return RunFolder(
         path=path,
         events=events,
-        config=_read_object(path / RESOLVED),
+        config=resolved(_read_object(path / RESOLVED)),
         plan=_saved(path / "plan.json", PlanEvent) or last(events, PlanEvent),
         groups=receipt.get("groups", {}) if receipt else {},
         exceptions=receipt.get("exceptions", []) if receipt else [],
@@ -146,33 +148,12 @@ def flat_fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    """flat_fields() with every value as text."""
+    """leaves() with every value as text."""
     pairs = flat_fields(config).items()
     return {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in pairs
     }
-
-
-APART = {
-    "divergence": "Divergence",
-    "cross_entropy": "Cross entropy",
-    "accuracy": "Chosen answer preferred, share",
-    "margin": "Margin of rewards",
-    "logp_chosen": "Log-probability of chosen answers",
-    "logp_rejected": "Log-probability of rejected answers",
-    "relations": "Relations",
-    "hidden": "Hidden states",
-}
-"""Metrics of a loss -> their names: of a divergence in nats per token, of preference in nats per answer."""
-OF_ROWS = {"length_chosen": "Tokens of chosen answers", "length_rejected": "Tokens of rejected answers"}
-"""Metrics that training doesn't change -> their names: they are the rows' own, so their mean is said."""
-
-
-def loss_unit(run: RunFolder) -> str:
-    """What the loss is counted in: that of preference is a mean over pairs, or answers with a label."""
-    compared = series(run.events, "train", "margin")[1]
-    return "mean over pairs, or answers with a label" if compared else "nats per supervised token"
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
@@ -185,14 +166,13 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     tokens = sum(series(run.events, "train", "tokens")[1])
     supervised = sum(series(run.events, "train", "supervised_tokens")[1])
     rows = []
-    if losses:
-        rows.append(("Loss", " → ".join(f"{loss:.3f}" for loss in [*losses[:1], *losses[1:][-1:]])))
-    for metric, name in APART.items():
-        if values := series(run.events, "train", metric)[1]:
-            rows.append((name, " → ".join(f"{value:.3f}" for value in [*values[:1], *values[1:][-1:]])))
-    for metric, name in OF_ROWS.items():
-        if values := series(run.events, "train", metric)[1]:
-            rows.append((name, f"{sum(values) / len(values):.1f} on average"))
+    for metric in metrics_of(run.events):
+        values = losses if metric["field"] == "loss" else series(run.events, "train", metric["field"])[1]
+        if not values:
+            continue
+        ends = " → ".join(f"{value:.3f}" for value in [*values[:1], *values[1:][-1:]])
+        mean = f"{sum(values) / len(values):.1f} on average"
+        rows.append((metric["label"], mean if metric.get("mean") else ends))
     if held_out := series(evals_of(run.events), "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
         rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))

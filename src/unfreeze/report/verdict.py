@@ -6,11 +6,14 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+from unfreeze.config.names import short_name
+from unfreeze.config.recipes import CONFIGS
 from unfreeze.core.schema import DataEvent
 from unfreeze.core.units import format_count, format_seconds
 from unfreeze.report.events import TEACH_LITTLE, evals_of, last, numbers, series, times_larger, warnings
 from unfreeze.report.learnt import finding
-from unfreeze.report.run import RunFolder, flat_fields, flatten, loss_unit
+from unfreeze.report.metrics import loss_unit
+from unfreeze.report.run import RunFolder, flat_fields, flatten
 from unfreeze.report.tables import ABSENT
 
 UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
@@ -77,7 +80,7 @@ def subject(run: RunFolder) -> str:
 
 def _files(run: RunFolder) -> str:
     """The name of the data file, or how many there are."""
-    configured = run.config.get("data") or run.source("data")
+    configured = run.config.get("data.files") or run.source("data")
     files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
     return files[0] if len(files) == 1 else f"{len(files)} files"
 
@@ -107,18 +110,20 @@ def _what(run: RunFolder) -> _Data:
     shapes = account.get("shapes", {})
     nouns = {NOUNS.get(shape, "answers" if shape.endswith("/label") else "conversations") for shape in shapes}
     noun = nouns.pop() if len(nouns) == 1 else "documents"
-    labels = run.config.get("loss") == "kto"  # both answers of a pair are documents, each with its label
+    labels = (
+        run.config.get("preference.loss") == "kto"
+    )  # both answers of a pair are documents, each with its label
     noun = "answers with a label" if labels else noun
     # Of a run that ended within its first epoch: how much of the data that was.
     trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0
     more = times_larger(account)  # rows that are not encoded are taken to be like those that are
     there *= more * (1 + labels)  # each prompt also comes with an answer to another (packing/answers.py)
     # what a fraction held out of the files is not trained on; a validation file is not counted there
-    held_out = account.get("held_out", 0) if run.config.get("validation_fraction") else 0
+    held_out = account.get("held_out", 0) if run.config.get("data.validation_fraction") else 0
     count = round(account["examples"] * more) - held_out
     there *= count / max(count + held_out, 1)
     whole = f"{count:,} {noun}" + (f" of {where}" if where else "")
-    if 0 < trained < 0.9 * there and run.config.get("data_weights"):  # of some files a row comes twice
+    if 0 < trained < 0.9 * there and run.config.get("data.weights"):  # of some files a row comes twice
         return _Data(whole, f"saw {format_count(trained)} tokens, mixed from {whole},")
     if 0 < trained < 0.9 * there:
         return _Data(whole, f"saw about {round(count * trained / there):,} of {whole} once")
@@ -137,7 +142,7 @@ def evaluation_rows(run: RunFolder) -> list[tuple[str, ...]]:
         if name in BESIDE:
             continue
         what, unit = UNITS.get(name, (name, ""))
-        unit = loss_unit(run).replace("supervised ", "") if name == "loss" else unit
+        unit = loss_unit(run.events).replace("supervised ", "") if name == "loss" else unit
         best = (min if name in LOWER else max)(range(len(ys)), key=ys.__getitem__)
         first = f"{ys[0]:.4g}" if len(ys) > 1 else ABSENT
         differs = ys[best] != ys[-1]
@@ -187,11 +192,15 @@ def rerun_command(run: RunFolder, here: Path | None = None) -> str:
         {name: value for name, value in run.config.items() if name not in ("recipe", "effective", "out")}
     )
     words = ["unfreeze", recipe]
+    config = CONFIGS.get(recipe, CONFIGS["sft"])
     for name, value in fields.items():
         if (isinstance(given, list) and name not in given) or value in (None, "", [], {}):
             continue
         values = value if isinstance(value, list) else [value]
-        words += [f"--{name.replace('_', '-')}", *(_near(str(item), here) for item in values)]
+        words += [
+            f"--{short_name(config, name).replace('_', '-')}",
+            *(_near(str(item), here) for item in values),
+        ]
     out = _near(str(run.config.get("out") or f"runs/{run.name}"), here)
     return shlex.join([*words, "--out", f"{out}-again"])
 

@@ -57,8 +57,8 @@ class Budget:
                 return ""
             raise ConfigError(
                 f"{url} is not on this machine or in its network, and what it costs was not said",
-                next="--price-read 0.5 --price-written 1.5 (USD per million tokens; 0 and 0 where it is free)"
-                " and --budget-usd",
+                next="--endpoint.price-read 0.5 --endpoint.price-written 1.5 (USD per million tokens; 0 and 0"
+                " where it is free) and --endpoint.budget-usd",
             )
         cost = self.price.of(read, written)
         arithmetic = (
@@ -69,7 +69,7 @@ class Budget:
             before = f", of which ${self.spent:,.4f} is spent" if self.spent else ""
             raise ConfigError(
                 f"{arithmetic}; the budget is ${self.usd:,.4f}{before}",
-                next=f"--budget-usd {1.01 * (self.spent + cost):.4g}, or fewer rows",
+                next=f"--endpoint.budget-usd {1.01 * (self.spent + cost):.4g}, or fewer rows",
             )
         return f"{arithmetic}; budget ${self.usd:,.4f}" if cost else ""
 
@@ -82,7 +82,7 @@ class Budget:
                 raise ConfigError(
                     f"${self.spent:,.4f} of the budget of ${self.usd:,.4f} is spent; the next call may cost"
                     f" ${cost:,.4f}",
-                    next="a larger --budget-usd; the same command continues where this ended",
+                    next="a larger --endpoint.budget-usd; the same command continues where this ended",
                 )
             self.spent += cost
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ from unfreeze.teach.teacher import Asked, BaseAsked
 
 if TYPE_CHECKING:
     from unfreeze.objectives.divergence import Teacher
+    from unfreeze.teach.second import Objective
     from unfreeze.teach.store import Stored
-    from unfreeze.teach.teacher import Objective
 
 
 def teacher_of(config: Config) -> Asked | Stored:
@@ -26,7 +26,8 @@ def teacher_of(config: Config) -> Asked | Stored:
     if is_store(config.teacher):
         if asked.relations or asked.hidden:
             raise ConfigError(
-                f"{config.teacher} is what a teacher said: --relations and --hidden compare layers",
+                f"{config.teacher} is what a teacher said: --distillation.relations and --distillation.hidden"
+                " compare layers",
                 next="--teacher with the teacher itself, or leave them out",
             )
         needs = "on_policy" if asked.on_policy else "gamma" if asked.gamma is not None else ""

@@ -114,8 +114,8 @@ class Endpoint:
         return EndpointError(
             error.message,
             next=(
-                f"a shorter --sequence-length, if its context is shorter; a lower --top-k (or vLLM's"
-                f" --max-logprobs), if {self.top} words are more than it gives; else: {NO_LOGPROBS}"
+                f"a shorter --sequence-length, or a lower --distillation.top-k (or"
+                f" vLLM's --max-logprobs), if {self.top} words are more than it gives; else: {NO_LOGPROBS}"
             ),
             status=error.status,
         )
@@ -239,7 +239,8 @@ class Endpoint:
         if count < min(self.top, self.tokenizer.named_size):
             raise self._wrong(
                 f"token {place}: {count} words with log-probabilities, {self.top} were asked for",
-                f"--top-k {count}; or let the server give more (vLLM: --max-logprobs {self.top})",
+                f"--distillation.top-k {count}; or let the server give more"
+                f" (vLLM: --max-logprobs {self.top})",
             )
 
     def _same_word(self, id: int, text: Any, place: int) -> bool:

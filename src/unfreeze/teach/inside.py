@@ -127,7 +127,9 @@ class Inside:
         return Read(stream * (own + their), stream * (2 * own + their) + block, stream * own, trained)
 
     def _pairs(self, model: Decoder, teacher: Decoder) -> tuple[Pair, ...]:
-        return pairs_of(model.shape.num_layers, teacher.shape.num_layers, self.layers, option="--layers")
+        return pairs_of(
+            model.shape.num_layers, teacher.shape.num_layers, self.layers, option="--distillation.layers"
+        )
 
     def _heads(self, model: Decoder, teacher: Decoder, pairs: tuple[Pair, ...]) -> int:
         from unfreeze.models.widths import tap_width
@@ -162,8 +164,8 @@ def attach_projections(model: Decoder, width: int, pairs: tuple[Pair, ...], seed
 
     if model.sharded:
         raise ConfigError(
-            "place.weights is sharded, and --hidden learns a matrix that is not divided",
-            next="--relations, which learns none, or --place.weights device",
+            "place.weights is sharded, and --distillation.hidden learns a matrix that is not divided",
+            next="--distillation.relations, which learns none, or --place.weights device",
         )
 
     class Projection(nn.Linear):

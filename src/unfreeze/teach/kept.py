@@ -5,8 +5,9 @@
 
 The model as it began is the model that is there before the first step, so `--train all` needs no copy of it,
 and a step has no forward pass of a reference. A document is found by its key, a checksum of its tokens and
-weights. It is asked in the micro-batch where it first trains: there l_ref has the bits that --reference live
-has. KTO's answers to other prompts are documents like any, new ones in each epoch.
+weights. It is asked in the micro-batch where it first trains: there l_ref has the bits that
+--preference.reference live has.
+KTO's answers to other prompts are documents like any, new ones in each epoch.
 
 A part is there whole or not at all; what was broken off goes on behind the last one. A run that goes on asks
 its first micro-batch again, so that another model is refused, whatever its name.
@@ -27,6 +28,7 @@ import numpy as np
 
 from unfreeze.core.errors import CheckpointError, ConfigError, DataError
 from unfreeze.teach.reference import Kind, asked, compares
+from unfreeze.teach.second import Beginning, Filled, Second
 from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch
-    from unfreeze.data.store.examples import Example, Examples
+    from unfreeze.data.packing.source import Documents, Source
+    from unfreeze.data.store.examples import Example
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.models import Decoder
     from unfreeze.objectives.preference import Objective, Reference
-    from unfreeze.parallel.plan.aside import Aside
     from unfreeze.parallel.processes.collectives import Group
 
 FOLDER, HEAD, FORMAT = "reference", "reference.json", 1
@@ -48,7 +50,7 @@ ROUND = 64
 SAME = {"float32": 1e-4, "bfloat16": 2e-2}
 """|l - l kept| / max(1, |l|) of the same model: other kernels, threads or processes add in another order. In
 bfloat16 (8 bits) a token's log p moves by up to 1 %, in float32 by 1e-6."""
-LIVE = "--reference live asks it in each step"
+LIVE = "--preference.reference live asks it in each step"
 
 
 def keys_of(batch: Batch) -> list[bytes]:
@@ -63,9 +65,10 @@ def keys_of(batch: Batch) -> list[bytes]:
     ]
 
 
-class Kept:
-    """The model as it began, as a second model of a run that is asked once (job.Second and Parts.begin).
+class Kept(Second):
+    """The model as it began, as a second model of a run that is asked once.
 
+    It takes no memory beside a step: it is asked before the first one, by a smaller forward pass.
     kind: what trains (teach/reference.py). minimise: what the reference says -> what is minimised. loss: that
     in words.
     """
@@ -85,8 +88,29 @@ class Kept:
         """'compares: dpo, beta 0.1, with the model as it began (asked once)'."""
         return compares(self.loss, "asked once")
 
-    def known(self, examples: Examples) -> None:
-        """Every document can be asked about."""
+    def source(self, source: Source, beginning: Beginning) -> Source:
+        """Ask about all documents, then give each batch what was said of it.
+
+        Raises ConfigError for data that comes in windows: it would be read twice.
+        """
+        if beginning.in_windows:
+            raise ConfigError(
+                "--preference.reference cached asks about all rows before the first step, and these come in windows",
+                next="--preference.reference live",
+            )
+        self.ask(
+            beginning.model,
+            beginning.batches(),
+            count=beginning.count,
+            data=beginning.data,
+            dtype=beginning.dtype,
+            folder=beginning.folder,
+            group=beginning.group,
+            say=beginning.say,
+        )
+        # a forward pass gathers divided weights: the optimizer takes those held here
+        beginning.model.reshard()
+        return Filled(cast("Documents", source), self.fill)
 
     def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
         """The batch with l_ref of its documents, float64 [S] on the host."""
@@ -105,20 +129,6 @@ class Kept:
                 f"{FOLDER}/ of this run lacks {found.count(None)} of {len(found)} answers", next=LIVE
             )
         return torch.tensor(found, dtype=torch.float64)
-
-    def aside(
-        self,
-        start: Manifest,
-        tokens: int,
-        longest: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        trained: bool,
-    ) -> Aside:
-        """Nothing: it was asked before the first step, by a forward pass smaller than that of a step."""
-        from unfreeze.parallel.plan.aside import Aside
-
-        return Aside()
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
         """What is minimised, with the numbers that the batch brings along; of a held-out batch, looked up."""

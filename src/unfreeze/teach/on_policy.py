@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
+    from unfreeze.data.packing.source import Source, Step
     from unfreeze.generate.engine import Engine
     from unfreeze.parallel.processes.collectives import Group
 
@@ -91,6 +93,45 @@ class OnPolicy:
             for i, room, answer in zip(together, rooms, done, strict=True):
                 answers[i] = answer.tokens[:room]
         return answers
+
+
+class OwnAnswers:
+    """A Source that wraps another: a share of its steps is on the student's own answers.
+
+    engine  of the student that trains
+    step    steps before the first one that it gives
+    tell    called with the number of a step on own answers, from 1, and what is to be said of them
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        on_policy: OnPolicy,
+        engine: Engine,
+        *,
+        step: int,
+        group: Group,
+        tell: Callable[[int, dict[str, float]], None],
+    ):
+        self.source, self.on_policy, self.engine = source, on_policy, engine
+        self.step, self.group, self.tell = step, group, tell
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        micro_batches, cursor = next(self.source)
+        began, step = time.perf_counter(), self.step
+        self.step += 1
+        found = self.on_policy(self.engine, micro_batches, step, self.group)
+        if found is None:
+            return micro_batches, cursor
+        said = {"answers": found.answers, "tokens": found.tokens, "seconds": time.perf_counter() - began}
+        self.tell(step + 1, {**said, "ended": found.ended / max(1, found.answers)})
+        return found.micro_batches, cursor
+
+    def len_steps(self, epochs: float) -> int | None:
+        return self.source.len_steps(epochs)
 
 
 def prompts(batch: Batch) -> Iterator[tuple[list[int], int]]:

@@ -11,11 +11,12 @@ before the first step (kept.py).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from unfreeze.core.errors import ConfigError
+from unfreeze.teach.second import Beside, Second
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch
-    from unfreeze.data.store.examples import Example, Examples
-    from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.models import Decoder
     from unfreeze.objectives.preference import Objective, Reference
     from unfreeze.parallel.plan.aside import Aside
@@ -43,8 +42,8 @@ def compares(loss: str, how: str) -> str:
     return f"compares: {loss}, with the model as it began ({how})"
 
 
-class AsBegun:
-    """The model as it began, as the second model of a run (job/second.py).
+class AsBegun(Second):
+    """The model as it began, as the second model of a run.
 
     minimise: what the reference says -> what is minimised. loss: that in words.
     """
@@ -53,35 +52,18 @@ class AsBegun:
         self.kind: Kind = kind
         self.minimise, self.loss = minimise, loss
 
-    def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
-        """It is the model itself: nothing can be wrong with it."""
-
     def said(self, start: Manifest) -> str:
         """'compares: dpo, beta 0.1, with the model as it began (adapters off)'."""
         return compares(self.loss, KEPT_AS[self.kind])
 
-    def known(self, examples: Examples) -> None:
-        """Every document can be asked about."""
-
-    def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
-        """Nothing has to be looked up on the host."""
-        return batch
-
-    def aside(
-        self,
-        start: Manifest,
-        tokens: int,
-        longest: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        trained: bool,
-    ) -> Aside:
+    def aside(self, beside: Beside) -> Aside:
         """What it takes, for the plan: of a copy its weights, of all the forward pass."""
         from unfreeze.models import meta_model, shape
         from unfreeze.parallel.plan.aside import aside_of
 
-        model = meta_model(shape(start.config), start, dtype)
-        return aside_of(model, tokens, longest, device, shared=self.kind != "copy")
+        start = beside.start
+        model = meta_model(shape(start.config), start, beside.dtype)
+        return aside_of(model, beside.tokens, beside.longest, beside.device, shared=self.kind != "copy")
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
         """Keep the model as it is now, and give what is minimised.

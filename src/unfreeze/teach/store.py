@@ -27,6 +27,7 @@ import numpy as np
 
 from unfreeze.core.errors import CheckpointError, ConfigError, DataError, printable
 from unfreeze.teach.coding import Coding
+from unfreeze.teach.second import Beginning, Beside, Filled, Second
 from unfreeze.teach.vocabulary import Vocabulary, refuse_other, vocabulary
 from unfreeze.untrusted.json_object import read_object
 
@@ -36,12 +37,14 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch
+    from unfreeze.data.packing.source import Documents, Source
     from unfreeze.data.store.examples import Example, Examples
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.models import Decoder
     from unfreeze.objectives.divergence import LogProbs
     from unfreeze.parallel.plan.aside import Aside
-    from unfreeze.teach.teacher import Objective, ToObjective
+    from unfreeze.teach.second import Objective
+    from unfreeze.teach.teacher import ToObjective
 
 HEAD = "teacher.json"
 FORMAT = 2
@@ -210,8 +213,8 @@ class StoreWriter:
         write_file(self.folder / HEAD, json.dumps({**self.head, **said, "whole": True}, indent=1))
 
 
-class Stored:
-    """A second model (job/second.py) that need not be in memory: what it said is in a store."""
+class Stored(Second):
+    """A second model that need not be in memory: what it said is in a store."""
 
     def __init__(
         self,
@@ -283,6 +286,10 @@ class Stored:
             next="the same command with --prepare and --teacher, which asks about what is new",
         )
 
+    def source(self, source: Source, beginning: Beginning) -> Source:
+        """Each batch with what the teacher said of its documents."""
+        return Filled(cast("Documents", source), self.fill)
+
     def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
         """The batch with what the teacher said at its supervised tokens; zeros at the others."""
         import torch
@@ -302,25 +309,18 @@ class Stored:
             extras[name][rows_N] = values_N
         return replace(batch, extras=extras)
 
-    def aside(
-        self,
-        start: Manifest,
-        tokens: int,
-        longest: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        trained: bool,
-    ) -> Aside:
+    def aside(self, beside: Beside) -> Aside:
         """Its entries of a micro-batch, twice: of all tokens, and of the supervised ones."""
         from unfreeze.models import shape
         from unfreeze.objectives.divergence import bytes_per_logit, divergence_rows
         from unfreeze.parallel.plan.aside import Aside
 
-        student = shape(start.config)
+        student, dtype = shape(beside.start.config), beside.dtype
+        rows = 0, student.vocab_size, dtype, beside.device, beside.head_trains, self.beta
         each = bytes_per_logit(dtype, self.beta) + dtype.itemsize * (student.softcap is not None)
         return Aside(
-            said=2 * tokens * (8 * self.opened[0].top_k + 4),
-            loss_rows=divergence_rows(0, student.vocab_size, dtype, device, trained, self.beta),
+            said=2 * beside.tokens * (8 * self.opened[0].top_k + 4),
+            loss_rows=divergence_rows(*rows),
             loss_bytes=each,
         )
 

@@ -6,7 +6,7 @@ T tokens of a micro-batch, N supervised ones, B rows of a block, D the teacher's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from unfreeze.checkpoint.same import same_weights
 from unfreeze.config.distill import BASE
 from unfreeze.core.errors import CheckpointError, ConfigError
+from unfreeze.teach.second import Beside, Objective, Second
 from unfreeze.teach.vocabulary import Vocabulary, refuse_other, vocabulary
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch, Loss
-    from unfreeze.data.store.examples import Example, Examples
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.generate.source import ModelSource
     from unfreeze.models import Decoder
@@ -33,15 +33,14 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan.aside import Aside
     from unfreeze.teach.inside import Inside
 
-Objective = Callable[["Tensor", "nn.Module", "Batch"], "Loss"]
 ToObjective = Callable[["Teacher", int], Objective]
 """(what is asked, words of the vocabulary) -> what is minimised."""
 
 
-class Asked:
+class Asked(Second):
     """A second model that is asked while training: a checkpoint folder, a Hub id, a run, an adapter's folder.
 
-    source      its name, as the user gave it
+    name        as the user gave it
     temperature by which its logits are divided
     minimise    (what it says, words) -> the objective
     beta        as of the objective; the plan counts its block of logits by it
@@ -52,7 +51,7 @@ class Asked:
 
     def __init__(
         self,
-        source: str,
+        name: str,
         minimise: ToObjective,
         *,
         temperature: float = 1.0,
@@ -61,7 +60,7 @@ class Asked:
         loss: str = "",
         shares: bool = False,
     ):
-        self.source, self.minimise, self.temperature, self.beta = source, minimise, temperature, beta
+        self.name, self.minimise, self.temperature, self.beta = name, minimise, temperature, beta
         self.inside, self.loss, self.shares = inside, loss, shares
         self._words, self._start = 0, cast("Manifest | None", None)
         self._meta: dict[torch.dtype, Decoder] = {}
@@ -72,7 +71,7 @@ class Asked:
         from unfreeze.generate.source import open_source
 
         if self._opened is None:
-            self._opened = open_source(self.source, say)
+            self._opened = open_source(self.name, say)
         return self._opened
 
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
@@ -80,12 +79,12 @@ class Asked:
         found, manifest = self.open()
         self._start = start
         own = self._vocabulary(manifest)
-        refuse_other(vocabulary(tokenizer), own, self.source)
+        refuse_other(vocabulary(tokenizer), own, self.name)
         if found.adapter is None and same_weights(manifest, start):
             itself = manifest.path.resolve() == start.path.resolve()
             what = "is the model itself" if itself else f"looks like a copy of the model ({start.path})"
             raise ConfigError(
-                f"the teacher {self.source} {what}, and nothing would be learned",
+                f"the teacher {self.name} {what}, and nothing would be learned",
                 next=(
                     f"another --teacher; or --teacher {BASE} --alpha 0.5: the model with its adapters off,"
                     " without a second copy"
@@ -99,7 +98,7 @@ class Asked:
 
         if not has_tokenizer(manifest.path):
             raise CheckpointError(
-                f"the teacher {self.source} has no tokenizer, so which word an id of it is cannot be known",
+                f"the teacher {self.name} has no tokenizer, so which word an id of it is cannot be known",
                 next=f"copy its tokenizer.json (or tiktoken.model) into {manifest.path}",
             )
         tokenizer = load_tokenizer(manifest.path)
@@ -116,7 +115,7 @@ class Asked:
         kind = shape(manifest.config).model_type
         if self._on_the_same(start):
             kind, size = "an adapter of the same base", decimal_bytes(adapter_bytes(found.adapter))
-        return f"learns from: {self.source} ({kind}, {size}, frozen); {self.loss}"
+        return f"learns from: {self.name} ({kind}, {size}, frozen); {self.loss}"
 
     def _on_the_same(self, start: Manifest) -> bool:
         """Whether it is an adapter on the model's own base: where adapters train, one base serves both."""
@@ -124,42 +123,19 @@ class Asked:
         same = found.adapter is not None and manifest.path.resolve() == start.path.resolve()
         return same and self.shares
 
-    def known(self, examples: Examples) -> None:
-        """Every document can be asked about."""
-
-    def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
-        """Nothing has to be looked up on the host."""
-        return batch
-
-    def aside(
-        self,
-        start: Manifest,
-        tokens: int,
-        longest: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        trained: bool,
-    ) -> Aside:
+    def aside(self, beside: Beside) -> Aside:
         """What it takes, for the plan."""
         found, manifest = self.open()
-        adds = {"more": adapter_bytes(found.adapter), "shared": self._on_the_same(start)}
-        return self._aside(manifest, start, tokens, longest, dtype, device, trained, **adds)
+        adds = {"more": adapter_bytes(found.adapter), "shared": self._on_the_same(beside.start)}
+        return self._aside(manifest, beside, **adds)
 
-    def _aside(
-        self,
-        manifest: Manifest,
-        start: Manifest,
-        tokens: int,
-        longest: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        trained: bool,
-        **more: Any,
-    ) -> Aside:
+    def _aside(self, manifest: Manifest, beside: Beside, **more: Any) -> Aside:
         from unfreeze.models import meta_model, shape
         from unfreeze.objectives.divergence import bytes_per_logit, divergence_rows
         from unfreeze.parallel.plan.aside import aside_of
 
+        start, tokens, longest, dtype = beside.start, beside.tokens, beside.longest, beside.dtype
+        device, trained = beside.device, beside.head_trains
         if (model := self._meta.get(dtype)) is None:
             stored = device.type == "cpu"
             model = self._meta[dtype] = meta_model(shape(manifest.config), manifest, dtype, as_stored=stored)
@@ -210,7 +186,7 @@ class Asked:
             load_adapter(teacher, found.adapter)
         if bad := bad_weight(teacher, updated=False):
             raise CheckpointError(
-                f"the teacher {self.source} holds {bad[0]} in {bad[1]}: nothing can be learned from it",
+                f"the teacher {self.name} holds {bad[0]} in {bad[1]}: nothing can be learned from it",
                 next="download its checkpoint again; unfreeze doctor looks at every weight",
             )
         return teacher.eval().requires_grad_(False)
@@ -231,16 +207,8 @@ class BaseAsked(Asked):
     def said(self, start: Manifest) -> str:
         return f"learns from: itself with its adapters off, no second copy; {self.loss}"
 
-    def aside(
-        self,
-        start: Manifest,
-        tokens: int,
-        longest: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        trained: bool,
-    ) -> Aside:
-        return self._aside(start, start, tokens, longest, dtype, device, trained, shared=True)
+    def aside(self, beside: Beside) -> Aside:
+        return self._aside(beside.start, beside, shared=True)
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
         return self._minimised(model, model, own=True)

@@ -128,6 +128,7 @@ class LiveProgress:
         self._steps = 0
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds) of the last steps
         self._last_line = float("-inf")
+        self._beside: dict[str, str] = {}  # metrics that the line has beside the loss: field -> name
 
     def __enter__(self) -> LiveProgress:
         self._inside = True
@@ -148,6 +149,10 @@ class LiveProgress:
 
     def _on_start(self, event: StartEvent) -> None:
         self.total_steps = event.get("steps", self.total_steps)
+        told = (metric for metric in event.get("metrics", []) if metric.get("live"))
+        self._beside = {
+            metric["field"]: metric["label"].lower() for metric in told if metric["field"] != "loss"
+        }
         if self._predicted:  # nothing was loaded
             self._display.line(f"preparing step {event['step'] + 1}, {self._predicted}")
             self._predicted = ""
@@ -220,9 +225,12 @@ class LiveProgress:
         timed = [duration for _, duration in self._recent][1 if self._steps <= WINDOW else 0 :]
         left = (self.total_steps - event["step"]) * sum(timed) / len(timed) if timed else 0.0
         epoch = event.get("epoch")
+        found = ((name, event.get(field)) for field, name in self._beside.items())
+        beside = [(name, value) for name, value in found if isinstance(value, float)]
         parts = [  # what people watch comes first: a narrow terminal cuts the end
             f"epoch {epoch:.1f}" if epoch is not None else "",
             f"loss {loss:.3f}" if loss is not None else "loss not finite",
+            *(f"{name} {value:.3f}" for name, value in beside),
             f"{format_seconds(left)} left" if left > 0 else "",
             f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "",
             format_bytes(peak) if peak is not None else "",

@@ -23,6 +23,8 @@ def emit_start(state: State, processes: int = 1) -> None:
     several: dict[str, Any] = {"processes": processes} if processes > 1 else {}
     if (begun := take_begun()) is not None:
         several["begun"] = begun
+    if state.metrics:
+        several["metrics"] = list(state.metrics)
     state.run.events.emit("start", state.step, steps=steps, resumed=state.step > 0, **words, **several)
 
 

@@ -1,8 +1,8 @@
-"""The one loop. Batches become a step, a step becomes an event, hooks look at it, saves keep it.
+"""The one loop. Micro-batches become a step, a step becomes an event, hooks look at it, saves keep it.
 
 Features enter through these arguments, never through a flag here:
+- the source: what is learned from, such as documents, or answers of the model's own;
 - the objective;
-- `rewrite`: what is learned in place of a step's micro-batches, such as answers of the model's own;
 - `recompute`: what of a layer is kept for backward and what is computed again;
 - State.after_update: what changes the model after an update, such as the balancing bias;
 - `judge`: what may refuse an update;
@@ -15,10 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from unfreeze.core.batch import Batch
 from unfreeze.core.errors import DataError
+from unfreeze.data.packing.source import Cursor, Step
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.train.events import emit_nonfinite, emit_start, train_fields
@@ -26,13 +26,14 @@ from unfreeze.train.interrupt import Interrupt
 from unfreeze.train.memory import memory_fields, peak_bytes
 from unfreeze.train.nonfinite import investigate
 from unfreeze.train.optim import NonFinite
-from unfreeze.train.state import OnFullDisk, State
-from unfreeze.train.step import Judge, Objective, Rewrite, StepResult, accept, as_read, train_step
+from unfreeze.train.state import State
+from unfreeze.train.step import Judge, Objective, StepResult, accept, train_step
 from unfreeze.train.suspects import Describe
-from unfreeze.train.timer import SaveTimer
+from unfreeze.train.timer import Saves, SaveTimer
 from unfreeze.train.together import save_together
 
-Cursor = dict[str, Any]
+SAVES = Saves()  # at the end alone
+
 OnStep = Callable[[State, StepResult], None]
 """Called after each step: state.step counts it, gradients are still there. What it raises stops the run."""
 
@@ -56,33 +57,24 @@ class Fitted:
 
 def fit(
     state: State,
-    batches: Iterator[tuple[Batch, Cursor]],
+    source: Iterator[Step],
     objective: Objective,
     *,
     recompute: RecomputePolicy,
-    micro_batches: int = 1,
-    rewrite: Rewrite = as_read,
     max_norm: float = 1.0,
-    save_every: int = 0,
-    save_minutes: float = 0,
-    keep_saves: int = 2,
-    on_full_disk: OnFullDisk = "stop",
+    saves: Saves = SAVES,
     on_step: Sequence[OnStep] = (),
     judge: Judge = accept,
     group: Group = ALONE,
     describe: Describe | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Fitted:
     """Train from state.step to the last step of state.schedule, or to where a hook sets state.ended.
 
-    batches        endless iterator of (Batch on the host, cursor behind it), from state.cursor on.
+    source         a Source (data/packing/source.py), or any iterator of its steps, from state.cursor on. The
+                   gradient is that of all tokens of a step's micro-batches at once.
     recompute      one of models.RECOMPUTE.
-    micro_batches  batches per optimizer step; the gradient is that of all their tokens at once.
-    rewrite        called with them and the number of steps before; the same on every process.
     max_norm       limit of the global gradient norm; 0 doesn't clip.
-    save_every     steps between saves; 0: none. At the end and on an interruption it always saves.
-    save_minutes   of `clock` since the last save, after which it saves; 0: never. Process 0's clock decides.
-    on_full_disk   "continue": a save without room on the disk is a warning, except the last of this call.
+    saves          when a save is due besides the last.
     group          every process calls fit with equal batches and an equal state; process 0 saves.
     describe       where a step is not finite, what suspects.jsonl says of a document beside its tokens (its
                    row, its text).
@@ -95,13 +87,12 @@ def fit(
     state.check_copies(group)
     losses: list[float] = []
     tokens, seconds = 0, 0.0
-    timer = SaveTimer(save_minutes, clock)
+    timer = SaveTimer(saves.minutes, saves.clock)
     with Interrupt() as interrupt:
         for step in range(state.step, state.step if state.ended else steps):
             # forward, backward and update; at a NaN the step is run again to find where it came up
             started = time.perf_counter()
-            batch_list, cursor = take(batches, micro_batches, step, steps)
-            batch_list = rewrite(batch_list, step)
+            batch_list, cursor = take(source, step, steps)
             try:
                 result = train_step(
                     model,
@@ -138,10 +129,10 @@ def fit(
             # Several processes agree on it by the step's one read: a later signal is for the next step.
             stop = result.stop or (group.size == 1 and interrupt.requested)
             last = stop or state.finished
-            due = result.save or (save_every and state.step % save_every == 0)
+            due = result.save or (saves.every and state.step % saves.every == 0)
             if last or due:
                 state.check_copies(group)
-                save_together(state, keep_saves, "stop" if last else on_full_disk, group)
+                save_together(state, saves.keep, "stop" if last else saves.on_full_disk, group)
             if due or state.saved == state.step:  # a hook may have saved too
                 timer.restart()
             if last:
@@ -185,15 +176,11 @@ def advance(
     return seconds
 
 
-def take(
-    batches: Iterator[tuple[Batch, Cursor]], count: int, step: int, steps: int
-) -> tuple[list[Batch], Cursor]:
-    """The next `count` batches and the cursor behind the last of them."""
-    taken = [pair for _, pair in zip(range(count), batches, strict=False)]
-    if len(taken) < count:
+def take(source: Iterator[Step], step: int, steps: int) -> Step:
+    """The micro-batches of the step behind `step` others, and the cursor behind them."""
+    taken = next(source, None)
+    if taken is None:
         raise DataError(
-            f"the data ended at step {step + 1} of {steps}: {len(taken)} of {count} batches of that step were"
-            " left",
-            next="lower steps, or iterate over more epochs",
+            f"the data ended at step {step + 1} of {steps}", next="lower steps, or iterate over more epochs"
         )
-    return [batch for batch, _ in taken], taken[-1][1]
+    return taken

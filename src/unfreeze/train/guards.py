@@ -106,7 +106,7 @@ class SpikeGuard:
             raise Spike(
                 f"step {self._step}: {reason}; the weights were not updated, {rows}",
                 next=(
-                    "look at them, lower learning_rate, or go on with --on-spike skip:"
+                    "look at them, lower learning_rate, or go on with --watch.on-spike skip:"
                     f" {(self._shown or self._folder) / SUSPECTS}"
                 ),
             )

@@ -59,12 +59,14 @@ class Run:
         listeners: tuple[Callable[[Event], str | None], ...] = (),
         allow_changed: Collection[str] = (),
         fixed: Mapping[str, str] | None = None,
+        read: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ):
         """Lock the folder, and compare `config` with that of the latest save.
 
         allow_changed  fields (dotted, or a whole group such as "lora") in which `config` may differ.
         fixed          fields that may differ in no case -> the reason, such as {"lora.rank": "it is the shape
                        of the trained tensors"}.
+        read           a save's configuration -> the same by the names of today.
 
         What was allowed and did change is a "warning" event and stays in `changed`.
         Raises UserError if another process holds the folder, ConfigError if the save was made under another
@@ -84,7 +86,7 @@ class Run:
             self.save_path = latest(self.path)
             self.saved = None if self.save_path is None else read_record(self.save_path)
             if self.saved is not None:
-                self.refuse_changes(self.saved["config"], self.config)
+                self.refuse_changes(dict(read(self.saved["config"])), self.config)
             events, begun = self.path / "events.jsonl", self.step if self.saved else -1
             lost = truncate_after(events, begun, ended=self.finished)
             self.events = EventLog(events, listeners)
@@ -143,9 +145,8 @@ class Run:
 
     def allowing(self, *fields: str) -> str:
         """The flag that lets these fields change, beside those that it names already: it is given once."""
-        derived = ("schedule.", "optimizer.")
-        given = sorted(field for field in self.allow_changed if not field.startswith(derived))
-        return " ".join(["--allow-changed", *dict.fromkeys([*given, *fields])])
+        given = sorted(field for field in self.allow_changed if not field.startswith("schedule."))
+        return " ".join(["--save.allow-changed", *dict.fromkeys([*given, *fields])])
 
     def close(self) -> None:
         self.leaving.close()

@@ -26,7 +26,7 @@ from unfreeze.train.moments import BLOCK, NARROW, Part, Uncut
 
 TENSORS = "tensors.safetensors"
 OLD_MOMENTS = (
-    "if the save is of an earlier version with --optimizer-moments int8: its scales are laid out otherwise;"
+    "if the save is of an earlier version with --optimizer.moments int8: its scales are laid out otherwise;"
     " go on from what it wrote (--adapter, or --model) in a new run with another --out"
 )
 _ROWS = "rows"  # in a header's metadata: name -> [first, last, of], and [.., 1] for what cannot be cut
@@ -155,7 +155,7 @@ class Saved:
         raise CheckpointError(
             f"{self.path}: {name} has a scale for every {BLOCK} numbers, across rows of fewer than {NARROW}:"
             f" moments in int8, saved by {parts}, cannot be divided anew",
-            next=f"go on with {parts}, as it was saved, or train anew with --optimizer-moments float32",
+            next=f"go on with {parts}, as it was saved, or train anew with --optimizer.moments float32",
         )
 
     def _open(self, path: Path, nbytes: int | None) -> Any:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from unfreeze.checkpoint.save import sync_folder, write_file, write_safetensors
 from unfreeze.core.errors import FULL, CheckpointError, UserError
+from unfreeze.core.schema import Metric
 from unfreeze.core.units import format_bytes
 from unfreeze.models import Decoder
 from unfreeze.parallel.processes.collectives import Group
@@ -55,6 +56,7 @@ class State:
     ended   whether the run ends at this step, before its schedule does.
     base    digest of the weights that training began with (checkpoint/same.py). Every save contains it.
     saved   the step of the newest save that this process made, None before one.
+    metrics how the loss and the objective's metrics are shown; the start event tells it.
     heldout what validations are compared with: "first" and "lowest", each {"step", "loss", "rows"}
             (evaluate/by_row.py), and the "fingerprint" of the documents; {} without validation. Every save
             contains it.
@@ -75,6 +77,7 @@ class State:
     ended: bool = False
     base: str = ""
     saved: int | None = None
+    metrics: Sequence[Metric] = ()
 
     @property
     def finished(self) -> bool:

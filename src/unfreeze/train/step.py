@@ -62,15 +62,6 @@ def accept(micro_batches: Sequence[Batch], loss: float, grad_norm: float) -> Ver
     return Verdict()
 
 
-Rewrite = Callable[[list[Batch], int], list[Batch]]
-"""(micro-batches of a step, steps before it) -> those that are learned instead; the same on every process."""
-
-
-def as_read(micro_batches: list[Batch], step: int) -> list[Batch]:
-    """The Rewrite that changes nothing."""
-    return micro_batches
-
-
 @dataclass(frozen=True)
 class StepResult:
     """What one optimizer step found, over all micro-batches of all processes.

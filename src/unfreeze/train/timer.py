@@ -1,9 +1,29 @@
-"""When a save is due by the clock: so many minutes after the one before."""
+"""When a run saves: every so many steps, or so many minutes after the save before."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from unfreeze.train.state import OnFullDisk
+
+
+@dataclass(frozen=True)
+class Saves:
+    """When fit saves, and what of it stays. At the end and on an interruption it always saves.
+
+    every         steps between saves; 0: none.
+    minutes       of `clock` since the last save, after which it saves; 0: never. Process 0's clock decides.
+    keep          saves that stay.
+    on_full_disk  "continue": a save without room on the disk is a warning, except the last of this call.
+    """
+
+    every: int = 0
+    minutes: float = 0
+    keep: int = 2
+    on_full_disk: OnFullDisk = "stop"
+    clock: Callable[[], float] = time.monotonic
 
 
 class SaveTimer:

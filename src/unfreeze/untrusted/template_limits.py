@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sized
+from types import BuiltinMethodType
 from typing import Any
 
 import jinja2
@@ -24,6 +25,14 @@ MAX_STEPS = 2_000_000  # of one rendering, about a second; a conversation of 1,0
 MAX_NUMBER = 10_000_000
 MAX_BITS = 10_000  # of an integer
 _OF_DICT = frozenset(dir(dict))
+_PLAIN = (dict, str)
+"""What their methods do was judged when they were looked up: they are called at once, as macros are."""
+
+
+class _Spent(threading.local):
+    """Steps of this thread's rendering."""
+
+    steps = 0
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -36,7 +45,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self._spent = threading.local()
+        self._spent = _Spent()
         self._safe: dict[tuple[type, str], bool] = {}
         self.filters.update(_counted=self.counted, _joined=self.joined)
         for name in ("center", "indent", "format", "wordwrap", "truncate"):
@@ -58,9 +67,15 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """obj.attribute, as the sandbox does it.
 
-        A message's field is looked up at once: a dict of JSON has no attribute of that name.
+        A message's field is looked up at once: a dict of JSON has no attribute of that name. So is a method
+        of a dict, which is no method of a text that formats.
         """
-        if type(obj) is dict and attribute not in _OF_DICT:
+        if type(obj) is dict:
+            if attribute in _OF_DICT:
+                found = getattr(obj, attribute)
+                if self.is_safe_attribute(obj, attribute, found):
+                    return found
+                return self.unsafe_undefined(obj, attribute)
             try:
                 return obj[attribute]
             except KeyError:
@@ -82,8 +97,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def charge(self, steps: int) -> None:
         """Raises TemplateError where the rendering has cost too much."""
-        self._spent.steps = getattr(self._spent, "steps", 0) + steps
-        if self._spent.steps > MAX_STEPS:
+        spent = self._spent
+        spent.steps = steps = spent.steps + steps
+        if steps > MAX_STEPS:
             raise jinja2.TemplateError(f"it takes more than {MAX_STEPS:,} steps")
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -117,6 +133,15 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, *args: Any, **named: Any) -> Any:
         self.charge(1)
         # a number given to a macro (a tool's argument, say) is charged where the macro uses it
+        if type(obj) is jinja2.runtime.Macro:
+            named.pop("_loop_vars", None)
+            named.pop("_block_vars", None)
+            return obj(context.eval_ctx, *args, **named)
+        if type(obj) is BuiltinMethodType and type(obj.__self__) in _PLAIN:
+            named.pop("_loop_vars", None)
+            named.pop("_block_vars", None)
+            self._measure(obj.__self__, *args, *named.values())
+            return obj(*args, **named)
         if not isinstance(obj, jinja2.runtime.Macro):
             self._measure(getattr(obj, "__self__", None), *args, *named.values())
         return super().call(context, obj, *args, **named)
@@ -169,8 +194,10 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def _width(self, form: str) -> None:
         """Refuse a large width inside a format, "%9999999999d" or "{:>9999999999}"."""
+        if "%" not in form and "{" not in form:
+            return
         digits = "".join(char if char.isdigit() else " " for char in form).split()
-        if ("%" in form or "{" in form) and any(len(number) > 7 for number in digits):
+        if any(len(number) > 7 for number in digits):
             raise jinja2.TemplateError("a width in a format has more than 7 digits")
 
     def _made(self, length: int) -> None:

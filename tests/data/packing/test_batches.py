@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data import Batches, Example, pack
+from unfreeze.data.packing.order import Shuffled
 from unfreeze.data.packing.packers import PACKERS, Plan
 
 
@@ -89,7 +90,7 @@ def test_every_document_once_per_epoch_and_no_step_over_budget():
     for epoch in range(3):
         rows = []
         for _ in range(len(batches.plan(epoch))):
-            batch, _ = next(batches)
+            (batch,), _ = next(batches)
             assert batch.num_tokens <= 256
             rows += [tuple(document.tolist()) for document in batch.tokens_T.split(batch.lengths())]
         seen.append(sorted(rows))
@@ -102,7 +103,7 @@ def test_every_document_once_per_epoch_and_no_step_over_budget():
 def test_order_depends_on_the_seed_alone():
     examples = documents(50)
     first, second, other = (Batches(examples, 256, seed) for seed in (1, 1, 2))
-    a, b, c = ([next(it)[0].tokens_T.tolist() for _ in range(12)] for it in (first, second, other))
+    a, b, c = ([next(it)[0][0].tokens_T.tolist() for _ in range(12)] for it in (first, second, other))
     assert a == b and a != c
 
 
@@ -114,8 +115,8 @@ def test_resuming_from_every_cursor_gives_the_same_batches():
     for at in range(steps - 1):
         cursor = json.loads(json.dumps(run[at][1]))
         resumed = Batches(examples, 200, seed=5, start=cursor)
-        for batch, after in run[at + 1 : at + 4]:
-            again, cursor_again = next(resumed)
+        for (batch,), after in run[at + 1 : at + 4]:
+            (again,), cursor_again = next(resumed)
             fields = [(getattr(batch, name), getattr(again, name)) for name in vars(batch)]
             assert (
                 all(
@@ -129,7 +130,7 @@ def test_resuming_from_every_cursor_gives_the_same_batches():
     )
     # control arm: one batch lost
     skipping = Batches(examples, 200, seed=5, start={**run[0][1], "position": run[0][1]["position"] + 1})
-    assert not torch.equal(next(skipping)[0].tokens_T, run[1][0].tokens_T)
+    assert not torch.equal(next(skipping)[0][0].tokens_T, run[1][0][0].tokens_T)
 
 
 @pytest.mark.parametrize("changed", ["seed", "tokens_per_step", "data", "position"])
@@ -159,6 +160,23 @@ def test_documents_of_a_tenth_of_a_step_leave_less_than_one_percent_unused():
     assert Batches(documents(5000, longest=200), 2048, seed=0).efficiency() > 0.99
 
 
+def test_a_step_of_several_micro_batches_is_as_many_batches_one_behind_the_other():
+    """Whatever is taken together: the same batches in the same order, over the end of an epoch too, with the
+    cursor behind the last of them; `documents` are those that were packed."""
+    examples = documents(60)
+    one_by_one, together = Batches(examples, 200, seed=5), Batches(examples, 200, seed=5, micro_batches=3)
+    steps = together.len_steps(2)
+    assert steps == -(-one_by_one.len_steps(2) // 3) and one_by_one.len_steps(2) % 3
+    for _ in range(steps):
+        micro_batches, cursor = next(together)
+        singles = [next(one_by_one) for _ in range(3)]
+        assert cursor == singles[-1][1]
+        for batch, ((single,), _), packed in zip(micro_batches, singles, together.documents, strict=True):
+            assert batch.tokens_T.equal(single.tokens_T)
+            assert batch.tokens_T.tolist() == [token for example in packed for token in example.tokens]
+    assert cursor["epoch"] == 2 or cursor["position"] == len(one_by_one.plan(1))
+
+
 def test_steps_of_epochs():
     batches = Batches(documents(50), 200, seed=0)
     sizes = [len(batches.plan(epoch)) for epoch in range(3)]
@@ -178,8 +196,8 @@ def test_each_packing_places_every_document_once_within_the_budget_and_resumes(p
         assert all(sum(examples[index].num_tokens for index in batch) <= 100 for batch in plan)
     assert batches.efficiency() == sum(e.num_tokens for e in examples) / (len(batches.plan(0)) * 100)
     run = [next(batches) for _ in range(6)]
-    again, _ = next(Batches(examples, 100, seed=2, packing=packing, start=run[3][1]))
-    assert torch.equal(again.tokens_T, run[4][0].tokens_T)
+    (again,), _ = next(Batches(examples, 100, seed=2, packing=packing, start=run[3][1]))
+    assert torch.equal(again.tokens_T, run[4][0][0].tokens_T)
     other = "none" if packing != "none" else "best_fit"
     with pytest.raises(ConfigError, match=f"packing was '{packing}', is '{other}'"):
         Batches(examples, 100, seed=2, packing=other, start=run[3][1])
@@ -192,7 +210,7 @@ def test_best_fit_equals_its_definition_and_fills_more_than_one_by_one():
     lengths = [example.num_tokens for example in examples]
     batches = Batches(examples, 100, seed=0, packing="best_fit")
     expected: list[list[int]] = []
-    for index in batches.order(0):
+    for index in Shuffled(300, 0)(0):
         rooms = [(100 - sum(lengths[i] for i in batch), at) for at, batch in enumerate(expected)]
         fitting = [(room, at) for room, at in rooms if room >= lengths[index]]
         if fitting:
@@ -257,9 +275,8 @@ def test_an_epoch_has_no_curriculum_by_length_and_an_earlier_versions_cursor_kee
     assert bool(abs(np.mean(apart)) > 5 * error) is old
     orders = {tuple(map(tuple, batches.plan(epoch))) for epoch in range(2)}
     assert len(orders) == 2 and ("batches" in batches.cursor()) is not old
-    packed = Plan(
-        batches.order(0), PACKERS[packing](batches.order(0), lengths, 384)
-    )  # the same batches, as they were begun
+    order = Shuffled(len(examples), 1)(0)
+    packed = Plan(order, PACKERS[packing](order, lengths, 384))  # the same batches, as they were begun
     assert sorted(batches.plan(0)) == sorted(packed) and (list(batches.plan(0)) == list(packed)) is old
     with pytest.raises(ConfigError, match="cannot resume: batches changed"):
         Batches(examples, 384, seed=1, packing=packing, start={**begin, "batches": "by size"})

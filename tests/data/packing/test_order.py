@@ -76,8 +76,8 @@ def test_a_mixture_resumes_from_every_cursor_and_refuses_other_weights():
     straight = batches()
     run = [next(straight) for _ in range(straight.len_steps(4))]
     for at in range(len(run) - 1):
-        batch, after = next(batches(start=run[at][1]))
-        assert torch.equal(batch.tokens_T, run[at + 1][0].tokens_T) and after == run[at + 1][1]
+        (batch,), after = next(batches(start=run[at][1]))
+        assert torch.equal(batch.tokens_T, run[at + 1][0][0].tokens_T) and after == run[at + 1][1]
     with pytest.raises(ConfigError, match=r"data_weights changed .*2\.5, 0\.1.*1\.0, 0\.1"):
         batches(weights=(1.0, 0.1), start=run[0][1])
 
@@ -86,5 +86,5 @@ def test_epochs_without_a_document_are_passed_over():
     data = examples(4)
     few = Batches(data, 20, 5, order=Mixed(data.sources_N, (0.1,), 5))
     assert [len(few.plan(epoch)) for epoch in range(3)] == [0, 0, 1] and few.efficiency() == 0
-    batch, cursor = next(few)
+    (batch,), cursor = next(few)
     assert len(batch.lengths()) == 1 and cursor["epoch"] == 2

@@ -8,9 +8,13 @@ import pytest
 
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data import Batches, Example, Examples
-from unfreeze.data.packing.windows import WindowBatches
+from unfreeze.data.packing.windows import InWindows
 
 STEP = 40
+
+
+def windows_of(stream, start=None, **options):
+    return Batches(InWindows(stream), STEP, stream.seed, start, **options)
 
 
 def stream_of(windows, seed=0):
@@ -56,7 +60,7 @@ def of(batch):
 
 @pytest.mark.parametrize("packing", ["first_fit", "best_fit", "none"])
 def test_a_window_is_packed_as_batches_would_pack_it_alone(packing):
-    ours = iter(WindowBatches(stream_of(WINDOWS), STEP, packing=packing))
+    ours = iter(windows_of(stream_of(WINDOWS), packing=packing))
     for epoch, windows in enumerate(WINDOWS):
         for number, window in enumerate(windows):
             alone = Batches(
@@ -65,21 +69,21 @@ def test_a_window_is_packed_as_batches_would_pack_it_alone(packing):
             found = list(islice(ours, len(alone.plan(0))))
             assert all((at["epoch"], at["window"]) == (epoch, number) for _, at in found)
             mine, theirs = (  # each in a random order of its own
-                sorted(batch.tokens_T.tolist() for batch, _ in each)
+                sorted(batch.tokens_T.tolist() for (batch,), _ in each)
                 for each in (found, islice(alone, len(found)))
             )
             assert mine == theirs
-            assert sorted(n for batch, _ in found for n in of(batch)) == [n for n, _ in window]
+            assert sorted(n for (batch,), _ in found for n in of(batch)) == [n for n, _ in window]
 
 
 def test_every_cursor_goes_on_behind_it():
     stream = stream_of(WINDOWS)
-    found = list(islice(WindowBatches(stream, STEP), 16))
+    found = list(islice(windows_of(stream), 16))
     assert len(stream.taken) == 16, "what is encoded meanwhile is taken at each batch"
     for place, (_, cursor) in enumerate(found):
-        went_on = list(islice(WindowBatches(stream_of(WINDOWS), STEP, cursor), 15 - place))
-        assert [(of(batch), at) for batch, at in went_on] == [
-            (of(batch), at) for batch, at in found[place + 1 :]
+        went_on = list(islice(windows_of(stream_of(WINDOWS), cursor), 15 - place))
+        assert [(of(batch), at) for (batch,), at in went_on] == [
+            (of(batch), at) for (batch,), at in found[place + 1 :]
         ]
     passes = [at["passes"] for _, at in found]
     assert passes == sorted(passes) and passes[-1] > 1 and 1.0 in passes
@@ -100,38 +104,35 @@ def test_every_cursor_goes_on_behind_it():
     ],
 )
 def test_a_cursor_of_something_else_is_refused(changed, said):
-    cursor = WindowBatches(stream_of(WINDOWS), STEP).cursor()
-    WindowBatches(stream_of(WINDOWS), STEP, cursor)
+    cursor = windows_of(stream_of(WINDOWS)).cursor()
+    windows_of(stream_of(WINDOWS), cursor)
     with pytest.raises(ConfigError, match=said):
-        WindowBatches(stream_of(WINDOWS), STEP, cursor | changed)
+        windows_of(stream_of(WINDOWS), cursor | changed)
 
 
 def test_a_window_without_documents_is_passed_over_and_an_epoch_is_not():
     rows = [(1, 3), (2, 4)]
-    found = [
-        of(batch) for batch, _ in islice(WindowBatches(stream_of([[[], rows, []], [[], rows, []]]), STEP), 2)
-    ]
+    found = [of(batch) for (batch,), _ in islice(windows_of(stream_of([[[], rows, []], [[], rows, []]])), 2)]
     assert found == [[1, 2], [1, 2]]
     with pytest.raises(DataError, match="no row of the data is left"):
-        next(WindowBatches(stream_of([[[], []]] * 9), STEP))
+        next(windows_of(stream_of([[[], []]] * 9)))
 
 
 def test_what_it_says_of_itself():
-    batches = WindowBatches(stream_of([[[(1, 30), (2, 30), (3, 10)]]]), STEP)
+    batches = windows_of(stream_of([[[(1, 30), (2, 30), (3, 10)]]]))
     assert batches.efficiency() == 70 / 80
-    with pytest.raises(ConfigError, match="cannot go on for 2 epochs"):
-        batches.len_steps(2.0)
+    assert batches.len_steps(2.0) is None
 
 
 def test_an_earlier_versions_cursor_keeps_the_order_in_which_batches_were_begun():
     windows = [[[(n, 15 + n % 7) for n in range(60)]]] * 2
-    cursor = WindowBatches(stream_of(windows), STEP).cursor()
+    cursor = windows_of(stream_of(windows)).cursor()
     old = {name: value for name, value in cursor.items() if name != "batches"}
     orders = []
     for start in (cursor, old):
-        found = list(islice(WindowBatches(stream_of(windows), STEP, start), 30))
+        found = list(islice(windows_of(stream_of(windows), start), 30))
         assert all(("batches" in at) is ("batches" in start) for _, at in found)
-        orders.append([of(batch) for batch, _ in found])
+        orders.append([of(batch) for (batch,), _ in found])
     shuffled, begun = orders
     assert sorted(shuffled) == sorted(begun) and shuffled != begun
     assert [batch[0] for batch in begun] == sorted(batch[0] for batch in begun)  # the stream changes no order

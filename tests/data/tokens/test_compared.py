@@ -13,7 +13,7 @@ from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import Batches, Encoder, Example, encode_files, encoded_files, load_tokenizer, pack
 from unfreeze.data.packing.packers import PACKERS
-from unfreeze.data.packing.windows import WindowBatches
+from unfreeze.data.packing.windows import InWindows
 from unfreeze.data.rows.judged import judged_from_dict
 from unfreeze.data.rows.shapes import row_from_dict
 from unfreeze.data.store.streamed import streamed_files
@@ -151,7 +151,7 @@ def test_every_store_and_every_packer_keep_a_pair_whole(answers: str, tmp_path: 
     for packing in PACKERS:
         batches = Batches(held, 160, 0, packing=packing)
         for _ in range(batches.len_steps(1)):
-            batch, _ = next(batches)
+            (batch,), _ = next(batches)
             assert batch.num_tokens <= 160
             sides = batch.documents["side"].tolist()
             if answers == "pairs":
@@ -169,10 +169,10 @@ def test_windows_of_pairs_hold_every_row_once_and_go_on_where_they_stopped(tmp_p
         [path], TOKENIZER, 64, least=10, tokens_per_step=160, seed=0, answers="pairs", workers=0
     )
     assert stream is not None and stream.windows > 1
-    batches = WindowBatches(stream, 160)
+    batches = Batches(InWindows(stream), 160, stream.seed)
     seen, cursors = 0, []
     while True:
-        batch, cursor = next(batches)
+        (batch,), cursor = next(batches)
         if batches.epoch:
             break
         cursors.append((cursor, batch))
@@ -180,6 +180,6 @@ def test_windows_of_pairs_hold_every_row_once_and_go_on_where_they_stopped(tmp_p
         assert batch.documents["side"].tolist() == [1, -1] * (batch.examples or 0)
     assert seen == 60
     middle = len(cursors) // 2
-    again = WindowBatches(stream, 160, cursors[middle - 1][0])
-    assert next(again)[0].tokens_T.tolist() == cursors[middle][1].tokens_T.tolist()
+    again = Batches(InWindows(stream), 160, stream.seed, cursors[middle - 1][0])
+    assert next(again)[0][0].tokens_T.tolist() == cursors[middle][1].tokens_T.tolist()
     stream.close()

@@ -56,7 +56,7 @@ def ended(tokenizer, *, mask_pad: bool) -> float:
         seed=0,
     )
     optimizer = AdamW(model)
-    for _, (batch, _) in zip(range(60), batches, strict=False):
+    for _, ((batch,), _) in zip(range(60), batches, strict=False):
         if mask_pad:
             batch = replace(
                 batch, weights_T=batch.weights_T * (batch.targets_T != tokenizer.token_id("<|eos|>"))

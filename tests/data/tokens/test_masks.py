@@ -159,7 +159,7 @@ def test_a_template_that_rewrites_the_past_is_refused_as_a_whole_and_taught_turn
     row = Conversation([*SINGLE, *SINGLE], row=7)
     with pytest.raises(DataError, match=r"row 7: .*not prefix-stable: messages\[1\].*'<think>") as error:
         encode_row(row, tokenizer, 512, turns="whole")
-    assert "--turns each" in error.value.next
+    assert "--data.turns each" in error.value.next
     examples = Encoder(tokenizer, 512)(row).examples
     assert [example.row for example in examples] == [7, 7] and examples[0].num_tokens < examples[1].num_tokens
     (last,) = Encoder(tokenizer, 512, turns="last")(row).examples

@@ -6,7 +6,6 @@ import pytest
 
 from unfreeze.data.tokens import stepwise
 from unfreeze.data.tokens.templates import PLAIN_TEMPLATE, ChatTemplate, TemplateRefusal
-from unfreeze.data.tokens.tracing import Traces
 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 LOOP = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
@@ -76,12 +75,6 @@ def each_time(source):
     template = ChatTemplate(source, VARIABLES)
     template._steps = None
     return template
-
-
-@pytest.fixture(autouse=True)
-def not_traced(monkeypatch):
-    """Conversations with calls of tools are not traced (test_tracing.py); these stand for them."""
-    monkeypatch.setattr(Traces, "text", lambda *_: None)
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ def test_reasoning_is_refused_where_the_template_has_no_form_for_it(style, token
             DataError, match=r"messages\[1\].reasoning_content \('An easy one.'\) is not taught"
         ) as error:
             encode_whole(Conversation(messages, tools), tokenizer_of(style, source))
-        assert "--reasoning inline" in error.value.next
+        assert "--data.reasoning inline" in error.value.next
         tokenizer = tokenizer_of(style, source)
         tokens, weights = encode_whole(Conversation(messages, tools), tokenizer, reasoning="inline")
         said = tokenizer.decode([t for t, w in zip(tokens, weights, strict=True) if w], skip_specials=False)
@@ -206,7 +206,7 @@ def test_an_unstable_template_is_refused_as_a_whole_with_the_span_that_differs(s
     assert (
         re.match(says, error.value.message)
         and "hink>\\n\\n</think>" in error.value.message
-        and "--turns each" in error.value.next
+        and "--data.turns each" in error.value.next
     )
 
 

@@ -62,7 +62,9 @@ def test_an_empty_block_in_the_prompt_that_the_history_does_not_have(block):
         second.endswith(f"<|im_start|>assistant\n{block}")
         and thought == "<think>\nHm, look.\n</think>\n\nYou.<|im_end|>"
     )
-    assert any("--template-variables enable_thinking=true" in note for note in render(source, TALK).notes)
+    assert any(
+        "--data.template-variables enable_thinking=true" in note for note in render(source, TALK).notes
+    )
 
 
 def test_a_prompt_that_ends_in_words_of_its_own_is_refused():
@@ -70,7 +72,7 @@ def test_a_prompt_that_ends_in_words_of_its_own_is_refused():
         DataError, match=r"messages\[1\] \(assistant\), the prompt before it changes"
     ) as error:
         examples(template(prompt="Sure: "), [USER, ANSWER])
-    assert "chat_template.jinja" in error.value.next and "--turns each" not in error.value.next
+    assert "chat_template.jinja" in error.value.next and "--data.turns each" not in error.value.next
 
 
 def test_marks_of_an_unknown_release_are_read_off_its_template():
@@ -153,7 +155,7 @@ def test_a_block_in_content_that_the_template_cuts_out_is_taught_as_it_was_writt
         DataError, match=r"messages\[1\].reasoning_content \('Hm, look.'\) is not taught"
     ) as error:
         examples(CUTS, [USER, THOUGHT])
-    assert "--reasoning inline" in error.value.next
+    assert "--data.reasoning inline" in error.value.next
     for asked in (THOUGHT, inline):
         ((_, said),) = examples(CUTS, [USER, asked], reasoning="inline")
         assert said == "<think>\nHm, look.\n</think>\n\nMe.<|im_end|>" or asked is inline

@@ -27,6 +27,25 @@ CASES = [
     for i, case in enumerate(ops.load(name).cases)
 ]
 
+LARGE = {  # seconds each: nightly, and the op's smaller cases here
+    "adamw": ("large tensors, as they are", "large tensors, half precision weights"),
+    "attention": ("2048 on", "2048 on, v < d"),
+    "linear_cross_entropy": ("large vocabulary, head frozen", "large vocabulary, head trained"),
+    "rotary": ("over 4M",),
+    "swiglu": ("over 4M",),
+    "token_order": ("over 32k",),
+}
+
+
+def is_large(name, index):
+    return ops.load(name).cases[index].bucket in LARGE.get(name, ())
+
+
+COMPARED = [
+    pytest.param(*case.values, id=case.id, marks=[pytest.mark.nightly] * is_large(*case.values))
+    for case in CASES
+]
+
 
 def on_the_list(folder):
     """What the list of ops lacks: folders whose __init__ has an OP."""
@@ -91,8 +110,18 @@ def test_a_case_is_of_the_bucket_it_says(name, index, device, monkeypatch):
         assert asked(op, public, case, torch.device(device), dtype) == {case.bucket}
 
 
+def test_what_is_compared_nightly_alone_has_a_smaller_case_of_the_same_dtypes_here():
+    for name, large in LARGE.items():
+        op = ops.load(name)
+        here = [case for case in op.cases if case.bucket not in large]
+        assert {case.bucket for case in op.cases} >= set(large)
+        assert {dtype for case in op.cases for dtype in case.dtypes} == {
+            d for case in here for d in case.dtypes
+        }
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, index", CASES)
+@pytest.mark.parametrize("name, index", COMPARED)
 def test_each_candidate_agrees_with_the_reference_in_float64_forward_and_backward(name, index, device):
     op, where = ops.load(name), torch.device(device)
     case, held = op.cases[index], 0

@@ -17,6 +17,22 @@ def several_cores(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
+def test_a_second_process_leaves_a_compiled_loop_and_its_stamp(tmp_path):
+    """Of one op; all of them are compiled nightly."""
+    program = (
+        "from unfreeze.kernels.choice import prepare\n"
+        "prepare.expert_mlp.fused_expert_mlp = lambda x, *_: x\n"
+        "prepare.TRAINED = {'adamw': 0}\nprepare.prepare('float32', 'cpu')"
+    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.rglob("compiled-float32-*"))) == 1
+    kept = [path for path in tmp_path.rglob("*.nbc")]
+    assert kept and all("adamw" in str(path.parent) for path in kept)
+
+
+@pytest.mark.nightly
 def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"}
     command = [sys.executable, "-m", ahead.COMPILER, "float32", "cpu"]

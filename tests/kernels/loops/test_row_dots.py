@@ -34,14 +34,15 @@ def in_halves(x: torch.Tensor) -> np.ndarray:
     return torch.cat((x[:, 0::2], x[:, 1::2]), 1).contiguous().numpy()
 
 
-@pytest.fixture(params=["looked up", "computed"])
-def compiled(request, monkeypatch):
+@pytest.fixture(scope="module", params=["looked up", "computed"])
+def compiled(request):
+    """Once for all tests: compiling takes seconds. numba asks `_looks_up` at the first call, here too."""
     if request.param == "looked up" and not module._looks_up():
         pytest.skip("no AVX-512")
-    if request.param == "computed":
-        monkeypatch.setattr(module, "_looks_up", lambda: False)
-    int4, bf16 = loops()
-    return request.param, int4, bf16
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "computed":
+            patch.setattr(module, "_looks_up", lambda: False)
+        yield request.param, *loops()
 
 
 def every_code(group: int) -> dict[str, torch.Tensor]:

@@ -166,7 +166,7 @@ def test_one_h200_and_its_host_run_at_rank_8_with_what_is_built(kimi):
 
 def test_what_would_fit_is_said(kimi):
     said = proposals(*kimi, fleet("1xH200+768GB"), asked(16))
-    assert [line.split(" (")[0] for line in said][:2] == ["--lora.rank 8", "--optimizer-moments int8"]
+    assert [line.split(" (")[0] for line in said][:2] == ["--lora.rank 8", "--optimizer.moments int8"]
     assert any("--hardware 8xH100+768GB (" in line for line in proposals(*kimi, fleet("8xH100"), asked(16)))
 
 
@@ -246,7 +246,7 @@ def changed(before, words):
     work = replace(
         before.work,
         rank=int(parts.get("--lora.rank", before.work.rank)),
-        optimizer_moments=parts.get("--optimizer-moments", before.work.optimizer_moments),
+        optimizer_moments=parts.get("--optimizer.moments", before.work.optimizer_moments),
     )
     tokens = parts.get("--tokens-per-step", "")
     return replace(before, work=work, tokens=int(tokens) if tokens else before.tokens)
@@ -309,7 +309,7 @@ def test_what_is_too_large_by_itself_is_named(kimi):
     """A CPU of 1 GB: with the least that can be asked, the frozen rest alone is 21.8 GiB."""
     said = too_large(*kimi, fleet("cpu:1GB"), asked(16))
     assert said.startswith(
-        "even with --lora.rank 1 --optimizer-moments int8 --tokens-per-step 512: the frozen rest"
+        "even with --lora.rank 1 --optimizer.moments int8 --tokens-per-step 512: the frozen rest"
     )
     assert "alone 21.8 GiB" in said and "a device has 942.1 MiB usable" in said
     # nothing alone is too large: the sum is said

@@ -85,7 +85,7 @@ def test_a_rest_that_cannot_lie_with_peers_is_one_line(here, said, remedy):
     [
         (facts(True), "auto", "the device is a CPU", "--place.boundary auto"),
         (facts(False, every_weight=True), "auto", "every weight trains", "--place.boundary auto"),
-        (facts(False), "nothing", "recompute is nothing", "--recompute layers"),
+        (facts(False), "nothing", "recompute is nothing", "--place.recompute layers"),
     ],
 )
 def test_inputs_of_layers_that_cannot_leave_the_device_are_one_line(here, recompute, said, remedy):

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,9 @@ from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.packing.answers import laid_out
 from unfreeze.data.packing.order import Order, Shuffled
 from unfreeze.data.packing.packers import PACKERS, Packing, Plan
+from unfreeze.data.packing.source import Cursor, Step
+from unfreeze.data.packing.windows import InWindows, Whole, Windows
 from unfreeze.data.store.examples import TAUGHT, Example, Examples
-
-Cursor = dict[str, Any]
-"""Where the next batch begins: {"epoch", "position"} and what must be unchanged for that to mean the same
-place:
-{"seed", "tokens_per_step", "packing", "fingerprint", "batches"} and data_weights where files are mixed.
-"passes" over the data so far are told beside it, and not read back. Plain JSON."""
 
 SHUFFLED = "shuffled"
 """Cursor["batches"]: an epoch's batches come in a random order. In the order in which they were begun, as
@@ -84,131 +80,178 @@ def batch_order(start: Mapping[str, Any] | None) -> dict[str, str]:
     return {"batches": SHUFFLED} if start is None or "batches" in start else {}
 
 
-Fill = Callable[[Batch, Sequence[Example]], Batch]
-
-
-def as_packed(batch: Batch, examples: Sequence[Example]) -> Batch:
-    """The Fill that adds nothing."""
-    return batch
-
-
-_plans: OrderedDict[tuple[str, int], Plan] = OrderedDict()
+_plans: OrderedDict[tuple[str, int, int], Plan] = OrderedDict()
 
 
 class Batches:
-    """Training batches without end, in an order fixed by (seed, epoch).
+    """The Source of encoded documents (source.py): steps without end, in an order fixed by the seed.
 
-    Every document comes once per epoch, or as `order` mixes files. Iterating yields (Batch, Cursor); the
-    cursor says where the *next* batch begins, so `Batches(…, start=cursor)` goes on exactly there. A batch
-    holds whole documents, at most `tokens_per_step` tokens together, put together as `packing` says
-    (PACKERS).
+    Every document comes once per epoch, or as `order` mixes files. Iterating yields (`micro_batches` of
+    Batch, Cursor); the cursor says where the *next* step begins: `Batches(…, start=cursor)` goes on there.
+    A batch holds whole documents, at most `tokens_per_step` tokens together, put together as `packing` says
+    (PACKERS). `documents` are those of the last step's batches.
 
-    Raises DataError for a document longer than a step, ConfigError for a cursor that belongs to other data or
-    settings.
-    fill: called with (batch, its documents) where a batch gets more than `pack` gives it.
+    A cursor has {"epoch", "position"} in batches, with "window" between them where an epoch has several, and
+    what must be unchanged for that to mean the same place: {"seed", "tokens_per_step", "packing", "batches",
+    "fingerprint"}, data_weights where files are mixed, the bytes of all rows where documents come in windows.
+
+    Raises DataError for a document longer than a batch and where no row of an epoch gives a document, and
+    ConfigError for a cursor that belongs to other data or settings.
     """
-
-    fill: Fill = staticmethod(as_packed)
 
     def __init__(
         self,
-        examples: Sequence[Example],
+        examples: Sequence[Example] | InWindows,
         tokens_per_step: int,
         seed: int,
         start: Mapping[str, Any] | None = None,
         *,
         packing: Packing = "first_fit",
         order: Order | None = None,
+        micro_batches: int = 1,
     ):
-        if not examples:
-            raise DataError("no documents to train on")
-        self.examples = Examples.of(examples)
-        # a step holds whole documents, so the longest must fit
-        place = int(self.examples.packed_N.argmax())
-        longest = int(self.examples.packed_N[place])
-        if longest > tokens_per_step:
-            raise DataError(
-                f"row {self.examples.rows_N[place]} has {longest} tokens, tokens_per_step is"
-                f" {tokens_per_step}; a step holds whole documents",
-                next=(f"--tokens-per-step {longest} or more, or --sequence-length {tokens_per_step} or less"),
-            )
-        self.tokens_per_step, self._seed = tokens_per_step, seed
-        self.order = order or Shuffled(len(self.examples), seed)
+        self._windows: Windows = (
+            examples
+            if isinstance(examples, InWindows)
+            else _whole(Examples.of(examples), tokens_per_step, seed, order)
+        )
+        self.tokens_per_step, self.micro_batches, self._seed = tokens_per_step, micro_batches, seed
         self.packing: Packing = packing
-        # what a cursor is compared with: (epoch, position) means the same place only under these
+        self.documents: list[list[Example]] = []
+        self.examples, self._fingerprint, self._made_of = Examples.of(()), "", ""  # until the first is open
+        # what a cursor is compared with: its numbers mean the same place only under these
         self._identity = {
-            **self.order.identity,
+            **self._windows.identity,
             "tokens_per_step": tokens_per_step,
             "packing": packing,
-            "fingerprint": self.examples.fingerprint(),
             **batch_order(start),
         }
-        # what plans are kept by: an order can also depend on which document is of which file
-        files = hashlib.blake2b(self.examples.sources_N.tobytes(), digest_size=16).hexdigest()
-        self._made_of = json.dumps([self._identity, files, seed], sort_keys=True)
-        self.epoch, self.position = 0, 0
+        for name, value in self._identity.items() if start is not None else ():
+            self._refuse_other(start or {}, name, value)
+        epoch, window = (int(start["epoch"]), int(start.get("window", 0))) if start else (0, 0)
+        if epoch < 0 or not 0 <= window < self._windows.count:
+            raise ConfigError(f"cannot resume: there is no window {window} of epoch {epoch}")
+        self._open(epoch, window)
         if start is not None:
-            self._resume(start)
+            self._refuse_other(start, "fingerprint", self._fingerprint)
+            self._go_to(int(start["position"]))
 
-    def _resume(self, start: Mapping[str, Any]) -> None:
-        for name, value in self._identity.items():
-            if start.get(name) != value:
-                what = "the data" if name == "fingerprint" else name
-                raise ConfigError(
-                    f"cannot resume: {what} changed ({name} was {start.get(name)!r}, is {value!r})",
-                    next=f"restore {what}, or start a new run with another --out",
-                )
-        epoch, position = int(start["epoch"]), int(start["position"])
-        if epoch < 0 or not 0 <= position <= len(self.plan(epoch)):
+    def _refuse_other(self, start: Mapping[str, Any], name: str, value: object) -> None:
+        if start.get(name) != value:
+            what = "the data" if name in ("rows", "window_rows", "fingerprint") else name
             raise ConfigError(
-                f"cannot resume: position {position} of epoch {epoch} lies outside its"
-                f" {len(self.plan(epoch))} batches"
+                f"cannot resume: {what} changed ({name} was {start.get(name)!r}, is {value!r})",
+                next=f"restore {what}, or start a new run with another --out",
             )
-        self.epoch, self.position = epoch, position
 
-    def plan(self, epoch: int) -> Plan:
-        """The batches of an epoch as lists of example indices.
+    def _go_to(self, position: int) -> None:
+        (name, number), count = list(self._place().items())[-1], len(self._plan)
+        if not 0 <= position <= count:
+            raise ConfigError(
+                f"cannot resume: position {position} of {name} {number} lies outside its {count} batches"
+            )
+        self.position = position
 
-        A pure function of (lengths, tokens_per_step, packing, order, seed, epoch).
-        """
-        made_of = (self._made_of, epoch)
+    def _place(self) -> dict[str, int]:
+        return self._windows.place(self.epoch, self.window)
+
+    def _open(self, epoch: int, window: int) -> None:
+        """Go to the beginning of a window, which is waited for, and pack it."""
+        examples = self._windows.examples(epoch, window)
+        self.epoch, self.window, self.position = epoch, window, 0
+        if examples is not self.examples:
+            self.examples, self._fingerprint = examples, examples.fingerprint()
+            # what plans are kept by: an order can also depend on which document is of which file
+            files = hashlib.blake2b(examples.sources_N.tobytes(), digest_size=16).hexdigest()
+            made_of = [self._identity, self._fingerprint, files, self._seed]
+            self._made_of = json.dumps(made_of, sort_keys=True)
+        self._plan = self._planned(epoch, window)
+
+    def _planned(self, epoch: int, window: int) -> Plan:
+        """The batches of a window of the documents at hand, kept where it was asked for lately."""
+        made_of = (self._made_of, epoch, window)
         if made_of not in _plans:
-            order, lengths = self.order(epoch), self.examples.packed_N.tolist()
-            plan = Plan(order, PACKERS[self.packing](order, lengths, self.tokens_per_step))
-            shuffled = "batches" in self._identity
-            _plans[made_of] = plan.shuffled([self._seed, epoch]) if shuffled else plan
+            order, lengths = self._windows.order(epoch, len(self.examples)), self.examples.packed_N.tolist()
+            placed = PACKERS[self.packing](order, lengths, self.tokens_per_step) if lengths else []
+            plan = Plan(order, placed)
+            place = self._windows.place(epoch, window).values()
+            _plans[made_of] = plan.shuffled([self._seed, *place]) if "batches" in self._identity else plan
             while len(_plans) > PLANS:
                 _plans.popitem(last=False)
         _plans.move_to_end(made_of)
         return _plans[made_of]
 
-    def cursor(self) -> Cursor:
-        """Where the next batch begins."""
-        passes = self.epoch + self.position / max(1, len(self.plan(self.epoch)))
-        return {"epoch": self.epoch, "position": self.position, "passes": passes, **self._identity}
+    def plan(self, epoch: int) -> Plan:
+        """The batches of an epoch as lists of example indices; where it has windows, of the one at hand.
 
-    def __iter__(self) -> Iterator[tuple[Batch, Cursor]]:
+        A pure function of (lengths, tokens_per_step, packing, order, seed, epoch).
+        """
+        return self._planned(epoch, 0) if self._windows.known else self._plan
+
+    def cursor(self) -> Cursor:
+        """Where the next step begins."""
+        windows = self.window + self.position / max(1, len(self._plan))
+        passes = self.epoch + windows / self._windows.count
+        place = {**self._place(), "position": self.position, "passes": passes}
+        return {**place, **self._identity, "fingerprint": self._fingerprint}
+
+    def __iter__(self) -> Iterator[Step]:
         return self
 
-    def __next__(self) -> tuple[Batch, Cursor]:
-        # an epoch of small data_weights can hold no document
-        while self.position >= len(self.plan(self.epoch)):
-            self.epoch, self.position = self.epoch + 1, 0
-        indices = self.plan(self.epoch)[self.position]
+    def __next__(self) -> Step:
+        self.documents = [self._next() for _ in range(self.micro_batches)]
+        return [pack(documents) for documents in self.documents], self.cursor()
+
+    def _next(self) -> list[Example]:
+        """The documents of the next batch."""
+        self._windows.take()
+        empty = 0
+        while self.position >= len(self._plan):
+            empty += not len(self._plan)
+            if empty > self._windows.empty:
+                raise DataError(
+                    "no row of the data is left to train on", next="unfreeze data show FILE --model MODEL"
+                )
+            last = self.window + 1 == self._windows.count
+            self._open(self.epoch + last, 0 if last else self.window + 1)
         self.position += 1
-        documents = [self.examples[index] for index in indices]
-        return self.fill(pack(documents), documents), self.cursor()
+        return [self.examples[index] for index in self._plan[self.position - 1]]
 
-    def len_steps(self, epochs: float) -> int:
-        """Count the steps in `epochs` passes over the data, from the beginning.
+    def len_batches(self, epochs: float) -> int | None:
+        """Count the batches of `epochs` passes, from the beginning; None where the data is in windows.
 
-        A fraction is rounded up to a whole step.
+        A fraction is rounded up to a whole batch.
         """
+        if not self._windows.known:
+            return None
         whole = math.floor(epochs)
-        steps = sum(len(self.plan(epoch)) for epoch in range(whole))
+        batches = sum(len(self.plan(epoch)) for epoch in range(whole))
         fraction = epochs - whole
-        return steps + (math.ceil(fraction * len(self.plan(whole))) if fraction else 0)
+        return batches + (math.ceil(fraction * len(self.plan(whole))) if fraction else 0)
+
+    def len_steps(self, epochs: float) -> int | None:
+        """Steps of `epochs` passes, the last one filled from the next pass; None where it is in windows."""
+        batches = self.len_batches(epochs)
+        return None if batches is None else -(-batches // self.micro_batches)
 
     def efficiency(self) -> float:
-        """Share of the token budget that the first epoch's batches fill (1.0 = every step full)."""
+        """Share of the token budget that the first epoch's batches fill (1.0 = every batch full).
+
+        Of documents in windows: the batches of the one at hand.
+        """
         return self.plan(0).efficiency(self.examples.packed_N, self.tokens_per_step)
+
+
+def _whole(examples: Examples, tokens_per_step: int, seed: int, order: Order | None) -> Whole:
+    """An epoch of documents at hand; a batch holds whole ones, so the longest must fit."""
+    if not examples:
+        raise DataError("no documents to train on")
+    place = int(examples.packed_N.argmax())
+    longest = int(examples.packed_N[place])
+    if longest > tokens_per_step:
+        raise DataError(
+            f"row {examples.rows_N[place]} has {longest} tokens, tokens_per_step is"
+            f" {tokens_per_step}; a step holds whole documents",
+            next=(f"--tokens-per-step {longest} or more, or --sequence-length {tokens_per_step} or less"),
+        )
+    return Whole(examples, order or Shuffled(len(examples), seed))

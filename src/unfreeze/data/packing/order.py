@@ -49,15 +49,15 @@ class Mixed:
         files = int(sources_N.max(initial=-1)) + 1
         if len(weights_F) < files:
             raise ConfigError(
-                f"data_weights has {len(weights_F)} numbers for {files} data files",
+                f"data.weights has {len(weights_F)} numbers for {files} data files",
                 next="one weight per file, in the same order",
             )
         if not all(np.isfinite(weight) and weight >= 0 for weight in weights_F) or not any(
             weight > 0 for weight in weights_F
         ):
             raise ConfigError(
-                f"data_weights is {list(weights_F)}: finite numbers, 0 or more, not all 0",
-                next="--data-weights 1 0.5",
+                f"data.weights is {list(weights_F)}: finite numbers, 0 or more, not all 0",
+                next="--data.weights 1 0.5",
             )
         self._members = [np.flatnonzero(sources_N == file) for file in range(len(weights_F))]
         self._weights = list(weights_F)

@@ -1,112 +1,103 @@
-"""Training batches of large files: window by window, each shuffled and packed by itself (streamed.py)."""
+"""The windows of an epoch: documents that are ordered and packed by themselves.
+
+Whole      documents in memory or on disk: an epoch is one window
+InWindows  large files that are encoded while training goes on (store/streamed.py): window after window
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-from unfreeze.core.batch import Batch
-from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.data.packing.batches import Cursor, Fill, as_packed, batch_order, pack
-from unfreeze.data.packing.packers import PACKERS, Packing, Plan
-from unfreeze.data.store.handed import Taken
-from unfreeze.data.store.streamed import Stream
+from unfreeze.data.packing.order import Order
+from unfreeze.data.store.examples import Examples
+
+if TYPE_CHECKING:
+    from unfreeze.data.store.handed import Taken
+    from unfreeze.data.store.streamed import Stream
 
 
-class WindowBatches:
-    """Batches without end, as `Batches` are, whose order is fixed by (seed, epoch, window).
+class Windows(Protocol):
+    """Where `Batches` has documents and their order from.
 
-    A cursor has {"epoch", "window", "position"}, and what must be unchanged for that to mean the same place:
-    the bytes of all rows ("rows"), and every token of its window ("fingerprint").
-    Raises ConfigError for a cursor of other data or settings, DataError for what `stream.window` refuses, and
-    where no row of an epoch gives a document. fill: as of Batches.
+    count     windows of an epoch
+    known     whether all of them are at hand: then a number of epochs is a number of steps
+    empty     windows without a document that may follow each other
+    identity  what must be unchanged for a window to be the same; plain JSON, part of the cursor
     """
 
-    fill: Fill = staticmethod(as_packed)
+    count: int
+    known: bool
+    empty: float
+    identity: dict[str, Any]
 
-    def __init__(
-        self,
-        stream: Stream | Taken,
-        tokens_per_step: int,
-        start: Mapping[str, Any] | None = None,
-        *,
-        packing: Packing = "first_fit",
-    ):
-        self._stream, self.tokens_per_step, self.packing = stream, tokens_per_step, packing
-        self._identity = {
+    def place(self, epoch: int, number: int) -> dict[str, int]:
+        """A window as a cursor has it."""
+        ...
+
+    def examples(self, epoch: int, number: int) -> Examples:
+        """Its documents; waits until they are encoded."""
+        ...
+
+    def order(self, epoch: int, count: int) -> Sequence[int]:
+        """In which order the `count` documents of a window are packed."""
+        ...
+
+    def take(self) -> None:
+        """Called before each batch: takes what was encoded meanwhile."""
+        ...
+
+
+class Whole:
+    """An epoch of documents that are at hand, in one window."""
+
+    count, known, empty = 1, True, math.inf  # an epoch of small data_weights can hold no document
+
+    def __init__(self, examples: Examples, order: Order):
+        self._examples, self._order = examples, order
+        self.identity = order.identity
+
+    def place(self, epoch: int, number: int) -> dict[str, int]:
+        return {"epoch": epoch}
+
+    def examples(self, epoch: int, number: int) -> Examples:
+        return self._examples
+
+    def order(self, epoch: int, count: int) -> Sequence[int]:
+        return self._order(epoch)
+
+    def take(self) -> None:
+        """All is there."""
+
+
+class InWindows:
+    """An epoch of large files, in windows of rows that a permutation of all of them gave.
+
+    It is opened once for each window: processes hand a window on as it is asked for.
+    """
+
+    known = False
+
+    def __init__(self, stream: Stream | Taken):
+        self._stream, self.seed = stream, stream.seed
+        self.count, self.empty = stream.windows, float(stream.windows)
+        self.identity: dict[str, Any] = {
             "seed": stream.seed,
-            "tokens_per_step": tokens_per_step,
-            "packing": packing,
             "window_rows": stream.size,
             "rows": stream.rows.digest,
-            **batch_order(start),
         }
-        for name, value in self._identity.items() if start is not None else ():
-            self._refuse_other(start or {}, name, value)
-        epoch, number = (int(start["epoch"]), int(start["window"])) if start else (0, 0)
-        self._open(epoch, number)
-        self.position = int(start["position"]) if start else 0
-        if start is not None:
-            self._refuse_other(start, "fingerprint", self._fingerprint)
-            if not 0 <= self.position <= len(self._plan):
-                raise ConfigError(
-                    f"cannot resume: position {self.position} of window {number} lies outside its"
-                    f" {len(self._plan)} batches"
-                )
 
-    def _refuse_other(self, start: Mapping[str, Any], name: str, value: object) -> None:
-        if start.get(name) != value:
-            what = "the data" if name in ("rows", "window_rows", "fingerprint") else name
-            raise ConfigError(
-                f"cannot resume: {what} changed ({name} was {start.get(name)!r}, is {value!r})",
-                next=f"restore {what}, or start a new run with another --out",
-            )
+    def place(self, epoch: int, number: int) -> dict[str, int]:
+        return {"epoch": epoch, "window": number}
 
-    def _open(self, epoch: int, number: int) -> None:
-        """Wait for a window, and pack it."""
-        self._examples = self._stream.window(epoch, number)
-        self.epoch, self.number, self.position = epoch, number, 0
-        self._fingerprint = self._examples.fingerprint()
-        order, lengths = range(len(self._examples)), self._examples.packed_N.tolist()
-        placed = PACKERS[self.packing](order, lengths, self.tokens_per_step) if lengths else []
-        plan = Plan(order, placed)
-        self._plan = (
-            plan.shuffled([self._stream.seed, epoch, number]) if "batches" in self._identity else plan
-        )
+    def examples(self, epoch: int, number: int) -> Examples:
+        """Raises DataError for what `stream.window` refuses."""
+        return self._stream.window(epoch, number)
 
-    def cursor(self) -> Cursor:
-        """Where the next batch begins."""
-        windows = self.number + self.position / max(1, len(self._plan))
-        passes = self.epoch + windows / self._stream.windows
-        place = {"epoch": self.epoch, "window": self.number, "position": self.position, "passes": passes}
-        return {**place, **self._identity, "fingerprint": self._fingerprint}
+    def order(self, epoch: int, count: int) -> Sequence[int]:
+        """As they come: the rows of a window are drawn at random already."""
+        return range(count)
 
-    def __iter__(self) -> Iterator[tuple[Batch, Cursor]]:
-        return self
-
-    def __next__(self) -> tuple[Batch, Cursor]:
+    def take(self) -> None:
         self._stream.take()
-        empty = 0
-        while self.position >= len(self._plan):
-            empty += not len(self._plan)
-            if empty > self._stream.windows:
-                raise DataError(
-                    "no row of the data is left to train on", next="unfreeze data show FILE --model MODEL"
-                )
-            last = self.number + 1 == self._stream.windows
-            self._open(self.epoch + last, 0 if last else self.number + 1)
-        indices = self._plan[self.position]
-        self.position += 1
-        documents = [self._examples[index] for index in indices]
-        return self.fill(pack(documents), documents), self.cursor()
-
-    def len_steps(self, epochs: float) -> int:
-        """Not known before every row is encoded: a run in windows has its number of steps given."""
-        raise ConfigError(
-            f"cannot go on for {epochs:g} epochs: this run reads its rows in windows, for a number of steps",
-            next="--steps, with --allow-changed steps",
-        )
-
-    def efficiency(self) -> float:
-        """Share of the token budget that the batches of this window fill."""
-        return self._plan.efficiency(self._examples.packed_N, self.tokens_per_step)

@@ -27,13 +27,13 @@ def renamed(fields: dict[str, Any], renames: Mapping[str, str], row: int) -> dic
     """The row's fields under our names. Raises DataError where a needed column is missing."""
     if not renames:
         return fields
-    refuse_missing(renames, fields, f"row {row}")
+    refuse_missing_columns(renames, fields, f"row {row}")
     given = {ours: fields[column] for ours, column in renames.items() if column in fields}
     left = {name: value for name, value in fields.items() if name not in renames.values()}
     return {**left, **given}
 
 
-def refuse_missing(renames: Mapping[str, str], there: Iterable[str], where: str) -> None:
+def refuse_missing_columns(renames: Mapping[str, str], there: Iterable[str], where: str) -> None:
     """Optional fields (system, input, tools) may be absent in some rows."""
     names = list(there)
     missing = next(

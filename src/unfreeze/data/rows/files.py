@@ -24,7 +24,7 @@ from unfreeze.data.rows.asked import asked_from_dict
 from unfreeze.data.rows.columns import renames_of
 from unfreeze.data.rows.judged import judged_from_dict
 from unfreeze.data.rows.lines import JsonArray, JsonLines, TextFile, is_array, parse_json, parse_text
-from unfreeze.data.rows.row import Answers, BadRow, Build, Judged, Place, Row
+from unfreeze.data.rows.row import Answers, BadRow, Build, Judged, Row, RowPlace
 from unfreeze.data.rows.shapes import row_from_dict
 from unfreeze.data.rows.tables import Arrow, Csv, Parquet, parse_cells
 
@@ -37,8 +37,8 @@ BUILD: dict[Answers, Build] = {"taught": row_from_dict, "asked": asked_from_dict
 class Reader(Protocol):
     """The rows of one file as they stand in it; what they mean is found out by `parser`."""
 
-    def rows(self) -> Iterator[tuple[Place, Any]]: ...
-    def at(self, place: Place) -> Any: ...
+    def rows(self) -> Iterator[tuple[RowPlace, Any]]: ...
+    def at(self, place: RowPlace) -> Any: ...
 
 
 Renames = Mapping[str, str]
@@ -161,7 +161,7 @@ def read_places(
     on_bad: Callable[[BadRow], None] | None = None,
     columns: Sequence[str] = (),
     answers: Answers = "taught",
-) -> Iterator[tuple[Place, Any]]:
+) -> Iterator[tuple[RowPlace, Any]]:
     """Read rows as read_rows does, each with its place, by which Again finds it.
 
     At most one row (MAX_ROW_BYTES) is held, of a table ROWS of them.
@@ -177,7 +177,7 @@ def read_places(
             on_bad(BadRow(place.row, error.message))
 
 
-def raw_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[Place, Any]]:
+def raw_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[RowPlace, Any]]:
     """Each row as it stands in its file, and its place: all that one process has to read in order.
 
     What it means can be found out elsewhere, by `parser`: it is bytes, or a dict of plain values.
@@ -187,7 +187,7 @@ def raw_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[Place, A
 
 def parser(
     path: Path, columns: Sequence[str] = (), answers: Answers = "taught"
-) -> Callable[[Any, Place], Any]:
+) -> Callable[[Any, RowPlace], Any]:
     """What makes a Row, or a Judged, of one of raw_rows; the file is not opened.
 
     It raises DataError that names the row.
@@ -196,7 +196,7 @@ def parser(
     parse, renames = FORMS[ending(path)][1], renames_of(columns)
     build: Build = BUILD.get(answers, judged_from_dict)
 
-    def bounded(raw: Any, place: Place) -> Row | Judged:
+    def bounded(raw: Any, place: RowPlace) -> Row | Judged:
         if place.size > lines.MAX_ROW_BYTES:
             raise DataError(
                 f"row {place.row}: {format_bytes(place.size)} in one row, at most"
@@ -209,7 +209,9 @@ def parser(
 
 def refused(path: Path, error: DataError) -> DataError:
     """A bad row's error with the name of its file and what to do."""
-    return DataError(f"{path.name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip")
+    return DataError(
+        f"{path.name}, {error.message}", next=error.next or "mend the row, or --data.on-bad-row skip"
+    )
 
 
 class Again:
@@ -218,7 +220,7 @@ class Again:
     def __init__(self, path: Path, columns: Sequence[str] = (), answers: Answers = "taught"):
         self._reader, self._parse = reader(path, columns), parser(path, columns, answers)
 
-    def __call__(self, place: Place) -> Any:
+    def __call__(self, place: RowPlace) -> Any:
         """Raises DataError if the file has changed and holds no row there."""
         return self._parse(self._reader.at(place), place)
 

@@ -116,7 +116,7 @@ def _pair(fields: Fields, row: int) -> Judged:
     if answers[0] == answers[1]:
         raise DataError(
             f"row {row}: chosen and rejected are the same answer; nothing is preferred",
-            next="remove the row, or --on-bad-row skip",
+            next="remove the row, or --data.on-bad-row skip",
         )
     asked = _asked(fields, row)
     if asked is None and all(isinstance(answer, str) for answer in answers):
@@ -146,7 +146,7 @@ def _check_ways(talks: Sequence[Sequence[Item]], begins: int, row: int) -> None:
             raise DataError(
                 f"row {row}: the prompts differ: {name} has another turn of {role!r} at {talk[begins][0]};"
                 " answers to different prompts are not compared",
-                next="give both the same prompt, or remove the row, or --on-bad-row skip",
+                next="give both the same prompt, or remove the row, or --data.on-bad-row skip",
             )
         if not any(_role(item) == "assistant" for _, item in talk[begins:]):
             raise DataError(f"row {row}: field {name} has no turn of the assistant")
@@ -209,7 +209,7 @@ def _labelled(fields: Fields, row: int) -> Judged:
             raise DataError(
                 f"row {row}: {talk[-1][0]} is a turn of {_role(talk[-1][1])!r}: the label is of the last"
                 " turn, which is the assistant's",
-                next="leave out what comes behind the answer, or --on-bad-row skip",
+                next="leave out what comes behind the answer, or --data.on-bad-row skip",
             )
     rest = {name: value for name, value in fields.items() if name in ("system", "tools", "functions")}
     made = conversation_of(talk, rest, row, shape, prompt=begins)

@@ -1,6 +1,6 @@
 """Rows that are lines of a file: JSON Lines, plain text, and the elements of a JSON array. Gzip is unpacked.
 
-A line is found by its bytes (Place), so it can be read again later, and be parsed in another process.
+A line is found by its bytes (RowPlace), so it can be read again later, and be parsed in another process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unfreeze.core.errors import DataError
 from unfreeze.core.units import format_bytes
 from unfreeze.data.rows.columns import renamed
 from unfreeze.data.rows.fields import json_type, refuse_constant
-from unfreeze.data.rows.row import Build, Place, Text
+from unfreeze.data.rows.row import Build, RowPlace, Text
 from unfreeze.data.rows.shapes import row_from_dict
 
 DOCUMENT_MARK = "<|endoftext|>"
@@ -38,12 +38,12 @@ class JsonLines:
         self.path = path
         self._file: IO[bytes] | None = None
 
-    def rows(self) -> Iterator[tuple[Place, bytes]]:
+    def rows(self) -> Iterator[tuple[RowPlace, bytes]]:
         """(place, bytes) of each row."""
         with opened(self.path) as file:
             yield from (found for found in bounded_lines(file, self.path) if found[1].strip())
 
-    def at(self, place: Place) -> bytes:
+    def at(self, place: RowPlace) -> bytes:
         """The bytes of one row again."""
         if self._file is None:
             self._file = open_bytes(self.path)
@@ -54,20 +54,20 @@ class JsonLines:
 class TextFile(JsonLines):
     """Documents: what stands between lines `<|endoftext|>` if the file has any, else between blank lines."""
 
-    def rows(self) -> Iterator[tuple[Place, bytes]]:
+    def rows(self) -> Iterator[tuple[RowPlace, bytes]]:
         """(place, bytes) of each document; its row is its first line's."""
         mark = DOCUMENT_MARK.encode()
         with opened(self.path) as file:
             marked = any(line.strip() == mark for _, line in bounded_lines(file, self.path))
             file.seek(0)
-            first: Place | None = None
+            first: RowPlace | None = None
             lines: list[bytes] = []
             size = 0
             for place, line in bounded_lines(file, self.path):
                 ends = line.strip() == mark if marked else not line.strip()
                 if ends or (first is None and not line.strip()):
                     if first is not None:
-                        yield Place(first.row, first.offset, size), b"".join(lines)
+                        yield RowPlace(first.row, first.offset, size), b"".join(lines)
                     first, lines, size = None, [], 0
                     continue
                 first = first or place
@@ -75,7 +75,7 @@ class TextFile(JsonLines):
                 if size <= MAX_ROW_BYTES:
                     lines.append(line)
             if first is not None:
-                yield Place(first.row, first.offset, size), b"".join(lines)
+                yield RowPlace(first.row, first.offset, size), b"".join(lines)
 
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\],]', re.DOTALL)
@@ -88,7 +88,7 @@ class JsonArray(JsonLines):
     At most one element and CHUNK bytes are held.
     """
 
-    def rows(self) -> Iterator[tuple[Place, bytes]]:
+    def rows(self) -> Iterator[tuple[RowPlace, bytes]]:
         with opened(self.path) as file:
             head = without_bom(file.read(CHUNK), self.path)
             base = file.tell() - len(head)
@@ -110,7 +110,7 @@ class JsonArray(JsonLines):
                         element = held[start : match.start()]
                         if row or depth or element.strip():
                             row += 1
-                            yield Place(row, base + start, len(element)), element
+                            yield RowPlace(row, base + start, len(element)), element
                         start = match.end()
                         if depth == 0:
                             _nothing_more(held[start:], file, self.path, row)
@@ -177,7 +177,7 @@ def opened(path: Path) -> Generator[IO[bytes]]:
             ) from None
 
 
-def bounded_lines(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
+def bounded_lines(file: IO[bytes], path: Path) -> Iterator[tuple[RowPlace, bytes]]:
     """Give (place, bytes) of each line, without a byte order mark.
 
     Split at \n only: U+2028 and its kin may stand inside JSON strings.
@@ -195,7 +195,7 @@ def bounded_lines(file: IO[bytes], path: Path) -> Iterator[tuple[Place, bytes]]:
         if number == 1:
             whole = without_bom(line, path)
             mark = len(line) - len(whole)
-        yield Place(number, offset + mark, size - mark), whole
+        yield RowPlace(number, offset + mark, size - mark), whole
         offset += size
 
 
@@ -214,7 +214,8 @@ def decode(raw: bytes, row: int) -> str:
     except UnicodeDecodeError as error:
         raise DataError(
             f"row {row}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8",
-            next="iconv -f WINDOWS-1252 -t UTF-8 FILE > utf8 (if it is from Windows), or --on-bad-row skip",
+            next="iconv -f WINDOWS-1252 -t UTF-8 FILE > utf8 (if it is from Windows),"
+            " or --data.on-bad-row skip",
         ) from None
 
 

@@ -107,7 +107,7 @@ class BadRow:
     file: str = ""
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Where a row's bytes lie in its file, and its number."""
 
     row: int

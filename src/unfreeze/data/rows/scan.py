@@ -12,10 +12,10 @@ import numpy as np
 
 from unfreeze.data.rows.files import reader
 from unfreeze.data.rows.lines import MAX_ROW_BYTES, JsonLines, TextFile
-from unfreeze.data.rows.row import Place
+from unfreeze.data.rows.row import RowPlace
 
 
-class Rows:
+class RowTable:
     """R rows of files that are read line by line, in any order; 32 bytes a row.
 
     table_R4   file, number in it, offset and size of each row
@@ -47,10 +47,10 @@ class Rows:
     def __len__(self) -> int:
         return len(self.table_R4)
 
-    def read(self, row: int) -> tuple[Place, bytes]:
+    def read(self, row: int) -> tuple[RowPlace, bytes]:
         """A row as raw_rows gives it. One that is too long to be read is not: its place says so."""
         source, number, offset, size = self.table_R4[row].tolist()
-        place = Place(number, offset, size)
+        place = RowPlace(number, offset, size)
         return place, b"" if size > MAX_ROW_BYTES else self._files[source].at(place)
 
 

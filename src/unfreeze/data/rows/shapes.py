@@ -125,7 +125,8 @@ def refuse_other_senses(fields: Fields, row: int) -> None:
             raise DataError(
                 f"row {row}: it has field {(f'{sense}s' if several else sense)!r}, which a language"
                 " model is not given",
-                next="remove these rows, or --on-bad-row skip; where the words stand alone, remove the field",
+                next="remove these rows, or --data.on-bad-row skip; where the words stand alone, remove the"
+                " field",
             )
 
 
@@ -171,7 +172,7 @@ def _no_shape(names: Sequence[str], row: int, renames: Mapping[str, str]) -> Dat
     names: the row's fields, renamed already
     """
     if not names:
-        return DataError(f"row {row}: the object is empty", next="remove the row, or --on-bad-row skip")
+        return DataError(f"row {row}: the object is empty", next="remove the row, or --data.on-bad-row skip")
     there = ", ".join(sorted(renames.get(name, name) for name in names)[:20])
     needed = max((needed for needed, _ in SHAPES.values()), key=lambda fields: _score(fields, names))
     missing = [name for name in needed if name not in names]

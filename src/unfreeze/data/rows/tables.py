@@ -17,9 +17,9 @@ import numpy as np
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows import lines
-from unfreeze.data.rows.columns import refuse_missing, renamed
+from unfreeze.data.rows.columns import refuse_missing_columns, renamed
 from unfreeze.data.rows.fields import json_of
-from unfreeze.data.rows.row import Build, Place
+from unfreeze.data.rows.row import Build, RowPlace
 from unfreeze.data.rows.shapes import NAMES, check_names, row_from_dict
 
 ROWS = 256
@@ -66,7 +66,7 @@ class Csv:
             raise DataError(f"{path.name}, row 1: column {twice!r} stands twice", next="rename one of them")
         _check_header(path, given, renames, "row 1: the first line of a csv file names its columns")
 
-    def rows(self) -> Iterator[tuple[Place, Cells | Wrong]]:
+    def rows(self) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
         """(place, cells) of each record, or what is wrong with it."""
         csv.field_size_limit(lines.MAX_ROW_BYTES)
         with lines.opened(self.path) as file:
@@ -104,7 +104,7 @@ class Csv:
                             next='a quote inside a cell is written twice: ""',
                         ) from None
                     found = f"row {counted.row}: {error}", 'quote the cell: "…"'
-                yield Place(counted.row, counted.offset, counted.size), found
+                yield RowPlace(counted.row, counted.offset, counted.size), found
 
     def _named_cells(self, cells: list[str], row: int) -> Cells:
         if self._delimiter == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
@@ -120,7 +120,7 @@ class Csv:
             )
         return {name: cell or None for name, cell in zip(self._names, cells, strict=True) if name}
 
-    def at(self, place: Place) -> Cells:
+    def at(self, place: RowPlace) -> Cells:
         """One record again."""
         if self._file is None:
             self._file = lines.open_bytes(self.path)
@@ -143,7 +143,7 @@ class Csv:
 class _Counted:
     """Lines for csv.reader; knows which bytes the record at hand was made of."""
 
-    def __init__(self, found: Iterator[tuple[Place, bytes]]):
+    def __init__(self, found: Iterator[tuple[RowPlace, bytes]]):
         self._found = found
         self.begin()
 
@@ -185,7 +185,7 @@ class Parquet:
         self._plain = _converters(pyarrow, self._schema)
         self._group: tuple[int, Any] = (-1, None)
 
-    def rows(self) -> Iterator[tuple[Place, Cells | Wrong]]:
+    def rows(self) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
         """(place, fields) of each row."""
         number = 0
         with _readable(self.path, "Parquet"):
@@ -194,7 +194,7 @@ class Parquet:
                     number = place.row
                     yield place, fields
 
-    def at(self, place: Place) -> Cells | Wrong:
+    def at(self, place: RowPlace) -> Cells | Wrong:
         """One row again. Its row group is read for it, unless it was the last one read."""
         counts = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         with _readable(self.path, "Parquet"):
@@ -230,7 +230,7 @@ class Arrow:
         else:
             yield from reader
 
-    def rows(self) -> Iterator[tuple[Place, Cells | Wrong]]:
+    def rows(self) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
         """(place, fields) of each row."""
         number = 0
         with _readable(self.path, "Arrow"):
@@ -242,7 +242,7 @@ class Arrow:
                         number = place.row
                         yield place, fields
 
-    def at(self, place: Place) -> Cells | Wrong:
+    def at(self, place: RowPlace) -> Cells | Wrong:
         """One row again. What is not compressed stays in the file, mapped."""
         with _readable(self.path, "Arrow"):
             if self._table is None:
@@ -292,7 +292,7 @@ def _kept(path: Path, names: Sequence[str], renames: Mapping[str, str]) -> list[
 
 def _check_header(path: Path, names: Sequence[str], renames: Mapping[str, str], what: str) -> None:
     """Refuse a table whose columns make no row, before it is gone through."""
-    refuse_missing(renames, names, path.name)
+    refuse_missing_columns(renames, names, path.name)
     check_names(names, renames, f"{path.name}, {what}")
 
 
@@ -339,7 +339,7 @@ def _messages(value: object) -> list[Any] | None:
 
 def _fields(
     batch: Any, plain: Mapping[str, Callable[[Any], Any]], before: int
-) -> Iterator[tuple[Place, Cells | Wrong]]:
+) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
     """(place, fields) of the rows of a table or a batch; `before` rows came before it.
 
     A row whose text is not UTF-8 is what is wrong with it.
@@ -348,14 +348,14 @@ def _fields(
     for i, fields in enumerate(_rows(batch)):
         if isinstance(fields, UnicodeDecodeError):
             wrong = f"row {before + i + 1}: not UTF-8: {fields.reason}", "write the row again in UTF-8"
-            yield Place(before + i + 1, before + i, size), wrong
+            yield RowPlace(before + i + 1, before + i, size), wrong
             continue
         if batch.nbytes > lines.MAX_ROW_BYTES:
             size = len(repr(fields))
             if size > lines.MAX_ROW_BYTES:
                 fields = {}
         yield (
-            Place(before + i + 1, before + i, size),
+            RowPlace(before + i + 1, before + i, size),
             {name: plain[name](value) if value is not None else None for name, value in fields.items()},
         )
 

@@ -141,7 +141,7 @@ class Account:
             if not self._skip:
                 name = self._paths[source].name
                 raise DataError(
-                    f"{name}, {error.message}", next=error.next or "mend the row, or --on-bad-row skip"
+                    f"{name}, {error.message}", next=error.next or "mend the row, or --data.on-bad-row skip"
                 ) from None
             stats.bad += 1
             self._list(stats.listed, source, BadRow(row.row, error.message))

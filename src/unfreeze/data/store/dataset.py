@@ -160,7 +160,7 @@ def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str], a
         try:
             next(iter(read_places(path, None, columns, answers)), None)
         except DataError as error:
-            remedy = remedy or error.next.replace(", or --on-bad-row skip", "")  # which leaves none
+            remedy = remedy or error.next.replace(", or --data.on-bad-row skip", "")  # which leaves none
     return DataError(
         f"{names}: no row left to train on, of {stats.rows}: {reasons}", next=remedy or "mend the rows"
     )

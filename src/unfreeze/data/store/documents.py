@@ -13,9 +13,9 @@ import numpy as np
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.files import Again
-from unfreeze.data.rows.row import Place
+from unfreeze.data.rows.row import RowPlace
 from unfreeze.data.store.account import Reading
-from unfreeze.data.store.encoding import Part
+from unfreeze.data.store.encoding import EncodedRows
 from unfreeze.data.store.examples import NUMBERS, Columns, Example
 from unfreeze.data.tokens.compared import Comparing
 from unfreeze.data.tokens.masks import Encoder
@@ -26,7 +26,7 @@ class Store(Protocol):
 
     reading: Reading
 
-    def add(self, part: Part) -> None:
+    def add(self, part: EncodedRows) -> None:
         """Keep the documents of the next rows."""
         ...
 
@@ -67,7 +67,7 @@ class Held(Documents):
     def __init__(self) -> None:
         super().__init__(Columns(), bytearray(), bytearray())
 
-    def add(self, part: Part) -> None:
+    def add(self, part: EncodedRows) -> None:
         self._columns.extend(part.columns)
         self._tokens += part.tokens
         self._weights += part.weights
@@ -84,7 +84,7 @@ class OnDemand:
         self._checksums = bytearray()
         self._files: dict[int, Again] = {}
 
-    def add(self, part: Part) -> None:
+    def add(self, part: EncodedRows) -> None:
         self._places.frombytes(part.places)
         self._checksums += part.columns.checksums
 
@@ -103,7 +103,7 @@ class OnDemand:
         try:
             if source not in self._files:
                 self._files[source] = Again(path, self._columns, self._encoder.answers)
-            pieces = self._encoder(self._files[source](Place(row, offset, size))).examples
+            pieces = self._encoder(self._files[source](RowPlace(row, offset, size))).examples
         except DataError:
             raise changed from None
         if piece >= len(pieces) or pieces[piece].checksum != self._checksums[16 * index : 16 * index + 16]:

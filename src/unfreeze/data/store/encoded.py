@@ -41,7 +41,7 @@ from unfreeze.data.rows.files import text_bytes
 from unfreeze.data.store.account import Reading, Stats
 from unfreeze.data.store.dataset import HELD_BYTES, Dataset, encode_files
 from unfreeze.data.store.documents import Documents
-from unfreeze.data.store.encoding import Part, stats_of
+from unfreeze.data.store.encoding import EncodedRows, stats_of
 from unfreeze.data.store.examples import NUMBERS, Columns, Example, Examples
 from unfreeze.data.tokens.tokenizer import Tokenizer
 
@@ -177,7 +177,7 @@ class Writing:
         self._part.mkdir()
         self._tokens, self._weights = ((self._part / name).open("wb") for name in ("tokens", "weights"))
 
-    def add(self, part: Part) -> None:
+    def add(self, part: EncodedRows) -> None:
         self.written += len(part.tokens) + len(part.weights)
         if self.written > self._most:
             raise OSError(errno.ENOSPC, "they take more than half of what the disk had free")

@@ -17,22 +17,21 @@ import numpy as np
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.files import parser, raw_rows, refused
-from unfreeze.data.rows.row import BadRow, Place
+from unfreeze.data.rows.row import BadRow, RowPlace
 from unfreeze.data.store.account import Account, Stats
 from unfreeze.data.store.examples import Columns, checksum_of
 from unfreeze.data.tokens.compared import Comparing
-from unfreeze.data.tokens.forms import FORMS
 from unfreeze.data.tokens.masks import Encoder
 
 BATCH_ROWS, BATCH_BYTES = 256, 2**19
 """Of a batch, at most: some 50 ms of work."""
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """Rows that follow one another in data file number `source`."""
 
     source: int
-    rows: list[tuple[Place, Any]]
+    rows: list[tuple[RowPlace, Any]]
 
     @property
     def num_bytes(self) -> int:
@@ -66,13 +65,12 @@ class Spec:
 
 
 @dataclass
-class Part:
+class EncodedRows:
     """What became of a batch.
 
     tokens, weights   of its documents, one after the other: int32, float32
     places            of each document: file, row, offset, size, piece; int64
     rows              Account.rows
-    looked            shapes of conversations that were met for the first time (Renderer.looked)
     error             message and remedy of the row at which the batch was given up
     """
 
@@ -82,29 +80,19 @@ class Part:
     weights: bytearray = field(default_factory=bytearray)
     places: bytes = b""
     rows: tuple[bytes, bytes] = (b"", b"")
-    looked: list[tuple[Any, ...]] = field(default_factory=list)
     error: tuple[str, str] | None = None
 
     def pack(self) -> bytes:
         """As bytes that `unpack` reads: plain values only."""
         columns = (self.columns.numbers.tobytes(), self.columns.digests, self.columns.checksums)
         return marshal.dumps(
-            (
-                self.stats.as_dict(),
-                columns,
-                self.tokens,
-                self.weights,
-                self.places,
-                self.rows,
-                self.looked,
-                self.error,
-            )
+            (self.stats.as_dict(), columns, self.tokens, self.weights, self.places, self.rows, self.error)
         )
 
     @classmethod
-    def unpack(cls, packed: bytes) -> Part:
-        stats, columns, tokens, weights, places, rows, looked, error = marshal.loads(packed)
-        return cls(stats_of(stats), Columns.of(*columns), tokens, weights, places, rows, looked, error)
+    def unpack(cls, packed: bytes) -> EncodedRows:
+        stats, columns, tokens, weights, places, rows, error = marshal.loads(packed)
+        return cls(stats_of(stats), Columns.of(*columns), tokens, weights, places, rows, error)
 
 
 def stats_of(plain: Any) -> Stats:
@@ -117,17 +105,17 @@ def stats_of(plain: Any) -> Stats:
     return Stats(**given)
 
 
-def batches(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[Batch]:
+def batches(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[RowBatch]:
     """The rows of all files, in order."""
     for source, path in enumerate(paths):
-        batch = Batch(source, [])
+        batch = RowBatch(source, [])
         size = 0
         for place, raw in raw_rows(path, columns):
             batch.rows.append((place, raw))
             size += place.size
             if len(batch.rows) >= BATCH_ROWS or size >= BATCH_BYTES:
                 yield batch
-                batch, size = Batch(source, []), 0
+                batch, size = RowBatch(source, []), 0
         if batch.rows:
             yield batch
 
@@ -140,12 +128,11 @@ class Coder:
         self._paths, self._columns, self._skip = [*map(Path, spec.paths)], spec.columns, spec.skip
         self._answers = spec.answers
 
-    def __call__(self, batch: Batch) -> Part:
+    def __call__(self, batch: RowBatch) -> EncodedRows:
         """Every row encoded, counted, its lengths and checksums noted."""
-        part, account, places = Part(), Account(self._paths, skip=self._skip), array("q")
+        part, account, places = EncodedRows(), Account(self._paths, skip=self._skip), array("q")
         path = self._paths[batch.source]
         parse = parser(path, self._columns, self._answers)
-        looked = self.encoder.render.looked = []
         for place, raw in batch.rows:
             try:
                 try:
@@ -168,9 +155,4 @@ class Coder:
                 part.weights += weights_T.tobytes()
                 places.extend((batch.source, *place, piece))
         part.stats, part.places, part.rows = account.stats, places.tobytes(), account.rows()
-        self.encoder.render.looked = None
-        part.looked = [
-            (shape, None, None) if found is None else (shape, FORMS.index(found[0]), found[1])
-            for shape, found in looked
-        ]
         return part

@@ -25,10 +25,12 @@ def too_long(stats: Stats, length: int, positions: int | None = None) -> str:
     positions: the most that the model takes; None where nobody knows
     """
     if positions is not None and length >= positions:
-        longer = f"the model takes {positions:,} positions at most: shorten the rows, or --truncation drop"
+        longer = (
+            f"the model takes {positions:,} positions at most: shorten the rows, or --data.truncation drop"
+        )
     else:
         longer = "raise --sequence-length (and --tokens-per-step, if it is lower)"
-    return longer + (", or --truncation split for texts" if stats.shapes.get("text") else "")
+    return longer + (", or --data.truncation split for texts" if stats.shapes.get("text") else "")
 
 
 def losses(stats: Stats, length: int, positions: int | None = None, *, listed: bool = False) -> list[str]:

@@ -3,9 +3,7 @@
 R rows of all files, N documents. What is trained on is a function of files, options and seed:
 
     scan     -> where each of R rows stands; which are held out, by their bytes          rows/scan.py
-    head     -> HEAD rows at even distances are encoded: what they tell of shapes of conversations holds for
-                all others, which learn nothing more. So what becomes of a row depends on no other row, and
-                not on which was encoded first
+    head     -> HEAD rows at even distances are encoded: they tell how many tokens a row has
     window   -> `size` rows of an epoch's order, a permutation of the rows that are not held out. Its
                 documents are shuffled and packed by themselves                          packing/windows.py
 
@@ -32,12 +30,12 @@ import numpy as np
 
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.rows.files import text_bytes
-from unfreeze.data.rows.scan import Rows, are_lines
+from unfreeze.data.rows.scan import RowTable, are_lines
 from unfreeze.data.store.account import Account, Reading, Stats
 from unfreeze.data.store.dataset import HELD_BYTES, LONGER, Dataset
 from unfreeze.data.store.documents import Held, OnDemand
 from unfreeze.data.store.encoded import COLUMNS, ENCODING, Writing, begun, key, whole
-from unfreeze.data.store.encoding import BATCH_BYTES, BATCH_ROWS, Batch, Coder, Part, Spec
+from unfreeze.data.store.encoding import BATCH_BYTES, BATCH_ROWS, Coder, EncodedRows, RowBatch, Spec
 from unfreeze.data.store.examples import Columns, Example, Examples
 from unfreeze.data.store.workers import LATER, Progress, encoded_parts
 from unfreeze.data.tokens.tokenizer import Tokenizer
@@ -45,7 +43,7 @@ from unfreeze.data.tokens.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 HEAD = 2048
-"""Rows that tell the shapes of conversations. A shape that one row in 500 has is missed once in 60 times."""
+"""Rows that tell how long the others are."""
 HEAD_BYTES, LEAST_HEAD = 2**21, 64
 """Where rows are long, so many bytes of them: a second of encoding in one process. And at least so many."""
 WINDOW = 2**19
@@ -78,7 +76,7 @@ def streamed_files(
 ) -> Stream | None:
     """The files in windows; None where they have up to `least` rows, or rows can't be read one by one.
 
-    start: a cursor of WindowBatches; what it needs is encoded first.
+    start: a cursor of Batches; what it needs is encoded first.
     options, on_bad_row, columns, workers: as of encode_files. progress: is told how the first window comes.
     look: is called with the bytes of every row.
     Raises DataError for a bad row in the first window, ConfigError where none, or all, would be held out.
@@ -94,7 +92,7 @@ def streamed_files(
             look(raw)
         return bool(validation_fraction) and is_held_out(raw, validation_fraction, seed)
 
-    rows = Rows(paths, columns, held)
+    rows = RowTable(paths, columns, held)
     if len(rows) <= least:
         return None
     if validation_fraction and (rows.held_R.all() or not rows.held_R.any()):
@@ -128,7 +126,7 @@ class Stream:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowTable,
         spec: Spec,
         tokenizer: Tokenizer,
         tokens_per_step: int,
@@ -142,14 +140,12 @@ class Stream:
         self._paths = [Path(path) for path in spec.paths]
         self._stood = [_stamp(path) for path in self._paths]
         self._small = sum(map(text_bytes, self._paths)) <= HELD_BYTES
-        # the head, and a coder that knows what it told
+        # the head
         affordable = int(HEAD_BYTES * len(rows) / max(1, int(rows.table_R4[:, 3].sum())))
         count = min(HEAD, len(rows), max(LEAST_HEAD, affordable))
         head_rows = np.linspace(0, len(rows) - 1, count).astype(np.int64)
-        first = Coder(spec, spec.encoder(tokenizer))
-        head = self._encode_head(head_rows, first)
         self._coder = Coder(spec, spec.encoder(tokenizer))
-        self._coder.encoder.render.freeze(first.encoder.render.known)
+        head = self._encode_head(head_rows)
         # windows as large as packing wants them
         self._trained = np.flatnonzero(~rows.held_R)
         tokens_a_row = int(head.lengths_N.sum()) / len(head_rows)
@@ -167,7 +163,7 @@ class Stream:
         given |= {"length": spec.sequence_length, "told": self._told, "head": count}
         name = key(self._paths, tokenizer.identity, given) if self._told is not None else ""
         self._store: Writing | None = None
-        self._parts: Generator[Part] | None = None
+        self._parts: Generator[EncodedRows] | None = None
         if name and (found := whole(name, "skip" if spec.skip else "error")) is not None:
             self._is_whole(found.examples, found.stats)
         else:
@@ -257,7 +253,7 @@ class Stream:
         keep = [digest not in self._kept_out for digest in found.digests_N.tolist()]
         return found.part(np.array(keep, dtype=bool))
 
-    def _batches_of(self, rows: np.ndarray) -> Iterator[tuple[Batch, bool]]:
+    def _batches_of(self, rows: np.ndarray) -> Iterator[tuple[RowBatch, bool]]:
         """Rows, in the order of the files, as batches that are read now; and whether one is the last."""
         groups: list[list[int]] = []
         size, source = 0, -1
@@ -276,15 +272,15 @@ class Stream:
                     f"{self._paths[source].name}: the file changed while it was trained on",
                     next="start again with a file that stays as it is",
                 )
-            yield Batch(source, [self.rows.read(row) for row in group]), place == len(groups) - 1
+            yield RowBatch(source, [self.rows.read(row) for row in group]), place == len(groups) - 1
 
     # -- encoding
 
-    def _encode_head(self, rows: np.ndarray, coder: Coder) -> Examples:
+    def _encode_head(self, rows: np.ndarray) -> Examples:
         """Of the rows `rows`. What is held out is left out."""
         store, columns, account = Held(), Columns(), Account(self._paths, skip=self._spec.skip)
         for batch, _ in self._batches_of(rows):
-            part = coder(batch)
+            part = self._coder(batch)
             if part.error:
                 raise DataError(part.error[0], next=part.error[1])
             store.add(part)
@@ -317,7 +313,7 @@ class Stream:
         waited = numbers if epoch else numbers[: numbers.index(first) + 1]
         total = sum(int(self.rows.table_R4[self._rows_of(0, number), 3].sum()) for number in waited)
 
-        def batches() -> Iterator[Batch]:
+        def batches() -> Iterator[RowBatch]:
             for number in numbers:
                 for batch, last in self._batches_of(self._rows_of(0, number)):
                     self._coming.append((number, last))

@@ -1,14 +1,12 @@
 """Rows encoded by all cores: a process for each, which reads batches and answers with what became of them.
 
-    Batch ->  [length, marshal]  -> worker: Coder -> [length, marshal] -> Part
+    RowBatch ->  [length, marshal]  -> worker: Coder -> [length, marshal] -> EncodedRows
 
 A worker is `python -c`, not a fork and not multiprocessing: it imports what encoding takes, never torch and
 never the user's script. It ends when its pipe closes, so none outlives this process, however that ends. It is
 in a group of its own, so Ctrl-C reaches this process alone, which then ends it.
 
-The result is bit for bit that of one process. All that a Renderer remembers of earlier rows is what it found
-in the first row of each shape. A worker finds that in the first row it sees itself, and says so; where that
-is not what the first row of all told, the rest is encoded here.
+The result is bit for bit that of one process: what becomes of a row hangs on no other row.
 """
 
 from __future__ import annotations
@@ -37,9 +35,8 @@ from typing import IO
 from unfreeze.core import garbage
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.files import text_bytes
-from unfreeze.data.rows.row import Place
-from unfreeze.data.store.encoding import Batch, Coder, Part, Spec
-from unfreeze.data.tokens.forms import FORMS
+from unfreeze.data.rows.row import RowPlace
+from unfreeze.data.store.encoding import Coder, EncodedRows, RowBatch, Spec
 from unfreeze.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int, int], None]
@@ -53,7 +50,7 @@ TRIED = 0.1
 """Seconds of encoding here before that is judged."""
 AHEAD = 2
 """Batches for each worker that are read before the first of them is finished."""
-LATER = Part()
+LATER = EncodedRows()
 """Stands for a part that is not there yet, where nobody waits for it."""
 NICE = 19
 """Of workers beside training: they take what it leaves of the cores."""
@@ -98,7 +95,7 @@ def _text(file: Path) -> str:
 
 
 def encoded_parts(
-    batches: Iterator[Batch],
+    batches: Iterator[RowBatch],
     coder: Coder,
     spec: Spec,
     tokenizer: Tokenizer,
@@ -107,7 +104,7 @@ def encoded_parts(
     *,
     ahead: int = 0,
     waits: Callable[[], bool] = lambda: True,
-) -> Generator[Part]:
+) -> Generator[EncodedRows]:
     """What becomes of the batches, in their order, made here or by `workers` processes (see encode_files).
 
     ahead: batches that are read before the first of them is finished, where AHEAD for each worker is less.
@@ -128,7 +125,7 @@ def encoded_parts(
                 spent = time.perf_counter() - started
                 if workers or (spent > TRIED and spent / max(done, 1) * (total - done) > PAYS):
                     try:
-                        pool = Workers(count, spec, tokenizer, coder, ahead)
+                        pool = Workers(count, spec, tokenizer, ahead)
                     except (OSError, RuntimeError) as error:  # no process, thread or memory is left for them
                         log.warning("rows are encoded by this process alone: %s", error)
                         may = False
@@ -141,13 +138,11 @@ def encoded_parts(
             rows, done = rows + len(batch.rows), done + batch.num_bytes
             if progress is not None:
                 progress(rows, done, total)
-        # then by them; by this one again from the first row on that they would encode otherwise
+        # then by them
         for batch, part in pool.parts(batches, waits):
             if part is LATER:
                 yield LATER
                 continue
-            if part is not None and not agrees(part, coder):
-                pool.given_up, part = True, None
             part = part or coder(batch)
             yield part
             rows, done = rows + len(batch.rows), done + batch.num_bytes
@@ -158,41 +153,25 @@ def encoded_parts(
             pool.close()
 
 
-def agrees(part: Part, coder: Coder) -> bool:
-    """Whether what a worker found in the first rows of their shapes is what was found before, if it was.
-
-    What is new is learned.
-    """
-    render = coder.encoder.render
-    for shape, form, left_out in part.looked:
-        known = None if form is None else (FORMS[form], left_out)
-        if shape in render.known:
-            if render.known[shape] != known:
-                return False
-        elif known is not None:
-            render.learn(shape, known)
-    return True
-
-
 class Workers:
     """Processes that encode, each with a thread here that feeds it.
 
-    Where the coder here learns no more shapes, they know what it knows, and work beside training.
+    ahead: batches that are read before the first of them is finished; 0: AHEAD for each, and nothing trains
+    beside them
     """
 
-    def __init__(self, count: int, spec: Spec, tokenizer: Tokenizer, coder: Coder, ahead: int = 0):
+    def __init__(self, count: int, spec: Spec, tokenizer: Tokenizer, ahead: int = 0):
         assert tokenizer.origin is not None
         folder, now, variables = tokenizer.origin
-        render = coder.encoder.render
-        known = [(shape, FORMS.index(form), left) for shape, (form, left) in render.known.items()]
         hello = {
             "spec": asdict(spec),
             "folder": str(folder),
             "now": now and now.isoformat(),
             "variables": dict(variables),
             "identity": tokenizer.identity,
+            "beside training": ahead > 0,
         }
-        told = marshal.dumps((json.dumps(hello), known if render.frozen else None))
+        told = json.dumps(hello).encode()
         self._workers: list[Worker] = []
         self._ahead = max(AHEAD * count, ahead)
         self._threads = ThreadPoolExecutor(count, "encode")
@@ -220,8 +199,8 @@ class Workers:
         return all(greeted.done() for greeted in self._greeted)
 
     def parts(
-        self, batches: Iterator[Batch], waits: Callable[[], bool] = lambda: True
-    ) -> Iterator[tuple[Batch, Part | None]]:
+        self, batches: Iterator[RowBatch], waits: Callable[[], bool] = lambda: True
+    ) -> Iterator[tuple[RowBatch, EncodedRows | None]]:
         """Every batch and what became of it, in order; None where it is to be encoded here.
 
         All are once `given_up` is set, and those that hold more than plain values (a table's dates).
@@ -234,7 +213,7 @@ class Workers:
                 greeted.result()
             except Killed as error:
                 self._alone(error)
-        waiting: deque[tuple[Batch, Future[Part | None]]] = deque()
+        waiting: deque[tuple[RowBatch, Future[EncodedRows | None]]] = deque()
         broken: BaseException | None = None
         while True:
             while broken is None and len(waiting) < self._ahead:
@@ -257,7 +236,7 @@ class Workers:
         if broken is not None:
             raise broken
 
-    def _encode(self, batch: Batch) -> Part | None:
+    def _encode(self, batch: RowBatch) -> EncodedRows | None:
         if self.given_up:
             return None
         try:
@@ -311,8 +290,8 @@ class Worker:
         """Tell it how to encode, and wait until it can."""
         self._asked(self._hello)
 
-    def encode(self, batch: bytes) -> Part:
-        return Part.unpack(self._asked(batch))
+    def encode(self, batch: bytes) -> EncodedRows:
+        return EncodedRows.unpack(self._asked(batch))
 
     def _asked(self, question: bytes) -> bytes:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -362,15 +341,14 @@ def receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    """A worker's life: told how, then a Part for each batch, until the pipe closes."""
+    """A worker's life: told how, then EncodedRows for each batch, until the pipe closes."""
     # what libraries print goes to stderr: stdout carries the answers
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     questions = sys.stdin.buffer
     if (hello := receive(questions)) is None:
         return
-    said, known = marshal.loads(hello)
-    told = json.loads(said)
+    told = json.loads(hello)
     now = told["now"] and datetime.fromisoformat(told["now"])
     tokenizer = load_tokenizer(told["folder"], now=now or None, template_variables=told["variables"])
     if tokenizer.identity != told["identity"]:
@@ -378,13 +356,12 @@ def main() -> None:
     garbage.put_off()
     spec = Spec(**told["spec"])
     coder = Coder(spec, spec.encoder(tokenizer))
-    if known is not None:
-        coder.encoder.render.freeze({shape: (FORMS[form], left) for shape, form, left in known})
+    if told["beside training"]:
         with suppress(AttributeError, OSError):  # another system
             os.nice(NICE)
     with suppress(BrokenPipeError), closing(answers):
         send(answers, b"ready")
         while (question := receive(questions)) is not None:
             source, rows = marshal.loads(question)
-            part = coder(Batch(source, [(Place(*place), raw) for place, raw in rows]))
+            part = coder(RowBatch(source, [(RowPlace(*place), raw) for place, raw in rows]))
             send(answers, part.pack())

@@ -73,7 +73,7 @@ class Comparing:
             raise DataError(
                 f"row {answer.row}: {name} has {len(encoded.examples) + len(encoded.dropped)} turns that the"
                 " chat template does not show together, so they are no one answer",
-                next="end both answers after their first turn, or --turns last",
+                next="end both answers after their first turn, or --data.turns last",
             )
         return encoded.examples[0], encoded.notes
 
@@ -89,7 +89,7 @@ class Comparing:
         if chosen.cut or rejected.cut:
             raise Dropped(f"{same}, cut at {self._encoder.sequence_length}", next=LONGER)
         raise DataError(
-            f"{same} as the chat template writes them", next="remove the row, or --on-bad-row skip"
+            f"{same} as the chat template writes them", next="remove the row, or --data.on-bad-row skip"
         )
 
 

@@ -1,7 +1,7 @@
 """A row's messages in the form a chat template expects.
 
-Reasoning under its own field name, tool calls with the release's ids, plain text. `prepare` does what holds
-for a release. `FORMS` are the spellings that templates differ in; the right one is found by trying
+Reasoning under its own field name, tool calls with the release's ids, plain text. `as_template_reads` does
+what holds for a release. `FORMS` are the spellings that templates differ in; the right one is found by trying
 (turns.py).
 """
 
@@ -31,7 +31,7 @@ class Prepared:
     """What a template is given, and notes about it (each note is shown once, with the number of rows).
 
     spelled   index of a turn -> the think marks that the row wrote into its content, or would with
-              --reasoning inline
+              --data.reasoning inline
     written   the messages with those blocks left in their content: the history for a template without a place
               for reasoning
     """
@@ -43,7 +43,7 @@ class Prepared:
     written: list[Message] | None = None
 
 
-def prepare(
+def as_template_reads(
     messages: Sequence[JsonObject],
     tools: Sequence[JsonObject] | None,
     template: str,

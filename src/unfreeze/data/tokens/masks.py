@@ -118,7 +118,8 @@ class Encoder:
             why = ", and a conversation is not split" if self.truncation == "split" else ""
             raise kind(
                 f"row {row.row}: {len(tokens)} tokens, sequence_length is {self.sequence_length}{why}",
-                next=f"--sequence-length {len(tokens)} or more, if the model takes it, or --truncation tail",
+                next=f"--sequence-length {len(tokens)} or more, if the model takes it,"
+                " or --data.truncation tail",
             )
         whole = len(tokens)
         cut = _without_head if self.truncation == "head" else _without_tail
@@ -240,8 +241,10 @@ def quote_specials(value: V, tokenizer: Tokenizer) -> V:
 
     A user who types `<|im_end|>` ends nobody's turn.
     """
+    if value is None:
+        return value
     if isinstance(value, str):
-        if QUOTE_OPEN in value or QUOTE_CLOSE in value:
+        if not value.isascii() and (QUOTE_OPEN in value or QUOTE_CLOSE in value):
             raise DataError(
                 "a message holds the private-use character U+F0000 or U+F0001, which is used to quote special"
                 " tokens"
@@ -249,7 +252,7 @@ def quote_specials(value: V, tokenizer: Tokenizer) -> V:
         specials = tokenizer.special_pattern
         quoted = specials.sub(_quoted, value) if specials else value
         return cast(V, quoted)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):  # a dict is told sooner than a Mapping
         return cast(V, {key: quote_specials(item, tokenizer) for key, item in value.items()})
     if isinstance(value, list | tuple):
         return cast(V, [quote_specials(item, tokenizer) for item in value])

@@ -4,8 +4,8 @@ After rendering, every word of a supervised turn must carry loss, and no word of
 Two checks, because either alone can be fooled:
   words    search the values themselves in the turn's supervised text, in the spellings that templates use
            (plain, JSON, Python, HTML). A short value ("4") can be there by chance.
-  marks    once per shape of conversation, render every text with an invisible mark inside. Where the mark
-           comes out is where that text went, however short the text is.
+  marks    once per shape of conversation, render every text of its stand-in with an invisible mark inside.
+           Where the mark comes out is where that text went, however short the text is.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def spellings(word: Word) -> list[str]:
 def missing(words: Sequence[Word], text: str) -> Word | None:
     """The first word that doesn't stand in `text`."""
     text = _unquoted(text)
-    return next(
-        (word for word in words if not any(spelling in text for spelling in map(_unquoted, spellings(word)))),
-        None,
-    )
+    for word in words:
+        if not any(_unquoted(spelling) in text for spelling in spellings(word)):
+            return word
+    return None
 
 
 def _unquoted(text: str) -> str:
@@ -128,12 +128,9 @@ def check_words(
     segments = [segment for sample in samples for segment in sample]
     for turn in taught:
         own = "\n".join(segment.text for segment in segments if segment.turn in (turn, EVERY_TURN))
-        refuse_missing(
-            list(words_of(messages[turn], turn)),
-            own,
-            "\n".join(segment.text for segment in segments),
-            own=own,
-        )
+        lost = missing(list(words_of(messages[turn], turn)), own)
+        if lost is not None:
+            raise _not_taught(lost, own, "\n".join(segment.text for segment in segments))
 
 
 def refuse_missing(words: Sequence[Word], text: str, everything: str, *, own: str) -> None:
@@ -175,8 +172,8 @@ def _longest_beginning(text: str, within: str) -> str:
 def _remedy(word: Word) -> str:
     if word.field == "reasoning_content":
         return (
-            "--reasoning inline writes it into the answer as <think>…</think>, --reasoning drop trains"
-            " without it"
+            "--data.reasoning inline writes it into the answer as <think>…</think>, --data.reasoning drop"
+            " trains without it"
         )
     if word.field.startswith("tool_calls"):
         return (

@@ -24,7 +24,6 @@ from unfreeze.core.errors import CheckpointError, DataError
 from unfreeze.data.rows.row import JsonObject
 from unfreeze.data.tokens.releases import release_of
 from unfreeze.data.tokens.stepwise import MARK, Pieces, marked, pieces
-from unfreeze.data.tokens.tracing import Trace, Traces, TracingEnvironment
 from unfreeze.untrusted.template_limits import LimitedEnvironment
 
 PLAIN_TEMPLATE = (
@@ -168,13 +167,11 @@ class ChatTemplate:
         self.now = now
         self.release = release_of(source)
         self.has_generation_marks = "endgeneration" in source
-        self._tells_time = "strftime_now" in source
         try:
             self._plain = _environment(LimitedEnvironment).from_string(source)
             self._marked = _environment(_MarkingEnvironment).from_string(source)
             tools = tool_source and _environment(LimitedEnvironment).from_string(tool_source)
             self._for_tools = tools or None
-            self._traces = Traces(_environment(TracingEnvironment), source)
             steps = _environment(LimitedEnvironment)
             stepwise = marked(steps.parse(source))
             self._steps = None if stepwise is None else steps.from_string(stepwise.tree)
@@ -214,15 +211,6 @@ class ChatTemplate:
         """
         if tools and self._for_tools is not None:
             return self._run(self._for_tools, messages, add_generation_prompt, tools)
-        if tools is None and (self.now is not None or not self._tells_time):
-            traced = self._traces.text(
-                messages,
-                (add_generation_prompt, self.now if self._tells_time else None),
-                lambda: self._given(messages, add_generation_prompt, tools),
-                lambda: self._run(self._plain, messages, add_generation_prompt, tools),
-            )
-            if traced is not None:
-                return traced
         if self._steps is None or len(messages) < self._least:
             return self._run(self._plain, messages, add_generation_prompt, tools)
         # the beginning of the conversation that was rendered last, or else that and all its beginnings
@@ -242,10 +230,6 @@ class ChatTemplate:
         if self._prompt is None:
             self._prompt = self._run(self._steps, messages, True, tools).rpartition(MARK)[2]
         return upto + self._prompt
-
-    def trace(self, messages: Sequence[JsonObject], prompt: bool) -> Trace | None:
-        """What it writes of these messages as words and holes (tracing.py), once they have been rendered."""
-        return self._traces.trace(messages, (prompt, self.now if self._tells_time else None))
 
     def render_spans(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None

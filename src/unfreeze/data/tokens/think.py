@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from unfreeze.data.rows.row import Message
-from unfreeze.data.tokens.forms import FORMS, prepare
+from unfreeze.data.tokens.forms import FORMS, as_template_reads
 from unfreeze.data.tokens.releases import ThinkMarks
 from unfreeze.data.tokens.templates import ChatTemplate, TemplateRefusal
 
@@ -61,7 +61,7 @@ def written_marks(template: ChatTemplate) -> ThinkMarks | None:
     # render one answer with and without reasoning, of words that stand nowhere else
     answer = {"role": "assistant", "content": _SAID}
     turns = (answer, answer | {"reasoning_content": _WHY})
-    both = [prepare([*ASKED, turn], None, template.source, template.release) for turn in turns]
+    both = [as_template_reads([*ASKED, turn], None, template.source, template.release) for turn in turns]
     for form in (FORMS[0], FORMS[-1]):
         try:
             prompt = template.render(form(ASKED), add_generation_prompt=True)

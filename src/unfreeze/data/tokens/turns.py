@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.messages import read_messages
 from unfreeze.data.rows.row import Conversation, JsonObject, Message
 from unfreeze.data.store.remarks import UNANSWERED
 from unfreeze.data.tokens.completions import Completions, Tools, speaks_first
-from unfreeze.data.tokens.forms import FORMS, Form, Prepared, Reasoning, no_null_content, prepare
-from unfreeze.data.tokens.outlines import Outlines
+from unfreeze.data.tokens.forms import FORMS, Form, Prepared, Reasoning, as_template_reads, no_null_content
 from unfreeze.data.tokens.releases import ThinkMarks
+from unfreeze.data.tokens.stand_in import RowShape, shape_of, stand_in
 from unfreeze.data.tokens.taught import (
     EVERY_TURN,
     Marks,
@@ -46,11 +47,11 @@ Turns = Literal["auto", "whole", "each", "last"]
 """auto: whole where the template is stable, else each. whole: one example per row. each: one per supervised
 turn. last: the last turn's only."""
 
-MAX_SHAPES = 10_000  # shapes of conversations that are remembered; any other is examined anew each time
+MAX_SHAPES = 10_000
+"""Shapes of conversations that are remembered; any other is examined anew each time."""
 
 V = TypeVar("V")
 Sample = list[Segment]
-Shape = tuple[Any, ...]
 Known = tuple[Form, list[str]]
 
 
@@ -94,68 +95,55 @@ class Renderer:
         self.turns: Turns = turns
         self.reasoning: Reasoning = reasoning
         self.supervise_all = supervise_all
-        self._outlines = Outlines(
-            template,
-            self._completions,
-            quote,
-            whole=turns in ("auto", "whole"),
-            each=turns != "whole" and not template.has_generation_marks,
-        )
-        # shape -> the form that fitted its first row, and what the template left out there
-        self.known: dict[Shape, Known] = {}
-        # where that is wanted: what was found in rows whose shape was not known (encoding.py)
-        self.looked: list[tuple[Shape, Known | None]] | None = None
-        # whether nothing more is learned: then what a row becomes depends on no row but those before `freeze`
-        self.frozen = False
+        # shape -> the form that fits its stand-in, and what the template leaves out there; None: none fits
+        self._shapes: dict[RowShape, Known | None] = {}
 
     def __call__(self, row: Conversation) -> Rendered:
         """Render a row's conversation: its samples and what is to be noted.
 
         Raises DataError where the template refuses the row, or where words of the row would not be taught.
         """
-        key = None if self.supervise_all else self._outlines.key(row)
-        if key is not None and (found := self._outlines.find(key, row)):
-            return Rendered(*found)
         prepared = self._prepare(row.messages, row.tools)
-        shape = _shape(row)
-        known = first = self.known.get(shape)
+        if (known := self._known(row)) is not None:
+            form, left_out = known
+            with suppress(DataError):  # the row's own words tell more than its shape
+                return self._noted(prepared, left_out, self._samples(prepared, form, row), row)
         errors: list[DataError] = []
-        for form in [known[0], *FORMS] if known else FORMS:
+        for form in FORMS:
             try:
                 samples = self._samples(prepared, form, row)
-                if known is None or form is not known[0]:
-                    known = (form, self._look_closer(prepared, form, row, samples))
-                    if first is None:
-                        self._learned(shape, known)
+                return self._noted(prepared, self._look_closer(prepared, form, row, samples), samples, row)
             except DataError as error:
                 errors.append(error)
-                continue
-            notes = (*prepared.notes, *known[1], *self._notes(samples, row))
-            if key is not None and form is FORMS[0] and (not self.frozen or known is first):
-                self._outlines.learn(key, row, self._taught(row), samples, notes)
-            return Rendered(samples, notes)
-        if first is None:
-            self._learned(shape, None)
         error = next(
             (error for error in errors if not isinstance(error, TemplateRefusal)),
             min(errors, key=_usefulness),
         )
         raise self._located(error, prepared) if isinstance(error, TemplateRefusal) else error
 
-    def _learned(self, shape: Shape, known: Known | None) -> None:
-        if self.looked is not None:
-            self.looked.append((shape, known))
-        if known is not None:
-            self.learn(shape, known)
+    def _known(self, row: Conversation) -> Known | None:
+        """What the template does with rows of this shape, as it is found on their stand-in."""
+        shape = shape_of(row)
+        if shape in self._shapes:
+            return self._shapes[shape]
+        found: Known | None = None
+        other = stand_in(row)
+        for form in FORMS:
+            try:
+                prepared = self._prepare(other.messages, other.tools)
+                samples = self._samples(prepared, form, other)
+                found = form, self._look_closer(prepared, form, other, samples)
+                break
+            except DataError:
+                continue
+        if len(self._shapes) < MAX_SHAPES:
+            self._shapes[shape] = found
+        return found
 
-    def learn(self, shape: Shape, known: Known) -> None:
-        """Remember what the first row of a shape told."""
-        if not self.frozen and len(self.known) < MAX_SHAPES:
-            self.known[shape] = known
-
-    def freeze(self, known: Mapping[Shape, Known]) -> None:
-        """Know these shapes, and learn no others: a row of another is examined for itself."""
-        self.known, self.frozen = dict(known), True
+    def _noted(
+        self, prepared: Prepared, left_out: Sequence[str], samples: list[Sample], row: Conversation
+    ) -> Rendered:
+        return Rendered(samples, (*prepared.notes, *left_out, *self._notes(samples, row)))
 
     def _located(self, error: TemplateRefusal, prepared: Prepared) -> DataError:
         """Name the turn at which a template's refusal comes.
@@ -194,7 +182,7 @@ class Renderer:
         return row.taught[-1:] if self.turns == "last" else row.taught
 
     def _prepare(self, messages: Sequence[Message], tools: Sequence[JsonObject] | None) -> Prepared:
-        return prepare(messages, tools, self.template.source, self.template.release, self.reasoning)
+        return as_template_reads(messages, tools, self.template.source, self.template.release, self.reasoning)
 
     def _samples(self, prepared: Prepared, form: Form, row: Conversation) -> list[Sample]:
         """What the row becomes, in one form of its messages.
@@ -347,7 +335,7 @@ class Renderer:
     def _look_closer(
         self, prepared: Prepared, form: Form, row: Conversation, samples: list[Sample]
     ) -> list[str]:
-        """Check a row again with an invisible mark in each text; once per shape of conversation.
+        """Check a row again with an invisible mark in each text.
 
         Returns notes on what the template leaves out of the prompt.
         """
@@ -420,7 +408,7 @@ class Renderer:
                 ),
                 "",
             )
-            other = f"; --template-variables {switch}=true asks for the other prompt" if switch else ""
+            other = f"; --data.template-variables {switch}=true asks for the other prompt" if switch else ""
             notes.append(f"reasoning is taught behind a prompt that ends in {closing}{other}")
         return notes
 
@@ -436,33 +424,13 @@ def _usefulness(error: DataError) -> int:
     return 2 if isinstance(error, Unstable) else 0
 
 
-def _shape(row: Conversation) -> Shape:
-    """All that a template may branch on in a conversation, except the words; plain values."""
-
-    def of(message: Message) -> tuple[object, ...]:
-        calls = tuple(
-            tuple(sorted(call["function"]["arguments"])) for call in message.get("tool_calls") or ()
-        )
-        content = message.get("content")
-        return (
-            message["role"],
-            type(content).__name__,
-            bool(content),
-            bool(message.get("reasoning_content")),
-            calls,
-            tuple(message),
-        )
-
-    return (*map(of, row.messages), bool(row.tools), tuple(sorted(row.context)))
-
-
 def _refuse_unstable(
     prompt: str,
     upto: str,
     full: str | None,
     turn: int,
     *,
-    remedy: str = "--turns each makes one example per turn of the assistant",
+    remedy: str = "--data.turns each makes one example per turn of the assistant",
 ) -> None:
     """Raises Unstable where a text does not begin with the one before it, showing where they part."""
     for shorter, longer, what in (

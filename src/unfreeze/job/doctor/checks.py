@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.config.names import of_today
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import DataError, UserError
 from unfreeze.core.torchrun import sharers
@@ -295,7 +296,7 @@ def check_data(subject: Subject) -> Iterator[Finding]:
             "data",
             "warn" if subject.config.data.on_bad_row == "skip" else "fault",
             f"{stats.bad} of {stats.rows} rows cannot be read: {first}",
-            "mend the rows, or --on-bad-row skip",
+            "mend the rows, or --data.on-bad-row skip",
         )
     if stats.dropped:
         first = next((bad.reason for bad in stats.listed if "supervised" in bad.reason), "")
@@ -397,7 +398,8 @@ def check_run(subject: Subject) -> Iterator[Finding]:
         yield Finding("run", "ok", f"{folder} exists and holds no save: a run there begins at step 0")
         return
     record = read_record(save)
-    changed = [field for field, _, _ in changed_fields(record["config"], plain_json(subject.config.record()))]
+    now = plain_json(subject.config.record())
+    changed = [field for field, _, _ in changed_fields(of_today(type(subject.config), record["config"]), now)]
     if changed and subject.has_data:
         line = (
             f"{folder} was trained to step {record['step']} with another configuration: {', '.join(changed)}"

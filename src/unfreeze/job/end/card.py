@@ -143,10 +143,11 @@ def _of_run(folder: Path) -> Iterator[str]:
         yield from ([f"| Data | {names} |"] if names else [])
         taught = f"{data['supervised_fraction']:.0%} taught"
         yield f"| Examples | {data['examples']:,}, {data['tokens']:,} tokens, {taught} |"
-    lora: dict[str, Any] = run.config.get("lora") or {}
-    for name, value in lora.items():
+    for name, value in run.config.items():
+        if not name.startswith("lora."):
+            continue
         words = ", ".join(map(str, cast(list[Any], value))) if isinstance(value, list) else value
-        yield from ([f"| lora.{name} | {words} |"] if value is not None else [])
+        yield from ([f"| {name} | {words} |"] if value is not None else [])
     yield from (f"| {name} | {value} |" for name, value in facts(run))
     words = [Path(word).name if word.startswith("/") else word for word in shlex.split(rerun_command(run))]
     yield from ("", "```", shlex.join(words), "```", "")

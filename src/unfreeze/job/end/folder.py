@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from unfreeze.config.names import flat, flat_name, given
+from unfreeze.config.names import flat, given, of_today
 from unfreeze.config.parse import writing
+from unfreeze.config.recipes import read_resolved
 from unfreeze.config.tables import Data
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
@@ -27,7 +29,7 @@ from unfreeze.core.errors import FULL, ConfigError, ProcessGone
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import StartEvent, TrainEvent
 from unfreeze.core.torchrun import started
-from unfreeze.job.end.resume import FIXED, allowed
+from unfreeze.job.end.resume import FIXED, allowed, refuse_other_version
 from unfreeze.report.events import last, read_events
 from unfreeze.report.experts import ExpertWatch
 from unfreeze.tracking import tracking
@@ -58,12 +60,13 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
     from unfreeze.train.state import DiskFull
 
     group.meet(lambda: refuse_other_recipe(config.run_dir, recipe))
+    group.meet(lambda: refuse_other_version(config))
 
     # what a resumed run may change, and the date of its chat template, the same on every process
     record = config.record()
-    named = tuple(flat_name(type(config), name) for name in config.save.allow_changed)
-    changeable = allowed(named, record)
+    changeable = allowed(config)
     date, holder = (group.texts(own)[0] for own in (first_start(config), str(os.getpid())))
+    read = partial(of_today, type(config))
     progress = LiveProgress(0, quiet=common.quiet, whole_plan=common.plan)
     with progress, tracking(config.watch.track, config.run_dir, flat(config)) as sinks:
         with writing(config.run_dir, "out"):
@@ -75,9 +78,10 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                     listeners=(progress, ExpertWatch(), *sinks),
                     allow_changed=changeable,
                     fixed=FIXED,
+                    read=read,
                 ),
                 elsewhere=lambda: Follower(
-                    _shared(config.run_dir, holder), record, allow_changed=changeable, fixed=FIXED
+                    _shared(config.run_dir, holder), record, allow_changed=changeable, fixed=FIXED, read=read
                 ),
             )
 
@@ -157,15 +161,15 @@ def _left(run: Run) -> str:
 
 def first_start(config: TrainingConfig) -> str:
     """The date a run's chat template tells: as given, as the run's first start wrote it down, or now."""
-    path = config.run_dir / RESOLVED
-    before = read_object(path, ConfigError).get("template_date") if path.is_file() else None
+    began = (config.run_dir / RESOLVED).is_file()
+    before = read_resolved(config.run_dir, ConfigError).get("data.template_date") if began else None
     return config.data.template_date or before or datetime.now().isoformat(timespec="seconds")
 
 
 def write_resolved(
     run: Run, config: TrainingConfig, recipe: str, date: str = "", **effective: object
 ) -> None:
-    """resolved_config.json: every field of the Config by its flat name.
+    """resolved_config.json: every field of the Config by its dotted name.
 
     Under "effective" stands what defaults, data and machine made of it.
     With effective values come "given" (the fields that are not at their default), "versions", "machine" and
@@ -180,8 +184,13 @@ def write_resolved(
             "machine": machine,
             "contents": contents(config.data),
         }
-    date = date or read_object(run.path / RESOLVED, ConfigError).get("template_date", "")
-    fields = {**flat(config.as_written), **config.record(), "out": str(config.run_dir), "template_date": date}
+    date = date or read_resolved(run.path, ConfigError).get("data.template_date", "")
+    fields = {
+        **flat(config.as_written),
+        **config.record(),
+        "out": str(config.run_dir),
+        "data.template_date": date,
+    }
     write_json(
         run.path / RESOLVED, {"recipe": recipe, **fields, **({"effective": effective} if effective else {})}
     )

@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from unfreeze.config.recipes import read_resolved
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.core.events import RESOLVED
 from unfreeze.core.schema import EndEvent, Event, PlanEvent, ReceiptEvent, TrainEvent
 from unfreeze.job.end.folder import again
 from unfreeze.report.events import folded, last, of_kind, read_events
 from unfreeze.report.html import summary_lines, write_report
 from unfreeze.report.times import tokens_per_second
-from unfreeze.untrusted.json_object import read_object
 
 
 def finish(
@@ -37,10 +36,10 @@ def train_more(run_dir: Path) -> list[str]:
     adapter = (run_dir / "adapter").is_dir()
     result = shlex.quote(str(run_dir if adapter else run_dir / "model"))
     trained = f"--{'adapter' if adapter else 'model'} {result}"
-    field = "steps" if read_object(run_dir / RESOLVED, ConfigError).get("steps") else "epochs"
+    field = "steps" if read_resolved(run_dir, ConfigError).get("training.steps") else "epochs"
     more = (
         f"to train more: anew with another --out; from its result with {trained} and"
-        f" another --out; or this run for longer with a higher --{field} and --allow-changed {field}"
+        f" another --out; or this run for longer with a higher --{field} and --save.allow-changed {field}"
     )
     return ["this run was finished before; nothing was trained now", *folded(more)]
 

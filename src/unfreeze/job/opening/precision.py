@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from unfreeze.config.recipes import read_resolved
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.cpu import multiplies_bf16
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED
 from unfreeze.kernels.precision import AUTO, Precision, precision, slow
-from unfreeze.untrusted.json_object import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +27,9 @@ def expected(config: TrainingConfig) -> str:
 
 def began(config: TrainingConfig) -> str:
     """The dtype of the run that goes on in this folder; "" where none does, or another one is asked for."""
-    path = config.run_dir / RESOLVED
-    if config.memory.dtype != AUTO or not path.is_file():
+    if config.memory.dtype != AUTO or not (config.run_dir / RESOLVED).is_file():
         return ""
-    before = read_object(path, ConfigError).get("dtype")
+    before = read_resolved(config.run_dir, ConfigError).get("memory.dtype")
     return str(before) if before in ("bfloat16", "float32") else ""
 
 
@@ -72,5 +71,5 @@ def dtype_line(dtype: Precision) -> str:
 def warn_slow(folder: Run, config: TrainingConfig, device: torch.device) -> None:
     """Emit a warning where the run's dtype is emulated on this device, with what to do."""
     if why := slow(config.memory.dtype, device):
-        remedy = "--dtype float32" + (" --allow-changed dtype" if folder.step else "")
+        remedy = "--dtype float32" + (" --save.allow-changed dtype" if folder.step else "")
         folder.events.emit("warning", folder.step, message=f"{why}; faster: {remedy}")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfreeze.config.names import flat
+from unfreeze.config.names import flat, of_today
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DataError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from unfreeze.job.parts import Parts
     from unfreeze.parallel.processes.collectives import Group
 
-OWN = frozenset({"model", "data", "validation", "adapter", "device", "threads"})
+OWN = frozenset({"model", "data.files", "data.validation", "adapter", "memory.device", "memory.threads"})
 """Fields that may differ between processes: where a node has its files (their contents are compared), and
 what it computes with."""
 
@@ -60,7 +60,11 @@ def _saved_parts(config: TrainingConfig) -> int | None:
     from unfreeze.train.run import latest, read_record
 
     save = latest(config.run_dir)
-    parts = None if save is None else read_record(save)["config"].get("micro_batches")
+    parts = (
+        None
+        if save is None
+        else of_today(type(config), read_record(save)["config"]).get("memory.micro_batches")
+    )
     return parts if type(parts) is int and parts > 0 else None
 
 

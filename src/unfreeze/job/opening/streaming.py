@@ -128,6 +128,6 @@ def saved_before(state: State, keep: int, streamed: bool, group: Group) -> Gener
         save_together(state, keep, group=group)
         raise DataError(
             f"{error.message}; step {state.step} is saved",
-            next="--on-bad-row skip --allow-changed on_bad_row continues from there; a mended file needs"
-            " another --out",
+            next="--data.on-bad-row skip --save.allow-changed data.on_bad_row continues from there; a mended"
+            " file needs another --out",
         ) from error

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+from unfreeze.config.recipes import read_resolved
 from unfreeze.config.tables import Save
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import ConfigError, DoesNotFit
@@ -25,17 +26,17 @@ from unfreeze.job.opening.precision import computed_here
 from unfreeze.job.trained import Trained
 from unfreeze.report.events import last, of_kind, read_events
 from unfreeze.report.run import decimal_bytes
-from unfreeze.untrusted.json_object import read_object
+from unfreeze.teach.second import Beside
 
 if TYPE_CHECKING:
     import torch
 
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
-    from unfreeze.job.second import Second
     from unfreeze.models import Decoder, Shape
     from unfreeze.parallel.plan import Plan, PlannedModel, Work
     from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.teach.second import Second
     from unfreeze.train.run import Run
 
 
@@ -120,7 +121,7 @@ class Planning:
         aside = None
         if self.second is not None:
             own = self.model.dtype, self.device, self.trained.lora is None
-            aside = self.second.aside(self.start, tokens, longest, *own)
+            aside = self.second.aside(Beside(self.start, tokens, longest, *own))
         return work_of(
             self.model,
             tokens=tokens,
@@ -190,16 +191,17 @@ def agreed_plan(planning: Planning, folder: Run, group: Group) -> Plan:
         plan = replace(plan, why="another process has less free memory", why_layout=own.why_layout)
     if began and began != least:
         message = (
-            f"recompute = {least} from here on, because {began} no longer fits; the numbers stay the same"
+            f"place.recompute = {least} from here on, because {began} no longer fits; the numbers stay the"
+            " same"
         )
         folder.events.emit("warning", folder.step, message=message)
     return plan
 
 
 def as_it_began(config: TrainingConfig, group: Group) -> TrainingConfig:
-    """The config of a run that goes on: recompute = "auto" is what the run was told when it began."""
-    path = config.run_dir / RESOLVED
-    named = read_object(path, ConfigError).get("recompute") if path.is_file() else None
+    """The config of a run that goes on: place.recompute = "auto" is what the run was told when it began."""
+    began = (config.run_dir / RESOLVED).is_file()
+    named = read_resolved(config.run_dir, ConfigError).get("place.recompute") if began else None
     named = group.texts(str(named or ""))[0]
     if config.place.recompute != "auto" or named not in get_args(Layout.model_fields["recompute"].annotation):
         return config
@@ -365,7 +367,7 @@ class Disk:
         )
 
 
-ROOM = "free space, give --out on another disk, or lower --keep-saves"
+ROOM = "free space, give --out on another disk, or lower --save.keep"
 
 
 def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Plan) -> Disk:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from unfreeze.data import Example, Row, Tokenizer
     from unfreeze.data.rows.row import Answers
     from unfreeze.evaluate.gap import Gap
-    from unfreeze.generate.engine import Engine
     from unfreeze.generate.model import Model
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.run import Run
@@ -67,8 +65,6 @@ class Samples:
     ):
         self._source: PromptSource = source
         self._run, self._speaker, self._group = run, speaker, group
-        if group.lockstep:
-            speaker.engine.agreed = partial(of_the_first, group, speaker.decoder.device)
         self._prompts, self._own = list(own), len(own)
         room = speaker.decoder.shape.max_positions - ANSWER
         asked, tried = {tuple(prompt.tokens) for prompt in own}, 0
@@ -91,11 +87,6 @@ class Samples:
                 tried += 1
                 if run.step == 0:
                     run.events.emit("warning", 0, message=f"no sample of {error.message}")
-
-    @property
-    def engine(self) -> Engine:
-        """What answers. Processes that share the model's weights take the same tokens of it."""
-        return self._speaker.engine
 
     def say(self, when: str, step: int) -> None:
         """Greedy answers to all prompts in one batch, and their trainer/sampler gap (evaluate/gap.py).

@@ -81,7 +81,7 @@ def falls(steps: Sequence[Metrics], beta: float) -> str:
     beside = statistics.fmean(others[-WINDOW:]) - statistics.fmean(others[:WINDOW])
     return (
         f"by {-change:.1f} nats an answer since the start, the rejected ones by {-beside:.1f}. A lower"
-        " learning_rate or a higher beta holds them; --nll 0.2 or --loss orpo teaches them too"
+        " learning_rate or a higher beta holds them; --preference.nll 0.2 or --loss orpo teaches them too"
     )
 
 

@@ -189,13 +189,13 @@ def refuse_other_rows(run: Run, held_out: Examples | None, data: Data) -> None:
     before = kept.get("fingerprint")
     if not before or held_out is None or before == held_out.fingerprint():
         return
-    if data.validation and "validation" in run.allow_changed:
+    if data.validation and "data.validation" in run.allow_changed:
         return
     what = (
         f"the rows of {data.validation}" if data.validation else "the rows that validation_fraction holds out"
     )
     allow = (
-        f", or add {run.allowing('validation')}: the held-out loss is compared from step {run.step} on"
+        f", or add {run.allowing('data.validation')}: the held-out loss is compared from step {run.step} on"
         if data.validation
         else ", or start a new run with another --out"
     )

@@ -8,43 +8,49 @@ T tokens, D model width, E experts, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Router(nn.Module):
-    """scores(x) [T, E] -> the chosen ids [T, K] -> their weights [T, K]; three steps, as a recomputed layer
-    reuses the ids. `weight` [E, D]."""
+@dataclass(frozen=True)
+class Routing:
+    """How a family routes: score, choose, weigh. z = W x.
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
-        self.top_k = top_k
+    score       s = sigmoid(z), softmax(z) over the experts, or z itself ("logits")
+    correction  shape of e_score_correction_bias, whose last dim is E; None without one. The largest s + bias
+                are chosen
+    groups      groups of E / groups experts, of which the `topk_group` best stay. A group's score is the sum
+                of its `best` largest s + bias
+    normalize   weights are s / (max(Σ s, smallest) + added), the sum over the chosen
+    after       weights are sigmoid(s) of the chosen
+    scale       what weights are multiplied with last
+    eps         of the norm before W, where there is one (NormedRouter)
+    """
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """The scores [T, E] in float32."""
-        raise NotImplementedError
+    score: Literal["sigmoid", "softmax", "logits"] = "softmax"
+    correction: Literal["E", "1 E"] | None = None
+    groups: int = 1
+    topk_group: int = 1
+    best: int = 1
+    normalize: bool = False
+    smallest: float = 0.0
+    added: float = 0.0
+    after: bool = False
+    scale: float = 1.0
+    eps: float = 0.0
 
-    def choose(self, scores_TE: Tensor) -> Tensor:
-        """ids [T, K]: the K largest scores."""
-        return scores_TE.detach().topk(self.top_k, dim=-1).indices
 
-    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """The weights [T, K] of the chosen: their scores."""
-        return scores_TE.gather(1, ids_TK)
+def noaux_tc(groups: int = 1, topk_group: int = 1, *, normalize: bool = True, scale: float = 1.0) -> Routing:
+    """DeepSeek-V3's routing: the K largest sigmoid(z) + bias within the best groups, weights s / Σ s · scale.
 
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """W x in float32, [T, E]."""
-        return F.linear(x_TD.float(), self.weight.float())
+    A group's score is the sum of its two largest. Source: arXiv:2412.19437, 2.1.2.
+    """
+    return Routing("sigmoid", "E", groups, topk_group, 2, normalize, added=1e-20, scale=scale)
 
 
 def best_groups(scores_TE: Tensor, of_group_TG: Tensor, topk_group: int) -> Tensor:
@@ -55,217 +61,93 @@ def best_groups(scores_TE: Tensor, of_group_TG: Tensor, topk_group: int) -> Tens
     return grouped.masked_fill(~keep_TG[..., None], float("-inf")).flatten(1)
 
 
-class SigmoidRouter(Router):
-    """DeepSeek-V3's "noaux_tc" routing.
+class Router(nn.Module):
+    """scores(x) [T, E] -> the chosen ids [T, K] -> their weights [T, K]; three steps, as a recomputed layer
+    reuses the ids. `weight` [E, D]; e_score_correction_bias [E] or [1, E] fp32 where the routing has one."""
 
-    s = sigmoid(W x); the K experts with the largest s + bias within the best groups; weights s / Σ s · scale.
-
-    There are n_group groups of E/n_group experts. A group's score is the sum of its two largest s + bias;
-    the topk_group best groups stay. e_score_correction_bias [E] fp32 selects and never weighs.
-    Source: arXiv:2412.19437, 2.1.2.
-    """
-
-    e_score_correction_bias: Tensor
+    e_score_correction_bias: Tensor | None
 
     def __init__(
         self,
         hidden_size: int,
         num_experts: int,
         top_k: int,
+        routing: Routing,
         *,
-        n_group: int,
-        topk_group: int,
-        normalize: bool,
-        scale: float,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        super().__init__(hidden_size, num_experts, top_k, dtype=dtype, device=device)
-        self.register_buffer(
-            "e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32, device=device)
-        )
-        self.n_group, self.topk_group = n_group, topk_group
-        self.normalize, self.scale = normalize, scale
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
+        self.top_k, self.routing = top_k, routing
+        bias = None
+        if routing.correction:
+            shape = (num_experts,) if routing.correction == "E" else (1, num_experts)
+            bias = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.register_buffer("e_score_correction_bias", bias)
+        self.add(lambda size: nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
+
+    def add(self, vector: Callable[[int], nn.Parameter]) -> None:
+        """Parameters beside `weight`; vector(size) makes one in its dtype and place."""
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """W x in float32, [T, E]."""
+        return F.linear(x_TD.float(), self.weight.float())
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.logits(x_TD).sigmoid()
+        """The scores [T, E] in float32."""
+        logits_TE, score = self.logits(x_TD), self.routing.score
+        if score == "logits":
+            return logits_TE
+        return logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
 
     def choose(self, scores_TE: Tensor) -> Tensor:
-        biased_TE = scores_TE.detach() + self.e_score_correction_bias
-        if self.n_group > 1:
-            of_group_TG = biased_TE.unflatten(-1, (self.n_group, -1)).topk(2, dim=-1).values.sum(-1)
-            biased_TE = best_groups(biased_TE, of_group_TG, self.topk_group)
-        return biased_TE.topk(self.top_k, dim=-1).indices
-
-    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        weights_TK = scores_TE.gather(1, ids_TK)
-        if self.normalize:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return weights_TK * self.scale
-
-
-class SoftmaxRouter(Router):
-    """Qwen3-MoE's: p = softmax(W x), the K largest, optionally renormalised to sum to one.
-
-    Source: the Qwen3 report.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        normalize: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(hidden_size, num_experts, top_k, dtype=dtype, device=device)
-        self.normalize = normalize
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.logits(x_TD).softmax(-1)
-
-    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        weights_TK = scores_TE.gather(1, ids_TK)
-        return weights_TK / weights_TK.sum(-1, keepdim=True) if self.normalize else weights_TK
-
-
-class GroupedSoftmaxRouter(Router):
-    """p = softmax(W x); the K largest within the topk_group best of n_group groups; weights p · scale.
-
-    A group's score is the sum of its `best` largest p: 1 in DeepSeek-V2 ("group_limited_greedy"), 2 in
-    Mistral 4. `normalize`: p over the sum of the chosen. Source: arXiv:2405.04434, 2.1.3.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        n_group: int,
-        topk_group: int,
-        best: int,
-        normalize: bool,
-        scale: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(hidden_size, num_experts, top_k, dtype=dtype, device=device)
-        self.n_group, self.topk_group, self.best = n_group, topk_group, best
-        self.normalize, self.scale = normalize, scale
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.logits(x_TD).softmax(-1)
-
-    def choose(self, scores_TE: Tensor) -> Tensor:
-        scores_TE = scores_TE.detach()
-        if self.n_group > 1:
-            grouped = scores_TE.unflatten(-1, (self.n_group, -1))
-            of_group_TG = grouped.topk(self.best, dim=-1).values.sum(-1)
-            scores_TE = best_groups(scores_TE, of_group_TG, self.topk_group)
+        """ids [T, K]: the K largest scores, with the bias and within the best groups where there are."""
+        rule, scores_TE = self.routing, scores_TE.detach()
+        if self.e_score_correction_bias is not None:
+            scores_TE = scores_TE + self.e_score_correction_bias
+        if rule.groups > 1:
+            grouped = scores_TE.unflatten(-1, (rule.groups, -1))
+            of_group_TG = grouped.topk(rule.best, dim=-1).values.sum(-1)
+            scores_TE = best_groups(scores_TE, of_group_TG, rule.topk_group)
         return scores_TE.topk(self.top_k, dim=-1).indices
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        weights_TK = scores_TE.gather(1, ids_TK)
-        if self.normalize:
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return weights_TK * self.scale
+        """The weights [T, K] of the chosen, by their scores."""
+        rule, weights_TK = self.routing, scores_TE.gather(1, ids_TK)
+        if rule.after:
+            weights_TK = weights_TK.sigmoid()
+        if rule.normalize:
+            sum_T1 = weights_TK.sum(-1, keepdim=True)
+            if rule.smallest:
+                sum_T1 = sum_T1.clamp(min=rule.smallest)
+            weights_TK = weights_TK / (sum_T1 + rule.added)
+        return weights_TK if rule.scale == 1.0 else weights_TK * rule.scale
 
 
-class BiasedSoftmaxRouter(Router):
-    """ERNIE 4.5's: p = softmax(W x); the K largest p + bias; weights p / max(Σ p, smallest).
+class LinearRouter(Router):
+    """gpt-oss's: z = W x + b."""
 
-    e_score_correction_bias [1, E] fp32, as it is stored, selects and never weighs.
-    """
-
-    e_score_correction_bias: Tensor
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        smallest: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(hidden_size, num_experts, top_k, dtype=dtype, device=device)
-        self.register_buffer(
-            "e_score_correction_bias", torch.zeros(1, num_experts, dtype=torch.float32, device=device)
-        )
-        self.smallest = smallest
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.logits(x_TD).softmax(-1)
-
-    def choose(self, scores_TE: Tensor) -> Tensor:
-        return (scores_TE.detach() + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
-
-    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        weights_TK = scores_TE.gather(1, ids_TK)
-        return weights_TK / weights_TK.sum(-1, keepdim=True).clamp(min=self.smallest)
-
-
-class LinearSoftmaxRouter(SoftmaxRouter):
-    """gpt-oss's: z = W x + b, the K largest, weights softmax over the chosen.
-
-    That is softmax over all, renormalised: the others' share cancels.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(hidden_size, num_experts, top_k, normalize=True, dtype=dtype, device=device)
-        self.bias = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device))
+    def add(self, vector: Callable[[int], nn.Parameter]) -> None:
+        self.bias = vector(self.weight.shape[0])
 
     def logits(self, x_TD: Tensor) -> Tensor:
         return F.linear(x_TD.float(), self.weight.float(), self.bias.float())
 
 
-class ChosenSigmoidRouter(Router):
-    """Llama 4's: z = W x, the K largest; weights sigmoid(z)."""
+class NormedRouter(Router):
+    """Gemma 4's: z = W n, n = scale · x / (sqrt(mean(x²) + eps) · sqrt(D)); weights · per_expert_scale.
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.logits(x_TD)
-
-    def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        return scores_TE.gather(1, ids_TK).sigmoid()
-
-
-class ScaledSoftmaxRouter(SoftmaxRouter):
-    """Gemma 4's: p = softmax(W n), n = scale · x / (sqrt(mean(x²) + eps) · sqrt(D)), the K largest.
-
-    Weights p / Σ p · per_expert_scale, the sum over the chosen. scale [D] and per_expert_scale [E] are of the
-    release.
+    scale [D] and per_expert_scale [E] are of the release.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        eps: float,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ):
-        super().__init__(hidden_size, num_experts, top_k, normalize=True, dtype=dtype, device=device)
-        self.scale = nn.Parameter(torch.empty(hidden_size, dtype=dtype, device=device))
-        self.per_expert_scale = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device))
-        self.eps = eps
+    def add(self, vector: Callable[[int], nn.Parameter]) -> None:
+        experts, width = self.weight.shape
+        self.scale, self.per_expert_scale = vector(width), vector(experts)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         x_TD = x_TD.float()
-        normed_TD = x_TD * (x_TD.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        normed_TD = x_TD * (x_TD.square().mean(-1, keepdim=True) + self.routing.eps).rsqrt()
         return super().logits(normed_TD * self.scale.float() * x_TD.shape[1] ** -0.5)
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:

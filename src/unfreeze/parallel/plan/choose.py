@@ -134,7 +134,7 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) ->
                 break
     if asked.work.optimizer_moments == "float32":
         small = replace(asked, work=replace(asked.work, optimizer_moments="int8"))
-        found += if_it_fits("--optimizer-moments int8", sizes, counts, fleet, small)
+        found += if_it_fits("--optimizer.moments int8", sizes, counts, fleet, small)
 
     # more host memory
     for gib in HOST_SIZES:
@@ -235,7 +235,7 @@ def _words_of(fleet: Fleet, asked: PlanRequest, changes: Mapping[str, Any]) -> s
     if changes["rank"] != asked.work.rank:
         words.append(f"--lora.rank {changes['rank']}")
     if changes["moments"] != asked.work.optimizer_moments:
-        words.append(f"--optimizer-moments {changes['moments']}")
+        words.append(f"--optimizer.moments {changes['moments']}")
     if changes["tokens"] != asked.tokens:
         words.append(f"--tokens-per-step {changes['tokens']}")
     if changes["host"] != fleet.host:

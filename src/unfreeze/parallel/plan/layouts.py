@@ -145,7 +145,7 @@ def _boundaries(wish: Layout, facts: Facts) -> list[str]:
         _refuse_host("boundary", facts)
         if wish.recompute == "nothing":
             fault = "recompute is nothing: no layer keeps its input alone"
-            raise ConfigError(f"place.boundary is host, but {fault}", next="--recompute layers")
+            raise ConfigError(f"place.boundary is host, but {fault}", next="--place.recompute layers")
     free = facts.kind == "cuda" and facts.host and not facts.every_weight and wish.recompute != "nothing"
     return [wish.boundary] if wish.boundary != "auto" else ["device", *["host"] * free]
 

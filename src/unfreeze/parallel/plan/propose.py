@@ -83,12 +83,12 @@ def what_fits(plan: Plan) -> list[Proposal]:
         fewer = _largest(most, lambda count: fits_with_margin(replanned(plan, layout.but(keep_layers=count))))
         if 0 < fewer < most:
             kept = replanned(plan, layout.but(keep_layers=fewer))
-            proposals += _if_it_fits(kept, f"--keep-layers {fewer}")
+            proposals += _if_it_fits(kept, f"--place.keep-layers {fewer}")
 
     # more is recomputed
     for mode in LESS[layout.recompute]:
         less = replanned(plan, layout.but(recompute=mode))
-        proposals += _if_it_fits(less, f"--recompute {mode}")
+        proposals += _if_it_fits(less, f"--place.recompute {mode}")
 
     # fewer tokens at once, a lower rank, at last both
     for start in _starts(plan):
@@ -117,7 +117,7 @@ def _starts(plan: Plan) -> list[_Start]:
     if plan.layout.recompute == "layers":
         return [_Start(plan)]
     least = replanned(plan, plan.layout.but(recompute="layers"))
-    return [_Start(least, "--recompute layers "), _Start(plan)]
+    return [_Start(least, "--place.recompute layers "), _Start(plan)]
 
 
 def _fewer_tokens(start: _Start) -> list[Proposal]:

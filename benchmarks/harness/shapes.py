@@ -1,0 +1,151 @@
+"""config.json of the models that are measured: small ones made up, large ones as published."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import unfreeze
+from unfreeze.checkpoint.manifest import read_json
+
+TINY_K2 = Path(unfreeze.__file__).parent / "assets" / "tiny-k2"
+Config = dict[str, Any]
+
+SIZES: dict[str, int] = {  # Kimi-K2's way, 0.9 GB with INT4 experts
+    "hidden_size": 1024,
+    "num_hidden_layers": 8,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "intermediate_size": 2560,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "vocab_size": 8192,
+}
+CHECKED = {"num_hidden_layers": 2, "n_routed_experts": 16}
+"""What is smaller in the model of the float64 comparison: 8 layers of 128 experts would take 11 GB."""
+DENSE_CHECKED = {"num_hidden_layers": 2, "vocab_size": 16384}
+QWEN2_05B = {
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "vocab_size": 151936,
+}
+QWEN3_06B = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+}
+QWEN25_7B = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+}
+QWEN3_30B_A3B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+KIMI_K2: Config = {  # moonshotai/Kimi-K2-Thinking
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 64.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+}
+
+
+def kimi(**sizes: int) -> Config:
+    """In Kimi-K2-Thinking's on-disk format with SIZES, or others that are given.
+
+    model_type is what transformers, one of the sides, calls the architecture.
+    """
+    ours = read_json(TINY_K2 / "config.json")
+    return {
+        **ours,
+        **SIZES,
+        **sizes,
+        "model_type": "deepseek_v3",
+        "max_position_embeddings": 262144,
+        "rope_scaling": ours["rope_scaling"] | {"factor": 64.0, "original_max_position_embeddings": 4096},
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
+
+
+def qwen(kind: str, sizes: Mapping[str, int], tied: bool = True) -> Config:
+    """Of model_type qwen2, qwen3 or qwen3_moe."""
+    made: Config = {
+        **sizes,
+        "architectures": [{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}.get(kind, kind)],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "max_position_embeddings": 32768 if kind == "qwen2" else 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": tied,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    if kind != "qwen2":
+        made["attention_bias"] = False
+    if kind == "qwen3_moe":
+        made |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return made

@@ -1,0 +1,146 @@
+"""Whole models of real shape on one GPU: sized by the plan, trained on repeated data, and their figures."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.harness.job import batch_of, model_flops
+from benchmarks.harness.synthetic import fill_random
+from benchmarks.harness.timing import wait
+from unfreeze import models
+from unfreeze.adapters import LoraConfig, attach
+from unfreeze.core.layout import RESIDENT
+from unfreeze.kernels.linear_cross_entropy import block_cost
+from unfreeze.kernels.loops.scratch import release_scratch
+from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.machine import Hardware
+from unfreeze.parallel.plan import Plan, Work, measure_sizes, plan, refuse_if_too_large
+from unfreeze.quant.int4 import Int4
+from unfreeze.train.memory import peak_bytes, reset_peak_bytes
+from unfreeze.train.optim import AdamW
+from unfreeze.train.step import train_step
+
+# bf16 tensor-core peak without sparsity, FLOP/s, by what the GPU's name contains: NVIDIA's data sheets
+PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model and what is trained of it.
+
+    rank: of the adapters; None trains every weight, in bf16 with fp32 masters.
+    target: tokens/s on one H200; None where none was set.
+    """
+
+    config: Mapping[str, Any]
+    experts: Literal["int4", "bf16", ""]
+    rank: int | None
+    target: float | None
+
+
+def built(job: Job, device: torch.device | str) -> models.Decoder:
+    """The model, uninitialised."""
+    codec, shape = Int4(32) if job.experts == "int4" else None, models.shape(job.config)
+    packed = lambda name: codec if ".experts." in name else None  # noqa: E731
+    return models.build(shape, dtype=torch.bfloat16, device=device, codec_for=packed)
+
+
+def sized(job: Job, tokens: int, recompute: str, found: Hardware, device: str, sequence: int) -> Plan:
+    """The plan that fits: the least recompute first, then the fewest micro-batches.
+
+    Raises DoesNotFit with the arithmetic.
+    """
+    shape, lora = models.shape(job.config), LoraConfig(rank=job.rank) if job.rank else None
+    sizes, documents = measure_sizes(built(job, "meta"), lora, "cuda"), max(1, tokens // sequence)
+    loss = block_cost(shape.vocab_size, torch.bfloat16, torch.device(device), trained=job.rank is None)
+    modes: tuple[Literal["nothing", "selective", "layers"], ...] = ("nothing", "selective", "layers")
+    made = None
+    for mode in modes[[*modes].index(recompute) :]:  # pyright: ignore[reportArgumentType]
+        for parts in (n for n in range(1, documents + 1) if documents % n == 0):
+            work = Work(
+                tokens=documents // parts * sequence,
+                rank=job.rank,
+                micro_batches=parts,
+                loss_rows=loss[0],
+                loss_bytes=loss[1],
+            )
+            made = plan(sizes, RESIDENT.but(recompute=mode), work, found)
+            if made.fits and parts <= 4:
+                return made
+    assert made is not None
+    refuse_if_too_large(made)
+    return made
+
+
+def train(job: Job, made: Plan, steps: int, device: str, sequence: int) -> dict[str, Any]:
+    """Two warm-up steps and `steps` timed ones on the same batches; tokens/s of the median step."""
+    place, model = torch.device(device), built(job, device)
+    fill_random(model, seed=0)
+    if job.rank:
+        attach(model, LoraConfig(rank=job.rank), seed=0)
+    optimizer, documents = AdamW(model), made.work.tokens // sequence
+    batches = [
+        follows(model.shape.vocab_size, documents, sequence, n) for n in range(made.work.micro_batches)
+    ]
+    tokens = sum(batch.num_tokens for batch in batches)
+    # adapters start at B = 0 and take large steps; a whole random model needs small ones
+    given: dict[str, Any] = {"learning_rate": 1e-3 if job.rank else 1e-4, "max_norm": 1.0}
+    given |= {"recompute": models.RECOMPUTE[made.layout.recompute]}
+    losses, seconds = [], []
+    for number in range(2 + steps):
+        if number == 2:
+            reset_peak_bytes(place)
+        started = time.perf_counter()
+        losses.append(train_step(model, optimizer, batches, cross_entropy, **given).loss)
+        wait(place)  # the update too: a step's own time, and nothing of the one before
+        seconds.append(time.perf_counter() - started)
+    low, middle, high = statistics.quantiles(seconds[2:], n=4)
+    found = {
+        "tokens_per_second": tokens / middle,
+        "slowest": tokens / high,
+        "fastest": tokens / low,
+        "tokens": tokens,
+        "peak_bytes": peak_bytes(place),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "learned": all(map(math.isfinite, losses)) and losses[-1] < losses[0],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "flop_per_token": model_flops(model, tokens // sequence, sequence) / tokens,
+    }
+    del model, optimizer
+    release_scratch()
+    gc.collect()
+    if place.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def follows(vocab: int, documents: int, sequence: int, seed: int):
+    """Documents in which token i + 1 follows from token i, so there is something to learn."""
+    first = torch.randint(0, vocab, (documents, 1), generator=torch.Generator().manual_seed(seed))
+    return batch_of((first + 7 * torch.arange(sequence)) % min(vocab, 4096))
+
+
+def results(job: Job, made: Plan, found: Mapping[str, Any], gpu: str) -> dict[str, Any]:
+    """What a row says: `found`, beside the target, the GPU's peak and the plan."""
+    peak = next((rate for part, rate in PEAK.items() if part in gpu), None)
+    speed = found["tokens_per_second"]
+    return {
+        **found,
+        "mfu": speed * found["flop_per_token"] / peak if peak else None,
+        "target": job.target,
+        "verdict": "" if job.target is None else "met" if speed >= job.target else "missed",
+        "plan_bytes": made.training,
+        "peak_over_plan": found["peak_bytes"] / made.training,
+        "plan_terms": made.terms,
+        "correctness": {"loss at the first and last step": "falls on repeated data"},
+        "note": f"loss {found['loss_first']:.3f} to {found['loss_last']:.3f}",
+    }

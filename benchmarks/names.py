@@ -1,0 +1,65 @@
+"""Public names that two files of src/unfreeze define: one word for two things.
+
+    python benchmarks/names.py            (the doubles, then their share)
+    python benchmarks/names.py --room kernels
+
+Counted are public classes and functions at a module's top level; methods are not. A name counts once, however
+many files define it. Left out is what a protocol of this package calls by name, file after file:
+
+    recipes          parts, DEFAULTS …: job.parts asks each recipe's module
+    models/<family>  shape, layer …: models.FAMILIES asks each family's module
+    kernels/<op>     bucket, forward, backward … of an op's reference and candidates, which have one signature
+    quant/<format>   read and its like, which Format.read holds
+    commands         main and run, which the command line imports by name
+
+These are PROTOCOLS below, by folder; nothing else is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "unfreeze"
+PROTOCOLS: dict[str, frozenset[str]] = {
+    # models.FAMILIES' modules: models/__init__.py calls these of each
+    "models": frozenset("shape layer ignored renamed ends rules".split()),
+    # an op's folder: `choose` gets its bucket; a candidate has its reference's functions and signature
+    "kernels": frozenset("bucket forward backward backward_weighted rotate step softmax_gradient".split()),
+    "recipes": frozenset({"parts"}),
+}
+
+
+def definitions(folder: Path = SOURCE) -> dict[str, list[str]]:
+    """name -> the files, relative to `folder`, that define it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file in sorted(folder.rglob("*.py")):
+        where = file.relative_to(folder)
+        left_out = PROTOCOLS.get(where.parts[0], frozenset())
+        names = {
+            node.name
+            for node in ast.parse(file.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        for name in sorted(names - left_out):
+            if not name.startswith("_"):
+                found[name].append(str(where))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--room", default="", help="only doubles with a definition in this folder")
+    room = parser.parse_args().room
+    found = definitions()
+    doubles = {name: files for name, files in found.items() if len(files) > 1}
+    for name, files in sorted(doubles.items(), key=lambda item: (-len(item[1]), item[0])):
+        if any(file.startswith(room) for file in files):
+            print(f"{len(files):3}  {name:28} {', '.join(files)}")
+    print(f"{len(doubles)} of {len(found)} public names are defined twice: {len(doubles) / len(found):.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What a run learns from, as Parts.source gives it: by default the encoded documents in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+from unfreeze.job.data import batches_in
+from unfreeze.job.opening.device import say
+from unfreeze.teach.second import Beginning
+
+if TYPE_CHECKING:
+    from unfreeze.core.batch import Batch
+    from unfreeze.data import Batches, Cursor, Source
+    from unfreeze.job.setup import Placed, Rows, Setup
+
+
+def encoded_rows(setup: Setup, rows: Rows, at: Placed, start: Cursor | None) -> Batches:
+    """The documents of the data files, packed, from the cursor `start` on."""
+    config = setup.config
+    return batches_in(
+        config.data,
+        rows.dataset,
+        tokens=config.tokens_per_micro_batch,
+        seed=config.seed,
+        packing=config.training.packing,
+        start=start,
+        micro_batches=config.memory.micro_batches,
+    )
+
+
+def with_second(setup: Setup, rows: Rows, at: Placed, source: Source, steps: int) -> Source:
+    """The source with what the run's second model adds to it."""
+    config, second, dataset = setup.config, setup.parts.second, rows.dataset
+    if second is None:
+        return source
+    count = steps * config.memory.micro_batches
+
+    def batches() -> Iterator[Batch]:
+        from unfreeze.data import validation_batches
+
+        cursor = setup.folder.cursor
+        behind = {**cursor, "epoch": 0, "position": 0} if cursor else None  # in the order this run has
+        first = setup.parts.source(setup, rows, at, behind)
+        micro_batches = chain.from_iterable(step for step, _ in first)
+        held_out = validation_batches(dataset.validation or (), config.tokens_per_micro_batch)
+        return chain(islice(micro_batches, count), held_out)
+
+    beginning = Beginning(
+        model=at.model,
+        batches=batches,
+        count=count,
+        in_windows=dataset.stream is not None,
+        data=dataset.examples.fingerprint(),
+        dtype=config.memory.dtype,
+        folder=setup.folder.path,
+        group=setup.group,
+        say=say(setup.common),
+    )
+    return second.source(source, beginning)
