@@ -44,11 +44,7 @@ def rows(config: Config, run: Run):
         before = answers(TINY_K2, items)
         for side in config.sides:
             started = time.perf_counter()
-            made = (
-                yoda.then(config, pairs, folder)
-                if side == "sft+dpo"
-                else trained(side, config, pairs, folder)
-            )
+            made = trained(side, config, pairs, folder)
             found = compare_style(before, answers(made, items), items) | found_in(made)
             found["note"] = yoda.said(found)
             run.say(f"{side}: {found['note']}")

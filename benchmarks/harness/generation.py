@@ -22,7 +22,7 @@ STEPS = {"unfreeze": "by_record", "unfreeze-launched": "launched", "unfreeze-gra
 
 
 def read_cases(config: Any) -> list[tuple[int, int]]:
-    """ "16x64" -> (16, 64): rows, and tokens of the prompt. Raises ConfigError, also for CUDA graphs on a CPU."""
+    """ "16x64" -> (16, 64): rows, tokens of the prompt. Raises ConfigError, also for CUDA graphs on a CPU."""
     found = []
     for text in config.cases:
         batch, _, prompt = text.partition("x")

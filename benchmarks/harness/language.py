@@ -142,7 +142,7 @@ def learned(
     for step in range(steps):
         rate = schedule.learning_rate(step)
         given = {"learning_rate": rate, "max_norm": 1.0, "recompute": models.plain}
-        train_step(model, optimizer, [next(batches)[0]], minimised, **given)
+        train_step(model, optimizer, next(batches)[0], minimised, **given)
     return model
 
 

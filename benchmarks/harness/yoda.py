@@ -83,8 +83,10 @@ def pairs_of(rows: Sequence[dict[str, str]], folder: Path) -> Path:
 def trained(
     side: str, config: Any, data: Path, folder: Path, *, model: Path = TINY_K2, adapter: Path | None = None
 ) -> Path:
-    """A run in a process of its own -> its folder. sft+dpo: sft, then half as many steps of dpo at a fiftieth of
-    the rate."""
+    """A run in a process of its own -> its folder.
+
+    sft+dpo: sft, then half as many steps of dpo at a fiftieth of the rate.
+    """
     if side == "sft+dpo":
         first = trained("sft", config, data, folder / "first")
         half = {"steps": max(1, config.steps // 2), "learning_rate": config.learning_rate / 50}

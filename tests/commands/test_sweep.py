@@ -39,7 +39,7 @@ def test_each_combination_is_a_run_and_the_best_is_first(line, tmp_path, capsys)
     assert found["failed"] == {"learning_rate=1e-8": 2} and found["exit_code"] == 2
     assert found["ranked_by"] == "best_validation" and found["best"] == str(folders[2])
     assert [run["name"] for run in found["runs"]] == ["learning_rate=1e-2", "learning_rate=1e-9"]
-    assert found["differences"]["learning_rate"] == ["0.01", "1e-09"]
+    assert found["differences"]["optimizer.learning_rate"] == ["0.01", "1e-09"]
     assert "template_date" not in found["differences"]
 
     stamps = [(folder / "state").stat().st_mtime_ns for folder in (folders[0], folders[2])]

@@ -189,7 +189,7 @@ def compare_modules(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Diffe
     import torch
 
     from unfreeze.core.batch import Batch
-    from unfreeze.kernels.attention import Layout
+    from unfreeze.kernels.attention import DocumentLayout
     from unfreeze.models.blocks.passes import PackedPass
 
     positions_T, starts_S = torch.arange(len(ids)), torch.zeros(1, dtype=torch.int64)
@@ -200,7 +200,7 @@ def compare_modules(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Diffe
         for name, inputs, output in calls:
             module = ours.get_submodule(name)
             tables, named = ours.shape.tables(positions_T)
-            layout = Layout.build(starts_S, len(ids), ours.device)
+            layout = DocumentLayout.build(starts_S, len(ids), ours.device)
             run = PackedPass(*tables, layout=layout, named=named)
             pair = answer(module, inputs, output, run)
             if pair is not None:

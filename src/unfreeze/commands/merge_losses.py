@@ -16,7 +16,7 @@ from unfreeze.config.adapter import adapter_folder
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.units import format_bytes
 from unfreeze.objectives.preference import WITHOUT_REFERENCE
-from unfreeze.recipes.prefer import loss_of, minimised
+from unfreeze.teach.compares import loss_of, minimised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,7 +130,7 @@ def _log_probabilities(model: Decoder, host_batch: Batch) -> Tensor:
     """l of each document, float64 [S]."""
     import torch
 
-    from unfreeze.objectives.preference import log_probabilities
+    from unfreeze.objectives.log_p import log_probabilities
 
     batch = host_batch.to(model.device)
     with torch.no_grad(), model.looking():

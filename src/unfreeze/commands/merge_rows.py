@@ -19,8 +19,8 @@ from unfreeze.config.template import template_time, template_values
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.opening.streaming import MANY_ROWS
-from unfreeze.recipes.prefer import answers_of
 from unfreeze.report.events import AT_LEAST, LEAKED, read_events, warnings
+from unfreeze.teach.compares import answers_of
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest

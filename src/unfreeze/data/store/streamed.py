@@ -32,7 +32,7 @@ from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.rows.files import text_bytes
 from unfreeze.data.rows.scan import RowTable, are_lines
 from unfreeze.data.store.account import Account, Reading, Stats
-from unfreeze.data.store.dataset import HELD_BYTES, LONGER, Dataset
+from unfreeze.data.store.dataset import HELD_BYTES, RAISE_LENGTH, Dataset
 from unfreeze.data.store.documents import Held, OnDemand
 from unfreeze.data.store.encoded import COLUMNS, ENCODING, Writing, begun, key, whole
 from unfreeze.data.store.encoding import BATCH_BYTES, BATCH_ROWS, Coder, EncodedRows, RowBatch, Spec
@@ -50,7 +50,7 @@ WINDOW = 2**19
 """Tokens of a window, at least: of small rows a second of encoding on two cores."""
 FULL = 64
 """Batches that a window fills, at least: the last of them is half empty on average, which is 0.8 %."""
-AHEAD = 64
+BATCHES_AHEAD = 64
 """Batches of rows that processes are given ahead, two windows of small rows: at most 32 MiB of rows, some
 100 MB with what becomes of them."""
 HELD_OUT = -1
@@ -294,7 +294,7 @@ class Stream:
             reason = account.stats.listed[0].reason if account.stats.listed else "all are held out"
             raise DataError(
                 f"{self._paths[0].name}: no row left to train on, of {len(rows):,} looked at: {reason}",
-                next=f"mend the rows, or {LONGER}",
+                next=f"mend the rows, or {RAISE_LENGTH}",
             )
         return found
 
@@ -330,7 +330,7 @@ class Stream:
             self._tokenizer,
             workers,
             told,
-            ahead=AHEAD,
+            ahead=BATCHES_AHEAD,
             waits=lambda: self._waits,
         )
         self._wait(epoch, first)
