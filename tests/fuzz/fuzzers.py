@@ -41,7 +41,7 @@ from unfreeze.config.parse import parse
 from unfreeze.core.errors import UserError
 from unfreeze.data import BadRow, encode_files, load_tokenizer, read_rows
 from unfreeze.generate.open import open_model
-from unfreeze.generate.source import locate
+from unfreeze.generate.source import locate_model
 from unfreeze.models.publish import published
 from unfreeze.parallel.placement.dispatch import split_experts
 from unfreeze.parallel.processes.collectives import ALONE, Alone
@@ -49,7 +49,7 @@ from unfreeze.parallel.processes.mesh import Mesh
 from unfreeze.recipes.sft import Config
 from unfreeze.report.events import number
 from unfreeze.report.html import page, summary_lines
-from unfreeze.report.run import expert_balance, facts, load_words, read_run, started
+from unfreeze.report.run import expert_balance, facts, first_event_time, load_words, read_run
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
 from unfreeze.train.schedule import Schedule
@@ -997,7 +997,7 @@ def plant_adapter(random: Random, folder: Path) -> None:
 
 def read_adapter(folder: Path) -> None:
     """Loaded whole, or the model is as it was."""
-    locate(folder)
+    locate_model(folder)
     with suppress(UserError):
         lora_of(folder)
     model = good_model((folder / "family").read_text())
@@ -1050,7 +1050,7 @@ def read_run_folder(folder: Path) -> None:
     """unfreeze report, chat and the resuming command on one run folder. All three are tried; the first error
     is raised."""
     errors: list[UserError] = []
-    for step in (_report, locate, _resume):
+    for step in (_report, locate_model, _resume):
         try:
             step(folder)
         except UserError as error:
@@ -1066,7 +1066,7 @@ def _report(folder: Path) -> None:
         number(event.get("loss"))
         if event["kind"] == "load":
             load_words(event)
-    started(run), expert_balance(run), run.state, run.source("model"), run.loaded
+    first_event_time(run), expert_balance(run), run.state, run.source("model"), run.loaded
     if (folder / "events.jsonl").stat().st_size % 8 == 0:  # the page takes a hundred times as long
         page(run)
         "\n".join(summary_lines(folder))

@@ -18,7 +18,7 @@ import torch
 
 from unfreeze.kernels.choice import ops, record
 from unfreeze.kernels.choice.choose import by_record
-from unfreeze.parallel.plan.fleet import Device
+from unfreeze.parallel.plan.fleet import DeviceFacts
 
 EXPERT_SHARE, HALF_ROWS = 0.66, 128.0  # grouped GEMM on H100: 650 of 989 TFLOP/s, half of it at 128 rows
 DENSE_SHARE = 0.63  # 620 of 989 TFLOP/s
@@ -100,7 +100,7 @@ class Rates:
         return self.experts * rows / (rows + self.half_rows)
 
 
-def of_device(device: Device) -> Rates:
+def of_device(device: DeviceFacts) -> Rates:
     """Shares of the makers' peaks."""
     matrix, memory = device.matrix * 1e12, device.memory_gb_s * 1e9
     return Rates(
