@@ -24,6 +24,7 @@ from unfreeze.core.schema import (
     GroupReceipt,
     KernelChoice,
     LeftOut,
+    Metric,
     NotedRow,
 )
 
@@ -31,6 +32,7 @@ MARKS = tuple(f"<!-- made by benchmarks/events_page.py: {end} -->" for end in ("
 INSIDE = {
     "Row": NotedRow,
     "Device": Device,
+    "Metric": Metric,
     "Kernel": KernelChoice,
     "Balance": ExpertBalance,
     "Change": Change,

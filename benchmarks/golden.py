@@ -75,16 +75,17 @@ def more_jobs(dense: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
     lines = [json.loads(line) for line in Path(rows).read_text(encoding="utf-8").splitlines()]
     more = [*COMMON, "--dtype", "float32"]
     k2, on_dense = ["--model", f"{ROOT}/{TINY_K2}"], ["--model", str(dense), "--lora.rank", "4"]
-    asked = ["--teacher", f"{ROOT}/{TINY_K2}", "--on-policy", "0.6"]
+    asked = ["--teacher", f"{ROOT}/{TINY_K2}", "--distillation.on-policy", "0.6"]
     yield "own answers", ["unfreeze", "distill", *on_dense, "--data", rows, *asked, *more]
 
     pairs = folder / "pairs.jsonl"
     with pairs.open("w", encoding="utf-8") as file:
         for line, other in pairwise(lines):
             pair = {"prompt": line["question"], "chosen": line["answer"], "rejected": other["answer"]}
-            file.write(json.dumps(pair) + "\n")
+            if pair["chosen"] != pair["rejected"]:
+                file.write(json.dumps(pair) + "\n")
     for reference in ("live", "cached"):
-        words = ["--data", str(pairs), "--reference", reference, "--loss", "dpo", "--lora.rank", "4"]
+        words = ["--data", str(pairs), "--preference.reference", reference, "--loss", "dpo", "--rank", "4"]
         yield f"pairs {reference}", ["unfreeze", "prefer", *k2, *words, *more]
 
     many = folder / "many.jsonl"  # more rows than are read whole

@@ -6,11 +6,11 @@
 Counted are public classes and functions at a module's top level; methods are not. A name counts once, however
 many files define it. Left out is what a protocol of this package calls by name, file after file:
 
-    recipes          parts, DEFAULTS …: job.parts asks each recipe's module
-    models/<family>  shape, layer …: models.FAMILIES asks each family's module
-    kernels/<op>     bucket, forward, backward … of an op's reference and candidates, which have one signature
-    quant/<format>   read and its like, which Format.read holds
-    commands         main and run, which the command line imports by name
+    commands, recipes  main and Config: the command line imports main by name, and main parses a Config
+    recipes            parts and train: cli and api ask each recipe's module for them
+    models/<family>    shape, layer …: models.FAMILIES asks each family's module
+    kernels/<op>       what an op's reference and its candidates both define: one signature, one of them is chosen
+    tracking/<kind>    Sink: tracking.SINKS names each tracker's module
 
 These are PROTOCOLS below, by folder; nothing else is left out.
 """
@@ -27,8 +27,14 @@ PROTOCOLS: dict[str, frozenset[str]] = {
     # models.FAMILIES' modules: models/__init__.py calls these of each
     "models": frozenset("shape layer ignored renamed ends rules".split()),
     # an op's folder: `choose` gets its bucket; a candidate has its reference's functions and signature
-    "kernels": frozenset("bucket forward backward backward_weighted rotate step softmax_gradient".split()),
-    "recipes": frozenset({"parts"}),
+    "kernels": frozenset(
+        "bucket forward backward backward_weighted rotate step softmax_gradient gather combine combine_backward"
+        " sort replay weight_gradient int4_grouped_mm".split()
+    ),
+    "commands": frozenset({"main", "Config"}),
+    "recipes": frozenset({"main", "parts", "train"}),
+    "config": frozenset({"Config"}),
+    "tracking": frozenset({"Sink"}),
 }
 
 

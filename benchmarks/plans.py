@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from unfreeze.commands.plan import Config, plan
+from unfreeze.commands.plan import Config, plan_on
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.units import format_of
 from unfreeze.parallel.plan.fleet import fleet
@@ -42,7 +42,7 @@ def main() -> None:
         for words in machines:
             for rank in RANKS:
                 config = Config(model=str(given.configs / f"{release}.json"), lora=LoraConfig(rank=rank))
-                planned = plan(config, fleet(words))
+                planned = plan_on(config, fleet(words))
                 plans.append(planned)
                 choice, places = planned.choice, planned.choice.places
                 rate = f"{choice.tokens_per_second:,.0f}" if planned.fits else "–"

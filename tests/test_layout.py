@@ -135,7 +135,6 @@ LONG = {
     "models/blocks/mla.py:MLA.__init__": "the matrices of the layer, by their names in checkpoints",
     "objectives/preference.py:preference": "the numbers of six published losses, by their published names",
     "parallel/placement/place.py:place": "a checkpoint, its rules, and each way in which weights may be kept",
-    "train/fit.py:fit": "the loop's joints, each one a thing that a run may have or not",
     "train/step.py:train_step": "what forward_backward and optim_step take, together",
 }
 """Functions of more than MOST_LINES lines or MOST_ARGUMENTS arguments, and why."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from pydantic import Field
 
 from benchmarks.harness.case import Measured, Run
-from benchmarks.harness.equality import COLUMNS, LORA, MICRO_BATCHES, Arm, run_arm, unpacked, worst, written
+from benchmarks.harness.equality import COLUMNS, LORA, MICRO_BATCHES, Arm, run_arm, shown, unpacked, worst
 from benchmarks.harness.shapes import TINY_K2
 from unfreeze.config.parse import Folder
 
@@ -53,7 +53,7 @@ def rows(config: Config, run: Run):
             job = {"model": model, "steps": config.steps, "length": LENGTH, "threads": config.threads}
             seconds = run_arm(arm, job, folder)
             found = worst(folder, arm, firsts.setdefault(arm.train, arm))
-            note = ", ".join(f"{name} {written(found[name])}" for name in COLUMNS if name in found)
+            note = ", ".join(f"{name} {shown(found[name])}" for name in COLUMNS if name in found)
             given = {name: value for name, value in asdict(arm).items() if name != "name"}
             results = {"correctness": found, "seconds": seconds, "note": note}
             yield run.row(arm.name, settings | given, results)

@@ -231,5 +231,5 @@ def worst(folder: Path, arm: Arm, first: Arm) -> dict[str, float | str]:
     return {**found}
 
 
-def written(value: Any) -> str:
+def shown(value: Any) -> str:
     return "–" if value is None else "equal" if value == 0 else f"{value:.1e}"

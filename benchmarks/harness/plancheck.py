@@ -24,8 +24,8 @@ from unfreeze.core.units import format_bytes
 from unfreeze.kernels.loops.scratch import release_scratch
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import hardware, resident_bytes
-from unfreeze.parallel.plan import Model, measure, plan, rates_here, work_of
-from unfreeze.parallel.plan.choose import Asked, seconds_of
+from unfreeze.parallel.plan import PlannedModel, measure_sizes, plan, rates_here, work_of
+from unfreeze.parallel.plan.choose import PlanRequest, seconds_of
 from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.fleet import Fleet
 from unfreeze.train.optim import AdamW
@@ -120,9 +120,9 @@ def planned(one: One, threads: int) -> dict[str, Any]:
     dtype, cpu = getattr(torch, one.dtype), torch.device("cpu")
     model = models.from_config(config_of(one.model), dtype)
     lora = None if one.rank is None else LoraConfig(rank=one.rank)
-    sizes, counted, machine = measure(model, lora), counts(model), hardware("cpu")
+    sizes, counted, machine = measure_sizes(model, lora), counts(model), hardware("cpu")
     work = work_of(
-        Model(model.shape, lora, dtype, cpu, counted, sizes, model),
+        PlannedModel(model.shape, lora, dtype, cpu, counted, sizes, model),
         tokens=one.tokens,
         optimizer_moments=one.moments,
         longest=one.length,
@@ -143,7 +143,7 @@ def planned(one: One, threads: int) -> dict[str, Any]:
     time = None
     if rates is not None:
         here = Fleet("here", 1, machine.available, kind="cpu")
-        asked = Asked(work, one.tokens, one.length)
+        asked = PlanRequest(work, one.tokens, one.length)
         time = seconds_of(sizes, counted, here, rates, layout, asked, one.tokens)
     return {
         "bytes": made.training,

@@ -22,7 +22,7 @@ from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.kernels.loops.scratch import release_scratch
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware
-from unfreeze.parallel.plan import Plan, Work, measure, plan, refuse_if_too_large
+from unfreeze.parallel.plan import Plan, Work, measure_sizes, plan, refuse_if_too_large
 from unfreeze.quant.int4 import Int4
 from unfreeze.train.memory import peak_bytes, reset_peak_bytes
 from unfreeze.train.optim import AdamW
@@ -59,7 +59,7 @@ def sized(job: Job, tokens: int, recompute: str, found: Hardware, device: str, s
     Raises DoesNotFit with the arithmetic.
     """
     shape, lora = models.shape(job.config), LoraConfig(rank=job.rank) if job.rank else None
-    sizes, documents = measure(built(job, "meta"), lora, "cuda"), max(1, tokens // sequence)
+    sizes, documents = measure_sizes(built(job, "meta"), lora, "cuda"), max(1, tokens // sequence)
     loss = block_cost(shape.vocab_size, torch.bfloat16, torch.device(device), trained=job.rank is None)
     modes: tuple[Literal["nothing", "selective", "layers"], ...] = ("nothing", "selective", "layers")
     made = None

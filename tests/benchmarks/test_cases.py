@@ -1,10 +1,13 @@
 """Every case on tiny models: which rows it makes and what they say. Sides run in this process (conftest.py: here);
 as processes of their own in test_sides.py. What loads several peers is nightly."""
 
+import importlib
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks import BENCHMARKS
 from benchmarks.cases import beyond, equal, growth, layer, plan, start
 from benchmarks.harness import encoding, equality, fresh, generation, shapes, streamed
 from benchmarks.harness.checkpoints import checkpoints
@@ -69,7 +72,9 @@ def test_recompute_says_what_auto_chose(measure):
 
 
 @pytest.mark.nightly
-def test_formats_are_compared_with_int4(measure):
+def test_formats_are_compared_with_int4(measure, monkeypatch):
+    blocks = {"hidden_size": 128, "moe_intermediate_size": 128}  # fp8's scales are of blocks of 128 x 128
+    monkeypatch.setattr(shapes, "SIZES", shapes.SIZES | blocks)
     rows = measure("formats", dtype="bfloat16")
     assert [row.side for row in rows] == ["int4", "fp8", "mxfp4"] and rows[0].results["of_int4"] == 1.0
 
@@ -178,7 +183,8 @@ def test_equal_compares_processes_with_one(measure, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_process_that_fails_is_named_by_its_arm(measure, tmp_path):
+def test_a_process_that_fails_is_named_by_its_arm(measure, monkeypatch, tmp_path):
+    monkeypatch.setattr(equal, "unpacked", lambda model, folder: None)
     with pytest.raises(UserError, match="1 process: a process ended with"):
         measure("equal", model=str(tmp_path))
 
@@ -303,6 +309,19 @@ def test_a_prediction_is_met_missed_or_refuted():
     said = [layer.verdict("one whole layer", ms, "")["verdict"] for ms in (56.0, 60.0, 66.0)]
     assert said == ["met", "missed", "refuted"] and layer.verdict("head and loss", 1.0, "") == {}
     assert layer.verdict("one whole layer", 1.0, "smaller")["verdict"] == "smaller"
+
+
+def test_a_case_gives_rows_or_writes_a_page():
+    found = {
+        name: importlib.import_module(f"benchmarks.cases.{name}") for name in BENCHMARKS if name != "report"
+    }
+    assert {name for name, made in found.items() if hasattr(made, "written")} == {
+        "plan",
+        "profile",
+        "teach",
+        "inside",
+    }
+    assert all(hasattr(made, "written") != hasattr(made, "rows") for made in found.values())
 
 
 def test_a_case_has_at_most_60_lines():

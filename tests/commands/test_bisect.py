@@ -10,12 +10,12 @@ from unfreeze import cli
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.commands.bisect import (
     WHOLE,
-    compare,
+    compare_modules,
     difference,
     first,
     load_oracle_library,
     oracle,
-    refuse_if_too_large,
+    refuse_too_large,
 )
 from unfreeze.core.errors import ConfigError
 from unfreeze.drill.sandbox import FAMILIES, Sandbox
@@ -44,7 +44,7 @@ def oracles(sandbox):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_module_of_a_clean_model_agrees(sandbox, oracles, family):
-    found = compare(sandbox.model(family), oracles(family), IDS)
+    found = compare_modules(sandbox.model(family), oracles(family), IDS)
     assert first(found, TOLERANCE) is None and found[-1].module == WHOLE
     names = [entry.module for entry in found]
     assert (
@@ -99,7 +99,7 @@ def forgotten_residual(model):
 def test_a_planted_error_is_named(sandbox, oracles, family, plant, blamed):
     model = sandbox.model(family)
     plant(model)
-    worst = first(compare(model, oracles(family), IDS), TOLERANCE)
+    worst = first(compare_modules(model, oracles(family), IDS), TOLERANCE)
     assert worst is not None and worst.module == blamed
 
 
@@ -108,7 +108,7 @@ def test_control_arm_run_by_themselves_the_models_would_blame_everything_after(s
     so many others are blamed too."""
     model, theirs = sandbox.model("llama"), oracles("llama")
     wrong_eps(model)
-    fed = [entry.module for entry in compare(model, theirs, IDS) if entry.relative > TOLERANCE]
+    fed = [entry.module for entry in compare_modules(model, theirs, IDS) if entry.relative > TOLERANCE]
     outputs = {"ours": {}, "theirs": {}}
     for side, module in (("ours", model), ("theirs", theirs)):
         for name, part in module.named_modules():
@@ -160,9 +160,9 @@ def test_a_model_too_large_for_two_copies_is_refused(sandbox, monkeypatch):
     from unfreeze.parallel.machine import Hardware
 
     manifest = open_checkpoint(sandbox.checkpoint("deepseek_v3-int4"))
-    refuse_if_too_large(manifest)
+    refuse_too_large(manifest)
     monkeypatch.setattr(
         "unfreeze.parallel.machine.hardware", lambda device: Hardware("cpu", "small", 1, 2**20, 2**20)
     )
     with pytest.raises(DoesNotFit, match="in float32 need"):
-        refuse_if_too_large(manifest)
+        refuse_too_large(manifest)

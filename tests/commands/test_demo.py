@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from unfreeze.commands import demo
-from unfreeze.commands.demo import TINY_K2, make_room
+from unfreeze.commands.demo import TINY_K2, move_finished
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 
@@ -31,10 +31,10 @@ GOOD = {
 def test_a_folder_that_is_no_demo_is_not_touched(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="is not a demo run"):
-        make_room(tmp_path)
+        move_finished(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
     with pytest.raises(ConfigError, match="is a file"):
-        make_room(tmp_path / "thesis.txt")
+        move_finished(tmp_path / "thesis.txt")
 
 
 def demo_at(out, step):
@@ -58,7 +58,7 @@ def demo_at(out, step):
 
 def test_an_unfinished_demo_stays_and_goes_on(tmp_path):
     out = demo_at(tmp_path / "demo", 3)
-    make_room(out)
+    move_finished(out)
     assert [path.name for path in tmp_path.iterdir()] == ["demo"] and (out / "state").is_dir()
 
 
@@ -81,7 +81,7 @@ def trained(monkeypatch):
             }
 
         monkeypatch.setattr(demo.sft, "train", train)
-        monkeypatch.setattr(demo, "ask", lambda *_: ([], None))
+        monkeypatch.setattr(demo, "ask_heldout", lambda *_: ([], None))
         monkeypatch.setattr(demo, "compare_style", lambda *_: {})
         monkeypatch.setattr(demo, "write_samples", lambda *_: None)
         demo.main(["--out", str(out)], Common(quiet=True))
@@ -101,7 +101,7 @@ def test_a_finished_demo_is_removed_only_when_the_new_one_is_finished(tmp_path, 
     demo_at(out, 10)  # the same command again: it goes on to its end
     trained(tmp_path / "other", True)
     assert old.exists()  # control arm: another demo's end removes nothing of this one
-    make_room(out)
+    move_finished(out)
     assert not old.exists()  # a second finished one takes its place
     trained(out, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo", "other"]
@@ -112,12 +112,12 @@ def test_what_is_in_the_way_of_the_old_demo_is_not_touched(tmp_path, monkeypatch
     way.mkdir()
     (way / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="is in the way"):
-        make_room(out)
+        move_finished(out)
     assert (way / "thesis.txt").read_text() == "years of work" and (out / "state").is_dir()
     shutil.rmtree(way)
     monkeypatch.chdir(out)
     with pytest.raises(ConfigError, match="where you are"):
-        make_room(Path())
+        move_finished(Path())
 
 
 @pytest.mark.parametrize(

@@ -166,9 +166,9 @@ def test_the_first_line_has_the_worst_group_and_what_bf16_keeps():
     assert command.loses_most(groups) == "the experts lose most (3 % of their change is kept)"
     config = command.Config(run="runs/mine")
     assert command.in_bf16(groups, config) == "bf16 keeps 99.9 %"  # never rounded up to all of it
-    assert command.remedy(groups, config).startswith("--to bf16, or serve")
+    assert command.rounding_remedy(groups, config).startswith("--to bf16, or serve")
     groups["experts"]["ways"]["keep"] = {**groups["experts"]["ways"]["refit"], "kept": 0.5}
-    assert "--scales keep" in command.remedy(groups, config)  # where it keeps more
+    assert "--scales keep" in command.rounding_remedy(groups, config)  # where it keeps more
     assert command.in_bf16(groups, config.model_copy(update={"to": "bf16"})) == ""
     noisy = {"experts": {"written": ["refit"], "ways": ways(0.95, 0.6, 1.0)}}
     whole = {"mlp": {"written": ["refit"], "ways": ways(1.0, 0.11, 1.0)}}
@@ -183,8 +183,8 @@ def test_data_that_the_run_trained_on_is_known_by_name_and_by_its_bytes(held_out
     shutil.copy(chat_rows, copy)
     other.write_text('{"question": "Who?", "answer": "I."}\n')
     for file, known in ((chat_rows, True), (copy, True), (other, False)):
-        assert bool(merge_rows.rows_of(held_out_run, str(file)).trained_on) == known
-    assert not merge_rows.rows_of(held_out_run, "").trained_on  # what it held out
+        assert bool(merge_rows.heldout_rows(held_out_run, str(file)).trained_on) == known
+    assert not merge_rows.heldout_rows(held_out_run, "").trained_on  # what it held out
 
 
 def test_columns_of_ones_own_rows(held_out_run, tmp_path, capsys):
@@ -357,10 +357,10 @@ def test_rows_of_a_validation_file_that_were_trained_on_are_left_out_as_the_run_
 def test_bf16_is_a_remedy_only_where_it_keeps_nearly_all(kept, named):
     from types import SimpleNamespace
 
-    from unfreeze.commands.merge import remedy
+    from unfreeze.commands.merge import rounding_remedy
 
     ways = {"refit": {"kept": 0.01}, "BF16": {"kept": kept}}
     groups = {"experts": {"ways": ways, "written": ["refit"]}}
     config: Any = SimpleNamespace(scales="refit", to="int4")
-    words = remedy(groups, config)
+    words = rounding_remedy(groups, config)
     assert ("--to bf16" in words) == named and "serve the adapter" in words

@@ -471,7 +471,7 @@ def test_a_refusal_has_a_proposal_or_a_reason(config):
 
 def test_a_model_planned_for_several_machines_is_opened_once(config, monkeypatch):
     opened = []
-    monkeypatch.setattr(plan, "open_model", lambda c, real=plan.open_model: opened.append(c) or real(c))
+    monkeypatch.setattr(plan, "open_for_plan", lambda c, real=plan.open_for_plan: opened.append(c) or real(c))
     hardware = "1xH100", "8xH200", "cpu:256GB"
     both = planned("--model", config, "--hardware", *hardware)["plans"]
     assert len(opened) == 1

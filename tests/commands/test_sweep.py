@@ -39,7 +39,7 @@ def test_each_combination_is_a_run_and_the_best_is_first(line, tmp_path, capsys)
     assert found["failed"] == {"learning_rate=1e-8": 2} and found["exit_code"] == 2
     assert found["ranked_by"] == "best_validation" and found["best"] == str(folders[2])
     assert [run["name"] for run in found["runs"]] == ["learning_rate=1e-2", "learning_rate=1e-9"]
-    assert found["differences"]["learning_rate"] == ["0.01", "1e-09"]
+    assert found["differences"]["optimizer.learning_rate"] == ["0.01", "1e-09"]
     assert "template_date" not in found["differences"]
 
     stamps = [(folder / "state").stat().st_mtime_ns for folder in (folders[0], folders[2])]
@@ -52,7 +52,7 @@ def test_each_combination_is_a_run_and_the_best_is_first(line, tmp_path, capsys)
     sweep.sweep("sft", arguments, Common(json=True), lambda words: cli.main([*words, "--quiet"]))
     said = capsys.readouterr().err
     assert "best: learning_rate=1e-2\nnext: unfreeze chat" in said and f"unfreeze export {folders[2]}" in said
-    assert sweep.best_of(folders, {**again, "ranked_by": None}) is None
+    assert sweep.best_folder(folders, {**again, "ranked_by": None}) is None
 
     # the table of `compare`, by hand: the same order, and by what
     cli.main(["compare", *map(str, folders), "--html", str(tmp_path / "c.html")])
@@ -62,7 +62,9 @@ def test_each_combination_is_a_run_and_the_best_is_first(line, tmp_path, capsys)
 
 
 def test_several_fields_are_multiplied_and_nothing_else_changes(line, tmp_path):
-    fields, points = sweep.planned("sft", [*line, "--sweep", "optimizer.clip=1,2", "dtype=float32,bfloat16"])
+    fields, points = sweep.planned_points(
+        "sft", [*line, "--sweep", "optimizer.clip=1,2", "dtype=float32,bfloat16"]
+    )
     assert fields == {"optimizer.clip": ["1", "2"], "dtype": ["float32", "bfloat16"]}
     assert [point.name for point in points] == [
         f"optimizer.clip={clip},dtype={dtype}" for clip in (1, 2) for dtype in ("float32", "bfloat16")
@@ -103,7 +105,7 @@ def test_bad_fields_and_values_are_refused_before_any_run(line, words, said):
 def test_absent_data_is_refused_before_any_run(line):
     at = line.index("--data") + 1
     with pytest.raises(ConfigError, match="is not a file"):
-        sweep.planned("sft", [*line[:at], "nowhere.jsonl", *line[at + 1 :], "--sweep", "seed=1,2"])
+        sweep.planned_points("sft", [*line[:at], "nowhere.jsonl", *line[at + 1 :], "--sweep", "seed=1,2"])
 
 
 def test_ctrl_c_ends_the_sweep_and_says_how_to_go_on(line):
@@ -123,10 +125,10 @@ def test_the_command_line_sends_it_there_and_only_training_has_it(line, monkeypa
 
 
 def test_each_run_is_a_process_of_its_own():
-    assert sweep.process(["--version"]) == 0 and sweep.process(["sft", "--steps"]) == 2
+    assert sweep.run_process(["--version"]) == 0 and sweep.run_process(["sft", "--steps"]) == 2
 
 
 def test_under_torchrun_it_is_refused(line, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="one by one under torchrun"):
-        sweep.planned("sft", [*line, "--sweep", "seed=1,2"])
+        sweep.planned_points("sft", [*line, "--sweep", "seed=1,2"])

@@ -23,7 +23,7 @@ from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.packing.batches import Batches
 from unfreeze.data.store.dataset import Account
 from unfreeze.drill import loading, numbers, processes, runs
-from unfreeze.drill.fault import ROWS, Fault, measured, refused, said
+from unfreeze.drill.fault import ROWS, Fault, measured, must_refuse, said
 from unfreeze.drill.sandbox import Sandbox
 from unfreeze.models.blocks.routers import Router
 from unfreeze.models.blocks.saved import Saved
@@ -294,7 +294,7 @@ def resume_from_fresh(patch):
         return runs.KILL_STEPS - 1
 
     patch.setattr(runs, "kill_in_training", killed)
-    patch.setattr(runs, "together", lambda config, run: in_this_process(config))
+    patch.setattr(runs, "train_together", lambda config, run: in_this_process(config))
     patch.setattr("unfreeze.train.state._load_tensors", nothing)
 
 
@@ -446,8 +446,8 @@ def test_silence_a_wrong_line_and_a_traceback_are_all_unnamed(sandbox):
         raise ConfigError("rank = 0")
 
     plants = {
-        "it went through in silence": lambda s: refused(lambda: None, says="x"),
-        "does not say 'x'": lambda s: refused(wrong, says="x"),
+        "it went through in silence": lambda s: must_refuse(lambda: None, says="x"),
+        "does not say 'x'": lambda s: must_refuse(wrong, says="x"),
         "a user would see a traceback: ZeroDivisionError": lambda s: 1 / 0,
         "5 of 4": lambda s: measured(drill.plant, "5 of 4", holds=False),
         "no line says 'x'": lambda s: said(drill.plant, "", says="x"),

@@ -14,7 +14,7 @@ from nbclient.exceptions import CellExecutionError
 from peft import PeftConfig
 
 import unfreeze
-from unfreeze.config.names import earlier, spellings
+from unfreeze.config.names import spellings
 from unfreeze.config.sft import Config
 from unfreeze.drill.sandbox import TINY_K2
 
@@ -67,9 +67,9 @@ def unknown(notebook):
             takes = inspect.signature(
                 getattr(unfreeze, ast.unparse(node.func).partition(".")[2], len)
             ).parameters
-            known = {*takes, *spellings(Config), *earlier(Config), "rank"} if "fields" in takes else {*takes}
+            known = {*takes, *spellings(Config)} if "fields" in takes else {*takes}
             known |= {name.partition(".")[0] for name in known}
-            found += sorted({str(keyword.arg) for keyword in node.keywords} - known)
+            found += sorted({keyword.arg for keyword in node.keywords if keyword.arg} - known)
     return found
 
 

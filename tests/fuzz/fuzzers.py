@@ -36,8 +36,8 @@ from unfreeze.checkpoint import open_checkpoint, save_checkpoint
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.commands.inspect import inspect
 from unfreeze.config.adapter import lora_of
+from unfreeze.config.names import name_of
 from unfreeze.config.parse import parse
-from unfreeze.config.training import FLAT
 from unfreeze.core.errors import UserError
 from unfreeze.data import BadRow, encode_files, load_tokenizer, read_rows
 from unfreeze.generate.open import open_model
@@ -1157,7 +1157,7 @@ def plant_toml(random: Random, folder: Path) -> None:
     written: dict[str, dict[str, str]] = {"": {}, "lora": lora}
     in_tables = random.sample(("data", "training", "optimizer", "memory"), random.randrange(3))
     for key, value in top.items():  # by its flat name, or in its table
-        table, _, name = FLAT.get(key, key).rpartition(".")
+        table, _, name = name_of(Config, key).rpartition(".")
         at, by = (table, name) if table in in_tables else ("", key)
         written.setdefault(at, {})[by] = value
     raw = "".join(
@@ -1172,7 +1172,7 @@ def plant_toml(random: Random, folder: Path) -> None:
 def read_toml_config(folder: Path) -> None:
     config = parse(Config, [str(folder / "run.toml")], command="sft", description="")
     given = tomllib.loads((folder / "run.toml").read_text())
-    places = {FLAT.get(key, key): value for key, value in given.items() if not isinstance(value, dict)}
+    places = {name_of(Config, key): value for key, value in given.items() if not isinstance(value, dict)}
     for table, fields in given.items():
         places |= (
             {f"{table}.{key}": value for key, value in fields.items()} if isinstance(fields, dict) else {}

@@ -137,7 +137,12 @@ ARMS = {  # guards, each taken away alone: (reader, where, name, what stands in 
     "adapter_config.json": ("adapter", files, "check_config", nothing),
     "events": ("run", events, "DataError", ZeroDivisionError),
     "state.json": ("run", run, "read_object", lambda path, *_, **__: json.loads(path.read_text())),
-    "types of TOML values": ("toml", config, "_given", config.by_place),
+    "types of TOML values": (
+        "toml",
+        config,
+        "_given",
+        lambda kind, table, where, renamed: config.by_path(kind, table, where),
+    ),
     "printable": ("toml", errors, "printable", as_it_is),
 }
 

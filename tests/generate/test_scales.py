@@ -16,7 +16,7 @@ from unfreeze.checkpoint.save import disk_tensors
 from unfreeze.core.errors import CheckpointError
 from unfreeze.generate.open import open_model
 from unfreeze.models import meta_model, rules, shape
-from unfreeze.parallel.plan import measure
+from unfreeze.parallel.plan import measure_sizes
 
 GROUP = 16
 SCHEME = QuantizationScheme(
@@ -122,7 +122,7 @@ def test_nothing_is_rounded_the_plan_counts_the_bytes_and_saving_gives_them_back
     scale_bytes = sum(info.nbytes for name, info in manifest.tensors.items() if name.endswith("weight_scale"))
     held = sum(b.nbytes for name, b in model.named_buffers() if name.endswith("weight_scale"))
     assert held == scale_bytes
-    meta = measure(meta_model(shape(manifest.config), manifest, torch.float32), None)
+    meta = measure_sizes(meta_model(shape(manifest.config), manifest, torch.float32), None)
     assert meta.base == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     saved = tmp_path / "saved"
     save_checkpoint(

@@ -120,12 +120,12 @@ def test_one_path_or_a_list_in_toml(tmp_path, files):
         and config.data.weights == (1.0, 0.25)
         and config.run_dir.name == "m-a+b"
     )
-    assert config.record()["data"] == [str(file) for file in files]
+    assert config.record()["data.files"] == [str(file) for file in files]
     toml.write_text(f'model = "m"\ndata = "{files[0]}"\n')
     one = parse(Config, [str(toml)], command="sft", description="")
     assert (
         one.data.files == (str(files[0]),)
-        and one.record()["data"] == str(files[0])
+        and one.record()["data.files"] == str(files[0])
         and one.run_dir.name == "m-a"
     )
 
@@ -133,7 +133,7 @@ def test_one_path_or_a_list_in_toml(tmp_path, files):
 @pytest.mark.parametrize(
     "more, says",
     [
-        (["--data.weights", "1", "2", "3"], "data_weights has 3 numbers for 2 data files"),
+        (["--data.weights", "1", "2", "3"], "data.weights has 3 numbers for 2 data files"),
         (["--validation", "v.jsonl", "--validation-fraction", "0.1"], "give one of them"),
         (["--validation-fraction", "1"], "--validation-fraction 1: must be less than 1.0"),
         (["--validation-fraction", "-0.5"], "--validation-fraction -0.5: must be at least 0.0"),

@@ -194,9 +194,9 @@ def test_a_run_goes_on_from_another_place_with_the_same_bits(resident, chat_rows
 
 
 def test_a_disk_that_fails_in_a_run_is_one_line_and_the_save_stays(chat_rows, tmp_path, monkeypatch, capsys):
-    from unfreeze.parallel.placement.residency import Disk
+    from unfreeze.parallel.placement.residency import ExpertsOnDisk
 
-    begin, count = Disk.begin, [0]
+    begin, count = ExpertsOnDisk.begin, [0]
     copy = tmp_path / "model"
     shutil.copytree(TINY_K2, copy)
 
@@ -206,7 +206,7 @@ def test_a_disk_that_fails_in_a_run_is_one_line_and_the_save_stays(chat_rows, tm
             os.truncate(next(copy.glob("*.safetensors")), 4096)
         return begin(self, layer, into)
 
-    monkeypatch.setattr(Disk, "begin", failing)
+    monkeypatch.setattr(ExpertsOnDisk, "begin", failing)
     out = tmp_path / "run"
     flags = ["--watch.samples", 0, "--save-every", 1, "--place.experts", "disk", "--steps", 40]
     code, events = sft(chat_rows, out, *flags, model=copy)

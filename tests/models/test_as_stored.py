@@ -18,7 +18,7 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.generate.model import Model
 from unfreeze.generate.open import open_model
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.plan import measure
+from unfreeze.parallel.plan import measure_sizes
 
 SIZES = {
     "vocab_size": 96,
@@ -103,7 +103,7 @@ def test_matrices_stay_in_bf16_and_the_plan_counts_their_bytes(checkpoint):
 
     assert held(kept) < 0.62 * held(wide)
     meta = models.meta_model(kept.shape, manifest, torch.float32, as_stored=True)
-    sizes = measure(meta, LoraConfig())
+    sizes = measure_sizes(meta, LoraConfig())
     assert sizes.base == held(kept) and sizes.compute_bytes == 4
 
 

@@ -20,7 +20,7 @@ from unfreeze.checkpoint.tensors import stored_tensor
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.publish import carried, published, stored_dtypes
 from unfreeze.parallel.placement.place import place
-from unfreeze.parallel.plan import measure
+from unfreeze.parallel.plan import measure_sizes
 from unfreeze.parallel.plan.counts import counts
 
 FIRST: dict[tuple[str, bool], str] = {}  # of each config class; Gemma 4's, with experts and without
@@ -225,7 +225,7 @@ def test_the_plan_has_the_files_bytes_and_the_activations_a_layer_keeps(name, re
     left = {*models.tied(model.shape), *(info.name for info in carried(model, manifest))}
     stored = {k: t for k, t in load_file(folder / "model.safetensors").items() if k not in left}
     extra = sum(moe.counts_E.nbytes for moe in model.moe_layers().values())
-    assert measure(model, None).base == sum(t.nbytes for t in stored.values()) + extra
+    assert measure_sizes(model, None).base == sum(t.nbytes for t in stored.values()) + extra
     assert counts(model).moe_layers == len(model.moe_layers())
 
     # 2,048 rows of experts, as their buffers are rounded up to that; the adapters' own [T, 1] are left out

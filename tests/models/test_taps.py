@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from unfreeze import models
 from unfreeze.core.batch import Loss
 from unfreeze.core.taps import TAP_NAMES, Tap
-from unfreeze.kernels.attention import CAUSAL, Layout, attention_map, packed_attention
+from unfreeze.kernels.attention import CAUSAL, DocumentLayout, attention_map, packed_attention
 from unfreeze.models import decoder, recompute
 from unfreeze.models.blocks.taps import LayerTaps, Taps
 from unfreeze.models.widths import tap_width
@@ -134,7 +134,7 @@ def compare_with_eager(reference, model: models.Decoder, found: dict[Tap, Tensor
             torch.testing.assert_close(found_HLL, told.attentions[layer][0], rtol=0, atol=1e-5)
             torch.testing.assert_close(x, told.hidden_states[layer][0], rtol=1e-4, atol=1e-4)
             # the map times v is what attention gives, which never holds the map
-            o_THv = packed_attention(q, k, v, Layout.build([0], len(q)), attention.scale, **more)
+            o_THv = packed_attention(q, k, v, DocumentLayout.build([0], len(q)), attention.scale, **more)
             v_THv = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
             torch.testing.assert_close(
                 torch.einsum("hts,shv->thv", found_HLL, v_THv), o_THv, rtol=1e-5, atol=1e-5

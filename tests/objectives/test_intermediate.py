@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.taps import Tap
-from unfreeze.kernels.attention import Layout, relations
+from unfreeze.kernels.attention import DocumentLayout, relations
 from unfreeze.kernels.attention.relations import relation_divergence
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.objectives.divergence import divergence
@@ -75,7 +75,7 @@ def test_relations_and_their_gradient_equal_torchs_in_float64(heads: int, monkey
     expected_own = own.clone().requires_grad_()
     expected = oracle(expected_own, theirs, batch, heads)
     (expected / 7).backward()
-    layout = Layout.build(batch.starts_S, batch.num_tokens)
+    layout = DocumentLayout.build(batch.starts_S, batch.num_tokens)
     for size in (relations.SCORE_BYTES, 1):  # many documents at once, and one
         monkeypatch.setattr(relations, "SCORE_BYTES", size)
         leaf, their = own.clone().requires_grad_(), theirs.clone().requires_grad_()
@@ -96,7 +96,7 @@ def test_relations_in_the_computations_dtype_are_formed_in_float32(dtype: torch.
     expected.backward()
     leaf = own.clone().requires_grad_()
     found = relation_divergence(
-        leaf, theirs, batch.weights_T, Layout.build(batch.starts_S, batch.num_tokens), 4
+        leaf, theirs, batch.weights_T, DocumentLayout.build(batch.starts_S, batch.num_tokens), 4
     )
     found.backward()
     assert found.dtype == torch.float32 and leaf.grad is not None and exact.grad is not None
@@ -117,7 +117,7 @@ def test_the_same_model_is_not_apart_and_what_grows_with_length_is_one_block_of_
 
     tokens = 1024
     x = torch.randn(tokens, 2, 4, requires_grad=True)
-    layout = Layout.build([0, 900], tokens)
+    layout = DocumentLayout.build([0, 900], tokens)
     with Largest() as seen:
         same = relation_divergence(x, x.detach(), torch.ones(tokens), layout, 2)
         same.backward()
@@ -134,7 +134,9 @@ def test_control_arms_of_relations_documents_that_see_each_other_and_the_other_w
     right = float(oracle(own, theirs, batch, 2))
 
     def found(x: Tensor, y: Tensor, starts: Tensor) -> float:
-        return float(relation_divergence(x, y, batch.weights_T, Layout.build(starts, batch.num_tokens), 2))
+        return float(
+            relation_divergence(x, y, batch.weights_T, DocumentLayout.build(starts, batch.num_tokens), 2)
+        )
 
     assert found(own, theirs, batch.starts_S) == pytest.approx(right, rel=1e-12)
     assert found(own, theirs, torch.tensor([0])) != pytest.approx(right, rel=1e-2)

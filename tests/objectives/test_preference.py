@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from unfreeze.core.batch import Batch, Loss
 from unfreeze.data import Example, pack
-from unfreeze.objectives.preference import KINDS, WITHOUT_REFERENCE, log_probabilities, preference
+from unfreeze.objectives.log_p import log_probabilities
+from unfreeze.objectives.preference import KINDS, WITHOUT_REFERENCE, preference
 
 V, D = 97, 16
 BETA, GAMMA = 0.3, 0.7

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 import test_collectives as small
 from sharding import forked
-from unfreeze.job.second import first_asked
 
 from unfreeze import models
 from unfreeze.checkpoint import open_checkpoint
@@ -36,7 +34,8 @@ from unfreeze.generate.open import open_model, open_sharded
 from unfreeze.job.end.divided import write_divided
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.processes.collectives import ALONE, Group
-from unfreeze.teach.reference import asked as log_probabilities_as_begun
+from unfreeze.teach.kept import Kept
+from unfreeze.teach.second import Beginning
 from unfreeze.train.follower import Follower, open_run
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
@@ -149,25 +148,23 @@ def tapped(folder: Path, group: Group, policy: str) -> list[float]:
     return [number for result in results for number in (result.loss, result.grad_norm)]
 
 
-class Cut(list[Any]):
-    """Micro-batches as a run has them: (batch, cursor) each."""
-
-    tokens_per_step = 64
-
-
 def asked_first(folder: Path, group: Group) -> list[float]:
     """Losses of two steps of a run that asked its model about its documents before the first."""
     model, held = opened(folder / "deepseek_v3", group, torch.float32)
-    dataset: Any = SimpleNamespace(
-        stream=None, validation=None, examples=SimpleNamespace(fingerprint=lambda: "")
-    )
     batches = small.cut(4, True)
-
-    def begin(model: models.Decoder, asked: Any, **given: Any) -> None:
-        for batch in asked:
-            log_probabilities_as_begun(model, None, batch)
-
-    first_asked(begin, model, Cut((batch, None) for batch in batches), dataset, 1)
+    kept = Kept("copy", lambda reference: cross_entropy)
+    beginning = Beginning(
+        model=model,
+        batches=lambda: batches,
+        count=len(batches),
+        in_windows=False,
+        data="",
+        dtype="float32",
+        folder=folder / f"asked-by-{group.size}",
+        group=group,
+        say=lambda line: None,
+    )
+    kept.source(iter(()), beginning)  # type: ignore[arg-type]
     state = model, AdamW(model, held=held)
     return [step(state, batches, group).loss for _ in range(2)]
 

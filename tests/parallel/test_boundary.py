@@ -19,7 +19,7 @@ from unfreeze.core.taps import Tap
 from unfreeze.generate.open import open_model
 from unfreeze.models.blocks import boundary
 from unfreeze.models.recompute import RECOMPUTE
-from unfreeze.parallel.placement.boundary import InHost
+from unfreeze.parallel.placement.boundary import BoundaryInHost
 from unfreeze.parallel.processes.lanes import HostLane
 
 KEEPING = [name for name in RECOMPUTE if name != "nothing"]
@@ -38,7 +38,7 @@ def test_the_same_gradients_to_the_bit(dtype: torch.dtype, recompute: str) -> No
     sizes = [batch(256, 8), batch(512, 16), batch(256, 8)]
     wanted = [step(model, recompute, given) for given in sizes]
     assert len(wanted[0]) > 70
-    model.boundary = InHost(model.layers, HostLane())
+    model.boundary = BoundaryInHost(model.layers, HostLane())
     model.boundary.poison = True
     assert all(same(step(model, recompute, given), of) for given, of in zip(sizes, wanted, strict=True))
 
@@ -49,11 +49,11 @@ def test_what_an_objective_reads_is_still_there(recompute: str) -> None:
     model, given = opened(torch.float32), batch(256, 8)
     asked = [Tap(1, "input"), Tap(1, "q"), Tap(2, "v")]
     wanted = step(model, recompute, given, asked)
-    model.boundary = InHost(model.layers, HostLane())
+    model.boundary = BoundaryInHost(model.layers, HostLane())
     assert all(same(step(model, recompute, given, asked), wanted) for _ in range(2))
 
 
-class Wrong(InHost):
+class Wrong(BoundaryInHost):
     """Planted: a layer gets what the first one had."""
 
     def _buffer(self, kept):
@@ -96,7 +96,10 @@ def test_the_device_holds_two_at_once() -> None:
     layers = len(model.layers)
     assert layers > 2
     most = {}
-    for name, inner in {"host": InHost(model.layers, HostLane()), "device": boundary.ON_DEVICE}.items():
+    for name, inner in {
+        "host": BoundaryInHost(model.layers, HostLane()),
+        "device": boundary.ON_DEVICE,
+    }.items():
         model.boundary = Counting(inner)
         step(model, "layers", given)
         most[name] = model.boundary.most
@@ -105,7 +108,7 @@ def test_the_device_holds_two_at_once() -> None:
 
 def test_host_memory_is_used_again() -> None:
     model, given = opened(torch.bfloat16), batch(128, 4)
-    model.boundary = host = InHost(model.layers, HostLane())
+    model.boundary = host = BoundaryInHost(model.layers, HostLane())
     step(model, "layers", given)
     before = [b.data_ptr() for b in host._buffers if b is not None]
     assert host.nbytes == (len(model.layers) - 1) * 128 * model.shape.hidden_size * 2
@@ -116,7 +119,7 @@ def test_host_memory_is_used_again() -> None:
 
 def test_a_second_forward_before_the_backward_is_refused() -> None:
     model, given = opened(torch.float32), batch(64, 4)
-    model.boundary = InHost(model.layers, HostLane())
+    model.boundary = BoundaryInHost(model.layers, HostLane())
     first = model.hidden(given, RECOMPUTE["layers"])
     model.hidden(given, RECOMPUTE["layers"])
     with pytest.raises(UserError, match="run forward again before its backward"):
@@ -145,7 +148,7 @@ class Written(HostLane):
 
 def test_copies_and_computation_wait_for_each_other() -> None:
     lane, layers = Written(), [torch.nn.Identity() for _ in range(3)]
-    host = InHost(layers, lane)
+    host = BoundaryInHost(layers, lane)
     contexts = [SimpleNamespace() for _ in layers]
     for ctx, layer in zip(contexts, layers, strict=True):
         host.keep(ctx, layer, torch.zeros(2, 2))
@@ -161,7 +164,7 @@ def test_copies_and_computation_wait_for_each_other() -> None:
 
 def test_memory_that_a_broken_off_backward_sent_for_is_free_when_it_has_come() -> None:
     lane, layers = Written(), [torch.nn.Identity() for _ in range(3)]
-    host = InHost(layers, lane)
+    host = BoundaryInHost(layers, lane)
     contexts = [SimpleNamespace() for _ in layers]
     for ctx, layer in zip(contexts, layers, strict=True):
         host.keep(ctx, layer, torch.zeros(2, 2))

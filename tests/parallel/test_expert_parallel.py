@@ -32,7 +32,7 @@ from unfreeze.models.recompute import recompute_policy
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.placement.dispatch import RowsDispatch, split_experts
 from unfreeze.parallel.processes.collectives import ALONE, Group
-from unfreeze.parallel.processes.mesh import Held, Mesh, mesh_of
+from unfreeze.parallel.processes.mesh import HeldPart, Mesh, mesh_of
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
@@ -260,7 +260,7 @@ def train(
     *,
     steps: int = 1,
     recompute: str = "layers",
-    held: Callable[[str], Held] | None = None,
+    held: Callable[[str], HeldPart] | None = None,
     learning_rate: float = 1e-3,
     what: str = "adapters",
     objective: Any = cross_entropy,
@@ -367,10 +367,10 @@ def more(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
 def wrong(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
     """Control arms: gradients of experts summed over all processes, and means for sums."""
     one = alone("qwen2_moe", group.size)
-    arms: dict[str, Callable[[str], Held]] = {
+    arms: dict[str, Callable[[str], HeldPart]] = {
         "right": eight.held,
-        "summed over all": lambda name: Held(None, group, group.size),
-        "a mean": lambda name: Held(eight.held(name).rows, Mean(group), eight.held(name).copies),
+        "summed over all": lambda name: HeldPart(None, group, group.size),
+        "a mean": lambda name: HeldPart(eight.held(name).rows, Mean(group), eight.held(name).copies),
     }
     return {
         name: compared(train("qwen2_moe", group, eight, group.size, held=held), one, eight)

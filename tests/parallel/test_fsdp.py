@@ -24,8 +24,8 @@ from unfreeze.core.rows import Rows
 from unfreeze.job.planning.plan import Planning
 from unfreeze.models.factory import from_config
 from unfreeze.parallel.machine import Hardware
-from unfreeze.parallel.placement.fsdp import Sharded, chunk, rows_of
-from unfreeze.parallel.plan import Work, measure, plan, plan_fields, refuse_if_too_large
+from unfreeze.parallel.placement.fsdp import Sharded, chunk, placement_of_rows
+from unfreeze.parallel.plan import Work, measure_sizes, plan, plan_fields, refuse_if_too_large
 from unfreeze.parallel.plan.layouts import Facts, layouts
 from unfreeze.parallel.processes.collectives import ALONE
 
@@ -215,18 +215,19 @@ def placement(shape: tuple[int, ...], start: int, *, transposed: bool = False) -
 def test_a_placement_is_narrowed_to_the_rows_it_fills():
     # a parameter [6, 10] of two tensors, [4, 10] and [2, 10]; rows 3 and 4 are of both
     parts = [
-        rows_of(placement(size, at), (6, 10), Rows(3, 5, 6)) for size, at in (((4, 10), 0), ((2, 10), 40))
+        placement_of_rows(placement(size, at), (6, 10), Rows(3, 5, 6))
+        for size, at in (((4, 10), 0), ((2, 10), 40))
     ]
     assert [(p.start, p.stop, p.info.offset, p.info.nbytes) for p in parts if p] == [
         (0, 10, 1000 + 120, 40),
         (10, 20, 1000, 40),
     ]
-    assert rows_of(placement((4, 10), 0), (6, 10), Rows(4, 6, 6)) is None
+    assert placement_of_rows(placement((4, 10), 0), (6, 10), Rows(4, 6, 6)) is None
     # experts stored transposed are cut between matrices; a matrix is not cut across its rows
-    whole = rows_of(placement((6, 5, 2), 0, transposed=True), (6, 2, 5), Rows(2, 4, 6))
+    whole = placement_of_rows(placement((6, 5, 2), 0, transposed=True), (6, 2, 5), Rows(2, 4, 6))
     assert whole is not None and (whole.info.shape, whole.info.offset) == ((2, 5, 2), 1080)
     with pytest.raises(ConfigError, match="stored transposed and cannot be read by rows"):
-        rows_of(placement((5, 6), 0, transposed=True), (6, 5), Rows(2, 4, 6))
+        placement_of_rows(placement((5, 6), 0, transposed=True), (6, 5), Rows(2, 4, 6))
 
 
 def test_what_is_packed_or_frozen_is_refused_in_a_line():
@@ -274,7 +275,7 @@ def test_the_plan_counts_the_part_held_here_and_what_is_gathered(kind: str, batc
     micro-batch; blocks of 64 KiB and more returned as they are freed. The plan is above it, by a fifth at
     most."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[kind]
-    sizes = measure(models.build(models.shape(LLAMA), dtype=dtype, device="meta"), None)
+    sizes = measure_sizes(models.build(models.shape(LLAMA), dtype=dtype, device="meta"), None)
     asked: dict[str, Any] = {"tokens": 64, "longest": 64, "processes": 2, "micro_batches": 2 * batches}
     here = Hardware("cpu", "here", 2, 2**34, 2**34)
     divided = plan(sizes, RESIDENT.but(weights="sharded"), Work(**asked), here)

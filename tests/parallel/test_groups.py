@@ -24,7 +24,7 @@ from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.placement.dispatch import RowsDispatch
 from unfreeze.parallel.placement.groups import FEW, InGroups
 from unfreeze.parallel.placement.residency import Streamed, Streaming, come_whole, reads_of, streamed_bytes
-from unfreeze.parallel.plan import Work, measure, plan, with_groups
+from unfreeze.parallel.plan import Work, measure_sizes, plan, with_groups
 from unfreeze.parallel.plan.grouped import units
 from unfreeze.parallel.processes.collectives import ALONE
 
@@ -198,7 +198,7 @@ GEMMA_4 = {
 def test_gemma_4s_experts_come_whole_because_a_norm_reads_what_they_made() -> None:
     """Refused by the plan before anything is loaded, and by the load; a buffer of a whole layer is none."""
     model = models.build(models.shape(GEMMA_4), dtype=torch.float32, device="meta")
-    sizes = measure(model, None)
+    sizes = measure_sizes(model, None)
     assert come_whole(model.layers) and sizes.come_whole
     layer = max(streamed_bytes(model.layers))
     assert units(sizes, layer) == units(sizes, None) == list(sizes.streamed)
@@ -213,7 +213,7 @@ def test_gemma_4s_experts_come_whole_because_a_norm_reads_what_they_made() -> No
 
     # control arm: another family's experts come in groups of such a buffer
     other = models.build(models.shape(BIASED), dtype=torch.float32, device="meta")
-    assert not come_whole(other.layers) and len(units(measure(other, None), layer // 2)) > 3
+    assert not come_whole(other.layers) and len(units(measure_sizes(other, None), layer // 2)) > 3
 
 
 def test_an_expert_larger_than_a_buffer_is_refused() -> None:

@@ -33,7 +33,7 @@ from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts as experts_block
 from unfreeze.models.blocks.bytes import Bytes
 from unfreeze.parallel.machine import Hardware
-from unfreeze.parallel.plan import Work, measure, plan
+from unfreeze.parallel.plan import Work, measure_sizes, plan
 from unfreeze.quant.int4 import Int4
 
 
@@ -205,7 +205,7 @@ def peak(
         codec_for=lambda part: Int4(32) if packed and ".experts." in part and "shared" not in part else None,
     )
     lora = LoraConfig(rank=16)
-    sizes = measure(model, lora, "cuda")
+    sizes = measure_sizes(model, lora, "cuda")
     attach(model, lora, 0, device="meta")
     kinds = (torch.int64, torch.int64, torch.float32, torch.int64)
     batch = Batch(

@@ -32,7 +32,7 @@ from unfreeze.parallel.plan import (
     USABLE,
     Sizes,
     Work,
-    measure,
+    measure_sizes,
     plan,
     plan_fields,
     plan_here,
@@ -184,7 +184,7 @@ def batch_of(tokens: int, documents: int) -> Batch:
 def test_base_and_adapter_are_the_bytes_that_really_lie_there(name, dtype):
     shape = models.shape(CONFIGS[name])
     lora = LoraConfig(rank=6, experts_rank=3 if shape.num_experts else None)
-    sizes = measure(models.build(shape, dtype=dtype), lora)
+    sizes = measure_sizes(models.build(shape, dtype=dtype), lora)
     model = models.build(shape, dtype=dtype, device="cpu")
     tensors = {t.data_ptr(): t for t in [*model.parameters(), *model.buffers()]}
     assert sizes.base == sum(t.untyped_storage().nbytes() for t in tensors.values())
@@ -219,7 +219,7 @@ def test_packed_experts_count_as_packed_and_the_expanded_size_is_what_is_avoided
 def test_kimi_k2_has_the_published_size_and_adapter():
     """594.2 GB on disk, 0.637 B expert adapter parameters per unit of rank, 1,026 B parameters."""
     model = models.meta_model(models.shape(KIMI), manifest_of(KIMI), torch.bfloat16)
-    sizes = measure(model, LoraConfig())
+    sizes = measure_sizes(model, LoraConfig())
     assert sizes.base == pytest.approx(594.2e9, rel=2e-4)
     assert sizes.expanded == pytest.approx(2 * 1026e9, rel=1e-3)
     assert sizes.experts_per_rank == pytest.approx(0.637e9, rel=1e-3)
@@ -268,7 +268,7 @@ def test_a_steps_memory_is_predicted_within_a_tenth(name, dtype, recompute, live
     model = models.build(shape, dtype=dtype, device="cpu")
     models.initialize(model, 0)
     lora = LoraConfig(rank=4)
-    sizes = measure(model, lora)
+    sizes = measure_sizes(model, lora)
     attach(model, lora, 0)
     batch = batch_of(tokens, 16)
 
@@ -307,7 +307,7 @@ def test_a_steps_memory_in_chunks_is_predicted_within_15_percent(name, dtype, re
     release_scratch()
     model = models.build(models.shape(CONFIGS[name] | {"num_hidden_layers": 2}), dtype=dtype, device="cpu")
     models.initialize(model, 0)
-    sizes = measure(model, LoraConfig(rank=4))
+    sizes = measure_sizes(model, LoraConfig(rank=4))
     attach(model, LoraConfig(rank=4), 0)
     batch = batch_of(2048, 16)
 
@@ -649,7 +649,7 @@ def test_full_training_takes_the_bytes_the_plan_says(dtype, parts, live, monkeyp
     models.initialize(model, 0)
     rows, bytes_ = block_cost(model.shape.vocab_size, dtype, torch.device("cpu"), trained=True)
     made = plan(
-        measure(model, None),
+        measure_sizes(model, None),
         RESIDENT.but(recompute="selective"),
         Work(tokens=512, micro_batches=parts, loss_rows=rows, loss_bytes=bytes_, longest=128),
         MACHINE,

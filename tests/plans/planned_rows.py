@@ -102,8 +102,8 @@ def dense(folder: Path) -> Path:
 
 def planned(folder: Path) -> Iterator[dict[str, Any]]:
     """Each of PLANNED: how it is asked for, where what lies, and the bytes."""
-    from unfreeze.commands.opened import open_model
-    from unfreeze.commands.plan import configured, plan
+    from unfreeze.commands.opened import open_for_plan
+    from unfreeze.commands.plan import configured, plan_on
     from unfreeze.parallel.plan.fleet import fleet
 
     for name, text in json.loads(CONFIGS.read_text(encoding="utf-8")).items():
@@ -111,7 +111,7 @@ def planned(folder: Path) -> Iterator[dict[str, Any]]:
 
     @cache
     def opened(name: str) -> Any:
-        return open_model(configured(["--model", str(folder / f"{name}.json")])[0])
+        return open_for_plan(configured(["--model", str(folder / f"{name}.json")])[0])
 
     for name, machine, flags in PLANNED:
         config, _ = configured(["--model", str(folder / f"{name}.json"), *flags.split()])
@@ -119,7 +119,7 @@ def planned(folder: Path) -> Iterator[dict[str, Any]]:
             pytest.MonkeyPatch.context() as patch
         ):  # what would fit instead is said elsewhere, and takes long
             patch.setattr("unfreeze.commands.plan._instead", lambda *given: ([], ""))
-            found = plan(config, fleet(machine), opened(name)).fields()
+            found = plan_on(config, fleet(machine), opened(name)).fields()
         sizes = found["bytes"]
         yield {
             "asked": " ".join(filter(None, (name, machine, flags))),

@@ -220,7 +220,7 @@ def test_fields_of_another_loss_and_python(rows, tmp_path):
     )  # fmt: skip
     assert len(run.losses) == 1 and [e for e in run.events if e["kind"] == "sample"]
     # its own hooks stay beside those of the caller
-    assert json.loads((run.path / "resolved_config.json").read_text())["beta"] == 2.0
+    assert json.loads((run.path / "resolved_config.json").read_text())["preference.beta"] == 2.0
 
 
 def steps(name: str, values, **beside) -> list[dict[str, float]]:

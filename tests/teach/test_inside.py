@@ -26,7 +26,7 @@ from unfreeze.models.publish import published
 from unfreeze.objectives.divergence import bytes_per_logit, divergence, divergence_rows
 from unfreeze.objectives.intermediate import Relations
 from unfreeze.parallel.machine import Hardware
-from unfreeze.parallel.plan import Work, measure, plan
+from unfreeze.parallel.plan import Work, measure_sizes, plan
 from unfreeze.parallel.plan.aside import Aside, aside_of
 from unfreeze.teach.inside import Inside
 from unfreeze.teach.teacher import teacher_log_probs
@@ -170,7 +170,7 @@ def test_the_plan_is_within_a_tenth_of_counted_bytes(inside, documents, recomput
     ]
     model, teacher = (made({**c, "max_position_embeddings": 2048}, 0) for c in configs)
     teacher.eval().requires_grad_(False)
-    sizes = measure(model, lora)
+    sizes = measure_sizes(model, lora)
     attach(model, lora, 0)
     starts = torch.arange(0, tokens, tokens // documents)
     ids = torch.arange(tokens) * 7 % vocab

@@ -24,7 +24,7 @@ from unfreeze.kernels.expert_mlp import loop_cpu, release_scratch
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.objectives.divergence import bytes_per_logit, divergence, divergence_rows
 from unfreeze.parallel.machine import Hardware
-from unfreeze.parallel.plan import Work, measure, plan
+from unfreeze.parallel.plan import Work, measure_sizes, plan
 from unfreeze.parallel.plan.aside import Aside, aside_of
 from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.fleet import devices
@@ -79,7 +79,7 @@ def counted(live, patch, *, student: int, teacher: int, vocab: int, tokens: int,
     model = a_model(student, vocab)
     second = model if own else a_model(teacher, vocab, seed=1).eval().requires_grad_(False)
     lora = LoraConfig(rank=4)
-    sizes = measure(model, lora)
+    sizes = measure_sizes(model, lora)
     attach(model, lora, 0)
     batch = batch_of(tokens, 16, vocab)
     says = partial(teacher_log_probs, second, vocab, 1.0, own=own)
@@ -171,7 +171,7 @@ def test_the_plan_is_within_a_tenth_for_experts_packed_ones_bf16_and_a_store(
     meta = None if stored else a_teacher(kind, dtype, "meta")
     vocab = meta.shape.vocab_size if meta else 20_000
     student = a_model(32, vocab, dtype)
-    sizes = measure(student, LoraConfig(rank=4))
+    sizes = measure_sizes(student, LoraConfig(rank=4))
     attach(student, LoraConfig(rank=4), 0)
     batch = batch_of(tokens, documents, vocab)
     there = [*student.parameters(), *student.buffers()]
@@ -234,7 +234,7 @@ def test_the_plan_of_the_base_as_teacher_is_within_a_tenth_and_has_no_second_mod
 def test_control_arm_a_plan_that_forgets_the_teacher_is_seen(live, monkeypatch):
     case = CASES["the teacher's forward is the worst"]
     _, peak, _, aside = counted(live, monkeypatch, recompute="layers", **case)
-    sizes = measure(
+    sizes = measure_sizes(
         models.build(models.shape(config(32, 300)), dtype=torch.float32, device="meta"), LoraConfig()
     )
     work = Work(tokens=1024, rank=4, loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes)

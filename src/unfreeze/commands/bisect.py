@@ -85,16 +85,16 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
     from unfreeze.generate.open import open_model
 
-    refuse_if_too_large(manifest)
+    refuse_too_large(manifest)
     ours = open_model(manifest, torch.float32)
     theirs = oracle(manifest, ours)
     ids = torch.randint(
         0, ours.shape.vocab_size, (config.tokens,), generator=torch.Generator().manual_seed(config.seed)
     )
-    found = compare(ours, theirs, ids)
+    found = compare_modules(ours, theirs, ids)
     worst = first(found, config.tolerance)
     if not common.quiet:
-        show(found, worst, config.tolerance, to_stderr=common.json)
+        show_differences(found, worst, config.tolerance, to_stderr=common.json)
     return {
         "first": worst and worst.module,
         "modules": [asdict(difference) for difference in found],
@@ -113,7 +113,7 @@ def load_oracle_library() -> Any:
     return transformers
 
 
-def refuse_if_too_large(manifest: Manifest) -> None:
+def refuse_too_large(manifest: Manifest) -> None:
     """Raise DoesNotFit where two models in float32 need more than the free memory."""
     from unfreeze import models
     from unfreeze.checkpoint.manifest import count_weights
@@ -179,7 +179,7 @@ def expanded(model: Decoder) -> dict[str, Tensor]:
     }
 
 
-def compare(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
+def compare_modules(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
     """Compare every module that both models name alike, then the whole model.
 
     In the order in which the oracle finished them: a part before its whole.
@@ -189,7 +189,7 @@ def compare(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
     import torch
 
     from unfreeze.core.batch import Batch
-    from unfreeze.kernels.attention import Layout
+    from unfreeze.kernels.attention import DocumentLayout
     from unfreeze.models.blocks.passes import PackedPass
 
     positions_T, starts_S = torch.arange(len(ids)), torch.zeros(1, dtype=torch.int64)
@@ -200,7 +200,7 @@ def compare(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
         for name, inputs, output in calls:
             module = ours.get_submodule(name)
             tables, named = ours.shape.tables(positions_T)
-            layout = Layout.build(starts_S, len(ids), ours.device)
+            layout = DocumentLayout.build(starts_S, len(ids), ours.device)
             run = PackedPass(*tables, layout=layout, named=named)
             pair = answer(module, inputs, output, run)
             if pair is not None:
@@ -298,7 +298,9 @@ def first(found: list[Difference], tolerance: float) -> Difference | None:
     return next((entry for entry in found if not entry.relative <= tolerance), None)
 
 
-def show(found: list[Difference], worst: Difference | None, tolerance: float, *, to_stderr: bool) -> None:
+def show_differences(
+    found: list[Difference], worst: Difference | None, tolerance: float, *, to_stderr: bool
+) -> None:
     """The table: everything up to the first module that differs, or the five largest differences."""
     from rich.console import Console
     from rich.table import Table

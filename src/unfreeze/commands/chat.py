@@ -68,7 +68,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     for name, folder in more:
         switch.load(name, folder)
     switch.use(first)
-    talk = Conversation(model, settings, sys.stderr if common.json else sys.stdout, common.quiet, switch)
+    talk = Dialogue(model, settings, sys.stderr if common.json else sys.stdout, common.quiet, switch)
     talk.set_system(config.system)
     if sys.stdin.isatty() and not common.quiet:
         print(f"{config.model}. /help lists the commands, Ctrl-C stops an answer.", file=talk.out)
@@ -98,7 +98,7 @@ def _read(talk: TextIO) -> str | None:
 
 
 @dataclass
-class Conversation:
+class Dialogue:
     """What was said, and the model that answers. The system prompt, where there is one, is the first message.
 
     out: where answers are printed as they come.
@@ -154,7 +154,7 @@ class Conversation:
 # Commands: functions of the conversation and of what was written behind their name -> what is said about it.
 
 
-def _help(talk: Conversation, text: str) -> str:
+def _help(talk: Dialogue, text: str) -> str:
     rows = [(f"{name} {command.argument}", command.does) for name, command in COMMANDS.items()]
     lines = [f"  {usage:<15} {does}" for usage, does in [*rows, ("/exit", "leave; so does Ctrl-D")]]
     return "\n".join([*lines, *([f"  {_adapters(talk.switch)}"] if talk.switch else [])])
@@ -165,7 +165,7 @@ def _adapters(switch: Switch) -> str:
     return "adapters: " + ", ".join(f"{name} (now)" if name == switch.now else name for name in switch.names)
 
 
-def _use(talk: Conversation, text: str) -> str:
+def _use(talk: Dialogue, text: str) -> str:
     if talk.switch is None:
         return "there are no adapters here"
     if not text:
@@ -177,17 +177,17 @@ def _use(talk: Conversation, text: str) -> str:
     return f"({_adapters(talk.switch)}; the conversation goes on, /reset forgets it)"
 
 
-def _reset(talk: Conversation, text: str) -> str:
+def _reset(talk: Dialogue, text: str) -> str:
     talk.reset()
     return "(forgotten)"
 
 
-def _system(talk: Conversation, text: str) -> str:
+def _system(talk: Dialogue, text: str) -> str:
     talk.set_system(text)
     return "(the system prompt is set)" if text else "(no system prompt)"
 
 
-def _regenerate(talk: Conversation, text: str) -> str:
+def _regenerate(talk: Dialogue, text: str) -> str:
     if not talk.turns:
         return "(nothing was asked yet)"
     talk.messages.pop()
@@ -198,7 +198,7 @@ def _regenerate(talk: Conversation, text: str) -> str:
     return greedy if talk.settings["temperature"] == 0 else "(answered again)"
 
 
-def _save(talk: Conversation, text: str) -> str:
+def _save(talk: Dialogue, text: str) -> str:
     """Write the conversation as a line of chat data. A file that exists is left as it is."""
     row = json.dumps({"messages": talk.messages}) + "\n"
     try:
@@ -211,28 +211,28 @@ def _save(talk: Conversation, text: str) -> str:
     return f"(saved: {text}, one line of `unfreeze sft --data`)"
 
 
-class Command(NamedTuple):
+class ChatCommand(NamedTuple):
     """argument: what follows the name, "" for nothing, in brackets where it may be left out."""
 
     argument: str
     does: str
-    run: Callable[[Conversation, str], str]
+    run: Callable[[Dialogue, str], str]
 
 
 COMMANDS = {
-    "/help": Command("", "this list", _help),
-    "/reset": Command("", "forget the conversation; the system prompt stays", _reset),
-    "/system": Command("[TEXT]", "another system prompt from here on; without TEXT none", _system),
-    "/regenerate": Command("", "answer the last question again", _regenerate),
-    "/use": Command(
+    "/help": ChatCommand("", "this list", _help),
+    "/reset": ChatCommand("", "forget the conversation; the system prompt stays", _reset),
+    "/system": ChatCommand("[TEXT]", "another system prompt from here on; without TEXT none", _system),
+    "/regenerate": ChatCommand("", "answer the last question again", _regenerate),
+    "/use": ChatCommand(
         "[NAME]", "answer with this adapter (or base) from here on; without NAME list them", _use
     ),
-    "/save": Command("FILE", "write the conversation as a row of data for `unfreeze sft`", _save),
+    "/save": ChatCommand("FILE", "write the conversation as a row of data for `unfreeze sft`", _save),
 }
 LEAVE = ("/exit", "/quit", "exit")
 
 
-def obey(talk: Conversation, line: str) -> str:
+def obey(talk: Dialogue, line: str) -> str:
     """Do what a line /NAME TEXT says. -> what is said about it.
 
     A name that is no command is answered with the list of them; the model doesn't see it.

@@ -52,7 +52,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_page(target, compare.comparison_page(runs))
     if not (common.quiet or common.json):
-        show(runs, PipeConsole())
+        show_runs(runs, PipeConsole())
         print(f"curves: {target}")
     return {**compare.as_dict(runs), "html": str(target)}
 
@@ -66,7 +66,7 @@ def refuse_folder_of_runs(runs: Sequence[str]) -> None:
         raise ConfigError(f"{folder} holds {len(inside)} runs", next=f"unfreeze compare {folder}/*")
 
 
-def show(runs: list[RunFolder], console: Console) -> None:
+def show_runs(runs: list[RunFolder], console: Console) -> None:
     """Both tables, runs as columns so that two to four fit a terminal, and what to be careful with."""
     names = compare.run_names(runs)
     results = [compare.result(run, name).cells() for run, name in zip(runs, names, strict=True)]

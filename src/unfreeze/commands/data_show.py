@@ -133,13 +133,13 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         )
     config = parse(Config, arguments[1:], command="data show", description=__doc__ or "", positional=True)
     say = partial(print, file=sys.stderr) if not common.quiet else lambda line: None
-    facts = show(config, say, quiet=common.quiet)
+    facts = data_account(config, say, quiet=common.quiet)
     if not common.quiet:
         _print(facts, PipeConsole(stderr=common.json, highlight=False))
     return facts
 
 
-def show(
+def data_account(
     config: Config, say: Callable[[str], None] = lambda line: None, *, quiet: bool = True
 ) -> dict[str, Any]:
     """The account of the data as plain JSON. Bad rows are counted and listed, unless on_bad_row says error.
@@ -183,7 +183,7 @@ def show(
         "stats": dataset.stats.as_dict(),
         "warnings": losses(dataset.stats, length, positions, listed=True),
         "summary": dataset.stats.summary(),
-        "vocabulary": vocabulary(folder, tokenizer),
+        "vocabulary": vocab_sizes(folder, tokenizer),
         "lengths": lengths(dataset.examples),
         "samples": [shown for example in chosen(dataset, config) for shown in samples_of(example, tokenizer)],
     }
@@ -215,7 +215,7 @@ def positions_of(folder: Path) -> int | None:
     return positions if isinstance(positions, int) and positions > 1 else None
 
 
-def vocabulary(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
+def vocab_sizes(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
     """VocabSpec {base, total, padded} of tokenizer and config.json.
 
     None where the folder has no config.json to hold it against.
@@ -266,15 +266,15 @@ def samples_of(example: Example, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     from unfreeze.data.store.examples import TAUGHT
 
     if example.chosen == TAUGHT:
-        return [sample(example, tokenizer)]
+        return [sample_document(example, tokenizer)]
     sides = ("chosen" if example.chosen else "rejected",) if example.has_label else ("chosen", "rejected")
     return [
-        {"side": side, **sample(document, tokenizer)}
+        {"side": side, **sample_document(document, tokenizer)}
         for side, document in zip(sides, example.documents(), strict=True)
     ]
 
 
-def sample(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
+def sample_document(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
     """One document token by token; joined, the texts are the document.
 
     A character of several tokens stands at the last of them.

@@ -74,12 +74,12 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     started = time.perf_counter()
     config = parse(Config, arguments, command="demo", description=__doc__ or "")
     out = Path(config.out).expanduser()
-    make_room(out)
+    move_finished(out)
     items = [
         json.loads(line) for line in (TINY_K2 / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     ]
     # the same questions before and after training
-    before, gap_before = ask(TINY_K2, items)
+    before, gap_before = ask_heldout(TINY_K2, items)
     trained = sft.train(
         sft.Config(
             model=str(TINY_K2),
@@ -98,14 +98,14 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     if not trained["finished"]:
         print(f"the demo goes on with: unfreeze demo --out {out}", file=sys.stderr)
         return trained
-    after, gap_after = ask(out, items)
+    after, gap_after = ask_heldout(out, items)
     measured = compare_style(before, after, items)
     # answers and scores become events of the run; then a table and the last line
     write_samples(out, items, before, after, measured, (gap_before, gap_after), trained["steps"])
-    if is_demo(kept(out)):
-        shutil.rmtree(kept(out))
+    if is_demo(kept_folder(out)):
+        shutil.rmtree(kept_folder(out))
     if not common.quiet:
-        show(items, before, after, measured, PipeConsole(stderr=common.json))
+        show_answers(items, before, after, measured, PipeConsole(stderr=common.json))
     seconds = time.perf_counter() - started
     if not common.quiet:
         print(
@@ -119,10 +119,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     }
 
 
-def make_room(out: Path) -> None:
+def move_finished(out: Path) -> None:
     """A finished demo in the folder makes room for a new one, an unfinished one stays and goes on.
 
-    The finished one is kept beside it (`kept`) until the new one is finished. Anything else is not touched.
+    The finished one is kept beside it (`kept_folder`) until the new one is finished.
+    Anything else is not touched.
     """
     if out.is_file():
         raise ConfigError(
@@ -139,7 +140,7 @@ def make_room(out: Path) -> None:
     record = read_record(save) if save else None
     if record is None or record["step"] < record["schedule"]["steps"]:
         return
-    old = kept(out)
+    old = kept_folder(out)
     if is_demo(old):  # of a demo before that one
         shutil.rmtree(old)
     if old.exists() or Path.cwd().is_relative_to(out.resolve()):
@@ -154,7 +155,7 @@ def make_room(out: Path) -> None:
     )
 
 
-def kept(out: Path) -> Path:
+def kept_folder(out: Path) -> Path:
     """Where a finished demo waits for its successor."""
     return Path(os.path.abspath(out) + ".before")
 
@@ -164,7 +165,7 @@ def is_demo(folder: Path) -> bool:
     return resolved.is_file() and read_object(resolved, ConfigError).get("model") == str(TINY_K2)
 
 
-def ask(source: Path, items: Sequence[dict[str, str]]) -> tuple[list[str], Gap]:
+def ask_heldout(source: Path, items: Sequence[dict[str, str]]) -> tuple[list[str], Gap]:
     """The model's greedy answer to every held-out question, all in one batch.
 
     With it, how far sampler and trainer are apart on these answers.
@@ -202,7 +203,7 @@ def write_samples(
     write_report(run)
 
 
-def show(
+def show_answers(
     items: Sequence[dict[str, str]],
     before: Sequence[str],
     after: Sequence[str],

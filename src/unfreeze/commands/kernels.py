@@ -48,7 +48,7 @@ class Shown(Listed):
     all: bool = Field(default=False, description="a row for each shape bucket and dtype, with the reasons")
 
 
-class Measured(Listed):
+class MeasureConfig(Listed):
     """What to measure, and where the records go."""
 
     to: Literal["package", "user"] = Field(
@@ -83,12 +83,12 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             f"kernels takes the subcommand measure or list, got {given}", next="unfreeze kernels list"
         )
     config = parse(
-        Measured if arguments[0] == "measure" else Shown,
+        MeasureConfig if arguments[0] == "measure" else Shown,
         arguments[1:],
         command=f"kernels {arguments[0]}",
         description=__doc__ or "",
     )
-    return measure(config, common) if isinstance(config, Measured) else listing(config, common)
+    return measure_cells(config, common) if isinstance(config, MeasureConfig) else listing(config, common)
 
 
 def chosen_ops(config: Listed) -> dict[str, Op]:
@@ -98,12 +98,12 @@ def chosen_ops(config: Listed) -> dict[str, Op]:
     return {name: ops.load(name) for name in config.op or ops.OPS}
 
 
-def cells(ops: dict[str, Op]) -> list[Cell]:
+def measurable_cells(ops: dict[str, Op]) -> list[Cell]:
     """Every (op, case, dtype) that can be measured."""
     return [(op, case, dtype) for op in ops.values() for case in op.cases for dtype in case.dtypes]
 
 
-def measure(config: Measured, common: Common) -> dict[str, Any]:
+def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
     """Measure cell by cell; what is done is written after each op, also when Ctrl-C ends it."""
     import torch
 
@@ -135,7 +135,7 @@ def measure(config: Measured, common: Common) -> dict[str, Any]:
     )
     rows: list[Row] = []
     unmeasured: list[dict[str, str]] = []
-    finished, wanted = True, cells(ops)
+    finished, wanted = True, measurable_cells(ops)
     try:
         for number, (op, case, dtype) in enumerate(wanted, start=1):
             name = f"{op.name}, {case.bucket}, {str(dtype).removeprefix('torch.')}"
@@ -153,13 +153,13 @@ def measure(config: Measured, common: Common) -> dict[str, Any]:
                 )
                 continue
             rows += new
-            say(f"{number:>3}/{len(wanted)}  {name}: {told(new)}")
+            say(f"{number:>3}/{len(wanted)}  {name}: {cell_line(new)}")
             if number == len(wanted) or wanted[number][0] is not op:
-                save(file, rows, ops)
+                save_records(file, rows, ops)
                 release_scratch()
     except KeyboardInterrupt:
         finished = False
-        save(file, rows, ops)
+        save_records(file, rows, ops)
     seconds = time.perf_counter() - begun
     say(
         f"{len(rows)} rows in {file},"
@@ -175,7 +175,7 @@ def measure(config: Measured, common: Common) -> dict[str, Any]:
     }
 
 
-def told(rows: list[Row]) -> str:
+def cell_line(rows: list[Row]) -> str:
     """What one cell's rows say, in one line."""
     if not rows:
         return "no candidate runs here"
@@ -193,7 +193,7 @@ def told(rows: list[Row]) -> str:
     return ", ".join(parts) + reference
 
 
-def destination(config: Measured, key: str) -> Path:
+def destination(config: MeasureConfig, key: str) -> Path:
     """The file of records that is added to."""
     from unfreeze.kernels.choice import record
 
@@ -219,7 +219,7 @@ def writable(file: Path) -> None:
         ) from error
 
 
-def save(file: Path, rows: list[Row], ops: dict[str, Op]) -> None:
+def save_records(file: Path, rows: list[Row], ops: dict[str, Op]) -> None:
     from unfreeze.kernels.choice import record
 
     if not rows:
@@ -245,7 +245,7 @@ def listing(config: Shown, common: Common) -> dict[str, Any]:
     listed, packed = [], packed_op()
     if "expert_mlp" in ops:
         ops[packed.name] = packed  # what computes it where experts are packed
-    for op, case, dtype in cells(ops):
+    for op, case, dtype in measurable_cells(ops):
         runs, why, origin = by_record(op, device, dtype, case.bucket)
         listed.append(
             {
@@ -260,7 +260,7 @@ def listing(config: Shown, common: Common) -> dict[str, Any]:
         )
     result = {"device": device_key(device), "ops": listed}
     if not (common.quiet or common.json):
-        show(result) if config.all else show_ops(result)
+        show_rows(result) if config.all else show_ops(result)
     return result
 
 
@@ -302,7 +302,7 @@ def show_ops(result: dict[str, Any]) -> None:
     print("why, kind by kind: unfreeze dev kernels list --all")
 
 
-def show(result: dict[str, Any]) -> None:
+def show_rows(result: dict[str, Any]) -> None:
     """The table, and below it which candidates cannot run on this device at all."""
     console = Console()
     table = Table(box=None, pad_edge=False, title=result["device"], title_justify="left")

@@ -21,7 +21,7 @@ from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.commands.merge_losses import gain_of
-from unfreeze.commands.merge_rows import Rows, encoded, rows_of
+from unfreeze.commands.merge_rows import HeldoutRows, encode_as_run, heldout_rows
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
 from unfreeze.config.synonyms import COMMANDS, Hint
@@ -77,12 +77,12 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """As `merge`."""
+    """As `run_merge`."""
     config = parse(Config, arguments, command="merge", description=__doc__ or "", positional=True)
-    return merge(config, common)
+    return run_merge(config, common)
 
 
-def merge(config: Config, common: Common) -> dict[str, Any]:
+def run_merge(config: Config, common: Common) -> dict[str, Any]:
     """Merge, say what rounding left, measure on held-out rows.
 
     -> path, to, scales, modules, rounding (per group), gain (None where it was not measured: not_measured
@@ -112,7 +112,7 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError("columns are those of --data, which is not given", next="give --data FILE")
     if config.to == "bf16" and config.scales == "keep":
         raise ConfigError("scales = keep: bf16 has no scales", next="leave --scales out, or --to same")
-    rows = "--no-check" if config.no_check else rows_of(run, config.data, config.columns)
+    rows = "--no-check" if config.no_check else heldout_rows(run, config.data, config.columns)
 
     import torch
 
@@ -123,8 +123,8 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
 
     # everything that can be refused is, before a byte is written
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
-    if isinstance(rows, Rows):
-        examples = encoded(rows, manifest, model.shape.max_positions, say(common))
+    if isinstance(rows, HeldoutRows):
+        examples = encode_as_run(rows, manifest, model.shape.max_positions, say(common))
     else:
         examples = rows
     deltas = Deltas(model, source.adapter)
@@ -139,7 +139,7 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
     found: Gain | str = "no row was read"
     if isinstance(examples, str):
         found = examples
-    elif isinstance(rows, Rows):
+    elif isinstance(rows, HeldoutRows):
         found = gain_of(manifest, source.adapter, out, examples, rows)
     unmeasured, gain = (found, None) if isinstance(found, str) else ("", found)
     groups = dict(summary(record.rows))
@@ -155,7 +155,7 @@ def merge(config: Config, common: Common) -> dict[str, Any]:
         write_card(out, manifest, source.base, config, record, gain)
     for line in sentences(record, groups, gain, config, unmeasured):
         say(common)(line)
-    if gain is not None and isinstance(rows, Rows) and rows.trained_on:
+    if gain is not None and isinstance(rows, HeldoutRows) and rows.trained_on:
         say(common)(f"warning: {rows.trained_on}")
     say(common)(f"{out}: a checkpoint; unfreeze chat {out}")
     return {
@@ -221,12 +221,12 @@ def sentences(
         yield from table(record, groups, config)
     if share is not None and lost:
         part = "all" if share <= 0 else f"{100 * (1 - share):.1f} %"
-        yield f"warning: {part} of what was learned is lost in this format: {remedy(groups, config)}"
+        yield f"warning: {part} of what was learned is lost in this format: {rounding_remedy(groups, config)}"
     elif share is None and any(_error(entry, entry["written"][0]) > LARGE for entry in groups.values()):
-        yield f"warning: rounding takes a large part of the adapter: {remedy(groups, config)}"
+        yield f"warning: rounding takes a large part of the adapter: {rounding_remedy(groups, config)}"
 
 
-def remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
+def rounding_remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
     """What loses less: bf16 only where it keeps nearly all, the other scales only where they keep more."""
     from unfreeze.evaluate.gain import ENOUGH
 

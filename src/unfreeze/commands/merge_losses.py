@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unfreeze.commands.merge_rows import GIVE, TOKENS, Rows
+from unfreeze.commands.merge_rows import GIVE, TOKENS, HeldoutRows
 from unfreeze.config.adapter import adapter_folder
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.units import format_bytes
 from unfreeze.objectives.preference import WITHOUT_REFERENCE
-from unfreeze.recipes.prefer import loss_of, minimised
+from unfreeze.teach.compares import loss_of, minimised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class Losses:
         return sum(self.sums) / sum(self.counts)
 
 
-def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, rows: Rows) -> Gain | str:
+def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, rows: HeldoutRows) -> Gain | str:
     """The three losses in float32, one model in memory at a time; why not, where they cannot be measured."""
     from unfreeze.adapters import detach, load_adapter
     from unfreeze.checkpoint import open_checkpoint
@@ -69,12 +69,12 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
         reference = [_log_probabilities(model, batch) for batch in batches]
         if start is not None:
             detach(model)
-    without = losses(model, batches, asked, reference)
+    without = row_losses(model, batches, asked, reference)
     load_adapter(model, adapter)
-    with_adapter = losses(model, batches, asked, reference)
+    with_adapter = row_losses(model, batches, asked, reference)
     del model
     gc.collect()
-    after = losses(open_model(written, as_stored=True), batches, asked, reference)
+    after = row_losses(open_model(written, as_stored=True), batches, asked, reference)
     gains = [old - new for old, new in zip(without.sums, with_adapter.sums, strict=True)]
     return Gain(
         without.mean,
@@ -87,7 +87,9 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
     )
 
 
-def losses(model: Decoder, batches: list[Batch], asked: Preference | None, reference: list[Tensor]) -> Losses:
+def row_losses(
+    model: Decoder, batches: list[Batch], asked: Preference | None, reference: list[Tensor]
+) -> Losses:
     """The loss of each row: cross entropy, or what the run minimised over answers that are compared.
 
     reference: l_ref of the documents of each batch, where the loss has one.
@@ -114,7 +116,7 @@ def losses(model: Decoder, batches: list[Batch], asked: Preference | None, refer
     return found
 
 
-def _tokens(rows: Rows) -> int:
+def _tokens(rows: HeldoutRows) -> int:
     """Of a micro-batch of the run: an answer with a label is compared with others of its micro-batch."""
     of = rows.resolved
     return int(of.get("training.tokens_per_step") or TOKENS) // int(of.get("memory.micro_batches") or 1)
@@ -128,7 +130,7 @@ def _log_probabilities(model: Decoder, host_batch: Batch) -> Tensor:
     """l of each document, float64 [S]."""
     import torch
 
-    from unfreeze.objectives.preference import log_probabilities
+    from unfreeze.objectives.log_p import log_probabilities
 
     batch = host_batch.to(model.device)
     with torch.no_grad(), model.looking():

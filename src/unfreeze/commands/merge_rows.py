@@ -19,8 +19,8 @@ from unfreeze.config.template import template_time, template_values
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.events import RESOLVED
 from unfreeze.job.opening.streaming import MANY_ROWS
-from unfreeze.recipes.prefer import answers_of
 from unfreeze.report.events import AT_LEAST, LEAKED, read_events, warnings
+from unfreeze.teach.compares import answers_of
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -33,7 +33,7 @@ PREFERENCE = {f"preference.{name}" for name in Preference.model_fields}
 
 
 @dataclass(frozen=True)
-class Rows:
+class HeldoutRows:
     """Held-out rows: whose, and how they are encoded (fields of resolved_config.json).
 
     fraction    of `files` that was held out; 0: all of them
@@ -62,7 +62,7 @@ class Rows:
         return Preference(**own)
 
 
-def rows_of(run: Path, data: str, columns: tuple[str, ...] = ()) -> Rows | str:
+def heldout_rows(run: Path, data: str, columns: tuple[str, ...] = ()) -> HeldoutRows | str:
     """The rows of `data`, or those that the run held out; else why there are none. No row is read."""
     from unfreeze.generate.source import run_of
 
@@ -70,7 +70,7 @@ def rows_of(run: Path, data: str, columns: tuple[str, ...] = ()) -> Rows | str:
     resolved = read_resolved(run, ConfigError) if (run / RESOLVED).is_file() else {}
     if data:
         trained_on = _trained_on(data, resolved)
-        return Rows((data,), 0.0, resolved, columns, trained_on=trained_on, own=True)
+        return HeldoutRows((data,), 0.0, resolved, columns, trained_on=trained_on, own=True)
     if not resolved:
         return f"{run} is an adapter without its run. {GIVE}"
     columns = tuple(resolved.get("data.columns") or ())
@@ -79,11 +79,13 @@ def rows_of(run: Path, data: str, columns: tuple[str, ...] = ()) -> Rows | str:
         later = "; ".join(words for words in found if words.startswith(AT_LEAST))
         beside = _names(resolved.get("data.files") or []) if found else ()
         held = _names(resolved["data.validation"])
-        return Rows(held, 0.0, resolved, columns, beside, later, windows=_windows(run) if found else None)
+        return HeldoutRows(
+            held, 0.0, resolved, columns, beside, later, windows=_windows(run) if found else None
+        )
     fraction = resolved.get("data.validation_fraction")
     if not isinstance(fraction, float) or not 0 < fraction < 1:
         return f"this run held out no rows. {GIVE}"
-    return Rows(_names(resolved.get("data.files")), fraction, resolved, columns, windows=_windows(run))
+    return HeldoutRows(_names(resolved.get("data.files")), fraction, resolved, columns, windows=_windows(run))
 
 
 def _leaks(run: Path) -> list[str]:
@@ -116,7 +118,9 @@ def _names(value: object) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
 
 
-def encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[str], None]) -> Examples | str:
+def encode_as_run(
+    rows: HeldoutRows, manifest: Manifest, max_positions: int, say: Callable[[str], None]
+) -> Examples | str:
     """The rows as the run encoded them; why not, where those that it held out cannot be had any more.
 
     Raises ConfigError where --data is not there, DataError for a bad row in it.
@@ -129,7 +133,9 @@ def encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[s
         return f"{error.message}. {GIVE}"
 
 
-def _encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[str], None]) -> Examples:
+def _encoded(
+    rows: HeldoutRows, manifest: Manifest, max_positions: int, say: Callable[[str], None]
+) -> Examples:
     from unfreeze.data import encoded_files, load_tokenizer, split_by_content
     from unfreeze.data.rows.sources import files_of
 
@@ -160,7 +166,7 @@ def _encoded(rows: Rows, manifest: Manifest, max_positions: int, say: Callable[[
 
 
 def _left_over(
-    rows: Rows,
+    rows: HeldoutRows,
     examples: Examples,
     files: Sequence[Path],
     taught: Callable[[Sequence[Path]], Dataset],
@@ -188,7 +194,7 @@ def _left_over(
     return examples.part(~leaked_N)
 
 
-def answers_for(rows: Rows, files: Sequence[Path]) -> Answers:
+def answers_for(rows: HeldoutRows, files: Sequence[Path]) -> Answers:
     """How the run read its rows; rows of the user's own that have no pairs or labels are taught ones."""
     from unfreeze.data.rows.kind import answers_in
 
@@ -200,7 +206,7 @@ def answers_for(rows: Rows, files: Sequence[Path]) -> Answers:
 
 
 def _of_windows(
-    rows: Rows, files: Sequence[Path], tokenizer: Tokenizer, length: int, options: dict[str, Any]
+    rows: HeldoutRows, files: Sequence[Path], tokenizer: Tokenizer, length: int, options: dict[str, Any]
 ) -> Examples | None:
     """What was held out of files that the run read in windows; None where it read them whole.
 

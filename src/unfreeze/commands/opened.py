@@ -53,11 +53,11 @@ class Opened:
 
     def sizes(self, dtype: torch.dtype, lora: LoraConfig | None, kind: str) -> Sizes:
         """For a device of that kind; the adapters' rank is not in it."""
-        from unfreeze.parallel.plan import measure
+        from unfreeze.parallel.plan import measure_sizes
 
         key = dtype, kind, lora and lora.targets
         if key not in self.found:
-            self.found[key] = measure(self.model(dtype, lora, kind)[0], lora, kind)
+            self.found[key] = measure_sizes(self.model(dtype, lora, kind)[0], lora, kind)
         return self.found[key]
 
     def aside(
@@ -80,7 +80,7 @@ class Opened:
         return aside
 
 
-def open_model(config: Config) -> Opened:
+def open_for_plan(config: Config) -> Opened:
     """From a checkpoint's headers or a config.json alone."""
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint

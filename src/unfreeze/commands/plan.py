@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from unfreeze.commands.opened import Opened, open_model
+from unfreeze.commands.opened import Opened, open_for_plan
 from unfreeze.commands.recipe import recipe_of
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName, from_keywords, is_model, parse
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
     from unfreeze.kernels.precision import Precision
     from unfreeze.models.recompute import Recompute
-    from unfreeze.parallel.plan.choose import Asked, Choice
+    from unfreeze.parallel.plan.choose import PlanChoice, PlanRequest
     from unfreeze.parallel.plan.counts import Counts
     from unfreeze.parallel.plan.fleet import Fleet
     from unfreeze.parallel.plan.sizes import Sizes
@@ -121,9 +121,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
         )
-    opened = open_model(config)
+    opened = open_for_plan(config)
     opened.second = second
-    plans = [plan(config, _fleet(words, config.machines), opened) for words in config.hardware or (HERE,)]
+    plans = [plan_on(config, _fleet(words, config.machines), opened) for words in config.hardware or (HERE,)]
     console = PipeConsole(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not common.quiet:
         console.print("\n".join(line for planned in plans for line in planned.lines()))
@@ -218,14 +218,14 @@ def _fleet(words: str, table: str) -> Fleet:
     return fleet.Fleet(here.name, count, here.available, memory, facts, kind=kind, here=True)
 
 
-def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planned:
+def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Planned:
     """One model on one machine. opened: the model, where it is planned for several."""
     from unfreeze.commands.planned import Planned
-    from unfreeze.parallel.plan.choose import choose, rates_of
+    from unfreeze.parallel.plan.choose import choose_plan, rates_of
 
-    opened = opened or open_model(config)
+    opened = opened or open_for_plan(config)
     sizes, counts, asked = _measured(config, machine, opened)
-    choice, fits = choose(sizes, counts, machine, asked)
+    choice, fits = choose_plan(sizes, counts, machine, asked)
     others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, counts, asked)
     notes = _cut(config, machine, asked, choice) if fits or config.tokens_per_step else []
     rank, rates = asked.work.rank, rates_of(machine, asked)
@@ -250,7 +250,7 @@ def plan(config: Config, machine: Fleet, opened: Opened | None = None) -> Planne
 
 
 def _instead(
-    config: Config, machine: Fleet, opened: Opened, sizes: Sizes, counts: Counts, asked: Asked
+    config: Config, machine: Fleet, opened: Opened, sizes: Sizes, counts: Counts, asked: PlanRequest
 ) -> tuple[list[str], str]:
     """(what fits instead, why nothing does where that is so)."""
     from unfreeze.parallel.plan.choose import if_it_fits, proposals, too_large
@@ -267,7 +267,7 @@ def _instead(
     return found, "" if found else too_large(sizes, counts, machine, asked)
 
 
-def _cut(config: Config, machine: Fleet, asked: Asked, choice: Choice) -> list[str]:
+def _cut(config: Config, machine: Fleet, asked: PlanRequest, choice: PlanChoice) -> list[str]:
     """That documents are shorter than asked for, where they are."""
     if not choice.whole:
         parts = machine.count * asked.work.micro_batches
@@ -290,13 +290,13 @@ def _dtype(config: Config, machine: Fleet) -> Precision:
     return best if config.dtype == AUTO else as_asked(config.dtype, best, machine.kind)
 
 
-def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Counts, Asked]:
+def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Counts, PlanRequest]:
     """(bytes of the parts, counts, what is asked)."""
     import torch
 
     from unfreeze.adapters.snapshot import COPY_BYTES
-    from unfreeze.parallel.plan import Model, rates_here, rates_of_second, work_of
-    from unfreeze.parallel.plan.choose import Asked, facts_of
+    from unfreeze.parallel.plan import PlannedModel, rates_here, rates_of_second, work_of
+    from unfreeze.parallel.plan.choose import PlanRequest, facts_of
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
     from unfreeze.parallel.plan.layouts import layouts
 
@@ -316,7 +316,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         )
     length = min(config.sequence_length, model.shape.max_positions)
     sizes = opened.sizes(dtype, lora, machine.kind)
-    known = Model(model.shape, lora, dtype, torch.device(machine.kind), counted, sizes, model)
+    known = PlannedModel(model.shape, lora, dtype, torch.device(machine.kind), counted, sizes, model)
     work = work_of(
         known,
         tokens=1,
@@ -340,7 +340,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
             packed=counted.packed,
             optimizer_moments=config.optimizer_moments,
         )
-    asked = Asked(work, config.tokens_per_step, length, config.place, recomputes, rates, config.waiting)
+    asked = PlanRequest(work, config.tokens_per_step, length, config.place, recomputes, rates, config.waiting)
     if aside := opened.aside(dtype, machine.kind, length, every_weight=lora is None):
         own = rates_of_second(aside(length), dtype, torch.device(machine.kind), length) if rates else None
         asked = replace(asked, aside=aside, second_rates=own)

@@ -11,7 +11,7 @@ from unfreeze.core.errors import printable
 from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.core.units import format_bytes, format_count, format_of, format_step
 from unfreeze.kernels.precision import Precision
-from unfreeze.parallel.plan.choose import Choice
+from unfreeze.parallel.plan.choose import PlanChoice
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fleet import Fleet
 from unfreeze.parallel.plan.words import KERNELS
@@ -29,7 +29,7 @@ class Planned:
     model: str
     fleet: Fleet
     counts: Counts
-    choice: Choice
+    choice: PlanChoice
     fits: bool
     adapter_parameters: int
     rank: int

@@ -59,7 +59,7 @@ def watch(folder: Path, *, quiet: bool = False, seconds: float = RELOAD) -> None
             size = events.stat().st_size if events.is_file() else -1
             # asked only of a silent run: for the moment of asking the lock is held here
             if size == known and not writer(folder):
-                say(f"no process writes to {folder} any more", quiet)
+                say_line(f"no process writes to {folder} any more", quiet)
                 return
             if size != known:
                 page = write_report(folder, watched=True)
@@ -67,13 +67,13 @@ def watch(folder: Path, *, quiet: bool = False, seconds: float = RELOAD) -> None
                 if run.state != "unfinished":
                     return
                 if known < 0:
-                    say(f"watching {folder}; open {page}; Ctrl-C ends it, the run goes on", quiet)
+                    say_line(f"watching {folder}; open {page}; Ctrl-C ends it, the run goes on", quiet)
                 known = size
             time.sleep(seconds)
     except KeyboardInterrupt:
-        say("watched no longer; the run goes on", quiet)
+        say_line("watched no longer; the run goes on", quiet)
 
 
-def say(line: str, quiet: bool) -> None:
+def say_line(line: str, quiet: bool) -> None:
     if not quiet:
         print(line, file=sys.stderr)

@@ -45,7 +45,7 @@ class Point:
     folder: Path
 
 
-def process(arguments: list[str]) -> int:
+def run_process(arguments: list[str]) -> int:
     """Run unfreeze in a process of its own; its exit code.
 
     A Ctrl-C reaches it too: it saves, and this waits for it. A second one ends it at once.
@@ -66,14 +66,14 @@ def process(arguments: list[str]) -> int:
         return code
 
 
-def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = process) -> dict[str, Any]:
+def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = run_process) -> dict[str, Any]:
     """All runs, then the comparison of those that have steps.
 
     -> sweep (field -> values), best (the folder of the best run, None where they are not ranked), failed (run
     -> exit code), exit_code (the highest), and what `unfreeze compare` gives.
     Raises ConfigError for a field or a value that is none, before any run starts.
     """
-    fields, points = planned(recipe, arguments)
+    fields, points = planned_points(recipe, arguments)
     flags = [f"--{name}" for name in ("quiet", "traceback", "plan") if getattr(common, name)]
     failed: dict[str, int] = {}
     for number, point in enumerate(points, 1):
@@ -89,7 +89,7 @@ def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = pr
             failed[point.name] = code
     made = [point.folder for point in points if (point.folder / "events.jsonl").is_file()]
     compared = compare.main([str(folder) for folder in made], common) if len(made) > 1 else {"runs": []}
-    best = best_of(made, compared)
+    best = best_folder(made, compared)
     if best and not common.quiet:
         adapter = (best / "adapter").is_dir()
         print(f"best: {best.name}\n{next_command(best, {'finished': True}, '', adapter)}", file=sys.stderr)
@@ -100,7 +100,7 @@ def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = pr
     return {"sweep": fields, "best": named, "failed": failed, "exit_code": code, **compared}
 
 
-def best_of(made: Sequence[Path], compared: dict[str, Any]) -> Path | None:
+def best_folder(made: Sequence[Path], compared: dict[str, Any]) -> Path | None:
     """The folder of the first finished run of a ranked comparison."""
     if not compared.get("ranked_by"):
         return None
@@ -108,7 +108,7 @@ def best_of(made: Sequence[Path], compared: dict[str, Any]) -> Path | None:
     return next((folder for name in names for folder in made if folder.name == name), None)
 
 
-def planned(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Point]]:
+def planned_points(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Point]]:
     """(field -> its values, every combination of them as a run), each checked as its command would be."""
     if started().size > 1:
         raise ConfigError(

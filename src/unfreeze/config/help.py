@@ -41,7 +41,7 @@ def text(config: type[BaseModel], command: str, description: str, *, everything:
     if everything and any(known.about.alias for known in fields(config).values()):
         lines += ["[table.key] is the whole name of a flag that is short for it; a file may use either."]
     lines += ["Also: --json (result as one JSON object)  --quiet  --traceback"]
-    if "training.epochs" in fields(config):
+    if {"epochs", "training.epochs"} & fields(config).keys():
         lines += ["      --plan (shows the whole memory plan, then trains; `unfreeze plan` only plans)"]
         lines += ["      --sweep FIELD=A,B … (a run for each combination, then their comparison)"]
     return "\n".join(lines)

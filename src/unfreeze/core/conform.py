@@ -1,4 +1,4 @@
-"""Whether an event is what core/schema.py says: `violations` where it is emitted, `damage` where it is read."""
+"""Compare an event with core/schema.py: `violations` where it is emitted, `damage` where it is read."""
 
 import reprlib
 from collections.abc import Mapping

@@ -5,7 +5,7 @@
 
 UNFREEZE_CPU_CLASS=avx2 makes this process a CPU of fewer instructions than the machine has: our own choices
 read the class here, and numba, torch, oneDNN and MKL are told by their own variables. They read those when
-they are imported, so `import unfreeze` sets them (`restrict_cpu_class`), and torch must not be imported before it.
+they are imported, so `import unfreeze` sets them (`restrict_cpu_class`); torch must not be imported before.
 """
 
 from __future__ import annotations

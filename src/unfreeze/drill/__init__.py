@@ -97,7 +97,7 @@ def drill(only: Sequence[str], sandbox: Sandbox, common: Common) -> dict[str, An
         "exit_code": 1 if unnamed else 0,
     }
     if not (common.quiet or common.json):
-        show(result)
+        show_faults(result)
     return result
 
 
@@ -140,7 +140,7 @@ def one_line(text: str) -> str:
     return re.sub(r"/\S*unfreeze-drill-[^/\s]+/", "", " ".join(text.split()))
 
 
-def show(result: dict[str, Any]) -> None:
+def show_faults(result: dict[str, Any]) -> None:
     """The table: fault, caught by, line."""
     from rich.console import Console
     from rich.table import Table

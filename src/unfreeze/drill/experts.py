@@ -12,7 +12,7 @@ from torch import Tensor
 from unfreeze import models
 from unfreeze.core.schema import Event, TrainEvent
 from unfreeze.drill.fault import Fault, Outcome, measured, said
-from unfreeze.drill.processes import PATIENCE, together
+from unfreeze.drill.processes import PATIENCE, train_together
 from unfreeze.drill.sandbox import ROWS, Sandbox
 from unfreeze.evaluate.gap import TOLERANCE, log_probability_gap
 from unfreeze.generate.engine import Engine
@@ -43,7 +43,7 @@ def idle_experts(sandbox: Sandbox) -> Outcome:
     config = sandbox.sft_config(
         model=starved_checkpoint(sandbox), out=run, micro_batches=2, tokens_per_step=256
     )
-    seconds = together(config, run)
+    seconds = train_together(config, run)
     train = of_kind(read_events(run / "events.jsonl"), TrainEvent)
     steps = [event.get("expert_load", {})["1"] for event in train]
     idle = min(load.count(0) for load in steps)

@@ -76,7 +76,7 @@ class Fault:
     plant: Callable[[Sandbox], Outcome]
 
 
-def refused(action: Callable[[], Any], *, says: str) -> Outcome:
+def must_refuse(action: Callable[[], Any], *, says: str) -> Outcome:
     """Run what must be refused with a UserError whose message holds `says`.
 
     caught_by is where it was raised.

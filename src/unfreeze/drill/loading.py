@@ -21,7 +21,7 @@ from unfreeze.checkpoint.resolve import resolve
 from unfreeze.checkpoint.stream import stream
 from unfreeze.core.units import format_bytes
 from unfreeze.data import load_tokenizer
-from unfreeze.drill.fault import Fault, Outcome, measured, refused, said
+from unfreeze.drill.fault import Fault, Outcome, measured, must_refuse, said
 from unfreeze.drill.sandbox import TINY_K2, Sandbox
 from unfreeze.generate.open import open_model
 from unfreeze.job.opening.device import ALLOCATOR, allocator_line, pick_device, set_allocator
@@ -124,7 +124,7 @@ def unequal_devices(sandbox: Sandbox) -> Outcome:
 
 def unknown_target(sandbox: Sandbox) -> Outcome:
     config = LoraConfig(rank=2, targets=("q_porj",))
-    return refused(lambda: attach(sandbox.model("llama"), config, seed=0), says="nearest: 'q_proj'")
+    return must_refuse(lambda: attach(sandbox.model("llama"), config, seed=0), says="nearest: 'q_proj'")
 
 
 def silent_adapter(sandbox: Sandbox) -> Outcome:
@@ -134,7 +134,7 @@ def silent_adapter(sandbox: Sandbox) -> Outcome:
     for moe in model.moe_layers().values():
         adapter = moe.experts.adapter
         moe.experts.forward = without_adapter(moe.experts, adapter)
-    return refused(lambda: first_step(sandbox, model), says="experts: ")
+    return must_refuse(lambda: first_step(sandbox, model), says="experts: ")
 
 
 def without_adapter(experts: Any, adapter: Any) -> Callable[..., Tensor]:
@@ -179,7 +179,7 @@ def dead_sites(
         attach(model, LoraConfig(rank=2), seed=0)
         optimizer = AdamW(model)
         lose_gradients(optimizer, pattern, experts)
-        return refused(lambda: first_step(sandbox, model, optimizer), says=says)
+        return must_refuse(lambda: first_step(sandbox, model, optimizer), says=says)
 
     return plant
 
@@ -256,14 +256,14 @@ def expanded_weights_pile_up(sandbox: Sandbox) -> Outcome:
 def missing_shard(sandbox: Sandbox) -> Outcome:
     folder = sandbox.sharded("llama")
     sorted(folder.glob("*.safetensors"))[1].unlink()
-    return refused(lambda: sandbox.open(folder), says="is missing")
+    return must_refuse(lambda: sandbox.open(folder), says="is missing")
 
 
 def truncated_file(sandbox: Sandbox) -> Outcome:
     folder = sandbox.copy("llama")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    return refused(lambda: sandbox.open(folder), says="files are truncated")
+    return must_refuse(lambda: sandbox.open(folder), says="files are truncated")
 
 
 def rewritten(
@@ -278,7 +278,7 @@ def rewritten(
         save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
         )
-        return refused(lambda: sandbox.open(folder), says=says)
+        return must_refuse(lambda: sandbox.open(folder), says=says)
 
     return plant
 
@@ -311,7 +311,7 @@ def lost_index_file(sandbox: Sandbox) -> Outcome:
     name = next(iter(table["weight_map"]))
     table["weight_map"][name] = "model-00099-of-00099.safetensors"
     index.write_text(json.dumps(table), encoding="utf-8")
-    return refused(lambda: sandbox.open(folder), says="model-00099-of-00099.safetensors is missing")
+    return must_refuse(lambda: sandbox.open(folder), says="model-00099-of-00099.safetensors is missing")
 
 
 def other_bits(sandbox: Sandbox) -> Outcome:
@@ -319,7 +319,7 @@ def other_bits(sandbox: Sandbox) -> Outcome:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 8
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return refused(lambda: sandbox.open(folder), says="num_bits")
+    return must_refuse(lambda: sandbox.open(folder), says="num_bits")
 
 
 def hole_in_placing(sandbox: Sandbox) -> Outcome:
@@ -332,7 +332,7 @@ def hole_in_placing(sandbox: Sandbox) -> Outcome:
     }
     placements = resolve(manifest, models.rules(shape), params)
     lost = next(i for i, placement in enumerate(placements) if placement.info.name.endswith(CODES))
-    return refused(
+    return must_refuse(
         lambda: check_coverage([*placements[:lost], *placements[lost + 1 :]], params),
         says="is left uninitialised",
     )
@@ -343,7 +343,7 @@ def meta_parameter(sandbox: Sandbox) -> Outcome:
     manifest = open_checkpoint(sandbox.checkpoint("llama"))
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
     model.lm_head.adapter = LowRank(32, 256, rank=4, scale=1.0, device="meta")
-    return refused(
+    return must_refuse(
         lambda: place(model, manifest, models.rules(model.shape), device="cpu"),
         says="has no memory and no file fills it",
     )
@@ -370,7 +370,7 @@ def only_remote_code(sandbox: Sandbox) -> Outcome:
     folder = sandbox.copy("llama")
     (folder / "tiktoken.model").unlink()
     (folder / "tokenization_kimi.py").write_text("raise SystemExit\n", encoding="utf-8")
-    return refused(lambda: load_tokenizer(folder), says="has no tokenizer")
+    return must_refuse(lambda: load_tokenizer(folder), says="has no tokenizer")
 
 
 FAULTS = [

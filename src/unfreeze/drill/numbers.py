@@ -15,7 +15,7 @@ from unfreeze.config.parse import parse
 from unfreeze.core.batch import Batch
 from unfreeze.data import encode_file, load_tokenizer, pack
 from unfreeze.data.tokens.turns import Renderer
-from unfreeze.drill.fault import Fault, Outcome, Unnamed, measured, refused, said
+from unfreeze.drill.fault import Fault, Outcome, Unnamed, measured, must_refuse, said
 from unfreeze.drill.sandbox import ROWS, VOCAB, Sandbox
 from unfreeze.evaluate.perplexity import heldout
 from unfreeze.generate.engine import Engine
@@ -62,7 +62,7 @@ def nan_where_nothing_is_supervised(sandbox: Sandbox) -> Outcome:
         loss = float(cross_entropy(model.hidden(batch), model.lm_head, batch).sum)
     if loss != loss:
         raise Unnamed("the planted NaN reached the loss: it was to stay outside it")
-    return refused(
+    return must_refuse(
         lambda: sandbox.loop(model, [[batch]], steps=2),
         says="NaN first at model.layers.1.mlp, 1 of 21 positions, none supervised",
     )
@@ -100,10 +100,10 @@ def mean_of_means(sandbox: Sandbox) -> Outcome:
     examples = sandbox.examples(*SKEWED)
     whole = gradient(sandbox, [pack(examples)])
     worst = max(
-        relative(gradient(sandbox, [pack(part) for part in cut(examples, pieces)]), whole)
+        relative(gradient(sandbox, [pack(part) for part in cut_sequences(examples, pieces)]), whole)
         for pieces in (2, 4, 8)
     )
-    wrong = torch.stack([gradient(sandbox, [pack(part)]) for part in cut(examples, 4)]).mean(0)
+    wrong = torch.stack([gradient(sandbox, [pack(part)]) for part in cut_sequences(examples, 4)]).mean(0)
     line = (
         f"gradients over 1, 2, 4 and 8 micro-batches, packed and one by one, differ by at most {worst:.1g}"
         f" (limit {LIMIT:g}); a mean of 4 means would be off by {100 * relative(wrong, whole):.0f} %"
@@ -111,7 +111,7 @@ def mean_of_means(sandbox: Sandbox) -> Outcome:
     return measured(train_step, line, holds=worst <= LIMIT and relative(wrong, whole) > 0.1)
 
 
-def cut(examples: Sequence, pieces: int) -> list[Sequence]:
+def cut_sequences(examples: Sequence, pieces: int) -> list[Sequence]:
     size = len(examples) // pieces
     return [examples[at : at + size] for at in range(0, len(examples), size)]
 
@@ -193,7 +193,7 @@ def unstable_template(sandbox: Sandbox) -> Outcome:
     )
     folder = sandbox.copy("llama")
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return refused(
+    return must_refuse(
         lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512, turns="whole"),
         says="not prefix-stable",
     )
@@ -210,7 +210,7 @@ def mask_all_ones(sandbox: Sandbox) -> Outcome:
     )
     folder = sandbox.copy("llama")
     (folder / "chat_template.jinja").write_text(marked, encoding="utf-8")
-    return refused(
+    return must_refuse(
         lambda: encode_file(sandbox.rows(), load_tokenizer(folder), 512),
         says="the loss mask of the chat template covers it",
     )
@@ -219,10 +219,10 @@ def mask_all_ones(sandbox: Sandbox) -> Outcome:
 def tokenizer_larger_than_embedding(sandbox: Sandbox) -> Outcome:
     config = {**sandbox.config("llama"), "vocab_size": VOCAB - 36}
     folder = sandbox.write(config, sandbox.fresh("small-vocab"))
-    return refused(lambda: sandbox.sft(model=folder), says="36 ids have no embedding")
+    return must_refuse(lambda: sandbox.sft(model=folder), says="36 ids have no embedding")
 
 
-def padded_rows(sandbox: Sandbox) -> Outcome:
+def padded_head(sandbox: Sandbox) -> Outcome:
     """A head with 64 rows more than the tokenizer has ids: their logits are the highest."""
     config = {**sandbox.config("llama"), "vocab_size": VOCAB + 64}
     model = sandbox.open(sandbox.write(config, sandbox.fresh("padded")))
@@ -280,7 +280,7 @@ def memorised(sandbox: Sandbox, batch: Batch) -> Decoder:
 def partial_logits_key(sandbox: Sandbox) -> Outcome:
     toml = sandbox.fresh("run").with_suffix(".toml")
     toml.write_text('model = "m"\ndata = "d"\nnum_logits_to_keep = 1\n', encoding="utf-8")
-    return refused(
+    return must_refuse(
         lambda: parse(SftConfig, [str(toml)], command="sft", description=""),
         says="unknown key num_logits_to_keep",
     )
@@ -364,7 +364,7 @@ FAULTS = [
     Fault("N4", "a template that rewrites what was said", unstable_template),
     Fault("N4", "a mask of all ones", mask_all_ones),
     Fault("N5", "a tokenizer with more ids than the embedding", tokenizer_larger_than_embedding),
-    Fault("N5", "padded rows of the head sampled", padded_rows),
+    Fault("N5", "padded rows of the head sampled", padded_head),
     Fault("N6", "pad = eos, so that the end is never learned", pad_is_eos),
     Fault("N7", "num_logits_to_keep asked for in training", partial_logits_key),
     Fault("N7", "num_logits_to_keep in the checkpoint's config", partial_logits),

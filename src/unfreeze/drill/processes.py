@@ -65,7 +65,7 @@ def waiting_process(port: int) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", code, str(port)], text=True)
 
 
-def together(config: Any, run: Path, count: int = 2) -> float:
+def train_together(config: Any, run: Path, count: int = 2) -> float:
     """Train on `count` processes as torchrun starts them; -> seconds.
 
     Raises Unnamed where one fails, or hangs longer than PATIENCE.

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from unfreeze.adapters import LoraConfig, attach, save_adapter, verify_adapter
 from unfreeze.core.schema import StartEvent, TrainEvent
 from unfreeze.data import Batches, encode_file
-from unfreeze.drill.fault import Fault, Outcome, measured, refused, said
-from unfreeze.drill.processes import kill_in_training, together, waiting_process
+from unfreeze.drill.fault import Fault, Outcome, measured, must_refuse, said
+from unfreeze.drill.processes import kill_in_training, train_together, waiting_process
 from unfreeze.drill.sandbox import ROWS, Sandbox
 from unfreeze.job.end.folder import contents
 from unfreeze.job.opening.processes import agree
@@ -42,7 +42,7 @@ def killed(sandbox: Sandbox) -> Outcome:
     config = sandbox.sft_config(**fields, out=broken)
     after = kill_in_training(config, broken)
     sandbox.sft(**fields, out=broken)
-    one, two = (losses(run) for run in (whole, broken))
+    one, two = (run_losses(run) for run in (whole, broken))
     told = "bit for bit" if one == two else "NOT"
     line = (
         f"killed (-9) after step {after} of {KILL_STEPS}, given again: {len(two)} losses are {told} those of"
@@ -83,7 +83,7 @@ def damaged_save(sandbox: Sandbox) -> Outcome:
     save_file(
         {name: tensor for name, tensor in load_file(tensors).items() if "exp_avg_sq" not in name}, tensors
     )
-    return refused(
+    return must_refuse(
         lambda: sandbox.loop(sandbox.model("llama"), [[batch]], steps=4, out=run), says="exp_avg_sq"
     )
 
@@ -102,7 +102,7 @@ def changed_config(sandbox: Sandbox) -> Outcome:
     """The same folder with another learning rate and another seed."""
     rows, run = sandbox.rows(), sandbox.fresh("run")
     sandbox.sft(data=rows, out=run)
-    return refused(
+    return must_refuse(
         lambda: sandbox.sft(data=rows, out=run, learning_rate=1e-3, seed=7),
         says="learning_rate: 0.005 -> 0.001; seed: 0 -> 7",
     )
@@ -113,7 +113,9 @@ def changed_data(sandbox: Sandbox) -> Outcome:
     examples = sandbox.examples([20, 30, 10, 40])
     batches = Batches(examples, 64, seed=0)
     next(batches)
-    return refused(lambda: Batches(examples[:3], 64, seed=0, start=batches.cursor()), says="the data changed")
+    return must_refuse(
+        lambda: Batches(examples[:3], 64, seed=0, start=batches.cursor()), says="the data changed"
+    )
 
 
 def other_devices(sandbox: Sandbox) -> Outcome:
@@ -130,8 +132,8 @@ def other_devices(sandbox: Sandbox) -> Outcome:
     shutil.copytree(whole, broken)
     for done in ("state/step-000003", "state/step-000004", "adapter"):
         shutil.rmtree(broken / done)
-    together(sandbox.sft_config(**fields, out=broken), broken)
-    one, two = (losses(run) for run in (whole, broken))
+    train_together(sandbox.sft_config(**fields, out=broken), broken)
+    one, two = (run_losses(run) for run in (whole, broken))
     resumed = of_kind(read_events(broken / "events.jsonl"), StartEvent)[-1]["step"]
     worst = max(abs(a / b - 1) for a, b in zip(one, two, strict=False))
     line = (
@@ -141,7 +143,7 @@ def other_devices(sandbox: Sandbox) -> Outcome:
     return measured(start_or_resume, line, holds=resumed == 2 and len(one) == len(two) == 4 and worst <= 1e-5)
 
 
-def losses(run: Path) -> list[float]:
+def run_losses(run: Path) -> list[float]:
     return series(read_events(run / "events.jsonl"), "train", "loss")[1]
 
 
@@ -169,7 +171,7 @@ def broken_export(sandbox: Sandbox) -> Outcome:
     tensors = load_file(file)
     name = next(name for name in tensors if ".experts.3." in name and name.endswith("lora_B.weight"))
     save_file({**tensors, name: torch.zeros_like(tensors[name])}, file)
-    return refused(lambda: verify_adapter(model, folder), says="of expert 3")
+    return must_refuse(lambda: verify_adapter(model, folder), says="of expert 3")
 
 
 def adapted(sandbox: Sandbox) -> Any:
@@ -188,7 +190,7 @@ def bad_row(row: dict[str, Any] | str | bytes, says: str) -> Callable[[Sandbox],
     """A data file whose third row is bad."""
 
     def plant(sandbox: Sandbox) -> Outcome:
-        return refused(
+        return must_refuse(
             lambda: encode_file(sandbox.rows([*ROWS[:2], row, *ROWS[2:]]), sandbox.tokenizer, 512), says=says
         )
 
@@ -248,7 +250,7 @@ def byte_order_mark(sandbox: Sandbox) -> Outcome:
 def two_runs(sandbox: Sandbox) -> Outcome:
     run = sandbox.fresh("run")
     with Run(run, {}):
-        return refused(lambda: sandbox.sft(out=run), says="is in use by process")
+        return must_refuse(lambda: sandbox.sft(out=run), says="is in use by process")
 
 
 def dead_process(sandbox: Sandbox) -> Outcome:
@@ -268,7 +270,7 @@ def dead_process(sandbox: Sandbox) -> Outcome:
         with roll.watching():
             raise RuntimeError("Connection closed by peer")
 
-    return refused(exchange, says="process 1 is gone (connection closed)")
+    return must_refuse(exchange, says="process 1 is gone (connection closed)")
 
 
 def other_files(sandbox: Sandbox) -> Outcome:
@@ -278,7 +280,7 @@ def other_files(sandbox: Sandbox) -> Outcome:
         for rows in (ROWS, ROWS[1:])
     )
     two: Any = SimpleNamespace(size=2, rank=1, texts=lambda text: [json.dumps(first), text])
-    return refused(lambda: agree(two, here), says="the processes differ in data file 1")
+    return must_refuse(lambda: agree(two, here), says="the processes differ in data file 1")
 
 
 FAULTS = [

@@ -47,7 +47,7 @@ def locate_model(source: str | Path, base: str = "") -> ModelSource:
         return _locate_run(folder)
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         run = run_of(folder) / RESOLVED
-        variables = read_json(run).get("template_variables") if run.is_file() else None
+        variables = resolved(read_json(run)).get("data.template_variables") if run.is_file() else None
         named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not isinstance(named, str) or not named:
             raise CheckpointError(

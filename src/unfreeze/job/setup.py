@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder, Shape
     from unfreeze.parallel.plan import Plan
     from unfreeze.parallel.processes.collectives import Group
-    from unfreeze.parallel.processes.mesh import Held, Mesh
+    from unfreeze.parallel.processes.mesh import HeldPart, Mesh
     from unfreeze.train.run import Run
     from unfreeze.train.state import State
     from unfreeze.train.step import Objective
@@ -121,7 +121,7 @@ class Placed:
     model: Decoder
     speaker: Model
     mesh: Mesh
-    held: Callable[[str], Held] | None
+    held: Callable[[str], HeldPart] | None
     objective: Objective
 
 

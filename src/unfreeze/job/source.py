@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from unfreeze.job.data import batches_in
 from unfreeze.job.opening.device import say
+from unfreeze.teach.on_policy import OnPolicy, OwnAnswers
 from unfreeze.teach.second import Beginning
 
 if TYPE_CHECKING:
@@ -28,6 +29,18 @@ def encoded_rows(setup: Setup, rows: Rows, at: Placed, start: Cursor | None) -> 
         start=start,
         micro_batches=config.memory.micro_batches,
     )
+
+
+def own_answers(
+    on_policy: OnPolicy, setup: Setup, rows: Rows, at: Placed, start: Cursor | None
+) -> OwnAnswers:
+    """The encoded rows, with the student's own answers in a share of the steps."""
+
+    def tell(step: int, said: dict[str, float]) -> None:
+        setup.folder.events.emit("on_policy", step, **said)
+
+    source, step = encoded_rows(setup, rows, at, start), setup.folder.step
+    return OwnAnswers(source, on_policy, at.speaker.engine, step=step, group=setup.group, tell=tell)
 
 
 def with_second(setup: Setup, rows: Rows, at: Placed, source: Source, steps: int) -> Source:

@@ -231,9 +231,9 @@ def _expanded(manifest: Manifest) -> str:
     from unfreeze import models
     from unfreeze.core.layout import RESIDENT
     from unfreeze.parallel.machine import hardware
-    from unfreeze.parallel.plan import Work, measure, plan
+    from unfreeze.parallel.plan import Work, measure_sizes, plan
 
-    sizes = measure(models.meta_model(models.shape(manifest.config), manifest, torch.bfloat16), None)
+    sizes = measure_sizes(models.meta_model(models.shape(manifest.config), manifest, torch.bfloat16), None)
     weights = sizes.expanded // sizes.compute_bytes
     expanded = replace(sizes, base=sizes.expanded, elements=weights)
     terms = plan(expanded, RESIDENT, Work(tokens=1), hardware(torch.device("cpu"))).terms

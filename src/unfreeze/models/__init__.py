@@ -52,7 +52,7 @@ from unfreeze.models import (
 from unfreeze.models.allowed import Fields, refuse_unbuilt, unknown
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
 from unfreeze.models.shape import Shape
-from unfreeze.models.unbuilt import asked, missing, nearest
+from unfreeze.models.unbuilt import asked, missing, nearest_family
 from unfreeze.models.wrappers import WRAPPERS
 from unfreeze.quant import formats
 
@@ -168,7 +168,7 @@ def _near(config: Mapping[str, Any]) -> str:
     """ "; its fields are nearest to …": where to begin; "" where they tell too little."""
     text = config.get("text_config")
     fields = {kind: family.FIELDS.read | family.FIELDS.absent.keys() for kind, family in FAMILIES.items()}
-    found = nearest(text if isinstance(text, Mapping) else config, fields)
+    found = nearest_family(text if isinstance(text, Mapping) else config, fields)
     return f"; its fields are nearest to {found!r}, which computes something else" if found else ""
 
 

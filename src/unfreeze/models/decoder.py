@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
-from unfreeze.kernels.attention import Layout
+from unfreeze.kernels.attention import DocumentLayout
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear, PackedHolder
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
 
         # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
         def chunk(rows: slice, starts: list[int]) -> tuple[slice, PackedPass]:
-            layout = Layout.build(starts, rows.stop - rows.start, self.device)
+            layout = DocumentLayout.build(starts, rows.stop - rows.start, self.device)
             theirs = {name: (cos[rows], sin[rows]) for name, (cos, sin) in named.items()}
             return rows, PackedPass(cos_Tr[rows], sin_Tr[rows], layout, named=theirs)
 
@@ -251,8 +251,8 @@ class Decoder(nn.Module):
         lengths_S = torch.tensor(batch.lengths())
         return lengths_S.repeat_interleave(lengths_S).to(self.device)
 
-    def _layout(self, batch: Batch) -> Layout:
-        return Layout.build(batch.starts_S, batch.num_tokens, self.device)
+    def _layout(self, batch: Batch) -> DocumentLayout:
+        return DocumentLayout.build(batch.starts_S, batch.num_tokens, self.device)
 
 
 def _spans(groups: Sequence[Sequence[int]]) -> Iterator[tuple[slice, list[int]]]:

@@ -77,11 +77,11 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 
 def _router(shape: Shape, make: Factory) -> Router:
-    from unfreeze.models.blocks.routers import Routing
+    from unfreeze.models.blocks.routers import RoutingRule
 
     config = shape.config
     grouped = config["topk_method"] == "group_limited_greedy"
-    routing = Routing(
+    routing = RoutingRule(
         groups=int(require(config, "n_group")) if grouped else 1,
         topk_group=int(require(config, "topk_group")) if grouped else 1,
         scale=float(config["routed_scaling_factor"]),

@@ -85,7 +85,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 
 def _router(shape: Shape, make: Factory) -> Router:
-    from unfreeze.models.blocks.routers import Routing
+    from unfreeze.models.blocks.routers import RoutingRule
 
     smallest = float(shape.config["moe_norm_min"])
-    return make.router(shape, Routing(correction="1 E", normalize=True, smallest=smallest))
+    return make.router(shape, RoutingRule(correction="1 E", normalize=True, smallest=smallest))

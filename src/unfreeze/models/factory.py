@@ -25,7 +25,7 @@ from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.norm import RMSNorm
-from unfreeze.models.blocks.routers import Router, Routing
+from unfreeze.models.blocks.routers import Router, RoutingRule
 from unfreeze.models.decoder import Body, Decoder
 from unfreeze.models.fields import check_against_files
 from unfreeze.models.publish import declared_dtype
@@ -122,7 +122,7 @@ class Factory:
         sizes = shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
         return self.experts(f"{name}.experts", *sizes, **parts)
 
-    def router(self, shape: Shape, routing: Routing, kind: type[Router] = Router) -> Router:
+    def router(self, shape: Shape, routing: RoutingRule, kind: type[Router] = Router) -> Router:
         """The router of a layer with the shape's experts."""
         assert shape.moe is not None
         sizes = (shape.hidden_size, shape.moe.num_experts, shape.moe.experts_per_token)

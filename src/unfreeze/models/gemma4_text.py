@@ -192,10 +192,10 @@ def layer(shape: Shape, index: int, make: Factory) -> SandwichLayer:
 def _moe(shape: Shape, index: int, make: Factory) -> NormedMoE:
     from unfreeze.kernels.expert_mlp import GeGLU
     from unfreeze.models.blocks.moe import NormedMoE
-    from unfreeze.models.blocks.routers import NormedRouter, Routing
+    from unfreeze.models.blocks.routers import NormedRouter, RoutingRule
 
     hidden, eps = shape.hidden_size, shape.rms_norm_eps
-    gate = make.router(shape, Routing(normalize=True, eps=eps), NormedRouter)
+    gate = make.router(shape, RoutingRule(normalize=True, eps=eps), NormedRouter)
     return NormedMoE(
         index,
         gate=gate,

@@ -90,14 +90,14 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
     from unfreeze.kernels.expert_mlp import ClampedSwiGLU
     from unfreeze.models.blocks.experts import BiasedExperts
     from unfreeze.models.blocks.moe import MoE
-    from unfreeze.models.blocks.routers import LinearRouter, Routing
+    from unfreeze.models.blocks.routers import LinearRouter, RoutingRule
 
     assert shape.moe is not None
     bias, config = bool(shape.config["attention_bias"]), shape.config
     sees = mask(shape, index)
     sinks = make.vector(shape.num_heads)
     attention = llama.attention(shape, index, make, qkv_bias=bias, output_bias=bias, mask=sees, sinks=sinks)
-    gate = make.router(shape, Routing(normalize=True), LinearRouter)
+    gate = make.router(shape, RoutingRule(normalize=True), LinearRouter)
     activation = ClampedSwiGLU(
         interleaved=True, alpha=float(config["swiglu_alpha"]), limit=float(config["swiglu_limit"])
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.models.blocks.bytes import Block, Bytes
-from unfreeze.models.blocks.mlp import MLP, with_residual
+from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
@@ -26,7 +26,7 @@ class Layer(Block):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), run)
-        return with_residual(self.mlp, self.post_attention_layernorm, x_TD, run)
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD), run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Its parts in order, and during all of its backward 2 D.

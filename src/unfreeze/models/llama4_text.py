@@ -148,13 +148,13 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 def _mlp(shape: Shape, index: int, make: Factory) -> MLP | MoE:
     from unfreeze.models.blocks.moe import InputScaledMoE
-    from unfreeze.models.blocks.routers import Routing
+    from unfreeze.models.blocks.routers import RoutingRule
 
     name, moe = f"model.layers.{index}.mlp", shape.moe
     assert moe is not None
     if not shape.is_moe(index):
         return make.mlp(name, shape.hidden_size, int(shape.config["intermediate_size_mlp"]))
-    gate = make.router(shape, Routing("logits", after=True))
+    gate = make.router(shape, RoutingRule("logits", after=True))
     return InputScaledMoE(
         index,
         gate=gate,

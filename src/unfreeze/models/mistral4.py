@@ -97,10 +97,10 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 
 def _router(shape: Shape, make: Factory) -> Router:
-    from unfreeze.models.blocks.routers import Routing
+    from unfreeze.models.blocks.routers import RoutingRule
 
     config = shape.config
-    routing = Routing(
+    routing = RoutingRule(
         groups=int(config["n_group"]),
         topk_group=int(config["topk_group"]),
         best=2,

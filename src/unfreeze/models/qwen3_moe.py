@@ -79,6 +79,6 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 def router(shape: Shape, make: Factory, *, normalize: bool) -> Router:
     """Softmax over all experts; `normalize`: the weights of the chosen sum to one."""
-    from unfreeze.models.blocks.routers import Routing
+    from unfreeze.models.blocks.routers import RoutingRule
 
-    return make.router(shape, Routing(normalize=normalize))
+    return make.router(shape, RoutingRule(normalize=normalize))

@@ -99,7 +99,7 @@ def _value(config: Mapping[str, Any], name: str) -> object:
     return found.get(inner) if isinstance(found, Mapping) else None
 
 
-def nearest(config: Mapping[str, Any], known: Mapping[str, Collection[str]]) -> str:
+def nearest_family(config: Mapping[str, Any], known: Mapping[str, Collection[str]]) -> str:
     """The built family that knows the most of its fields; "" for a config of few fields.
 
     known: model_type -> the fields that only some families know. Of families that know as many, the one with

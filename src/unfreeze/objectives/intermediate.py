@@ -71,10 +71,10 @@ class Relations:
 
     def sum(self, found: Found, theirs: Found, batch: Batch) -> Tensor:
         """The sum without its weight; the gradient reaches `found`."""
-        from unfreeze.kernels.attention import Layout
+        from unfreeze.kernels.attention import DocumentLayout
         from unfreeze.kernels.attention.relations import relation_divergence
 
-        layout = Layout.build(batch.starts_S, batch.num_tokens, batch.weights_T.device)
+        layout = DocumentLayout.build(batch.starts_S, batch.num_tokens, batch.weights_T.device)
         terms = [
             relation_divergence(
                 found[Tap(pair.student, name)],

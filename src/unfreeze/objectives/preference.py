@@ -106,11 +106,14 @@ def preference(
 
     from unfreeze.core.batch import Loss, send
     from unfreeze.kernels.linear_cross_entropy import head_cross_entropy
+    from unfreeze.objectives.log_p import token_log_p
 
     if reference is None and kind not in WITHOUT_REFERENCE:
         raise ValueError(f"{kind} compares with a reference, and none is given")
     # log p of each document, without gradients
-    rows_N, document_N, per_row_N = _log_p(hidden_TD.detach(), lm_head, batch, block_rows, impl)
+    rows_N = batch.supervised()
+    document_N = torch.searchsorted(send(batch.starts_S, rows_N.device), rows_N, right=True) - 1
+    per_row_N = token_log_p(hidden_TD, lm_head, batch, block_rows, impl)
     weights_N = batch.weights_T.index_select(0, rows_N)
     logp_S = batch.per_document(per_row_N * weights_N)
     length_S = batch.per_document(weights_N.double()).clamp(min=1)
@@ -157,36 +160,6 @@ def preference(
     )
     loss.sum = value + (passed - passed.detach())
     return loss
-
-
-def log_probabilities(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Tensor:
-    """l of each document: sum_t w_t log p(target_t), float64 [S]. No gradient."""
-    rows_N, _, per_row_N = _log_p(hidden_TD.detach(), lm_head, batch, None, "auto")
-    return batch.per_document(per_row_N * batch.weights_T.index_select(0, rows_N))
-
-
-def _log_p(
-    hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, block_rows: int | None, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(the supervised rows, the document of each, its log p in float64)."""
-    import torch
-
-    from unfreeze.core.batch import send
-    from unfreeze.kernels.linear_cross_entropy import head_cross_entropy
-
-    rows_N = batch.supervised()
-    starts_S = send(batch.starts_S, rows_N.device)
-    document_N = torch.searchsorted(starts_S, rows_N, right=True) - 1
-    with torch.no_grad():
-        _, _, log_p_N = head_cross_entropy(
-            hidden_TD.index_select(0, rows_N),
-            lm_head,
-            batch.targets_T.index_select(0, rows_N),
-            torch.ones_like(rows_N, dtype=torch.float32),
-            block_rows,
-            impl,
-        )
-    return rows_N, document_N, log_p_N.double()
 
 
 Each = tuple["Tensor", tuple["Tensor", "Tensor"]]

@@ -22,18 +22,16 @@ from unfreeze.job.end.folder import typed
 from unfreeze.job.opening.device import say
 from unfreeze.job.parts import Parts
 from unfreeze.job.planning.residency import refuse_answers
-from unfreeze.job.source import encoded_rows
+from unfreeze.job.source import own_answers
 from unfreeze.recipes import sft
 from unfreeze.teach.address import is_url, refuse_without_library
 from unfreeze.teach.chosen import teacher_of
-from unfreeze.teach.on_policy import OnPolicy, OwnAnswers
+from unfreeze.teach.on_policy import OnPolicy
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.batch import Batch
-    from unfreeze.data import Cursor
     from unfreeze.evaluate.perplexity import HeldoutLoss
-    from unfreeze.job.setup import Placed, Rows, Setup
     from unfreeze.models import Decoder
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.step import Objective
@@ -76,20 +74,8 @@ def parts(config: Config) -> Parts:
     asked = config.distillation
     if asked.on_policy:
         on_policy = OnPolicy(asked.on_policy, asked.answer_temperature, config.seed)
-        made = replace(made, source=partial(_own_answers, on_policy), plan_check=refuse_answers)
+        made = replace(made, source=partial(own_answers, on_policy), plan_check=refuse_answers)
     return made if asked.gamma is None else replace(made, heldout=_of_both)
-
-
-def _own_answers(
-    on_policy: OnPolicy, setup: Setup, rows: Rows, at: Placed, start: Cursor | None
-) -> OwnAnswers:
-    """The encoded rows, with the student's own answers in a share of the steps."""
-
-    def tell(step: int, said: dict[str, float]) -> None:
-        setup.folder.events.emit("on_policy", step, **said)
-
-    source, step = encoded_rows(setup, rows, at, start), setup.folder.step
-    return OwnAnswers(source, on_policy, at.speaker.engine, step=step, group=setup.group, tell=tell)
 
 
 def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> HeldoutLoss:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from unfreeze.config.parse import parse
@@ -20,17 +19,15 @@ from unfreeze.job import job
 from unfreeze.job.end.folder import typed
 from unfreeze.job.parts import Parts
 from unfreeze.job.watch.signs import Signs
-from unfreeze.objectives.preference import WITHOUT_REFERENCE, preference
+from unfreeze.objectives.preference import WITHOUT_REFERENCE
 from unfreeze.recipes import sft
-from unfreeze.teach.reference import AsBegun, Kind
+from unfreeze.teach.compares import answers_of, loss_of, minimised, reference_model
 
 if TYPE_CHECKING:
-    from unfreeze.config.prefer import Preference
-    from unfreeze.core.batch import Batch, Loss
-    from unfreeze.data.rows.row import Answers
+    from unfreeze.core.batch import Batch
     from unfreeze.evaluate.compared import Compared
     from unfreeze.models import Decoder
-    from unfreeze.objectives.preference import Objective, Reference
+    from unfreeze.objectives.preference import Objective
     from unfreeze.parallel.processes.collectives import Group
 
 
@@ -48,25 +45,13 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 def parts(config: Config) -> Parts:
     """The Parts of sft with a loss over answers, and the model as it began as the reference."""
     asked, same = config.preference, sft.parts(config)
-    alone = minimised(asked)
-
-    def against(reference: Reference) -> Objective:
-        return partial(alone, reference=reference)
-
-    if asked.loss in WITHOUT_REFERENCE:
-        second = None
-    elif asked.reference == "live":
-        second = AsBegun(reference_of(config), against, loss=loss_of(asked))
-    else:
-        from unfreeze.teach.kept import Kept  # it needs numpy
-
-        second = Kept(reference_of(config), against, loss=loss_of(asked))
+    second = reference_model(config)
     encoding = same.encoding.copy()
     encoding["answers"] = answers_of(asked)
     return replace(
         same,
         recipe="prefer",
-        objective=cast("Objective", alone),
+        objective=cast("Objective", minimised(asked)),
         encoding=encoding,
         metrics=OF_ANSWERS,
         second=second,
@@ -81,37 +66,3 @@ def _heldout(model: Decoder, batches: Iterable[Batch], group: Group, *, objectiv
     from unfreeze.evaluate.compared import compared
 
     return compared(model, batches, group, objective=objective)
-
-
-def minimised(asked: Preference) -> partial[Loss]:
-    """The loss with its settings; a reference is still to be given where it needs one."""
-    return partial(
-        preference,
-        kind=asked.loss,
-        beta=asked.beta,
-        gamma=asked.gamma,
-        label_smoothing=asked.label_smoothing,
-        nll=asked.nll,
-        desirable_weight=asked.desirable_weight,
-        undesirable_weight=asked.undesirable_weight,
-    )
-
-
-def answers_of(asked: Preference) -> Answers:
-    """How rows are read: as pairs, of kto as answers with a label."""
-    return "labels" if asked.loss == "kto" else "pairs"
-
-
-def loss_of(asked: Preference) -> str:
-    """What is minimised, in words: 'dpo, beta 0.1, nll 0.2'."""
-    words = [asked.loss, f"beta {asked.beta:g}"]
-    words += [f"gamma {asked.gamma:g}"] * (asked.loss == "simpo")
-    words += [f"label smoothing {asked.label_smoothing:g}"] * bool(asked.label_smoothing)
-    return ", ".join([*words, *[f"nll {asked.nll:g}"] * bool(asked.nll)])
-
-
-def reference_of(config: Config) -> Kind:
-    """The model as it began: also where adapters go on from others, of which a copy is kept."""
-    if config.lora is None:
-        return "copy"
-    return "adapters" if config.adapter else "base"

@@ -148,7 +148,7 @@ def flat_fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    """flat_fields() with every value as text."""
+    """leaves() with every value as text."""
     pairs = flat_fields(config).items()
     return {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -95,7 +95,8 @@ class Kept(Second):
         """
         if beginning.in_windows:
             raise ConfigError(
-                "--preference.reference cached asks about all rows before the first step, and these come in windows",
+                "--preference.reference cached asks about all rows before the first step, and these come"
+                " in windows",
                 next="--preference.reference live",
             )
         self.ask(

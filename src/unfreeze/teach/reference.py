@@ -97,7 +97,7 @@ def asked(model: Decoder, adapters: dict[str, Any] | None, batch: Batch) -> Tens
 
     from unfreeze.adapters import with_adapters
     from unfreeze.models.recompute import plain
-    from unfreeze.objectives.preference import log_probabilities
+    from unfreeze.objectives.log_p import log_probabilities
 
     instead: Any = nullcontext() if adapters is None else with_adapters(model, adapters)
     with torch.no_grad(), instead, model.looking():

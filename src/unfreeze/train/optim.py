@@ -23,7 +23,7 @@ from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.rows import here
 from unfreeze.kernels import adamw as kernel
 from unfreeze.parallel.processes.collectives import ALONE, Group, buckets
-from unfreeze.parallel.processes.mesh import Held
+from unfreeze.parallel.processes.mesh import HeldPart
 from unfreeze.train.host_state import OnDevice, Place
 from unfreeze.train.moments import Int8, Moments, Part, state_of
 
@@ -74,7 +74,7 @@ class AdamW:
         weight_decay: float = 0.0,
         moments: Moments = "float32",
         impl: str = "auto",
-        held: Callable[[str], Held] | None = None,
+        held: Callable[[str], HeldPart] | None = None,
         place: Place | None = None,
     ):
         self.parameters: dict[str, nn.Parameter] = {
@@ -159,9 +159,9 @@ class AdamW:
         rows = None if self._held is None else self._held(name).rows
         return 0 if rows is None else rows.first
 
-    def held(self, name: str, group: Group) -> Held:
+    def held(self, name: str, group: Group) -> HeldPart:
         """What this process holds of a parameter, in a step of `group`'s processes."""
-        return Held(None, group, group.size) if self._held is None else self._held(name)
+        return HeldPart(None, group, group.size) if self._held is None else self._held(name)
 
     def sum_gradients(self, group: Group) -> list[bool]:
         """Sum the gradients in fp32 over the processes that hold the same rows, in the parameters' order.
@@ -359,7 +359,7 @@ class AdamW:
         )
 
 
-def _refuse_gathered(parameters: Mapping[str, nn.Parameter], held: Callable[[str], Held]) -> None:
+def _refuse_gathered(parameters: Mapping[str, nn.Parameter], held: Callable[[str], HeldPart]) -> None:
     """Raise ConfigError where a parameter has other rows than this process holds of it."""
     for name, parameter in parameters.items():
         rows = held(name).rows

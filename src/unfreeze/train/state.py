@@ -27,7 +27,7 @@ from unfreeze.core.schema import Metric
 from unfreeze.core.units import format_bytes
 from unfreeze.models import Decoder
 from unfreeze.parallel.processes.collectives import Group
-from unfreeze.parallel.processes.mesh import Held, check_copies
+from unfreeze.parallel.processes.mesh import HeldPart, check_copies
 from unfreeze.train.balance import AfterUpdate
 from unfreeze.train.moments import Part
 from unfreeze.train.optim import AdamW
@@ -94,13 +94,13 @@ class State:
             tensors |= {f"after_update.{name}": tensor for name, tensor in part.tensors().items()}
         return tensors
 
-    def held(self, name: str, group: Group) -> Held:
+    def held(self, name: str, group: Group) -> HeldPart:
         """What this process holds of the tensor saved under `name`, in a run of `group`'s processes."""
         _, *parts = name.split(".")
         for begin in range(len(parts)):
             if (parameter := ".".join(parts[begin:])) in self.optimizer.parameters:
                 return self.optimizer.held(parameter, group)
-        return Held(None, group, group.size)
+        return HeldPart(None, group, group.size)
 
     def check_copies(self, group: Group) -> None:
         """Raise UserError in all processes unless copies of the same rows are equal to the bit in all."""

@@ -280,3 +280,15 @@ def test_an_epoch_has_no_curriculum_by_length_and_an_earlier_versions_cursor_kee
     assert sorted(batches.plan(0)) == sorted(packed) and (list(batches.plan(0)) == list(packed)) is old
     with pytest.raises(ConfigError, match="cannot resume: batches changed"):
         Batches(examples, 384, seed=1, packing=packing, start={**begin, "batches": "by size"})
+
+
+def test_extras_are_shifted_as_weights_are():
+    """A number per token stands where the token is the target: beside its weight."""
+    examples = [Example([5, 6, 7], [0.0, 1.0, 1.0], 1), Example([8, 9], [0.0, 1.0], 2)]
+    batch = pack(examples, {"advantage": [[0.0, 0.5, -2.0], [0.0, 3.0]]})
+    assert batch.extras["advantage"].tolist() == [0.5, -2.0, 0.0, 3.0, 0.0]
+    assert batch.extras["advantage"].dtype == torch.float32
+    assert batch.extras["advantage"][batch.supervised()].tolist() == [0.5, -2.0, 3.0]
+    assert not pack(examples).extras
+    with pytest.raises(DataError, match=r"extras 'advantage' has \[3, 1\] numbers"):
+        pack(examples, {"advantage": [[0.0, 0.5, -2.0], [0.0]]})

@@ -54,7 +54,7 @@ def test_files_are_shuffled_together_and_epochs_differ():
     "weights", [(1.0,), (0.0, 0.0), (-1.0, 1.0), (float("nan"), 1.0), (float("inf"), 1.0)]
 )
 def test_weights_that_cannot_be(weights):
-    with pytest.raises(ConfigError, match="data_weights"):
+    with pytest.raises(ConfigError, match=r"data\.weights"):
         Mixed(np.array([0, 1]), weights, seed=0)
 
 

@@ -1,16 +1,16 @@
-"""Layout: every token has exactly one slot, and many documents cost few attention calls."""
+"""DocumentLayout: every token has exactly one slot, and many documents cost few attention calls."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unfreeze.kernels.attention import Layout
+from unfreeze.kernels.attention import DocumentLayout
 
 
 def build(lengths):
     starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    return Layout.build(starts, sum(lengths))
+    return DocumentLayout.build(starts, sum(lengths))
 
 
 @settings(max_examples=60, deadline=None)
@@ -52,4 +52,4 @@ def test_long_documents_are_padded_by_a_third_at_most():
 )
 def test_starts_that_leave_an_empty_document_are_refused(starts, num_tokens):
     with pytest.raises(ValueError, match="starts must begin with 0"):
-        Layout.build(torch.tensor(starts, dtype=torch.int64), num_tokens)
+        DocumentLayout.build(torch.tensor(starts, dtype=torch.int64), num_tokens)

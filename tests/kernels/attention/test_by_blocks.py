@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from unfreeze.kernels.attention import Layout, Mask, by_blocks, packed_attention, reference_attention
+from unfreeze.kernels.attention import DocumentLayout, Mask, by_blocks, packed_attention, reference_attention
 from unfreeze.kernels.attention.form import CAUSAL
 
 LENGTHS = [1, 70, 33, 2, 5, 300, 1, 129]
@@ -41,7 +41,7 @@ def compared(name, dtype, d=16, v=16, change=None, reuse=None):
         return [o, *torch.autograd.grad(o, given, output_grad)]
 
     exact = [x.detach().double().requires_grad_() for x in used]
-    layout = Layout.build(starts, sum(LENGTHS))
+    layout = DocumentLayout.build(starts, sum(LENGTHS))
     return (
         run(packed_attention, layout, used, grad, mask if change is None else change),
         run(reference_attention, starts, exact, grad.double()),
@@ -77,13 +77,13 @@ def test_sinks_equal_those_of_transformers():
     hidden = torch.full((300, 300), -torch.inf).triu(1)[None, None]
     batched = [x[begin:end].transpose(0, 1)[None] for x in (q, k, v)]
     theirs, _ = eager_attention_forward(module, *batched, hidden, scaling=0.25)
-    ours = packed_attention(q, k, v, Layout.build(starts, sum(LENGTHS)), 0.25, sinks_H=sinks)
+    ours = packed_attention(q, k, v, DocumentLayout.build(starts, sum(LENGTHS)), 0.25, sinks_H=sinks)
     torch.testing.assert_close(ours[begin:end], theirs[0], atol=1e-5, rtol=1e-5)
 
 
 def test_no_gradient_leaves_the_window_or_the_document():
     starts, (q, k, v, _), _ = inputs(torch.float32)
-    o = packed_attention(q, k, v, Layout.build(starts, sum(LENGTHS)), 0.25, mask=Mask(window=20))
+    o = packed_attention(q, k, v, DocumentLayout.build(starts, sum(LENGTHS)), 0.25, mask=Mask(window=20))
     row = 300
     dk, dv = torch.autograd.grad(o[row].sum(), (k, v))
     for gradient in (dk, dv):
@@ -93,7 +93,7 @@ def test_no_gradient_leaves_the_window_or_the_document():
 
 def test_a_second_visit_uses_what_the_first_made():
     starts, (q, k, v, _), _ = inputs(torch.float32)
-    layout, kept = Layout.build(starts, sum(LENGTHS)), []
+    layout, kept = DocumentLayout.build(starts, sum(LENGTHS)), []
 
     def first(compute):
         kept.append(compute())
@@ -112,7 +112,7 @@ def test_a_second_visit_uses_what_the_first_made():
 
 
 def test_a_layout_is_cut_once_and_not_where_documents_are_short():
-    layout = Layout.build([0, 10], 30)
+    layout = DocumentLayout.build([0, 10], 30)
     assert layout.cut(20) is layout
     assert layout.cut(8) is layout.cut(8)
     assert layout.cut(8).starts == (0, 8, 10, 18, 26)

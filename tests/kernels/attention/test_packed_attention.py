@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from unfreeze.kernels.attention import Bucket, Layout, packed_attention, reference_attention
+from unfreeze.kernels.attention import Bucket, DocumentLayout, packed_attention, reference_attention
 
 LENGTHS = {
     "one": [13],
@@ -38,7 +38,7 @@ def forward_backward(function, tensors, grad):
 )
 def test_packed_equals_float64_masked_softmax(name, heads, groups, d, v):
     starts, tensors, grad = inputs(LENGTHS[name], heads, groups, d, v, torch.float32)
-    layout, scale = Layout.build(starts, sum(LENGTHS[name])), d**-0.5
+    layout, scale = DocumentLayout.build(starts, sum(LENGTHS[name])), d**-0.5
     ours, our_grads = forward_backward(lambda *x: packed_attention(*x, layout, scale), tensors, grad)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     want, want_grads = forward_backward(
@@ -53,7 +53,7 @@ def test_packed_equals_float64_masked_softmax(name, heads, groups, d, v):
 @pytest.mark.parametrize("name", ["unequal", "one", "long"])
 def test_bfloat16_stays_within_its_rounding(name):
     starts, tensors, grad = inputs(LENGTHS[name], 4, 2, 192, 128, torch.bfloat16)
-    layout, scale = Layout.build(starts, sum(LENGTHS[name])), 192**-0.5
+    layout, scale = DocumentLayout.build(starts, sum(LENGTHS[name])), 192**-0.5
     ours, our_grads = forward_backward(lambda *x: packed_attention(*x, layout, scale), tensors, grad)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     want, want_grads = forward_backward(
@@ -80,12 +80,12 @@ def leak(layout, lengths):
 
 def test_no_gradient_crosses_documents():
     lengths = [7, 20, 90, 3]
-    inside, outside = leak(Layout.build([0, 7, 27, 117], 120), lengths)
+    inside, outside = leak(DocumentLayout.build([0, 7, 27, 117], 120), lengths)
     assert inside > 0 and outside == 0.0
 
 
 def test_control_arm_without_boundaries_gradient_crosses():
-    inside, outside = leak(Layout(120, (Bucket(1, 120),), None, None), [7, 20, 90, 3])
+    inside, outside = leak(DocumentLayout(120, (Bucket(1, 120),), None, None), [7, 20, 90, 3])
     assert inside > 0 and outside > 0
 
 
@@ -93,7 +93,7 @@ def test_control_arm_without_boundaries_gradient_crosses():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cpu_takes_the_flash_path_without_the_score_matrix(d, v, groups, dtype):
     starts, tensors, grad = inputs([5, 30], 4, groups, d, v, dtype)
-    layout = Layout.build(starts, 35)
+    layout = DocumentLayout.build(starts, 35)
     with profile(activities=[ProfilerActivity.CPU]) as record:
         packed_attention(*tensors, layout, 0.1).backward(grad)
     names = {event.key for event in record.key_averages()}
@@ -110,4 +110,4 @@ def test_cpu_takes_the_flash_path_without_the_score_matrix(d, v, groups, dtype):
 def test_a_layout_of_another_batch_is_refused():
     _, tensors, _ = inputs([4], 2, 2, 8, 8, torch.float32)
     with pytest.raises(ValueError, match="built for 5"):
-        packed_attention(*tensors, Layout.build([0], 5), 1.0)
+        packed_attention(*tensors, DocumentLayout.build([0], 5), 1.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.kernels.choice import choose, measure, ops
+from unfreeze.kernels.choice import choose, measure, ops, record
 from unfreeze.kernels.choice.op import Candidate, Case, Op
 
 ROOM = Path(ops.__file__).parents[1]
@@ -172,3 +172,20 @@ def test_control_arm_a_candidate_that_is_a_hundredth_off_is_seen(fault):
     assert (
         getattr(errors, fault) == pytest.approx(0.01, rel=1e-3) and min(errors.forward, errors.backward) == 0
     )
+
+
+ON_GPU = {"triton", "liger", "cuda", "cudnn", "padded", "flex"}
+
+
+def test_what_is_for_gpus_says_that_it_waits_for_its_first_rows():
+    """With the first committed rows of a GPU this fails: each candidate then stays by them, or goes."""
+    waits = {
+        (op, name)
+        for op in ops.OPS
+        for name, candidate in ops.load(op).candidates.items()
+        if candidate.waits_on
+    }
+    assert waits == {
+        (op, name) for op in ops.OPS for name in ops.load(op).candidates if name.partition("_")[0] in ON_GPU
+    }
+    assert {file.name.partition("-")[0] for file in record.COMMITTED.glob("*.json")} == {"cpu"}

@@ -22,14 +22,14 @@ def test_a_second_process_leaves_a_compiled_loop_and_its_stamp(tmp_path):
     program = (
         "from unfreeze.kernels.choice import prepare\n"
         "prepare.expert_mlp.fused_expert_mlp = lambda x, *_: x\n"
-        "prepare.TRAINED = {'adamw': 0}\nprepare.prepare('float32', 'cpu')"
+        "prepare.TRAINED = {'swiglu': 0}\nprepare.prepare('float32', 'cpu')"
     )
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.rglob("compiled-float32-*"))) == 1
     kept = [path for path in tmp_path.rglob("*.nbc")]
-    assert kept and all("adamw" in str(path.parent) for path in kept)
+    assert kept and all("swiglu" in str(path.parent) for path in kept)
 
 
 @pytest.mark.nightly
@@ -44,16 +44,17 @@ def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
     assert any(path.name.startswith("numba_kernels.swiglu_backward") for path in kept)
     assert not any(path.name.startswith("numba_kernels.swiglu-") for path in kept)
     # and so is a loop of every op it names
-    named = {"linear_cross_entropy": "_softmax_gradient", "adamw": "_step", "swiglu": "_backward"}
+    named = {"linear_cross_entropy": "_softmax_gradient", "swiglu": "_backward"}
     named |= {"rms_norm": "_backward", "rotary": "_halves_to_adjacent"}
     assert named.keys() == prepare.TRAINED.keys()
     for op, loop in named.items():
         assert any(op in str(path.parent) and f"numba_cpu.{loop}-" in path.name for path in kept), op
-    # as a run finds it: AdamW's loop comes from the disk, nothing is compiled
+    # as a run finds it: SwiGLU's loop comes from the disk, nothing is compiled
     look = (
-        "from unfreeze.kernels.choice import ops; from unfreeze.kernels.choice.measure import arguments, visit;"
-        "from unfreeze.kernels.adamw.numba_cpu import _step, step; import torch; op = ops.load('adamw');"
-        "visit(op, step, arguments(op.cases[0], torch.device('cpu'), torch.float32)); seen = _step.loop.stats;"
+        "from unfreeze.kernels.choice import choose, ops; from unfreeze.kernels.choice.measure import arguments, visit;"
+        "from unfreeze.kernels.swiglu.numba_cpu import _backward; import torch; op = ops.load('swiglu');"
+        "visit(op, choose.choose(op, torch.device('cpu'), torch.float32, op.cases[0].bucket, 'numba'),"
+        " arguments(op.cases[0], torch.device('cpu'), torch.float32)); seen = _backward.loop.stats;"
         "print(sum(seen.cache_hits.values()), sum(seen.cache_misses.values()))"
     )
     found = subprocess.run([sys.executable, "-c", look], env=environment, capture_output=True, text=True)

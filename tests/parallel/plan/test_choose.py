@@ -13,20 +13,20 @@ from unfreeze.commands import plan
 from unfreeze.config.lora import LoraConfig
 from unfreeze.core.layout import RESIDENT, Layout
 from unfreeze.kernels.expert_mlp import WORKSPACE
-from unfreeze.parallel.plan import Work, measure
+from unfreeze.parallel.plan import Work, measure_sizes
 from unfreeze.parallel.plan.choose import (
     CPU_SIZES,
     WAITING,
-    Asked,
+    PlanRequest,
     _choices,
     _layouts,
-    choose,
+    choose_plan,
     proposals,
     too_large,
 )
 from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.fleet import fleet
-from unfreeze.parallel.plan.places import places
+from unfreeze.parallel.plan.places import bytes_by_place
 from unfreeze.parallel.plan.terms import USABLE
 
 GB = 1e9
@@ -98,12 +98,12 @@ DENSE = {
 @pytest.fixture(scope="module")
 def kimi():
     model = models.from_config(KIMI, torch.bfloat16)
-    return measure(model, LoraConfig(rank=16), "cuda"), counts(model)
+    return measure_sizes(model, LoraConfig(rank=16), "cuda"), counts(model)
 
 
 def asked(rank=16, tokens=None, **work):
     made = Work(tokens=1, rank=rank, loss_rows=1024, loss_bytes=2, longest=2048, **work)
-    return Asked(made, tokens, 2048)
+    return PlanRequest(made, tokens, 2048)
 
 
 def test_kimi_k2_from_its_config_alone(kimi):
@@ -129,7 +129,7 @@ def test_kimi_k2_from_its_config_alone(kimi):
     ],
 )
 def test_machines_for_kimi_k2(kimi, hardware, rank, fits, over, experts):
-    choice, fitting = choose(*kimi, fleet(hardware), asked(rank))
+    choice, fitting = choose_plan(*kimi, fleet(hardware), asked(rank))
     assert (fitting, choice.places.over, choice.layout.experts) == (fits, over, experts)
     assert sum(choice.places.device.values()) <= choice.places.device_usable or over == "device"
 
@@ -138,7 +138,7 @@ def test_one_h200_and_its_host_by_hand(kimi):
     """Experts, 16 bytes per adapter parameter, and of 61 layers' inputs of 65,536 tokens 60 lie in host memory."""
     machine, work = fleet("1xH200+768GB"), replace(asked(16).work, tokens=65536)
     layout = RESIDENT.but(experts="host", adapters="host", optimizer="host", boundary="host")
-    found = places(*kimi, work, machine, layout)
+    found = bytes_by_place(*kimi, work, machine, layout)
     by_hand = 570.76e9 + 10.281e9 * 16 + 65536 * 7168 * 2 * 60
     assert sum(found.host.values()) == pytest.approx(by_hand, rel=1e-3)
     assert by_hand > found.host_usable == int(768 * 2**30 * USABLE)
@@ -148,7 +148,7 @@ def test_one_h200_and_its_host_run_at_rank_8_with_what_is_built(kimi):
     """The moments' 8 bytes a parameter lie in the host, factors and gradients on the device, with two slots for
     the moments of the largest factor on their way: gate and up's A of 384 experts."""
     machine = fleet("1xH200+768GB")
-    choice, fits = choose(*kimi, machine, asked(8))
+    choice, fits = choose_plan(*kimi, machine, asked(8))
     assert (
         fits
         and choice.not_built == ()
@@ -161,7 +161,7 @@ def test_one_h200_and_its_host_run_at_rank_8_with_what_is_built(kimi):
     assert device["moments on their way"] == 2 * 8 * 384 * 2 * 8 * 7168 and "optimizer" not in device
     # control arm: with the moments on the device it would not fit
     before = choice.layout.but(optimizer="device")
-    assert not places(*kimi, replace(asked(8).work, tokens=choice.tokens), machine, before).fits
+    assert not bytes_by_place(*kimi, replace(asked(8).work, tokens=choice.tokens), machine, before).fits
 
 
 def test_what_would_fit_is_said(kimi):
@@ -173,8 +173,8 @@ def test_what_would_fit_is_said(kimi):
 def test_what_runs_today_is_chosen_before_what_is_faster():
     config = KIMI | {"num_hidden_layers": 4, "n_routed_experts": 16}
     model = models.from_config(config, torch.bfloat16)
-    measured = measure(model, LoraConfig(rank=16), "cuda"), counts(model)
-    choice, fits = choose(*measured, fleet("8xH200"), asked())
+    measured = measure_sizes(model, LoraConfig(rank=16), "cuda"), counts(model)
+    choice, fits = choose_plan(*measured, fleet("8xH200"), asked())
     assert fits and choice.not_built == () and choice.layout.split == 1
 
 
@@ -189,7 +189,7 @@ def test_experts_are_split_over_all_devices_or_over_each_host(kimi, devices, spl
 
 def test_experts_of_a_gpu_come_in_groups_that_keep_to_the_workspace(kimi):
     sizes, found = kimi
-    whole = places(sizes, found, asked().work, fleet("1xH200+768GB"), RESIDENT.but(experts="host"))
+    whole = bytes_by_place(sizes, found, asked().work, fleet("1xH200+768GB"), RESIDENT.but(experts="host"))
     assert sizes.workspace == 77 * 2 * 7168 * 2048 * 2 < WORKSPACE
     assert sizes.workspace <= whole.device["expert workspace"] < 1.4 * WORKSPACE
 
@@ -198,13 +198,13 @@ def test_a_share_of_the_experts_has_the_rows_of_a_layer_of_so_many(kimi):
     """48 of 384 on each of eight devices go at once, not in five groups."""
     work = replace(asked().work, tokens=8192)
     model = models.build(models.shape(KIMI | {"n_routed_experts": 48}), dtype=torch.bfloat16)
-    few = measure(model, LoraConfig(rank=16), "cuda")
+    few = measure_sizes(model, LoraConfig(rank=16), "cuda")
     router = 4 * (384 - 48)  # its scores are of all experts
     rows = (
         4 * 8 * 7168 * 2 * 5 // 4
     )  # x as it came, dy sent and come, dx: K rows each, a quarter more than even
     for split, layer in ((1, kimi[0].layer), (8, few.layer + router + rows)):
-        found = places(*kimi, work, fleet("8xH200"), RESIDENT.but(split=split)).device
+        found = bytes_by_place(*kimi, work, fleet("8xH200"), RESIDENT.but(split=split)).device
         assert found["one layer's recompute"] == 8192 * layer
     assert few.layer > 1.2 * kimi[0].layer
 
@@ -215,9 +215,11 @@ def test_in_float32_the_reference_expands_every_expert_of_a_device():
     bytes_of = {}
     for dtype in (torch.bfloat16, torch.float32):
         model = models.from_config(config | {"num_hidden_layers": 2}, dtype)
-        measured = measure(model, LoraConfig(rank=1), "cuda"), counts(model)
+        measured = measure_sizes(model, LoraConfig(rank=1), "cuda"), counts(model)
         work = replace(asked(1).work, tokens=512)
-        found = places(*measured, work, fleet("8xH200"), RESIDENT.but(split=8)).device["expert workspace"]
+        found = bytes_by_place(*measured, work, fleet("8xH200"), RESIDENT.but(split=8)).device[
+            "expert workspace"
+        ]
         bytes_of[dtype] = found
     every = 48 * 3 * 7168 * 2048
     assert bytes_of[torch.float32] > 4 * every
@@ -259,14 +261,14 @@ def test_where_no_single_change_is_enough_several_are_proposed_and_they_fit(kimi
     assert list(flags) == ["--lora.rank", "--hardware", "--waiting"]
     both, larger = changed(what, words), fleet(flags["--hardware"])
     assert (larger.count, larger.memory) == (small.count, small.memory)
-    # experts on disk: it fits, and waits, which choose() takes only where it may
+    # experts on disk: it fits, and waits, which choose_plan() takes only where it may
     assert both.work.rank < 64 and "of a step waits" in line
     alone = (larger, what), (small, both)
     for machine, fewer in alone:  # control arm: each of the two alone is not
         assert not any(c.places.fits for c in _choices(*kimi, machine, fewer))
     assert any(c.places.fits for c in _choices(*kimi, alone[0][0], both))
     patient = replace(both, waiting=float(flags["--waiting"]))
-    assert [choose(*kimi, alone[0][0], one)[1] for one in (both, patient)] == [False, True]
+    assert [choose_plan(*kimi, alone[0][0], one)[1] for one in (both, patient)] == [False, True]
     # nor would a larger rank do
     twice = replace(both, work=replace(both.work, rank=2 * both.work.rank))
     assert not any(c.places.fits for c in _choices(*kimi, alone[0][0], twice))
@@ -275,22 +277,24 @@ def test_where_no_single_change_is_enough_several_are_proposed_and_they_fit(kimi
 def test_a_machine_without_a_gpu_is_told_the_memory_it_would_need(kimi):
     (line,) = proposals(*kimi, fleet("cpu:24GB"), asked(16))
     words = given(line.split(" (")[0])["--hardware"]
-    assert choose(*kimi, fleet(words), asked(16))[1]
+    assert choose_plan(*kimi, fleet(words), asked(16))[1]
     smaller = next(f"cpu:{a}GB" for a, b in pairwise(CPU_SIZES) if f"cpu:{b}GB" == words)
-    assert not choose(*kimi, fleet(smaller), asked(16))[1]  # control arm: the size before it is too small
+    assert not choose_plan(*kimi, fleet(smaller), asked(16))[
+        1
+    ]  # control arm: the size before it is too small
 
 
 def test_a_device_too_small_for_every_weight_is_told_the_next_larger_one():
     """Every weight of a dense model trains whole on each device: more of them don't help, a larger one does."""
     model = models.from_config(DENSE, torch.bfloat16)
-    dense = measure(model, None, "cuda"), counts(model)
+    dense = measure_sizes(model, None, "cuda"), counts(model)
     every = replace(asked(None), wish=Layout(weights="device"))
     card = replace(fleet("1xRTX4090"), memory=8 * dense[0].elements)
     found = proposals(*dense, card, every)
     named = next(line for line in found if line.startswith("--hardware 1x"))
     assert (
-        choose(*dense, fleet(given(named.split(" (")[0])["--hardware"]), every)[1]
-        and not choose(*dense, card, every)[1]
+        choose_plan(*dense, fleet(given(named.split(" (")[0])["--hardware"]), every)[1]
+        and not choose_plan(*dense, card, every)[1]
     )
     # where they may lie in parts, more devices do
     line = proposals(*dense, card, asked(None))[0]

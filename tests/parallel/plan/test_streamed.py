@@ -24,7 +24,7 @@ from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import (
     USABLE,
     Work,
-    measure,
+    measure_sizes,
     plan,
     plan_here,
     plan_lines,
@@ -138,7 +138,9 @@ def test_the_plan_says_how_often_layers_come(folder):
 
 
 def test_experts_in_the_host_memory_of_a_gpu_are_another_memory(folder):
-    sizes = measure(models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), None)
+    sizes = measure_sizes(
+        models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), None
+    )
     gpu = Hardware("cuda", "gpu", 2, 2**34, 2**34, host=2**30)
     work, host = Work(tokens=256, rank=4), RESIDENT.but(experts="host")
     made, resident = plan(sizes, host, work, gpu), plan(sizes, RESIDENT, work, gpu)
@@ -150,7 +152,7 @@ def test_experts_in_the_host_memory_of_a_gpu_are_another_memory(folder):
 
 def test_inputs_of_layers_in_the_host_memory_of_a_gpu(folder):
     """Of 6 layers' inputs and the last output, the device has three tensors; five are in host memory."""
-    sizes = measure(
+    sizes = measure_sizes(
         models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), LoraConfig()
     )
     gpu = Hardware("cuda", "gpu", 2, 2**34, 2**34, host=2**30)
@@ -172,7 +174,7 @@ def test_inputs_of_layers_in_the_host_memory_of_a_gpu(folder):
 
 def test_moments_in_the_host_memory_of_a_gpu(folder):
     """Two slots of the largest factor's moments, or of 64 MiB, take their place; saves have them as before."""
-    sizes = measure(
+    sizes = measure_sizes(
         models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), LoraConfig()
     )
     gpu = Hardware("cuda", "gpu", 2, 2**36, 2**36, host=2**34)
@@ -197,7 +199,7 @@ def test_moments_in_the_host_memory_of_a_gpu(folder):
 
 
 def test_streaming_is_proposed_first_where_experts_were_asked_onto_the_device(folder):
-    sizes = measure(
+    sizes = measure_sizes(
         models.meta_model(models.shape(CONFIG), open_checkpoint(folder), torch.bfloat16), LoraConfig()
     )
     small = replace(MACHINE, available=int(55e6))

@@ -11,10 +11,10 @@ from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters import lora as low_rank
 from unfreeze.core.layout import RESIDENT
-from unfreeze.parallel.plan import Work, measure, terms
+from unfreeze.parallel.plan import Work, measure_sizes, terms
 from unfreeze.parallel.plan.counts import counts
 from unfreeze.parallel.plan.fleet import fleet
-from unfreeze.parallel.plan.places import places
+from unfreeze.parallel.plan.places import bytes_by_place
 from unfreeze.parallel.processes import collectives
 from unfreeze.train.optim import AdamW
 
@@ -47,7 +47,7 @@ def held(live, patch, config, dtype, rank, batches):
     patch.setattr(dist, "all_reduce", lambda *_, **__: None)
     model = models.build(models.shape(config), dtype=dtype, device="meta")
     lora = None if rank is None else LoraConfig(rank=rank)
-    sizes = measure(model, lora, "cuda")
+    sizes = measure_sizes(model, lora, "cuda")
     if lora is not None:
         attach(model, lora, 0, device="meta")
     optimizer = AdamW(model)
@@ -94,7 +94,7 @@ def test_control_arm_without_the_gradients_that_came_the_plan_is_too_small(live,
     counted, _ = held(live, monkeypatch, QWEN3_MOE, torch.bfloat16, None, 1)
     model = models.from_config(QWEN3_MOE, torch.bfloat16)
     sizes, work = (
-        replace(measure(model, None, "cuda"), largest=0),
+        replace(measure_sizes(model, None, "cuda"), largest=0),
         Work(tokens=1, micro_batches=2, processes=2),
     )
     assert sum(terms._exchange(sizes, work).values()) < counted
@@ -104,10 +104,12 @@ def test_control_arm_without_the_gradients_that_came_the_plan_is_too_small(live,
 def test_every_weight_on_several_gpus_has_float32_sums(dtype, before):
     """Of 8 GPUs each holds 4 bytes a weight where one alone holds what backward gave."""
     model = models.from_config(LLAMA, dtype)
-    sizes, counted = measure(model, None, "cuda"), counts(model)
+    sizes, counted = measure_sizes(model, None, "cuda"), counts(model)
     # few tokens, so that gradients are the worst moment
     work = Work(tokens=16, loss_rows=16, loss_bytes=2, longest=16)
-    one, eight = (places(sizes, counted, work, fleet(words), RESIDENT) for words in ("1xH200", "8xH200"))
+    one, eight = (
+        bytes_by_place(sizes, counted, work, fleet(words), RESIDENT) for words in ("1xH200", "8xH200")
+    )
     assert one.device["gradients"] <= before * sizes.elements
     assert eight.device["gradients"] == 4 * sizes.elements
     assert eight.device["gradients on their way"] >= 2 * sizes.largest * (dtype == torch.bfloat16)

@@ -34,14 +34,17 @@ PLANS = 2
 """Plans that are kept: a run asks for the first epoch's for its account, its steps and its batches."""
 
 
-def pack(examples: Sequence[Example]) -> Batch:
+def pack(examples: Sequence[Example], extras: Mapping[str, Sequence[Sequence[float]]] | None = None) -> Batch:
     """targets[t] = tokens[t + 1] and weights[t] = weights[t + 1] inside each document.
 
     Its last position has weight 0 and target 0.
 
     Documents keep their order; of answers that are compared see packing/answers.py: `documents` then has the
     "side" of each and its "example", `examples` how many these are. This is the only shift in the project
-    (docs/trust.md N4). Raises DataError for no or empty documents.
+    (docs/trust.md N4).
+
+    extras: name -> for each document a number per token, which is shifted as its weight is: Batch.extras has
+    it as float32 [T]. Raises DataError for no or empty documents, and for extras of another length.
     """
     compared: dict[str, Any] = {}
     if examples and examples[0].chosen != TAUGHT:
@@ -59,6 +62,9 @@ def pack(examples: Sequence[Example]) -> Batch:
     tokens = np.empty(total, dtype=np.int64)
     targets = np.zeros(total, dtype=np.int64)
     weights = np.zeros(total, dtype=np.float32)
+    compared["extras"] = {
+        name: torch.from_numpy(_shifted(name, values, lengths)) for name, values in (extras or {}).items()
+    }
     for example, start, length in zip(examples, starts, lengths, strict=True):
         if len(example.weights) != length:
             raise DataError(f"row {example.row}: {length} tokens but {len(example.weights)} weights")
@@ -73,6 +79,15 @@ def pack(examples: Sequence[Example]) -> Batch:
         starts_S=torch.from_numpy(starts.astype(np.int64)),
         **compared,
     )
+
+
+def _shifted(name: str, values: Sequence[Sequence[float]], lengths: np.ndarray) -> np.ndarray:
+    """float32 [T]: each document's numbers but the first, then 0, as weights are."""
+    if [len(each) for each in values] != lengths.tolist():
+        raise DataError(
+            f"extras {name!r} has {[len(each) for each in values]} numbers, not {lengths.tolist()}"
+        )
+    return np.array([number for each in values for number in [*each[1:], 0.0]], dtype=np.float32)
 
 
 def batch_order(start: Mapping[str, Any] | None) -> dict[str, str]:

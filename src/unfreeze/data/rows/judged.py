@@ -35,7 +35,7 @@ from unfreeze.data.rows.shapes import (
     with_input,
 )
 
-LABELS = {"true": True, "1": True, "1.0": True, "chosen": True} | {
+LABEL_VALUES = {"true": True, "1": True, "1.0": True, "chosen": True} | {
     "false": False, "0": False, "0.0": False, "rejected": False
 }  # fmt: skip
 """What a label may be, in small letters."""
@@ -181,7 +181,7 @@ def _check_shared(texts: Sequence[str], fields: Fields, row: int) -> None:
 def _labelled(fields: Fields, row: int) -> Judged:
     label = fields["label"]
     desirable = (
-        LABELS.get(str(label).strip().lower()) if isinstance(label, bool | int | float | str) else None
+        LABEL_VALUES.get(str(label).strip().lower()) if isinstance(label, bool | int | float | str) else None
     )
     if desirable is None:
         raise DataError(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dataset", "Reading", "Stats", "encode_file", "encode_files"]
 
-LONGER = "--sequence-length higher, if the model takes it"
+RAISE_LENGTH = "--sequence-length higher, if the model takes it"
 """Remedy of rows that are cut too short; job/data.py says another where something else bounds them."""
 HELD_BYTES = 256 * 2**20
 """Data files with more bytes in total are read on demand. 256 MiB of text are some 70 million tokens, 0.5 GiB
@@ -151,7 +151,7 @@ def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str], a
         )
     first = {item.reason.partition(": ")[2]: item.reason for item in reversed(stats.listed)}
     reasons = "; ".join(list(reversed(first.values()))[:3])
-    remedy = "" if stats.bad else f"{LONGER}, or shorten the rows"
+    remedy = "" if stats.bad else f"{RAISE_LENGTH}, or shorten the rows"
     for path in paths:
         try:
             next(iter(read_places(path, None, columns, answers)), None)

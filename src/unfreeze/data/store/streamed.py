@@ -31,7 +31,7 @@ from unfreeze.data.packing.windows import InWindows
 from unfreeze.data.rows.files import text_bytes
 from unfreeze.data.rows.scan import RowTable, are_lines
 from unfreeze.data.store.account import Account, Stats
-from unfreeze.data.store.dataset import HELD_BYTES, LONGER, Dataset
+from unfreeze.data.store.dataset import HELD_BYTES, RAISE_LENGTH, Dataset
 from unfreeze.data.store.documents import Continued, Held, OnDemand, Store
 from unfreeze.data.store.encoded import ENCODING, Writing, begun, name_of, whole
 from unfreeze.data.store.encoding import BATCH_BYTES, BATCH_ROWS, Coder, EncodedRows, RowBatch, Spec
@@ -49,7 +49,7 @@ WINDOW = 2**19
 """Tokens of a window, at least: of small rows a second of encoding on two cores."""
 FULL = 64
 """Batches that a window fills, at least: the last of them is half empty on average, which is 0.8 %."""
-AHEAD = 64
+BATCHES_AHEAD = 64
 """Batches of rows that processes are given ahead, two windows of small rows: at most 32 MiB of rows, some
 100 MB with what becomes of them."""
 
@@ -272,7 +272,7 @@ class Stream(InWindows):
             reason = listed[0].reason if listed else "all are held out"
             raise DataError(
                 f"{self._paths[0].name}: no row left to train on, of {count:,} looked at: {reason}",
-                next=f"mend the rows, or {LONGER}",
+                next=f"mend the rows, or {RAISE_LENGTH}",
             )
         return found
 
@@ -312,7 +312,7 @@ class Stream(InWindows):
             self._tokenizer,
             workers,
             told,
-            ahead=AHEAD,
+            ahead=BATCHES_AHEAD,
             waits=lambda: self._waits,
         )
         self._wait(needed)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint.stream import LoadStats
     from unfreeze.models import Decoder
     from unfreeze.parallel.processes.collectives import Group
-    from unfreeze.parallel.processes.mesh import Held, Mesh
+    from unfreeze.parallel.processes.mesh import HeldPart, Mesh
     from unfreeze.train.run import Run
 
 
@@ -56,7 +56,7 @@ def load(
 
 def load_divided(
     start: Manifest, config: TrainingConfig, device: torch.device, folder: Run, common: Common, group: Group
-) -> tuple[Decoder, Callable[[str], Held]]:
+) -> tuple[Decoder, Callable[[str], HeldPart]]:
     """As `load`, with every weight divided among the processes; and what this one holds of each."""
     from unfreeze.generate.open import dtype_of, open_sharded
 

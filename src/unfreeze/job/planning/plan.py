@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder, Shape
-    from unfreeze.parallel.plan import Model, Plan, Work
+    from unfreeze.parallel.plan import Plan, PlannedModel, Work
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.teach.second import Second
     from unfreeze.train.run import Run
@@ -101,7 +101,7 @@ class Planning:
         return least, made[least]
 
     @cached_property
-    def model(self) -> Model:
+    def model(self) -> PlannedModel:
         """The model on meta, and what it says of itself."""
         import torch
 

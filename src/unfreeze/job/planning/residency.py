@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
     from unfreeze.parallel.placement.residency import Streamed
     from unfreeze.parallel.plan import Plan
-    from unfreeze.parallel.processes.mesh import Held
+    from unfreeze.parallel.processes.mesh import HeldPart
     from unfreeze.train.fit import OnStep
     from unfreeze.train.optim import AdamW
     from unfreeze.train.run import Run
@@ -35,10 +35,10 @@ def transfers_of(model: Decoder) -> list[OnStep]:
 def keep_boundary(model: Decoder, layout: Layout, device: torch.device) -> None:
     """The inputs of layers go to host memory until backward, where the plan says so."""
     if layout.boundary_leaves:
-        from unfreeze.parallel.placement.boundary import InHost
+        from unfreeze.parallel.placement.boundary import BoundaryInHost
         from unfreeze.parallel.processes.lanes import lane_of
 
-        model.boundary = InHost(model.layers, lane_of(device))
+        model.boundary = BoundaryInHost(model.layers, lane_of(device))
 
 
 def optimizer_of(
@@ -46,7 +46,7 @@ def optimizer_of(
     config: Optimizer,
     layout: Layout,
     device: torch.device,
-    held: Callable[[str], Held] | None,
+    held: Callable[[str], HeldPart] | None,
 ) -> AdamW:
     """AdamW of what trains; its moments lie where the plan says. held: as AdamW's."""
     from unfreeze.parallel.processes.lanes import lane_of

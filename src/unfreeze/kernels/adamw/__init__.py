@@ -42,12 +42,6 @@ def bucket(updates: Sequence[Update], rule: Rule) -> str:
     return f"{'small' if small else 'large'} tensors, {'half precision weights' if half else 'as they are'}"
 
 
-def _load_numba() -> Implementation:
-    from unfreeze.kernels.adamw import numba_cpu
-
-    return numba_cpu.step
-
-
 def _load_triton() -> Implementation:
     from unfreeze.kernels.adamw import triton_cuda
 
@@ -58,12 +52,6 @@ def _triton_refuses(device: str, dtype: torch.dtype) -> str:
     return triton_options.refuses(device, dtype) or (
         "" if dtype == torch.float32 else f"{dtype}: it keeps float32 masters"
     )
-
-
-def _numba_refuses(device: str, dtype: torch.dtype) -> str:
-    if device != "cpu":
-        return f"it runs on cpu, not {device}"
-    return "" if dtype == torch.float32 else f"{dtype}: its loops keep float32 masters"
 
 
 def _case(sizes: Sequence[tuple[int, ...]], half: bool) -> Case:
@@ -86,19 +74,14 @@ OP = Op(
     name="adamw",
     reference=reference.step,
     candidates={
-        "numba": Candidate(
-            _load_numba,
-            _numba_refuses,
-            predicted_on=("cpu",),
-            because="one pass over all tensors, the reference two for each",
-        ),
         "triton": Candidate(
             _load_triton,
             _triton_refuses,
             named_on=("cpu",),
             predicted_on=("cuda",),
+            waits_on=("cuda",),
             because="28 bytes a parameter in one launch, the reference 36 in two for each tensor",
-        ),
+        )
     },
     cases=(
         _case([(8, 1024)] * 300, False),

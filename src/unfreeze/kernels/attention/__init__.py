@@ -1,11 +1,11 @@
 """Causal attention inside each document of a flat packed batch.
 
-`Layout.build` once per batch, `packed_attention` per layer.
+`DocumentLayout.build` once per batch, `packed_attention` per layer.
 """
 
 from unfreeze.kernels.attention.documents import OP, attend, bucket
 from unfreeze.kernels.attention.form import CAUSAL, Mask
-from unfreeze.kernels.attention.layout import Bucket, Layout
+from unfreeze.kernels.attention.layout import Bucket, DocumentLayout
 from unfreeze.kernels.attention.packed import packed_attention
 from unfreeze.kernels.attention.reference import attention_map, reference_attention
 
@@ -13,7 +13,7 @@ __all__ = [
     "CAUSAL",
     "OP",
     "Bucket",
-    "Layout",
+    "DocumentLayout",
     "Mask",
     "attend",
     "attention_map",

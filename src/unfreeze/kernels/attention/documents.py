@@ -141,9 +141,9 @@ OP = Op(
     reference=sdpa,
     candidates={
         "blocked": Candidate(_blocked, _blocked_refuses),
-        "cudnn": Candidate(_cuda("cudnn"), _half_only),
-        "padded": Candidate(_cuda("padded"), _half_only),
-        "flex": Candidate(_cuda("flex"), _flex_refuses),
+        "cudnn": Candidate(_cuda("cudnn"), _half_only, waits_on=("cuda",)),
+        "padded": Candidate(_cuda("padded"), _half_only, waits_on=("cuda",)),
+        "flex": Candidate(_cuda("flex"), _flex_refuses, waits_on=("cuda",)),
     },
     cases=_cases(),
     # float32: sums of up to 1,024 terms. bf16: P, dS and outputs are rounded to 8 bits (2^-9 = 0.2 % each).

@@ -35,7 +35,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DocumentLayout:
     """Built once per batch, used by every layer.
 
     source_N  int64, the token in each slot; padding repeats its document's first token. None: the slots are
@@ -50,10 +50,12 @@ class Layout:
     slot_T: Tensor | None
     starts: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
-    _cuts: dict[int, Layout] = field(default_factory=dict, compare=False, repr=False)
+    _cuts: dict[int, DocumentLayout] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
-    def build(starts: Tensor | Sequence[int], num_tokens: int, device: torch.device | str = "cpu") -> Layout:
+    def build(
+        starts: Tensor | Sequence[int], num_tokens: int, device: torch.device | str = "cpu"
+    ) -> DocumentLayout:
         """Build the layout of documents that begin at `starts` and end at `num_tokens`.
 
         starts: on the host, ascending, the first is 0. All arithmetic is on the host, index tensors go to
@@ -73,7 +75,7 @@ class Layout:
             )
         if bool((lengths_S == lengths_S[0]).all()):  # one document, or all of one length: nothing to move
             only = Bucket(lengths_S.numel(), int(lengths_S[0]))
-            return Layout(num_tokens, (only,), None, None, places, device)
+            return DocumentLayout(num_tokens, (only,), None, None, places, device)
 
         order_S = torch.argsort(lengths_S, descending=True, stable=True)
         buckets = _group(lengths_S[order_S].tolist())
@@ -90,9 +92,9 @@ class Layout:
             first_document += bucket.num_documents
             first_slot += bucket.num_slots
         moved = send(torch.cat(source), device), send(slot_T, device)
-        return Layout(num_tokens, tuple(buckets), *moved, places, device)
+        return DocumentLayout(num_tokens, tuple(buckets), *moved, places, device)
 
-    def cut(self, chunk: int) -> Layout:
+    def cut(self, chunk: int) -> DocumentLayout:
         """The layout of the same tokens, documents cut into pieces of `chunk` tokens. Made once."""
         if all(bucket.length <= chunk for bucket in self.buckets):
             return self
@@ -103,7 +105,7 @@ class Layout:
                 for begin, end in zip(self.starts, ends, strict=True)
                 for place in range(begin, end, chunk)
             ]
-            self._cuts[chunk] = Layout.build(pieces, self.num_tokens, self.device)
+            self._cuts[chunk] = DocumentLayout.build(pieces, self.num_tokens, self.device)
         return self._cuts[chunk]
 
     @property

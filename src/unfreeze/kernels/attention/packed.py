@@ -14,7 +14,7 @@ from torch import Tensor
 from unfreeze.kernels.attention.by_blocks import attend_by_blocks
 from unfreeze.kernels.attention.documents import attend
 from unfreeze.kernels.attention.form import CAUSAL, Mask
-from unfreeze.kernels.attention.layout import Layout
+from unfreeze.kernels.attention.layout import DocumentLayout
 from unfreeze.kernels.attention.sdpa import FLASH, sdpa
 from unfreeze.kernels.recompute import Reuse
 
@@ -53,7 +53,7 @@ def packed_attention(
     q_THd: Tensor,
     k_TGd: Tensor,
     v_TGv: Tensor,
-    layout: Layout,
+    layout: DocumentLayout,
     scale: float,
     reuse: Reuse | None = None,
     impl: str = "auto",

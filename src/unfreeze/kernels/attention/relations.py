@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.attention.by_blocks import QUERIES, SCORE_BYTES
-from unfreeze.kernels.attention.layout import Layout
+from unfreeze.kernels.attention.layout import DocumentLayout
 
 
 def relation_divergence(
-    own_T: Tensor, their_T: Tensor, weights_T: Tensor, layout: Layout, heads: int
+    own_T: Tensor, their_T: Tensor, weights_T: Tensor, layout: DocumentLayout, heads: int
 ) -> Tensor:
     """Σ_t w_t · (1/A) Σ_a KL(q_ta ‖ p_ta), float32 scalar (float64 inputs stay so).
 
@@ -48,7 +48,7 @@ def _block(heads: int, length: int) -> int:
 class _Relations(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, own_T: Tensor, their_T: Tensor, weights_T: Tensor, layout: Layout, heads: int
+        ctx: Any, own_T: Tensor, their_T: Tensor, weights_T: Tensor, layout: DocumentLayout, heads: int
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0]
         total = weights_T.new_zeros(())
@@ -118,7 +118,7 @@ def _log_softmax(x_SALc: Tensor, begin: int, end: int, hidden: Tensor) -> Tensor
     return scores.masked_fill_(hidden, -torch.inf).log_softmax(-1)
 
 
-def _slots(x_T: Tensor, layout: Layout) -> Tensor:
+def _slots(x_T: Tensor, layout: DocumentLayout) -> Tensor:
     """[T, …] -> [N, C], the documents of a bucket in a rectangle."""
     x_TC = x_T.flatten(1)
     return x_TC if layout.source_N is None else x_TC.index_select(0, layout.source_N)

@@ -1,6 +1,6 @@
 """Candidates whose work lies in a module each, imported only where one of them is asked for.
 
-numba_cpu, torch_compiled, triton_cuda.
+numba_cpu, triton_cuda.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unfreeze.kernels.choice.op import Candidate, Implementation
-from unfreeze.kernels.loops import compiled, triton_options
+from unfreeze.kernels.loops import triton_options
 
 
 def of_modules(
@@ -30,7 +30,6 @@ def of_modules(
 
     return {
         "numba": numba(load("numba_cpu")),
-        "compiled": Candidate(load("torch_compiled"), compiled.refuses, named_on=("cpu",)),
         "triton": triton_options.candidate(load("triton_cuda"), because),
     }
 

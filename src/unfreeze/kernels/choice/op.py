@@ -29,6 +29,8 @@ class Candidate:
     predicted_on  device types where it runs without a record, once it has been checked there
              (choice/predicted.py), `because` it moves so many bytes less; in `predicted_buckets`, () all.
              Any record of the op, dtype and bucket decides instead.
+    waits_on device types on which it was never measured: "GPU: not measured". With the first committed
+             records of one it stays by its rows (1.2 times the reference or more), or it goes.
     """
 
     load: Callable[[], Implementation]
@@ -37,6 +39,7 @@ class Candidate:
     predicted_on: tuple[str, ...] = ()
     because: str = ""
     predicted_buckets: tuple[str, ...] = ()
+    waits_on: tuple[str, ...] = ()
 
     def predicted(self, device: str, bucket: str) -> bool:
         """Whether it runs there without a record."""

@@ -14,7 +14,6 @@ from unfreeze.kernels.choice.op import Op
 OPS = {
     "adamw": "adamw.adamw",
     "attention": "attention.attend",
-    "dense_mlp": "dense_mlp.dense_mlp",
     "expert_mlp": "expert_mlp.expert_mlp",
     "few_rows": "skinny_linear.skinny_linear",
     "expand": "expand.expand",

@@ -86,7 +86,8 @@ def rows_of(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> li
         rows = [
             row
             for row in read(folder / f"{device_key(device)}.json")
-            if (row["op"], row["dtype"], row["bucket"]) == wanted and row["candidate"] in op.candidates
+            if (row["op"], row["dtype"], row["bucket"]) == wanted
+            and row["candidate"] in (*op.candidates, "reference")
         ]
         if rows:
             return rows
@@ -117,7 +118,8 @@ def write(path: Path, new: list[Row], ops: dict[str, Op]) -> None:
     def current(row: Row) -> bool:
         op = ops.get(row["op"])
         return op is None or (
-            row["candidate"] in op.candidates and row["bucket"] in {case.bucket for case in op.cases}
+            row["candidate"] in (*op.candidates, "reference")
+            and row["bucket"] in {case.bucket for case in op.cases}
         )
 
     rows = sorted(

@@ -24,7 +24,7 @@ from unfreeze.kernels.expand.bucket import kind_of
 from unfreeze.quant.codec import Codec
 
 CPU = torch.device("cpu")
-# What is timed, the dearest first. Not adamw, linear_cross_entropy and dense_mlp: making their inputs alone
+# What is timed, the dearest first. Not adamw and linear_cross_entropy: making their inputs alone
 # takes as long as all others, and their candidates differ by little.
 TIMED = ("packed_experts", "attention", "expand", "rms_norm", "swiglu", "rotary", "few_rows")
 SHARE = 0.05  # of a run's tokens: attention over documents of a length that fewer have is not timed

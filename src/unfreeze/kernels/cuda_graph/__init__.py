@@ -96,7 +96,7 @@ def _case(rows: int) -> Case:
 OP = Op(
     name="replay",  # in records and on the command line
     reference=reference.replay,
-    candidates={"cuda_graph": Candidate(_cuda_graph, _refuses)},
+    candidates={"cuda_graph": Candidate(_cuda_graph, _refuses, waits_on=("cuda",))},
     cases=(_case(1), _case(8), _case(64)),
     # the same launches; a library may choose another GEMM on another stream, and a rounding of one layer goes
     # through all after it

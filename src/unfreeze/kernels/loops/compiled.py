@@ -1,7 +1,4 @@
-"""torch.compile as a candidate of any op written in plain torch: one graph for all shapes.
-
-Where no compiler is at hand, it says why.
-"""
+"""Whether torch.compile can build a kernel on this machine, and if not, why (attention's "flex")."""
 
 from __future__ import annotations
 
@@ -12,17 +9,6 @@ import shutil
 import sys
 
 import torch
-
-from unfreeze.kernels.choice.op import Candidate, Implementation
-
-
-def candidate(function: Implementation) -> Candidate:
-    """`function`, differentiated by autograd, compiled at its first call.
-
-    On CPU it runs only where it is named: with a cold cache compiling an op forward and backward takes longer
-    than a run of some hundred steps gains by it, and a chat or a test would pay it too.
-    """
-    return Candidate(load=lambda: torch.compile(function, dynamic=True), refuses=refuses, named_on=("cpu",))
 
 
 @functools.cache

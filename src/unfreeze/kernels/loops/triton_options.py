@@ -53,7 +53,7 @@ def candidate(
     interpreted, it runs only where it is named: in tests of its own.
     """
     predicted_on = ("cuda",) if because else ()
-    return Candidate(load, refuses, ("cpu",), predicted_on, because, buckets)
+    return Candidate(load, refuses, ("cpu",), predicted_on, because, buckets, waits_on=("cuda",))
 
 
 def power_of_two(value: int) -> int:

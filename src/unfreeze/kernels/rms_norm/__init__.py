@@ -15,7 +15,7 @@ from unfreeze.kernels import liger
 from unfreeze.kernels.choice.candidates import numba
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
-from unfreeze.kernels.loops import compiled, triton_options
+from unfreeze.kernels.loops import triton_options
 from unfreeze.kernels.rms_norm import reference
 
 __all__ = ["OP", "bucket", "rms_norm"]
@@ -117,8 +117,7 @@ OP = Op(
     candidates={
         "numba": numba(_numba, ("many",)),
         "triton": triton_options.candidate(_triton, "4 bytes a number, the reference 36"),
-        "compiled": compiled.candidate(reference.plain),
-        "liger": Candidate(liger.load_rms_norm, liger.refuses),
+        "liger": Candidate(liger.load_rms_norm, liger.refuses, waits_on=("cuda",)),
     },
     # few: as generation asks, without gradients; many: a training step
     cases=(

@@ -28,11 +28,3 @@ def backward(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Ten
 def weight_gradient(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor) -> Tensor:
     """dweight = Σ_T dy n, summed in at least float32."""
     return (_wide(dy_TD) * (_wide(x_TD) * r_T1)).flatten(0, -2).sum(0).to(weight_D.dtype)
-
-
-def plain(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """y by operations that autograd differentiates, for torch.compile.
-
-    In eager mode it would keep three float32 copies of x.
-    """
-    return forward(x_TD, weight_D, eps)[0]

@@ -122,7 +122,7 @@ OP = Op(
     reference=SwiGLU(reference),
     candidates={
         **of_modules("unfreeze.kernels.swiglu", SwiGLU, "6 bytes a number, the reference 10"),
-        "liger": Candidate(liger.load_swiglu, liger.refuses),
+        "liger": Candidate(liger.load_swiglu, liger.refuses, waits_on=("cuda",)),
     },
     cases=(_case(128, 512, 128), _case(2048, 512, 2048), _case(1024, 4864, 16384)),
     # float32: the exponential is good to 3e-7

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
-from unfreeze.kernels.dense_mlp import Projection
 from unfreeze.kernels.expand import expand
 from unfreeze.kernels.linear_cross_entropy import DenseHead
 from unfreeze.kernels.recompute import Reuse
@@ -185,18 +184,6 @@ class Linear(PackedHolder):
             if self.bias is not None:
                 y_TO = y_TO + self.bias
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
-
-    def projection(self) -> Projection | None:
-        """This layer as tensors, for an op made of several layers (kernels/dense_mlp).
-
-        None where W is packed: it is expanded outside of any graph.
-        """
-        if self.codec is not None:
-            return None
-        if self.adapter is None:
-            return Projection(self.weight, self.bias)
-        A_RI, B_OR, scale = self.adapter.factors()
-        return Projection(self.weight, self.bias, A_RI, B_OR, scale)
 
     def dense_head(self) -> DenseHead | None:
         """This layer as tensors, for a kernel that multiplies itself; None where it is more than W x + b."""

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-
 import torch
 from torch import Tensor
 
-from unfreeze.core.errors import ConfigError
-from unfreeze.kernels import dense_mlp
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
-from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
-
-log = logging.getLogger(__name__)
 
 
 class MLP(Block):
-    """y = down(silu(gate x) · up x), or with another gate than silu (nonlinearity.py).
-
-    `impl`: of kernels/dense_mlp, see `with_residual`.
-    """
+    """y = down(silu(gate x) · up x), or with another gate than silu (nonlinearity.py)."""
 
     def __init__(
         self, *, gate_proj: Linear, up_proj: Linear, down_proj: Linear, activation: Nonlinearity = GATED_SILU
@@ -31,7 +20,6 @@ class MLP(Block):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
         self.activation = activation
-        self.impl = "auto"
 
     def forward(self, x_TD: Tensor, run: Pass | None = None) -> Tensor:
         return self.down_proj(self._inner(x_TD, run), None if run is None else run.skip_unread)
@@ -92,51 +80,3 @@ class PlainMLP(Block):
         worst = max(self.activation.alive * I, I + 2 * D, 2 * I)
         size = dtype.itemsize
         return Bytes(held=2 * I * size, own=(worst - 2 * I) * size, linear=I * size)
-
-
-def with_residual(mlp: Block, norm: RMSNorm, x_TD: Tensor, run: Pass) -> Tensor:
-    """x + mlp(norm(x)), op by op.
-
-    As one op where `mlp` is dense and a record of kernels/dense_mlp says that it is faster.
-
-    Raises ConfigError where mlp.impl names a candidate that cannot take this block, with the reason.
-    """
-    impl = getattr(mlp, "impl", "auto")
-    if impl != "reference" and x_TD.shape[0] >= dense_mlp.FEWEST:
-        refused = refuses(mlp, run)
-        if not refused:
-            assert isinstance(mlp, MLP)
-            gate, up, down = (linear.projection() for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
-            assert gate is not None and up is not None and down is not None
-            one_op = dense_mlp.implementation(x_TD, gate, up, down, impl)
-            if one_op is not dense_mlp.OP.reference:  # the reference computes what follows below
-                return one_op(x_TD, norm.gain(), norm.eps, gate, up, down)
-        elif impl != "auto":
-            raise ConfigError(
-                f"dense_mlp cannot run as {impl!r} here: {refused}", next="choose impl = 'auto'"
-            )
-        else:
-            _say(refused)
-    return x_TD + mlp(norm(x_TD), run)
-
-
-def refuses(mlp: Block, run: Pass) -> str:
-    """Why this block cannot be one op; "" where it can."""
-    if isinstance(mlp, (FusedMLP, PlainMLP)) or (isinstance(mlp, MLP) and mlp.activation is not GATED_SILU):
-        return "another MLP than SwiGLU by three projections, which is what the op computes"
-    if not isinstance(mlp, MLP):
-        return (
-            "a mixture of experts: its expert op is one autograd function, which a compiler cannot see into"
-        )
-    if run.reuse_linear is not None:
-        return (
-            'recompute = "elementwise" keeps the product of each linear layer, which one op does not hand out'
-        )
-    if any(linear.codec is not None for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
-        return "packed weights, which are expanded outside of any graph"
-    return ""
-
-
-@functools.cache
-def _say(refused: str) -> None:
-    log.info("dense_mlp: op by op, %s", refused)

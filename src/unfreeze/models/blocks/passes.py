@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.core.errors import UserError
-from unfreeze.kernels.attention import CAUSAL, Layout, Mask, packed_attention
+from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask, packed_attention
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.residency import RESIDENT, Residency
@@ -110,7 +110,7 @@ class PackedPass:
 
     cos_Tr: Tensor
     sin_Tr: Tensor
-    layout: Layout
+    layout: DocumentLayout
     saved: Saved | None = None
     chunks: tuple[tuple[slice, PackedPass], ...] = ()
     named: Mapping[str, Tables] = field(default_factory=dict)

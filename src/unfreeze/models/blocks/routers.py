@@ -1,6 +1,6 @@
 """Routers: which K of the E experts a token goes to, and with which weights.
 
-Routing is the same in training and evaluation, runs in fp32, and its weights carry gradients back to the
+RoutingRule is the same in training and evaluation, runs in fp32, and its weights carry gradients back to the
 hidden state (and to the router if it trains). A selection bias chooses and never enters the weights.
 
 T tokens, D model width, E experts, K experts per token.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingRule:
     """How a family routes: score, choose, weigh. z = W x.
 
     score       s = sigmoid(z), softmax(z) over the experts, or z itself ("logits")
@@ -45,12 +45,14 @@ class Routing:
     eps: float = 0.0
 
 
-def noaux_tc(groups: int = 1, topk_group: int = 1, *, normalize: bool = True, scale: float = 1.0) -> Routing:
+def noaux_tc(
+    groups: int = 1, topk_group: int = 1, *, normalize: bool = True, scale: float = 1.0
+) -> RoutingRule:
     """DeepSeek-V3's routing: the K largest sigmoid(z) + bias within the best groups, weights s / Σ s · scale.
 
     A group's score is the sum of its two largest. Source: arXiv:2412.19437, 2.1.2.
     """
-    return Routing("sigmoid", "E", groups, topk_group, 2, normalize, added=1e-20, scale=scale)
+    return RoutingRule("sigmoid", "E", groups, topk_group, 2, normalize, added=1e-20, scale=scale)
 
 
 def best_groups(scores_TE: Tensor, of_group_TG: Tensor, topk_group: int) -> Tensor:
@@ -72,7 +74,7 @@ class Router(nn.Module):
         hidden_size: int,
         num_experts: int,
         top_k: int,
-        routing: Routing,
+        routing: RoutingRule,
         *,
         dtype: torch.dtype,
         device: torch.device | str,

@@ -34,7 +34,7 @@ class _Kept:
     moved: Any = None
 
 
-class InHost:
+class BoundaryInHost:
     """A boundary for these layers. `poison`, for tests: fill with NaN what nobody may read any more."""
 
     poison = False

@@ -33,9 +33,9 @@ from unfreeze.core.process import give_back_freed
 from unfreeze.core.rows import Rows, here
 from unfreeze.kernels.loops.numba_options import lend_memory
 from unfreeze.models import Decoder
-from unfreeze.parallel.placement.owned import Owned, Shared, cut, divide, spans_of
+from unfreeze.parallel.placement.owned import Owned, Shared, cut_placement, divide, spans_of
 from unfreeze.parallel.processes.collectives import ALONE, Group
-from unfreeze.parallel.processes.mesh import Held
+from unfreeze.parallel.processes.mesh import HeldPart
 
 FORWARD = ("hidden", "_fill", "_step")
 """A Decoder's ways through its layers. Its own weights are gathered when one is entered."""
@@ -76,9 +76,9 @@ class Sharded:
         self.local = {name: here(p) for name, p in model.named_parameters()}
         model.sharded = True
 
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> HeldPart:
         """What this process holds of the parameter of that name."""
-        return Held(self._rows[name], ALONE, 1, half=self.dtype.itemsize < 4)
+        return HeldPart(self._rows[name], ALONE, 1, half=self.dtype.itemsize < 4)
 
     def put(self, name: str, whole: Tensor) -> None:
         """Copy the rows held here of a whole weight, rounded to the computation's dtype as on one process."""
@@ -107,7 +107,7 @@ def chunk(of: int, index: int, parts: int) -> Rows:
     return Rows(min(of, index * each), min(of, (index + 1) * each), of)
 
 
-def rows_of(placement: Placement, shape: Sequence[int], rows: Rows) -> Placement | None:
+def placement_of_rows(placement: Placement, shape: Sequence[int], rows: Rows) -> Placement | None:
     """The part of a placement that fills those rows of its parameter, counted from the first of them.
 
     shape: of the whole parameter. None where it fills none of them.
@@ -130,7 +130,7 @@ def rows_of(placement: Placement, shape: Sequence[int], rows: Rows) -> Placement
                 next="--place.weights device",
             )
         inner = ((end - begin) // matrix, *info.shape[-2:]) if placement.transposed else (end - begin,)
-        part = cut(placement, begin, end, inner)
+        part = cut_placement(placement, begin, end, inner)
     return replace(part, index=(), start=part.start - back, stop=part.stop - back)
 
 
@@ -149,7 +149,7 @@ def division(
         found: list[Placement] = []
         for placement in weights:
             shape = params[placement.param][1]
-            part = rows_of(placement, shape, chunk(shape[0], rank, group.size))
+            part = placement_of_rows(placement, shape, chunk(shape[0], rank, group.size))
             found += [] if part is None else [part]
         return found
 

@@ -60,7 +60,9 @@ def held_here(placements: Sequence[Placement], params: Params, mesh: Mesh) -> li
     found: list[Placement] = []
     for placement in placements:
         rows = mesh.held(placement.param).rows
-        part = placement if rows is None else narrow(placement, params[placement.param][1], rows)
+        part = (
+            placement if rows is None else placement_of_experts(placement, params[placement.param][1], rows)
+        )
         found += [part] if part is not None else []
     return found
 
@@ -91,7 +93,9 @@ def owned(
     of_place: list[list[list[Placement]]] = []
     for place in range(split if experts else 0):
         rows = mesh.rows_of(place)
-        theirs = [part for p in experts if (part := narrow(p, params[p.param][1], rows)) is not None]
+        theirs = [
+            part for p in experts if (part := placement_of_experts(p, params[p.param][1], rows)) is not None
+        ]
         of_place.append(divide(theirs, [1.0] * copies))
     own = [_nbytes(of_place[r % split][r // split]) if of_place else 0 for r in range(size)]
     own = [mine + other for mine, other in zip(own, beside or [0] * size, strict=True)]
@@ -110,7 +114,7 @@ def owned(
     return Owned(mine, shared, by_rank, expanded)
 
 
-def narrow(placement: Placement, shape: Sequence[int], rows: Rows) -> Placement | None:
+def placement_of_experts(placement: Placement, shape: Sequence[int], rows: Rows) -> Placement | None:
     """The part of a placement that belongs to those rows of its parameter, counted from the first of them.
 
     shape: of the whole parameter, [E, …]. None where no row of it does.
@@ -134,7 +138,7 @@ def narrow(placement: Placement, shape: Sequence[int], rows: Rows) -> Placement 
     if placement.parse is not None or info.shape[:1] != (rows.of,):
         raise ValueError(f"{info.name} {list(info.shape)} cannot be cut into {rows.of} experts")
     count = info.nbytes // ITEMSIZE[info.dtype] // rows.of
-    part = cut(placement, rows.first * count, rows.last * count, (len(rows), *info.shape[1:]))
+    part = cut_placement(placement, rows.first * count, rows.last * count, (len(rows), *info.shape[1:]))
     return replace(part, start=0, stop=len(rows) * row)
 
 
@@ -161,7 +165,7 @@ def divide(placements: Sequence[Placement], weights: Sequence[float]) -> list[li
             last = min(numel, first + max(step, room))
             whole = first == 0 and last == numel
             shape = (last - first,) if step == 1 else ((last - first) // step, *info.shape[-2:])
-            parts[part].append(placement if whole else cut(placement, first, last, shape))
+            parts[part].append(placement if whole else cut_placement(placement, first, last, shape))
             done += (last - first) * itemsize
             if last == numel:
                 break
@@ -177,7 +181,7 @@ def _step(placement: Placement) -> int:
     return prod(placement.info.shape[-2:]) if placement.transposed else 1
 
 
-def cut(placement: Placement, first: int, last: int, shape: tuple[int, ...]) -> Placement:
+def cut_placement(placement: Placement, first: int, last: int, shape: tuple[int, ...]) -> Placement:
     """Elements first:last of the tensor on disk, in as many of its parameter."""
     info, itemsize = placement.info, ITEMSIZE[placement.info.dtype]
     part = replace(info, shape=shape, nbytes=(last - first) * itemsize, offset=info.offset + first * itemsize)
@@ -198,7 +202,7 @@ def spans_of(placements: Sequence[Placement]) -> list[Span]:
     return spans
 
 
-def fill(
+def fill_owned(
     division: Owned, tensors: Mapping[str, Tensor], mesh: Mesh, progress: Progress | None = None
 ) -> LoadStats:
     """Read what is this process's to read, and exchange it: then the tensors are filled on every process.

@@ -30,7 +30,7 @@ from unfreeze.checkpoint.stream import Progress
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import ConfigError
 from unfreeze.models.blocks.experts import Experts
-from unfreeze.parallel.placement.owned import Shared, cut, give, read_part, spans_of
+from unfreeze.parallel.placement.owned import Shared, cut_placement, give, read_part, spans_of
 from unfreeze.parallel.placement.residency import BUFFERS, From, Slot, Streamed, layers_of
 from unfreeze.parallel.placement.units import ALIGN, Layout, layout_bytes, layout_of
 from unfreeze.parallel.processes.collectives import Group, Processes
@@ -197,7 +197,9 @@ def rest_of(layout: Layout, placements: Sequence[Placement], size: int) -> Rest:
             first, last = (min(max(0, end), numel) for end in ends)
             if first < last:
                 whole = last - first == numel
-                reads[rank].append(placement if whole else cut(placement, first, last, (last - first,)))
+                reads[rank].append(
+                    placement if whole else cut_placement(placement, first, last, (last - first,))
+                )
     return Rest(layout, part, reads, given)
 
 

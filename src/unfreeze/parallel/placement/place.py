@@ -21,7 +21,7 @@ from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import CheckpointError
 from unfreeze.models import Decoder
 from unfreeze.parallel.placement.dispatch import split_experts
-from unfreeze.parallel.placement.owned import fill, held_here, owned
+from unfreeze.parallel.placement.owned import fill_owned, held_here, owned
 from unfreeze.parallel.placement.peers import FromPeers, read_by
 from unfreeze.parallel.placement.residency import Streaming
 from unfreeze.parallel.processes.collectives import ALONE, Group
@@ -88,7 +88,7 @@ def place(
         if name not in streamed
     }
     loaded = {name: tensor for name, tensor in tensors.items() if name not in streamed}
-    stats = fill(division, loaded, mesh, progress)
+    stats = fill_owned(division, loaded, mesh, progress)
     if peers is not None:
         expanded = stats.expanded_bytes + peers.expanded_bytes
         stats = replace(stats, expanded_bytes=expanded, rounded=stats.rounded + peers.rounded)
@@ -133,7 +133,7 @@ def place_sharded(
     }
     held = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in (own | buffers).items()}
     check_coverage(here, held)
-    stats = fill(divided, own | buffers, Mesh(group, group, ALONE), progress)
+    stats = fill_owned(divided, own | buffers, Mesh(group, group, ALONE), progress)
     stats = replace(stats, rounded=stats.rounded + sharded.round_())
     _hand_over_buffers(model, {id(wanted[name][0]): buffer for name, buffer in buffers.items()}, device)
     return stats, sharded

@@ -51,7 +51,7 @@ Kept = Literal["host", "disk"]
 From = Literal["host", "disk", "peers"]
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where weights come from. Layers are counted among those that have some."""
 
     name: From
@@ -164,7 +164,7 @@ class Streamed:
         layers: Sequence[object],
         sizes: Sequence[int],
         slots: Sequence[Slot],
-        source: Source,
+        source: WeightSource,
         lane: Lane,
     ):
         self.source = source
@@ -346,7 +346,7 @@ class Streaming:
         source = (
             Host(by_unit, layouts, sizes, lane.pins)
             if self.kept == "host"
-            else Disk(by_unit, layouts, slots, lane)
+            else ExpertsOnDisk(by_unit, layouts, slots, lane)
         )
         on_disk = [sum(p.info.nbytes for p in unit) for unit in by_unit]
         self.residency = Streamed([unit.key for unit in units], on_disk, slots, source, lane)
@@ -422,7 +422,7 @@ class Host:
         pass
 
 
-class Disk:
+class ExpertsOnDisk:
     """All experts in their files, read at each visit.
 
     For a CPU straight into the buffer, for a GPU through one layer's worth of page-locked memory.

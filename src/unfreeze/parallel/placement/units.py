@@ -11,7 +11,7 @@ from unfreeze.checkpoint.resolve import Params, Placement
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.rows import Rows, share
 from unfreeze.core.units import format_bytes
-from unfreeze.parallel.placement.owned import narrow
+from unfreeze.parallel.placement.owned import placement_of_experts
 
 ALIGN = 64  # bytes; a tensor of a buffer begins at a multiple
 
@@ -82,7 +82,7 @@ class Unit:
             replace(part, param=own)
             for name, own in zip(self.names, self.layout, strict=True)
             for placement in found.get(name, ())
-            if (part := narrow(placement, params[name][1], self.rows)) is not None
+            if (part := placement_of_experts(placement, params[name][1], self.rows)) is not None
         ]
 
 

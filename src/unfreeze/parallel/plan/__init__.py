@@ -34,14 +34,14 @@ from unfreeze.parallel import machine as machines
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.placement.units import group_bytes
 from unfreeze.parallel.plan.aside import Aside
-from unfreeze.parallel.plan.choose import Asked, seconds_of
+from unfreeze.parallel.plan.choose import PlanRequest, seconds_of
 from unfreeze.parallel.plan.counts import Counts, counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST, fastest
 from unfreeze.parallel.plan.fleet import Fleet
 from unfreeze.parallel.plan.places import of_one
 from unfreeze.parallel.plan.propose import refuse_if_too_large, what_fits
 from unfreeze.parallel.plan.rates import LEAST_WIDTH, Base, Rates, of_records
-from unfreeze.parallel.plan.sizes import Sizes, measure
+from unfreeze.parallel.plan.sizes import Sizes, measure_sizes
 from unfreeze.parallel.plan.terms import (
     LOAD_BUFFERS,
     MOMENT_BYTES,
@@ -59,11 +59,11 @@ __all__ = [
     "LOAD_BUFFERS",
     "MOMENT_BYTES",
     "USABLE",
-    "Model",
     "Plan",
+    "PlannedModel",
     "Sizes",
     "Work",
-    "measure",
+    "measure_sizes",
     "model_of",
     "plan",
     "plan_fields",
@@ -79,7 +79,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """What is planned, and what its parts say of themselves: the same wherever they lie.
 
     lora: None where every weight trains. dtype: of the computation. device: of which kind. meta: on meta.
@@ -96,11 +96,13 @@ class Model:
 
 def model_of(
     shape: models.Shape, manifest: Manifest, lora: LoraConfig | None, dtype: torch.dtype, device: torch.device
-) -> Model:
+) -> PlannedModel:
     """Built on meta and asked; of Kimi-K2's size it takes a second."""
     as_stored = lora is not None and device.type == "cpu"
     model = models.meta_model(shape, manifest, dtype, as_stored=as_stored)
-    return Model(shape, lora, dtype, device, counts(model), measure(model, lora, device.type), model)
+    return PlannedModel(
+        shape, lora, dtype, device, counts(model), measure_sizes(model, lora, device.type), model
+    )
 
 
 def plan_here(
@@ -119,7 +121,11 @@ def plan_here(
 
 
 def plan_run(
-    model: Model, layout: Layout, work: Work, machine: Hardware, among: Sequence[Recompute] = FASTEST_FIRST
+    model: PlannedModel,
+    layout: Layout,
+    work: Work,
+    machine: Hardware,
+    among: Sequence[Recompute] = FASTEST_FIRST,
 ) -> Plan:
     """The plan of one of the run's processes, each of which has one device.
 
@@ -143,7 +149,7 @@ def plan_run(
     return _timed(model, made)
 
 
-def _timed(model: Model, made: Plan) -> Plan:
+def _timed(model: PlannedModel, made: Plan) -> Plan:
     """The plan with the seconds of a micro-batch and an update, where this machine's rates are known."""
     work, machine = made.work, made.hardware
     length = round(work.mean_length or work.longest or work.tokens)
@@ -161,7 +167,7 @@ def _timed(model: Model, made: Plan) -> Plan:
     kind = "cuda" if model.device.type == "cuda" else "cpu"
     here = Fleet(machine.name, 1, machine.available, kind=kind)
     own = rates_of_second(work.aside, model.dtype, model.device, length)
-    asked = Asked(replace(work, micro_batches=1), work.tokens, length, second_rates=own)
+    asked = PlanRequest(replace(work, micro_batches=1), work.tokens, length, second_rates=own)
     time = seconds_of(made.sizes, model.counts, here, rates, made.layout, asked, work.tokens)
     return replace(made, time=time, rates=rates.source)
 
@@ -227,7 +233,7 @@ def rates_of_second(
     )
 
 
-def work_of(model: Model, *, tokens: int, aside: Aside | None = None, **asked: Any) -> Work:
+def work_of(model: PlannedModel, *, tokens: int, aside: Aside | None = None, **asked: Any) -> Work:
     """The Work of a run; `asked` are further fields of it.
 
     A GPU that is not here is taken to have this machine's block of logits, whose rows are bounded by bytes.

@@ -14,7 +14,7 @@ import torch
 from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.chunks import chunk_tokens
 from unfreeze.parallel.plan.counts import Counts, counts
-from unfreeze.parallel.plan.sizes import measure
+from unfreeze.parallel.plan.sizes import measure_sizes
 
 if TYPE_CHECKING:
     from unfreeze.models import Decoder, Shape
@@ -70,7 +70,7 @@ def aside_of(
     forward = the input and the output of a layer, 2 · T · D; of the tokens that go through it at once, what
     its largest part makes, attention or MLP (without a backward to come, the rest is freed); rotary tables.
     """
-    sizes = measure(model, None, device.type)
+    sizes = measure_sizes(model, None, device.type)
     shape = model.shape
     chunk = chunk_tokens(shape.num_experts, shape.experts_per_token, device.type)
     at_once = tokens if chunk is None else min(tokens, max(chunk, longest))

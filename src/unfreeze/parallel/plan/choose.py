@@ -21,7 +21,7 @@ from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 from unfreeze.parallel.plan.fleet import PER_HOST, Fleet, devices
 from unfreeze.parallel.plan.layouts import MANY, Facts, layouts
-from unfreeze.parallel.plan.places import Places, grouped, places, share
+from unfreeze.parallel.plan.places import Places, bytes_by_place, fullest_share, with_buffers
 from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, Step, asking, seconds
@@ -40,7 +40,7 @@ CLOSE = 1.05  # a layout counts as equally fast if the fastest is at most this m
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """What the user wants trained, and what of it may be chosen.
 
     work        rank, moments and the loss block; its tokens are replaced
@@ -66,7 +66,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """One layout at one number of tokens: bytes by place, and seconds where the device's facts are known.
 
     whole: a device's micro-batch has room for the longest document; else a run cuts documents.
@@ -89,7 +89,7 @@ class Choice:
         return self.time.shown / self.time.step if self.time else 0.0
 
 
-def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Choice, bool]:
+def choose_plan(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> tuple[PlanChoice, bool]:
     """-> (the layout, whether it fits). Where none fits, the one that exceeds its memory the least.
 
     Raises ConfigError where a step has too few tokens for the devices.
@@ -113,7 +113,7 @@ def choose(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> tuple[Ch
     return min(near, key=lambda choice: (len(choice.not_built), -_speed(choice))), True
 
 
-def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[str]:
+def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> list[str]:
     """What fits instead, one line each, with its bytes.
 
     First one change each: a lower rank, smaller moments, more host memory, fewer tokens, or more, which wait
@@ -168,7 +168,7 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
     return _together(sizes, counts, fleet, asked) + _larger_machine(sizes, counts, fleet, asked)
 
 
-def too_large(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> str:
+def too_large(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> str:
     """Why nothing fits: what alone is larger than its place with the least that can be asked, or the sum."""
     least = {name: values[-1] for name, values in _options(fleet, asked).items()}
     choice = min(_choices(sizes, counts, *_changed(fleet, asked, least)), key=_over)
@@ -185,7 +185,7 @@ def too_large(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> str:
     return f"{even}{what}, a {where} has {format_bytes(usable)} usable"
 
 
-def _together(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[str]:
+def _together(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> list[str]:
     """Several changes at once, none larger than it must be with those after it at their utmost.
 
     Kept as they are as long as possible: host memory, then the rank, the moments, the tokens. [] where not
@@ -208,7 +208,7 @@ def _together(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[
     return []
 
 
-def _options(fleet: Fleet, asked: Asked) -> dict[str, list[Any]]:
+def _options(fleet: Fleet, asked: PlanRequest) -> dict[str, list[Any]]:
     """Name of a change -> its values: as it is, then milder to harder."""
     work, parts = asked.work, fleet.count * asked.work.micro_batches
     most = asked.tokens or TOKENS[0]
@@ -222,14 +222,14 @@ def _options(fleet: Fleet, asked: Asked) -> dict[str, list[Any]]:
     }
 
 
-def _changed(fleet: Fleet, asked: Asked, changes: Mapping[str, Any]) -> tuple[Fleet, Asked]:
+def _changed(fleet: Fleet, asked: PlanRequest, changes: Mapping[str, Any]) -> tuple[Fleet, PlanRequest]:
     work, rank = asked.work, changes["rank"]
     experts = None if work.experts_rank is None else min(work.experts_rank, rank)
     work = replace(work, rank=rank, experts_rank=experts, optimizer_moments=changes["moments"])
     return replace(fleet, host=changes["host"]), replace(asked, work=work, tokens=changes["tokens"])
 
 
-def _words_of(fleet: Fleet, asked: Asked, changes: Mapping[str, Any]) -> str:
+def _words_of(fleet: Fleet, asked: PlanRequest, changes: Mapping[str, Any]) -> str:
     """'--lora.rank 4 --tokens-per-step 512': what differs from what was asked."""
     words = []
     if changes["rank"] != asked.work.rank:
@@ -255,7 +255,7 @@ def _named(fleet: Fleet, devices: str) -> str:
     return devices + (f"+{fleet.host / 2**30:g}GB" if fleet.host else "")
 
 
-def _larger_machine(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) -> list[str]:
+def _larger_machine(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> list[str]:
     """The next larger machine that fits: more memory of a CPU; more devices, or the next larger one."""
     if fleet.kind == "cpu":
         larger = [(f"--hardware cpu:{gib}GB", replace(fleet, memory=gib * 2**30)) for gib in CPU_SIZES]
@@ -286,7 +286,7 @@ def _larger_machine(sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked) ->
 
 
 def if_it_fits(
-    words: str, sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked, *, slow: bool = False
+    words: str, sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest, *, slow: bool = False
 ) -> list[str]:
     """[what is changed, with the bytes and speed of the layout], or [] where it does not fit.
 
@@ -313,8 +313,8 @@ def if_it_fits(
 
 
 def _choices(
-    sizes: Sizes, counts: Counts, fleet: Fleet, asked: Asked, *, only_fitting: bool = False
-) -> Iterator[Choice]:
+    sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest, *, only_fitting: bool = False
+) -> Iterator[PlanChoice]:
     rates = rates_of(fleet, asked)
     parts = fleet.count * asked.work.micro_batches
     documents = asked.length * parts
@@ -326,7 +326,7 @@ def _choices(
         if asked.aside is not None:
             work = beside(work, asked.aside(work.tokens))
         for layout in _layouts(counts, fleet, asked):
-            found = places(sizes, counts, work, fleet, layout)
+            found = bytes_by_place(sizes, counts, work, fleet, layout)
             if only_fitting and not found.fits:
                 continue
             time = None
@@ -334,10 +334,10 @@ def _choices(
                 of_work = replace(asked, work=replace(asked.work, aside=work.aside))
                 time = seconds_of(sizes, counts, fleet, rates, layout, of_work, tokens)
             whole = work.tokens >= asked.length
-            yield Choice(layout, tokens, found, time, tuple(layout.not_built()), whole)
+            yield PlanChoice(layout, tokens, found, time, tuple(layout.not_built()), whole)
 
 
-def rates_of(fleet: Fleet, asked: Asked) -> Rates | None:
+def rates_of(fleet: Fleet, asked: PlanRequest) -> Rates | None:
     """How fast its devices work; None where that is unknown, so that the plan has no seconds."""
     return asked.rates or (of_device(fleet.device) if fleet.device else None)
 
@@ -348,7 +348,7 @@ def seconds_of(
     fleet: Fleet,
     rates: Rates,
     layout: Layout,
-    asked: Asked,
+    asked: PlanRequest,
     tokens: int,
     imbalance: float = IMBALANCE,
 ) -> Seconds:
@@ -372,14 +372,14 @@ def _trained(sizes: Sizes, counts: Counts, work: Work, split: int) -> dict[str, 
     if work.rank is None:
         return {"dense": sizes.elements}
     experts = sizes.experts_per_rank * (work.experts_rank or work.rank)
-    return {"dense": sizes.dense_per_rank * work.rank, "experts": int(experts * share(counts, split))}
+    return {"dense": sizes.dense_per_rank * work.rank, "experts": int(experts * fullest_share(counts, split))}
 
 
-def _layouts(counts: Counts, fleet: Fleet, asked: Asked) -> Iterator[Layout]:
+def _layouts(counts: Counts, fleet: Fleet, asked: PlanRequest) -> Iterator[Layout]:
     """Every layout that this fleet could have."""
     recomputes = asked.recomputes if asked.wish.recompute == "auto" else (asked.wish.recompute,)
     for found in layouts(asked.wish, facts_of(fleet, counts, every_weight=asked.work.rank is None)):
-        layout = grouped(found, counts, fleet)
+        layout = with_buffers(found, counts, fleet)
         if layout is not None:
             yield from (layout.but(recompute=recompute) for recompute in recomputes)
 
@@ -399,20 +399,20 @@ def facts_of(fleet: Fleet, counts: Counts, *, every_weight: bool) -> Facts:
     )
 
 
-def _built(choice: Choice) -> bool:
+def _built(choice: PlanChoice) -> bool:
     return not choice.not_built
 
 
-def _speed(choice: Choice) -> float:
+def _speed(choice: PlanChoice) -> float:
     """Tokens per second; without facts about the device, simply the tokens."""
     return choice.tokens_per_second or float(choice.tokens)
 
 
-def _rank(choice: Choice) -> tuple[bool, bool, float]:
+def _rank(choice: PlanChoice) -> tuple[bool, bool, float]:
     return choice.whole, _built(choice), _speed(choice)
 
 
-def _over(choice: Choice) -> float:
+def _over(choice: PlanChoice) -> float:
     """Bytes over usable bytes, of the fuller place."""
     device = sum(choice.places.device.values()) / choice.places.device_usable
     host = sum(choice.places.host.values()) / max(1, choice.places.host_usable)

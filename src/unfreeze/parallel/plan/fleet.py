@@ -27,7 +27,7 @@ MOST_DEVICES, LEAST_GIB, MOST_GIB = 65_536, 0.1, 1e6
 PER_HOST = 8  # GPUs of one host
 
 
-class Device(BaseModel):
+class DeviceFacts(BaseModel):
     """The facts of one kind of device; machines.toml says what they are and where they come from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -56,7 +56,7 @@ class Fleet:
     count: int
     memory: int
     host: int = 0
-    device: Device | None = None
+    device: DeviceFacts | None = None
     kind: Literal["cpu", "cuda"] = "cuda"
     here: bool = False
 
@@ -81,8 +81,8 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
     if name.lower() not in names:
         raise ConfigError(
             f"hardware: no facts of a device {name[:60]!r}{nearest(name, known)}; known: {', '.join(known)}",
-            next=f"write [{name[:20]}] with {', '.join(Device.model_fields)} of its data sheet into a file,"
-            " and give --machines FILE",
+            next=f"write [{name[:20]}] with {', '.join(DeviceFacts.model_fields)} of its data sheet into a"
+            " file, and give --machines FILE",
         )
     if count is not None and (len(count) > 9 or not 1 <= int(count) <= MOST_DEVICES):
         raise ConfigError(
@@ -94,9 +94,9 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
     return Fleet(words.strip(), int(count or 1), int(device.memory_gib * 2**30), host, device)
 
 
-def devices(table: Path | str = "") -> dict[str, Device]:
+def devices(table: Path | str = "") -> dict[str, DeviceFacts]:
     """name -> facts, of machines.toml and of a table of the user's, which comes first."""
-    found: dict[str, Device] = {}
+    found: dict[str, DeviceFacts] = {}
     for path in (Path(table) if table else None, FACTS):
         if path is None:
             continue
@@ -109,7 +109,7 @@ def devices(table: Path | str = "") -> dict[str, Device]:
             raise ConfigError(f"machines = {str(path)!r}: {where}", next="mend the file") from None
         for name, facts in tables.items():
             try:
-                found.setdefault(name, Device.model_validate(facts))
+                found.setdefault(name, DeviceFacts.model_validate(facts))
             except ValidationError as error:
                 first = error.errors()[0]
                 field = ".".join(map(str, (name, *first["loc"])))

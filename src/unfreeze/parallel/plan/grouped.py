@@ -33,7 +33,7 @@ def units(sizes: Sizes, buffer: int | None) -> list[int]:
     return [size for layer in sizes.of_expert for size in group_bytes(layer, sizes.num_experts, buffer)]
 
 
-def grouped(sizes: Sizes, come: Sequence[int]) -> Sizes:
+def sizes_with_groups(sizes: Sizes, come: Sequence[int]) -> Sizes:
     """The sizes with what placement/groups.py holds of a layer's n = T K rows, where experts come in groups.
 
     Of all rows x as it came, instead of gate and up; in backward also their dy and dx. Of the fullest group,

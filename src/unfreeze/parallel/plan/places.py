@@ -60,9 +60,9 @@ class Places:
         return "host" if sum(self.host.values()) > self.host_usable else ""
 
 
-def places(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layout) -> Places:
+def bytes_by_place(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layout) -> Places:
     """The bytes of a step. `work.tokens` and `work.micro_batches` are one device's."""
-    n, here = fleet.count, share(counts, layout.sharing)
+    n, here = fleet.count, fullest_share(counts, layout.sharing)
     local = _local(sizes, counts, fleet.kind, layout.sharing)
     of_layer = int(counts.layer_experts * here)
     if layout.sharing > 1:
@@ -120,7 +120,7 @@ def of_one(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
     """What one of `split` processes that share the experts has of a model; the fullest of them."""
     if split == 1:
         return sizes
-    here = share(counts, split)
+    here = fullest_share(counts, split)
     elsewhere = counts.experts_bytes - int(counts.experts_bytes * here)
     return replace(
         _local(sizes, counts, kind, split),
@@ -139,7 +139,7 @@ def exchanged(counts: Counts, size: int) -> int:
     return int(4 * UNEVEN * counts.experts_per_token * counts.hidden_size * size)
 
 
-def grouped(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
+def with_buffers(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
     """The layout with buffers of a share of the device's memory where `buffer` is "auto".
 
     None where a layer's experts cannot come in such groups, or need none. Raises ConfigError for a buffer
@@ -147,7 +147,7 @@ def grouped(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
     """
     if layout.buffer == 0:
         return layout
-    of_layer = int(counts.layer_experts * share(counts, layout.sharing))
+    of_layer = int(counts.layer_experts * fullest_share(counts, layout.sharing))
     if layout.buffer != "auto":
         size = layout.buffer_bytes or 0
         if size < of_layer and not counts.can_come_in(size):
@@ -163,7 +163,7 @@ def grouped(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
     return layout.but(buffer=size / GIB)
 
 
-def share(counts: Counts, split: int) -> float:
+def fullest_share(counts: Counts, split: int) -> float:
     """Of the experts, what the fullest of `split` devices holds."""
     return -(-counts.num_experts // split) / counts.num_experts if counts.num_experts else 1.0
 
@@ -172,7 +172,7 @@ def share(counts: Counts, split: int) -> float:
 @lru_cache(maxsize=64)
 def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
     """One device's own model without the base: its share of the experts' adapters and of the workspace."""
-    experts_here = share(counts, split)
+    experts_here = fullest_share(counts, split)
     workspace, layer = sizes.workspace, sizes.layer
     if kind == "cuda":
         held, widths = -(-counts.num_experts // split), (counts.hidden_size, counts.expert_width)

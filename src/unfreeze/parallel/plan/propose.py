@@ -80,7 +80,7 @@ def what_fits(plan: Plan) -> list[Proposal]:
     # fewer layers that keep
     if layout.recompute == "selective":
         most = plan.sizes.num_layers if layout.keep_layers is None else layout.keep_layers
-        fewer = _largest(most, lambda count: fits(replanned(plan, layout.but(keep_layers=count))))
+        fewer = _largest(most, lambda count: fits_with_margin(replanned(plan, layout.but(keep_layers=count))))
         if 0 < fewer < most:
             kept = replanned(plan, layout.but(keep_layers=fewer))
             proposals += _if_it_fits(kept, f"--place.keep-layers {fewer}")
@@ -94,7 +94,7 @@ def what_fits(plan: Plan) -> list[Proposal]:
     for start in _starts(plan):
         proposals += _fewer_tokens(start)
     if rank is not None:
-        lower = _largest(rank, lambda value: fits(_with_rank(plan, value)))
+        lower = _largest(rank, lambda value: fits_with_margin(_with_rank(plan, value)))
         if lower:
             proposals += _if_it_fits(_with_rank(plan, lower), f"--lora.rank {lower}")
         if not proposals:
@@ -123,7 +123,7 @@ def _starts(plan: Plan) -> list[_Start]:
 def _fewer_tokens(start: _Start) -> list[Proposal]:
     """The same step in more micro-batches, or a smaller step in as many."""
     plan, parts = start.plan, start.plan.work.micro_batches
-    tokens = _largest(plan.work.tokens, lambda n: fits(replanned(plan, tokens=n)))
+    tokens = _largest(plan.work.tokens, lambda n: fits_with_margin(replanned(plan, tokens=n)))
     if tokens < MIN_TOKENS or tokens == plan.work.tokens:
         return []
 
@@ -132,7 +132,7 @@ def _fewer_tokens(start: _Start) -> list[Proposal]:
     # Two micro-batches hold other gradients than three or more (terms.py), so the smallest number that fits
     # is 2, 3, or what is solved for with three.
     with_sums = _largest(
-        plan.work.tokens, lambda n: fits(replanned(plan, tokens=n, micro_batches=max(parts, 3)))
+        plan.work.tokens, lambda n: fits_with_margin(replanned(plan, tokens=n, micro_batches=max(parts, 3)))
     )
     proposals: list[Proposal] = []
     for more in sorted({2, 3, step // (with_sums + 1) + 1}):
@@ -156,10 +156,10 @@ def _with_rank(plan: Plan, rank: int) -> Plan:
 
 def _if_it_fits(plan: Plan, flags: str, what: str = "") -> list[Proposal]:
     """The plan as a proposal, or none. what: is said beside its bytes."""
-    return [(flags, f"{flags} ({what}{format_bytes(plan.total)})")] if fits(plan) else []
+    return [(flags, f"{flags} ({what}{format_bytes(plan.total)})")] if fits_with_margin(plan) else []
 
 
-def fits(plan: Plan) -> bool:
+def fits_with_margin(plan: Plan) -> bool:
     """Whether it fits with room for what a CPU's kernels take when they are compiled, which no term has."""
     room = COMPILED if plan.hardware.kind == "cpu" and plan.usable > 2 * COMPILED else 0
     return plan.fits and plan.total + room <= plan.usable

@@ -88,7 +88,7 @@ class Sizes:
         return max(self.dense_largest * rank, self.experts_largest * (experts_rank or rank))
 
 
-def measure(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Sizes:
+def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Sizes:
     """Measure the sizes of a model for a device of that kind ("cpu", "cuda").
 
     The model may be on meta and must not carry adapters yet.

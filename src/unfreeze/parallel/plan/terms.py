@@ -24,7 +24,7 @@ from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.placement.peers import part_bytes
 from unfreeze.parallel.placement.residency import buffer_bytes
-from unfreeze.parallel.plan.grouped import grouped, units
+from unfreeze.parallel.plan.grouped import sizes_with_groups, units
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.processes.collectives import BUCKET
 
@@ -167,7 +167,7 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
     come = units(sizes, layout.buffer_bytes)
     in_groups = len(come) > len(sizes.streamed)
     moments = (
-        _moments(grouped(sizes, come), layout, replace(work, chunk=None))
+        _moments(sizes_with_groups(sizes, come), layout, replace(work, chunk=None))
         if in_groups
         else _moments(sizes, layout, work)
     )

@@ -34,7 +34,7 @@ _EXPERTS = re.compile(r"(^|\.)experts\.")
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldPart:
     """What one process holds of a parameter.
 
     rows    which rows of dimension 0 are here; None: all.
@@ -80,11 +80,11 @@ class Mesh:
         """Over which processes the gradient of the parameter of that name is summed."""
         return "data" if self.split > 1 and _EXPERTS.search(name) else "all"
 
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> HeldPart:
         """What this process holds of the parameter of that name."""
         if self.axis_of(name) == "all":
-            return Held(None, self.all, self.all.size)
-        return Held(self.rows, self.data, self.data.size)
+            return HeldPart(None, self.all, self.all.size)
+        return HeldPart(self.rows, self.data, self.data.size)
 
 
 ONE = Mesh(ALONE, ALONE, ALONE)
@@ -113,7 +113,7 @@ def mesh_of(everyone: Group, split: int = 1, num_experts: int = 0) -> Mesh:
     return Mesh(everyone, data, experts, num_experts)
 
 
-def check_copies(everyone: Group, tensors: Mapping[str, Tensor], held: Callable[[str], Held]) -> None:
+def check_copies(everyone: Group, tensors: Mapping[str, Tensor], held: Callable[[str], HeldPart]) -> None:
     """Raise UserError in all processes, where copies of the same rows are not equal to the bit.
 
     held: the name of a tensor -> what is held of it.
