@@ -295,10 +295,24 @@ def test_a_file_that_changes_meanwhile_is_noticed(files, tokenizer):
     stream.close()
 
 
-def test_without_room_training_goes_on_without_the_store(files, tokenizer, monkeypatch, caplog):
+def half_of_the_disk(name, paths):
+    """A store that may take some of the rows."""
+    return encoded.Writing(name, most=70_000)
+
+
+def full_disk(name, paths):
+    """A store whose weights cannot be written: neither when they are added, nor when the file is closed."""
+    store = encoded.Writing(name)
+    store._files[1].close()
+    store._files[1] = open("/dev/full", "wb")  # noqa: SIM115 - the store closes it
+    return store
+
+
+@pytest.mark.parametrize("begun", [half_of_the_disk, full_disk])
+def test_without_room_training_goes_on_without_the_store(begun, files, tokenizer, monkeypatch, caplog):
     expected, _ = taken(files, tokenizer, 400)
     shutil.rmtree(encoded.root())
-    monkeypatch.setattr(streamed, "begun", lambda name, paths: encoded.Writing(name, most=70_000))
+    monkeypatch.setattr(streamed, "begun", begun)
     encoded.made(encoded.root())
     found, early = taken(files, tokenizer, 400)
     assert found == expected and not early
