@@ -52,7 +52,7 @@ def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
     # as a run finds it: SwiGLU's loop comes from the disk, nothing is compiled
     look = (
         "from unfreeze.kernels.choice import choose, ops; from unfreeze.kernels.choice.measure import arguments, visit;"
-        "from unfreeze.kernels.swiglu.numba_cpu import _backward; import torch; op = ops.load('swiglu');"
+        "from unfreeze.kernels.swiglu.numba_cpu import _backward; import torch; op = ops.import_op('swiglu');"
         "visit(op, choose.choose(op, torch.device('cpu'), torch.float32, op.cases[0].bucket, 'numba'),"
         " arguments(op.cases[0], torch.device('cpu'), torch.float32)); seen = _backward.loop.stats;"
         "print(sum(seen.cache_hits.values()), sum(seen.cache_misses.values()))"
