@@ -9,7 +9,7 @@ many files define it. Left out is what a protocol of this package calls by name,
     commands, recipes  main and Config: the command line imports main by name, and main parses a Config
     recipes            parts and train: cli and api ask each recipe's module for them
     models/<family>    shape, layer …: models.FAMILIES asks each family's module
-    kernels/<op>       what an op's reference and its candidates both define: one signature, one of them is chosen
+    kernels/<op>       what an op's reference and its candidates both define: one signature
     tracking/<kind>    Sink: tracking.SINKS names each tracker's module
 
 These are PROTOCOLS below, by folder; nothing else is left out.
@@ -28,8 +28,8 @@ PROTOCOLS: dict[str, frozenset[str]] = {
     "models": frozenset("shape layer ignored renamed ends rules".split()),
     # an op's folder: `choose` gets its bucket; a candidate has its reference's functions and signature
     "kernels": frozenset(
-        "bucket forward backward backward_weighted rotate step softmax_gradient gather combine combine_backward"
-        " sort replay weight_gradient int4_grouped_mm".split()
+        "bucket forward backward backward_weighted rotate step softmax_gradient gather combine"
+        " combine_backward sort replay weight_gradient int4_grouped_mm".split()
     ),
     "commands": frozenset({"main", "Config"}),
     "recipes": frozenset({"main", "parts", "train"}),

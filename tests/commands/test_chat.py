@@ -32,7 +32,7 @@ def say(monkeypatch):
 
     def said(lines, *flags):
         echo = Echo()
-        monkeypatch.setattr(chat, "load", lambda *_: echo)
+        monkeypatch.setattr(chat, "load_shown", lambda *_: echo)
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
         return cli.main(["chat", "anything", *flags]), echo
 

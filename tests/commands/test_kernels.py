@@ -51,7 +51,7 @@ def room(tmp_path, monkeypatch):
         "other": planted("other", quick=lambda x: x * 100.0),
     }
     monkeypatch.setattr(ops, "OPS", dict.fromkeys(made, ""))
-    monkeypatch.setattr(ops, "load", lambda name: made[name])
+    monkeypatch.setattr(ops, "import_op", lambda name: made[name])
     monkeypatch.setattr(record, "COMMITTED", tmp_path / "committed")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(choose, "_CHOSEN", {})

@@ -100,7 +100,7 @@ def test_a_run_that_goes_on_takes_what_it_began_with(tmp_path, chat_rows, clock,
     shutil.rmtree(folder / "adapter")
     assert trained(folder, chat_rows, steps=2, **{"save-every": 1})[0] == 0 and not clock
     assert json.loads((folder / "kernels.json").read_text()) == kept + edited
-    norms = by_record(ops.load("rms_norm"), torch.device("cpu"), torch.float32, "many")
+    norms = by_record(ops.import_op("rms_norm"), torch.device("cpu"), torch.float32, "many")
     assert norms[:2] == ("reference", "then")
 
 
@@ -148,7 +148,7 @@ def test_every_process_takes_the_table_of_the_first(tmp_path, clock):
     rows = [row | {"runs": "reference", "why": "process 0"} for row in table.made(torch.float32)]
     cpu, folder = torch.device("cpu"), SimpleNamespace(path=tmp_path)
     settle_kernels(cpu, "float32", [300], None, None, folder, Second(rows))
-    swiglu = ops.load("swiglu")
+    swiglu = ops.import_op("swiglu")
     assert by_record(swiglu, cpu, torch.float32, swiglu.cases[0].bucket)[:2] == ("reference", "process 0")
     assert not clock and not list(tmp_path.glob("*.json"))
 

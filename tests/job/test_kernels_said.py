@@ -22,11 +22,11 @@ def plant(monkeypatch):
     """rms_norm's CPU loop as predicted, on a machine that has no record of it; everything else as it is."""
 
     def planted():
-        real = choosing.rows_of
+        real = choosing.record_rows
         as_predicted = {"predicted_on": ("cpu",), "predicted_buckets": (), "because": "4 bytes"}
         part = dataclasses.replace(OP.candidates["numba"], **as_predicted)
         monkeypatch.setitem(OP.candidates, "numba", part)
-        monkeypatch.setattr(choosing, "rows_of", lambda op, *rest: [] if op is OP else real(op, *rest))
+        monkeypatch.setattr(choosing, "record_rows", lambda op, *rest: [] if op is OP else real(op, *rest))
         monkeypatch.setattr(choosing, "_WRONG", {})
         monkeypatch.setattr(choosing, "CHECKED", ("cpu",))  # as a GPU's
         unpredicted = dataclasses.replace(FEW_ROWS.candidates["numba"], predicted_on=())

@@ -105,7 +105,7 @@ def test_a_kill_before_an_interrupted_runs_adapter_is_written_anew(chat_rows, tm
 def test_a_run_of_before_has_written_what_is_there(tmp_path):
     folder = tmp_path / "adapter"
     assert written.is_noted(tmp_path, folder)
-    written.forget(tmp_path)
+    written.forget_written(tmp_path)
     assert not written.is_noted(tmp_path, folder)
     written.note(tmp_path, folder, 3)
     assert written.is_noted(tmp_path, folder) and not written.is_noted(tmp_path, tmp_path / "adapter-best")

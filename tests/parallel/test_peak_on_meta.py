@@ -165,7 +165,7 @@ def as_on_an_h200(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(choosing, "_CHOSEN", {})
     patch.setattr(choosing, "_WRONG", {})
     patch.setattr(choosing, "device_key", lambda device: "nvidia-h200")
-    patch.setattr(choosing, "rows_of", lambda *_: [])
+    patch.setattr(choosing, "record_rows", lambda *_: [])
     real = choosing._choose
 
     def on_cuda(op, device, dtype, bucket, impl):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from unfreeze.core.rows import Rows
-from unfreeze.kernels.adamw import Rule, Update
+from unfreeze.kernels.adamw import AdamWRule, AdamWUpdate
 from unfreeze.parallel.plan import MOMENT_BYTES
 from unfreeze.train.moments import (
     BLOCK,
@@ -111,8 +111,8 @@ def updated(shape, rows=None, steps=3):
     state = Int8("experts.up_A", master, first=rows.first)
     for step in range(1, steps + 1):
         gradient = torch.randn(shape, generator=generator(step)) * torch.logspace(-3, 0, shape[-1])
-        update = Update(master, gradient[rows.slice], *[torch.empty(0)] * 2, None, 0.0, step)
-        state.update(update, Rule(1e-2, (0.9, 0.95), 1e-8, 1.0), "auto")
+        update = AdamWUpdate(master, gradient[rows.slice], *[torch.empty(0)] * 2, None, 0.0, step)
+        state.update(update, AdamWRule(1e-2, (0.9, 0.95), 1e-8, 1.0), "auto")
     return master, state
 
 

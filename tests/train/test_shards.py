@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from unfreeze.core.errors import CheckpointError
 from unfreeze.core.rows import Rows, share
 from unfreeze.train.moments import BLOCK, Int8, Uncut
-from unfreeze.train.shards import Saved, dealt, file_name, write_part
+from unfreeze.train.shards import SavedShards, dealt, file_name, write_part
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, forkserver: Any) -> tuple[Pat
     return folder, json.loads(process.stdout.splitlines()[-1])
 
 
-def saved_at(save: Path) -> Saved:
-    return Saved(save, json.loads((save / "state.json").read_text()).get("files"))
+def saved_at(save: Path) -> SavedShards:
+    return SavedShards(save, json.loads((save / "state.json").read_text()).get("files"))
 
 
 @pytest.mark.parametrize("kind", ["float32", "half"])
@@ -100,14 +100,14 @@ def test_control_arm_files_under_the_final_name_are_read_half(runs):
 # ----------------------------------------------------------------------- the files
 
 
-def written_by(folder: Path, processes: int, whole: torch.Tensor, name: str = "model.w") -> Saved:
+def written_by(folder: Path, processes: int, whole: torch.Tensor, name: str = "model.w") -> SavedShards:
     """A save in which each of so many processes has its rows of one tensor."""
     files = {}
     for index in range(processes):
         rows = share(len(whole), index, processes)
         file = file_name(index, processes)
         files[file] = write_part(folder / file, {name: whole[rows.slice]}, {name: rows})
-    return Saved(folder, files)
+    return SavedShards(folder, files)
 
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 5])
@@ -141,13 +141,13 @@ def test_a_file_that_is_gone_short_or_of_another_save_is_named(tmp_path: Path):
     second = tmp_path / file_name(1, 2)
     one = {file_name(0, 2): files[file_name(0, 2)]}
     with pytest.raises(CheckpointError, match=r"rows 2 to 3 of model.w are in no file"):
-        Saved(tmp_path, one).read("model.w", torch.zeros(4, 3))
+        SavedShards(tmp_path, one).read("model.w", torch.zeros(4, 3))
     second.write_bytes(second.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match=r"tensors-00002-of-00002.safetensors cannot be read: it has"):
-        Saved(tmp_path, files)
+        SavedShards(tmp_path, files)
     second.unlink()
     with pytest.raises(CheckpointError, match=r"tensors-00002-of-00002.safetensors cannot be read"):
-        Saved(tmp_path, files)
+        SavedShards(tmp_path, files)
 
 
 @pytest.mark.parametrize("said", ["no json", '{"model.w": [0, 2]}', '{"model.w": [3, 2, 4]}', "[]"])
@@ -157,7 +157,7 @@ def test_rows_in_a_header_that_are_none_are_refused(tmp_path: Path, said: str):
     file = tmp_path / file_name(0, 1)
     save_file({"model.w": torch.zeros(2, 3)}, file, {"rows": said})
     with pytest.raises(CheckpointError, match="cannot be read: its rows"):
-        Saved(tmp_path, {file.name: file.stat().st_size})
+        SavedShards(tmp_path, {file.name: file.stat().st_size})
 
 
 def test_scales_are_rows_and_those_of_narrow_rows_are_uncut():
@@ -179,11 +179,11 @@ def test_int8_moments_of_an_earlier_version_are_refused_by_name(tmp_path: Path):
     with pytest.raises(
         CheckpointError, match=r"exp_avg_scale.w is .* \[5\], this model has .* \[8\]"
     ) as raised:
-        Saved(tmp_path).read("optimizer.exp_avg_scale.w", now)
+        SavedShards(tmp_path).read("optimizer.exp_avg_scale.w", now)
     assert "an earlier version with --optimizer.moments int8" in raised.value.next
     save_file({"optimizer.exp_avg_scale.w": torch.ones(8)}, tmp_path / "tensors.safetensors")
     same = Int8("w", torch.zeros(4, 2 * BLOCK)).exp_avg_scale
-    assert Saved(tmp_path).read("optimizer.exp_avg_scale.w", same).tolist() == [1.0] * 8
+    assert SavedShards(tmp_path).read("optimizer.exp_avg_scale.w", same).tolist() == [1.0] * 8
 
 
 def test_what_all_hold_is_dealt_so_that_all_write_about_as_much():

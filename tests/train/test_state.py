@@ -24,7 +24,7 @@ from unfreeze.train.fit import fit
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run, latest, saves
 from unfreeze.train.schedule import Schedule
-from unfreeze.train.shards import Saved
+from unfreeze.train.shards import SavedShards
 from unfreeze.train.state import State, load_best, save, start_or_resume
 from unfreeze.train.timer import Saves
 
@@ -183,7 +183,7 @@ def test_control_arm_a_loader_that_forgives_a_missing_part_gives_other_losses(
     """What the refusal above is for: the usual "load what is there" goes on without a word, with other
     numbers."""
 
-    def forgiving(source: Saved, live: dict[str, torch.Tensor], parts: object) -> None:
+    def forgiving(source: SavedShards, live: dict[str, torch.Tensor], parts: object) -> None:
         saved = load_file(source.path)
         with torch.no_grad():
             for name in saved.keys() & live.keys():

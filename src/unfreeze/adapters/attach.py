@@ -17,7 +17,7 @@ from unfreeze.config.lora import LoraConfig
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.targets import Candidate, candidates, chosen_by
+from unfreeze.models.targets import TargetCandidate, candidates, chosen_by
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def attach(
 
 
 def put_adapter(
-    candidate: Candidate,
+    candidate: TargetCandidate,
     projections: frozenset[str],
     rank_of: Callable[[str], int],
     scale_of: Callable[[str], float],

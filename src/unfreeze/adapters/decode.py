@@ -21,14 +21,14 @@ from unfreeze.checkpoint import nested
 from unfreeze.config.adapter import named_parameters, rank_and_scale
 from unfreeze.core.errors import AdapterError, nearest
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.targets import Candidate, candidates
+from unfreeze.models.targets import TargetCandidate, candidates
 
 KEY = re.compile(r"(?P<name>.+)\.lora_(?P<half>[AB])(\.default)?(\.weight)?$")
 EXPERT = re.compile(r"(?P<site>.+\.experts)\.(?P<number>\d+)\.(?P<projection>gate_proj|up_proj|down_proj)$")
 
 
 @dataclass(frozen=True)
-class Pair:
+class FactorPair:
     """The two tensors of one name in the file, and the scale that adapter_config.json gives them."""
 
     A: Tensor
@@ -40,7 +40,7 @@ class Pair:
 class Decoded:
     """What one site of the model gets: the adapter's parameters by name, its ranks and scales."""
 
-    candidate: Candidate
+    candidate: TargetCandidate
     state: dict[str, Tensor] = field(default_factory=dict)
     scale: float = 0.0
     down_scale: float = 0.0
@@ -56,7 +56,7 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
     faults = [f"{name} is unknown{nearest(name, known)}" for name in unknown]
 
     # pairs whose rank is that of adapter_config.json
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, FactorPair] = {}
     for name, half in halves.items():
         if set(half) != {"A", "B"}:
             faults.append(f"{name} has lora_{next(iter(half))} but no lora_{'B' if 'A' in half else 'A'}")
@@ -71,7 +71,7 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
                 " columns in B"
             )
             continue
-        pairs[name] = Pair(half["A"], half["B"], scale)
+        pairs[name] = FactorPair(half["A"], half["B"], scale)
 
     # pairs of a site together; everything that does not fit is one error
     decoded = _assemble(config, pairs, known, faults, always_swapped=swapped(model))
@@ -88,7 +88,7 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 def _halves(
-    tensors: Mapping[str, Tensor], known: Mapping[str, Candidate]
+    tensors: Mapping[str, Tensor], known: Mapping[str, TargetCandidate]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """(module name -> {"A": …, "B": …}, names that are not LoRA factors of this model)."""
     halves: dict[str, dict[str, Tensor]] = {}
@@ -103,13 +103,13 @@ def _halves(
     return halves, unknown
 
 
-def _fused_site(name: str, known: Mapping[str, Candidate]) -> str | None:
+def _fused_site(name: str, known: Mapping[str, TargetCandidate]) -> str | None:
     """The Experts that a fused name ("….experts" or "….experts.base_layer") belongs to."""
     site = name.removesuffix(".base_layer")
     return site if site in known and not isinstance(known[site].owner, Linear) else None
 
 
-def _expert_site(name: str, known: Mapping[str, Candidate]) -> str | None:
+def _expert_site(name: str, known: Mapping[str, TargetCandidate]) -> str | None:
     match = EXPERT.match(name)
     if match is None or match["site"] not in known:
         return None
@@ -120,7 +120,7 @@ def _expert_site(name: str, known: Mapping[str, Candidate]) -> str | None:
 
 
 def _pattern_name(
-    config: Mapping[str, Any], known: Mapping[str, Candidate], name: str, half: Mapping[str, Tensor]
+    config: Mapping[str, Any], known: Mapping[str, TargetCandidate], name: str, half: Mapping[str, Tensor]
 ) -> str:
     """The name that peft matches rank_pattern with: the targeted parameter's, else the module's."""
     targets = config.get("target_parameters") or []
@@ -132,7 +132,7 @@ def _pattern_name(
 
 
 def _fused_projection(
-    config: Mapping[str, Any], known: Mapping[str, Candidate], name: str, half: Mapping[str, Tensor]
+    config: Mapping[str, Any], known: Mapping[str, TargetCandidate], name: str, half: Mapping[str, Tensor]
 ) -> str:
     """Which stacked weight a fused pair adapts: gate_up_proj or down_proj.
 
@@ -152,15 +152,15 @@ def _fused_projection(
 
 def _assemble(
     config: Mapping[str, Any],
-    pairs: Mapping[str, Pair],
-    known: Mapping[str, Candidate],
+    pairs: Mapping[str, FactorPair],
+    known: Mapping[str, TargetCandidate],
     faults: list[str],
     *,
     always_swapped: bool,
 ) -> dict[str, Decoded]:
     """Pairs -> sites; appends to `faults`. always_swapped: peft swaps this model's experts (names.py)."""
     decoded: dict[str, Decoded] = {}
-    by_expert: dict[tuple[str, str], dict[int, Pair]] = {}
+    by_expert: dict[tuple[str, str], dict[int, FactorPair]] = {}
     turned = always_swapped or _is_swapped(config, pairs, known)
     for name, pair in pairs.items():
         match = EXPERT.match(name)
@@ -194,14 +194,16 @@ def _assemble(
     return decoded
 
 
-def _mismatch(name: str, pair: Pair, in_features: int, out_features: int) -> str:
+def _mismatch(name: str, pair: FactorPair, in_features: int, out_features: int) -> str:
     return (
         f"{name} has A {tuple(pair.A.shape)} and B {tuple(pair.B.shape)}, but the layer maps {in_features} ->"
         f" {out_features}"
     )
 
 
-def _is_swapped(config: Mapping[str, Any], pairs: Mapping[str, Pair], known: Mapping[str, Candidate]) -> bool:
+def _is_swapped(
+    config: Mapping[str, Any], pairs: Mapping[str, FactorPair], known: Mapping[str, TargetCandidate]
+) -> bool:
     """Whether the fused experts' A is (E·r, out) and B (in, r·E), as peft 0.18 wrote them.
 
     The shapes of square layers are the same either way; then peft_version decides.
@@ -220,13 +222,13 @@ def _is_swapped(config: Mapping[str, Any], pairs: Mapping[str, Pair], known: Map
     return unclear and str(config.get("peft_version", "")).startswith(("0.17", "0.18"))
 
 
-def _fused_sizes(candidate: Candidate, projection: str) -> tuple[int, int]:
+def _fused_sizes(candidate: TargetCandidate, projection: str) -> tuple[int, int]:
     owner: Any = candidate.owner
     D, I = owner.hidden_size, owner.intermediate_size
     return (D, 2 * I) if projection == "gate_up_proj" else (I, D)
 
 
-def _fused(target: Decoded, projection: str, pair: Pair, swapped: bool, faults: list[str]) -> None:
+def _fused(target: Decoded, projection: str, pair: FactorPair, swapped: bool, faults: list[str]) -> None:
     """A (E·r, in), the expert slowest, and B (out, r·E), the expert fastest -> [E, r, in] and [E, out, r]."""
     owner: Any = target.candidate.owner
     E = owner.num_experts
@@ -273,7 +275,7 @@ def _used_rank(A: Tensor, B: Tensor) -> int:
 
 
 def _stacked(
-    candidate: Candidate, by_projection: Mapping[str, Mapping[int, Pair]], faults: list[str]
+    candidate: TargetCandidate, by_projection: Mapping[str, Mapping[int, FactorPair]], faults: list[str]
 ) -> Decoded:
     """Two-dimensional pairs of every expert -> stacked factors."""
     owner: Any = candidate.owner

@@ -121,7 +121,7 @@ class Over:
 
 
 @dataclass
-class Site:
+class ReceiptSite:
     """What is known of a site, or of one projection of all E experts of a layer.
 
     Tensors are bool [1], or [E]; then `name` has a * for the expert.
@@ -198,13 +198,13 @@ def make_receipt(
 
 def _measured(
     weights: Mapping[str, Tensor], gradient: Gradient, before: Snapshot, reach: Reach, over: Over
-) -> tuple[dict[str, Site], dict[str, list[float]]]:
+) -> tuple[dict[str, ReceiptSite], dict[str, list[float]]]:
     """Gradient and movement of what trains here: (its sites, its groups).
 
     Of a group [trained parameters, gradient², movement²], of which several processes may hold the same.
     """
     squares: dict[str, list[float]] = {}
-    sites: dict[str, Site] = {}
+    sites: dict[str, ReceiptSite] = {}
     for name, weight in weights.items():
         group, (rows, copies) = group_of(name), over.part(name)
         own = squares.setdefault(group, [0.0, 0.0, 0.0])
@@ -222,7 +222,7 @@ def _measured(
             if site not in sites:
                 none = torch.zeros(count, dtype=torch.bool, device=weight.device)
                 reached = reach.of(owner, count, weight.device, bias=site.endswith(".bias"))
-                sites[site] = Site(group, site, reached, none, none.clone(), none.clone())
+                sites[site] = ReceiptSite(group, site, reached, none, none.clone(), none.clone())
             if g is not None and part.numel():
                 largest = part.flatten(1).abs().amax(1).float()
                 sites[site].had[here] |= largest > 0
@@ -233,7 +233,7 @@ def _measured(
     return sites, squares
 
 
-def _count(groups: Groups, sites: Sequence[Site]) -> None:
+def _count(groups: Groups, sites: Sequence[ReceiptSite]) -> None:
     """Into the groups: sites, those reached and moved, and experts that had a gradient in any matrix."""
     experts: dict[str, Tensor] = {}  # layer -> which
     for site in sites:
@@ -268,7 +268,7 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         yield f"{experts}.*.down_proj", experts, weight
 
 
-def _silent(site: Site, model: Decoder, before: Snapshot, over: Over) -> Tensor:
+def _silent(site: ReceiptSite, model: Decoder, before: Snapshot, over: Over) -> Tensor:
     """Of the experts held here those that have another matrix of zeros only (pruned ones), where one has no
     gradient.
 
@@ -309,7 +309,7 @@ def _all_zero(experts: Experts, name: str, part: str, e: int, before: Snapshot) 
     return not bool(weight.any())
 
 
-def _exceptions(site: Site) -> Iterator[dict[str, Any]]:
+def _exceptions(site: ReceiptSite) -> Iterator[dict[str, Any]]:
     """The site's entries in the list of exceptions.
 
     Experts are ranges: "model.layers.1.mlp.experts.0-7,12.down_proj".

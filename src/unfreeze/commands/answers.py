@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.parse import writing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DataError
-from unfreeze.job.opening.device import load, say
+from unfreeze.job.opening.device import load_shown, say
 from unfreeze.teach.address import is_url, refuse_without_library
-from unfreeze.teach.answers import Answer, Answers, Ask
+from unfreeze.teach.answers import Answer, Ask, TeacherAnswers
 from unfreeze.teach.budget import Budget, Price
 from unfreeze.teach.chat import ChatEndpoint, most_tokens
 
@@ -38,7 +38,7 @@ def answer_rows(config: Config, common: Common) -> dict[str, Any]:
     rows = _rows(Path(config.data))
     if not url:  # the dtype itself stands in each record
         config = config.model_copy(update={"dtype": _dtype(config)})
-    answers = Answers(out, _source(config, url))
+    answers = TeacherAnswers(out, _source(config, url))
     missing = answers.missing(rows)
     tell = say(common)
     if missing and len(missing) < len(rows):
@@ -112,7 +112,7 @@ def _from_server(config: Config, missing: Sequence[Conversation], common: Common
 
 def _from_model(config: Config, common: Common) -> Ask:
     """A model's answers, in memory here. A batch's draws depend on the seed and its first row alone."""
-    model = load(config.model, config.dtype, config.device, common, config.base)
+    model = load_shown(config.model, config.dtype, config.device, common, config.base)
     options: Any = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "stop"})
 
     def ask(rows: Sequence[Conversation]) -> list[Answer | Exception]:

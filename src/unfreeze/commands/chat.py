@@ -21,7 +21,7 @@ from unfreeze.config.device import Device
 from unfreeze.config.parse import Files, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
 from unfreeze.core.errors import UserError
-from unfreeze.job.opening.device import load
+from unfreeze.job.opening.device import load_shown
 
 if TYPE_CHECKING:
     from unfreeze.generate.model import Model
@@ -58,12 +58,12 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     asks = "type it when chat asks, or: unfreeze generate RUN --mode chat --prompt …"
     refuse_second(arguments, "a question is no argument", asks)
     config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
-    more = [(name_of(source), adapter_folder(source)) for source in config.adapters]
-    model = load(config.model, config.dtype, config.device, common, config.base)
+    more = [(model_name(source), adapter_folder(source)) for source in config.adapters]
+    model = load_shown(config.model, config.dtype, config.device, common, config.base)
     settings = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "seed"})
     from unfreeze.generate.switch import Switch
 
-    switch = Switch(model.decoder, name_of(config.model))
+    switch = Switch(model.decoder, model_name(config.model))
     first = switch.now
     for name, folder in more:
         switch.load(name, folder)
@@ -80,7 +80,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     return {"messages": talk.messages}
 
 
-def name_of(source: str) -> str:
+def model_name(source: str) -> str:
     """What an adapter is called: its run's folder, or its own."""
     path = Path(source).resolve()
     return path.parent.name if path.name == "adapter" else path.name

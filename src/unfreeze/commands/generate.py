@@ -16,7 +16,7 @@ from unfreeze.config.endpoint import EndpointConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
-from unfreeze.job.opening.device import load, say
+from unfreeze.job.opening.device import load_shown, say
 
 if TYPE_CHECKING:
     from unfreeze.generate.engine import Completion
@@ -83,7 +83,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "mode chat takes a text; tokens are continued as they are", next="--prompt TEXT --mode chat"
         )
-    model = load(config.model, config.dtype, config.device, common, config.base)
+    model = load_shown(config.model, config.dtype, config.device, common, config.base)
     as_chat = config.mode == "chat" or (config.mode == "auto" and model.has_chat_template)
     if model.has_chat_template and not config.tokens:
         how = (

@@ -25,7 +25,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
 from unfreeze.job.doctor.checks import examine
-from unfreeze.job.planning.proposal import Choice, Proposal
+from unfreeze.job.planning.proposal import Proposal, ProposedField
 from unfreeze.recipes import sft
 
 
@@ -117,7 +117,7 @@ def findings(file: str) -> list[str]:
     return said
 
 
-def written(config: Config, choices: Sequence[Choice]) -> str:
+def written(config: Config, choices: Sequence[ProposedField]) -> str:
     """The file: tables of keys, each with its reason beside it."""
     files: Any = config.data[0] if len(config.data) == 1 else list(config.data)
     renames = dict(column.split("=", 1) for column in config.columns)

@@ -95,7 +95,7 @@ def chosen_ops(config: Listed) -> dict[str, Op]:
     """The ops by name, all of them if none is named. Raises ConfigError for an unknown name."""
     from unfreeze.kernels.choice import ops
 
-    return {name: ops.load(name) for name in config.op or ops.OPS}
+    return {name: ops.import_op(name) for name in config.op or ops.OPS}
 
 
 def measurable_cells(ops: dict[str, Op]) -> list[Cell]:
@@ -266,9 +266,9 @@ def listing(config: Shown, common: Common) -> dict[str, Any]:
 
 def standing(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Each candidate: why it cannot run here, or what its record says."""
-    from unfreeze.kernels.choice.record import rows_of
+    from unfreeze.kernels.choice.record import record_rows
 
-    rows = {row["candidate"]: row for row in rows_of(op, device, dtype, case.bucket)}
+    rows = {row["candidate"]: row for row in record_rows(op, device, dtype, case.bucket)}
     said = {}
     for name, candidate in op.candidates.items():
         refused, row = candidate.refuses(device.type, dtype), rows.get(name)

@@ -16,7 +16,7 @@ from unfreeze.config.adapter import adapter_folder
 from unfreeze.core.errors import AdapterError
 from unfreeze.core.units import format_bytes
 from unfreeze.objectives.preference import WITHOUT_REFERENCE
-from unfreeze.teach.compares import loss_of, minimised
+from unfreeze.teach.compares import compared_loss, minimised
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
         sum(int(batch.weights_T.gt(0).sum()) for batch in batches),
         len(examples),
         error_of(gains, without.counts) if len(gains) > 1 else 0.0,
-        loss_of(asked) if asked else "",
+        compared_loss(asked) if asked else "",
     )
 
 

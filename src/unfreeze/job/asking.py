@@ -39,7 +39,7 @@ BLOCK = 128  # rows whose logits exist at once
 SAMPLED = 256  # tensors at most, of whose bytes the first 4096 tell one teacher from another
 
 
-def prepare(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
+def ask_ahead(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
     """-> teacher: the folder; documents, tokens, bytes, bytes_per_token; asked: how many were new."""
     teacher, url = parts.second, is_url(config.teacher)
     if not url and (not isinstance(teacher, Asked) or config.teacher == BASE or is_store(config.teacher)):

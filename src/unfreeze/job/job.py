@@ -26,13 +26,13 @@ from unfreeze.job.end.written import is_noted, note
 from unfreeze.job.opening.device import pick_device, say
 from unfreeze.job.opening.kernels import KernelChoices
 from unfreeze.job.opening.precision import expected, settled
-from unfreeze.job.opening.processes import alone, opened_start, refuse_uneven, together
+from unfreeze.job.opening.processes import agreed_together, alone, opened_start, refuse_uneven
 from unfreeze.job.opening.streaming import saved_before
 from unfreeze.job.parts import Parts
 from unfreeze.job.planning.plan import as_it_began
 from unfreeze.job.planning.residency import transfers_of
 from unfreeze.job.planning.shortage import refused_when_short
-from unfreeze.job.setup import Placed, Rows, Setup, begun, encoded, opened, placed, planned, watched
+from unfreeze.job.setup import EncodedData, Placed, Setup, begun, encoded, opened, placed, planned, watched
 from unfreeze.job.watch.receipts import receipt_of
 from unfreeze.job.watch.validation import best_is_written, write_best
 
@@ -75,7 +75,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
         plans: list[Plan] = []
         with refused_when_short(plans), ExitStack() as stack:
             group = stack.enter_context(open_group(device))
-            config, start = manifest or together(config, parts, common, group)
+            config, start = manifest or agreed_together(config, parts, common, group)
             config, dtype = settled(as_it_began(config, group), start, device, group)
             with no_target_first(config, parts, common):
                 folder = stack.enter_context(live(config, common, parts.recipe, command, group))
@@ -85,7 +85,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
             if group.any(is_written(folder, parts)):
                 group.on_rank0(lambda: refuse_other_data(config.data, folder))
                 return group.on_rank0(lambda: end(already_finished=True)) or {}
-            job = prepare(config, parts, common, device, group, folder, dtype, start, plans)
+            job = open_job(config, parts, common, device, group, folder, dtype, start, plans)
             job.write(finished=job.fit())
             return group.on_rank0(lambda: end(best=job.state.best)) or {}
 
@@ -130,7 +130,7 @@ class Job:
     """A run that is ready for its next step."""
 
     setup: Setup
-    rows: Rows
+    rows: EncodedData
     layout: Layout
     placed: Placed
     source: Source
@@ -224,7 +224,7 @@ class Job:
             write_best(self.state, best_of(folder, setup.parts), write)
 
 
-def prepare(
+def open_job(
     config: TrainingConfig,
     parts: Parts,
     common: Common,

@@ -20,10 +20,10 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.end.folder import SAME_CALL, live
 from unfreeze.job.end.result import finish
-from unfreeze.job.job import Job, is_written, prepare, target_of
+from unfreeze.job.job import Job, is_written, open_job, target_of
 from unfreeze.job.opening.device import pick_device
 from unfreeze.job.opening.precision import settled
-from unfreeze.job.opening.processes import alone, refuse_uneven, together
+from unfreeze.job.opening.processes import agreed_together, alone, refuse_uneven
 from unfreeze.job.parts import Parts
 from unfreeze.job.planning.plan import as_it_began
 
@@ -55,7 +55,7 @@ class Loop:
         self._cursor: Cursor = {}
         with self._stack as opening:
             group = opening.enter_context(open_group(device))
-            config, start = begun or together(config, parts, common, group)
+            config, start = begun or agreed_together(config, parts, common, group)
             config, dtype = settled(as_it_began(config, group), start, device, group)
             folder = opening.enter_context(live(config, common, parts.recipe, "", group))
             if group.any(is_written(folder, parts)):
@@ -63,7 +63,7 @@ class Loop:
                     f"{folder.path} is finished; nothing is left to train",
                     next="more epochs or steps, or another out",
                 )
-            self.job: Job = prepare(config, parts, common, device, group, folder, dtype, start)
+            self.job: Job = open_job(config, parts, common, device, group, folder, dtype, start)
             self._stack = opening.pop_all()  # all went well: closed by close()
         self._hooks, self._judge = self.job.hooks(), parts.judge(self.job)
         self._timer = SaveTimer(config.save.minutes)

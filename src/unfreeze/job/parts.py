@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
     from unfreeze.data import Cursor, Source
     from unfreeze.job.job import Job
-    from unfreeze.job.setup import Placed, Rows, Setup
+    from unfreeze.job.setup import EncodedData, Placed, Setup
     from unfreeze.models import Decoder
     from unfreeze.parallel.plan import Plan
     from unfreeze.train.fit import OnStep
@@ -60,7 +60,7 @@ class Parts:
     on_step: Sequence[OnStep] = ()
     second: Second | None = None
     heldout: Heldout | None = None
-    source: Callable[[Setup, Rows, Placed, Cursor | None], Source] = encoded_rows
+    source: Callable[[Setup, EncodedData, Placed, Cursor | None], Source] = encoded_rows
     metrics: Sequence[Metric] = OF_TOKENS
     judge: Callable[[Job], Judge] = spike_guard
     plan_check: Callable[[Plan], None] = lambda plan: None

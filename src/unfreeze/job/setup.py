@@ -33,10 +33,10 @@ from unfreeze.job.data import (
 )
 from unfreeze.job.end.folder import write_resolved
 from unfreeze.job.end.resume import refuse_other_base
-from unfreeze.job.end.written import forget
+from unfreeze.job.end.written import forget_written
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.kernels import predicted_ops, settle_kernels
-from unfreeze.job.opening.loading import load, load_divided
+from unfreeze.job.opening.loading import load_divided, load_weights
 from unfreeze.job.opening.precision import dtype_line, warn_slow
 from unfreeze.job.opening.processes import start_of
 from unfreeze.job.opening.streaming import Followed
@@ -103,7 +103,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Rows:
+class EncodedData:
     """The run's documents. followed: what tells the account of those that are encoded beside training."""
 
     dataset: Dataset
@@ -152,7 +152,7 @@ def opened(
     return setup
 
 
-def encoded(setup: Setup) -> Rows:
+def encoded(setup: Setup) -> EncodedData:
     """The rows as tokens and weights, with their account."""
     config, parts = setup.config, setup.parts
     dataset, followed = encode(
@@ -170,10 +170,10 @@ def encoded(setup: Setup) -> Rows:
     refuse_other_rows(setup.folder, dataset.validation, config.data)
     if parts.second is not None:
         parts.second.known(dataset.examples)
-    return Rows(dataset, followed)
+    return EncodedData(dataset, followed)
 
 
-def planned(setup: Setup, rows: Rows) -> tuple[Plan, Decoder]:
+def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     """(the plan, the same on all processes; the model on meta). Raises DoesNotFit with the arithmetic."""
     config, parts, folder, group = setup.config, setup.parts, setup.folder, setup.group
     dtype = setup.dtype.name
@@ -207,7 +207,7 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     if layout.sharded:
         model, held = load_divided(setup.start, config, *where, group)
     else:
-        model = load(setup.start, config, *where, mesh, layout, model)
+        model = load_weights(setup.start, config, *where, mesh, layout, model)
     keep_boundary(model, layout, setup.device)
     parts.trained.attach(model)
     objective = parts.objective
@@ -219,7 +219,7 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     return Placed(model, speaker, mesh, held, objective)
 
 
-def begun(setup: Setup, rows: Rows, plan: Plan, at: Placed) -> tuple[Source, State]:
+def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Source, State]:
     """The order of the data, the optimizer and the schedule: new, or from where the last save was."""
     from unfreeze.train.state import start_or_resume
 
@@ -244,12 +244,12 @@ def begun(setup: Setup, rows: Rows, plan: Plan, at: Placed) -> tuple[Source, Sta
     length, device = longest_of(setup), str(setup.device)
     write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=device)
     if not state.finished:
-        setup.group.on_rank0(lambda: forget(folder.path))
+        setup.group.on_rank0(lambda: forget_written(folder.path))
     return source, state
 
 
 def watched(
-    setup: Setup, rows: Rows, plan: Plan, at: Placed, state: State
+    setup: Setup, rows: EncodedData, plan: Plan, at: Placed, state: State
 ) -> tuple[Samples, list[Validation]]:
     """What looks at the model between steps: sample answers, and the loss of held-out rows."""
     config, parts, dataset = setup.config, setup.parts, rows.dataset

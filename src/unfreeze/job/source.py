@@ -14,10 +14,10 @@ from unfreeze.teach.second import Beginning
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
     from unfreeze.data import Batches, Cursor, Source
-    from unfreeze.job.setup import Placed, Rows, Setup
+    from unfreeze.job.setup import EncodedData, Placed, Setup
 
 
-def encoded_rows(setup: Setup, rows: Rows, at: Placed, start: Cursor | None) -> Batches:
+def encoded_rows(setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None) -> Batches:
     """The documents of the data files, packed, from the cursor `start` on."""
     config = setup.config
     return batches_in(
@@ -32,7 +32,7 @@ def encoded_rows(setup: Setup, rows: Rows, at: Placed, start: Cursor | None) -> 
 
 
 def own_answers(
-    on_policy: OnPolicy, setup: Setup, rows: Rows, at: Placed, start: Cursor | None
+    on_policy: OnPolicy, setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None
 ) -> OwnAnswers:
     """The encoded rows, with the student's own answers in a share of the steps."""
 
@@ -43,7 +43,7 @@ def own_answers(
     return OwnAnswers(source, on_policy, at.speaker.engine, step=step, group=setup.group, tell=tell)
 
 
-def with_second(setup: Setup, rows: Rows, at: Placed, source: Source, steps: int) -> Source:
+def with_second(setup: Setup, rows: EncodedData, at: Placed, source: Source, steps: int) -> Source:
     """The source with what the run's second model adds to it."""
     config, second, dataset = setup.config, setup.parts.second, rows.dataset
     if second is None:

@@ -18,7 +18,7 @@ NAMED_TARGETS = ("all-linear", "experts", "attention", "mlp", "shared_experts")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class TargetCandidate:
     """A module that can carry an adapter. `owner.adapter` is where it goes."""
 
     name: str
@@ -35,15 +35,15 @@ class Candidate:
         )
 
 
-def candidates(model: nn.Module) -> list[Candidate]:
+def candidates(model: nn.Module) -> list[TargetCandidate]:
     """Every module that can carry an adapter, in the model's order."""
     found = [
         (name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Experts))
     ]
-    return [Candidate(name, group_of(name), module) for name, module in found]
+    return [TargetCandidate(name, group_of(name), module) for name, module in found]
 
 
-def chosen_by(config: LoraConfig, model: nn.Module) -> dict[str, tuple[Candidate, frozenset[str]]]:
+def chosen_by(config: LoraConfig, model: nn.Module) -> dict[str, tuple[TargetCandidate, frozenset[str]]]:
     """`resolve` of the config's targets.
 
     Raises AdapterError also where experts_rank is given and no routed expert would be adapted.
@@ -66,14 +66,14 @@ def chosen_by(config: LoraConfig, model: nn.Module) -> dict[str, tuple[Candidate
     return chosen
 
 
-def resolve(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[Candidate, frozenset[str]]]:
+def resolve(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[TargetCandidate, frozenset[str]]]:
     """name -> (candidate, its matched projections), for targets as LoraConfig describes them.
 
     A name without wildcards matches as PEFT's do: the whole name or its end after a dot ("q_proj").
     Raises AdapterError for a target that matches nothing, naming the nearest name that would.
     """
     known = candidates(model)
-    chosen: dict[str, tuple[Candidate, frozenset[str]]] = {}
+    chosen: dict[str, tuple[TargetCandidate, frozenset[str]]] = {}
     for target in targets:
         matches = [(c, frozenset(p for p in c.projections if _matches(target, c, p))) for c in known]
         matches = [(c, projections) for c, projections in matches if projections]
@@ -97,7 +97,7 @@ def targets_of(kept: Collection[str], model: nn.Module) -> list[str]:
     return list(dict.fromkeys(name for names in named for name in names))
 
 
-def _matches(target: str, candidate: Candidate, projection: str) -> bool:
+def _matches(target: str, candidate: TargetCandidate, projection: str) -> bool:
     if target == "all-linear":
         return candidate.group not in ("lm_head", "embeddings", "router")
     if target in NAMED_TARGETS:
@@ -108,7 +108,7 @@ def _matches(target: str, candidate: Candidate, projection: str) -> bool:
     return any(name == target or name.endswith("." + target) for name in names)
 
 
-def _unmatched(target: str, known: Sequence[Candidate], model: nn.Module) -> AdapterError:
+def _unmatched(target: str, known: Sequence[TargetCandidate], model: nn.Module) -> AdapterError:
     if target in NAMED_TARGETS:
         groups = ", ".join(sorted({c.group for c in known} - {"lm_head"}))
         return AdapterError(

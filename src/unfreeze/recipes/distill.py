@@ -41,9 +41,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Parse, train, report. -> what sft gives."""
     config = parse(Config, arguments, command="distill", description=__doc__ or "")
     if config.prepare:
-        from unfreeze.job.asking import prepare  # it needs numpy
+        from unfreeze.job.asking import ask_ahead  # it needs numpy
 
-        return prepare(config, parts(config), common)
+        return ask_ahead(config, parts(config), common)
     return train(config, common, typed("distill", arguments))
 
 

@@ -21,7 +21,7 @@ from unfreeze.job.parts import Parts
 from unfreeze.job.watch.signs import Signs
 from unfreeze.objectives.preference import WITHOUT_REFERENCE
 from unfreeze.recipes import sft
-from unfreeze.teach.compares import answers_of, loss_of, minimised, reference_model
+from unfreeze.teach.compares import answers_of, compared_loss, minimised, reference_model
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
@@ -55,7 +55,7 @@ def parts(config: Config) -> Parts:
         encoding=encoding,
         metrics=OF_ANSWERS,
         second=second,
-        said=[] if second else [f"compares: {loss_of(asked)}, without a reference"],
+        said=[] if second else [f"compares: {compared_loss(asked)}, without a reference"],
         heldout=_heldout,
         on_step=(Signs(0.0 if asked.loss in WITHOUT_REFERENCE else asked.beta),),
     )

@@ -54,7 +54,7 @@ class Written:
     left_out: int
 
 
-class Answers:
+class TeacherAnswers:
     """The file of answers to some rows.
 
     out       the file; answers that are cut or empty go to <out>.left-out.jsonl, so that they aren't asked

@@ -28,10 +28,10 @@ def reference_model(config: Config) -> Second | None:
     if asked.loss in WITHOUT_REFERENCE:
         return None
     if asked.reference == "live":
-        return AsBegun(reference_of(config), against, loss=loss_of(asked))
+        return AsBegun(reference_of(config), against, loss=compared_loss(asked))
     from unfreeze.teach.kept import Kept  # it needs numpy
 
-    return Kept(reference_of(config), against, loss=loss_of(asked))
+    return Kept(reference_of(config), against, loss=compared_loss(asked))
 
 
 def minimised(asked: Preference) -> partial[Loss]:
@@ -53,7 +53,7 @@ def answers_of(asked: Preference) -> Answers:
     return "labels" if asked.loss == "kto" else "pairs"
 
 
-def loss_of(asked: Preference) -> str:
+def compared_loss(asked: Preference) -> str:
     """What is minimised, in words: 'dpo, beta 0.1, nll 0.2'."""
     words = [asked.loss, f"beta {asked.beta:g}"]
     words += [f"gamma {asked.gamma:g}"] * (asked.loss == "simpo")

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.core.rows import Rows
-from unfreeze.kernels.adamw import Rule, Update, adamw
+from unfreeze.kernels.adamw import AdamWRule, AdamWUpdate, adamw
 
 Moments = Literal["float32", "int8"]
 BLOCK = 256
@@ -104,7 +104,7 @@ class Int8:
         scales = Rows(rows.first * each, rows.last * each, rows.of * each) if self._by_rows else Uncut(rows)
         return {"exp_avg": rows, "exp_avg_sq": rows, "exp_avg_scale": scales, "exp_avg_sq_scale": scales}
 
-    def update(self, update: Update, rule: Rule, impl: str) -> None:
+    def update(self, update: AdamWUpdate, rule: AdamWRule, impl: str) -> None:
         """Piece by piece: moments to float32, the step, back to codes."""
         flat = replace(update, master=update.master.view(-1), gradient=update.gradient.reshape(-1))
         weight = None if update.weight is None else update.weight.view(-1)

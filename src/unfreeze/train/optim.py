@@ -264,9 +264,9 @@ class AdamW:
         self.refuse_non_finite(norm)
         # 1e-6 as in torch.nn.utils.clip_grad_norm_
         scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
-        rule = kernel.Rule(learning_rate, self._betas, self._eps, scale)
+        rule = kernel.AdamWRule(learning_rate, self._betas, self._eps, scale)
         probe = _probe(rule) if self._on_cpu else None
-        due: dict[str, kernel.Update] = {}
+        due: dict[str, kernel.AdamWUpdate] = {}
         for name, master in self._masters.items():
             gradient, parameter, state = self.gradient(name), self.parameters[name], self._state[name]
             if gradient is None:
@@ -276,7 +276,7 @@ class AdamW:
                 continue
             weight = parameter.detach() if name in self._half else None
             decay = self._weight_decay if master.dim() >= 2 else 0.0
-            due[name] = kernel.Update(
+            due[name] = kernel.AdamWUpdate(
                 master.detach(),
                 gradient.detach(),
                 state.exp_avg,
@@ -290,7 +290,7 @@ class AdamW:
         return Update(grad_norm=norm, clip_scale=scale)
 
     def _apply(
-        self, due: Mapping[str, kernel.Update], others: list[kernel.Update], rule: kernel.Rule
+        self, due: Mapping[str, kernel.AdamWUpdate], others: list[kernel.AdamWUpdate], rule: kernel.AdamWRule
     ) -> None:
         """The updates by name, and others that have no name.
 
@@ -371,18 +371,18 @@ def _refuse_gathered(parameters: Mapping[str, nn.Parameter], held: Callable[[str
             )
 
 
-def _probe(rule: kernel.Rule) -> kernel.Update:
+def _probe(rule: kernel.AdamWRule) -> kernel.AdamWUpdate:
     """A parameter of value 0 and (clipped) gradient 1, whose first update is -lr / (1 + eps).
 
     It goes through the kernel with the others, to read back the rate that was used.
     """
     zero, one = (torch.full((1,), value, dtype=torch.float32) for value in (0.0, 1.0))
-    return kernel.Update(
+    return kernel.AdamWUpdate(
         zero, one / rule.gradient_scale, zero.clone(), zero.clone(), None, weight_decay=0.0, step=1
     )
 
 
-def _applied(probe: kernel.Update, rule: kernel.Rule) -> float:
+def _applied(probe: kernel.AdamWUpdate, rule: kernel.AdamWRule) -> float:
     """The learning rate that the probe moved by; the rate as given where float32 can tell no difference."""
     moved = -float(probe.master) * (1.0 + rule.eps)
     return rule.learning_rate if math.isclose(moved, rule.learning_rate, rel_tol=1e-5) else moved

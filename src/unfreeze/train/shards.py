@@ -70,7 +70,7 @@ class _Stored:
         return self.rows is None or len(self.rows) == self.rows.of
 
 
-class Saved:
+class SavedShards:
     """The tensors of one save, read by name and rows.
 
     path  its one file, or its folder where it has several.

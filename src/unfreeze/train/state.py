@@ -33,7 +33,7 @@ from unfreeze.train.moments import Part
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import RECORD, Run, config_hash, plain_json, read_record, save_name, saves
 from unfreeze.train.schedule import Schedule
-from unfreeze.train.shards import OLD_MOMENTS, TENSORS, Saved
+from unfreeze.train.shards import OLD_MOMENTS, TENSORS, SavedShards
 
 _RNG = "rng."
 
@@ -133,7 +133,7 @@ def start_or_resume(
         return state
     run.refuse_changes(run.saved["schedule"], plain_json(asdict(schedule)), "schedule.")
     run.refuse_changes(run.saved["optimizer"], plain_json(optimizer.settings), "optimizer.")
-    _load_tensors(Saved(run.save_path, run.saved.get("files")), state.tensors(), state.parts())
+    _load_tensors(SavedShards(run.save_path, run.saved.get("files")), state.tensors(), state.parts())
     state.step, state.cursor, state.best = run.step, run.cursor, run.saved.get("best")
     state.stale, state.heldout = run.saved.get("stale", 0), run.saved.get("heldout", {})
     state.ended = bool(run.saved.get("ended")) and not run.changed  # stopped early: only its end is left
@@ -233,7 +233,7 @@ def load_best(state: State) -> int | None:
         return None
     record = read_record(path)
     live = {name: tensor for name, tensor in state.tensors().items() if _is_weight(name)}
-    _copy(Saved(path, record.get("files")), live, state.parts())
+    _copy(SavedShards(path, record.get("files")), live, state.parts())
     return int(state.best["step"])
 
 
@@ -242,7 +242,7 @@ def _is_weight(name: str) -> bool:
     return not name.startswith("optimizer.") or name.startswith("optimizer.master.")
 
 
-def _load_tensors(saved: Saved, live: dict[str, Tensor], parts: dict[str, Part]) -> None:
+def _load_tensors(saved: SavedShards, live: dict[str, Tensor], parts: dict[str, Part]) -> None:
     """Copy a save into the live tensors, one at a time, and torch's random number generators.
 
     Every name must be on both sides, with the same shape and dtype. A half precision weight is its float32
@@ -276,7 +276,7 @@ def _master_of(name: str) -> str:
 
 
 @torch.no_grad()
-def _copy(saved: Saved, live: dict[str, Tensor], parts: dict[str, Part]) -> None:
+def _copy(saved: SavedShards, live: dict[str, Tensor], parts: dict[str, Part]) -> None:
     """Into each live tensor its rows of the saved one."""
     for name, tensor in live.items():
         part = parts.get(name)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data import Batches, Example, pack
 from unfreeze.data.packing.order import Shuffled
-from unfreeze.data.packing.packers import PACKERS, Plan
+from unfreeze.data.packing.packers import PACKERS, PackingPlan
 
 
 def documents(count: int, seed: int = 0, longest: int = 60) -> list[Example]:
@@ -276,7 +276,7 @@ def test_an_epoch_has_no_curriculum_by_length_and_an_earlier_versions_cursor_kee
     orders = {tuple(map(tuple, batches.plan(epoch))) for epoch in range(2)}
     assert len(orders) == 2 and ("batches" in batches.cursor()) is not old
     order = Shuffled(len(examples), 1)(0)
-    packed = Plan(order, PACKERS[packing](order, lengths, 384))  # the same batches, as they were begun
+    packed = PackingPlan(order, PACKERS[packing](order, lengths, 384))  # the same batches, as they were begun
     assert sorted(batches.plan(0)) == sorted(packed) and (list(batches.plan(0)) == list(packed)) is old
     with pytest.raises(ConfigError, match="cannot resume: batches changed"):
         Batches(examples, 384, seed=1, packing=packing, start={**begin, "batches": "by size"})

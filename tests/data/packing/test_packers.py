@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from unfreeze.data.packing import packers
-from unfreeze.data.packing.packers import MAX_OPEN_BATCHES, PACKERS, Plan
+from unfreeze.data.packing.packers import MAX_OPEN_BATCHES, PACKERS, PackingPlan
 
 
 def by_definition(order, lengths, capacity):
@@ -33,13 +33,15 @@ def test_first_fit_equals_its_definition(shortest, longest):
     random = np.random.default_rng(longest)
     lengths = random.integers(shortest, longest + 1, 700).tolist()
     order = random.permutation(700).tolist()
-    assert list(Plan(order, PACKERS["first_fit"](order, lengths, 100))) == by_definition(order, lengths, 100)
+    assert list(PackingPlan(order, PACKERS["first_fit"](order, lengths, 100))) == by_definition(
+        order, lengths, 100
+    )
 
 
 @pytest.mark.parametrize("packing", PACKERS)
 def test_a_plan_is_a_sequence_of_lists(packing):
     order, lengths = [3, 1, 0, 2], [4, 3, 2, 1]
-    plan = Plan(order, PACKERS[packing](order, lengths, 5))
+    plan = PackingPlan(order, PACKERS[packing](order, lengths, 5))
     lists = list(plan)
     assert sorted(index for batch in lists for index in batch) == [0, 1, 2, 3]
     assert [plan[i] for i in range(-len(plan), len(plan))] == lists * 2
@@ -50,5 +52,5 @@ def test_a_plan_is_a_sequence_of_lists(packing):
 
 
 def test_an_epoch_without_documents_has_no_batches():
-    plan = Plan([], packers.first_fit([], [3], 5))
+    plan = PackingPlan([], packers.first_fit([], [3], 5))
     assert list(plan) == [] and plan.efficiency(np.array([3]), 5) == 0

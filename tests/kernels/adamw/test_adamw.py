@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.adamw import OP, Rule, Update, adamw, bucket, reference
+from unfreeze.kernels.adamw import OP, AdamWRule, AdamWUpdate, adamw, bucket, reference
 
 # on a CPU in Triton's interpreter (conftest.py)
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
@@ -20,7 +20,7 @@ IMPLEMENTATIONS = ["reference"] + (
 SIZES = [(3, 5), (1,), (33,), (1025, 3), (65_543,)]
 
 
-def updates(half: bool, steps: int = 1, seed: int = 0, impl: str = "") -> list[Update]:
+def updates(half: bool, steps: int = 1, seed: int = 0, impl: str = "") -> list[AdamWUpdate]:
     g = torch.Generator().manual_seed(seed)
     made = []
     for number, size in enumerate(SIZES):
@@ -29,7 +29,9 @@ def updates(half: bool, steps: int = 1, seed: int = 0, impl: str = "") -> list[U
         master, gradient, m, v = (x.to(DEVICE.get(impl, "cpu")) for x in (master, gradient, m, v))
         weight = master.bfloat16() if half else None
         made.append(
-            Update(master, gradient.bfloat16() if half else gradient, m, v, weight, 0.1 * (number % 2), steps)
+            AdamWUpdate(
+                master, gradient.bfloat16() if half else gradient, m, v, weight, 0.1 * (number % 2), steps
+            )
         )
     return made
 
@@ -39,7 +41,7 @@ def towards_zero(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
 
 
-def exact(u: Update, rule: Rule) -> Tensor:
+def exact(u: AdamWUpdate, rule: AdamWRule) -> Tensor:
     """torch.optim.AdamW in float64, unfused, from the same state."""
     w = torch.nn.Parameter(u.master.double())
     oracle = torch.optim.AdamW(
@@ -64,7 +66,7 @@ def exact(u: Update, rule: Rule) -> Tensor:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("half", "steps", "scale"), itertools.product([False, True], [1, 7], [1.0, 0.25]))
 def test_a_step_equals_torchs_in_float64(impl: str, half: bool, steps: int, scale: float):
-    rule = Rule(1e-2, (0.9, 0.95), 1e-8, scale)
+    rule = AdamWRule(1e-2, (0.9, 0.95), 1e-8, scale)
     made = updates(half, steps, impl=impl)
     expected = [exact(u, rule) for u in made]
     before = [(u.gradient.clone(), u.exp_avg.abs() + (u.gradient * scale).abs()) for u in made]
@@ -83,9 +85,9 @@ def test_a_step_equals_torchs_in_float64(impl: str, half: bool, steps: int, scal
 
 def test_the_comparison_sees_a_forgotten_correction():
     """Control arm: without 1 - b2^t under the root the first steps are far too small."""
-    (u, *_), rule = updates(False), Rule(1e-2, (0.9, 0.95), 1e-8)
+    (u, *_), rule = updates(False), AdamWRule(1e-2, (0.9, 0.95), 1e-8)
     before, want = u.master.clone(), exact(u, rule)
-    adamw([u], Rule(1e-2 * (1 - 0.95) ** 0.5, (0.9, 0.95), 1e-8))
+    adamw([u], AdamWRule(1e-2 * (1 - 0.95) ** 0.5, (0.9, 0.95), 1e-8))
     assert (u.master - want).norm() > 0.5 * (before - want).norm()
 
 
@@ -101,7 +103,7 @@ def test_implementations_agree_after_many_steps(half: bool, steps: int):
                 replace(u, gradient=torch.randn(u.master.shape, generator=g).to(u.gradient), step=step)
                 for u in made
             ]
-            adamw(made, Rule(1e-3, (0.9, 0.95), 1e-8, 0.7), impl)
+            adamw(made, AdamWRule(1e-3, (0.9, 0.95), 1e-8, 0.7), impl)
         kept.append([x.cpu() for u in made for x in (u.master, u.exp_avg, u.exp_avg_sq)])
     for a, b in ((kept[0][i], other[i]) for other in kept[1:] for i in range(len(other))):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
@@ -112,7 +114,7 @@ def test_a_call_for_many_tensors_equals_calls_for_each(impl: str):
     """Of both kinds in one list, with rates and decays of their own."""
     (together, alone), rule = (
         (updates(True, 3, impl=impl) + updates(False, 7, impl=impl) for _ in range(2)),
-        Rule(1e-3, (0.9, 0.95), 1e-8),
+        AdamWRule(1e-3, (0.9, 0.95), 1e-8),
     )
     adamw(together, rule, impl)
     for u in alone:
@@ -126,8 +128,8 @@ def test_a_call_for_many_tensors_equals_calls_for_each(impl: str):
 def test_autograd_is_told_that_weights_changed():
     weight = torch.nn.Parameter(torch.ones(4))
     y = (weight * weight).sum()
-    state = Update(weight.detach(), torch.ones(4), torch.zeros(4), torch.zeros(4), None, 0.0, 1)
-    adamw([state], Rule(0.1, (0.9, 0.95), 1e-8))
+    state = AdamWUpdate(weight.detach(), torch.ones(4), torch.zeros(4), torch.zeros(4), None, 0.0, 1)
+    adamw([state], AdamWRule(0.1, (0.9, 0.95), 1e-8))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
@@ -142,7 +144,7 @@ def test_a_tensor_in_pieces_equals_it_whole(monkeypatch: pytest.MonkeyPatch, at_
         calls.append(sum(master.numel() for master in masters))
         fused(masters, *rest, **more)
 
-    whole, cut, rule = updates(True, 3), updates(True, 3), Rule(1e-3, (0.9, 0.95), 1e-8, 0.5)
+    whole, cut, rule = updates(True, 3), updates(True, 3), AdamWRule(1e-3, (0.9, 0.95), 1e-8, 0.5)
     reference.step(whole, rule)
     monkeypatch.setattr(reference, "AT_ONCE", at_once)
     monkeypatch.setattr(torch, "_fused_adamw_", counted)
@@ -154,8 +156,8 @@ def test_a_tensor_in_pieces_equals_it_whole(monkeypatch: pytest.MonkeyPatch, at_
 
 
 def test_wider_masters_and_buckets():
-    (u, *_), rule = updates(False), Rule(1e-2, (0.9, 0.95), 1e-8)
-    wide = Update(*(x.double() for x in (u.master, u.gradient, u.exp_avg, u.exp_avg_sq)), None, 0.0, 1)
+    (u, *_), rule = updates(False), AdamWRule(1e-2, (0.9, 0.95), 1e-8)
+    wide = AdamWUpdate(*(x.double() for x in (u.master, u.gradient, u.exp_avg, u.exp_avg_sq)), None, 0.0, 1)
     want = exact(wide, rule)
     adamw([wide], rule)
     torch.testing.assert_close(wide.master, want)

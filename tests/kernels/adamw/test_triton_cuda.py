@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from unfreeze.kernels.adamw import Rule, Update
+from unfreeze.kernels.adamw import AdamWRule, AdamWUpdate
 from unfreeze.kernels.loops import triton_options
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-CPU, RULE = torch.device("cpu"), Rule(1e-3, (0.9, 0.95), 1e-8)
+CPU, RULE = torch.device("cpu"), AdamWRule(1e-3, (0.9, 0.95), 1e-8)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_chunk_for_each_block_of_each_tensor(sizes, triton_cuda):
 
 def updates(sizes):
     g = torch.Generator().manual_seed(0)
-    return [Update(*(torch.rand(size, generator=g) for _ in range(4)), None, 0.1, 1) for size in sizes]
+    return [AdamWUpdate(*(torch.rand(size, generator=g) for _ in range(4)), None, 0.1, 1) for size in sizes]
 
 
 def test_later_steps_send_numbers_only(triton_cuda):

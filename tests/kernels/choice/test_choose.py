@@ -211,7 +211,7 @@ def test_a_users_own_records_win_where_they_speak(files):
     files["cpu-avx2"] = [row(), row(dtype="float32")]
     files["user/cpu-avx2"] = [row(median_us=99.0)]
     assert by_record(planted(), CPU, BF16, "any")[0] == "reference"
-    assert record.rows_of(planted(), CPU, torch.float32, "any") == [row(dtype="float32")]
+    assert record.record_rows(planted(), CPU, torch.float32, "any") == [row(dtype="float32")]
 
 
 def test_a_record_of_another_class_says_nothing(files, caplog):

@@ -24,7 +24,7 @@ DEVICES = [
 CASES = [
     pytest.param(name, i, id=f"{name}, {case.bucket}")
     for name in ops.OPS
-    for i, case in enumerate(ops.load(name).cases)
+    for i, case in enumerate(ops.import_op(name).cases)
 ]
 
 LARGE = {  # seconds each: nightly, and the op's smaller cases here
@@ -38,7 +38,7 @@ LARGE = {  # seconds each: nightly, and the op's smaller cases here
 
 
 def is_large(name, index):
-    return ops.load(name).cases[index].bucket in LARGE.get(name, ())
+    return ops.import_op(name).cases[index].bucket in LARGE.get(name, ())
 
 
 COMPARED = [
@@ -72,7 +72,7 @@ def test_every_folder_with_an_op_is_on_the_list(tmp_path):
 
 @pytest.mark.parametrize("name", ops.OPS)
 def test_an_op_bears_the_name_it_is_listed_by_and_declares_what_is_measured(name):
-    op = ops.load(name)
+    op = ops.import_op(name)
     assert op.name == name and op.candidates and op.cases and callable(ops.public(name))
     assert len({case.bucket for case in op.cases}) == len(op.cases), (
         "two cases for one bucket: a record could not say which it is of"
@@ -87,7 +87,7 @@ def test_an_op_bears_the_name_it_is_listed_by_and_declares_what_is_measured(name
 
 def test_an_unknown_op_names_the_nearest():
     with pytest.raises(ConfigError, match="no op 'rmsnorm'; nearest: 'rms_norm'"):
-        ops.load("rmsnorm")
+        ops.import_op("rmsnorm")
 
 
 def asked(op, public, case, device, dtype):
@@ -103,7 +103,7 @@ def asked(op, public, case, device, dtype):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, index", CASES)
 def test_a_case_is_of_the_bucket_it_says(name, index, device, monkeypatch):
-    op, public = ops.load(name), ops.public(name)
+    op, public = ops.import_op(name), ops.public(name)
     case = op.cases[index]
     for dtype in case.dtypes:
         monkeypatch.setattr(choose, "_CHOSEN", {})
@@ -112,7 +112,7 @@ def test_a_case_is_of_the_bucket_it_says(name, index, device, monkeypatch):
 
 def test_what_is_compared_nightly_alone_has_a_smaller_case_of_the_same_dtypes_here():
     for name, large in LARGE.items():
-        op = ops.load(name)
+        op = ops.import_op(name)
         here = [case for case in op.cases if case.bucket not in large]
         assert {case.bucket for case in op.cases} >= set(large)
         assert {dtype for case in op.cases for dtype in case.dtypes} == {
@@ -123,7 +123,7 @@ def test_what_is_compared_nightly_alone_has_a_smaller_case_of_the_same_dtypes_he
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name, index", COMPARED)
 def test_each_candidate_agrees_with_the_reference_in_float64_forward_and_backward(name, index, device):
-    op, where = ops.load(name), torch.device(device)
+    op, where = ops.import_op(name), torch.device(device)
     case, held = op.cases[index], 0
     for dtype in case.dtypes:
         truth = measure.Truth(op, case, where, dtype)
@@ -182,10 +182,13 @@ def test_what_is_for_gpus_says_that_it_waits_for_its_first_rows():
     waits = {
         (op, name)
         for op in ops.OPS
-        for name, candidate in ops.load(op).candidates.items()
+        for name, candidate in ops.import_op(op).candidates.items()
         if candidate.waits_on
     }
     assert waits == {
-        (op, name) for op in ops.OPS for name in ops.load(op).candidates if name.partition("_")[0] in ON_GPU
+        (op, name)
+        for op in ops.OPS
+        for name in ops.import_op(op).candidates
+        if name.partition("_")[0] in ON_GPU
     }
     assert {file.name.partition("-")[0] for file in record.COMMITTED.glob("*.json")} == {"cpu"}

@@ -71,7 +71,7 @@ def test_a_record_decides_in_both_directions(median, runs, monkeypatch):
     of = {"device": "nvidia-h200", "candidate": "quick", "error_forward": 0.0, "error_backward": 0.0}
     times = {"median_us": median, "reference_median_us": 100.0, "spread_us": 1.0, "reference_spread_us": 1.0}
     row = {**of, **times, "op": "double", "dtype": "float32", "bucket": "any", "date": "2026-01-31"}
-    monkeypatch.setattr(choosing, "rows_of", lambda *_: [row])
+    monkeypatch.setattr(choosing, "record_rows", lambda *_: [row])
     monkeypatch.setattr(predicted, "wrong", lambda *_: pytest.fail("checked"))
     assert by_record(doubling(lambda x: 2 * x), CPU, F32, "any")[0] == runs
 
@@ -83,12 +83,12 @@ def test_which_ops_are_predicted_on_a_gpu_and_at_which_shapes():
             for case in op.cases
             if any(c.predicted("cuda", case.bucket) for c in op.candidates.values())
         }
-        for name, op in ((name, ops.load(name)) for name in ops.OPS)
+        for name, op in ((name, ops.import_op(name)) for name in ops.OPS)
     }
     assert {name for name, buckets in found.items() if buckets} == PREDICTED
     assert found["int4_grouped_mm"] == {"up to 8", "up to 64"}
     for name in PREDICTED:
-        candidates = ops.load(name).candidates.values()
+        candidates = ops.import_op(name).candidates.values()
         assert all("byte" in c.because for c in candidates if "cuda" in c.predicted_on)
         assert not any("cuda" in c.predicted_on and c.predicted("cpu", "any") for c in candidates)
 
@@ -97,7 +97,7 @@ def test_which_ops_are_predicted_on_a_gpu_and_at_which_shapes():
 @pytest.mark.parametrize("name", sorted(PREDICTED))
 def test_every_predicted_kernel_passes_its_check(name):
     """In Triton's interpreter, in float32."""
-    op = ops.load(name)
+    op = ops.import_op(name)
     if op.candidates["triton"].refuses("cpu", F32):
         pytest.skip("the interpreter is not on")
     assert predicted.wrong(op, "triton", CPU, F32) == ""

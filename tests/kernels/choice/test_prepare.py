@@ -22,7 +22,7 @@ def test_a_second_process_leaves_a_compiled_loop_and_its_stamp(tmp_path):
     program = (
         "from unfreeze.kernels.choice import prepare\n"
         "prepare.expert_mlp.fused_expert_mlp = lambda x, *_: x\n"
-        "prepare.TRAINED = {'swiglu': 0}\nprepare.prepare('float32', 'cpu')"
+        "prepare.TRAINED = {'swiglu': 0}\nprepare.compile_ahead('float32', 'cpu')"
     )
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
@@ -52,7 +52,7 @@ def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
     # as a run finds it: SwiGLU's loop comes from the disk, nothing is compiled
     look = (
         "from unfreeze.kernels.choice import choose, ops; from unfreeze.kernels.choice.measure import arguments, visit;"
-        "from unfreeze.kernels.swiglu.numba_cpu import _backward; import torch; op = ops.load('swiglu');"
+        "from unfreeze.kernels.swiglu.numba_cpu import _backward; import torch; op = ops.import_op('swiglu');"
         "visit(op, choose.choose(op, torch.device('cpu'), torch.float32, op.cases[0].bucket, 'numba'),"
         " arguments(op.cases[0], torch.device('cpu'), torch.float32)); seen = _backward.loop.stats;"
         "print(sum(seen.cache_hits.values()), sum(seen.cache_misses.values()))"
@@ -98,11 +98,11 @@ def test_the_second_process_ends_at_once_where_the_run_needs_no_loops(device, th
     compiled = []
     monkeypatch.setattr(prepare, "compile_loops", compiled.append)
     monkeypatch.setattr(prepare, "stamp", lambda dtype: None)
-    prepare.prepare("float32", device)
+    prepare.compile_ahead("float32", device)
     assert compiled == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    prepare.prepare("float32", device)
+    prepare.compile_ahead("float32", device)
     assert compiled == [torch.float32]
 
 

@@ -173,7 +173,7 @@ def test_real_ops_are_timed_within_the_budget():
     """Two small ones, on this machine: whatever is faster, none is wrong."""
     from unfreeze.kernels.choice import ops
 
-    swiglu, expand = ops.load("swiglu"), ops.load("expand")
+    swiglu, expand = ops.import_op("swiglu"), ops.import_op("expand")
     rows = time_all([Cell(op, op.cases[0], F32) for op in (swiglu, expand)], seconds=2.0)
     assert [row["op"] for row in rows] == ["swiglu", "expand"] and not any(row["wrong"] for row in rows)
     assert all(row["us"][row["runs"]] <= row["us"]["reference"] for row in rows)

@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from unfreeze.kernels.adamw import Rule, Update
+from unfreeze.kernels.adamw import AdamWRule, AdamWUpdate
 from unfreeze.kernels.adamw import triton_cuda as adamw
 from unfreeze.kernels.expand import triton_cuda as expand
 from unfreeze.kernels.expert_mlp.factors import columns
@@ -193,8 +193,8 @@ def others() -> list[Launch]:
     ):
         master = on_meta(D, 16, dtype=F)
         beside = None if half is None else on_meta(D, 16, dtype=half)
-        update = Update(master, on_meta(D, 16, dtype=dtype), master, master, beside, 0.0, step=1)
-        rule = Rule(1e-3, (0.9, 0.95), 1e-8, 1.0)
+        update = AdamWUpdate(master, on_meta(D, 16, dtype=dtype), master, master, beside, 0.0, step=1)
+        rule = AdamWRule(1e-3, (0.9, 0.95), 1e-8, 1.0)
         add(label, lambda update=update, rule=rule: adamw.step([update], rule))
 
     ids, score = on_meta(2048, dtype=L), on_meta(2048, dtype=F)

@@ -292,16 +292,18 @@ COUNTED = {
 
 def test_the_work_of_each_case_is_what_its_inputs_say():
     for (name, bucket), work in WORK.items():
-        case = next(case for case in ops.load(name).cases if case.bucket == bucket)
+        case = next(case for case in ops.import_op(name).cases if case.bucket == bucket)
         assert COUNTED[name](*arguments(case, torch.device("cpu"), torch.float32)) == work, (name, bucket)
-    cases = ops.load("expert_mlp").cases
+    cases = ops.import_op("expert_mlp").cases
     assert {("expert_mlp", case.bucket) for case in cases} == {key for key in WORK if key[0] == "expert_mlp"}
     given = [arguments(case, torch.device("cpu"), torch.float32) for case in cases]
     rows = [one[1].numel() / one[3].shape[0] for one in given]
     assert rows == [*ROWS_PER_EXPERT] * 3
     asked = [bucket_of(one[1], one[3]) for one in given]
     assert asked == [case.bucket for case in cases]
-    of_attention = {case.bucket: case for case in ops.load("attention").cases if "v < d" not in case.bucket}
+    of_attention = {
+        case.bucket: case for case in ops.import_op("attention").cases if "v < d" not in case.bucket
+    }
     lengths = {
         name: arguments(case, torch.device("cpu"), torch.float32)[0].shape[1]
         for name, case in of_attention.items()

@@ -20,7 +20,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.data.packing.answers import laid_out
 from unfreeze.data.packing.order import Order, Shuffled
-from unfreeze.data.packing.packers import PACKERS, Packing, Plan
+from unfreeze.data.packing.packers import PACKERS, Packing, PackingPlan
 from unfreeze.data.packing.source import Cursor, Step
 from unfreeze.data.packing.windows import InWindows, Whole, Windows
 from unfreeze.data.store.examples import TAUGHT, Example, Examples
@@ -95,7 +95,7 @@ def batch_order(start: Mapping[str, Any] | None) -> dict[str, str]:
     return {"batches": SHUFFLED} if start is None or "batches" in start else {}
 
 
-_plans: OrderedDict[tuple[str, int, int], Plan] = OrderedDict()
+_plans: OrderedDict[tuple[str, int, int], PackingPlan] = OrderedDict()
 
 
 class Batches:
@@ -182,13 +182,13 @@ class Batches:
             self._made_of = json.dumps(made_of, sort_keys=True)
         self._plan = self._planned(epoch, window)
 
-    def _planned(self, epoch: int, window: int) -> Plan:
+    def _planned(self, epoch: int, window: int) -> PackingPlan:
         """The batches of a window of the documents at hand, kept where it was asked for lately."""
         made_of = (self._made_of, epoch, window)
         if made_of not in _plans:
             order, lengths = self._windows.order(epoch, len(self.examples)), self.examples.packed_N.tolist()
             placed = PACKERS[self.packing](order, lengths, self.tokens_per_step) if lengths else []
-            plan = Plan(order, placed)
+            plan = PackingPlan(order, placed)
             place = self._windows.place(epoch, window).values()
             _plans[made_of] = plan.shuffled([self._seed, *place]) if "batches" in self._identity else plan
             while len(_plans) > PLANS:
@@ -196,7 +196,7 @@ class Batches:
         _plans.move_to_end(made_of)
         return _plans[made_of]
 
-    def plan(self, epoch: int) -> Plan:
+    def plan(self, epoch: int) -> PackingPlan:
         """The batches of an epoch as lists of example indices; where it has windows, of the one at hand.
 
         A pure function of (lengths, tokens_per_step, packing, order, seed, epoch).

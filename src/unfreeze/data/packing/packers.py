@@ -20,7 +20,7 @@ MAX_OPEN_BATCHES = 64
 a tenth of a step, less than 1 % of the token budget then stays unused (held by its test)."""
 
 
-class Plan(Sequence[list[int]]):
+class PackingPlan(Sequence[list[int]]):
     """The batches of an epoch as lists of document indices, in two arrays: 8 bytes a document and a batch."""
 
     def __init__(self, order: Sequence[int], placed: Sequence[int]):
@@ -28,13 +28,13 @@ class Plan(Sequence[list[int]]):
         self._members_N = order_N[np.argsort(placed_N, kind="stable")]  # in a batch as in `order`
         self._ends_B = np.cumsum(np.bincount(placed_N))
 
-    def shuffled(self, seed: Sequence[int]) -> Plan:
+    def shuffled(self, seed: Sequence[int]) -> PackingPlan:
         """The same batches in a random order, a pure function of `seed`."""
         order_B = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,))).permutation(len(self))
         counts_B = np.diff(self._ends_B, prepend=0)
         place_B = np.empty_like(order_B)
         place_B[order_B] = np.arange(len(self))
-        return Plan(self._members_N.tolist(), np.repeat(place_B, counts_B).tolist())
+        return PackingPlan(self._members_N.tolist(), np.repeat(place_B, counts_B).tolist())
 
     def __len__(self) -> int:
         return len(self._ends_B)

@@ -40,7 +40,7 @@ class JsonLines:
 
     def rows(self) -> Iterator[tuple[RowPlace, bytes]]:
         """(place, bytes) of each row."""
-        with opened(self.path) as file:
+        with open_lines(self.path) as file:
             yield from (found for found in bounded_lines(file, self.path) if found[1].strip())
 
     def at(self, place: RowPlace) -> bytes:
@@ -57,7 +57,7 @@ class TextFile(JsonLines):
     def rows(self) -> Iterator[tuple[RowPlace, bytes]]:
         """(place, bytes) of each document; its row is its first line's."""
         mark = DOCUMENT_MARK.encode()
-        with opened(self.path) as file:
+        with open_lines(self.path) as file:
             marked = any(line.strip() == mark for _, line in bounded_lines(file, self.path))
             file.seek(0)
             first: RowPlace | None = None
@@ -89,7 +89,7 @@ class JsonArray(JsonLines):
     """
 
     def rows(self) -> Iterator[tuple[RowPlace, bytes]]:
-        with opened(self.path) as file:
+        with open_lines(self.path) as file:
             head = without_bom(file.read(CHUNK), self.path)
             base = file.tell() - len(head)
             begin = head.index(b"[") + 1
@@ -156,7 +156,7 @@ def parse_text(raw: bytes, row: int, renames: Mapping[str, str], build: Build = 
 
 def is_array(path: Path) -> bool:
     """Whether a JSON file begins with `[`."""
-    with opened(path) as file:
+    with open_lines(path) as file:
         return without_bom(file.read(CHUNK), path).lstrip().startswith(b"[")
 
 
@@ -166,7 +166,7 @@ def open_bytes(path: Path) -> IO[bytes]:
 
 
 @contextmanager
-def opened(path: Path) -> Generator[IO[bytes]]:
+def open_lines(path: Path) -> Generator[IO[bytes]]:
     """open_bytes; a damaged gzip file is a DataError."""
     with open_bytes(path) as file:
         try:

@@ -47,7 +47,7 @@ class Csv:
     def __init__(self, path: Path, renames: Mapping[str, str]):
         self.path = path
         self._file: IO[bytes] | None = None
-        with lines.opened(path) as file:
+        with lines.open_lines(path) as file:
             first = next(lines.bounded_lines(file, path), None)
         if first is None or not first[1].strip():
             raise DataError(
@@ -69,7 +69,7 @@ class Csv:
     def rows(self) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
         """(place, cells) of each record, or what is wrong with it."""
         csv.field_size_limit(lines.MAX_ROW_BYTES)
-        with lines.opened(self.path) as file:
+        with lines.open_lines(self.path) as file:
             counted = _Counted(lines.bounded_lines(file, self.path))
             records = self._reader(counted)
             next(records)

@@ -18,7 +18,7 @@ from unfreeze.data.tokens.forms import reasoning_of
 from unfreeze.data.tokens.releases import ThinkMarks
 from unfreeze.data.tokens.taught import HERE, QUOTE_OPEN, Word, missing
 from unfreeze.data.tokens.templates import ChatTemplate, TemplateRefusal
-from unfreeze.data.tokens.think import ASKED, USUAL_MARKS, Block, overlap, parting, written_marks
+from unfreeze.data.tokens.think import ASKED, USUAL_MARKS, ThinkBlock, overlap, parting, written_marks
 
 Tools = Sequence[JsonObject] | None
 
@@ -40,8 +40,8 @@ class Completions:
         return written_marks(self.template) or self.template.release.think
 
     @cached_property
-    def _block(self) -> Block:
-        return Block(self.marks or USUAL_MARKS)
+    def _block(self) -> ThinkBlock:
+        return ThinkBlock(self.marks or USUAL_MARKS)
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> str:
         """The conversation up to where the assistant begins to speak."""
@@ -100,7 +100,7 @@ class Completions:
         """
         known = self.marks or spelled
         marks = known or USUAL_MARKS
-        block = Block(marks)
+        block = ThinkBlock(marks)
         state = block.state(prompt)
         thought = reasoning_of(message)
         if thought and known is None and state != "open":
@@ -119,7 +119,9 @@ class Completions:
         space = marks.closing[len(marks.closing.rstrip()) :]
         return marks.opening[opened:] + thought + marks.closing + block.cut(body).removeprefix(space)
 
-    def _body(self, before: Sequence[Message], message: Message, tools: Tools, block: Block) -> str | None:
+    def _body(
+        self, before: Sequence[Message], message: Message, tools: Tools, block: ThinkBlock
+    ) -> str | None:
         """Render a turn without its reasoning.
 
         Behind its own prompt or, where that is rewritten, behind a plain question.

@@ -20,7 +20,7 @@ _TAG_AT_END = re.compile(r"(?:<[^<>\s]+>\s*)?\Z")
 _SAID, _WHY = ("said-so", "for-this-reason")
 
 
-class Block:
+class ThinkBlock:
     """A think block at the end of a prompt, or at the beginning of what follows."""
 
     def __init__(self, marks: ThinkMarks):

@@ -41,7 +41,7 @@ from unfreeze.data.tokens.taught import (
     words_of,
 )
 from unfreeze.data.tokens.templates import ChatTemplate, TemplateRefusal
-from unfreeze.data.tokens.think import USUAL_MARKS, Block, common_length, parting
+from unfreeze.data.tokens.think import USUAL_MARKS, ThinkBlock, common_length, parting
 
 Turns = Literal["auto", "whole", "each", "last"]
 """auto: whole where the template is stable, else each. whole: one example per row. each: one per supervised
@@ -386,7 +386,7 @@ class Renderer:
         return (
             len(sample) == 2
             and sample[1].text.startswith(marks.opening)
-            and Block(marks).state(sample[0].text) == "closed"
+            and ThinkBlock(marks).state(sample[0].text) == "closed"
         )
 
     def _notes(self, samples: list[Sample], row: Conversation) -> list[str]:

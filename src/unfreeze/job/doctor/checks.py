@@ -177,7 +177,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def check_vocabulary(subject: Subject) -> Iterator[Finding]:
+def vocabulary_finding(subject: Subject) -> Iterator[Finding]:
     """Every id has a row in the embedding, and texts have an end (docs/trust.md N5 and N6)."""
     from unfreeze.job.data import check_vocabulary as refuse_mismatch
 
@@ -371,7 +371,7 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
         yield Finding("memory", "ok" if expandable else "warn", said, "set it before the program starts")
 
 
-def check_disk(subject: Subject) -> Iterator[Finding]:
+def disk_finding(subject: Subject) -> Iterator[Finding]:
     """Room for the saves of the state, and for the adapter or the model."""
     what = subject.parts.trained.name
     disk = disk_of(subject.config, subject.parts.trained, subject.manifest, subject.plan)
@@ -465,13 +465,13 @@ def check_numerics(subject: Subject) -> Iterator[Finding]:
 CHECKS: tuple[tuple[str, Check, tuple[str, ...]], ...] = (
     ("machine", check_machine, ()),
     ("checkpoint", check_checkpoint, ()),
-    ("vocabulary", check_vocabulary, ("checkpoint",)),
+    ("vocabulary", vocabulary_finding, ("checkpoint",)),
     ("template", check_template, ("vocabulary",)),
     ("data", check_data, ("vocabulary",)),
     ("steps", check_steps, ("data",)),
     ("second", check_second, ("checkpoint", "vocabulary", "data")),
     ("memory", check_memory, ("checkpoint",)),
-    ("disk", check_disk, ("checkpoint",)),
+    ("disk", disk_finding, ("checkpoint",)),
     ("run", check_run, ()),
     ("numerics", check_numerics, ("checkpoint", "memory")),
 )

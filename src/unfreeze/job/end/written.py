@@ -29,7 +29,7 @@ def note(run: Path, folder: Path, step: int) -> None:
     write_file(run / FILE, json.dumps({**there, folder.name: step}) + "\n")
 
 
-def forget(run: Path) -> None:
+def forget_written(run: Path) -> None:
     """The run trains on: what is there will not be of its last step."""
     from unfreeze.checkpoint.save import write_file
 

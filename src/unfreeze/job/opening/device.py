@@ -82,7 +82,7 @@ def say(common: Common) -> Callable[[str], None]:
     return line_of
 
 
-def load(source: str, dtype: str, device: str, common: Common, base: str = "") -> Model:
+def load_shown(source: str, dtype: str, device: str, common: Common, base: str = "") -> Model:
     """unfreeze.load with a bar for the weights and a line for a download."""
     from unfreeze.generate.source import open_source
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from unfreeze.train.run import Run
 
 
-def load(
+def load_weights(
     start: Manifest,
     config: TrainingConfig,
     device: torch.device,

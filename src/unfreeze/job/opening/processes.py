@@ -83,7 +83,7 @@ def alone(
     return config, None if _was_started(config) else opened_start(config.model, parts, common)
 
 
-def together(
+def agreed_together(
     config: TrainingConfig, parts: Parts, common: Common, group: Group
 ) -> tuple[TrainingConfig, Manifest | None]:
     """What `alone` gives, of several processes; refused is what they do not have in common.

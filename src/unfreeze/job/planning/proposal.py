@@ -40,7 +40,7 @@ HELD_OUT = 0.05
 
 
 @dataclass(frozen=True)
-class Choice:
+class ProposedField:
     """A field's place and value, and why."""
 
     place: str
@@ -90,7 +90,7 @@ class Proposal:
         device = pick_device(config.memory.device)
         return Planning(config, trained, self.manifest, self.shape, device, lengths).first()[1]
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[ProposedField]:
         """Every choice, in the order of the file. Raises DoesNotFit where nothing of it fits."""
         from unfreeze.parallel.plan import refuse_if_too_large
 
@@ -126,7 +126,7 @@ class Proposal:
         power = 2 ** round(math.log2(max(aim, 1)))
         return max(min(max(power, 512), 16_384), length)
 
-    def _data(self, length: int) -> Iterator[Choice]:
+    def _data(self, length: int) -> Iterator[ProposedField]:
         examples, stats = self.dataset.examples, self.dataset.stats
         whole_N = examples.lengths_N + examples.cuts_N
         over = int((whole_N > length).sum())
@@ -134,17 +134,17 @@ class Proposal:
         if over:
             most = length == self.shape.max_positions
             reason += f"; {over:,} are cut: {'the model takes no more' if most else 'more takes more memory'}"
-        yield Choice("data.sequence_length", length, reason)
+        yield ProposedField("data.sequence_length", length, reason)
         if stats.bad:
             reason = f"{stats.bad:,} of {stats.rows:,} rows cannot be read; unfreeze data show lists them"
-            yield Choice("data.on_bad_row", "skip", reason)
+            yield ProposedField("data.on_bad_row", "skip", reason)
         if len(examples) >= 200:
             held = (
                 f"about {round(HELD_OUT * len(examples)):,} documents, to see whether it learns or remembers"
             )
-            yield Choice("data.validation_fraction", HELD_OUT, held)
+            yield ProposedField("data.validation_fraction", HELD_OUT, held)
 
-    def _training(self, values: Mapping[str, Any]) -> Iterator[Choice]:
+    def _training(self, values: Mapping[str, Any]) -> Iterator[ProposedField]:
         tokens, stats, length = int(values["training.tokens_per_step"]), self.dataset.stats, self._length()
         cut = int(values["data.sequence_length"]) < length
         examples = (self._encoded(int(values["data.sequence_length"])) if cut else self.dataset).examples
@@ -156,9 +156,9 @@ class Proposal:
         why = "usual for some thousand rows" if epochs == 3 else "with this much data one pass teaches most"
         if steps(epochs) < ENOUGH_STEPS:
             epochs, why = float(math.ceil(ENOUGH_STEPS / steps(1))), "the data is small"
-        yield Choice("training.epochs", epochs, f"{why}; {steps(epochs):,} steps in all")
+        yield ProposedField("training.epochs", epochs, f"{why}; {steps(epochs):,} steps in all")
         reason = f"{format_count(stats.tokens)} tokens are {steps(1):,} steps an epoch"
-        yield Choice("training.tokens_per_step", tokens, reason)
+        yield ProposedField("training.tokens_per_step", tokens, reason)
         large = (self.parameters or 0) >= LARGE_MODEL
         rate = 1e-4 if large else 2e-4
         size = f"{format_count(self.parameters)} parameters" if self.parameters else "its size is not known"
@@ -166,13 +166,13 @@ class Proposal:
             f"{size}; QLoRA took 2e-4 for 7 and 13 billion, 1e-4 for more. Tune this first."
             f' With train = "all": {ALL_RATE:g}, without [lora].'
         )
-        yield Choice("optimizer.learning_rate", rate, reason)
+        yield ProposedField("optimizer.learning_rate", rate, reason)
 
-    def _memory(self, values: Mapping[str, Any], plan: Plan) -> Iterator[Choice]:
+    def _memory(self, values: Mapping[str, Any], plan: Plan) -> Iterator[ProposedField]:
         here = precision(AUTO, pick_device("auto"))
-        yield Choice("memory.dtype", AUTO, f"{here.name} here: {here.why}")
+        yield ProposedField("memory.dtype", AUTO, f"{here.name} here: {here.why}")
         fits = f"{format_bytes(plan.total)} planned of {format_bytes(plan.usable)} usable"
-        yield Choice(
+        yield ProposedField(
             "memory.micro_batches",
             int(values["memory.micro_batches"]),
             f"{fits}; raise it if memory is short",
@@ -181,8 +181,8 @@ class Proposal:
         reason = f"{format_count(plan.adapter_parameters)} trained parameters" + (
             "" if rank == LoraConfig().rank else "; 16 takes more memory than is here"
         )
-        yield Choice("lora.rank", rank, reason)
-        yield Choice("lora.alpha", values["lora.alpha"], "2 x rank")
+        yield ProposedField("lora.rank", rank, reason)
+        yield ProposedField("lora.alpha", values["lora.alpha"], "2 x rank")
 
 
 def _smaller(length: int, tokens: int) -> Iterator[tuple[int, int, int]]:

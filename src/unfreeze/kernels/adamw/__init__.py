@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.adamw import reference
-from unfreeze.kernels.adamw.rule import Rule, Update
+from unfreeze.kernels.adamw.rule import AdamWRule, AdamWUpdate
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Implementation, Op
 from unfreeze.kernels.loops import triton_options
 
-__all__ = ["OP", "Rule", "Update", "adamw", "bucket"]
+__all__ = ["OP", "AdamWRule", "AdamWUpdate", "adamw", "bucket"]
 
 SMALL = 1 << 20  # numbers per tensor on average; below, what a call costs counts
 
 
 def adamw(
-    updates: Sequence[Update], rule: Rule, impl: str = "auto", among: Sequence[Update] | None = None
+    updates: Sequence[AdamWUpdate],
+    rule: AdamWRule,
+    impl: str = "auto",
+    among: Sequence[AdamWUpdate] | None = None,
 ) -> list[Tensor]:
     """Update weights in place by AdamW, all tensors on one device.
 
@@ -35,7 +38,7 @@ def adamw(
     return choose(OP, master.device, master.dtype, bucket(among or updates, rule), impl)(updates, rule)
 
 
-def bucket(updates: Sequence[Update], rule: Rule) -> str:
+def bucket(updates: Sequence[AdamWUpdate], rule: AdamWRule) -> str:
     """By the size of the tensors, and whether weights and gradients are in half precision beside them."""
     small = sum(u.master.numel() for u in updates) < SMALL * len(updates)
     half = any(u.weight is not None for u in updates)
@@ -62,12 +65,12 @@ def _case(sizes: Sequence[tuple[int, ...]], half: bool) -> Case:
             gradient = gradient.to(device, torch.bfloat16 if half else dtype)
             weight = master.to(device, torch.bfloat16) if half else None
             master, m, v = (x.to(device, dtype) for x in (master, 0.1 * m, v.square()))
-            updates.append(Update(master, gradient, m, v, weight, weight_decay=0.1, step=10))
-        return updates, Rule(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, gradient_scale=0.5)
+            updates.append(AdamWUpdate(master, gradient, m, v, weight, weight_decay=0.1, step=10))
+        return updates, AdamWRule(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, gradient_scale=0.5)
 
     blank = [torch.empty(size, device="meta") for size in sizes]
-    made = [Update(x, x, x, x, x if half else None, weight_decay=0.0, step=1) for x in blank]
-    return Case(bucket(made, Rule(0.0, (0.0, 0.0), 0.0)), inputs, (torch.float32,))
+    made = [AdamWUpdate(x, x, x, x, x if half else None, weight_decay=0.0, step=1) for x in blank]
+    return Case(bucket(made, AdamWRule(0.0, (0.0, 0.0), 0.0)), inputs, (torch.float32,))
 
 
 OP = Op(

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.adamw.rule import Rule, Update
+from unfreeze.kernels.adamw.rule import AdamWRule, AdamWUpdate
 
 AT_ONCE = 1 << 22  # numbers in one call, and so of copied gradients: 16 MiB
 
 
 @torch.no_grad()
-def step(updates: Sequence[Update], rule: Rule) -> list[Tensor]:
+def step(updates: Sequence[AdamWUpdate], rule: AdamWRule) -> list[Tensor]:
     """As kernels.adamw.adamw."""
     pieces = [piece for u in updates for piece in _pieces(u)]
     for decay in dict.fromkeys(u.weight_decay for u in pieces):
@@ -36,7 +36,7 @@ def step(updates: Sequence[Update], rule: Rule) -> list[Tensor]:
     return [x for u in updates for x in (u.master, u.exp_avg, u.exp_avg_sq)]
 
 
-def _pieces(u: Update) -> Iterator[Update]:
+def _pieces(u: AdamWUpdate) -> Iterator[AdamWUpdate]:
     """The update of one tensor, in parts of at most AT_ONCE numbers: views."""
     if u.master.numel() <= AT_ONCE or not all(x.is_contiguous() for x in (u.master, u.exp_avg, u.exp_avg_sq)):
         yield u
@@ -45,10 +45,10 @@ def _pieces(u: Update) -> Iterator[Update]:
     gradients = u.gradient.reshape(-1).split(AT_ONCE)
     weights = [None] * len(gradients) if u.weight is None else u.weight.view(-1).split(AT_ONCE)
     for w, m, v, g, half in zip(*parts, gradients, weights, strict=True):
-        yield Update(w, g, m, v, half, u.weight_decay, u.step)
+        yield AdamWUpdate(w, g, m, v, half, u.weight_decay, u.step)
 
 
-def _fused(updates: Sequence[Update], rule: Rule, decay: float) -> None:
+def _fused(updates: Sequence[AdamWUpdate], rule: AdamWRule, decay: float) -> None:
     """One call for tensors of one decay, then their copies in half precision."""
     scale = rule.gradient_scale
     gradients = [u.gradient.to(u.master.dtype) for u in updates]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Update:
+class AdamWUpdate:
     """One tensor and its state, changed in place.
 
     master, exp_avg, exp_avg_sq: float32 (or wider), contiguous.
@@ -29,7 +29,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Rule:
+class AdamWRule:
     """gradient_scale: what gradients are multiplied by first (clipping by the global norm)."""
 
     learning_rate: float
@@ -38,7 +38,7 @@ class Rule:
     gradient_scale: float = 1.0
 
 
-def numbers_of(u: Update, rule: Rule) -> tuple[float, float, float]:
+def numbers_of(u: AdamWUpdate, rule: AdamWRule) -> tuple[float, float, float]:
     """Work out what a step of one tensor needs of lr, decay and t.
 
     (1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t))
@@ -51,7 +51,7 @@ def numbers_of(u: Update, rule: Rule) -> tuple[float, float, float]:
     )
 
 
-def refuse_unread(updates: Sequence[Update], dtypes: Collection[torch.dtype]) -> None:
+def refuse_unread(updates: Sequence[AdamWUpdate], dtypes: Collection[torch.dtype]) -> None:
     """Raise ValueError for what a loop over addresses would misread.
 
     Masters not in float32, state not contiguous, gradients or weights beyond `dtypes`.

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unfreeze.kernels.adamw.rule import Rule, Update, numbers_of, refuse_unread
+from unfreeze.kernels.adamw.rule import AdamWRule, AdamWUpdate, numbers_of, refuse_unread
 
 BLOCK = 4096  # numbers of a program: few enough that a tensor of an adapter fills several multiprocessors
 TABLES = 256  # kept: of each pair of dtypes; of moments in host memory of each 64 MiB, in either of two slots
@@ -82,10 +82,10 @@ def _step(
 
 
 @torch.no_grad()
-def step(updates: Sequence[Update], rule: Rule) -> list[Tensor]:
+def step(updates: Sequence[AdamWUpdate], rule: AdamWRule) -> list[Tensor]:
     """As kernels.adamw.adamw, for float32 masters; gradients and weights in float32 or half precision."""
     refuse_unread(updates, DTYPES)
-    kinds: dict[tuple[tl.dtype, tl.dtype | None], list[Update]] = {}
+    kinds: dict[tuple[tl.dtype, tl.dtype | None], list[AdamWUpdate]] = {}
     for u in updates:
         kinds.setdefault(
             (DTYPES[u.gradient.dtype], None if u.weight is None else DTYPES[u.weight.dtype]), []
@@ -98,7 +98,9 @@ def step(updates: Sequence[Update], rule: Rule) -> list[Tensor]:
     return [x for u in updates for x in (u.master, u.exp_avg, u.exp_avg_sq)]
 
 
-def _launch(updates: Sequence[Update], rule: Rule, gradient: tl.dtype, weight: tl.dtype | None) -> None:
+def _launch(
+    updates: Sequence[AdamWUpdate], rule: AdamWRule, gradient: tl.dtype, weight: tl.dtype | None
+) -> None:
     # a copy must live until the launch; its memory is then reused in the stream's order
     gradients = [u.gradient.contiguous() for u in updates]
     kept = tuple(

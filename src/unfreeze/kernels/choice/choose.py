@@ -20,7 +20,7 @@ import torch
 
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.kernels.choice.op import Implementation, Op
-from unfreeze.kernels.choice.record import Row, device_key, is_own, rows_of
+from unfreeze.kernels.choice.record import Row, device_key, is_own, record_rows
 from unfreeze.kernels.choice.times import Key, key_of, known
 
 __all__ = [
@@ -196,7 +196,7 @@ def _timed(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Cho
 
 
 def _recorded(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
-    rows, able = rows_of(op, device, dtype, bucket), running(op, device, dtype)
+    rows, able = record_rows(op, device, dtype, bucket), running(op, device, dtype)
     if not rows:
         return None
     origin = "measured here" if is_own(rows[0], device_key(device)) else "measured on its class"

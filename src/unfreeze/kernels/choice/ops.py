@@ -27,7 +27,7 @@ OPS = {
 }
 
 
-def load(name: str) -> Op:
+def import_op(name: str) -> Op:
     """The op of that name. Raises ConfigError where there is none."""
     return _folder(name).OP
 

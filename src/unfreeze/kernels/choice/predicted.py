@@ -22,7 +22,7 @@ def expected(device: torch.device, dtype: torch.dtype) -> list[str]:
     An op that is not computed in that dtype (adamw: float32) counts in its own.
     """
     found = []
-    for op in map(ops.load, ops.OPS):
+    for op in map(ops.import_op, ops.OPS):
         for case in op.cases:
             kind = dtype if dtype in case.dtypes else case.dtypes[0]
             # an op that has no prediction there needs no look at its records

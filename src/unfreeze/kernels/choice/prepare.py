@@ -36,7 +36,7 @@ def compile_loops(dtype: torch.dtype) -> None:
     backend: Any = _OnlyBackward(expert_mlp.backend_for(x, gate_up, down))
     expert_mlp.fused_expert_mlp(x, ids, weights, gate_up, down, factors, backend).sum().backward()
     for name, number in TRAINED.items():
-        op = ops.load(name)
+        op = ops.import_op(name)
         case = op.cases[number]
         kind = dtype if dtype in case.dtypes else case.dtypes[0]
         visit(op, choose(op, device, kind, case.bucket), arguments(case, device, kind))
@@ -54,7 +54,7 @@ class _OnlyBackward:
     def forward_group(self, *_: object) -> None: ...
 
 
-def prepare(dtype: str, device: str) -> None:
+def compile_ahead(dtype: str, device: str) -> None:
     """compile_loops and the stamp, unless the run takes a GPU or one thread: it has nothing to compile then,
     or no core to spare."""
     if (device != "cpu" and torch.cuda.is_available()) or torch.get_num_threads() < 2:
@@ -66,4 +66,4 @@ def prepare(dtype: str, device: str) -> None:
 
 
 if __name__ == "__main__":
-    prepare(*sys.argv[1:])
+    compile_ahead(*sys.argv[1:])

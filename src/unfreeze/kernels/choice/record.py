@@ -76,7 +76,7 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def rows_of(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> list[Row]:
+def record_rows(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> list[Row]:
     """The records of this device class: the user's own, or the committed ones; [] where there are none.
 
     Records of another class say nothing: what pays on one may cost on another.

@@ -32,7 +32,7 @@ SHARE = 0.05  # of a run's tokens: attention over documents of a length that few
 
 def all_ops() -> list[Op]:
     """Every op that a CPU has a choice for."""
-    return [expert_mlp.packed_op(), *map(ops.load, ops.OPS)]
+    return [expert_mlp.packed_op(), *map(ops.import_op, ops.OPS)]
 
 
 def cells(

@@ -100,7 +100,7 @@ R = TypeVar("R", bound=Routing)
 
 
 @dataclass(frozen=True)
-class Group(Generic[R]):
+class ExpertGroup(Generic[R]):
     """Some experts and their rows. `positions`: their places in routing.experts; `rows`: theirs among all n.
     `workspace`: the name of the workspace that gate_up and down share; "": each has its own."""
 
@@ -131,7 +131,7 @@ class Group(Generic[R]):
         return whole[self.positions]
 
 
-class Saved(NamedTuple):
+class SavedRows(NamedTuple):
     """What forward leaves for backward; None where nothing is saved, or there is no adapter."""
 
     gate_up: Tensor | None  # [n, 2I] before the activation
@@ -165,7 +165,7 @@ class Call(Generic[R]):
         )
         self.I, self.Q, self.P = self.down.columns, width(self.gate_up_adapter), width(self.down_adapter)
 
-    def groups(self, *, both: bool) -> Iterator[Group[R]]:
+    def groups(self, *, both: bool) -> Iterator[ExpertGroup[R]]:
         """Divide the experts into groups.
 
         `both`: gate_up and down are needed at once (backward), else one after the other.
@@ -197,7 +197,7 @@ class Call(Generic[R]):
         return sums[0].to(self.dtype, copy=True)
 
 
-class Gradients:
+class ExpertGradients:
     """Buffers that the groups of a call write their gradients to.
 
     Adapters: a matrix per expert in use, float32 as the parameters are; A's buffer is its gradient. Where a
@@ -231,7 +231,7 @@ class Backend(ABC, Generic[R]):
     """Does the work of `fused` on one kind of device.
 
     row_stride       a workspace's rows have a multiple of so many elements (factors.columns)
-    factor_buffers   whether `Gradients` allocates buffers for the gradients of adapters
+    factor_buffers   whether `ExpertGradients` allocates buffers for the gradients of adapters
     """
 
     row_stride = 8
@@ -244,7 +244,7 @@ class Backend(ABC, Generic[R]):
     @abstractmethod
     def groups(
         self, routing: R, weight_bytes: tuple[int, int], row_bytes: int, *, both: bool
-    ) -> Iterator[Group[R]]:
+    ) -> Iterator[ExpertGroup[R]]:
         """All experts of `routing` in groups; an expert costs weight_bytes (of gate_up, of down), each of its
         rows row_bytes. both: as in Call.groups."""
 
@@ -253,7 +253,9 @@ class Backend(ABC, Generic[R]):
         """How many cores share a call whose experts have `weights` weights each."""
 
     @abstractmethod
-    def each(self, groups: Iterator[Group[R]], workers: int, work: Callable[[Group[R], int], None]) -> None:
+    def each(
+        self, groups: Iterator[ExpertGroup[R]], workers: int, work: Callable[[ExpertGroup[R], int], None]
+    ) -> None:
         """work(group, worker) for every group."""
 
     @abstractmethod
@@ -272,7 +274,9 @@ class Backend(ABC, Generic[R]):
         """
 
     @abstractmethod
-    def forward_group(self, call: Call[R], group: Group[R], x: Tensor, saved: Saved, y: Tensor) -> None:
+    def forward_group(
+        self, call: Call[R], group: ExpertGroup[R], x: Tensor, saved: SavedRows, y: Tensor
+    ) -> None:
         """Add the group's share to y [T, D] float32.
 
         Its rows of gate_up, xA and hA go to `saved` where there is room for them.
@@ -282,12 +286,12 @@ class Backend(ABC, Generic[R]):
     def backward_group(
         self,
         call: Call[R],
-        group: Group[R],
+        group: ExpertGroup[R],
         x: Tensor,
         dy: Tensor,
-        saved: Saved,
+        saved: SavedRows,
         score_n: Tensor,
-        grads: Gradients,
+        grads: ExpertGradients,
         dx: Tensor | None,
     ) -> None:
         """Compute the group's gradients.

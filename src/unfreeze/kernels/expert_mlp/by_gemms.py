@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
-from unfreeze.kernels.expert_mlp.backend import Backend, Call, Gradients, Group, R, Saved
+from unfreeze.kernels.expert_mlp.backend import Backend, Call, ExpertGradients, ExpertGroup, R, SavedRows
 from unfreeze.kernels.expert_mlp.factors import Adapter
 from unfreeze.kernels.expert_mlp.workspace import Base, Direction
 
@@ -23,16 +23,18 @@ class ByGemms(Backend[R]):
     """Forward and backward of one group, for a backend to inherit."""
 
     @abstractmethod
-    def rows(self, name: str, group: Group[R], columns: int, dtype: torch.dtype) -> Tensor:
+    def rows(self, name: str, group: ExpertGroup[R], columns: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised [rows of the group, columns], valid until asked for by that name again."""
 
     @abstractmethod
-    def product_rows(self, name: str, group: Group[R], columns: int, dtype: torch.dtype) -> Tensor | None:
+    def product_rows(
+        self, name: str, group: ExpertGroup[R], columns: int, dtype: torch.dtype
+    ) -> Tensor | None:
         """As `rows`, for a GEMM to write to; None where the backend's GEMM allocates its result itself."""
 
     @abstractmethod
     def nt(
-        self, a: Tensor, weights: Tensor, index: Sequence[int], group: Group[R], out: Tensor | None
+        self, a: Tensor, weights: Tensor, index: Sequence[int], group: ExpertGroup[R], out: Tensor | None
     ) -> Tensor:
         """out[rows of g] = a[rows of g] @ weights[index[g]]ᵀ for each expert g of the group.
 
@@ -41,7 +43,7 @@ class ByGemms(Backend[R]):
 
     @abstractmethod
     def nn(
-        self, a: Tensor, weights: Tensor, index: Sequence[int], group: Group[R], out: Tensor | None
+        self, a: Tensor, weights: Tensor, index: Sequence[int], group: ExpertGroup[R], out: Tensor | None
     ) -> Tensor:
         """out[rows of g] = a[rows of g] @ weights[index[g]].
 
@@ -49,23 +51,23 @@ class ByGemms(Backend[R]):
         """
 
     @abstractmethod
-    def tn(self, a: Tensor, b: Tensor, group: Group[R], out: Tensor, index: Sequence[int]) -> None:
+    def tn(self, a: Tensor, b: Tensor, group: ExpertGroup[R], out: Tensor, index: Sequence[int]) -> None:
         """out[index[g]] = a[rows of g]ᵀ @ b[rows of g], summed over rows in float32."""
 
     @abstractmethod
-    def gather(self, source: Tensor, group: Group[R], out: Tensor) -> None:
+    def gather(self, source: Tensor, group: ExpertGroup[R], out: Tensor) -> None:
         """out[r, :D] = source[token of r]. source [T, D]; out may be wider, the rest is left alone."""
 
     @abstractmethod
-    def scatter_add(self, rows: Tensor, group: Group[R], weight: Tensor | None, out: Tensor) -> None:
+    def scatter_add(self, rows: Tensor, group: ExpertGroup[R], weight: Tensor | None, out: Tensor) -> None:
         """out[token of r] += weight[r] rows[r], without `weight` rows[r]. rows [., D], out [T, D] float32."""
 
     @abstractmethod
-    def bias(self, biases: Tensor, group: Group[R], out: Tensor) -> None:
+    def bias(self, biases: Tensor, group: ExpertGroup[R], out: Tensor) -> None:
         """out[rows of g] += biases[expert g]. biases [E, N], out [rows, N]."""
 
     @abstractmethod
-    def sums(self, rows: Tensor, group: Group[R], out: Tensor) -> None:
+    def sums(self, rows: Tensor, group: ExpertGroup[R], out: Tensor) -> None:
         """out[expert g] += Σ rows[rows of g]. rows [., N], out [E, N] float32."""
 
     @abstractmethod
@@ -77,7 +79,7 @@ class ByGemms(Backend[R]):
         self,
         grad: Tensor,
         gate_up: Tensor,
-        group: Group[R],
+        group: ExpertGroup[R],
         weighted: Tensor,
         grad_gate_up: Tensor,
         score: Tensor,
@@ -100,7 +102,7 @@ class ByGemms(Backend[R]):
         activation: Activation,
         grad: Tensor,
         gate_up: Tensor,
-        group: Group[R],
+        group: ExpertGroup[R],
         weighted: Tensor,
         grad_gate_up: Tensor,
         score: Tensor,
@@ -118,27 +120,29 @@ class ByGemms(Backend[R]):
         gates.copy_(dgate.mul_(weight))
         ups.copy_(dup.mul_(weight))
 
-    def factor(self, name: str, a: Tensor, b: Tensor, group: Group[R], grads: Gradients) -> None:
+    def factor(self, name: str, a: Tensor, b: Tensor, group: ExpertGroup[R], grads: ExpertGradients) -> None:
         """The group's share of grads.`name`, a[rows of g]ᵀ @ b[rows of g] for each expert g."""
         self.tn(a, b, group, group.experts_of(getattr(grads, name)), range(len(group.experts)))
 
-    def instead(self, name: str, product: Tensor, group: Group[R]) -> Tensor:
+    def instead(self, name: str, product: Tensor, group: ExpertGroup[R]) -> Tensor:
         """`rows` as wide as `product`, which is read for the last time while they are written, row by row."""
         return self.rows(name, group, product.shape[1], product.dtype)
 
-    def weighted(self, rows: Tensor, group: Group[R]) -> Tensor:
+    def weighted(self, rows: Tensor, group: ExpertGroup[R]) -> Tensor:
         """w times the group's rows of a tensor of all n."""
         return (group.rows_of(rows) * group.weight[:, None]).to(rows.dtype)
 
     def beside(
-        self, name: str, group: Group[R], columns: tuple[int, int], dtype: torch.dtype
+        self, name: str, group: ExpertGroup[R], columns: tuple[int, int], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`rows` of two widths side by side: (both, left, right)."""
         both = self.rows(name, group, sum(columns), dtype)
         left, right = both.split(columns, dim=1)
         return both, left, right
 
-    def forward_group(self, call: Call[R], group: Group[R], x: Tensor, saved: Saved, y: Tensor) -> None:
+    def forward_group(
+        self, call: Call[R], group: ExpertGroup[R], x: Tensor, saved: SavedRows, y: Tensor
+    ) -> None:
         D, I, adapters = x.shape[1], call.I, range(len(group.experts))
 
         # xA = x A1ᵀ beside the group's rows of x: [x | xA]
@@ -175,12 +179,12 @@ class ByGemms(Backend[R]):
     def backward_group(
         self,
         call: Call[R],
-        group: Group[R],
+        group: ExpertGroup[R],
         x: Tensor,
         dy: Tensor,
-        saved: Saved,
+        saved: SavedRows,
         score_n: Tensor,
-        grads: Gradients,
+        grads: ExpertGradients,
         dx: Tensor | None,
     ) -> None:
         assert saved.gate_up is not None
@@ -232,7 +236,7 @@ class ByGemms(Backend[R]):
 
 
 def _operand(
-    base: Base, group: Group[R], adapter: Adapter | None, direction: Direction
+    base: Base, group: ExpertGroup[R], adapter: Adapter | None, direction: Direction
 ) -> tuple[Tensor, Sequence[int]]:
     """Give (matrices, where each of the group's experts is among them).
 

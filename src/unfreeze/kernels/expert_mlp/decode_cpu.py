@@ -34,7 +34,7 @@ ROWS_PER_EXPERT = 8
 JOB_ROWS = 16  # weight rows of a job
 
 
-class Rows(NamedTuple):
+class DecodeRows(NamedTuple):
     """The rows of a call for the loops: expert experts[a] has the rows begins[a] : begins[a + 1]."""
 
     token: np.ndarray  # int32 [n]
@@ -145,7 +145,9 @@ def decode(
     T, D = x_TD.shape
     E, I, n = gate_up.shape[0], down.shape[-1], routing.num_rows
     experts = np.asarray(routing.experts)
-    rows = Rows(array(routing.token_n), array(routing.weight_n), experts, np.cumsum([0, *routing.sizes]))
+    rows = DecodeRows(
+        array(routing.token_n), array(routing.weight_n), experts, np.cumsum([0, *routing.sizes])
+    )
     expert_n = np.repeat(experts, routing.sizes)
     x = np.empty((T, D), np.float32)
     _widen(array(x_TD), x)

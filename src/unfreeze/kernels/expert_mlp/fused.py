@@ -3,7 +3,7 @@
 Over a frozen base (packed or dense) or a trainable dense one.
 
 Nothing expanded survives a group of experts: backward expands the same codes again. Saved: x, the routing
-weights, the parameters (no copies), and backend.Saved: gate_up [n, 2I] before the activation, xA [n, Q],
+weights, the parameters (no copies), and backend.SavedRows: gate_up [n, 2I] before the activation, xA [n, Q],
 hA [n, P]. gate_up is saved rather than recomputed: under per-layer recompute it lives only for its layer's
 backward (n * 2I * 2 bytes: 34 MB for 16,384 rows at I = 512) and saves a third of backward's GEMM work.
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
-from unfreeze.kernels.expert_mlp.backend import Backend, Call, Gradients, Group, R, Saved
+from unfreeze.kernels.expert_mlp.backend import Backend, Call, ExpertGradients, ExpertGroup, R, SavedRows
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors, down_grads, gate_up_grads, round_up
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.quant.codec import Packed
@@ -46,7 +46,7 @@ class _Problem(Generic[R]):
         return Call(self.backend, x_TD.dtype, routing, *parts)
 
 
-def _forward(call: Call[R], x: Tensor, *, save: bool) -> tuple[Tensor, Saved]:
+def _forward(call: Call[R], x: Tensor, *, save: bool) -> tuple[Tensor, SavedRows]:
     """y_TD and, if `save`, what backward needs."""
     n = call.routing.num_rows
 
@@ -55,22 +55,24 @@ def _forward(call: Call[R], x: Tensor, *, save: bool) -> tuple[Tensor, Saved]:
         # in pieces.
         return x.new_empty((round_up(n, 2048), columns))[:n] if save and columns else None
 
-    saved = Saved(gate_up=buffer(2 * call.I), xA=buffer(call.Q), hA=buffer(call.P))
+    saved = SavedRows(gate_up=buffer(2 * call.I), xA=buffer(call.Q), hA=buffer(call.P))
     y = call.sums(x)
     of_workers = y.unbind()
 
-    def work(group: Group[R], worker: int) -> None:
+    def work(group: ExpertGroup[R], worker: int) -> None:
         call.backend.forward_group(call, group, x, saved, of_workers[worker])
 
     call.backend.each(call.groups(both=False), len(y), work)
     return call.total(y), saved
 
 
-def _visit(problem: _Problem[R], x: Tensor, weights: Tensor, reuse: Reuse | None) -> tuple[Tensor, R, Saved]:
+def _visit(
+    problem: _Problem[R], x: Tensor, weights: Tensor, reuse: Reuse | None
+) -> tuple[Tensor, R, SavedRows]:
     """(y_TD, routing, what backward needs). Where `reuse` has the last two, y is zeros: nobody reads it."""
     computed: list[Tensor] = []
 
-    def compute() -> tuple[R, Saved]:
+    def compute() -> tuple[R, SavedRows]:
         routing = problem.route(x, weights)
         y, saved = _forward(problem.call(x, routing), x, save=True)
         computed.append(y)
@@ -122,15 +124,17 @@ class _ExpertMLP(torch.autograd.Function):
             bias,
         )
         need_bias = ctx.needs_input_grad[8]
-        grads = Gradients(call, x.shape[1], gate_up=need_gate_up, down=need_down, gate_up_bias=need_bias)
+        grads = ExpertGradients(
+            call, x.shape[1], gate_up=need_gate_up, down=need_down, gate_up_bias=need_bias
+        )
         score_n = torch.empty(routing.num_rows, dtype=torch.float32, device=x.device)
         workers = call.workers()
         dx = call.sums(x) if need_x else None
         of_workers = [None] * workers if dx is None else dx.unbind()
         dy = dy.to(x.dtype).contiguous()
 
-        def work(group: Group[R], worker: int) -> None:
-            backend.backward_group(call, group, x, dy, Saved(*saved), score_n, grads, of_workers[worker])
+        def work(group: ExpertGroup[R], worker: int) -> None:
+            backend.backward_group(call, group, x, dy, SavedRows(*saved), score_n, grads, of_workers[worker])
 
         backend.each(call.groups(both=True), workers, work)
 

@@ -24,12 +24,12 @@ from torch import Tensor
 from unfreeze.kernels import int4_grouped_mm, swiglu, token_permute
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.expert_mlp import workspace
-from unfreeze.kernels.expert_mlp.backend import DeviceRouting, Gradients, Group
+from unfreeze.kernels.expert_mlp.backend import DeviceRouting, ExpertGradients, ExpertGroup
 from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
 from unfreeze.kernels.expert_mlp.factors import Adapter, ExpertFactors, adapters
 from unfreeze.quant.codec import Packed
 
-DeviceGroup = Group[DeviceRouting]
+DeviceGroup = ExpertGroup[DeviceRouting]
 Made = TypeVar("Made")
 
 
@@ -141,7 +141,7 @@ class Grouped(ByGemms[DeviceRouting]):
         """
         E = routing.num_experts
         if sum(weight_bytes) * E <= workspace.WORKSPACE:
-            yield Group(routing, slice(0, E), slice(0, routing.num_rows))
+            yield ExpertGroup(routing, slice(0, E), slice(0, routing.num_rows))
             return
         fits = max(1, workspace.WORKSPACE // max(1, *weight_bytes))
         size = -(-E // -(-E // fits))
@@ -255,7 +255,7 @@ class Grouped(ByGemms[DeviceRouting]):
             return a.new_zeros((len(group.experts), a.shape[1], b.shape[1]))
         return F.grouped_mm(_turned(a, group), b, offs=_offsets(group))
 
-    def factor(self, name: str, a: Tensor, b: Tensor, group: DeviceGroup, grads: Gradients) -> None:
+    def factor(self, name: str, a: Tensor, b: Tensor, group: DeviceGroup, grads: ExpertGradients) -> None:
         """The product itself is the gradient; of several parts the last one joins them."""
         product = self.outer(a, b, group)
         if isinstance(group, Part):

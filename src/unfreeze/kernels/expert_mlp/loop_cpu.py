@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.expert_mlp import decode_cpu, numba_kernels, thin_cpu
-from unfreeze.kernels.expert_mlp.backend import Group, HostRouting
+from unfreeze.kernels.expert_mlp.backend import ExpertGroup, HostRouting
 from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.workspace import GROUP_BYTES
@@ -25,7 +25,7 @@ from unfreeze.quant.codec import Packed
 # multiply-adds of a call from which it is shared among cores; less work is not worth handing out
 WORKERS_FROM = 1 << 26
 
-HostGroup = Group[HostRouting]
+HostGroup = ExpertGroup[HostRouting]
 
 
 def padded_rows(rows: int, dtype: torch.dtype) -> int:
@@ -91,11 +91,11 @@ class LoopCpu(ByGemms[HostRouting]):
         for position, size in enumerate(routing.sizes):
             more = weights + size * row_bytes
             if position > first and cost + more > GROUP_BYTES:
-                yield Group(routing, slice(first, position), slice(begin, begin + rows))
+                yield ExpertGroup(routing, slice(first, position), slice(begin, begin + rows))
                 first, begin, cost, rows = position, begin + rows, 0, 0
             cost, rows = cost + more, rows + size
         if routing.sizes:
-            yield Group(routing, slice(first, len(routing.sizes)), slice(begin, begin + rows))
+            yield ExpertGroup(routing, slice(first, len(routing.sizes)), slice(begin, begin + rows))
 
     def decode(
         self,

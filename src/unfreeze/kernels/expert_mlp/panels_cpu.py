@@ -30,7 +30,7 @@ from torch import Tensor
 from unfreeze.kernels.expand.codes import expandable
 from unfreeze.kernels.expert_mlp import numba_kernels
 from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
-from unfreeze.kernels.expert_mlp.backend import Call, Gradients, Group, HostRouting, Saved
+from unfreeze.kernels.expert_mlp.backend import Call, ExpertGradients, ExpertGroup, HostRouting, SavedRows
 from unfreeze.kernels.expert_mlp.factors import Adapter, round_up
 from unfreeze.kernels.expert_mlp.loop_cpu import HostGroup, LoopCpu, group_sizes
 from unfreeze.kernels.expert_mlp.pack import append, fits, pack_columns, pack_rows
@@ -76,7 +76,7 @@ class _Factors(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """backend.Saved of the group's rows as bf16 bits; 0 columns wide where there is no adapter."""
+    """backend.SavedRows of the group's rows as bf16 bits; 0 columns wide where there is no adapter."""
 
     gate_up: np.ndarray  # [n, 2I]
     xA: np.ndarray  # [n, Q]
@@ -267,10 +267,10 @@ class Panels(LoopCpu):
         ends = np.cumsum([0, *routing.sizes]).tolist()
         for first in range(0, len(routing.experts), GROUP_EXPERTS):
             end = min(first + GROUP_EXPERTS, len(routing.experts))
-            yield Group(routing, slice(first, end), slice(ends[first], ends[end]))
+            yield ExpertGroup(routing, slice(first, end), slice(ends[first], ends[end]))
 
     def forward_group(
-        self, call: Call[HostRouting], group: HostGroup, x: Tensor, saved: Saved, y: Tensor
+        self, call: Call[HostRouting], group: HostGroup, x: Tensor, saved: SavedRows, y: Tensor
     ) -> None:
         D, I, Q, P, most = x.shape[1], call.I, call.Q, call.P, max(group_sizes(group))
         room = _Room(call.dtype)
@@ -299,9 +299,9 @@ class Panels(LoopCpu):
         group: HostGroup,
         x: Tensor,
         dy: Tensor,
-        saved: Saved,
+        saved: SavedRows,
         score_n: Tensor,
-        grads: Gradients,
+        grads: ExpertGradients,
         dx: Tensor | None,
     ) -> None:
         D, I, Q, P, most = x.shape[1], call.I, call.Q, call.P, max(group_sizes(group))

@@ -23,7 +23,7 @@ class Boundary(Protocol):
         ...
 
 
-class OnDevice:
+class BoundaryOnDevice:
     """Autograd keeps the tensor as it is."""
 
     def keep(self, ctx: Any, layer: nn.Module, x_TD: Tensor) -> None:
@@ -33,4 +33,4 @@ class OnDevice:
         return ctx.saved_tensors[0].detach()
 
 
-ON_DEVICE = OnDevice()
+ON_DEVICE = BoundaryOnDevice()

@@ -235,8 +235,8 @@ class _Timed:
 
 def _rate(name: str, bucket: str, dtype: torch.dtype) -> _Timed | None:
     """The rate of one op on this CPU, from its record; None where this device has no record of it."""
-    op, key = ops.load(name), record.device_key(CPU)
-    rows = [row for row in record.rows_of(op, CPU, dtype, bucket) if "refused" not in row]
+    op, key = ops.import_op(name), record.device_key(CPU)
+    rows = [row for row in record.record_rows(op, CPU, dtype, bucket) if "refused" not in row]
     if not rows:
         return None
     runs = by_record(op, CPU, dtype, bucket).runs
