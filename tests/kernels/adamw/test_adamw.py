@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.adamw import OP, AdamWRule, AdamWUpdate, adamw, bucket, reference
+from unfreeze.core.errors import ConfigError
+from unfreeze.kernels.adamw import OP, AdamWRule, AdamWUpdate, adamw, bucket, numba_cpu
 
 # on a CPU in Triton's interpreter (conftest.py)
 DEVICE = {"triton": "cuda" if torch.cuda.is_available() else "cpu"}
-IMPLEMENTATIONS = ["reference"] + (
+IMPLEMENTATIONS = ["reference", "numba"] + (
     [] if OP.candidates["triton"].refuses(DEVICE["triton"], torch.float32) else ["triton"]
 )
-SIZES = [(3, 5), (1,), (33,), (1025, 3), (65_543,)]
+# within one vector, over pieces of 1,024 and over chunks, none of them whole
+SIZES = [(3, 5), (1,), (33,), (1025, 3), (numba_cpu.CHUNK + 7,)]
 
 
 def updates(half: bool, steps: int = 1, seed: int = 0, impl: str = "") -> list[AdamWUpdate]:
@@ -87,7 +89,7 @@ def test_the_comparison_sees_a_forgotten_correction():
     """Control arm: without 1 - b2^t under the root the first steps are far too small."""
     (u, *_), rule = updates(False), AdamWRule(1e-2, (0.9, 0.95), 1e-8)
     before, want = u.master.clone(), exact(u, rule)
-    adamw([u], AdamWRule(1e-2 * (1 - 0.95) ** 0.5, (0.9, 0.95), 1e-8))
+    adamw([u], AdamWRule(1e-2 * (1 - 0.95) ** 0.5, (0.9, 0.95), 1e-8), "numba")
     assert (u.master - want).norm() > 0.5 * (before - want).norm()
 
 
@@ -109,7 +111,7 @@ def test_implementations_agree_after_many_steps(half: bool, steps: int):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", [name for name in IMPLEMENTATIONS if name != "reference"])
 def test_a_call_for_many_tensors_equals_calls_for_each(impl: str):
     """Of both kinds in one list, with rates and decays of their own."""
     (together, alone), rule = (
@@ -129,38 +131,32 @@ def test_autograd_is_told_that_weights_changed():
     weight = torch.nn.Parameter(torch.ones(4))
     y = (weight * weight).sum()
     state = AdamWUpdate(weight.detach(), torch.ones(4), torch.zeros(4), torch.zeros(4), None, 0.0, 1)
-    adamw([state], AdamWRule(0.1, (0.9, 0.95), 1e-8))
+    adamw([state], AdamWRule(0.1, (0.9, 0.95), 1e-8), "numba")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
 
-@pytest.mark.parametrize("at_once", [7, 1000])
-def test_a_tensor_in_pieces_equals_it_whole(monkeypatch: pytest.MonkeyPatch, at_once: int):
-    """Copied gradients lie in memory for `AT_ONCE` numbers, whatever a tensor's size."""
-    calls: list[int] = []
-    fused = torch._fused_adamw_  # type: ignore[attr-defined]
-
-    def counted(masters: list[Tensor], *rest: object, **more: object) -> None:
-        calls.append(sum(master.numel() for master in masters))
-        fused(masters, *rest, **more)
-
-    whole, cut, rule = updates(True, 3), updates(True, 3), AdamWRule(1e-3, (0.9, 0.95), 1e-8, 0.5)
-    reference.step(whole, rule)
-    monkeypatch.setattr(reference, "AT_ONCE", at_once)
-    monkeypatch.setattr(torch, "_fused_adamw_", counted)
-    reference.step(cut, rule)
-    assert max(calls) <= at_once and sum(calls) == sum(u.master.numel() for u in cut)
-    for a, b in zip(whole, cut, strict=True):
-        assert a.weight is not None and b.weight is not None and torch.equal(a.weight, b.weight)
-        torch.testing.assert_close(a.master, b.master, rtol=1e-6, atol=1e-7)
-
-
-def test_wider_masters_and_buckets():
+def test_what_the_loop_cannot_read_is_refused():
     (u, *_), rule = updates(False), AdamWRule(1e-2, (0.9, 0.95), 1e-8)
     wide = AdamWUpdate(*(x.double() for x in (u.master, u.gradient, u.exp_avg, u.exp_avg_sq)), None, 0.0, 1)
-    want = exact(wide, rule)
-    adamw([wide], rule)
-    torch.testing.assert_close(wide.master, want)
-    assert bucket(updates(True), rule) == "small tensors, half precision weights" and {"triton"} == set(
-        OP.candidates
-    )
+    with pytest.raises(ConfigError, match="adamw cannot run as 'numba' here"):
+        adamw([wide], rule, "numba")
+    with pytest.raises(ValueError, match="not contiguous"):
+        numba_cpu.step(
+            [
+                AdamWUpdate(
+                    torch.zeros(4, 6).t(),
+                    torch.zeros(6, 4),
+                    torch.zeros(6, 4),
+                    torch.zeros(6, 4),
+                    None,
+                    0.0,
+                    1,
+                )
+            ],
+            rule,
+        )
+    assert bucket(updates(True), rule) == "small tensors, half precision weights" and {
+        "numba",
+        "triton",
+    } <= set(OP.candidates)

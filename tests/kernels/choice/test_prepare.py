@@ -44,7 +44,7 @@ def test_the_second_process_leaves_compiled_loops_and_its_stamp(tmp_path):
     assert any(path.name.startswith("numba_kernels.swiglu_backward") for path in kept)
     assert not any(path.name.startswith("numba_kernels.swiglu-") for path in kept)
     # and so is a loop of every op it names
-    named = {"linear_cross_entropy": "_softmax_gradient", "swiglu": "_backward"}
+    named = {"linear_cross_entropy": "_softmax_gradient", "adamw": "_step", "swiglu": "_backward"}
     named |= {"rms_norm": "_backward", "rotary": "_halves_to_adjacent"}
     assert named.keys() == prepare.TRAINED.keys()
     for op, loop in named.items():

@@ -45,6 +45,12 @@ def bucket(updates: Sequence[AdamWUpdate], rule: AdamWRule) -> str:
     return f"{'small' if small else 'large'} tensors, {'half precision weights' if half else 'as they are'}"
 
 
+def _load_numba() -> Implementation:
+    from unfreeze.kernels.adamw import numba_cpu
+
+    return numba_cpu.step
+
+
 def _load_triton() -> Implementation:
     from unfreeze.kernels.adamw import triton_cuda
 
@@ -55,6 +61,12 @@ def _triton_refuses(device: str, dtype: torch.dtype) -> str:
     return triton_options.refuses(device, dtype) or (
         "" if dtype == torch.float32 else f"{dtype}: it keeps float32 masters"
     )
+
+
+def _numba_refuses(device: str, dtype: torch.dtype) -> str:
+    if device != "cpu":
+        return f"it runs on cpu, not {device}"
+    return "" if dtype == torch.float32 else f"{dtype}: its loops keep float32 masters"
 
 
 def _case(sizes: Sequence[tuple[int, ...]], half: bool) -> Case:
@@ -77,6 +89,12 @@ OP = Op(
     name="adamw",
     reference=reference.step,
     candidates={
+        "numba": Candidate(
+            _load_numba,
+            _numba_refuses,
+            predicted_on=("cpu",),
+            because="one pass over all tensors, the reference two for each",
+        ),
         "triton": Candidate(
             _load_triton,
             _triton_refuses,
@@ -84,7 +102,7 @@ OP = Op(
             predicted_on=("cuda",),
             waits_on=("cuda",),
             because="28 bytes a parameter in one launch, the reference 36 in two for each tensor",
-        )
+        ),
     },
     cases=(
         _case([(8, 1024)] * 300, False),

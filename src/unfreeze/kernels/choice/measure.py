@@ -19,7 +19,7 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.choice.choose import REQUIRED_GAIN, implementation_of, running
+from unfreeze.kernels.choice.choose import REQUIRED_GAIN, implementation_of
 from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key
 from unfreeze.quant.codec import Packed
@@ -212,7 +212,7 @@ def candidates_of(
 
 
 def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, seconds: float) -> list[Row]:
-    """A row per candidate that doesn't refuse here; where none runs, one of the reference, for the plan.
+    """A row per candidate that doesn't refuse here.
 
     Timing takes about `seconds`, at least FEWEST samples each. Raises what the reference raises.
     """
@@ -222,8 +222,7 @@ def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, second
     calls = {
         name: _call(op, f, case, device, dtype) for name, f in {"reference": op.reference, **good}.items()
     }
-    alone = not running(op, device, dtype)
-    times = in_turn(calls, device, seconds) if good or alone else {}
+    times = in_turn(calls, device, seconds) if good else {}
     forget()
 
     # a row of a refused candidate has the reason, any other has errors and times
@@ -237,7 +236,7 @@ def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, second
     rows: list[Row] = [
         {**common, "candidate": name, "refused": reason, **made} for name, reason in refused.items()
     ]
-    for name in ("reference",) if alone else good:
+    for name in good:
         (reference, reference_spread), (ours, spread) = (
             median_and_spread(times[key]) for key in ("reference", name)
         )
@@ -245,8 +244,8 @@ def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, second
             {
                 **common,
                 "candidate": name,
-                "error_forward": 0.0 if alone else errors[name].forward,
-                "error_backward": 0.0 if alone else errors[name].backward,
+                "error_forward": errors[name].forward,
+                "error_backward": errors[name].backward,
                 "median_us": ours,
                 "reference_median_us": reference,
                 "spread_us": spread,

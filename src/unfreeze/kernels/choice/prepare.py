@@ -1,4 +1,4 @@
-"""The second process of a first run: it compiles the CPU loops of backward.
+"""The second process of a first run: it compiles the CPU loops of backward and of the optimizer.
 
     python -m unfreeze.kernels.choice.prepare bfloat16 auto
 
@@ -22,11 +22,11 @@ from unfreeze.kernels.loops.on_disk import stamp
 
 # After the experts' backward, which takes longest: each op and which of its cases. The smallest, but
 # "few" rows of rms_norm have no loop.
-TRAINED = {"linear_cross_entropy": 0, "swiglu": 0, "rms_norm": -1, "rotary": 0}
+TRAINED = {"linear_cross_entropy": 0, "adamw": 0, "swiglu": 0, "rms_norm": -1, "rotary": 0}
 
 
 def compile_loops(dtype: torch.dtype) -> None:
-    """The loops of backward, each op at one of its measured cases.
+    """The loops of backward and of the optimizer, each op at one of its measured cases.
 
     The longest is the experts' backward. The run compiles their forward meanwhile, for its samples.
     """

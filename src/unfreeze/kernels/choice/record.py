@@ -86,8 +86,7 @@ def record_rows(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -
         rows = [
             row
             for row in read(folder / f"{device_key(device)}.json")
-            if (row["op"], row["dtype"], row["bucket"]) == wanted
-            and row["candidate"] in (*op.candidates, "reference")
+            if (row["op"], row["dtype"], row["bucket"]) == wanted and row["candidate"] in op.candidates
         ]
         if rows:
             return rows
@@ -118,8 +117,7 @@ def write(path: Path, new: list[Row], ops: dict[str, Op]) -> None:
     def current(row: Row) -> bool:
         op = ops.get(row["op"])
         return op is None or (
-            row["candidate"] in (*op.candidates, "reference")
-            and row["bucket"] in {case.bucket for case in op.cases}
+            row["candidate"] in op.candidates and row["bucket"] in {case.bucket for case in op.cases}
         )
 
     rows = sorted(
