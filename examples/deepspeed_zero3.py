@@ -103,13 +103,8 @@ def main(config: Config) -> None:
     # Data: whole documents end to end, no padding. Every process draws the same micro-batches.
     tokenizer, tokens = load_tokenizer(manifest.path), config.tokens_per_step // config.micro_batches
     check_vocab(tokenizer, decoder.shape.vocab_size)
-    batches = Batches(
-        encode_files([config.data], tokenizer, tokens).examples,
-        tokens,
-        config.seed,
-        micro_batches=config.micro_batches,
-    )
-
+    examples = encode_files([config.data], tokenizer, tokens).examples
+    batches = Batches(examples, tokens, config.seed, micro_batches=config.micro_batches)
     for step in range(config.steps):
         drawn, _ = next(batches)
         # One count N for all micro-batches of all processes; known to each, so nothing is exchanged for it.

@@ -2,6 +2,7 @@
 modules it would blame the wrong one."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,7 +71,8 @@ def wrong_eps(model):
 
 
 def wrong_scale(model):
-    model.layers[1].mlp.gate.scale *= 1.01
+    gate = model.layers[1].mlp.gate
+    gate.routing = replace(gate.routing, scale=gate.routing.scale * 1.01)
 
 
 def forgotten_residual(model):

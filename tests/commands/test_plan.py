@@ -520,7 +520,6 @@ def test_this_machine_needs_no_gpu_and_no_network(config):
         (["--simulate"], "there is no flag --simulate; the replay of a step is gone"),
         (["--sweep"], "there is no flag --sweep; plan takes several machines at once"),
         (["--place.recompute", "layers", "--place.keep-layers", "3"], "keep_layers has no effect"),
-        (["--rank", "8"], "there is no flag --rank; it is called --lora.rank here"),
     ],
 )
 def test_what_would_change_nothing_is_refused_by_name(config, arguments, says):

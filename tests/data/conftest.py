@@ -5,6 +5,7 @@ import base64
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -263,3 +264,14 @@ def stories_folder() -> Path:
 @pytest.fixture(scope="session")
 def yoda_file() -> Path:
     return shared("yoda_train.jsonl")
+
+
+@pytest.fixture
+def workers_left():
+    """Processes that this one has begun and not ended; the fork server of other tests is none of them."""
+
+    def found() -> list[psutil.Process]:
+        begun = psutil.Process().children()
+        return [child for child in begun if not any("forkserver.py" in word for word in child.cmdline())]
+
+    return found

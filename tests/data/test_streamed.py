@@ -89,7 +89,7 @@ def taken(files, tokenizer, steps, start=None, **options):
 
 @pytest.mark.parametrize("fraction", [0.0, 0.05])
 def test_cold_warm_and_from_any_place_the_batches_are_the_same(
-    fraction, files, tokenizer, tmp_path, monkeypatch
+    fraction, files, tokenizer, tmp_path, monkeypatch, workers_left
 ):
     options = {"fraction": fraction, "turns": "each", "supervise": "all", "truncation": "split"}
     cold, early = taken(files, tokenizer, 200, **options)
@@ -107,7 +107,7 @@ def test_cold_warm_and_from_any_place_the_batches_are_the_same(
         monkeypatch.setattr(streamed, "HELD_BYTES", held_bytes)
         assert taken(files, tokenizer, 200, **options)[0] == cold
     assert taken(files, tokenizer, 3, **options | {"seed": 4})[0] != cold[:3]
-    assert not psutil.Process().children()
+    assert not workers_left()
 
 
 def test_its_store_is_that_of_encoded_files(files, tokenizer):
@@ -262,7 +262,7 @@ def test_what_a_row_becomes_depends_on_no_row_that_was_encoded_before(
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_bad_row_stops_when_its_window_is_needed(count, files, tokenizer):
+def test_a_bad_row_stops_when_its_window_is_needed(count, files, tokenizer, workers_left):
     good = [
         line
         for line in files[0].read_bytes().decode("utf-8-sig").splitlines()
@@ -284,7 +284,7 @@ def test_a_bad_row_stops_when_its_window_is_needed(count, files, tokenizer):
     files[0].write_text("\n".join(["{broken", *good]))
     with pytest.raises(DataError, match="row 1: broken JSON"):
         opened(files[:1], tokenizer, on_bad_row="error")
-    assert not psutil.Process().children()
+    assert not workers_left()
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(files, tokenizer):

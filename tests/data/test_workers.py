@@ -83,14 +83,14 @@ def test_as_one_process_encodes_them(options, files, tokenizer):
     assert seen == sorted(seen) and seen[-1][0] == stats.rows
 
 
-def test_the_first_bad_row_is_named(files, tokenizer):
+def test_the_first_bad_row_is_named(files, tokenizer, workers_left):
     said = []
     for count in (0, 2):
         with pytest.raises(DataError) as error:
             encode_files(files, tokenizer, 64, workers=count)
         said.append((error.value.message, error.value.next))
     assert said[0] == said[1] and "all.jsonl, row 12" in said[0][0]
-    assert not psutil.Process().children()
+    assert not workers_left()
 
 
 FIRST = (
@@ -124,7 +124,9 @@ def test_what_becomes_of_a_row_hangs_on_no_other_row(planted, tmp_path, json_fol
 
 
 @pytest.mark.parametrize("when", ["encode", "greet"])
-def test_where_a_worker_is_killed_this_process_encodes_on(when, files, tokenizer, monkeypatch, caplog):
+def test_where_a_worker_is_killed_this_process_encodes_on(
+    when, files, tokenizer, monkeypatch, caplog, workers_left
+):
     killed, alone = [], encode_files(files, tokenizer, 64, workers=0, on_bad_row="skip")
 
     def kill(self, *given):
@@ -138,7 +140,7 @@ def test_where_a_worker_is_killed_this_process_encodes_on(when, files, tokenizer
     same(alone, encode_files(files, tokenizer, 64, workers=2, on_bad_row="skip"))
     (said,) = [record.getMessage() for record in caplog.records]
     assert killed and "was killed by signal 9, for memory most likely: the rest is encoded by this" in said
-    assert not psutil.Process().children()
+    assert not workers_left()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_a_containers_quota_bounds_the_workers(own, files, quota, tmp_path, monk
     assert workers.num_workers() == min(8, math.ceil(quota) if quota < math.inf else 8)
 
 
-def test_a_tokenizer_that_changes_meanwhile_is_refused(files, tokenizer, monkeypatch):
+def test_a_tokenizer_that_changes_meanwhile_is_refused(files, tokenizer, monkeypatch, workers_left):
     monkeypatch.setattr(tokenizer, "identity", "other")
     with pytest.raises(DataError, match=r"ended with 1: the tokenizer's files in .* changed meanwhile"):
         encode_files(files, tokenizer, 64, workers=1, on_bad_row="skip")
@@ -182,7 +184,7 @@ from unfreeze.data.store import encoding
 encoding.BATCH_ROWS = 5
 def progress(*done):
     import psutil
-    children = [child.pid for child in psutil.Process().children()]
+    children = [child.pid for child in workers_left()]
     print(len([m for m in ("torch", "numba") if m in sys.modules]), *children, flush=True)
 encode_files(sys.argv[1:2], load_tokenizer(sys.argv[2]), 64, workers=2, progress=progress)
 """
@@ -247,7 +249,7 @@ def test_without_room_for_workers_this_process_encodes_alone(files, tokenizer, m
     assert found.stats.as_dict() == alone.stats.as_dict() and "this process alone" in caplog.text
 
 
-def test_a_thread_that_cannot_start_ends_the_others(files, tokenizer, monkeypatch):
+def test_a_thread_that_cannot_start_ends_the_others(files, tokenizer, monkeypatch, workers_left):
     started = []
     real = workers.ThreadPoolExecutor.submit
 
@@ -259,4 +261,4 @@ def test_a_thread_that_cannot_start_ends_the_others(files, tokenizer, monkeypatc
 
     monkeypatch.setattr(workers.ThreadPoolExecutor, "submit", one)
     assert encode_files(files, tokenizer, 64, workers=2, on_bad_row="skip").stats.rows
-    assert started and not psutil.Process().children()
+    assert started and not workers_left()

@@ -66,7 +66,7 @@ def test_a_run_says_what_it_chose_and_keeps_it_when_it_goes_on(began, chat_rows,
     ]
     assert not any(line.endswith(" 0 B") for line in first["lines"])
     assert any("recompute = nothing" in line for line in first["lines"])
-    assert json.loads((out / "resolved_config.json").read_text())["recompute"] == "auto"
+    assert json.loads((out / "resolved_config.json").read_text())["place.recompute"] == "auto"
     # another choice is refused as any other setting is
     assert sft(chat_rows, out, "--steps", 4, "--save-every", 2, "--place.recompute", "layers")[0] == 2
 

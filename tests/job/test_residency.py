@@ -285,7 +285,7 @@ def test_a_second_model_is_measured_once_for_all_places_that_are_tried(chat_rows
     planning = job_plan.Planning(*given, torch.device("cpu"), [5, 7], second=second)
     plan = job_plan.agreed_plan(planning, folder, ALONE)
     assert len(tried) > 3 and plan.terms["second model"] == 2**30
-    assert [(tokens, longest) for _, tokens, longest, *_ in asked] == [(config.tokens_per_micro_batch, 7)]
+    assert [(beside.tokens, beside.longest) for (beside,) in asked] == [(config.tokens_per_micro_batch, 7)]
 
 
 class Together(Alone):

@@ -341,7 +341,7 @@ def test_a_run_that_this_version_cannot_go_on_with_is_refused_by_name_and_versio
     assert said == [
         f"ConfigError: {out} cannot be resumed by unfreeze {version}: it is a run of unfreeze {version} with"
         " optimizer.momentum, which this version does not have",
-        f"  next: another folder with --out, or: pip install unfreeze=={version}",
+        f"  next: another folder with --out, or unfreeze {version}, which began it",
     ]
     (out / "resolved_config.json").unlink()  # which says the version
     assert cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :]]) == 2

@@ -405,7 +405,10 @@ def test_validate_every_is_refused_where_nothing_is_held_out(rows: tuple[Path, P
 
 
 def test_early_stop_is_refused_before_work_without_validations(rows: tuple[Path, Path], tmp_path: Path):
-    for flags, said in (([], "nothing is held out"), (["--validation", rows[1]], "say by validate_every")):
+    for flags, said in (
+        ([], "nothing is held out"),
+        (["--validation", rows[1]], "say by watch.validate_every"),
+    ):
         with pytest.raises(ConfigError, match=said):
             parse(
                 Config,
@@ -443,7 +446,7 @@ def test_other_held_out_rows_are_refused_on_resume_or_compared_anew(
     said = capsys.readouterr().err
     assert (
         "are others than those of the saved held-out loss" in said
-        and "--save.allow-changed steps validation" in said
+        and "--save.allow-changed training.steps data.validation" in said
     )
     assert [event["step"] for event in events(run, "eval")] == [0, 2, 4]
 

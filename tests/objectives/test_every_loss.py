@@ -19,9 +19,9 @@ T, D, V = 24, 8, 31
 STARTS = (0, 5, 12, 18)
 FOLDER = Path(__file__).resolve().parents[2] / "src" / "unfreeze" / "objectives"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-# of pairs of answers a loss is no sum over tokens, and of what is inside of models there is no batch here: what is
-# claimed here of tokens, their own tests claim of pairs and of layers
-OF_TOKENS = [file for file in FILES if file not in ("preference", "intermediate")]
+# of pairs of answers a loss is no sum over tokens, of what is inside of models there is no batch here, and log p is
+# what losses are made of: what is claimed here of tokens, their own tests claim of those
+OF_TOKENS = [file for file in FILES if file not in ("preference", "intermediate", "log_p")]
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 
 

@@ -146,7 +146,7 @@ def test_the_process_whose_node_lacks_it_says_so(said, case, words):
     [
         ("config.json", "the processes differ in the checkpoint's config.json: process 1 has "),
         ("content", "the processes differ in data file 1 (d.jsonl, its size and hash): process 1 has "),
-        ("flag", "the processes differ in learning_rate: process 1 has 0.5, process 0 has 0.0"),
+        ("flag", "the processes differ in optimizer.learning_rate: process 1 has 0.5, process 0 has 0.0"),
     ],
 )
 def test_what_differs_is_named_by_all(said, case, words):

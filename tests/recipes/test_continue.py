@@ -68,9 +68,9 @@ def test_the_first_validation_is_the_last_of_the_run_before(source, first, again
     sft(capsys, *arguments, "--adapter", run)
     assert evals(out)[0] == pytest.approx(last, rel=0, abs=1e-6)
     assert abs(evals(out)[-1] - last) > 1e-4  # and it learns
-    lora = json.loads((out / "resolved_config.json").read_text())["lora"]
+    config = json.loads((out / "resolved_config.json").read_text())
     # an export has one rank: what of it is padding shows in its numbers only
-    assert (lora["rank"], lora["experts_rank"]) == (4, None if source == "export" else 3)
+    assert (config["lora.rank"], config["lora.experts_rank"]) == (4, None if source == "export" else 3)
 
     # the same ranks are written
     shapes = {

@@ -212,12 +212,14 @@ def test_a_run_goes_on_another_day_with_the_same_losses(dated, rows, tmp_path, m
     other losses."""
     apart, together, later = (tmp_path / name for name in ("apart", "together", "later"))
     sft(dated, rows, apart, "--steps", 4)
-    date = json.loads((apart / "resolved_config.json").read_text(encoding="utf-8"))["template_date"]
+    date = json.loads((apart / "resolved_config.json").read_text(encoding="utf-8"))["data.template_date"]
     whole = losses(sft(dated, rows, together, "--steps", 8, "--data.template-date", date))
     monkeypatch.setattr("unfreeze.job.end.folder.datetime", AnotherDay)
     monkeypatch.setattr("unfreeze.data.tokens.templates.datetime", AnotherDay)
     assert losses(sft(dated, rows, apart, "--steps", 8, "--save.allow-changed", "steps")) == whole
-    assert json.loads((apart / "resolved_config.json").read_text(encoding="utf-8"))["template_date"] == date
+    assert (
+        json.loads((apart / "resolved_config.json").read_text(encoding="utf-8"))["data.template_date"] == date
+    )
     assert losses(sft(dated, rows, later, "--steps", 8)) != whole
 
 

@@ -239,10 +239,10 @@ def test_preparing_goes_on_where_it_was_killed_and_asks_nothing_twice(
     folder = tmp_path / "said"
     script = (
         "import os, signal, sys; from unfreeze import cli; from unfreeze.teach import store\n"
-        "store.PART_TOKENS, real = 8, store.Writing.flush\n"
+        "store.PART_TOKENS, real = 8, store.StoreWriter.flush\n"
         "def flush(writing):\n    real(writing)\n    if writing._number == 2:"
         " os.kill(os.getpid(), signal.SIGKILL)\n"
-        "store.Writing.flush = flush; sys.exit(cli.main(sys.argv[1:]))"
+        "store.StoreWriter.flush = flush; sys.exit(cli.main(sys.argv[1:]))"
     )
     given = [
         "--teacher",

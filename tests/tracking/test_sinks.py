@@ -140,7 +140,7 @@ def test_tensorboard_holds_the_events(tracked_run: Path):
         violation, rel=1e-6
     )
     assert "Who are you?" in board.Tensors("sample/0 before")[0].tensor_proto.string_val[0].decode()
-    assert '"tokens_per_step": 64' in board.Tensors("config")[0].tensor_proto.string_val[0].decode()
+    assert '"training.tokens_per_step": 64' in board.Tensors("config")[0].tensor_proto.string_val[0].decode()
 
 
 def test_wandb_holds_the_events_offline(tracked_run: Path):
@@ -158,7 +158,9 @@ def test_wandb_holds_the_events_offline(tracked_run: Path):
         "run",
         (tracked_run / "wandb-id").read_text().strip(),
     )
-    assert {item.key: json.loads(item.value_json) for item in run.config.update}["tokens_per_step"] == 64
+    assert {item.key: json.loads(item.value_json) for item in run.config.update}[
+        "training.tokens_per_step"
+    ] == 64
     assert [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"] == [0]
 
 
@@ -168,7 +170,7 @@ def test_trackio_holds_the_events(tracked_run: Path):
 
     (run,) = trackio.Api().runs("unfreeze")
     logs = SQLiteStorage.get_logs("unfreeze", run.name)
-    assert run.name == "run" and (run.config or {})["tokens_per_step"] == 64
+    assert run.name == "run" and (run.config or {})["training.tokens_per_step"] == 64
     assert [(log["step"], log["train/loss"]) for log in logs if "train/loss" in log] == list(
         enumerate(losses(tracked_run), start=1)
     )

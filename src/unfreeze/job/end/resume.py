@@ -88,7 +88,7 @@ def refuse_other_version(config: TrainingConfig) -> None:
         raise ConfigError(
             f"{folder} cannot be resumed by unfreeze {__version__}: it is a run of {maker} with"
             f" {', '.join(strange)}, which this version does not have",
-            next="another folder with --out" + (f", or: pip install unfreeze=={made}" if made else ""),
+            next="another folder with --out" + (f", or unfreeze {made}, which began it" if made else ""),
         )
 
 
