@@ -1,7 +1,7 @@
 """What a run opens before its first step, from the cheapest to the dearest.
 
     opened   names, dtypes, shapes: Setup; no row and no weight is read
-    encoded  rows -> conversations -> tokens and weights: Rows
+    encoded  rows -> conversations -> tokens and weights: EncodedData
     planned  bytes, with arithmetic; what does not fit is refused
     placed   the model with what trains, where the plan says: Placed
     begun    the order of the data, the optimizer, the schedule: new, or as the last save has them
