@@ -1,5 +1,6 @@
 """A command run in this process, and one small run that several tests look at."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.kernels.choice.choose import fix
@@ -141,3 +143,15 @@ def read_events():
         return [event for event in events if event["kind"] == kind]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Triton's kernels are imported, for its interpreter where there is no GPU.
+
+    For a test that says TRITON_INTERPRET=0: a kernel that is imported then is none that the interpreter runs,
+    for all tests behind it in the process.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        for file in Path(unfreeze.__file__).parent.glob("kernels/*/triton_cuda.py"):
+            importlib.import_module(f"unfreeze.kernels.{file.parent.name}.triton_cuda")

@@ -268,10 +268,10 @@ def yoda_file() -> Path:
 
 @pytest.fixture
 def workers_left():
-    """Processes that this one has begun and not ended; the fork server of other tests is none of them."""
+    """Processes that the test has begun and not ended; those of tests before, as the fork server, are none."""
+    before = {child.pid for child in psutil.Process().children()}
 
     def found() -> list[psutil.Process]:
-        begun = psutil.Process().children()
-        return [child for child in begun if not any("forkserver.py" in word for word in child.cmdline())]
+        return [child for child in psutil.Process().children() if child.pid not in before]
 
     return found

@@ -184,7 +184,7 @@ from unfreeze.data.store import encoding
 encoding.BATCH_ROWS = 5
 def progress(*done):
     import psutil
-    children = [child.pid for child in workers_left()]
+    children = [child.pid for child in psutil.Process().children()]
     print(len([m for m in ("torch", "numba") if m in sys.modules]), *children, flush=True)
 encode_files(sys.argv[1:2], load_tokenizer(sys.argv[2]), 64, workers=2, progress=progress)
 """

@@ -149,6 +149,7 @@ CASES = [
         for recompute in ("layers", "selective", "elementwise", "nothing")
     )
 ]
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def as_on_an_h200(patch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ class Count(TorchDispatchMode):
 
 
 @pytest.fixture
-def h200(monkeypatch):
+def h200(monkeypatch, interpreted):
     """Tensors on meta are asked about as if on an H200; kernels launch nothing."""
     jit = pytest.importorskip("triton.runtime.jit")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
