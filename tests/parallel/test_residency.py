@@ -318,3 +318,36 @@ def test_the_thread_that_copies_begins_with_the_lanes_device() -> None:
     residency.close()
     aside = [what for what, in_main in said if not in_main]
     assert aside[:2] == ["begins", "copies"] and aside.count("begins") == 1
+
+
+@pytest.mark.parametrize("pair", [(0, 3), (3, 0)])
+def test_what_was_sent_for_and_not_visited_never_overwrites_what_is_visited(pair: tuple[int, int]) -> None:
+    """A source that is under way from `begin` on, as a gather is, and slower the first time. The pass turns round
+    unlike the prefetch expected, so two layers come into one buffer."""
+    slots, began = [Slot(1, "cpu") for _ in range(2)], list[threading.Thread]()
+
+    class Gathers:
+        name = "peers"
+
+        def begin(self, layer: int, into: Slot) -> Any:
+            late = 0.2 if len(began) == 1 else 0.0  # the one that is sent for behind the first visit
+
+            def write() -> None:
+                threading.Event().wait(late)
+                into.bytes.fill_(layer)
+
+            began.append(threading.Thread(target=write))
+            began[-1].start()
+            return began[-1].join
+
+        def close(self) -> None:
+            pass
+
+    layers = [object() for _ in range(4)]
+    residency = Streamed(layers, [1] * 4, slots, Gathers(), HostLane())
+    for index in pair:
+        residency.visit(layers[index])
+    for thread in began:
+        thread.join()
+    residency.close()
+    assert int(slots[pair[1] % 2].bytes[0]) == pair[1]
