@@ -241,8 +241,8 @@ class Streamed:
         slot = self._slots[index % BUFFERS]
         self._holds[index % BUFFERS] = None
         if held is not None:
-            # What was sent for and not visited, where a pass ended, may still be coming: a gather is under way
-            # from `begin` on, and gloo's threads finish two in any order. It would overwrite this layer.
+            # What was sent for and not visited, where a pass ended, may still be coming: a gather is under
+            # way from `begin` on, and gloo's threads finish two in any order. It would overwrite this layer.
             held[1].exception()
         if self.poison:
             slot.bytes.fill_(0xFF)
