@@ -12,8 +12,8 @@ per rollout, so that no ratio has to be clipped):
 Rollouts are a Source (unfreeze/data/packing/source.py), as the documents of every recipe are, and fit learns
 from them. What is left out: a reference model, reuse of rollouts, answers of several turns.
 
-The reward sees the form of an answer alone, so the form is what is learned: towards the end the reward is near 1
-and the sentences fall apart. A reference model, or a reward that reads the facts too, is what holds them.
+The reward sees the form of an answer alone, so the form is what is learned: at the end the reward is near
+1 and the sentences fall apart. A reference model, or a reward that reads the facts too, is what holds them.
 
 T tokens of a micro-batch, N of them sampled; D model width.
 """
