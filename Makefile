@@ -21,8 +21,8 @@ lint: .venv/installed
 	$(BIN)/ruff format --check --quiet src tests examples benchmarks conftest.py
 	$(BIN)/pyright
 
-nightly: .venv/installed   # an hour: what is too long for every change; its last result is docs/nightly.md
-	$(BIN)/python benchmarks/nightly.py --write docs/nightly.md
+nightly: .venv/installed   # an hour: what is too long for every change; its last result is docs/measured/nightly.md
+	$(BIN)/python benchmarks/nightly.py --write docs/measured/nightly.md
 
 # torch goes first and alone: where the index or a wheel folder holds its CPU build, nothing heavier is pulled in by the others.
 .venv/installed: pyproject.toml constraints.txt

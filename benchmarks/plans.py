@@ -1,6 +1,6 @@
-"""docs/plans.md: what well-known releases take on machines people rent, from their config.json alone.
+"""docs/measured/plans.md: memory and speed of well-known releases on machines people rent, planned.
 
-    python benchmarks/plans.py FOLDER_OF_CONFIGS --write docs/plans.md
+    python benchmarks/plans.py FOLDER_OF_CONFIGS --write docs/measured/plans.md
 
 FOLDER_OF_CONFIGS holds Kimi-K2-Thinking.json and Qwen--Qwen3-30B-A3B.json as published. Every figure is
 predicted from facts of the devices (src/unfreeze/parallel/plan/machines.toml); none was measured on a GPU.

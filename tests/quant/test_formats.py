@@ -369,7 +369,7 @@ def test_without_its_line_the_format_is_refused_and_its_variants_are_with_it(mon
 
 
 def missing_in_the_table(page: str, keys: Collection[str]) -> list[str]:
-    """The formats that docs/formats.md has no row of, and the tests it names that are not there."""
+    """The formats that docs/reference/formats.md has no row of, and the tests it names that are not there."""
     rows = re.findall(r"^\| (.*) \|$", page, re.M)
     last = (row.rpartition("| ")[2] for row in rows[2:] if "tests/" not in row)
     named = {name for cell in last for name in cell.split(", ")} - {"---", "test"}
@@ -380,7 +380,7 @@ def missing_in_the_table(page: str, keys: Collection[str]) -> list[str]:
 
 
 def test_the_table_of_formats_has_a_row_of_each() -> None:
-    page = (ROOT / "docs/formats.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/formats.md").read_text(encoding="utf-8")
     assert missing_in_the_table(page, FORMATS) == []
 
 

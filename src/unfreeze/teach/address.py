@@ -38,6 +38,16 @@ def refuse_without_library(url: str) -> None:
         ) from None
 
 
+def refuse_while_training(url: str, *, prepare: str | None) -> None:
+    """Raise ConfigError unless answers are only prepared: a server is too slow to ask at every step."""
+    if not prepare:
+        raise ConfigError(
+            f"{url} is a server, and a teacher that is a server is asked before training, not during it",
+            next="add --prepare FOLDER; then train with --teacher FOLDER",
+        )
+    refuse_without_library(url)
+
+
 def is_url(name: str) -> bool:
     """Whether a model's or teacher's name is a server's address."""
     return name.startswith(("http://", "https://"))

@@ -42,7 +42,7 @@ def pack(examples: Sequence[Example], extras: Mapping[str, Sequence[Sequence[flo
 
     Documents keep their order; of answers that are compared see packing/answers.py: `documents` then has the
     "side" of each and its "example", `examples` how many these are. This is the only shift in the project
-    (docs/trust.md N4).
+    (docs/why/trust.md N4).
 
     extras: name -> for each document a number per token, which is shifted as its weight is: Batch.extras has
     it as float32 [T]. Raises DataError for no or empty documents, and for extras of another length.

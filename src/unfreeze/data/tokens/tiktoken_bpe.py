@@ -1,6 +1,6 @@
 """tiktoken.model: byte-pair ranks as Kimi-K2 publishes them, read natively.
 
-No code from a checkpoint is ever run (docs/trust.md L9).
+No code from a checkpoint is ever run (docs/why/trust.md L9).
 
 A line of the file is `base64(token bytes) rank`. Ids 0 … n-1 are the ranks, the ids above them are named by
 added_tokens_decoder of tokenizer_config.json; an unnamed one is `<|reserved_token_{id}|>`, up to the

@@ -53,7 +53,7 @@ class StreamDecoder(Protocol):
 class VocabSpec:
     """base: ids that text can become; total: ids with a name; padded: rows of the embedding. total <= padded.
 
-    Rows total … padded-1 exist for alignment only; they are never sampled (docs/trust.md N5).
+    Rows total … padded-1 exist for alignment only; they are never sampled (docs/why/trust.md N5).
     """
 
     base: int
@@ -266,7 +266,8 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int, rows: Mapping[str, int] |
     vocab_size  config.json's
     rows        first dimension of each tensor with a row per id (embedding, head), by name
 
-    Raises CheckpointError (docs/trust.md N5) if a tensor has another number of rows than config.json says, if
+    Raises CheckpointError (docs/why/trust.md N5) if a tensor has another number of rows than config.json
+    says, if
     the tokenizer can make an id that the model has no embedding for, or if no end token of the checkpoint is
     one of the tokenizer's ids. More rows than ids is padding, and fine.
     """

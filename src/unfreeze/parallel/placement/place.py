@@ -2,7 +2,7 @@
 
 Order: resolve names and shapes (no memory taken) → allocate → stream → check → only then hand the tensors to
 the modules. So after an error the model is untouched.
-Packed weights go from file to memory as bytes (docs/trust.md L1); nothing is left uninitialised (L8).
+Packed weights go from file to memory as bytes (docs/why/trust.md L1); nothing is left uninitialised (L8).
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _check_fillable(model: nn.Module, filled: Collection[str]) -> None:
 
 
 def check_coverage(placements: Sequence[Placement], params: Params) -> None:
-    """Every element of every parameter is written exactly once (docs/trust.md L8).
+    """Every element of every parameter is written exactly once (docs/why/trust.md L8).
 
     resolve promises it; this proves it for each load.
     Raises CheckpointError naming the first parameter with a hole or an overlap.

@@ -5,7 +5,7 @@ A step's micro-batches are dealt out to the processes, gradients are summed over
 (mesh.py), and each makes the same update of them. So replicas stay identical, and a save may go on in another
 number of processes.
 Every process makes the same collective calls with the same sizes, whatever the data and the routing were. So
-an idle expert cannot make one process wait for another (docs/trust.md M1).
+an idle expert cannot make one process wait for another (docs/why/trust.md M1).
 
 Start: torchrun --nproc-per-node 2 -m unfreeze sft run.toml. Without torchrun there is one process, ALONE, for
 which all of this does nothing.
