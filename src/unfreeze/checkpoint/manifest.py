@@ -264,9 +264,7 @@ def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
     text = str(source)
     if text == TINY_K2.name:
         return TINY_K2
-    siblings = (
-        [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-    )
+    siblings = [entry.name for entry in path.parent.glob("*/")]
     hint = nearest(path.name, siblings)
     if hub.is_id(text):
         try:
