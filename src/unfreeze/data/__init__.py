@@ -1,28 +1,29 @@
 """L3, data: from files to packed batches in four folders.
 
 rows/      a file's row -> Row            a Conversation or a Text, checked field by field
-tokens/    Row -> Examples                template -> text with taught words marked -> tokens and weights
+tokens/    Row -> Examples                template -> text with trained spans marked -> tokens and weights
 store/     Examples of all rows           encoded once, kept on disk, read in any order
 packing/   Examples -> Source of steps    the order of an epoch, packing, the one shift of labels
 
-Before training encode_files (store/dataset.py) goes through all rows once: it counts, checks and keeps an
-account, by all cores. encoded_files (store/encoded.py) keeps what it gave on disk, for other processes and
+Before training, encode_files (store/dataset.py) reads all rows once on all cores: it counts them, checks them
+and collects statistics. encoded_files (store/encoded.py) caches the result on disk for other processes and
 the next start.
-Training then reads from the outside in, each line an iterator or a lookup over the one below it:
+Training then reads from the outside in; each line is an iterator or a lookup over the one below it:
 
-    Batches                  -> (micro-batches of a step, Cursor), without end           packing/batches.py
+    Batches                  -> (micro-batches of a step, Cursor), endless               packing/batches.py
       order(epoch)           -> numbers of documents, a pure function of the seed     packing/order.py
       plan(epoch)            -> these numbers, cut into batches                       packing/batches.py
         Examples[number]     -> Example: from memory, disk, or its file read again    store/examples.py
           Again(place)       -> Row                                                   rows/files.py
           Encoder(row)       -> tokens and weights                                    tokens/masks.py
-            Renderer(row)    -> text, cut into what is given and what is taught       tokens/turns.py
+            Renderer(row)    -> text, split into context and trained spans            tokens/turns.py
       pack(examples)         -> Batch                                                 packing/batches.py
 
-Where a number of steps is given, large files come in windows, and training begins with the first of them
+If the run has a number of steps, large files are read in windows, and training starts with the first window
 (store/streamed.py, packing/windows.py).
 
-A Cursor is (epoch, position) and what must not have changed since: every other state follows from the seed.
+A Cursor is (epoch, position) and whatever must be unchanged for it to be valid. All other state follows from
+the seed.
 Names are imported on first use: packed batches need torch.
 """
 

@@ -1,1 +1,1 @@
-"""Examples to packed batches: their order, and how they are put together."""
+"""Pack examples into batches: the order of documents, and how they are combined."""

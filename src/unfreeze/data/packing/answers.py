@@ -1,12 +1,13 @@
-"""Answers that are compared, laid out as documents of a batch.
+"""Lay out compared answers as documents of a batch.
 
     pairs     chosen, rejected, chosen, rejected, …
-    labels    desirable answers, undesirable ones, then each prompt with the answer to another prompt of the
-              batch, which KTO's reference point is the mean of
+    labels    desirable answers, then undesirable ones, then each prompt with an answer to another prompt of
+              the batch; KTO's reference point is the mean over these
 
-A pair is one Example, so no packer parts it. Of n answers with a label each prompt is followed by the answer
-of another one, k places before it in a circle: lengths only change places, so the batch takes twice their
-tokens. k is the first of 1 to n - 1 at which the fewest meet an answer to their own prompt: mostly none.
+A pair is one Example, so no packer separates it. With n labelled answers, each prompt is also paired with
+the answer of the example k places earlier (cyclically). This only permutes lengths, so the batch takes twice
+the tokens. k is the smallest of 1 to n - 1 that pairs the fewest prompts with an answer to the same prompt
+(usually none).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import numpy as np
 from unfreeze.data.store.examples import TAUGHT, Example
 
 CHOSEN, REJECTED, MISMATCHED = 1, -1, 0
-"""Sides of documents, as objectives/preference.py reads them."""
+"""Side of each document, as objectives/preference.py reads it."""
 
 
 def laid_out(examples: Sequence[Example]) -> tuple[list[Example], list[int], list[int]]:
-    """(documents, the side of each, the example of each counted from 0; -1: of none)."""
+    """Return (documents, side of each, example index of each; -1: belongs to no example)."""
     if not examples[0].has_label:
         documents = [document for example in examples for document in example.documents()]
         count = len(examples)
@@ -36,7 +37,10 @@ def laid_out(examples: Sequence[Example]) -> tuple[list[Example], list[int], lis
 
 
 def order_of(examples: Sequence[Example]) -> list[int]:
-    """The places of the examples in the order in which their losses come: desirable answers first."""
+    """Return example indices in the order in which their losses come out.
+
+    Labelled answers: desirable ones first.
+    """
     places = range(len(examples))
     if not examples or not examples[0].has_label:
         return list(places)
@@ -44,20 +48,20 @@ def order_of(examples: Sequence[Example]) -> list[int]:
 
 
 def mismatched(examples: Sequence[Example]) -> list[Example]:
-    """Each example's prompt, followed by the answer of the example k places before it."""
+    """Return each example's prompt followed by the answer of the example k places earlier."""
     begins = [answer_begins(example) for example in examples]
     count, k = len(examples), shift_of(examples, begins)
-    made: list[Example] = []
+    mismatches: list[Example] = []
     for i, (example, begin) in enumerate(zip(examples, begins, strict=True)):
         before, other = examples[(i - k) % count], begins[(i - k) % count]
         tokens = [*example.tokens[:begin], *before.tokens[other:]]
         weights = [*example.weights[:begin], *before.weights[other:]]
-        made.append(replace(example, tokens=tokens, weights=weights, chosen=TAUGHT))
-    return made
+        mismatches.append(replace(example, tokens=tokens, weights=weights, chosen=TAUGHT))
+    return mismatches
 
 
 def shift_of(examples: Sequence[Example], begins: Sequence[int]) -> int:
-    """k of 1 to n - 1 at which the fewest prompts meet an answer to the same prompt; of several the first."""
+    """Return the smallest k in 1 to n - 1 that pairs the fewest prompts with an answer to the same prompt."""
     count = len(examples)
     prompts = [tuple(example.tokens[:begin]) for example, begin in zip(examples, begins, strict=True)]
     if len(set(prompts)) in (1, count):
@@ -71,5 +75,5 @@ def shift_of(examples: Sequence[Example], begins: Sequence[int]) -> int:
 
 
 def answer_begins(example: Example) -> int:
-    """The place of the first supervised token; what lies before it is the prompt."""
+    """Return the index of the first supervised token; the tokens before it are the prompt."""
     return int(np.flatnonzero(np.asarray(example.weights))[0])

@@ -1,7 +1,7 @@
-"""Examples to packed batches: the only place where labels are shifted.
+"""Pack examples into batches: the only place where labels are shifted.
 
-Batches is the iterator, and it says where it stands. T tokens of a step, S documents. An Example holds one
-document, *not* shifted; `pack` lays documents end to end and shifts.
+`Batches` is the iterator; its cursor says where it is. Axes: T tokens of a step, S documents. An Example
+holds one *unshifted* document; `pack` concatenates documents and shifts.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from unfreeze.data.packing.windows import InWindows, Whole, Windows
 from unfreeze.data.store.examples import TAUGHT, Example, Examples
 
 SHUFFLED = "shuffled"
-"""Cursor["batches"]: an epoch's batches come in a random order. In the order in which they were begun, as
-earlier versions took them (their cursors have no such field, and go on so), short documents come first, and
-the loss falls from one end of an epoch to the other where nothing is learned."""
+"""Value of Cursor["batches"]: batches of an epoch are shuffled. Older versions took batches in the order the
+packer opened them (their cursors lack this field and resume that way). Short documents then come first, so
+the loss falls within an epoch even if nothing is learned."""
 
 PLANS = 2
-"""Plans that are kept: a run asks for the first epoch's for its account, its steps and its batches."""
+"""Number of plans to cache: a run uses the first epoch's plan for its summary, its step count and its
+batches."""
 
 
 def pack(examples: Sequence[Example], extras: Mapping[str, Sequence[Sequence[float]]] | None = None) -> Batch:
-    """targets[t] = tokens[t + 1] and weights[t] = weights[t + 1] inside each document.
+    """Concatenate documents into a batch: targets[t] = tokens[t + 1], weights[t] = weights[t + 1] in each.
 
-    Its last position has weight 0 and target 0.
+    The last position of each document has weight 0 and target 0.
 
-    Documents keep their order; of answers that are compared see packing/answers.py: `documents` then has the
-    "side" of each and its "example", `examples` how many these are. This is the only shift in the project
+    Documents keep their order. For compared answers see packing/answers.py: `documents` then holds each one's
+    "side" and "example", and `examples` their number. This is the only shift in the project
     (docs/why/trust.md N4).
 
-    extras: name -> for each document a number per token, which is shifted as its weight is: Batch.extras has
-    it as float32 [T]. Raises DataError for no or empty documents, and for extras of another length.
+    extras: name -> one number per token for each document. They are shifted like weights and become
+    Batch.extras (float32 [T]). Raises DataError for no documents, empty documents, or extras of another
+    length.
     """
     compared: dict[str, Any] = {}
     if examples and examples[0].chosen != TAUGHT:
@@ -83,7 +85,7 @@ def pack(examples: Sequence[Example], extras: Mapping[str, Sequence[Sequence[flo
 
 
 def _shifted(name: str, values: Sequence[Sequence[float]], lengths: np.ndarray) -> np.ndarray:
-    """float32 [T]: each document's numbers but the first, then 0, as weights are."""
+    """Shift one extra like weights, float32 [T]: each document's numbers without the first, then 0."""
     if [len(each) for each in values] != lengths.tolist():
         raise DataError(
             f"extras {name!r} has {[len(each) for each in values]} numbers, not {lengths.tolist()}"
@@ -92,7 +94,7 @@ def _shifted(name: str, values: Sequence[Sequence[float]], lengths: np.ndarray) 
 
 
 def batch_order(start: Mapping[str, Any] | None) -> dict[str, str]:
-    """What a cursor says of the order of batches; nothing where `start` is an earlier version's."""
+    """Return the cursor field for the batch order; empty if `start` comes from an older version."""
     return {"batches": SHUFFLED} if start is None or "batches" in start else {}
 
 
@@ -100,19 +102,21 @@ _plans: OrderedDict[tuple[str, int, int], PackingPlan] = OrderedDict()
 
 
 class Batches:
-    """The Source of encoded documents (source.py): steps without end, in an order fixed by the seed.
+    """The Source of encoded documents (source.py): an endless stream of steps in an order fixed by the seed.
 
-    Every document comes once per epoch, or as `order` mixes files. Iterating yields (`micro_batches` of
-    Batch, Cursor); the cursor says where the *next* step begins: `Batches(…, start=cursor)` goes on there.
-    A batch holds whole documents, at most `tokens_per_step` tokens together, put together as `packing` says
-    (PACKERS). `documents` are those of the last step's batches.
+    Every document appears once per epoch, or as often as `order` says when it mixes files. Iterating yields
+    (`micro_batches` of Batch, Cursor). The cursor is the position of the *next* step: `Batches(…,
+    start=cursor)`
+    resumes there. A batch holds whole documents, at most `tokens_per_step` tokens in total, packed as
+    `packing`
+    says (PACKERS). `documents` holds those of the last step's batches.
 
-    A cursor has {"epoch", "position"} in batches, with "window" between them where an epoch has several, and
-    what must be unchanged for that to mean the same place: {"seed", "tokens_per_step", "packing", "batches",
-    "fingerprint"}, data_weights where files are mixed, the bytes of all rows where documents come in windows.
+    A cursor has {"epoch", "position"} with the position in batches, plus "window" if an epoch has several. It
+    also has everything that must be unchanged for the position to be valid: {"seed", "tokens_per_step",
+    "packing", "batches", "fingerprint"}, data_weights for mixed files, and a digest of all rows for windows.
 
-    Raises DataError for a document longer than a batch and where no row of an epoch gives a document, and
-    ConfigError for a cursor that belongs to other data or settings.
+    Raises DataError for a document longer than a batch, or if an epoch yields no document. Raises ConfigError
+    for a cursor of other data or settings.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Batches:
         self.documents: list[list[Example]] = []
         self.examples: Examples = Examples.of(())  # until the first window is open
         self._fingerprint = self._made_of = ""
-        # what a cursor is compared with: its numbers mean the same place only under these
+        # Settings that the cursor is checked against: its position is valid only if they are unchanged.
         self._identity = {
             **self._windows.identity,
             "tokens_per_step": tokens_per_step,
@@ -173,19 +177,19 @@ class Batches:
         return self._windows.place(self.epoch, self.window)
 
     def _open(self, epoch: int, window: int) -> None:
-        """Go to the beginning of a window, which is waited for, and pack it."""
+        """Wait for a window, pack it, and go to its start."""
         examples = self._windows.examples(epoch, window)
         self.epoch, self.window, self.position = epoch, window, 0
         if examples is not self.examples:
             self.examples, self._fingerprint = examples, examples.fingerprint()
-            # what plans are kept by: an order can also depend on which document is of which file
+            # Cache key of plans: an order may also depend on the file of each document.
             files = hashlib.blake2b(examples.sources_N.tobytes(), digest_size=16).hexdigest()
             made_of = [self._identity, self._fingerprint, files, self._seed]
             self._made_of = json.dumps(made_of, sort_keys=True)
         self._plan = self._planned(epoch, window)
 
     def _planned(self, epoch: int, window: int) -> PackingPlan:
-        """The batches of a window of the documents at hand, kept where it was asked for lately."""
+        """Return the batches of a window of the current documents, from the cache if recently used."""
         made_of = (self._made_of, epoch, window)
         if made_of not in _plans:
             order, lengths = self._windows.order(epoch, len(self.examples)), self.examples.packed_N.tolist()
@@ -199,14 +203,14 @@ class Batches:
         return _plans[made_of]
 
     def plan(self, epoch: int) -> PackingPlan:
-        """The batches of an epoch as lists of example indices; where it has windows, of the one at hand.
+        """Return the batches of an epoch (or of its current window) as lists of example indices.
 
         A pure function of (lengths, tokens_per_step, packing, order, seed, epoch).
         """
         return self._planned(epoch, 0) if self._windows.known else self._plan
 
     def cursor(self) -> Cursor:
-        """Where the next step begins."""
+        """Return the position of the next step."""
         windows = self.window + self.position / max(1, len(self._plan))
         passes = self.epoch + windows / self._windows.count
         place = {**self._place(), "position": self.position, "passes": passes}
@@ -220,12 +224,12 @@ class Batches:
         return [pack(documents) for documents in self.documents], self.cursor()
 
     def _next(self) -> list[Example]:
-        """The documents of the next batch."""
+        """Return the documents of the next batch."""
         self._windows.take()
         empty = 0
         while self.position >= len(self._plan):
             empty += not len(self._plan)
-            # an epoch of small data_weights can hold no document
+            # with small data_weights an epoch may hold no document
             if empty > self._windows.count and not self._windows.known:
                 raise DataError(
                     "no row of the data is left to train on", next="unfreeze data show FILE --model MODEL"
@@ -236,7 +240,7 @@ class Batches:
         return [self.examples[index] for index in self._plan[self.position - 1]]
 
     def len_batches(self, epochs: float) -> int | None:
-        """Count the batches of `epochs` passes, from the beginning; None where the data is in windows.
+        """Return the number of batches in `epochs` passes from the start; None if data comes in windows.
 
         A fraction is rounded up to a whole batch.
         """
@@ -248,20 +252,23 @@ class Batches:
         return batches + (math.ceil(fraction * len(self.plan(whole))) if fraction else 0)
 
     def len_steps(self, epochs: float) -> int | None:
-        """Steps of `epochs` passes, the last one filled from the next pass; None where it is in windows."""
+        """Return the number of steps in `epochs` passes, or None if the data comes in windows.
+
+        The last step is filled up from the next pass.
+        """
         batches = self.len_batches(epochs)
         return None if batches is None else -(-batches // self.micro_batches)
 
     def efficiency(self) -> float:
-        """Share of the token budget that the first epoch's batches fill (1.0 = every batch full).
+        """Return the share of the token budget used by the first epoch's batches (1.0 = every batch is full).
 
-        Of documents in windows: the batches of the one at hand.
+        With windows: the batches of the current window.
         """
         return self.plan(0).efficiency(self.examples.packed_N, self.tokens_per_step)
 
 
 def _whole(examples: Examples, tokens_per_step: int, seed: int, order: Order | None) -> Whole:
-    """An epoch of documents at hand; a batch holds whole ones, so the longest must fit."""
+    """Return an epoch of in-memory documents; the longest must fit, because a batch holds whole documents."""
     if not examples:
         raise DataError("no documents to train on")
     place = int(examples.packed_N.argmax())

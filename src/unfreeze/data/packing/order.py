@@ -1,6 +1,6 @@
-"""In which order an epoch visits the documents: a pure function of (seed, epoch).
+"""The order in which an epoch visits documents: a pure function of (seed, epoch).
 
-So a cursor is two numbers. N documents, F files.
+So two numbers suffice for a cursor. Axes: N documents, F files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from unfreeze.core.errors import ConfigError
 class Order(Protocol):
     """An order of visiting documents.
 
-    identity: what must be unchanged for an epoch to mean the same order; plain JSON, part of the cursor.
+    identity: everything that must be unchanged for an epoch to have the same order. Plain JSON, stored in the
+    cursor.
     """
 
     identity: dict[str, Any]
@@ -35,14 +36,16 @@ class Shuffled:
 
 
 class Mixed:
-    """Visits file f weights_F[f] times per epoch.
+    """Visit file f weights_F[f] times per epoch.
 
-    2 shows each of its documents twice, 0.25 a new quarter of them each epoch.
+    Weight 2 shows each of its documents twice; 0.25 shows a new quarter of them each epoch.
 
-    Each file is an endless row of its own shuffled passes, and an epoch takes the next weight * documents of
-    it: over any number of epochs no document of a file is shown more than once more often than another. Then
-    the epoch is shuffled as a whole.
-    Raises ConfigError for weights that don't match the files, or from which nothing would come.
+    Each file is an endless sequence of its own shuffled passes, and an epoch takes the next weight *
+    documents
+    from it. So over any number of epochs, the counts of two documents of a file differ by at most one. Then
+    the
+    epoch is shuffled as a whole.
+    Raises ConfigError if the weights don't match the files or would select no documents.
     """
 
     def __init__(self, sources_N: np.ndarray, weights_F: Sequence[float], seed: int):
@@ -69,9 +72,9 @@ class Mixed:
         return np.random.default_rng([seed, epoch]).permutation(chosen).tolist()
 
     def _taken(self, file: int, epoch: int) -> np.ndarray:
-        """Give an epoch's share of this file's endless row of documents.
+        """Return an epoch's share of this file's endless sequence of documents.
 
-        Numbers floor(weight * n * epoch) up to floor(weight * n * (epoch + 1)).
+        Elements floor(weight * n * epoch) up to floor(weight * n * (epoch + 1)).
         """
         members, weight = self._members[file], self._weights[file]
         if not len(members):

@@ -1,8 +1,8 @@
-"""How the documents of an epoch become batches: which batch each of them goes into.
+"""Assign the documents of an epoch to batches.
 
-A packer is (order, lengths, capacity) -> the number of the batch of each document in `order`. Batches are
-numbered in the order they are begun: those of short documents first, as long ones begin new ones more often.
-So an epoch takes them in a random order (`shuffled`). N documents, B batches.
+A packer maps (order, lengths, capacity) to the batch number of each document in `order`. Batches are
+numbered in the order they are opened. Batches of short documents come first, because long documents open new
+batches more often; so an epoch visits batches in random order (`shuffled`). Axes: N documents, B batches.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import numpy as np
 Packing = Literal["none", "first_fit", "best_fit"]
 
 MAX_OPEN_BATCHES = 64
-"""First fit looks back at this many unfinished batches, so the search is O(documents · 64). With documents of
-a tenth of a step, less than 1 % of the token budget then stays unused (held by its test)."""
+"""First fit searches this many unfinished batches, so packing is O(documents · 64). With documents of a tenth
+of a step, less than 1 % of the token budget then stays unused (checked by a test)."""
 
 
 class PackingPlan(Sequence[list[int]]):
-    """The batches of an epoch as lists of document indices, in two arrays: 8 bytes a document and a batch."""
+    """Batches of an epoch as lists of document indices, in two arrays (8 bytes per document and batch)."""
 
     def __init__(self, order: Sequence[int], placed: Sequence[int]):
         order_N, placed_N = np.array(order, dtype=np.int64), np.array(placed, dtype=np.int64)
-        self._members_N = order_N[np.argsort(placed_N, kind="stable")]  # in a batch as in `order`
+        # within a batch, documents keep the order of `order`
+        self._members_N = order_N[np.argsort(placed_N, kind="stable")]
         self._ends_B = np.cumsum(np.bincount(placed_N))
 
     def shuffled(self, seed: Sequence[int]) -> PackingPlan:
-        """The same batches in a random order, a pure function of `seed`."""
+        """Return the same batches in a random order, a pure function of `seed`."""
         order_B = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(1,))).permutation(len(self))
         counts_B = np.diff(self._ends_B, prepend=0)
         place_B = np.empty_like(order_B)
@@ -50,18 +51,18 @@ class PackingPlan(Sequence[list[int]]):
         return (self[index] for index in range(len(self)))
 
     def efficiency(self, lengths_N: np.ndarray, capacity: int) -> float:
-        """Tokens in the batches, supervised or not, over what the batches could hold."""
+        """Return all tokens in the batches, supervised or not, divided by the batches' capacity."""
         return int(lengths_N[self._members_N].sum()) / (max(len(self), 1) * capacity)
 
 
 def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[int]:
     """Put each document into the first unfinished batch that has room.
 
-    At most MAX_OPEN_BATCHES stay unfinished: beyond it the oldest is closed.
+    At most MAX_OPEN_BATCHES stay unfinished; beyond that, the oldest is closed.
     """
     placed: list[int] = []
     begun, shortest = 0, min(lengths)
-    batches: list[int] = []  # unfinished, oldest first, and the room each has left
+    batches: list[int] = []  # unfinished batches, oldest first; `rooms` holds the free tokens of each
     rooms: list[int] = []
     for index in order:
         length = lengths[index]
@@ -85,13 +86,13 @@ def first_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> li
 
 
 def best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[int]:
-    """Put each document into the unfinished batch that it fills best.
+    """Put each document into the unfinished batch that leaves the least free space.
 
-    O(N log N): unfinished batches are kept sorted by the room they have left, and all stay open.
+    O(N log N): unfinished batches are sorted by free space, and none is closed early.
     """
     placed: list[int] = []
     begun, shortest = 0, min(lengths)
-    rooms: list[tuple[int, int]] = []  # (room left, batch), least room first
+    rooms: list[tuple[int, int]] = []  # (free tokens, batch), least free first
     for index in order:
         slot = bisect_left(rooms, (lengths[index], 0))
         room, batch = rooms.pop(slot) if slot < len(rooms) else (capacity, begun)
@@ -103,7 +104,7 @@ def best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> lis
 
 
 def one_by_one(order: Sequence[int], lengths: Sequence[int], capacity: int) -> list[int]:
-    """Every document is a batch of its own."""
+    """Put every document into a batch of its own."""
     return list(range(len(order)))
 
 

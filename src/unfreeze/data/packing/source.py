@@ -1,8 +1,9 @@
-"""Source: what a run learns from, one optimizer step after the other, and a place to go on from.
+"""Source: the stream of optimizer steps a run trains on, with a cursor to resume from.
 
-`Batches` (batches.py) is the one of encoded documents. A source may wrap another: with what a second model
-said of the documents (teach/second.py), or with the model's own answers in their place (teach/on_policy.py).
-Rollouts of reinforcement learning are one that has no documents (examples/rl_loop.py).
+`Batches` (batches.py) is the Source of encoded documents. A Source may wrap another: one that adds a
+second model's outputs for the documents (teach/second.py), or one that replaces the documents by the model's
+own answers (teach/on_policy.py). Reinforcement-learning rollouts are a Source without documents
+(examples/rl_loop.py).
 """
 
 from __future__ import annotations
@@ -15,29 +16,30 @@ if TYPE_CHECKING:
     from unfreeze.data.store.examples import Example
 
 Cursor = dict[str, Any]
-"""Where the next step begins, as plain JSON: a source made with it gives that step and all behind it.
-"passes" over the data so far may stand in it; they are told and not read back."""
+"""Position of the next step, as plain JSON. A Source created with it yields that step and everything after
+it.
+It may hold "passes" (over the data so far), which is only reported, never read back."""
 
 Step = tuple["list[Batch]", Cursor]
-"""(micro-batches of one optimizer step, on the host; the cursor behind them)."""
+"""(micro-batches of one optimizer step, on the host; the cursor after them)."""
 
 
 class Source(Protocol):
-    """Steps, one after the other; StopIteration where nothing is left. Every process gets the same."""
+    """A stream of steps; raises StopIteration at the end. Every process gets the same steps."""
 
     def __iter__(self) -> Iterator[Step]: ...
 
     def __next__(self) -> Step: ...
 
     def len_steps(self, epochs: float) -> int | None:
-        """Steps of `epochs` passes over the data, from the beginning. None: no length is known."""
+        """Return the number of steps in `epochs` passes from the start; None if no length is known."""
         ...
 
 
 class Documents(Source, Protocol):
-    """A Source that packs documents, and says which: what wraps it may look something up for each.
+    """A Source that packs documents and exposes them, so that a wrapper can look something up for each.
 
-    documents  of each micro-batch of the step that was given last.
+    documents  of each micro-batch of the last step returned
     """
 
     documents: Sequence[Sequence[Example]]

@@ -1,8 +1,7 @@
-"""Training and validation by a hash of content.
+"""Split training and validation data by a hash of content.
 
-A row's side depends on what it says and on the seed, never on its place in the file. So a row stays on its
-side when others are added, removed or reordered, and equal rows are always on the same side: none leaks
-across.
+A row's side depends on its content and the seed, never on its position in the file. So a row stays on its
+side when others are added, removed or reordered. Equal rows always land on the same side, so none leaks.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from unfreeze.data.store.examples import NO_CONTENT, Example, Examples
 
 
 def is_held_out(digest: bytes, fraction: float, seed: int) -> bool:
-    """Whether a row belongs to validation.
+    """Return True if a row belongs to validation.
 
-    It does where blake2b(digest, seed), read as a number in [0, 1), is below `fraction`.
+    That is, if blake2b(digest, seed), read as a number in [0, 1), is below `fraction`.
     """
     drawn = hashlib.blake2b(digest + seed.to_bytes(8, "little"), digest_size=8, person=b"held out").digest()
     return int.from_bytes(drawn, "little") < fraction * 2**64
@@ -34,15 +33,15 @@ def is_held_out(digest: bytes, fraction: float, seed: int) -> bool:
 def split_by_content(
     examples: Sequence[Example], fraction: float, seed: int = 0
 ) -> tuple[Examples, Examples]:
-    """Give (training, validation), with about `fraction` of the documents held out.
+    """Return (training, validation) with about `fraction` of the documents held out.
 
-    Both in file order. No tokens are read.
-    Raises ConfigError where one side would be empty: a share of few rows can be none.
+    Both are in file order. No tokens are read.
+    Raises ConfigError if one side would be empty, which can happen with few rows.
     """
     examples = Examples.of(examples)
     if not 0 < fraction < 1:
         raise ConfigError(
-            f"validation_fraction is {fraction}; a share above 0 and below 1",
+            f"validation_fraction is {fraction}; expected a number above 0 and below 1",
             next="--validation-fraction 0.05",
         )
     held_N = np.array(
@@ -55,7 +54,7 @@ def split_by_content(
 
 
 def none_left(fraction: float, of: str, side: str) -> ConfigError:
-    """What is said where all fell on the other side."""
+    """Return the error for a split that leaves one side empty."""
     return ConfigError(
         f"validation_fraction {fraction} of {of} leaves none for {side} (a row's side is drawn from its"
         " content)",
@@ -64,11 +63,13 @@ def none_left(fraction: float, of: str, side: str) -> ConfigError:
 
 
 def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> Iterator[Batch]:
-    """Pack every document once, in order, as many to a batch as `tokens_per_batch` holds.
+    """Pack every document once, in order, with up to `tokens_per_batch` tokens per batch.
 
-    A longer one is a batch of its own. Nothing is shuffled. Batch.documents["row"] says of which row each
-    document is: -1 for an answer to another prompt, else counted from 0. Documents of equal content, such as
-    the pieces of one text, are of one row.
+    A longer document gets a batch of its own. Nothing is shuffled. Batch.documents["row"] is each document's
+    row
+    number, counted from 0, or -1 for an answer paired with another prompt (KTO). Documents of equal content,
+    such
+    as the pieces of one text, have the same row.
     """
     rows_N = distinct_rows(Examples.of(examples))
     group: list[Example] = []
@@ -83,7 +84,7 @@ def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> It
 
 
 def distinct_rows(examples: Examples) -> np.ndarray:
-    """[N]: the number of each document's row, equal for documents of equal content."""
+    """Return each document's row number, [N]; documents of equal content have the same one."""
     places: dict[bytes | tuple[int, int], int] = {}
     rows = zip(examples.sources_N.tolist(), examples.rows_N.tolist(), strict=True)
     keys = [
@@ -94,7 +95,7 @@ def distinct_rows(examples: Examples) -> np.ndarray:
 
 
 def _of_rows(group: Sequence[Example], rows_N: np.ndarray) -> Batch:
-    """The packed batch; rows_N: of its examples, and of those behind them."""
+    """Return the packed batch; rows_N holds the rows of its examples, then those of later ones."""
     batch = pack(group)
     ordered = rows_N[order_of(group)]
     numbers_S = batch.documents.get("example", torch.arange(len(group))).numpy()

@@ -1,7 +1,7 @@
-"""The windows of an epoch: documents that are ordered and packed by themselves.
+"""Windows of an epoch: groups of documents that are ordered and packed separately.
 
 Whole      documents in memory or on disk: an epoch is one window
-InWindows  large files that are encoded while training goes on: window after window
+InWindows  large files that are encoded during training, window after window
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from unfreeze.data.store.examples import Examples
 
 
 class Windows(Protocol):
-    """Where `Batches` has documents and their order from.
+    """Supplies `Batches` with documents and their order.
 
-    count     windows of an epoch
-    known     whether all of them are at hand: then a number of epochs is a number of steps
-    identity  what must be unchanged for a window to be the same; plain JSON, part of the cursor
+    count     windows per epoch
+    known     True if all documents are at hand, so that a number of epochs gives a number of steps
+    identity  everything a window depends on; plain JSON, stored in the cursor
     """
 
     count: int
@@ -28,24 +28,24 @@ class Windows(Protocol):
     identity: dict[str, Any]
 
     def place(self, epoch: int, number: int) -> dict[str, int]:
-        """A window as a cursor has it."""
+        """Return a window's position as the cursor stores it."""
         ...
 
     def examples(self, epoch: int, number: int) -> Examples:
-        """Its documents; waits until they are encoded."""
+        """Return the window's documents; waits until they are encoded."""
         ...
 
     def order(self, epoch: int, count: int) -> Sequence[int]:
-        """In which order the `count` documents of a window are packed."""
+        """Return the order in which the `count` documents of a window are packed."""
         ...
 
     def take(self) -> None:
-        """Called before each batch: takes what was encoded meanwhile."""
+        """Collect documents encoded in the meantime; called before each batch."""
         ...
 
 
 class Whole:
-    """An epoch of documents that are at hand, in one window."""
+    """An epoch of documents that are all at hand, in one window."""
 
     count, known = 1, True
 
@@ -63,19 +63,20 @@ class Whole:
         return self._order(epoch)
 
     def take(self) -> None:
-        """All is there."""
+        """Do nothing: all documents are at hand."""
 
 
 class InWindows:
-    """An epoch of large files, in windows of rows that a permutation of all of them gave.
+    """An epoch of large files, in windows over a permutation of all rows.
 
-    Stream (store/streamed.py) encodes them, Taken (store/handed.py) takes them from the process that does.
+    Stream (store/streamed.py) encodes them; Taken (store/handed.py) receives them from the process that does.
 
-    size        rows of a window        num_rows    of all files
-    head        documents of some rows at even distances, of those that are trained on
-    validation  documents held out; None if not asked for
-    whole       all documents in the order of the files, once every row is encoded here; None before
-    error       of a bad row, behind which nothing is encoded
+        size        rows per window
+        num_rows    rows of all files
+        head        documents of an evenly spaced sample of the training rows
+        validation  documents held out; None if none were requested
+        whole       all documents in file order, once every row is encoded here; None before that
+        error       error of a bad row; nothing after that row is encoded
     """
 
     known = False
@@ -85,7 +86,7 @@ class InWindows:
     error: DataError | None = None
 
     def __init__(self, seed: int, size: int, count: int, num_rows: int, digest: str):
-        """digest: of the bytes of all rows."""
+        """digest: hash of the bytes of all rows."""
         self.seed, self.size, self.count, self.num_rows, self.digest = seed, size, count, num_rows, digest
         self.identity: dict[str, Any] = {"seed": seed, "window_rows": size, "rows": digest}
 
@@ -93,24 +94,24 @@ class InWindows:
         return {"epoch": epoch, "window": number}
 
     def examples(self, epoch: int, number: int) -> Examples:
-        """The documents of a window in the order of training; waits until its rows are encoded.
+        """Return the documents of a window in training order; waits until its rows are encoded.
 
-        Processes hand a window on as it is asked for: ask once for each.
-        Raises DataError for a bad row in it, or in one before it that was not there yet.
+        Processes exchange a window when it is requested, so request each window exactly once.
+        Raises DataError for a bad row in this window, or in an earlier one that was not yet available.
         """
         raise NotImplementedError
 
     def order(self, epoch: int, count: int) -> Sequence[int]:
-        """As they come: the rows of a window are drawn at random already."""
+        """Return the given order: the rows of a window are already drawn at random."""
         return range(count)
 
     def take(self) -> None:
-        """Nothing is encoded here."""
+        """Do nothing: no rows are encoded here."""
 
     def so_far(self) -> Examples:
-        """All documents that are encoded here by now."""
+        """Return all documents encoded here so far."""
         return Examples.of([])
 
     def stats(self) -> Stats:
-        """The account of the rows that are encoded by now."""
+        """Return the statistics of the rows encoded so far."""
         raise NotImplementedError
