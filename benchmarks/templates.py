@@ -121,7 +121,7 @@ def cell(source: str, case: str) -> str:
             ("tool_calls", "tool calls"),
             ("content", "the answer"),
         ):
-            if f".{field}" in error.message and "is not taught" in error.message:
+            if f".{field}" in error.message and "is not trained on" in error.message:
                 return f"refused: no place for {what}"
         said = error.message.removeprefix("the chat template refuses these messages: ").partition(
             "; it does so from "

@@ -227,7 +227,7 @@ def test_tables_of_other_libraries_are_rows():
         ([], "data is empty", "data=[{"),
         ((row for row in [{"prompt": "Q", "completion": "A"}]), "data is a generator", "data=list(data)"),
         ([{"Question": "Q", "Answer": "A"}], "are missing", 'columns={"question": "Question", "answer": "Answer"}'),
-        ([{"query": "Q", "reply": "A"}], "no field is known", 'columns={"prompt": "NAME", "completion": "NAME"}'),
+        ([{"query": "Q", "reply": "A"}], "no known field", 'columns={"prompt": "NAME", "completion": "NAME"}'),
     ],
 )  # fmt: skip
 def test_a_remedy_in_python_is_python(data, says, next, tmp_path):
@@ -240,7 +240,7 @@ def test_a_remedy_in_python_is_python(data, says, next, tmp_path):
     "flags, python",
     [
         ("--device cpu", 'device="cpu"'),
-        ("mend the row, or --data.on-bad-row skip", 'mend the row, or **{"data.on_bad_row": "skip"}'),
+        ("correct the row, or --data.on-bad-row skip", 'correct the row, or **{"data.on_bad_row": "skip"}'),
         ("--optimizer.clip 0.5, --place.recompute layers", 'optimizer={"clip": 0.5}, place={"recompute": "layers"}'),
         ("--sequence-length higher (and --tokens-per-step, if", "sequence_length higher (and tokens_per_step, if"),
         ("--epochs 40, or --tokens-per-step 1,024", "epochs=40, or tokens_per_step=1024"),

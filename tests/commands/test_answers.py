@@ -213,10 +213,10 @@ def test_flags_that_do_not_go_together(generate, arguments, says):
 def test_rows_that_ask_nothing(tmp_path):
     path = tmp_path / "rows.jsonl"
     for row, says in [
-        ({"text": "Paris."}, "a text asks nothing"),
+        ({"text": "Paris."}, "a plain text has no prompt to answer"),
         ({"messages": [{"role": "assistant", "content": "Hi."}]}, "begins with the assistant"),
         ({"messages": []}, "empty"),
-        ({"words": "x"}, "no field is known"),
+        ({"words": "x"}, "no known field"),
     ]:
         path.write_text(json.dumps(row) + "\n")
         with pytest.raises(DataError, match=says):

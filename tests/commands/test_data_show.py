@@ -51,7 +51,7 @@ def test_everything_is_counted_and_named(unfreeze_json, file):
     ) == (7, 3, 3, 1, 1, 1)
     assert {item["row"]: item["reason"].partition(" (")[0] for item in stats["listed"]} == {
         2: "row 2: broken JSON at column 2: Expecting property name enclosed in double quotes",
-        3: "row 3: field 'answer' is missing, there are: question",
+        3: "row 3: field 'answer' is missing; fields: question",
         5: "row 5: field messages is empty",
         7: "row 7: 0 of 60 tokens supervised",
     }
@@ -228,6 +228,6 @@ def test_bad_rows_are_listed_or_stop_it_and_where_none_is_left_skipping_is_no_re
     command = ["data", "show", str(file), "--model", str(TINY_K2), "--quiet"]
     assert cli.main(command) == 0
     assert cli.main([*command, "--data.on-bad-row", "error"]) == 2
-    assert capsys.readouterr().err.endswith("next: mend the row, or --data.on-bad-row skip\n")
+    assert capsys.readouterr().err.endswith("next: correct the row, or --data.on-bad-row skip\n")
     file.write_text("{broken\n")
     assert cli.main(command) == 2 and capsys.readouterr().err.endswith("next: mend the row\n")

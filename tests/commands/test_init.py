@@ -95,7 +95,7 @@ def test_a_file_that_is_there_is_left_alone(checkpoint, tmp_path, monkeypatch, c
         (["MODEL"], "unfreeze init needs DATA"),
         (["MODEL", "nowhere.jsonl"], "'nowhere.jsonl' is not a file or folder"),
         (["/nowhere", "chat.csv"], "/nowhere does not exist"),
-        (["MODEL", "chat.csv"], "row 1: the first line of a csv file names its columns: no field is known"),
+        (["MODEL", "chat.csv"], "row 1: the first line of a csv file names its columns: no known field"),
     ],
 )
 def test_what_is_missing_is_named_and_nothing_is_written(

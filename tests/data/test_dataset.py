@@ -194,20 +194,23 @@ def test_several_files_are_told_apart(tokenizer, tmp_path):
 
 BAD_ROWS = {  # docs/why/trust.md R7: the kind -> the line, and what names its row and field
     "broken JSON": ('{"question": "Q", ', "row 3: broken JSON at column"),
-    "missing field": ({"question": "Q"}, "row 3: field 'answer' is missing, there are: question"),
+    "missing field": ({"question": "Q"}, "row 3: field 'answer' is missing; fields: question"),
     "wrong type": (
         {"question": 7, "answer": "A"},
         r"row 3: field question is a number \(7\), expected a text",
     ),
     "empty": ({"question": "Q", "answer": " "}, "row 3: field answer is empty"),
     "too long": (LONG, "row 3: 0 of 128 tokens supervised"),
-    "no shape": ({"query": "Q", "reply": "A"}, "row 3: no field is known"),
+    "no shape": ({"query": "Q", "reply": "A"}, "row 3: no known field"),
     "byte order mark inside": ('\ufeff{"text": "a"}', "row 3: broken JSON"),
     "duplicate keys": (
         '{"question": "Q", "question": "R", "answer": "A"}',
-        "row 3: broken JSON: field 'question' stands twice",
+        "row 3: broken JSON: field 'question' occurs twice",
     ),
-    "a line over the limit": (json.dumps({"text": "x" * 9000}), "row 3: 8.8 KiB in one row, at most 4.0 KiB"),
+    "a line over the limit": (
+        json.dumps({"text": "x" * 9000}),
+        "row 3: the row has 8.8 KiB, the limit is 4.0 KiB",
+    ),
 }
 
 

@@ -203,7 +203,7 @@ def test_packed_rows_that_turn_out_larger_are_not_kept(
         found = encoded_files([packed], tokenizer, LENGTH, **asked)
         assert found.examples.fingerprint() == plain.examples.fingerprint()
         assert len(list(store.iterdir())) == kept and found.stats.reading == ("disk" if kept else reading)
-        assert ("more than half of what the disk had free" in caplog.text) == (not kept)
+        assert ("more than half of the free disk space" in caplog.text) == (not kept)
         caplog.clear()
 
 

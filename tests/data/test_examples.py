@@ -72,7 +72,7 @@ def test_a_file_that_changes_while_it_is_trained_on_is_refused(change, tokenizer
     examples = encode_files(files, tokenizer, 64, held_bytes=0).examples
     assert examples.rows_N[3] == 4
     files[0].write_bytes(CHANGES[change](files[0].read_bytes()))
-    with pytest.raises(DataError, match="row 4: the file changed while it was trained on"):
+    with pytest.raises(DataError, match="row 4: the file changed during training"):
         examples[3]
 
 

@@ -111,7 +111,7 @@ def test_files_of_one_pattern_are_one_line(encoded):
     )
     lines = mixture(examples.examples, ["d", "d", "c.csv"], [1, 1, 0.5], 2)
     assert [line.split(":")[0] for line in lines] == ["d x 1", "c.csv x 0.5"]
-    assert "8 of 8 documents an epoch" in lines[0] and "4 of 8 documents an epoch" in lines[1]
+    assert "8 of 8 documents per epoch" in lines[0] and "4 of 8 documents per epoch" in lines[1]
 
 
 def test_nothing_left_says_each_reason_once_and_what_to_do(encoded):

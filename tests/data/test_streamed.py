@@ -290,7 +290,7 @@ def test_a_bad_row_stops_when_its_window_is_needed(count, files, tokenizer, work
 def test_a_file_that_changes_meanwhile_is_noticed(files, tokenizer):
     stream, made = opened(files, tokenizer)
     files[1].write_text(files[1].read_text().replace("say", "SAY"))
-    with pytest.raises(DataError, match=r"b.jsonl: the file changed while it was trained on"):
+    with pytest.raises(DataError, match=r"b.jsonl: the file changed during training"):
         list(islice(made, 200))
     stream.close()
 

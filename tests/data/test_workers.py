@@ -139,7 +139,7 @@ def test_where_a_worker_is_killed_this_process_encodes_on(
     monkeypatch.setattr(workers.Worker, when, kill)
     same(alone, encode_files(files, tokenizer, 64, workers=2, on_bad_row="skip"))
     (said,) = [record.getMessage() for record in caplog.records]
-    assert killed and "was killed by signal 9, for memory most likely: the rest is encoded by this" in said
+    assert killed and "was killed by signal 9, most likely for memory: this process encodes the" in said
     assert not workers_left()
 
 
@@ -172,7 +172,7 @@ def test_a_containers_quota_bounds_the_workers(own, files, quota, tmp_path, monk
 
 def test_a_tokenizer_that_changes_meanwhile_is_refused(files, tokenizer, monkeypatch, workers_left):
     monkeypatch.setattr(tokenizer, "identity", "other")
-    with pytest.raises(DataError, match=r"ended with 1: the tokenizer's files in .* changed meanwhile"):
+    with pytest.raises(DataError, match=r"ended with 1: the tokenizer's files in .* changed in the meantime"):
         encode_files(files, tokenizer, 64, workers=1, on_bad_row="skip")
 
 

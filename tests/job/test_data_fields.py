@@ -236,8 +236,8 @@ def test_a_mixture_and_great_losses_are_said_at_the_start_and_in_the_summary(sft
     files[1].write_text("".join(json.dumps(row) + "\n" for row in [long] * 6))
     data, warned = sft("--data.weights", 1, 0.5, "--steps", 1)
     assert [line.partition(",")[0] for line in data["mixture"]] == [
-        "a.jsonl x 1: 20 of 20 documents an epoch",
-        "b.jsonl x 0.5: 3 of 6 documents an epoch",
+        "a.jsonl x 1: 20 of 20 documents per epoch",
+        "b.jsonl x 0.5: 3 of 6 documents per epoch",
     ]
     assert data["summary"].endswith("; ".join(data["mixture"]))
     cut, doubled = (line for line in warned if " rows (" in line)

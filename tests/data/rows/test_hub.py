@@ -97,7 +97,11 @@ def test_other_content_is_another_file(hub):
         ("hf:repo:mian", "no configuration 'mian'; nearest: 'main'", "--data hf:repo:main"),
         ("hf:repo:main:tset", "no split 'tset'; nearest: 'test'", "--data hf:repo:main:train"),
         ("hf:repo:main:train[:5]", "is not of the form hf:", "--steps"),
-        ("hf:nobody/nothing", "'hf:nobody/nothing': the Hub cannot be reached, and no copy", "go online"),
+        (
+            "hf:nobody/nothing",
+            "'hf:nobody/nothing': the Hub cannot be reached, and the cache has no copy",
+            "go online",
+        ),
         ("hf:./gone", "there is no folder ./gone", "--data hf:FOLDER"),
         ("hf:", "is not of the form hf:", ""),
     ],
@@ -113,13 +117,13 @@ def test_a_reader_that_is_not_of_text_rows_is_not_run(hub):
     for path in (hub / "data").iterdir():
         path.unlink()
     (hub / "data" / "a.xml").write_text("<a/>")
-    with pytest.raises(DataError, match="is read by the 'xml' reader of datasets"):
+    with pytest.raises(DataError, match="needs the 'xml' reader of datasets"):
         files_of("hf:repo/data")
 
 
 def test_without_datasets_the_extra_is_named(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="read with the library datasets, which is not installed") as error:
+    with pytest.raises(DataError, match="needs the library datasets, which is not installed") as error:
         files_of("hf:repo:main")
     assert error.value.next == "pip install datasets"
 
@@ -130,7 +134,7 @@ def test_without_a_network_the_cache_is_asked_at_once(tmp_path, monkeypatch, cap
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nobody answers
-    with pytest.raises(DataError, match="the Hub cannot be reached, and no copy is in its cache") as error:
+    with pytest.raises(DataError, match="the Hub cannot be reached, and the cache has no copy") as error:
         files_of("hf:nobody/nothing")
     assert error.value.next == "go online, or give --data its files" and "Retrying" not in caplog.text
     assert datasets.config.HF_HUB_OFFLINE is False and not huggingface_hub.constants.HF_HUB_OFFLINE

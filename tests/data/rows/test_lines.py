@@ -48,9 +48,9 @@ def test_any_array_gives_what_json_reads(tmp_path_factory, rows, seed):
 @pytest.mark.parametrize(
     "text, says",
     [
-        ('[{"text": "a"}, {"text": ', "row 2: the file ends within its JSON array"),
-        ('[{"text": "a', "row 1: the file ends within its JSON array"),
-        ('[{"text": "a"}]\n{"text": "b"}', "row 1: the JSON array ends there, and more follows: b'{"),
+        ('[{"text": "a"}, {"text": ', "row 2: the file ends inside its JSON array"),
+        ('[{"text": "a', "row 1: the file ends inside its JSON array"),
+        ('[{"text": "a"}]\n{"text": "b"}', "row 1: the JSON array ends here, but more follows: b'{"),
         ('[{"text": "a"}, 7]', "row 2: expected a JSON object, got a number"),
         ('[{"text": "a"},]', "row 2: broken JSON at column 1"),
         ('[{"text" "a"}]', "row 1: broken JSON at column"),
@@ -104,7 +104,7 @@ def test_gzip_gives_the_rows_of_what_is_packed(name, tmp_path):
     random.Random(1).shuffle(damaged)
     for bytes_ in (packed[:-9], bytes(damaged), text.encode()):
         (tmp_path / name).write_bytes(bytes_)
-        with pytest.raises(DataError, match=f"{name} cannot be unpacked as gzip"):
+        with pytest.raises(DataError, match=f"{name} cannot be decompressed as gzip"):
             list(read_rows(tmp_path / name))
 
 

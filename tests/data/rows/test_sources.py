@@ -51,8 +51,8 @@ def test_files_in_order_and_what_is_said_of_them(written, files, said, folder):
         ("d/c.jsonl", "data = 'd/c.jsonl' is not a file or folder in .*", "--data a .jsonl"),
         ("d/bb.jsonl", "nearest: 'b.jsonl'", ".parquet"),
         ("d/*.parquet", r"'d/\*.parquet' matches no file in", "hf:org/name"),
-        ("d/*", "README.md: ending '.md' is not read", ".jsonl .json"),
-        ("d/README.md", "README.md: ending '.md' is not read", ".jsonl .json"),
+        ("d/*", "README.md: extension '.md' is not supported", ".jsonl .json"),
+        ("d/README.md", "README.md: extension '.md' is not supported", ".jsonl .json"),
         ("empty", "'empty': the folder holds no data file: it is empty", "--data"),
         ("e", r"'e': the folder holds no data file \(x\)", "--data"),
         (
@@ -99,7 +99,7 @@ def test_a_saved_data_set_of_several_splits_names_them(folder):
 
 def test_a_link_to_nowhere_is_named(folder):
     (folder / "dead.jsonl").symlink_to("gone.jsonl")
-    with pytest.raises(ConfigError, match=r"is a link to gone\.jsonl, which is not there"):
+    with pytest.raises(ConfigError, match=r"is a link to gone\.jsonl, which does not exist"):
         files_of("dead.jsonl")
 
 

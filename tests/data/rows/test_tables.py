@@ -138,7 +138,7 @@ def test_only_columns_of_rows_are_read(tmp_path):
 def test_a_table_with_pictures_is_refused_by_their_column(tmp_path):
     rows = {"prompt": ["a"], "completion": ["b"], "image": [{"bytes": b"x", "path": None}]}
     pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="row 1: it has field 'image', which a language model is not given"):
+    with pytest.raises(DataError, match="row 1: field 'image' cannot be used by a language model"):
         list(read_rows(tmp_path / "a.parquet"))
 
 
@@ -147,14 +147,14 @@ def test_a_table_with_pictures_is_refused_by_their_column(tmp_path):
     [
         (b"", "data.csv is empty", "prompt,completion"),
         (b"\nprompt,completion\n", "row 1: the header line is blank", "prompt,completion"),
-        (b"What is 6?,Six.\n", "row 1: the first line of a csv file names its columns: no field is known", "--columns"),
-        (b"prompt,prompt,completion\n", "row 1: column 'prompt' stands twice", "rename"),
-        (b"prompt,completion\na,b,c\n", "row 2: 3 cells, the header has 2", "quoted"),
-        (b'prompt,completion\n"a\nb",c\nd\n', "row 4: 1 cells, the header has 2", "quoted"),
-        (b'prompt,completion\na,"b\n', "row 2: a quote is opened there and never closed", "twice"),
+        (b"What is 6?,Six.\n", "row 1: the first line of a csv file names its columns: no known field", "--columns"),
+        (b"prompt,prompt,completion\n", "row 1: column 'prompt' occurs twice", "rename"),
+        (b"prompt,completion\na,b,c\n", "row 2: 3 cells, the header has 2", "quote a cell"),
+        (b'prompt,completion\n"a\nb",c\nd\n', "row 4: 1 cells, the header has 2", "quote a cell"),
+        (b'prompt,completion\na,"b\n', "row 2: a quote opened here is never closed", "twice"),
         (b"prompt,completion\na,caf\xe9\n", r"row 2: byte 6 \(0xe9\) is not UTF-8", "iconv"),
         ("prompt,completion\na,b\n".encode("utf-16"), "data.csv is UTF-16", "iconv"),
-        (b"prompt,completion\na,\n", "row 2: field 'completion' is null", "mend"),
+        (b"prompt,completion\na,\n", "row 2: field 'completion' is null", "correct"),
         (b"messages\n\"[{'role': 'user'}]\"\n", "row 2: field messages is text that is not JSON", "json.dumps"),
     ],
 )  # fmt: skip
@@ -203,12 +203,12 @@ def test_a_file_that_is_another_by_its_first_bytes_is_named_with_the_command(nam
     rows = pyarrow.Table.from_pylist(PAIRS)
     path = tmp_path / name
     parquet.write_table(rows, path)
-    with pytest.raises(DataError, match=f"{name} is .parquet by its first bytes") as error:
+    with pytest.raises(DataError, match=f"{name} is .parquet, not") as error:
         list(read_rows(path))
     assert error.value.next == f"mv {path} {tmp_path / 'a.parquet'}"
     for begin, said in (
-        (b"\x1f\x8b\x08", "is .gz by"),
-        (b"PK\x03\x04", "packed file"),
+        (b"\x1f\x8b\x08", "is .gz, not"),
+        (b"PK\x03\x04", "xlsx or zip file"),
         (b"ARROW1\0\0", "is .arrow"),
     ):
         path.write_bytes(begin + b"\0" * 9)
@@ -231,7 +231,7 @@ def test_bad_records_of_a_csv_file_are_skipped_and_counted(tmp_path):
 def test_a_quote_that_never_closes_does_not_fill_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(tables.lines, "MAX_ROW_BYTES", 500)
     (tmp_path / "data.csv").write_text('prompt,completion\na,"b\n' + "c,d\n" * 1000)
-    with pytest.raises(DataError, match="row 2: a quote is opened there"):
+    with pytest.raises(DataError, match="row 2: a quote opened here"):
         list(read_rows(tmp_path / "data.csv"))
 
 
@@ -253,7 +253,7 @@ def test_damaged_tables_and_other_columns_are_named(name, tmp_path):
 def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
     write(tmp_path, PAIRS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(DataError, match=r"a\.parquet: \.parquet files are read with pyarrow") as error:
+    with pytest.raises(DataError, match=r"a\.parquet: \.parquet files need pyarrow") as error:
         list(read_rows(tmp_path / "a.parquet"))
     assert error.value.next == "pip install pyarrow"
     assert len(list(read_rows(tmp_path / "a.csv"))) == len(PAIRS)
@@ -295,7 +295,7 @@ def test_a_column_that_stands_twice_is_refused(tmp_path):
     pa = pytest.importorskip("pyarrow")
     table = pa.table([["a"], ["b"], ["c"]], names=["prompt", "completion", "completion"])
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "data.parquet")
-    with pytest.raises(DataError, match="column 'completion' stands twice"):
+    with pytest.raises(DataError, match="column 'completion' occurs twice"):
         list(read_rows(tmp_path / "data.parquet"))
 
 
@@ -303,7 +303,7 @@ def test_a_quote_meant_as_text_does_not_swallow_rows(tmp_path):
     """In a tab-separated file a cell that opens with a quote runs over tabs and lines to the next quote."""
     path = tmp_path / "data.tsv"
     path.write_text('prompt\tcompletion\n"Hello\tone\ntwo\ttwo\nthe end"\tfour\n')
-    with pytest.raises(DataError, match=r"data\.tsv, row 2: a cell that begins with a quote") as error:
+    with pytest.raises(DataError, match=r"data\.tsv, row 2: a cell that starts with a quote") as error:
         list(read_rows(path))
     assert '"""Hello"" she said"' in error.value.next
     path.write_text('prompt\tcompletion\n"""Hello"" she said"\t"one\nline"\n')  # control arm: what it says

@@ -333,7 +333,7 @@ def test_a_mask_that_covers_everything_is_refused_per_row(json_folder, templates
     )
     with pytest.raises(
         DataError,
-        match=r"row 9: messages\[0\].content \('Who wrote Hamlet\?'\) is the user's and would be taught",
+        match=r"row 9: messages\[0\].content \('Who wrote Hamlet\?'\) is the user's and would be trained on",
     ) as error:
         encode_row(Conversation(SINGLE, row=9), everywhere, 512)
     assert "generation" in error.value.next

@@ -164,7 +164,7 @@ def test_reasoning_is_refused_where_the_template_has_no_form_for_it(style, token
     messages, tools = CONVERSATIONS["reasoning"]
     for source in (MARKED[style], without_marks(MARKED[style])):
         with pytest.raises(
-            DataError, match=r"messages\[1\].reasoning_content \('An easy one.'\) is not taught"
+            DataError, match=r"messages\[1\].reasoning_content \('An easy one.'\) is not trained on"
         ) as error:
             encode_whole(Conversation(messages, tools), tokenizer_of(style, source))
         assert "--data.reasoning inline" in error.value.next
@@ -286,13 +286,13 @@ def test_a_template_whose_marks_cover_the_user_is_refused_and_good_ones_pass(tok
     passes."""
     row = Conversation(CONVERSATIONS["single"][0])
     everywhere = "{% generation %}" + without_marks(MARKED["chatml"]) + "{% endgeneration %}"
-    with pytest.raises(DataError, match="is the user's and would be taught"):
+    with pytest.raises(DataError, match="is the user's and would be trained on"):
         encode_whole(row, tokenizer_of("chatml", forced(everywhere)))
     said = "{{ message.content + '<|im_end|>' }}"
     misses = MARKED["chatml"].replace(said + "{% endgeneration %}", "{% endgeneration %}" + said)
     with pytest.raises(
         DataError,
-        match=r"messages\[1\].content .* is not taught: the chat template writes it where nothing is taught",
+        match=r"messages\[1\].content .* is not trained on: the chat template writes it outside the trained part",
     ):
         encode_whole(row, tokenizer_of("chatml", forced(misses)))
     encode_whole(row, tokenizer_of("chatml", forced(MARKED["chatml"])))

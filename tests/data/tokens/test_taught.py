@@ -59,33 +59,37 @@ def test_a_right_template_teaches_everything_and_says_nothing():
         (
             "{{ '<think>' + m.reasoning_content + '</think>' }}",
             "",
-            r"messages\[2\].reasoning_content \('Hm, look.'\) is not taught: .* leaves it out",
+            r"messages\[2\].reasoning_content \('Hm, look.'\) is not trained on: .* leaves it out",
         ),
         (
             "{{ m.content or '' }}",
             "{% if not m.tool_calls %}{{ m.content }}{% endif %}",
-            r"messages\[2\].content \('Let me see.'\) is not taught",
+            r"messages\[2\].content \('Let me see.'\) is not trained on",
         ),
         (
             "{{ '<call>' + call.function.name }}",
             "<call>",
-            r"messages\[2\].tool_calls\[0\].function.name \('look'\) is not taught",
+            r"messages\[2\].tool_calls\[0\].function.name \('look'\) is not trained on",
         ),
-        ("{{ value | tojson }}", "{{ (value | tojson)[:6] }}", r"function.arguments.query .* is not taught"),
+        (
+            "{{ value | tojson }}",
+            "{{ (value | tojson)[:6] }}",
+            r"function.arguments.query .* is not trained on",
+        ),
         (
             "{{ value | tojson }}",
             "{% if value is string %}{{ value | tojson }}{% endif %}",
-            r"function.arguments.count \('7'\) is not taught",
+            r"function.arguments.count \('7'\) is not trained on",
         ),
         (
             "{{ m.content or '' }}",
             "{{ (m.content or '') | upper }}",
-            r"messages\[2\].content \('Let me see.'\) is not taught",
+            r"messages\[2\].content \('Let me see.'\) is not trained on",
         ),
         (
             "{{ m.content or '' }}",
             "{{ m.content[:9] if m.role == 'assistant' else m.content }}",
-            r"changes it behind 'Let me se'",
+            r"changes it after 'Let me se'",
         ),
     ],
 )
@@ -103,7 +107,7 @@ def test_a_short_answer_that_stands_there_by_chance_is_seen_to_be_dropped():
     for said in ("n", "im"):
         with pytest.raises(
             DataError,
-            match=rf"messages\[1\].content \('{said}'\) is not taught: the chat template leaves it out",
+            match=rf"messages\[1\].content \('{said}'\) is not trained on: the chat template leaves it out",
         ):
             render(
                 source.replace("'<|im_end|>", "'n im<|im_end|>"),
@@ -122,7 +126,7 @@ MARKS = "{% generation %}" + GOOD + "{% endgeneration %}{% if add_generation_pro
 @pytest.mark.parametrize("source, whose", [(ECHO, "system"), (MARKS, "system")])
 def test_words_of_others_in_the_loss_are_refused(source, whose):
     with pytest.raises(
-        DataError, match=rf"messages\[0\].content \('Be kind.'\) is the {whose}'s and would be taught"
+        DataError, match=rf"messages\[0\].content \('Be kind.'\) is the {whose}'s and would be trained on"
     ):
         render(
             source,

@@ -140,7 +140,7 @@ def test_an_end_token_that_only_stands_before_the_next_turn():
     source = template(end="{% if not loop.last or m.role == 'user' %}<|im_end|>\n{% endif %}")
     assert [said for _, said in examples(source, [USER, ANSWER])] == ["Me.<|im_end|>"]
     never = render(template(end="\n"), [USER, ANSWER])
-    assert never.notes == ("the answer does not close with an end token: the end is not learned",)
+    assert never.notes == ("the answer does not end with an end token, so the model does not learn to stop",)
 
 
 CUTS = template("{{ m.content.split('</think>')[-1].strip() }}")
@@ -152,7 +152,7 @@ def test_a_block_in_content_that_the_template_cuts_out_is_taught_as_it_was_writt
     inline = {**ANSWER, "content": "<think>Hm, look.</think>\nMe."}
     assert [said for _, said in examples(CUTS, [USER, inline])] == ["<think>Hm, look.</think>\nMe.<|im_end|>"]
     with pytest.raises(
-        DataError, match=r"messages\[1\].reasoning_content \('Hm, look.'\) is not taught"
+        DataError, match=r"messages\[1\].reasoning_content \('Hm, look.'\) is not trained on"
     ) as error:
         examples(CUTS, [USER, THOUGHT])
     assert "--data.reasoning inline" in error.value.next
@@ -219,7 +219,7 @@ def test_smollm3_thinks_in_the_form_of_its_empty_block(monkeypatch):
     prompt = render(off, [USER, ANSWER]).samples[0][0].text
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n")
     monkeypatch.setattr("unfreeze.data.tokens.releases.RELEASES", ())  # control arm
-    with pytest.raises(DataError, match=r"reasoning_content \('Hm, look.'\) is not taught"):
+    with pytest.raises(DataError, match=r"reasoning_content \('Hm, look.'\) is not trained on"):
         said(SMOLLM3, [USER, THOUGHT])
 
 
@@ -232,7 +232,7 @@ def test_seed_oss_thinks_in_marks_of_its_own(monkeypatch):
     drops = SEED_OSS.replace("and m.reasoning_content", "and m.reasoning_content and false")
     assert said(drops, [USER, THOUGHT], ends=["<seed:eos>"]) == [thought + "Me.<seed:eos>"]
     monkeypatch.setattr("unfreeze.data.tokens.releases.RELEASES", ())  # control arm
-    with pytest.raises(DataError, match=r"is not taught"):
+    with pytest.raises(DataError, match=r"is not trained on"):
         said(drops, [USER, THOUGHT], ends=["<seed:eos>"])
 
 

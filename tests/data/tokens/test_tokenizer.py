@@ -317,7 +317,7 @@ def test_a_template_that_does_not_compile_names_file_line_and_remedy(file, templ
     (folder / file).write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match=re.escape(str(folder / file)) + ".*" + says) as raised:
         load_tokenizer(folder)
-    assert raised.value.next == "mend that line, or download the file again"
+    assert raised.value.next == "correct that line, or download the file again"
 
 
 def test_remote_code_is_not_run(tiktoken_folder):

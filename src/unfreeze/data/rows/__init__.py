@@ -1,1 +1,1 @@
-"""Files to rows: the first of the three steps from a data file to a batch."""
+"""Read rows from files: the first of three steps from a data file to a batch."""

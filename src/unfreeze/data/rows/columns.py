@@ -1,4 +1,4 @@
-"""--columns prompt=instruction,completion=output: a data file's own names for the fields of a row."""
+"""--columns prompt=instruction,completion=output: a data file's own names for a row's fields."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from unfreeze.data.rows.shapes import NAMES, NEEDED
 
 
 def renames_of(columns: Sequence[str]) -> dict[str, str]:
-    """("prompt=instruction", …) -> {"prompt": "instruction", …}: a field of a row -> its column.
+    """Parse ("prompt=instruction", …) into {"prompt": "instruction", …}: row field -> column.
 
-    Raises ConfigError for a field that no row has.
+    Raises ConfigError for a field that rows don't have.
     """
     renames = dict(column.split("=", 1) for column in columns)
     if unknown := next((name for name in renames if name not in NAMES), ""):
@@ -24,17 +24,17 @@ def renames_of(columns: Sequence[str]) -> dict[str, str]:
 
 
 def renamed(fields: dict[str, Any], renames: Mapping[str, str], row: int) -> dict[str, Any]:
-    """The row's fields under our names. Raises DataError where a needed column is missing."""
+    """Return the row's fields under our names. Raises DataError if a required column is missing."""
     if not renames:
         return fields
     refuse_missing_columns(renames, fields, f"row {row}")
-    given = {ours: fields[column] for ours, column in renames.items() if column in fields}
+    mapped = {ours: fields[column] for ours, column in renames.items() if column in fields}
     left = {name: value for name, value in fields.items() if name not in renames.values()}
-    return {**left, **given}
+    return {**left, **mapped}
 
 
 def refuse_missing_columns(renames: Mapping[str, str], there: Iterable[str], where: str) -> None:
-    """Optional fields (system, input, tools) may be absent in some rows."""
+    """Raise DataError if a required column is missing. Optional ones (system, input, tools) may be absent."""
     names = list(there)
     missing = next(
         (column for ours, column in renames.items() if column not in names and ours in NEEDED), None
@@ -43,5 +43,5 @@ def refuse_missing_columns(renames: Mapping[str, str], there: Iterable[str], whe
         raise DataError(
             f"{where}: there is no column {missing!r}{nearest(missing, names)}; there are:"
             f" {', '.join(sorted(names)[:20]) or 'none'}",
-            next="mend --columns FIELD=COLUMN",
+            next="correct --columns FIELD=COLUMN",
         )

@@ -1,4 +1,4 @@
-"""Checked values of a row's fields: the value as its type, or a DataError that names row and field."""
+"""Type checks for a row's fields: return the typed value, or raise DataError naming row and field."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from unfreeze.core.errors import DataError
 from unfreeze.untrusted.json_object import is_list, is_object
 
 MAX_DEPTH = 200
-"""Lists and objects within one another; a tool's schema has a dozen. Rendering and quoting a row takes two
-frames of the stack a level."""
+"""Maximum nesting of lists and objects; a tool's schema needs about a dozen. Rendering or printing a row
+takes
+two stack frames per level."""
 
 
 def list_of(value: object, row: int, where: str, *, empty: bool = False) -> list[object]:
@@ -33,7 +34,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def half_surrogate(text: str) -> re.Match[str] | None:
-    """Half a pair of surrogates in a text: JSON can spell one, UTF-8 cannot hold it."""
+    """Find an unpaired surrogate in a text: JSON can spell one, but UTF-8 cannot encode it."""
     return None if text.isascii() else _LONE_SURROGATE.search(text)
 
 
@@ -44,10 +45,10 @@ def text_of(value: object, row: int, where: str, *, empty: bool = False) -> str:
         raise DataError(f"row {row}: field {where} is {json_type(value)}, expected a text")
     if not empty and not value.strip():
         raise DataError(f"row {row}: field {where} is empty")
-    if found := half_surrogate(value):
+    if half := half_surrogate(value):
         raise DataError(
-            f"row {row}: field {where} has half a surrogate pair (\\u{ord(found.group()):04x}) at character"
-            f" {found.start()}"
+            f"row {row}: field {where} has half a surrogate pair (\\u{ord(half.group()):04x}) at character"
+            f" {half.start()}"
         )
     return value
 
@@ -65,7 +66,7 @@ def json_type(value: object) -> str:
 
 
 def json_of(text: str, row: int, where: str) -> object:
-    """JSON that a field holds as text."""
+    """Parse JSON that a field holds as text."""
     try:
         value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -85,9 +86,9 @@ def refuse_constant(name: str) -> NoReturn:
 
 
 def deeper_than(value: object, most: int) -> bool:
-    """Whether lists and objects stand in one another more than `most` times.
+    """Return True if lists and objects are nested more than `most` levels deep.
 
-    What walks a row goes a level at a time into the stack.
+    Code that walks a row recurses once per level.
     """
     level: list[Any] = [value]
     for _ in range(most):

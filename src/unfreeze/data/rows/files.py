@@ -1,12 +1,12 @@
-"""Data files to rows, one after the other, in whichever form they are.
+"""Read rows from data files, one at a time, in any supported format.
 
     .jsonl .json       JSON Lines, or one JSON array               lines.py
     .txt               documents                                   lines.py
     .csv .tsv          a table with a header line                  tables.py
     .parquet .arrow .feather   tables, with pyarrow                tables.py
-    ….gz               any of the first four, packed with gzip
+    ….gz               any of the first four, compressed with gzip
 
-Every complaint names the row (its line in the file) and the field.
+Every error names the row (its line in the file) and the field.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from unfreeze.data.rows.shapes import row_from_dict
 from unfreeze.data.rows.tables import Arrow, Csv, Parquet, parse_cells
 
 PACKED = 4
-"""Bytes of text in a byte of gzip, about."""
+"""Approximate bytes of text per byte of gzip."""
 
 BUILD: dict[Answers, Build] = {"taught": row_from_dict, "asked": asked_from_dict}
 
 
 class Reader(Protocol):
-    """The rows of one file as they stand in it; what they mean is found out by `parser`."""
+    """Yields the raw rows of one file; `parser` interprets them."""
 
     def rows(self) -> Iterator[tuple[RowPlace, Any]]: ...
     def at(self, place: RowPlace) -> Any: ...
@@ -65,30 +65,30 @@ UNPACK = {".zst": "zstd -d", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
 
 
 def ending(path: Path) -> str:
-    """The ending that says a file's form: ".jsonl" of chat.jsonl.gz."""
+    """Return the extension that determines a file's format: ".jsonl" for chat.jsonl.gz."""
     return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
 
 
 def is_data(path: Path) -> bool:
-    """Whether a file's ending is one that is read."""
+    """Return True if a file's extension is supported."""
     packed = path.suffix.lower() == ".gz" and ending(path) in (".parquet", ".arrow", ".feather")
     return ending(path) in FORMS and not packed
 
 
 def refuse_form(path: Path) -> None:
-    """Raise DataError for a file whose ending is not read."""
+    """Raise DataError for an unsupported file extension."""
     if not is_data(path):
         unpack = UNPACK.get(path.suffix.lower())
         raise DataError(
-            f"{path.name}: ending {path.suffix!r} is not read",
-            next=f"{unpack} {path}" if unpack else f"write it as one of {' '.join(FORMS)}",
+            f"{path.name}: extension {path.suffix!r} is not supported",
+            next=f"{unpack} {path}" if unpack else f"convert it to one of {' '.join(FORMS)}",
         )
 
 
 def reader(path: str | Path, columns: Sequence[str] = ()) -> Reader:
-    """The reader of a file's form. `columns`: see columns.py.
+    """Return the reader for a file's format. `columns`: see columns.py.
 
-    Raises DataError for a file that is absent, of no known form, or a table without a known column.
+    Raises DataError for a missing file, an unknown format, or a table without any known column.
     """
     path = Path(path)
     if not path.is_file():
@@ -101,15 +101,15 @@ def reader(path: str | Path, columns: Sequence[str] = ()) -> Reader:
 
 
 BEGINS = {b"PAR1": ".parquet", b"ARROW1\0\0": ".arrow", b"\x1f\x8b": ".gz", b"PK\x03\x04": ".xlsx"}
-"""First bytes of files that are no text. A Parquet file ends as it begins."""
+"""Magic bytes of non-text files. A Parquet file also ends with its magic bytes."""
 CONTROLS = frozenset(range(32)) - frozenset(b"\t\n\f\r\x1b")
-"""Bytes that no text holds, but for a slip."""
+"""Bytes that do not belong in a text, except by accident."""
 BINARY = 0.02
-"""Share of a file's first bytes that are CONTROLS, from which on it is no text. Of random bytes it is 0.1."""
+"""Share of CONTROLS in a file's first bytes above which it is not text. Random bytes have 0.1."""
 
 
 def _refuse_other(path: Path) -> None:
-    """Raise DataError for a text file that is not one by its first bytes."""
+    """Raise DataError if a text file's first bytes show another format."""
     if ending(path) in (".parquet", ".arrow", ".feather") or path.suffix.lower() == ".gz":
         return
     with path.open("rb") as file:
@@ -121,19 +121,19 @@ def _refuse_other(path: Path) -> None:
         return
     if kind == ".xlsx":
         raise DataError(
-            f"{path.name} is a packed file (xlsx or zip) by its first bytes",
+            f"{path.name} is an xlsx or zip file, judging by its first bytes",
             next="save it as CSV UTF-8, or unzip it",
         )
     if kind:
         named = path.with_name(f"{path.name}.gz" if kind == ".gz" else f"{path.stem}{kind}")
         raise DataError(
-            f"{path.name} is {kind} by its first bytes, not {path.suffix}",
+            f"{path.name} is {kind}, not {path.suffix}, judging by its first bytes",
             next=f"mv {quote(str(path))} {quote(str(named))}",
         )
-    if first.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16, refused where its rows are read
+    if first.startswith((b"\xff\xfe", b"\xfe\xff")):  # UTF-16: refused when its rows are read
         return
     odd = [at for at, byte in enumerate(first) if byte in CONTROLS]
-    if len(odd) > max(1, BINARY * len(first)) or first.count(0) > 2:  # one NUL may be a damaged row
+    if len(odd) > max(1, BINARY * len(first)) or first.count(0) > 2:  # one NUL may just be a damaged row
         raise DataError(
             f"{path.name} is a binary file, not text: byte {odd[0] + 1} is 0x{first[odd[0]]:02x}",
             next="give rows as text (.jsonl, .csv, .txt), or as .parquet or .arrow",
@@ -146,12 +146,13 @@ def read_rows(
     columns: Sequence[str] = (),
     answers: Answers = "taught",
 ) -> Iterator[Any]:
-    """The rows of a data file (Row; Judged where `answers` says so), one after the other.
+    """Yield the rows of a data file (Row, or Judged depending on `answers`), one at a time.
 
-    The file is never held whole.
+    The file is never in memory as a whole.
 
-    A bad row raises DataError; with `on_bad` it is handed over instead and reading goes on (count them:
-    nothing may vanish).
+    A bad row raises DataError. With `on_bad` it is passed there instead and reading continues (count these
+    rows,
+    so that none is lost silently).
     """
     return (row for _, row in read_places(path, on_bad, columns, answers))
 
@@ -162,9 +163,9 @@ def read_places(
     columns: Sequence[str] = (),
     answers: Answers = "taught",
 ) -> Iterator[tuple[RowPlace, Any]]:
-    """Read rows as read_rows does, each with its place, by which Again finds it.
+    """Yield rows like read_rows, each with its place, from which Again can read it.
 
-    At most one row (MAX_ROW_BYTES) is held, of a table ROWS of them.
+    At most one row (MAX_ROW_BYTES) is in memory; for tables, ROWS rows.
     """
     path = Path(path)
     rows, parse = raw_rows(path, columns), parser(path, columns, answers)
@@ -178,9 +179,9 @@ def read_places(
 
 
 def raw_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[RowPlace, Any]]:
-    """Each row as it stands in its file, and its place: all that one process has to read in order.
+    """Yield each raw row of a file with its place: the only part that one process must do in order.
 
-    What it means can be found out elsewhere, by `parser`: it is bytes, or a dict of plain values.
+    A raw row is bytes or a dict of plain values, so `parser` can run in another process.
     """
     return reader(path, columns).rows()
 
@@ -188,9 +189,9 @@ def raw_rows(path: Path, columns: Sequence[str] = ()) -> Iterator[tuple[RowPlace
 def parser(
     path: Path, columns: Sequence[str] = (), answers: Answers = "taught"
 ) -> Callable[[Any, RowPlace], Any]:
-    """What makes a Row, or a Judged, of one of raw_rows; the file is not opened.
+    """Return a function that turns one of raw_rows into a Row or a Judged; it does not open the file.
 
-    It raises DataError that names the row.
+    It raises DataError naming the row.
     """
     refuse_form(path)
     parse, renames = FORMS[ending(path)][1], renames_of(columns)
@@ -199,7 +200,7 @@ def parser(
     def bounded(raw: Any, place: RowPlace) -> Row | Judged:
         if place.size > lines.MAX_ROW_BYTES:
             raise DataError(
-                f"row {place.row}: {format_bytes(place.size)} in one row, at most"
+                f"row {place.row}: the row has {format_bytes(place.size)}, the limit is"
                 f" {format_bytes(lines.MAX_ROW_BYTES)}; is a line break missing?"
             )
         return parse(raw, place.row, renames, build)
@@ -208,25 +209,25 @@ def parser(
 
 
 def refused(path: Path, error: DataError) -> DataError:
-    """A bad row's error with the name of its file and what to do."""
+    """Add the file's name and a next step to a bad row's error."""
     return DataError(
-        f"{path.name}, {error.message}", next=error.next or "mend the row, or --data.on-bad-row skip"
+        f"{path.name}, {error.message}", next=error.next or "correct the row, or --data.on-bad-row skip"
     )
 
 
 class Again:
-    """Rows of a file that were read before, by their places."""
+    """Re-read rows of a file by their places."""
 
     def __init__(self, path: Path, columns: Sequence[str] = (), answers: Answers = "taught"):
         self._reader, self._parse = reader(path, columns), parser(path, columns, answers)
 
     def __call__(self, place: RowPlace) -> Any:
-        """Raises DataError if the file has changed and holds no row there."""
+        """Read one row again. Raises DataError if the file has changed and has no row there."""
         return self._parse(self._reader.at(place), place)
 
 
 def text_bytes(path: Path) -> int:
-    """Bytes of text in a file, about: unpacked."""
+    """Return the approximate size of a file's text in bytes, uncompressed."""
     size = path.stat().st_size
     return PACKED * size if path.suffix.lower() in (".gz", ".parquet") else size
 

@@ -1,7 +1,7 @@
-"""`hf:org/name[:config][:split]`: a data set of the Hugging Face Hub, or a folder in its layout.
+"""`hf:org/name[:config][:split]`: a data set on the Hugging Face Hub, or a folder in its layout.
 
-The library `datasets` (extra [data]) downloads it once and keeps it as Arrow files; these are read, mapped
-into memory. Only its readers of text rows are let in: no script of a repository is run, no pickle is read.
+The library `datasets` (extra [data]) downloads it once and stores it as Arrow files; these are then read,
+memory-mapped. Only its readers of text rows are allowed: no repository script is run, no pickle is read.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from unfreeze.config.tables import HUB
 from unfreeze.core.errors import DataError, nearest
 
 SECONDS = 10
-"""After which the Hub counts as not reached."""
+"""Timeout after which the Hub counts as unreachable."""
 READERS = ("json", "csv", "parquet", "arrow", "text")
-"""The readers of `datasets` that are used."""
+"""The readers of `datasets` that are allowed."""
 
 
 def hub_files(written: str, field: str) -> list[Path]:
-    """The Arrow files of a data set's split.
+    """Return the Arrow files of one split of a data set.
 
-    The configuration may be left out where there is one, or one is the default; the split where there is one,
-    or one is called train. Raises DataError for everything that can be wrong.
+    The configuration may be omitted if there is only one or one is the default; the split, if there is only
+    one
+    or one is called train. Raises DataError for everything that can go wrong.
     """
     name, *rest = written.removeprefix(HUB).split(":")
     if not name or len(rest) > 2 or any("[" in part for part in rest):
         raise DataError(
             f"{field} = {written!r} is not of the form hf:org/name[:config][:split]",
-            next="a split's part cannot be named; --steps trains on less",
+            next="part of a split cannot be selected; use --steps to train on less",
         )
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():
         raise DataError(f"{field} = {written!r}: there is no folder {name}", next=f"--{field} {HUB}FOLDER")
@@ -42,10 +43,10 @@ def hub_files(written: str, field: str) -> list[Path]:
         from datasets.exceptions import DatasetNotFoundError, DatasetsError  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
         raise DataError(
-            f"{field} = {written!r} is read with the library datasets, which is not installed",
+            f"{field} = {written!r} needs the library datasets, which is not installed",
             next="pip install datasets",
         ) from None
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what is wrong is said below, once
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are reported below, once
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     offline = not Path(name).is_dir() and not _reachable(datasets, name)
@@ -60,18 +61,18 @@ def hub_files(written: str, field: str) -> list[Path]:
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         if offline and isinstance(error, ConnectionError):
             raise DataError(
-                f"{field} = {written!r}: the Hub cannot be reached, and no copy is in its cache",
+                f"{field} = {written!r}: the Hub cannot be reached, and the cache has no copy",
                 next="go online, or give --data its files",
             ) from None
         cause = str(error.__cause__ or error).strip().partition("\n")[0][:300]
         raise DataError(
             f"{field} = {written!r} cannot be read: {cause}",
-            next="go online, mend the data set, or give --data its files",
+            next="go online, correct the data set, or give --data its files",
         ) from None
 
 
 def _reachable(datasets: Any, name: str) -> bool:
-    """Whether the Hub answers, be it with a refusal. datasets would ask six times, for half a minute."""
+    """Return True if the Hub answers, even with a refusal. datasets would retry six times (half a minute)."""
     if datasets.config.HF_HUB_OFFLINE:
         return False
     from huggingface_hub import HfApi
@@ -81,14 +82,14 @@ def _reachable(datasets: Any, name: str) -> bool:
         HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).dataset_info(name, timeout=SECONDS)
     except (HTTPError, OSError) as error:
         return getattr(error, "response", None) is not None
-    except ValueError:  # no name that the Hub could have
+    except ValueError:  # not a valid name on the Hub
         return True
     return True
 
 
 @contextmanager
 def _from_cache(datasets: Any) -> Generator[None]:
-    """Both libraries read their cache alone, as with HF_HUB_OFFLINE=1."""
+    """Make both libraries use only their caches, like HF_HUB_OFFLINE=1."""
     from huggingface_hub import constants
 
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
@@ -100,7 +101,7 @@ def _from_cache(datasets: Any) -> Generator[None]:
 
 
 def _files(datasets: Any, name: str, rest: Sequence[str]) -> list[Path]:
-    # which configuration and which split
+    # select the configuration and the split
     source = str(Path(name).resolve()) if Path(name).is_dir() else name
     configs = datasets.get_dataset_config_names(source)
     config, split = (rest[0], rest[1]) if len(rest) == 2 else (None, None)
@@ -120,9 +121,8 @@ def _files(datasets: Any, name: str, rest: Sequence[str]) -> list[Path]:
     builder = datasets.load_dataset_builder(source, config)
     if (reader := type(builder).__module__.rpartition(".")[2]) not in READERS:
         raise DataError(
-            f"{HUB}{name} is read by the {reader!r} reader of datasets; rows of text are read:"
-            f" {', '.join(READERS)}",
-            next="write it as .jsonl",
+            f"{HUB}{name} needs the {reader!r} reader of datasets; supported readers: {', '.join(READERS)}",
+            next="convert it to .jsonl",
         )
     splits = datasets.get_dataset_split_names(source, config)
     split = split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
@@ -136,16 +136,16 @@ def _files(datasets: Any, name: str, rest: Sequence[str]) -> list[Path]:
 
     cache = None
     if Path(source).is_dir():
-        # datasets 5.2 gives the old rows of a folder whose card names configurations after its files changed
+        # datasets 5.2 returns stale rows if the card of a folder names configurations and its files changed
         made_of = repr([(files, files.origin_metadata) for files in builder.config.data_files.values()])
         digest = hashlib.blake2b(made_of.encode(), digest_size=8).hexdigest()
         cache = str(Path(datasets.config.HF_DATASETS_CACHE) / f"folder-{digest}")
-    found = datasets.load_dataset(source, config, split=split, cache_dir=cache)
-    return [Path(file["filename"]) for file in found.cache_files]
+    split_data = datasets.load_dataset(source, config, split=split, cache_dir=cache)
+    return [Path(file["filename"]) for file in split_data.cache_files]
 
 
 def _unknown(what: str, word: str, known: Sequence[str], name: str) -> DataError:
-    """name: the data set, with its configuration where a split is unknown"""
+    """Return the error for an unknown word. name: the data set (with its configuration, for a split)."""
     return DataError(
         f"{HUB}{name} has no {what} {word!r}{nearest(word, known)}; there are: {', '.join(known[:20])}",
         next=f"--data {HUB}{name}:{known[0]}",

@@ -1,4 +1,4 @@
-"""What rows of data files are for, by most of the first: taught, compared in pairs, or judged by a label."""
+"""Detect from the first rows what data files are for: sft, pairs of answers, or labelled answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from unfreeze.data.rows.files import parser, raw_rows
 from unfreeze.data.rows.row import Answers
 from unfreeze.data.rows.shapes import OtherTraining
 
-LOOKED = 100  # rows of each file: one bad row, or ten, say nothing of the others
+LOOKED = 100  # rows per file; a few bad rows should not decide
 
 
 def answers_in(files: Sequence[Path], columns: Sequence[str] = ()) -> Answers:
-    """How most of the first rows can be read; "taught" where none can, whose error says why.
+    """Return how most of the first rows can be read; "taught" if none can (its error then says why).
 
-    Raises DataError for a file that is absent or of no known form.
+    Raises DataError for a missing file or an unknown format.
     """
     votes = Counter(answers for file in files for answers in _votes(file, columns))
     order: tuple[Answers, ...] = ("taught", "pairs", "labels")
@@ -27,7 +27,7 @@ def answers_in(files: Sequence[Path], columns: Sequence[str] = ()) -> Answers:
 
 
 def _votes(file: Path, columns: Sequence[str]) -> Iterator[Answers]:
-    """What each of the first rows can be read for, or, if it is bad, what its fields are meant for."""
+    """Yield how each of the first rows can be read or, for a bad row, how its fields suggest to read it."""
     taught, judged = (parser(file, columns, answers) for answers in ("taught", "labels"))
     for place, raw in islice(raw_rows(file, columns), LOOKED):
         meant: Answers | None = None

@@ -1,6 +1,6 @@
-"""Rows that are lines of a file: JSON Lines, plain text, and the elements of a JSON array. Gzip is unpacked.
+"""Rows that are lines of a file: JSON Lines, plain text, and elements of a JSON array. Gzip is decompressed.
 
-A line is found by its bytes (RowPlace), so it can be read again later, and be parsed in another process.
+A line is located by its bytes (RowPlace), so it can be read again later and parsed in another process.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from unfreeze.data.rows.shapes import row_from_dict
 from unfreeze.untrusted.json_object import is_object
 
 DOCUMENT_MARK = "<|endoftext|>"
-"""A line that holds only this separates the documents of a .txt file (the TinyStories convention)."""
+"""A line with only this separates the documents of a .txt file (the TinyStories convention)."""
 
 MAX_ROW_BYTES = 64 * 2**20
-"""A longer line (or document of a text file) is a bad row: it bounds what reading holds in memory. 64 MiB are
-some 16 million tokens."""
+"""A longer line (or text document) is a bad row; this bounds the reader's memory. 64 MiB are about 16 million
+tokens."""
 CHUNK = 2**18
-"""Bytes of a JSON array that are read at a time."""
+"""Bytes of a JSON array to read at a time."""
 
 
 class JsonLines:
-    """One JSON object a line; blank lines are skipped."""
+    """One JSON object per line; blank lines are skipped."""
 
     def __init__(self, path: Path, renames: Mapping[str, str]):
         self.path = path
         self._file: IO[bytes] | None = None
 
     def rows(self) -> Iterator[tuple[RowPlace, bytes]]:
-        """(place, bytes) of each row."""
+        """Yield (place, bytes) of each row."""
         with open_lines(self.path) as file:
-            yield from (found for found in bounded_lines(file, self.path) if found[1].strip())
+            yield from (line for line in bounded_lines(file, self.path) if line[1].strip())
 
     def at(self, place: RowPlace) -> bytes:
-        """The bytes of one row again."""
+        """Read the bytes of one row again."""
         if self._file is None:
             self._file = open_bytes(self.path)
         self._file.seek(place.offset)
@@ -53,10 +53,10 @@ class JsonLines:
 
 
 class TextFile(JsonLines):
-    """Documents: what stands between lines `<|endoftext|>` if the file has any, else between blank lines."""
+    """Documents separated by lines `<|endoftext|>` if the file has any, else by blank lines."""
 
     def rows(self) -> Iterator[tuple[RowPlace, bytes]]:
-        """(place, bytes) of each document; its row is its first line's."""
+        """Yield (place, bytes) of each document; its row number is that of its first line."""
         mark = DOCUMENT_MARK.encode()
         with open_lines(self.path) as file:
             marked = any(line.strip() == mark for _, line in bounded_lines(file, self.path))
@@ -80,13 +80,14 @@ class TextFile(JsonLines):
 
 
 _TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\],]', re.DOTALL)
-"""A whole JSON string, a quote whose string goes on beyond the bytes at hand, or a bracket or comma."""
+"""A whole JSON string, the opening quote of a string that is not yet read to its end, a bracket or a comma.
+"""
 
 
 class JsonArray(JsonLines):
-    """The elements of one JSON array, `[{…}, {…}]`; a row's number is its place in the array, from 1.
+    """The elements of one JSON array, `[{…}, {…}]`; a row's number is its index in the array, from 1.
 
-    At most one element and CHUNK bytes are held.
+    At most one element and CHUNK bytes are in memory.
     """
 
     def rows(self) -> Iterator[tuple[RowPlace, bytes]]:
@@ -94,7 +95,8 @@ class JsonArray(JsonLines):
             head = without_bom(file.read(CHUNK), self.path)
             base = file.tell() - len(head)
             begin = head.index(b"[") + 1
-            # the bytes at hand and where they begin in the file, the element's start, how far they are read
+            # `held`: unparsed bytes; `base`: their offset in the file; `start`: start of the element; `at`:
+            # parsed so far
             held, base, start, at, depth, row = head[begin:], base + begin, 0, 0, 1, 0
             while True:
                 for match in _TOKEN.finditer(held, at):
@@ -123,11 +125,11 @@ class JsonArray(JsonLines):
                         f"{self.path.name}, row {row + 1}: more than {format_bytes(MAX_ROW_BYTES)} in one"
                         " row; is a bracket missing?"
                     )
-                # a long string is looked at again with twice as many bytes, so that time stays proportional
+                # a long string is scanned again with twice as many bytes, so total time stays linear
                 more = file.read(max(CHUNK, len(held) - start))
                 if not more:
                     raise DataError(
-                        f"{self.path.name}, row {row + 1}: the file ends within its JSON array",
+                        f"{self.path.name}, row {row + 1}: the file ends inside its JSON array",
                         next="download or write the file again",
                     )
                 held, base, at, start = held[start:] + more, base + start, at - start, 0
@@ -138,51 +140,52 @@ def _nothing_more(rest: bytes, file: IO[bytes], path: Path, row: int) -> None:
         pass
     if rest.strip():
         raise DataError(
-            f"{path.name}, row {row}: the JSON array ends there, and more follows: {rest.strip()[:20]!r}",
-            next="one array a file, or one JSON object a line",
+            f"{path.name}, row {row}: the JSON array ends here, but more follows: {rest.strip()[:20]!r}",
+            next="one array per file, or one JSON object per line",
         )
 
 
 def parse_json(raw: bytes, row: int, renames: Mapping[str, str], build: Build = row_from_dict) -> Any:
-    """A row of JsonLines or JsonArray."""
+    """Parse a row of JsonLines or JsonArray."""
     return build(renamed(json_object(raw, row), renames, row), row, renames)
 
 
 def parse_text(raw: bytes, row: int, renames: Mapping[str, str], build: Build = row_from_dict) -> Any:
-    """A row of a TextFile; it has no fields."""
+    """Parse a row of a TextFile, which has no fields."""
     if build is not row_from_dict:
         return build({"text": decode(raw, row).strip()}, row, renames)
     return Text(decode(raw, row).strip(), row)
 
 
 def is_array(path: Path) -> bool:
-    """Whether a JSON file begins with `[`."""
+    """Return True if a JSON file starts with `[`."""
     with open_lines(path) as file:
         return without_bom(file.read(CHUNK), path).lstrip().startswith(b"[")
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The file's bytes, unpacked where its name ends in .gz."""
+    """Open a file for reading bytes; decompress it if its name ends in .gz."""
     return cast(IO[bytes], gzip.open(path)) if path.suffix.lower() == ".gz" else path.open("rb")
 
 
 @contextmanager
 def open_lines(path: Path) -> Generator[IO[bytes]]:
-    """open_bytes; a damaged gzip file is a DataError."""
+    """Open like open_bytes, but report a damaged gzip file as DataError."""
     with open_bytes(path) as file:
         try:
             yield file
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DataError(
-                f"{path.name} cannot be unpacked as gzip: {error}", next="download or write the file again"
+                f"{path.name} cannot be decompressed as gzip: {error}",
+                next="download or write the file again",
             ) from None
 
 
 def bounded_lines(file: IO[bytes], path: Path) -> Iterator[tuple[RowPlace, bytes]]:
-    """Give (place, bytes) of each line, without a byte order mark.
+    """Yield (place, bytes) of each line, without a byte order mark.
 
-    Split at \n only: U+2028 and its kin may stand inside JSON strings.
-    Of a line longer than MAX_ROW_BYTES only the beginning is given; its size is the true one.
+    Split at \n only: U+2028 and similar characters may occur inside JSON strings.
+    A line longer than MAX_ROW_BYTES is truncated; its size is still the true one.
     """
     offset, number = 0, 0
     while line := file.readline(MAX_ROW_BYTES + 1):
@@ -203,7 +206,7 @@ def bounded_lines(file: IO[bytes], path: Path) -> Iterator[tuple[RowPlace, bytes
 def without_bom(line: bytes, path: Path) -> bytes:
     if line.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(
-            f"{path.name} is UTF-16; UTF-8 is read",
+            f"{path.name} is UTF-16; only UTF-8 is supported",
             next=f"iconv -f UTF-16 -t UTF-8 {path} > utf8{path.suffix}",
         )
     return line.removeprefix(b"\xef\xbb\xbf")
@@ -221,7 +224,7 @@ def decode(raw: bytes, row: int) -> str:
 
 
 def json_object(raw: bytes, row: int) -> dict[str, Any]:
-    """The JSON object of a row."""
+    """Parse the JSON object of a row."""
     text = decode(raw, row)
     try:
         value = _DECODER.decode(text)
@@ -236,7 +239,7 @@ def json_object(raw: bytes, row: int) -> dict[str, Any]:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # duplicate keys, NaN, numbers of thousands of digits, endless nesting
+    ) as error:  # duplicate keys, NaN, numbers with thousands of digits, endless nesting
         raise DataError(f"row {row}: broken JSON: {str(error) or type(error).__name__}") from None
     if not is_object(value):
         raise DataError(f"row {row}: expected a JSON object, got {json_type(value)}")
@@ -248,9 +251,9 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"field {twice!r} stands twice")
+        raise ValueError(f"field {twice!r} occurs twice")
     return result
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=refuse_constant)
-"""Made once: json.loads makes one for each row."""
+"""Created once: json.loads would create one per row."""

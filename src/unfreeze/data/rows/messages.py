@@ -1,6 +1,6 @@
-"""The turns of a conversation and its tools, checked and brought into one form.
+"""Check the turns and tools of a conversation and normalise them.
 
-A message keeps its fields but for those that are null. Reasoning is reasoning_content, tool calls are
+A message keeps all fields that are not null. Reasoning becomes reasoning_content, and tool calls become
 {"type": "function", "function": {"name", "arguments": {…}}}, whichever form the row uses.
 """
 
@@ -16,16 +16,16 @@ from unfreeze.untrusted.json_object import is_list, is_object
 
 ROLES = ("system", "user", "assistant", "tool")
 ELSEWHERE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
-"""Roles of other forms of rows -> ours."""
+"""Role names of other formats -> ours."""
 FLAGS = ("train", "training", "loss")
-"""Whether a turn carries loss, as our rows, axolotl's and ms-swift's name it."""
+"""Fields that say if a turn carries loss, in our rows, axolotl's and ms-swift's."""
 DETAILS = ("train_detail", "training_detail")
-"""axolotl's stretches of characters that carry loss."""
+"""axolotl's fields for character spans that carry loss."""
 MESSAGE_FIELDS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
 
 def read_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
-    """Messages given in Python, checked and brought into the form that rows have; they may be empty.
+    """Check and normalise messages given in Python like those of rows; their content may be empty.
 
     Raises DataError naming the field.
     """
@@ -38,9 +38,9 @@ def read_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
 
 
 def carries_loss(item: object, row: int, where: str) -> bool:
-    """A turn's "weight" (0 or 1, as OpenAI's files have it) or one of FLAGS (true or false)."""
+    """Return a turn's loss flag: "weight" (0 or 1, as in OpenAI's files) or one of FLAGS (true or false)."""
     message = object_of(item, row, where)
-    if len(message) == 2:  # who and what, as most are
+    if len(message) == 2:  # role and content only, as in most messages
         return True
     weight = message.get("weight")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
@@ -51,8 +51,8 @@ def carries_loss(item: object, row: int, where: str) -> bool:
     for name in DETAILS:
         if message.get(name):
             raise DataError(
-                f"row {row}: field {where}.{name} marks parts of a turn; loss is on whole turns only",
-                next='leave it out, or split the turn and give its parts "train": true or false',
+                f"row {row}: field {where}.{name} marks parts of a turn, but loss applies to whole turns",
+                next='remove it, or split the turn and set "train": true or false on each part',
             )
     return weight != 0 and all(message.get(name) is not False for name in FLAGS)
 
@@ -60,7 +60,7 @@ def carries_loss(item: object, row: int, where: str) -> bool:
 def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Message:
     """Check a message and drop its null fields, which tables write for every row.
 
-    `empty`: its content may be empty.
+    empty: allow empty content.
     """
     if _is_plain(item):
         return dict(item)
@@ -71,7 +71,7 @@ def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Me
             next="--columns conversations=messages",
         )
     role = text_of(message.get("role"), row, f"{where}.role")
-    if role == "function":  # OpenAI's first form of a tool's return, and of its call
+    if role == "function":  # OpenAI's old name for a tool's result, and function_call for its call
         role = message["role"] = "tool"
     if "function_call" in message:
         if message.get("tool_calls"):
@@ -103,7 +103,7 @@ def message_of(item: object, row: int, where: str, *, empty: bool = False) -> Me
 
 
 def _unknown_role(role: str, row: int, where: str) -> DataError:
-    """With the line that renames the roles of another form, where it is one of them."""
+    """Return the error, with a command that renames the roles if they come from another format."""
     ours, next = ELSEWHERE.get(role) or near_word(role, ROLES), ""
     if role in ELSEWHERE:
         others = ("human", "gpt") if role in ("human", "gpt") else (role,)
@@ -116,7 +116,7 @@ def _unknown_role(role: str, row: int, where: str) -> DataError:
 
 
 def _is_plain(item: object) -> TypeGuard[dict[str, str]]:
-    """Whether it is a role and a text and nothing else, as most are: nothing is left to check."""
+    """Return True for a valid message of only role and text, the common case that needs no further checks."""
     if not is_object(item) or len(item) != 2:
         return False
     content = item.get("content")
@@ -126,22 +126,22 @@ def _is_plain(item: object) -> TypeGuard[dict[str, str]]:
 
 
 def _one_reasoning(message: Message, row: int, where: str) -> Message:
-    """A turn's reasoning as reasoning_content, whichever of its names the row uses."""
-    given = [name for name in REASONING_NAMES if name in message]
-    texts = {name: text_of(message.pop(name), row, f"{where}.{name}", empty=True) for name in given}
-    said = {text for text in texts.values() if text.strip()}
-    if len(said) > 1:
+    """Store a turn's reasoning as reasoning_content, whichever name the row uses."""
+    names = [name for name in REASONING_NAMES if name in message]
+    texts = {name: text_of(message.pop(name), row, f"{where}.{name}", empty=True) for name in names}
+    distinct = {text for text in texts.values() if text.strip()}
+    if len(distinct) > 1:
         raise DataError(
-            f"row {row}: fields {' and '.join(f'{where}.{name}' for name in given)} hold different reasoning",
+            f"row {row}: fields {' and '.join(f'{where}.{name}' for name in names)} hold different reasoning",
             next="keep one of them",
         )
-    return {**message, "reasoning_content": said.pop()} if said else message
+    return {**message, "reasoning_content": distinct.pop()} if distinct else message
 
 
 def tool_call_of(value: object, row: int, where: str) -> Tool:
-    """{"id"?, "type", "function": {"name", "arguments": {…}}}.
+    """Return {"id"?, "type", "function": {"name", "arguments": {…}}}.
 
-    The flat form {"name", "arguments"} and arguments written as JSON text are taken too.
+    The flat form {"name", "arguments"} and arguments written as JSON text are accepted too.
     """
     call = object_of(value, row, where)
     inside = "function" in call
@@ -164,9 +164,9 @@ def tool_call_of(value: object, row: int, where: str) -> Tool:
 
 
 def _arguments(value: object, row: int, where: str) -> Tool:
-    """A call's arguments as an object.
+    """Return a call's arguments as an object.
 
-    OpenAI's files hold them as JSON text; a template that spells them out would put that in quotes again.
+    OpenAI's files store them as JSON text, which a template that prints JSON would quote a second time.
     """
     if isinstance(value, str):
         value = json_of(value, row, where) if value.strip() else {}
@@ -174,9 +174,9 @@ def _arguments(value: object, row: int, where: str) -> Tool:
 
 
 def _content(value: object, row: int, where: str, *, empty: bool) -> object:
-    """Text, or the list form [{"type": "text", "text": …}].
+    """Check content: a text, or the list form [{"type": "text", "text": …}].
 
-    Other kinds of part are refused: there is no model here that sees them.
+    Other types of parts are refused: no model here takes images or sound.
     """
     if not is_list(value):
         return text_of(value, row, where, empty=empty)
@@ -191,9 +191,9 @@ def _content(value: object, row: int, where: str, *, empty: bool) -> object:
 
 
 def tools_of(fields: Mapping[str, object], row: int) -> list[Tool] | None:
-    """`tools` as a list of JSON schemas, or as the same list written into a string.
+    """Return `tools` as a list of JSON schemas; it may be a list or the same list written as JSON text.
 
-    OpenAI's first form of it is `functions`.
+    OpenAI's old name for it is `functions`.
     """
     tools = fields.get("tools") or fields.get("functions")
     if isinstance(tools, str) and tools.strip():
@@ -204,9 +204,9 @@ def tools_of(fields: Mapping[str, object], row: int) -> list[Tool] | None:
 
 
 def _tool(value: object, row: int, where: str) -> Tool:
-    """A tool's schema as OpenAI and transformers write it.
+    """Return a tool's schema in the form of OpenAI and transformers.
 
-    ShareGPT files often leave out what is around the function.
+    ShareGPT files often leave out the object around the function.
     """
     tool = object_of(value, row, where)
     if tool.get("function") is not None:

@@ -1,4 +1,4 @@
-"""What a row of a data file is, checked: a conversation, or one text."""
+"""The checked content of a data file's row: a conversation or one text."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 Build = Callable[[dict[str, Any], int, Mapping[str, str]], Any]
-"""One JSON object, its row and --columns (field -> column) -> the row it is."""
+"""(JSON object, row number, --columns as field -> column) -> the row."""
 
 Message = dict[str, Any]
-"""One turn: role, content, and what messages.py lets through (reasoning_content, tool_calls, name, …)."""
+"""One turn: role, content, and the fields messages.py accepts (reasoning_content, tool_calls, name, …)."""
 
 Tool = dict[str, Any]
-"""A tool's JSON schema, or a call of one."""
+"""A tool's JSON schema, or a tool call."""
 
 JsonObject = Mapping[str, Any]
-"""A message, a tool or a call, to read."""
+"""Read-only view of a message, tool or call."""
 
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""Names under which rows hold a turn's reasoning and templates read it (gpt-oss: thinking). In a Conversation
-it is reasoning_content."""
+"""Names under which rows store a turn's reasoning and templates read it (gpt-oss: thinking). A Conversation
+stores it as reasoning_content."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template; loss on the assistant's turns.
+    """Messages for a chat template; loss is on the assistant's turns.
 
     `row` is the line in the file, counted from 1.
 
-    context   places of assistant's turns that carry no loss: those of a prompt, and those with "weight": 0 or
-              "train": false
+        context   indices of assistant turns without loss: those of a prompt, and those with "weight": 0 or
+                  "train": false
     """
 
     messages: list[Message]
@@ -43,7 +43,7 @@ class Conversation:
 
     @property
     def taught(self) -> list[int]:
-        """Places of the turns that carry loss."""
+        """Return the indices of the turns that carry loss."""
         return [
             i
             for i, message in enumerate(self.messages)
@@ -53,7 +53,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Text:
-    """One document; loss on every token."""
+    """One document; loss is on every token."""
 
     text: str
     row: int = 0
@@ -62,9 +62,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Judged:
-    """Two answers to one prompt, of which one is preferred; or one with a label, None in place of the other.
+    """Two answers to one prompt, one of them preferred; or one labelled answer, with None for the other.
 
-    Both begin with the same turns, of which none carries loss.
+    Both start with the same turns, none of which carries loss.
     """
 
     chosen: Conversation | Text | None
@@ -74,22 +74,24 @@ class Judged:
 
     @property
     def answers(self) -> list[Conversation | Text]:
-        """Those that are there, the chosen one first."""
+        """Return the answers that are present, the chosen one first."""
         return [answer for answer in (self.chosen, self.rejected) if answer is not None]
 
 
 Row = Conversation | Text
 
 Answers = Literal["taught", "pairs", "labels", "asked"]
-"""What rows are read for: one answer that is taught; pairs of answers; answers with a label (also those of
-pairs); or what is asked, whose answer is still to come. Of pairs and labels a row is a Judged."""
+"""How rows are used: "taught" trains on one answer; "pairs" compares two answers; "labels" uses labelled
+answers
+(also those of pairs); "asked" takes a prompt whose answer will be generated. For pairs and labels a row is a
+Judged."""
 
 
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 
 
 def content_digest(row: Row | Judged) -> bytes:
-    """blake2b-128 of what the row says (messages and tools, or text), whatever shape it was written in."""
+    """Return blake2b-128 of the content (messages and tools, or text), whatever shape it was written in."""
     if isinstance(row, Judged):
         sides = [b"" if answer is None else content_digest(answer) for answer in (row.chosen, row.rejected)]
         return hashlib.blake2b(b"judged" + b"|".join(sides), digest_size=16).digest()
@@ -100,7 +102,7 @@ def content_digest(row: Row | Judged) -> bytes:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row that could not be used, and why; `file` is its name where there are several."""
+    """A row that could not be used, and the reason; `file` is its name if there are several files."""
 
     row: int
     reason: str
@@ -108,7 +110,7 @@ class BadRow:
 
 
 class RowPlace(NamedTuple):
-    """Where a row's bytes lie in its file, and its number."""
+    """A row's number and the position of its bytes in the file."""
 
     row: int
     offset: int

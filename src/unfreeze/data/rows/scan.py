@@ -1,4 +1,4 @@
-"""Where every row of data files stands, found without parsing one."""
+"""Locate every row of data files without parsing any."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from unfreeze.data.rows.row import RowPlace
 
 
 class RowTable:
-    """R rows of files that are read line by line, in any order; 32 bytes a row.
+    """The R rows of files that are read line by line, readable in any order; 32 bytes per row.
 
-    table_R4   file, number in it, offset and size of each row
-    held_R     whether `held` took a row for validation, by its bytes
-    digest     hash of all rows' bytes, of where they stand and of held_R
-    A million rows of 170 bytes take 1.5 s on one core.
+        table_R4   file, row number, offset and size of each row
+        held_R     True if `held` selected a row for validation, by its bytes
+        digest     hash of all rows' bytes, their positions and held_R
+
+    Indexing a million rows of 170 bytes takes 1.5 s on one core.
     """
 
     def __init__(
@@ -48,16 +49,16 @@ class RowTable:
         return len(self.table_R4)
 
     def read(self, row: int) -> tuple[RowPlace, bytes]:
-        """A row as raw_rows gives it. One that is too long to be read is not: its place says so."""
+        """Read a row like raw_rows. An overlong row is not read; its place shows its size."""
         source, number, offset, size = self.table_R4[row].tolist()
         place = RowPlace(number, offset, size)
         return place, b"" if size > MAX_ROW_BYTES else self._files[source].at(place)
 
 
 class Repeated:
-    """Rows of `paths` that were seen elsewhere, byte for byte: call it with each row that is read there.
+    """Rows of `paths` that also occur elsewhere, byte for byte. Call it with each row of the other file.
 
-    found   file and number of each of them. Rows that are not lines are never found.
+    found   (file, row number) of each; rows that are not lines are never matched
     """
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str] = ()):
@@ -76,7 +77,7 @@ def _hash(raw: bytes) -> bytes:
 
 
 def are_lines(paths: Sequence[Path], columns: Sequence[str] = ()) -> bool:
-    """Whether each row can be read without those before it: in JSON Lines and text that are not packed."""
+    """Return True if each row can be read without the rows before it: uncompressed JSON Lines and text."""
     readers = [reader(path, columns) for path in paths]
     packed = any(path.suffix.lower() == ".gz" for path in paths)
     return not packed and all(type(file) in (JsonLines, TextFile) for file in readers)

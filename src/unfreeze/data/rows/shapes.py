@@ -1,16 +1,16 @@
-"""The shapes a JSON row may have. A row takes the first whose fields it has; `Row.shape` says which.
+"""The shapes of JSON rows. A row takes the first shape whose fields it has; `Row.shape` says which.
 
-messages             messages: [{role, content, reasoning_content?, tool_calls?}, …], system?: as it stands
+messages             messages: [{role, content, reasoning_content?, tool_calls?}, …], system?: used as is
 conversations        ShareGPT: conversations: [{from, value}, …], system?, tools?: human -> user, gpt ->
-                     assistant, function_call and observation -> a tool call and its return
-prompt/completion    two texts, or two lists of messages: what is asked, what is taught
+                     assistant, function_call and observation -> a tool call and its result
+prompt/completion    two texts, or two lists of messages: the prompt, and the part to train on
 question/answer      two texts: a user's turn and the assistant's
 instruction/output   alpaca: instruction, input?, output, system?, history?: instruction, blank line, input;
                      output
 text                 text: one document, loss on all of it
 
-Shapes may be mixed in one file. Fields that belong to no shape (id, source, …) are left alone. Rows of other
-trainings (preference pairs, rewards) are recognised and refused.
+One file may mix shapes. Fields that belong to no shape (id, source, …) are ignored. Rows for other kinds of
+training (preference pairs, rewards) are recognised and refused.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ SHAREGPT_ROLES = {
 
 SENSES = ("image", "video", "audio")
 LABELS = frozenset("true false 0 1 0.0 1.0".split())
-"""What KTO's label is in any form of file, in small letters."""
+"""Values of KTO's label in any file format, in lower case."""
 
 Fields = Mapping[str, object]
 
 
 def row_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | None = None) -> Row:
-    """One JSON object as a Row: the first shape whose fields it has.
+    """Convert one JSON object to a Row of the first shape whose fields it has.
 
-    renames: field -> column, as --columns gave them; a shape that has one of them goes before the others.
-    Raises DataError naming the fields that are missing.
+    renames: field -> column, from --columns; shapes that use one of these fields take precedence.
+    Raises DataError naming the missing fields.
     """
     if deeper_than(fields, MAX_DEPTH):
         raise DataError(f"row {row}: nested deeper than {MAX_DEPTH} levels", next="flatten the row")
     renames = renames or {}
     there = {name for name, value in fields.items() if value is not None}
     whole = [shape for shape, (needed, _) in SHAPES.items() if there.issuperset(needed)]
-    asked = [shape for shape in whole if renames and renames.keys() & SHAPES[shape][0]]
-    if not asked:
+    preferred = [shape for shape in whole if renames and renames.keys() & SHAPES[shape][0]]
+    if not preferred:
         _refuse_other_training(fields, row)
     if whole:
         refuse_other_senses(fields, row)
     if whole:
-        shape = (asked or whole)[0]
+        shape = (preferred or whole)[0]
         result = SHAPES[shape][1](fields, row, shape)
         if isinstance(result, Conversation):
             _check_conversation(result)
@@ -73,9 +73,9 @@ def row_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | Non
 
 
 def check_names(there: Sequence[str], renames: Mapping[str, str], what: str) -> None:
-    """Refuse a table none of whose rows can have a shape.
+    """Raise DataError for a table whose rows cannot have any shape.
 
-    there: its columns, as they stand in the file; renames: field -> column, as --columns gave them
+    there: its columns, as in the file; renames: field -> column, from --columns
     """
     names = [*renames, *(name for name in there if name not in renames.values())]
     shapes = [needed for needed, _ in SHAPES.values()] + [("chosen", "rejected")]
@@ -85,7 +85,7 @@ def check_names(there: Sequence[str], renames: Mapping[str, str], what: str) -> 
 
 
 class OtherTraining(DataError):
-    """A row that sft refuses, and `unfreeze prefer` reads as `answers`."""
+    """A row that sft refuses but `unfreeze prefer` can read as `answers`."""
 
     def __init__(self, message: str, *, next: str, answers: Answers):
         super().__init__(message, next=next)
@@ -93,7 +93,7 @@ class OtherTraining(DataError):
 
 
 def _refuse_other_training(fields: Fields, row: int) -> None:
-    """Rows with which sft would teach what they call bad."""
+    """Refuse rows that would make sft train on answers marked as bad."""
     label = fields.get("label")
     if fields.get("chosen") is not None and fields.get("rejected") is not None:
         taught = "messages" if isinstance(fields["chosen"], list) and "prompt" not in fields else "completion"
@@ -106,7 +106,7 @@ def _refuse_other_training(fields: Fields, row: int) -> None:
         raise OtherTraining(
             f"row {row}: an answer with a label (completion, label: KTO);"
             f" {COMMANDS['kto'].next} learns from them",
-            next="keep the rows whose label is true (1), and leave the label out",
+            next="keep the rows whose label is true (1), and remove the label",
             answers="labels",
         )
     if fields.get("completions") is not None and fields.get("labels") is not None:
@@ -118,21 +118,21 @@ def _refuse_other_training(fields: Fields, row: int) -> None:
 
 
 def refuse_other_senses(fields: Fields, row: int) -> None:
-    """Rows whose words are about a picture or a sound that the model would not be given."""
+    """Refuse rows whose text refers to an image, video or audio that the model does not get."""
     for sense in SENSES:
         several, one = fields.get(f"{sense}s"), fields.get(sense)
         marked = one is not None and (not isinstance(one, str) or (one and f"<{sense}>" in str(fields)))
         if several or marked:
             raise DataError(
-                f"row {row}: it has field {(f'{sense}s' if several else sense)!r}, which a language"
-                " model is not given",
-                next="remove these rows, or --data.on-bad-row skip; where the words stand alone, remove the"
+                f"row {row}: field {(f'{sense}s' if several else sense)!r} cannot be used by a language"
+                " model",
+                next="remove these rows, or --data.on-bad-row skip; if the text makes sense alone, remove the"
                 " field",
             )
 
 
 def _refuse_within(fields: Fields, row: int) -> None:
-    """A row that is within the object, under another name, or around it."""
+    """Refuse a row that is nested in the object, has another name, or is wrapped in a list."""
     if {"role", "content"} <= fields.keys():
         raise DataError(
             f"row {row}: one message (role, content), not a row of messages",
@@ -156,21 +156,21 @@ def _refuse_within(fields: Fields, row: int) -> None:
 
 
 def _null(fields: Fields) -> str | None:
-    """The field that keeps a row from the shape that is nearest to it, where it is there and null."""
+    """Return the null field that keeps a row from its nearest shape, if there is one."""
     needed = max((needed for needed, _ in SHAPES.values()), key=lambda names: _score(names, fields))
     return next((name for name in needed if name in fields and fields[name] is None), None)
 
 
 def _score(needed: Sequence[str], fields: Mapping[str, object] | Sequence[str]) -> tuple[int, int]:
-    """How near a shape is: its fields that are there, then those that are nearly there."""
+    """Score how well a shape fits: exact fields first, then similarly named ones."""
     there = [name for name in fields if not isinstance(fields, Mapping) or fields[name] is not None]
     return sum(name in there for name in needed), sum(bool(near_field(name, list(fields))) for name in needed)
 
 
 def _no_shape(names: Sequence[str], row: int, renames: Mapping[str, str]) -> DataError:
-    """What is missing of the nearest shape, in one sentence, and the whole of --columns that gives it.
+    """Return the error: the fields missing for the nearest shape, and a complete --columns to supply them.
 
-    names: the row's fields, renamed already
+    names: the row's fields, already renamed
     """
     if not names:
         return DataError(f"row {row}: the object is empty", next="remove the row, or --data.on-bad-row skip")
@@ -184,21 +184,21 @@ def _no_shape(names: Sequence[str], row: int, renames: Mapping[str, str]) -> Dat
             near[name] = word
     if not near and len(missing) == len(needed):
         return DataError(
-            f"row {row}: no field is known, there are: {there}",
+            f"row {row}: no known field among: {there}",
             next=f"--columns prompt=NAME,completion=NAME, or rename them to one of: {', '.join(SHAPES)}",
         )
     several = len(missing) > 1
-    said = f"field{'s' * several} {' and '.join(map(repr, missing))} {'are' if several else 'is'} missing"
+    problem = f"field{'s' * several} {' and '.join(map(repr, missing))} {'are' if several else 'is'} missing"
     columns = {**renames, **dict.fromkeys(missing, "NAME"), **near}
     pairs = ",".join(f"{ours}={column}" for ours, column in columns.items())
     return DataError(
-        f"row {row}: {said}" + (f", there are: {there}" if len(near) < len(missing) else ""),
+        f"row {row}: {problem}" + (f"; fields: {there}" if len(near) < len(missing) else ""),
         next=f"--columns {shlex.quote(pairs) if ' ' in pairs else pairs}",
     )
 
 
 def near_field(name: str, others: Sequence[str]) -> str:
-    """The field that is most likely meant by `name`, in any case of letters; "" without one."""
+    """Return the field that `name` most likely means, ignoring case; "" if there is none."""
     lower = {other.lower(): other for other in others}
     return lower.get(near_word(name, lower), "")
 
@@ -211,7 +211,7 @@ def _messages_row(fields: Fields, row: int, shape: str) -> Row:
 def conversation_of(
     items: Sequence[tuple[str, object]], fields: Fields, row: int, shape: str, prompt: int = 0
 ) -> Conversation:
-    """Messages with their places in the row; the first `prompt` of them are asked, not taught."""
+    """Build a conversation from messages with their locations; the first `prompt` of them carry no loss."""
     turns = [
         (message_of(item, row, where), carries_loss(item, row, where) and i >= prompt)
         for i, (where, item) in enumerate(items)
@@ -220,17 +220,18 @@ def conversation_of(
 
 
 def _with_system(turns: Sequence[tuple[Message, bool]], fields: Fields, row: int, shape: str) -> Conversation:
-    """Turns, and whether each carries loss, behind the row's system prompt."""
+    """Build a conversation from (turn, carries loss), after the row's system prompt."""
     system = _system(fields, row)
     if system and turns and turns[0][0]["role"] == "system":
         if turns[0][0]["content"] != system[0]["content"]:
             raise DataError(
-                f"row {row}: field system and the first turn are two system prompts", next="keep one of them"
+                f"row {row}: field system and the first turn are different system prompts",
+                next="keep one of them",
             )
         system = []
     messages = [*system, *(message for message, _ in turns)]
-    asked = {i for i, (_, loss) in enumerate(turns, len(system)) if not loss}
-    context = frozenset(i for i in asked if messages[i]["role"] == "assistant")
+    no_loss = {i for i, (_, loss) in enumerate(turns, len(system)) if not loss}
+    context = frozenset(i for i in no_loss if messages[i]["role"] == "assistant")
     return Conversation(messages, tools_of(fields, row), row, shape, context)
 
 
@@ -253,24 +254,24 @@ def _sharegpt_row(fields: Fields, row: int, shape: str) -> Row:
         role = SHAREGPT_ROLES[name]
         value = text_of(turn.get("value"), row, f"{where}.value", empty=role in ("system", "tool"))
         calls = _function_calls(value, row, f"{where}.value") if name == "function_call" else None
-        said: Message = {"role": role, "content": value}
+        message: Message = {"role": role, "content": value}
         if calls:
-            said = {"role": role, "content": None, "tool_calls": calls}
-        turns.append((said, carries_loss(item, row, where)))
+            message = {"role": role, "content": None, "tool_calls": calls}
+        turns.append((message, carries_loss(item, row, where)))
     return _with_system(turns, fields, row, shape)
 
 
 def _pair_row(first: str, second: str) -> Callable[[Fields, int, str], Row]:
-    """What is asked and what is taught, as two texts or as two lists of messages."""
+    """Return a builder for (prompt, answer) fields: two texts or two lists of messages."""
 
     def build(fields: Fields, row: int, shape: str) -> Row:
-        asked, taught = fields[first], fields[second]
-        if is_list(asked) and is_list(taught):
-            items = [(f"{first}[{i}]", item) for i, item in enumerate(asked)]
-            items += [(f"{second}[{i}]", item) for i, item in enumerate(taught)]
-            return conversation_of(items, fields, row, shape, prompt=len(asked))
+        prompt, answer = fields[first], fields[second]
+        if is_list(prompt) and is_list(answer):
+            items = [(f"{first}[{i}]", item) for i, item in enumerate(prompt)]
+            items += [(f"{second}[{i}]", item) for i, item in enumerate(answer)]
+            return conversation_of(items, fields, row, shape, prompt=len(prompt))
         system = _system(fields, row)
-        return _turns(system, text_of(asked, row, first), text_of(taught, row, second), row, shape)
+        return _turns(system, text_of(prompt, row, first), text_of(answer, row, second), row, shape)
 
     return build
 
@@ -282,15 +283,18 @@ def _alpaca_row(fields: Fields, row: int, shape: str) -> Row:
 
 
 def with_input(fields: Fields, row: int) -> str:
-    """Alpaca's instruction, an empty line, and its input where it has one."""
+    """Return alpaca's instruction, followed by an empty line and its input if it has one."""
     instruction = text_of(fields["instruction"], row, "instruction")
-    given = fields.get("input")
-    context = "" if given is None else text_of(given, row, "input", empty=True)
+    value = fields.get("input")
+    context = "" if value is None else text_of(value, row, "input", empty=True)
     return f"{instruction}\n\n{context}" if context.strip() else instruction
 
 
 def history_of(value: object, row: int) -> list[Message]:
-    """The earlier turns of a row of LLaMA-Factory: [[instruction, answer], …]; its answers are taught too."""
+    """Return the earlier turns of a LLaMA-Factory row, [[instruction, answer], …].
+
+    Their answers are trained on too.
+    """
     if isinstance(value, str) and value.strip():
         value = json_of(value, row, "history")
     turns: list[Message] = []
@@ -298,7 +302,7 @@ def history_of(value: object, row: int) -> list[Message]:
         pair = list_of(item, row, f"history[{i}]")
         if len(pair) != 2:
             raise DataError(
-                f"row {row}: field history[{i}] has {len(pair)} texts, not a question and an answer"
+                f"row {row}: field history[{i}] has {len(pair)} texts instead of a question and an answer"
             )
         texts = [text_of(text, row, f"history[{i}][{j}]") for j, text in enumerate(pair)]
         turns += [{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}]
@@ -320,7 +324,7 @@ SHAPES: dict[str, tuple[tuple[str, ...], Callable[[Fields, int, str], Row]]] = {
 
 
 NEEDED = frozenset(name for needed, _ in SHAPES.values() for name in needed)
-"""Fields that make a shape."""
+"""Fields that make up a shape."""
 BESIDE = [
     *"input system history tools functions chosen rejected label completions labels".split(),
     *(name for sense in SENSES for name in (sense, f"{sense}s")),
@@ -339,16 +343,16 @@ def _turns(system: list[Message], user: str, assistant: str, row: int, shape: st
 
 
 def _system(fields: Fields, row: int) -> list[Message]:
-    """The optional `system` field beside a shape; "" and null mean none."""
-    given = fields.get("system")
-    if given is None:
+    """Return the optional `system` field of a row; "" and null mean none."""
+    value = fields.get("system")
+    if value is None:
         return []
-    text = text_of(given, row, "system", empty=True)
+    text = text_of(value, row, "system", empty=True)
     return [{"role": "system", "content": text}] if text.strip() else []
 
 
 def _function_calls(value: str, row: int, where: str) -> list[Tool]:
-    """ShareGPT's function_call: one {"name", "arguments"} or a list of them, as JSON text."""
+    """Parse ShareGPT's function_call: one {"name", "arguments"} or a list of them, as JSON text."""
     calls = json_of(value, row, f"{where} (function_call)")
     return [
         tool_call_of(call, row, where) for call in (list_of(calls, row, where) if is_list(calls) else [calls])
@@ -359,5 +363,5 @@ def _check_conversation(conversation: Conversation) -> None:
     if not conversation.taught:
         lost = " that carries loss (weight, train)" if conversation.context else ""
         raise DataError(
-            f"row {conversation.row}: field messages has no turn of the assistant{lost}, so nothing to learn"
+            f"row {conversation.row}: field messages has no assistant turn{lost}: nothing to learn"
         )

@@ -1,4 +1,4 @@
-"""What --data names, as files: a file, a pattern, a folder, or a data set of the Hub (hub.py)."""
+"""Resolve --data to files: a file, a pattern, a folder, or a data set on the Hub (hub.py)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from unfreeze.data.rows.hub import hub_files
 
 FORMS = "a .jsonl, .json, .csv, .parquet, .arrow or .txt file, a folder of them, a pattern, or hf:org/name"
 SHOWN = 8
-"""Names in a message."""
+"""Maximum number of names in a message."""
 
 
 def files_of(written: str, field: str = "data", say: Callable[[str], None] = lambda line: None) -> list[Path]:
-    """The files that `written` stands for, in the order they are read; `say` is told which.
+    """Return the files that `written` stands for, in reading order, and report them with `say`.
 
-    A file          itself
-    a pattern       what it matches (* ? [] **), sorted; a name that exists is no pattern
-    a folder        the data files in it, not those in its folders, sorted. A .txt beside files of other forms
-                    is left out: it is a licence, most likely
-    hf:…            the Arrow files that the library `datasets` makes of it
+        a file          itself
+        a pattern       its matches (* ? [] **), sorted; the name of an existing file is never a pattern
+        a folder        its data files (not those of subfolders), sorted. A .txt beside files of other formats
+                        is left out: it is most likely a licence
+        hf:…            the Arrow files that the library `datasets` creates
 
-    Raises ConfigError where there is none, DataError for a file that is not read.
+    Raises ConfigError if there is none, DataError for an unsupported file.
     """
     if written.startswith(HUB):
-        found = hub_files(written, field)
-        say(f"{field}: {written} is {len(found)} Arrow file{'s' * (len(found) > 1)} in {found[0].parent}")
-        return found
+        files = hub_files(written, field)
+        say(f"{field}: {written} is {len(files)} Arrow file{'s' * (len(files) > 1)} in {files[0].parent}")
+        return files
     path = Path(written)
     if path.is_dir():
         return _folder(path, field, say)
@@ -42,8 +42,8 @@ def files_of(written: str, field: str = "data", say: Callable[[str], None] = lam
         return _pattern(written, field, say)
     if path.is_symlink():
         raise ConfigError(
-            f"{field} = {written!r} is a link to {os.readlink(path)}, which is not there",
-            next="mend the link",
+            f"{field} = {written!r} is a link to {os.readlink(path)}, which does not exist",
+            next="correct the link",
         )
     raise ConfigError(
         f"{field} = {written!r} is not a file or folder{looked_in(written)}{_near(path)}",
@@ -55,27 +55,27 @@ def files_of(written: str, field: str = "data", say: Callable[[str], None] = lam
 
 def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
     inside = sorted(entry for entry in path.iterdir() if not entry.name.startswith("."))
-    if (path / "dataset_dict.json").is_file():  # save_to_disk of several splits
+    if (path / "dataset_dict.json").is_file():  # written by save_to_disk for several splits
         splits = [entry for entry in inside if (entry / "state.json").is_file()]
         raise ConfigError(
             f"{field} = {os.fspath(path)!r} holds the splits of a saved data set:"
             f" {', '.join(split.name for split in splits[:SHOWN])}",
             next=f"--{field} {next((s for s in splits if s.name == 'train'), splits[0] if splits else path)}",
         )
-    # of a folder that datasets' save_to_disk wrote, what map() left there and its own notes are no rows
+    # in a folder from datasets' save_to_disk, skip the caches of map() and its own metadata
     saved = (path / "state.json").is_file()
     notes = ("state.json", "dataset_info.json")
-    found = [
+    files = [
         entry
         for entry in inside
         if entry.is_file()
         and is_data(entry)
         and not (saved and (entry.name in notes or entry.name.startswith("cache-")))
     ]
-    rows = [entry for entry in found if ending(entry) != ".txt"]
-    found = rows or found
-    if not found:
-        # a run's events are no rows
+    rows = [entry for entry in files if ending(entry) != ".txt"]
+    files = rows or files
+    if not files:
+        # skip run folders: events.jsonl is not data
         folders = [e for e in inside if e.is_dir() and not (e / "events.jsonl").is_file()]
         deeper = next((entry for entry in folders if any(map(is_data, entry.iterdir()))), None)
         raise ConfigError(
@@ -83,34 +83,34 @@ def _folder(path: Path, field: str, say: Callable[[str], None]) -> list[Path]:
             + (f" ({_names([entry.name for entry in inside])})" if inside else ": it is empty"),
             next=_one_split(path, deeper, field) if deeper else f"give --{field} {FORMS}",
         )
-    left = [entry.name + "/" * entry.is_dir() for entry in inside if entry not in found]
+    left = [entry.name + "/" * entry.is_dir() for entry in inside if entry not in files]
     say(
-        f"{field}: {path} holds {_names([entry.name for entry in found])}"
+        f"{field}: {path} holds {_names([entry.name for entry in files])}"
         + (f"; left out: {_names(left)}" if left else "")
     )
-    return found
+    return files
 
 
 def _one_split(path: Path, deeper: Path, field: str) -> str:
-    """What to give for a folder whose files lie deeper.
+    """Suggest an argument for a folder whose data files are in subfolders.
 
-    One with a card is a data set in the Hub's layout: its files may be of several splits.
+    A folder with a card is a data set in the Hub's layout; its files may belong to several splits.
     """
     return f"--{field} {HUB}{path}" if (path / "README.md").is_file() else f"--{field} {deeper}"
 
 
 def _pattern(written: str, field: str, say: Callable[[str], None]) -> list[Path]:
     matched = [Path(name) for name in sorted(glob.glob(written, recursive=True)) if not Path(name).is_dir()]
-    # a file once, not by each link that leads to it
-    found = list({path.resolve(): path for path in reversed(matched)}.values())[::-1]
-    if not found:
+    # each file once, even if several links lead to it
+    files = list({path.resolve(): path for path in reversed(matched)}.values())[::-1]
+    if not files:
         raise ConfigError(
             f"{field} = {written!r} matches no file{looked_in(written)}", next=f"give --{field} {FORMS}"
         )
-    for path in found:
+    for path in files:
         refuse_form(path)
-    say(f"{field}: {written} matches {_names([os.fspath(path) for path in found])}")
-    return found
+    say(f"{field}: {written} matches {_names([os.fspath(path) for path in files])}")
+    return files
 
 
 def _names(names: list[str]) -> str:

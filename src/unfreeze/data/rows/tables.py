@@ -1,7 +1,7 @@
-"""Rows that are rows of a table: csv (with a header line), Parquet, and Arrow or Feather.
+"""Rows of tables: csv (with a header line), Parquet, Arrow and Feather.
 
-Only columns that a row can use are read. A nested value may stand in a column as JSON text.
-A cell that is empty, or null, is a field that is absent.
+Only columns that a row can use are read. A nested value may be stored in a column as JSON text.
+An empty or null cell is an absent field.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from unfreeze.data.rows.shapes import NAMES, check_names, row_from_dict
 from unfreeze.untrusted.json_object import is_list, is_object
 
 ROWS = 256
-"""Rows of a Parquet file that are held as Python objects at a time."""
+"""Number of rows of a Parquet file that are Python objects at a time."""
 Cells = dict[str, Any]
-"""Of a row, by the names of their columns. Plain values: they can go to another process."""
+"""The cells of a row by column name. Plain values, so they can be sent to another process."""
 Wrong = tuple[str, str]
-"""What is wrong with a record, and what to do next."""
+"""A record's error message, and what to do next."""
 EXTRA = "pip install pyarrow"
 
 
@@ -37,13 +37,13 @@ _QUOTED = re.compile(r'"[^"]*"')
 
 
 class _Swallowed(DataError):
-    """A record that is more likely several: a cell opened with a quote that was meant as text."""
+    """A record that probably contains several: a quote meant as text opened a cell."""
 
 
 class Csv:
-    """Comma-separated values; semicolons and tabs are seen by the header line.
+    """Comma-separated values; semicolons and tabs are detected from the header line.
 
-    A row's number is the line it begins in; the header is line 1. Quoted cells may hold line breaks.
+    A row's number is the line it starts on; the header is line 1. Quoted cells may contain line breaks.
     """
 
     def __init__(self, path: Path, renames: Mapping[str, str]):
@@ -54,22 +54,22 @@ class Csv:
         if first is None or not first[1].strip():
             raise DataError(
                 f"{path.name} is empty" if first is None else f"{path.name}, row 1: the header line is blank",
-                next="a csv file begins with the names of its columns: prompt,completion",
+                next="a csv file starts with its column names: prompt,completion",
             )
         header = lines.decode(first[1], 1)
         bare = _QUOTED.sub("", header)
         self._delimiter = max(",;\t", key=bare.count) if path.suffix.lower() != ".tsv" else "\t"
-        # `prompt, completion` and then `"a", "b"`: a quote behind the space opens a cell
+        # header `prompt, completion`, then rows like `"a", "b"`: a quote after the space opens a cell
         self._spaced = self._delimiter != "\t" and f"{self._delimiter} " in bare
         self._names = self._record(header, 1)
-        given = [name for name in self._names if name]
-        twice = next((name for name in given if given.count(name) > 1), None)
+        columns = [name for name in self._names if name]
+        twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
-            raise DataError(f"{path.name}, row 1: column {twice!r} stands twice", next="rename one of them")
-        _check_header(path, given, renames, "row 1: the first line of a csv file names its columns")
+            raise DataError(f"{path.name}, row 1: column {twice!r} occurs twice", next="rename one of them")
+        _check_header(path, columns, renames, "row 1: the first line of a csv file names its columns")
 
     def rows(self) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
-        """(place, cells) of each record, or what is wrong with it."""
+        """Yield the place of each record with its cells, or with what is wrong with it."""
         csv.field_size_limit(lines.MAX_ROW_BYTES)
         with lines.open_lines(self.path) as file:
             counted = _Counted(lines.bounded_lines(file, self.path))
@@ -77,53 +77,53 @@ class Csv:
             next(records)
             while True:
                 counted.begin()
-                found: Cells | Wrong
+                result: Cells | Wrong
                 try:
-                    if not (cells := next(records)):  # a blank line has none
+                    if not (cells := next(records)):  # a blank line has no cells
                         continue
-                    found = self._named_cells(cells, counted.row)
+                    result = self._named_cells(cells, counted.row)
                 except StopIteration:
                     return
                 except _Swallowed:
                     raise
                 except DataError as error:
-                    found = error.message, error.next
+                    result = error.message, error.next
                     if counted.open:
                         raise DataError(
                             f"{self.path.name}, {error.message}",
-                            next="write the file again in UTF-8: where this record ends cannot be told",
+                            next="write the file again in UTF-8; the end of this record cannot be found",
                         ) from None
                 except csv.Error as error:
                     if "end of data" in str(error) or "field limit" in str(error):
                         raise DataError(
-                            f"{self.path.name}, row {counted.row}: a quote is opened there and never closed",
+                            f"{self.path.name}, row {counted.row}: a quote opened here is never closed",
                             next='close it; a quote inside a cell is written twice: ""',
                         ) from None
                     if counted.lines > 1:
                         raise DataError(
-                            f"{self.path.name}, row {counted.row}: {error}; where this record ends cannot be"
-                            " told",
+                            f"{self.path.name}, row {counted.row}: {error}; the end of this record cannot be"
+                            " found",
                             next='a quote inside a cell is written twice: ""',
                         ) from None
-                    found = f"row {counted.row}: {error}", 'quote the cell: "…"'
-                yield RowPlace(counted.row, counted.offset, counted.size), found
+                    result = f"row {counted.row}: {error}", 'quote the cell: "…"'
+                yield RowPlace(counted.row, counted.offset, counted.size), result
 
     def _named_cells(self, cells: list[str], row: int) -> Cells:
         if self._delimiter == "\t" and any("\t" in cell and "\n" in cell for cell in cells):
             raise _Swallowed(
-                f"{self.path.name}, row {row}: a cell that begins with a quote goes on over tabs and line"
-                " breaks: the rows after it may be in it",
-                next='a quote that is text is doubled and its cell quoted: """Hello"" she said"',
+                f"{self.path.name}, row {row}: a cell that starts with a quote extends over tabs and line"
+                " breaks; it may have swallowed the rows after it",
+                next='double a quote that is text, and quote its cell: """Hello"" she said"',
             )
         if len(cells) != len(self._names):
             raise DataError(
                 f"row {row}: {len(cells)} cells, the header has {len(self._names)}",
-                next='a cell that holds a comma or a line break is quoted: "a, b"',
+                next='quote a cell that contains a comma or a line break: "a, b"',
             )
         return {name: cell or None for name, cell in zip(self._names, cells, strict=True) if name}
 
     def at(self, place: RowPlace) -> Cells:
-        """One record again."""
+        """Read one record again."""
         if self._file is None:
             self._file = lines.open_bytes(self.path)
         self._file.seek(place.offset)
@@ -134,7 +134,7 @@ class Csv:
         return csv.reader(texts, delimiter=self._delimiter, strict=True, skipinitialspace=self._spaced)
 
     def _record(self, text: str, row: int) -> list[str]:
-        """The cells of one record; the header's without space around them."""
+        """Parse the cells of one record; strip spaces around those of the header."""
         try:
             cells = next(self._reader([text]))
         except csv.Error as error:
@@ -143,22 +143,22 @@ class Csv:
 
 
 class _Counted:
-    """Lines for csv.reader; knows which bytes the record at hand was made of."""
+    """Feeds lines to csv.reader and tracks the bytes of the current record."""
 
-    def __init__(self, found: Iterator[tuple[RowPlace, bytes]]):
-        self._found = found
+    def __init__(self, rows: Iterator[tuple[RowPlace, bytes]]):
+        self._rows = rows
         self.begin()
 
     def begin(self) -> None:
         self.row, self.offset, self.size = 0, 0, 0
-        self.lines = 0  # of the record at hand
-        self.open = False  # whether a line could not be decoded that may be a part of a record
+        self.lines = 0  # of the current record
+        self.open = False  # True if an undecodable line may be part of a record
 
     def __iter__(self) -> _Counted:
         return self
 
     def __next__(self) -> str:
-        place, raw = next(self._found)
+        place, raw = next(self._rows)
         if not self.size:
             self.row, self.offset = place.row, place.offset
         self.size += place.size
@@ -173,7 +173,7 @@ class _Counted:
 
 
 class _ParquetFile(Protocol):
-    """What is called of pyarrow's, which comes without types."""
+    """The methods of pyarrow used here; pyarrow has no type stubs."""
 
     @property
     def schema_arrow(self) -> Any: ...
@@ -186,7 +186,7 @@ class _ParquetFile(Protocol):
 
 
 class Parquet:
-    """A Parquet file, a page at a time; a row's number is its place in the file, from 1."""
+    """A Parquet file, read one page at a time; a row's number is its index in the file, from 1."""
 
     def __init__(self, path: Path, renames: Mapping[str, str]):
         pyarrow = needs_pyarrow(path)
@@ -202,7 +202,7 @@ class Parquet:
         self._group: tuple[int, Any] = (-1, None)
 
     def rows(self) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
-        """(place, fields) of each row."""
+        """Yield (place, fields) of each row."""
         number = 0
         with _readable(self.path, "Parquet"):
             for batch in self._file.iter_batches(batch_size=ROWS, columns=self._keep):
@@ -211,7 +211,7 @@ class Parquet:
                     yield place, fields
 
     def at(self, place: RowPlace) -> Cells | Wrong:
-        """One row again. Its row group is read for it, unless it was the last one read."""
+        """Read one row again. This reads its whole row group, unless that was the last one read."""
         counts = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         with _readable(self.path, "Parquet"):
             group, inside = _find(counts, place.offset)
@@ -221,7 +221,7 @@ class Parquet:
 
 
 class Arrow:
-    """An Arrow file or stream (also Feather version 2), mapped into memory, a record batch at a time."""
+    """An Arrow file or stream (also Feather version 2), memory-mapped, read one record batch at a time."""
 
     def __init__(self, path: Path, renames: Mapping[str, str]):
         pyarrow = needs_pyarrow(path)
@@ -247,7 +247,7 @@ class Arrow:
             yield from reader
 
     def rows(self) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
-        """(place, fields) of each row."""
+        """Yield (place, fields) of each row."""
         number = 0
         with _readable(self.path, "Arrow"):
             for batch in self._batches():
@@ -259,7 +259,7 @@ class Arrow:
                         yield place, fields
 
     def at(self, place: RowPlace) -> Cells | Wrong:
-        """One row again. What is not compressed stays in the file, mapped."""
+        """Read one row again. Uncompressed data stays in the memory-mapped file."""
         with _readable(self.path, "Arrow"):
             if self._table is None:
                 self._table = self._reader().read_all().select(self._keep)
@@ -267,18 +267,18 @@ class Arrow:
 
 
 def needs_pyarrow(path: Path) -> Any:
-    """The library, or how to install it."""
+    """Return the module pyarrow, or raise DataError saying how to install it."""
     try:
-        import_module("pyarrow.ipc")  # an extra, and 0.2 s
+        import_module("pyarrow.ipc")  # optional dependency; importing takes 0.2 s
         return import_module("pyarrow")
     except ImportError:
         raise DataError(
-            f"{path.name}: {path.suffix} files are read with pyarrow, which is not installed", next=EXTRA
+            f"{path.name}: {path.suffix} files need pyarrow, which is not installed", next=EXTRA
         ) from None
 
 
 class _readable:
-    """What pyarrow cannot read becomes one DataError."""
+    """Turns any read error of pyarrow into a DataError."""
 
     def __init__(self, path: Path, form: str):
         self._path, self._form = path, form
@@ -288,7 +288,8 @@ class _readable:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is None or isinstance(error, DataError | GeneratorExit):
             return
-        if isinstance(error, OSError | ValueError | KeyError | TypeError):  # pyarrow's own are kinds of these
+        # pyarrow's errors derive from these
+        if isinstance(error, OSError | ValueError | KeyError | TypeError):
             first = str(error).strip().partition("\n")[0][:200]
             raise DataError(
                 f"{self._path.name} cannot be read as {self._form}: {first}",
@@ -297,16 +298,16 @@ class _readable:
 
 
 def _kept(path: Path, names: Sequence[str], renames: Mapping[str, str]) -> list[str]:
-    """The columns that are read."""
+    """Return the columns to read."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise DataError(f"{path.name}: column {twice!r} stands twice", next="rename one of them")
+        raise DataError(f"{path.name}: column {twice!r} occurs twice", next="rename one of them")
     _check_header(path, names, renames, "the columns")
     return [name for name in names if name in NAMES or name in renames.values()]
 
 
 def _check_header(path: Path, names: Sequence[str], renames: Mapping[str, str], what: str) -> None:
-    """Refuse a table whose columns make no row, before it is gone through."""
+    """Refuse a table whose columns cannot form a row, before reading it."""
     refuse_missing_columns(renames, names, path.name)
     check_names(names, renames, f"{path.name}, {what}")
 
@@ -314,14 +315,17 @@ def _check_header(path: Path, names: Sequence[str], renames: Mapping[str, str], 
 def parse_cells(
     raw: Cells | Wrong, row: int, renames: Mapping[str, str], build: Build = row_from_dict
 ) -> Any:
-    """A row of any table."""
+    """Parse a row of any table."""
     if isinstance(raw, tuple):
         raise DataError(raw[0], next=raw[1])
     return build(_from_json(renamed(raw, renames, row), row), row, renames)
 
 
 def _from_json(fields: dict[str, Any], row: int) -> dict[str, Any]:
-    """Lists of messages that stand in a column as JSON text; a prompt's and a completion's where both are."""
+    """Parse lists of messages stored in a column as JSON text.
+
+    A prompt and a completion are parsed only if both are such lists.
+    """
     parsed: dict[str, Any] = {}
     for name in ("messages", "conversations"):
         text = fields.get(name)
@@ -335,29 +339,29 @@ def _from_json(fields: dict[str, Any], row: int) -> dict[str, Any]:
     pair = {name: _messages(fields.get(name)) for name in ("prompt", "completion")}
     answers = {name: _messages(fields.get(name)) for name in ("chosen", "rejected")}
     if all(answers.values()):
-        asked = _messages(fields.get("prompt"))
-        return {**fields, **parsed, **answers, **({"prompt": asked} if asked else {})}
+        prompt = _messages(fields.get("prompt"))
+        return {**fields, **parsed, **answers, **({"prompt": prompt} if prompt else {})}
     return {**fields, **parsed, **(pair if all(pair.values()) else {})}
 
 
 def _messages(value: object) -> list[Any] | None:
-    """A list of messages written as JSON text, else None."""
+    """Parse a list of messages written as JSON text; return None for anything else."""
     if not isinstance(value, str) or not value.startswith('[{"'):
         return None
     try:
-        found = json.loads(value)
+        messages = json.loads(value)
     except ValueError:
         return None
-    same = is_list(found) and all(is_object(item) and "role" in item for item in found)
-    return found if same else None
+    same = is_list(messages) and all(is_object(item) and "role" in item for item in messages)
+    return messages if same else None
 
 
 def _fields(
     batch: Any, plain: Mapping[str, Callable[[Any], Any]], before: int
 ) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
-    """(place, fields) of the rows of a table or a batch; `before` rows came before it.
+    """Yield (place, fields) of the rows of a table or batch; `before` rows came before it.
 
-    A row whose text is not UTF-8 is what is wrong with it.
+    A row whose text is not UTF-8 yields its error instead of fields.
     """
     size = batch.nbytes // max(1, batch.num_rows)
     for i, fields in enumerate(_rows(batch)):
@@ -376,7 +380,7 @@ def _fields(
 
 
 def _rows(batch: Any) -> Iterator[Cells | UnicodeDecodeError]:
-    """The rows of a batch; each by itself where the text of one cannot be decoded."""
+    """Yield the rows of a batch; decode row by row if one of them is not UTF-8."""
     try:
         yield from batch.to_pylist(maps_as_pydicts="strict")
     except UnicodeDecodeError:
@@ -392,10 +396,10 @@ def _converters(pyarrow: Any, schema: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def _converter(pyarrow: Any, kind: Any) -> Callable[[Any], Any]:
-    """A function that turns a value of this Arrow type into what a JSON row would hold.
+    """Return a function that converts a value of this Arrow type to the corresponding JSON value.
 
-    A struct has every key in every row, so its nulls are keys that the row doesn't have. JSON that `datasets`
-    keeps as text is parsed.
+    A struct has every key in every row, so its null values are dropped as absent keys. JSON that `datasets`
+    stores as text is parsed.
     """
     types = pyarrow.types
     if types.is_struct(kind):
@@ -406,7 +410,7 @@ def _converter(pyarrow: Any, kind: Any) -> Callable[[Any], Any]:
         return lambda value: [None if item is None else each(item) for item in value]
     if getattr(kind, "extension_name", "") == "arrow.json":
         return lambda value: json.loads(value) if isinstance(value, str) else value
-    # a date, a decimal, a duration: no row holds one
+    # a date, decimal or duration, which JSON does not have
     return _as_a_row_holds
 
 
@@ -415,13 +419,13 @@ def _as_a_row_holds(value: Any) -> object:
 
 
 def _lists(types: Any) -> list[Callable[[Any], bool]]:
-    """Whether an Arrow type is a list, of any kind; views of lists are known from pyarrow 16 on."""
+    """Return the type tests for all kinds of Arrow lists; list views exist since pyarrow 16."""
     names = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
     return [getattr(types, name) for name in names if hasattr(types, name)]
 
 
 def _find(counts: Sequence[int], index: int) -> tuple[int, int]:
-    """Which group holds row `index`, and where in it."""
+    """Return the group that holds row `index`, and the row's index within it."""
     ends = np.cumsum(counts)
     group = int(np.searchsorted(ends, index, side="right"))
     return group, index - int(ends[group] - counts[group])

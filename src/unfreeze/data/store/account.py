@@ -1,6 +1,6 @@
-"""The account of the rows of data files: used, cut, dropped or bad; duplicates.
+"""Statistics of the rows of data files: used, cut, dropped or bad, and duplicates.
 
-Nothing here needs torch: the processes that encode (workers.py) each keep an account of their own rows.
+Nothing here needs torch, because each encoding process (workers.py) keeps its own statistics.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from unfreeze.data.store.examples import Example, Examples
 from unfreeze.data.tokens.masks import Dropped, Encoded
 
 ROWS_LISTED = 20
-"""The most rows that each list of the account has: dropped or bad rows, truncated ones, duplicates. All are
-counted."""
+"""Maximum length of each list in the statistics: dropped or bad rows, truncated ones, duplicates. The
+counters
+include all."""
 Reading = Literal["memory", "disk", "on demand"]
-"""Where a batch finds its documents: in memory, encoded on disk (encoded.py), or in the data files."""
+"""Source of a batch's documents: memory, encoded on disk (encoded.py), or the data files."""
 
 
 @dataclass
 class Stats:
-    """The account of the rows: rows == used rows + dropped + bad.
+    """Statistics of the rows: rows == used rows + dropped + bad.
 
-    tokens and supervised are those of the examples, supervised ones after the shift.
+    tokens and supervised are sums over the examples; supervised counts after the shift.
 
-    split_rows     rows that became several examples: one per turn of the assistant, or pieces of a long text.
-                   `examples_dropped` of their examples had no supervised token at this length: left out
-    truncated      rows that lost `tokens_cut` tokens together; the first are in `cuts`
-    duplicates     rows whose content an earlier row has (`repeats` lists the first, each with that earlier
-                   row); they are used all the same
-    efficiency     share of the token budget that packing fills in the first epoch; set where batches are
-                   made, as `packing` is
-    held_out       documents set aside for validation; they are in rows, examples and tokens
+        split_rows     rows that became several examples: one per assistant turn, or pieces of a long text.
+                       `examples_dropped` of these had no supervised token at this length and were left out
+        truncated      rows that lost tokens to truncation, `tokens_cut` in total; the first are in `cuts`
+        duplicates     rows whose content equals an earlier row's (`repeats` lists the first, each with that
+                       earlier row); they are still used
+        efficiency     share of the token budget that packing fills in the first epoch; set when batches are
+                       created, as is `packing`
+        held_out       documents held out for validation; included in rows, examples and tokens
     """
 
     rows: int = 0
@@ -71,17 +72,17 @@ class Stats:
         return self.supervised / max(self.tokens, 1)
 
     def summary(self) -> str:
-        """Put the account into one line.
+        """Return the statistics as one line.
 
         `700 rows (question/answer 700), 81.2 K tokens, 62.1 % supervised, longest 301; 3 truncated (96 tokens
         cut), 0 dropped, …`
         """
         shapes = ", ".join(f"{name} {count}" for name, count in self.shapes.most_common())
-        made = f", {self.examples} examples" if self.split_rows else ""
+        examples = f", {self.examples} examples" if self.split_rows else ""
         cut = f" ({self.tokens_cut} tokens cut)" if self.truncated else ""
         also = f" (and {self.examples_dropped} examples)" if self.examples_dropped else ""
         line = (
-            f"{self.rows} rows ({shapes}){made}, {format_count(self.tokens)} tokens,"
+            f"{self.rows} rows ({shapes}){examples}, {format_count(self.tokens)} tokens,"
             f" {100 * self.supervised_fraction:.1f} % supervised, longest {self.longest}; {self.truncated}"
             f" truncated{cut}, {self.dropped} dropped{also}, {self.bad} bad, {self.duplicates} duplicates"
         )
@@ -94,33 +95,33 @@ class Stats:
         return "; ".join([line, *filter(None, more)])
 
     def as_dict(self) -> dict[str, object]:
-        """The same as plain JSON, for an event or --json."""
+        """Return the statistics as plain JSON, for an event or --json."""
         counters = {"shapes": dict(self.shapes), "files": dict(self.files), "notes": dict(self.notes)}
         return {**asdict(self), "supervised_fraction": self.supervised_fraction, **counters}
 
 
 _SUMS = ("rows", "split_rows", "examples_dropped", "truncated", "tokens_cut", "dropped", "bad")
-"""Of Stats: what adds up, row by row."""
+"""Fields of Stats that are summed over rows."""
 _LISTS = ("listed", "cuts")
 _COUNTS = ("shapes", "files", "notes")
 
 
 class Account:
-    """Encodes rows and counts each one: used, cut, dropped or bad."""
+    """Encodes rows and counts each one as used, cut, dropped or bad."""
 
     def __init__(self, paths: Sequence[Path], *, skip: bool):
         self.stats = Stats()
         self._paths, self._skip = paths, skip
         self._row_digests, self._row_places = bytearray(), array("q")
 
-    def unreadable(self, source: int, found: BadRow) -> None:
-        """A row that is not JSON, or of no known shape."""
+    def unreadable(self, source: int, bad_row: BadRow) -> None:
+        """Count a row that is not JSON or has no known shape."""
         self.stats.rows += 1
         self.stats.bad += 1
-        self._list(self.stats.listed, source, found)
+        self._list(self.stats.listed, source, bad_row)
 
     def encode(self, row: Row | Judged, source: int, encoder: Callable[[Any], Encoded]) -> list[Example]:
-        """The row's examples, counted; none where it is dropped or, with on_bad_row "skip", bad."""
+        """Encode a row and count it; return no examples if it is dropped or (with on_bad_row "skip") bad."""
         stats = self.stats
         stats.rows += 1
         stats.shapes[row.shape] += 1
@@ -135,7 +136,8 @@ class Account:
             if not self._skip:
                 name = self._paths[source].name
                 raise DataError(
-                    f"{name}, {error.message}", next=error.next or "mend the row, or --data.on-bad-row skip"
+                    f"{name}, {error.message}",
+                    next=error.next or "correct the row, or --data.on-bad-row skip",
                 ) from None
             stats.bad += 1
             self._list(stats.listed, source, BadRow(row.row, error.message))
@@ -166,15 +168,15 @@ class Account:
         if cuts:
             stats.truncated += 1
             stats.tokens_cut += sum(example.cut for example in cuts)
-            kept, cut = cuts[0].num_tokens, cuts[0].cut
+            num_kept, cut = cuts[0].num_tokens, cuts[0].cut
             self._list(
                 stats.cuts,
                 source,
-                BadRow(row.row, f"row {row.row}: {kept} of {kept + cut} tokens kept, {cut} cut"),
+                BadRow(row.row, f"row {row.row}: {num_kept} of {num_kept + cut} tokens kept, {cut} cut"),
             )
 
     def so_far(self, examples: Examples) -> Stats:
-        """The account without duplicates: `examples` are those of the rows that were counted."""
+        """Return the statistics so far, without duplicates; `examples` are those of the counted rows."""
         return replace(
             self.stats,
             examples=len(examples),
@@ -184,7 +186,7 @@ class Account:
         )
 
     def finish(self, examples: Examples) -> Stats:
-        """Complete the account: the sums over the examples, and the duplicates in the order of the files."""
+        """Complete the statistics: sums over the examples, and duplicates in file order."""
         self.stats = stats = self.so_far(examples)
         places = np.frombuffer(self._row_places, dtype=np.int64).reshape(-1, 2)
         order = np.lexsort((places[:, 1], places[:, 0]))
@@ -201,31 +203,31 @@ class Account:
         return stats
 
     def merge(self, stats: Stats, row_digests: bytes, row_places: bytes) -> None:
-        """Add the account of the rows that follow."""
+        """Add the statistics of the rows that follow."""
         own = self.stats
         for name in _SUMS:
             setattr(own, name, getattr(own, name) + getattr(stats, name))
         for name in _LISTS:
-            found: list[BadRow] = getattr(own, name)
-            found += getattr(stats, name)[: ROWS_LISTED - len(found)]
+            rows: list[BadRow] = getattr(own, name)
+            rows += getattr(stats, name)[: ROWS_LISTED - len(rows)]
         for name in _COUNTS:
             getattr(own, name).update(getattr(stats, name))
         self._row_digests += row_digests
         self._row_places.frombytes(row_places)
 
     def rows(self) -> tuple[bytes, bytes]:
-        """What finding duplicates takes, of each row that was used: 16 bytes of digest; its file and row."""
+        """Return the data for finding duplicates: for each used row its 16-byte digest, and (file, row)."""
         return bytes(self._row_digests), self._row_places.tobytes()
 
-    def _list(self, listed: list[BadRow], source: int, found: BadRow) -> None:
+    def _list(self, listed: list[BadRow], source: int, bad_row: BadRow) -> None:
         if len(listed) < ROWS_LISTED:
-            listed.append(replace(found, file=self._paths[source].name if len(self._paths) > 1 else ""))
+            listed.append(replace(bad_row, file=self._paths[source].name if len(self._paths) > 1 else ""))
 
 
 def duplicates(digests_N: np.ndarray) -> list[tuple[int, int]]:
-    """List (place, place of the first equal one) for every digest that stood before, in order.
+    """Return (index, index of the first equal digest) for every repeated digest, in order.
 
-    16 bytes each: a chance collision is out of question.
+    With 16 bytes per digest, a chance collision can be ignored.
     """
     halves_N2 = np.frombuffer(digests_N.tobytes(), dtype=[("a", "<u8"), ("b", "<u8")])
     _, first, inverse = np.unique(halves_N2, return_index=True, return_inverse=True)

@@ -1,10 +1,10 @@
-"""Data files as examples, and an account of every row: used, cut, dropped or bad; duplicates; held out.
+"""Encode data files as examples, with statistics: rows used, cut, dropped or bad, duplicates, rows held out.
 
-N documents. Memory: about 90 bytes a document. Tokens lie on disk (encoded.py); or in memory, 8 bytes each,
-if the files together have up to HELD_BYTES. Larger data for which the disk has no room is read once to count
-and check it, and each document is read and encoded again when a batch needs it: that takes 40 more bytes a
-document instead of the tokens, and the memory of one row. Memory peaks in the search for duplicates: 330
-bytes a document were measured (175,000 rows, resident size).
+N documents take about 90 bytes each in memory. Tokens are on disk (encoded.py), or in memory at 8 bytes each
+if the files total at most HELD_BYTES. Larger data that does not fit on the disk is read once to count and
+check it; each document is then read and encoded again when a batch needs it. That takes 40 more bytes per
+document instead of the tokens, plus the memory of one row. Memory peaks during the search for duplicates at
+330 bytes per document (measured with 175,000 rows, resident size).
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ if TYPE_CHECKING:
 __all__ = ["Dataset", "Reading", "Stats", "encode_file", "encode_files"]
 
 RAISE_LENGTH = "--sequence-length higher, if the model takes it"
-"""Remedy of rows that are cut too short; job/data.py says another where something else bounds them."""
+"""Remedy for rows that are cut too short; job/data.py replaces it if something else limits the length."""
 HELD_BYTES = 256 * 2**20
-"""Data files with more bytes in total are read on demand. 256 MiB of text are some 70 million tokens, 0.5 GiB
+"""Data files with more bytes in total are read on demand. 256 MiB of text are about 70 million tokens, 0.5
+GiB
 in memory."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of the files, and the account of how they came to be.
+    """Examples in file order, and the statistics of their rows.
 
-    `validation`: documents held out, none if not asked for.
-    `stream`: of large files, the rest; `examples` are then those of rows at even distances (streamed.py).
+    `validation`: documents held out; none unless requested.
+    `stream`: for large files, the remaining data; `examples` are then those of evenly spaced rows
+    (streamed.py).
     """
 
     examples: Examples
@@ -56,13 +58,13 @@ class Dataset:
     stream: InWindows | None = None
 
     def known(self) -> Examples:
-        """All documents that are encoded by now."""
+        """Return all documents encoded so far."""
         return self.examples if self.stream is None else self.stream.so_far()
 
     def leaked(self) -> np.ndarray:
-        """[N]: which validation documents say what is also trained on, as far as that is encoded.
+        """Return a mask [N] of validation documents whose content is also in the encoded training data.
 
-        None where the split is by content; a validation file can share rows with the data.
+        None for a split by content; a validation file can share rows with the data.
         """
         if self.validation is None:
             return np.zeros(0, dtype=bool)
@@ -72,7 +74,7 @@ class Dataset:
 
 
 def encode_file(path: str | Path, tokenizer: Tokenizer, sequence_length: int, **options: Any) -> Dataset:
-    """encode_files of one file."""
+    """Encode one file; see encode_files."""
     return encode_files([path], tokenizer, sequence_length, **options)
 
 
@@ -93,20 +95,22 @@ def encode_files(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Dataset:
-    """Every row of the files, one file after the other, as examples of at most `sequence_length` tokens.
+    """Encode every row of the files, in order, as examples of at most `sequence_length` tokens.
 
-    How a row becomes examples: see Encoder. Rows that keep no supervised token are dropped and counted in
-    stats; a bad row raises DataError, or is counted with on_bad_row "skip".
-    columns: the files' own names of a row's fields (rows/columns.py). answers: what rows are read for.
-    store: where tokens are kept. None: in memory, or nowhere if the files have more than `held_bytes`
-    together: they are then read on demand. The result is the same.
-    workers: processes that encode (workers.py); 0: only this one; None: one a core where that pays. The
-    result is the same. progress: is told of the rows that are done.
-    Raises DataError if nothing is left.
+    See Encoder for how a row becomes examples. Rows without a supervised token left are dropped and counted
+    in
+    stats. A bad row raises DataError, or is counted with on_bad_row "skip".
+    columns: the files' own names for a row's fields (rows/columns.py). answers: how rows are used.
+    store: where to keep tokens. None: in memory, or read on demand if the files total more than `held_bytes`.
+    The result is the same.
+    workers: number of encoding processes (workers.py). 0: only this one; None: one per core if that pays off.
+    The result is the same. progress: called with the number of rows done.
+    Raises DataError if no examples are left.
     """
     if sequence_length < 2:
         raise ConfigError(
-            f"sequence_length is {sequence_length}, at least 2: a token is predicted from the one before it"
+            f"sequence_length is {sequence_length}; it must be at least 2, because each token is predicted"
+            " from the one before it"
         )
     paths = [Path(path) for path in paths]
     skip = on_bad_row == "skip"
@@ -126,7 +130,7 @@ def encode_files(
         on_demand = sum(text_bytes(path) for path in paths if path.is_file()) > held_bytes
         store = OnDemand(paths, coder.encoder, columns) if on_demand else Held()
     account = Account(paths, skip=skip)
-    # every row once: encoded, counted, its lengths and checksum noted
+    # visit every row once: encode it, count it, record its lengths and checksum
     with closing(encoded_parts(batches(paths, columns), coder, spec, tokenizer, workers, progress)) as parts:
         for part in parts:
             if part.error:
@@ -142,11 +146,11 @@ def encode_files(
 
 
 def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str], answers: Answers) -> DataError:
-    """Why no row can be trained on, each reason once, and what to do about the first."""
+    """Return the error for data without a usable row: each reason once, and a remedy for the first."""
     names = ", ".join(map(str, paths[:3])) + (f" and {len(paths) - 3} more files" if len(paths) > 3 else "")
     if not stats.rows:
         return DataError(
-            f"{names}: no row in it; the file is empty",
+            f"{names}: no rows; the file is empty",
             next='give --data a file with rows, such as {"prompt": "…", "completion": "…"} on each line',
         )
     first = {item.reason.partition(": ")[2]: item.reason for item in reversed(stats.listed)}
@@ -156,7 +160,8 @@ def _nothing_left(stats: Stats, paths: Sequence[Path], columns: Sequence[str], a
         try:
             next(iter(read_places(path, None, columns, answers)), None)
         except DataError as error:
-            remedy = remedy or error.next.replace(", or --data.on-bad-row skip", "")  # which leaves none
+            # skipping would leave no rows
+            remedy = remedy or error.next.replace(", or --data.on-bad-row skip", "")
     return DataError(
-        f"{names}: no row left to train on, of {stats.rows}: {reasons}", next=remedy or "mend the rows"
+        f"{names}: no row left to train on, of {stats.rows}: {reasons}", next=remedy or "correct the rows"
     )

@@ -1,4 +1,4 @@
-"""Where the tokens of documents are kept: in memory, or nowhere, as the data files hold them."""
+"""Storage of documents' tokens: in memory, or not at all, re-reading the data files instead."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from unfreeze.data.tokens.masks import Encoder
 
 
 class Store(Protocol):
-    """Where the tokens of documents are kept."""
+    """Stores the tokens of documents."""
 
     reading: Reading
     columns: Columns
 
     def add(self, part: EncodedRows) -> None:
-        """Keep the documents of the next rows, and their columns."""
+        """Append the documents of the next rows, and their columns."""
         ...
 
     def fetch(self, index: int) -> Example:
-        """Document `index`, counted in the order of `add`."""
+        """Return document `index`, counted in the order of `add`."""
         ...
 
 
 class Documents:
     """Documents as int32 tokens and float32 weights; more can be added.
 
-    columns    what is known of each
-    starts_N   where each begins in `tokens` and `weights`, in bytes. None: they lie one after the other
+    columns    metadata of each document
+    starts_N   byte offset of each document in `tokens` and `weights`; None if they are contiguous
     """
 
     def __init__(self, columns: Columns, tokens: Any, weights: Any, starts_N: Any = None):
@@ -49,7 +49,7 @@ class Documents:
             self._grow(columns)
 
     def _grow(self, columns: Columns) -> None:
-        """Note where the documents of `columns` begin, which follow."""
+        """Record the start offsets of the documents of `columns`, which are appended."""
         ends_N = self._num_bytes + np.cumsum(4 * np.array(columns.numbers[::NUMBERS], dtype=np.int64))
         starts_N = np.concatenate([[self._num_bytes], ends_N])
         self._starts_N.frombytes(starts_N[:-1].tobytes())
@@ -67,7 +67,7 @@ class Documents:
 
 
 class Held(Documents):
-    """Documents in memory: 8 bytes a token."""
+    """Documents in memory: 8 bytes per token."""
 
     reading: Reading = "memory"
 
@@ -82,7 +82,7 @@ class Held(Documents):
 
 
 class Continued:
-    """The documents of a store that can take no more, and behind them those of another."""
+    """Documents of a store that is full, followed by those of another."""
 
     def __init__(self, first: Store, rest: Store):
         self._first, self._rest = first, rest
@@ -99,7 +99,7 @@ class Continued:
 
 
 class OnDemand:
-    """Documents as places in their files (40 bytes each); read and encoded again at every visit."""
+    """Documents as positions in their files (40 bytes each), read and encoded again at every access."""
 
     reading: Reading = "on demand"
 
@@ -115,14 +115,14 @@ class OnDemand:
     def fetch(self, index: int) -> Example:
         """Read and encode document i again.
 
-        Raises DataError if the file has changed since it was first read: the run's order of documents depends
-        on its content.
+        Raises DataError if the file has changed since it was first read, because the run's order of documents
+        depends on its content.
         """
         source, row, offset, size, piece = self._places[5 * index : 5 * index + 5]
         path = self._paths[source]
         changed = DataError(
-            f"{path.name}, row {row}: the file changed while it was trained on",
-            next="start again with a file that stays as it is",
+            f"{path.name}, row {row}: the file changed during training",
+            next="start again, and leave the file unchanged during the run",
         )
         try:
             if source not in self._files:

@@ -1,18 +1,18 @@
-"""Encoded rows on disk, found again by what they were made of.
+"""Cache encoded rows on disk, under a key of everything they depend on.
 
-Encoding a row takes some 0.4 ms, so a million take minutes. Its tokens are therefore kept, and every process
-and every later start reads them: mapped into memory, so that their number does not matter.
+Encoding a row takes about 0.4 ms, so a million rows take minutes. The tokens are therefore cached. Every
+process and every later start reads them memory-mapped, so their number does not matter.
 
-A store is a folder of ~/.cache/unfreeze/encoded ($XDG_CACHE_HOME where it is set), named after its key:
-  tokens    int32, one document after the other        weights   float32, the same
-  numbers, digests, checksums   the Columns, in the order of the files
-  starts    int64, where each document begins in tokens and in weights: in the order in which it was encoded
-  account.json   the Stats, and a hash of the Columns
+A store is a folder in ~/.cache/unfreeze/encoded (or $XDG_CACHE_HOME), named by its key:
+tokens    int32, documents concatenated              weights   float32, the same
+numbers, digests, checksums   the Columns, in file order
+starts    int64, start of each document in tokens and weights, which are in the order of encoding
+account.json   the Stats, and a hash of the Columns
 
-key: a hash of the data files (path, size, times), of the tokenizer's files and its chat template's variables,
-of what the template tells of the date, of the bounds and masks that were asked for, of the code in this
-folder and the libraries' versions. Whatever changes makes another store. At most KEPT_BYTES are kept; the
-stores that were not read for longest go first.
+key: a hash of the data files (path, size, times), the tokenizer's files and its chat template's variables,
+what the template knows about the date, the requested limits and masks, the code in this folder, and the
+versions of libraries. If any of these changes, a new store is created. At most KEPT_BYTES are kept; the least
+recently read stores are removed first.
 """
 
 from __future__ import annotations
@@ -51,47 +51,47 @@ from unfreeze.data.tokens.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 KEPT_BYTES = 32 * 2**30
-"""4 billion tokens: 8 bytes each."""
+"""4 billion tokens, 8 bytes each."""
 LEAST_BYTES = 2**16
-"""Smaller data is encoded at each start: that takes a tenth of a second."""
+"""Smaller data is encoded at each start, which takes a tenth of a second."""
 BYTES_A_BYTE = 2
-"""Of a store, for each of the data files: 8 bytes for a token, which is some four characters."""
+"""Estimated store bytes per byte of data: a token takes 8 bytes and is about four characters."""
 ABANDONED = 24 * 3600
-"""Seconds after which a store that nobody finished is removed: its process was killed."""
+"""Seconds after which an unfinished store is removed, because its process was killed."""
 ENCODING = {
     name: inspect.signature(encode_files).parameters[name].default
     for name in ("truncation", "supervise", "turns", "reasoning", "columns", "answers")
 }
-"""Options of encode_files that say what a row becomes, and what they are where they are not given."""
+"""Options of encode_files that affect the encoding, with their defaults."""
 COLUMNS = {"numbers": 8 * NUMBERS, "digests": 16, "checksums": 16, "starts": 8}
-"""Files with so many bytes of each document."""
+"""Files of per-document data, with their bytes per document."""
 
 
 def encoded_files(
     paths: Sequence[str | Path], tokenizer: Tokenizer, sequence_length: int, **options: Any
 ) -> Dataset:
-    """encode_files, or what it gave for the same files and options before.
+    """Return encode_files' result, from the cache if the files and options are unchanged.
 
-    Where no store can be written, or it would take more than half of what the disk has free, nothing is kept.
+    Nothing is cached if no store can be written, or if it would take more than half of the free disk space.
     """
     encode = partial(encode_files, paths, tokenizer, sequence_length, **options)
-    asked = {name: options.get(name, usual) for name, usual in ENCODING.items()}
-    told = tokenizer.told()
-    name = name_of([Path(path) for path in paths], tokenizer, told, sequence_length, asked)
+    encoding = {name: options.get(name, usual) for name, usual in ENCODING.items()}
+    date_info = tokenizer.told()
+    name = name_of([Path(path) for path in paths], tokenizer, date_info, sequence_length, encoding)
     if not name:
         return encode()
-    if (found := whole(name, options.get("on_bad_row", "error"))) is not None:
-        return found
+    if (dataset := whole(name, options.get("on_bad_row", "error"))) is not None:
+        return dataset
     if (store := begun(name, paths)) is None:
         return encode()
     try:
-        found = store.finish(encode(store=store))
-        if tokenizer.told() != told:  # midnight came in between: what is mapped stays, for this process
+        dataset = store.finish(encode(store=store))
+        if tokenizer.told() != date_info:  # past midnight: this process still uses the mapped files
             shutil.rmtree(store.folder, ignore_errors=True)
-        return found
+        return dataset
     except OSError as error:  # most likely a full disk
         log.warning("encoded rows are not kept in %s, the next start encodes them again: %s", root(), error)
-        # packed files hold more than text_bytes supposed: what is written says how much
+        # compressed files may hold more than text_bytes estimated; use the bytes written
         large = store.written > BYTES_A_BYTE * options.get("held_bytes", HELD_BYTES)
         return encode(held_bytes=0) if large else encode()
     finally:
@@ -99,13 +99,13 @@ def encoded_files(
 
 
 def whole(name: str, on_bad_row: str) -> Dataset | None:
-    """A whole store that may be used: whether bad rows are skipped changes nothing where there are none."""
-    found = read(name)
-    return None if found is not None and found.stats.bad and on_bad_row == "error" else found
+    """Return a complete store if usable; skipping bad rows makes no difference if there are none."""
+    dataset = read(name)
+    return None if dataset is not None and dataset.stats.bad and on_bad_row == "error" else dataset
 
 
 def begun(name: str, paths: Sequence[str | Path]) -> Writing | None:
-    """A new store; None where none can be written, or it would take more than half of what is free."""
+    """Create a store; return None if it cannot be written or would take more than half of the free space."""
     try:
         needed, free = BYTES_A_BYTE * _size(paths), shutil.disk_usage(made(root())).free
         return Writing(name, free // 2) if 2 * needed <= free else None
@@ -118,53 +118,53 @@ def _size(paths: Sequence[str | Path]) -> int:
 
 
 def made(folder: Path) -> Path:
-    """The folder, made if need be. Others may not look into it: rows can be private."""
+    """Return the folder, creating it if needed. Others get no access, because rows can be private."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
 def root() -> Path:
-    """The folder of all stores."""
+    """Return the folder of all stores."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unfreeze" / "encoded"
 
 
 def name_of(
     paths: Sequence[Path],
     tokenizer: Tokenizer,
-    told: str | None,
+    date_info: str | None,
     sequence_length: int,
-    asked: Mapping[str, object],
+    encoding: Mapping[str, object],
 ) -> str:
-    """The store of rows that are encoded as `asked` (ENCODING); "" where they are not to be kept.
+    """Return the name of the store for rows encoded with `encoding` (see ENCODING); "" if not cacheable.
 
-    told: Tokenizer.told before the first row
+    date_info: Tokenizer.told() before the first row
     """
-    if told is None:
+    if date_info is None:
         return ""
-    return key(paths, tokenizer.identity, {"length": sequence_length, "told": told, **asked})
+    return key(paths, tokenizer.identity, {"length": sequence_length, "told": date_info, **encoding})
 
 
 def key(paths: Sequence[Path], tokenizer: str, options: Mapping[str, object]) -> str:
-    """What the encoded rows are a function of, as 32 hex digits; "" where they are not to be kept.
+    """Return a hash of everything the encoded rows depend on, 32 hex digits; "" if they should not be cached.
 
-    tokenizer: Tokenizer.identity; "" where it is not known
+    tokenizer: Tokenizer.identity; "" if it is unknown
     """
     if not tokenizer or not all(path.is_file() for path in paths):
         return ""
     if _size(paths) < LEAST_BYTES:
         return ""
-    found = [path.stat() for path in paths]
+    stats = [path.stat() for path in paths]
     files = [
         (str(path.resolve()), file.st_size, file.st_mtime_ns, file.st_ctime_ns)
-        for path, file in zip(paths, found, strict=True)
+        for path, file in zip(paths, stats, strict=True)
     ]
     made_of = json.dumps([files, tokenizer, sorted(options.items()), _code()])
     return hashlib.blake2b(made_of.encode(), digest_size=16).hexdigest()
 
 
 def _version_of(library: str) -> str:
-    """The version of a library, "" where it is not installed."""
+    """Return the version of a library; "" if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:
@@ -182,15 +182,18 @@ def _code() -> str:
 
 
 class Writing(Documents):
-    """A store that is being written. What was added can be read.
+    """A store that is being written; what was added can already be read.
 
-    It gets its name once it is whole, so that no other process sees half of it.
+    It gets its final name once complete, so that no other process sees a partial store.
     """
 
     reading: Reading = "disk"
 
     def __init__(self, name: str, most: float = math.inf):
-        """most: bytes of tokens and weights; beyond, `add` raises OSError (sizes of files are estimates)."""
+        """Open a store for writing.
+
+        most: limit for bytes of tokens and weights. Above it, `add` raises OSError (sizes are estimates).
+        """
         self.written, self._most = 0, most
         self.folder = root() / name
         self._part = root() / f".{name}.{os.getpid()}"
@@ -200,10 +203,10 @@ class Writing(Documents):
         super().__init__(Columns(), *(Span((self._part / name).open("rb")) for name in ("tokens", "weights")))
 
     def add(self, part: EncodedRows) -> None:
-        """Raises OSError where they can't be written; those before stay readable."""
+        """Append rows. Raises OSError if they can't be written; earlier ones stay readable."""
         self.written += len(part.tokens) + len(part.weights)
         if self.written > self._most:
-            raise OSError(errno.ENOSPC, "they take more than half of what the disk had free")
+            raise OSError(errno.ENOSPC, "they take more than half of the free disk space")
         for file, content in zip(self._files, (part.tokens, part.weights), strict=True):
             file.write(content)
             file.flush()
@@ -211,9 +214,9 @@ class Writing(Documents):
         self.columns.extend(part.columns)
 
     def finish(self, dataset: Dataset) -> Dataset:
-        """The same dataset, its documents in the same order, read from the store.
+        """Complete the store; return the same dataset in the same order, now read from the store.
 
-        Raises OSError where it can't be written.
+        Raises OSError if it can't be written.
         """
         for file in self._files:
             file.close()
@@ -222,23 +225,23 @@ class Writing(Documents):
             (self._part / name).write_bytes(bytes_)
         account = {"stats": dataset.stats.as_dict(), "columns": _columns_hash(self._part)}
         (self._part / "account.json").write_text(json.dumps(account), encoding="utf-8")
-        with suppress(OSError):  # another process was faster: its store has the same content
+        with suppress(OSError):  # another process was faster; its store has the same content
             self._part.rename(self.folder)
         make_room(self.folder)
-        if (found := read(self.folder.name)) is None:
+        if (stored := read(self.folder.name)) is None:
             raise FileNotFoundError(self.folder)
-        return found
+        return stored
 
     def discard(self) -> None:
-        """Remove what was written, where it is not whole. This process can read it to its end."""
+        """Remove an incomplete store's files. This process can still read it."""
         for file in self._files:
-            with suppress(OSError):  # of a full disk: what is still in a buffer
+            with suppress(OSError):  # the disk may be too full to flush the buffer
                 file.close()
         shutil.rmtree(self._part, ignore_errors=True)
 
 
 class Span:
-    """Bytes of a file; a slice of them is read when it is asked for."""
+    """A file as bytes; slices are read on access."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
@@ -249,9 +252,9 @@ class Span:
 
 
 def read(name: str) -> Dataset | None:
-    """A whole store; None where there is none.
+    """Open a complete store; return None if there is none.
 
-    A damaged one is removed, to be made anew.
+    A damaged one is removed, so that it is created again.
     """
     folder = root() / name
     if not folder.is_dir():
@@ -260,30 +263,30 @@ def read(name: str) -> Dataset | None:
         account = json.loads((folder / "account.json").read_text(encoding="utf-8"))
         stats = stats_of(account["stats"])
         if account["columns"] != _columns_hash(folder):
-            raise ValueError("other columns than were written")
+            raise ValueError("columns differ from those written")
         documents = _Mapped(folder, stats)
-        with suppress(OSError):  # a cache that can't be written can be read
-            os.utime(folder / "account.json")  # when it was last read
+        with suppress(OSError):  # the cache may be read-only
+            os.utime(folder / "account.json")  # time of the last use
         return Dataset(Examples(documents.fetch, documents.columns), stats)
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    except OSError as error:  # no memory or file handle is left: that says nothing of the store
+    except OSError as error:  # out of memory or file handles; the store may be fine
         log.warning("encoded rows in %s cannot be read now and are encoded again: %s", folder, error)
         return None
 
 
 def make_room(newest: Path, kept: int = KEPT_BYTES) -> None:
-    """Remove the stores that were not read for longest, until `kept` bytes are left; never `newest`."""
+    """Remove the least recently read stores until at most `kept` bytes are left; never remove `newest`."""
     folders = sorted(root().iterdir())
     for part in (folder for folder in folders if folder.name.startswith(".")):
-        with suppress(OSError):  # another process removes or finishes it
+        with suppress(OSError):  # another process may remove or finish it
             written = max(file.stat().st_mtime for file in (part, *part.iterdir()))
             if time.time() - written > ABANDONED:
                 shutil.rmtree(part, ignore_errors=True)
     stores: list[tuple[float, int, Path]] = []
     for folder in (folder for folder in folders if not folder.name.startswith(".")):
-        with suppress(OSError):  # another process removes too
+        with suppress(OSError):  # another process may remove it too
             size = sum(path.stat().st_size for path in folder.iterdir())
             stores.append(((folder / "account.json").stat().st_mtime, size, folder))
     total = sum(size for _, size, _ in stores)
@@ -296,7 +299,7 @@ def make_room(newest: Path, kept: int = KEPT_BYTES) -> None:
 
 
 class _Mapped(Documents):
-    """Documents of a store; the system reads a page when it is asked for, and can forget it."""
+    """Documents of a store, memory-mapped: the system loads pages on access and can evict them."""
 
     def __init__(self, folder: Path, stats: Stats):
         columns, starts_N = _columns(folder), np.frombuffer(_map(folder / "starts"), dtype=np.int64)
@@ -308,13 +311,13 @@ class _Mapped(Documents):
             raise ValueError("fewer tokens than were written")
 
     def fetch(self, index: int) -> Example:
-        """Document `index`. Raises DataError where its tokens are not those that were written."""
+        """Return document `index`. Raises DataError if its tokens differ from those written."""
         example = super().fetch(index)
         if example.checksum != bytes(self.columns.checksums[16 * index : 16 * index + 16]):
             shutil.rmtree(self._folder, ignore_errors=True)
             raise DataError(
                 f"{self._folder}: encoded row {example.row} is damaged on disk; the folder was removed",
-                next="run the same command again: the rows are encoded anew",
+                next="run the same command again; it encodes the rows again",
             )
         return example
 
@@ -325,7 +328,7 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def _columns(folder: Path) -> Any:
-    """The Columns of a store, mapped."""
+    """Return the Columns of a store, memory-mapped."""
     maps = {name: _map(folder / name) for name in COLUMNS}
     if len({len(maps[name]) / width for name, width in COLUMNS.items()}) > 1:
         raise ValueError("columns of different lengths")

@@ -1,6 +1,6 @@
-"""Rows in batches: what one process makes of a few hundred of them, in a form that another can take over.
+"""Encode a batch of a few hundred rows in one process, in a form that other processes can take over.
 
-The result is a function of the rows and of the Spec, whichever process makes it: workers.py.
+The result depends only on the rows and the Spec, not on the process (workers.py).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from unfreeze.data.tokens.compared import Comparing
 from unfreeze.data.tokens.masks import Encoder
 
 BATCH_ROWS, BATCH_BYTES = 256, 2**19
-"""Of a batch, at most: some 50 ms of work."""
+"""Maximum size of a batch: about 50 ms of work."""
 
 
 class RowBatch(NamedTuple):
-    """Rows that follow one another in data file number `source`."""
+    """Consecutive rows of data file number `source`."""
 
     source: int
     rows: list[tuple[RowPlace, Any]]
@@ -40,7 +40,7 @@ class RowBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """How rows are encoded: options of encode_files."""
+    """Options of encode_files that say how to encode rows."""
 
     paths: tuple[str, ...]
     columns: tuple[str, ...]
@@ -66,12 +66,12 @@ class Spec:
 
 @dataclass
 class EncodedRows:
-    """What became of a batch.
+    """The result of encoding a batch.
 
-    tokens, weights   of its documents, one after the other: int32, float32
+    tokens, weights   of its documents, concatenated: int32, float32
     places            of each document: file, row, offset, size, piece; int64
     rows              Account.rows
-    error             message and remedy of the row at which the batch was given up
+    error             message and remedy of the row at which encoding stopped
     """
 
     stats: Stats = field(default_factory=Stats)
@@ -83,7 +83,7 @@ class EncodedRows:
     error: tuple[str, str] | None = None
 
     def pack(self) -> bytes:
-        """As bytes that `unpack` reads: plain values only."""
+        """Serialise to bytes that `unpack` reads; plain values only."""
         columns = (self.columns.numbers.tobytes(), self.columns.digests, self.columns.checksums)
         return marshal.dumps(
             (self.stats.as_dict(), columns, self.tokens, self.weights, self.places, self.rows, self.error)
@@ -96,17 +96,17 @@ class EncodedRows:
 
 
 def stats_of(plain: Any) -> Stats:
-    """Stats from their plain form."""
-    given: dict[str, Any] = {name: plain[name] for name in Stats.__dataclass_fields__}
+    """Restore Stats from their plain form."""
+    fields: dict[str, Any] = {name: plain[name] for name in Stats.__dataclass_fields__}
     for name in ("listed", "cuts", "repeats"):
-        given[name] = [BadRow(**row) for row in given[name]]
+        fields[name] = [BadRow(**row) for row in fields[name]]
     for name in ("shapes", "files", "notes"):
-        given[name] = Counter(given[name])
-    return Stats(**given)
+        fields[name] = Counter(fields[name])
+    return Stats(**fields)
 
 
 def batches(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[RowBatch]:
-    """The rows of all files, in order."""
+    """Yield the rows of all files, in order."""
     for source, path in enumerate(paths):
         batch = RowBatch(source, [])
         size = 0
@@ -121,7 +121,7 @@ def batches(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[RowB
 
 
 class Coder:
-    """Encodes batches, in one process."""
+    """Encodes batches in one process."""
 
     def __init__(self, spec: Spec, encoder: Encoder | Comparing):
         self.encoder = encoder
@@ -129,7 +129,7 @@ class Coder:
         self._answers = spec.answers
 
     def __call__(self, batch: RowBatch) -> EncodedRows:
-        """Every row encoded, counted, its lengths and checksums noted."""
+        """Encode and count every row; record its lengths and checksums."""
         part, account, places = EncodedRows(), Account(self._paths, skip=self._skip), array("q")
         path = self._paths[batch.source]
         parse = parser(path, self.columns, self._answers)
@@ -147,7 +147,7 @@ class Coder:
                 part.error = (error.message, error.next)
                 break
             for piece, example in enumerate(examples):
-                # once: making arrays of lists is a tenth of encoding a row
+                # once per batch: converting lists to arrays takes a tenth of the encoding time
                 tokens_T = np.asarray(example.tokens, dtype=np.int32)
                 weights_T = np.asarray(example.weights, dtype=np.float32)
                 part.columns.add(example, checksum_of(tokens_T, weights_T, example.chosen))

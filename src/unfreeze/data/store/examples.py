@@ -1,7 +1,7 @@
-"""Documents as tokens and weights, and a sequence of them that need not lie in memory.
+"""Documents as tokens and weights, and a sequence of them that need not be in memory.
 
-N documents. `Examples` keeps a row of numbers per document (about 90 bytes); the tokens are in memory, or are
-read and encoded again when a document is asked for, so that a file larger than memory can be trained on.
+Axis: N documents. `Examples` stores a few numbers per document (about 90 bytes). Tokens are in memory, or
+are read and encoded again on access, so that a file larger than memory can be trained on.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import numpy as np
 
 NO_CONTENT = bytes(16)
 TAUGHT = -1
-"""Example.chosen of what is not compared with another answer."""
+"""Example.chosen of a document that is not compared with another answer."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One document before the shift: weights[i] says whether token i counts as a *target*.
+    """One document before the shift: weights[i] is nonzero if token i counts as a *target*.
 
     weights[0] is 0 by construction: nothing precedes the first token, so nothing can predict it.
-    row      its line in data file number `source`
-    cut      tokens truncation took off
-    digest   16 bytes over the row's content (data/rows/row.py), equal for rows that say the same; pieces
-    of one text share it
-    chosen   of answers that are compared: so many tokens are the document of the chosen answer, those behind
-             them the rejected one's. A pair has both; an answer with a label is all tokens, or 0. -1: taught
+
+        row      its line in data file number `source`
+        cut      number of tokens removed by truncation
+        digest   16-byte hash of the row's content (data/rows/row.py); equal for equal content and
+                 for pieces of one text
+        chosen   for compared answers: the number of tokens of the chosen answer's document; the tokens after
+                 them are the rejected one's. For a labelled answer it is all tokens, or 0. -1: not compared
     """
 
     tokens: Sequence[int]
@@ -46,28 +47,28 @@ class Example:
 
     @property
     def num_supervised(self) -> int:
-        """Targets that carry loss after the shift."""
-        if isinstance(self.weights, list):  # in C: the usual case, of a row that was just encoded
+        """Number of targets that carry loss after the shift."""
+        if isinstance(self.weights, list):  # in C, for the usual case of a row just encoded
             return len(self.weights) - self.weights.count(0.0) - any(self.weights[:1])
         return sum(map(bool, self.weights[1:]))
 
     @property
     def checksum(self) -> bytes:
-        """16 bytes over every token and weight."""
+        """16-byte hash over every token and weight."""
         return checksum_of(np.asarray(self.tokens, dtype=np.int64), np.asarray(self.weights), self.chosen)
 
     @property
     def has_label(self) -> bool:
-        """Whether it is an answer with a label, without another one to compare it with."""
+        """True for a labelled answer, which is not compared with another one."""
         return self.chosen in (0, self.num_tokens)
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens that it takes in a batch: an answer with a label is joined by one to another prompt."""
+        """Number of tokens in a batch; a labelled answer also brings an answer to another prompt."""
         return self.num_tokens * (1 + self.has_label)
 
     def documents(self) -> list[Example]:
-        """What lies in a batch as documents of their own: the two answers of a pair, else itself."""
+        """Return the separate documents in a batch: the two answers of a pair, else the example itself."""
         if self.chosen == TAUGHT or self.has_label:
             return [self]
         return [
@@ -77,7 +78,7 @@ class Example:
 
 
 def checksum_of(tokens_T: np.ndarray, weights_T: np.ndarray, chosen: int = TAUGHT) -> bytes:
-    """Example.checksum of T tokens and weights: as int64 and float64, whatever they are kept in."""
+    """Return Example.checksum of T tokens and weights, hashed as int64 and float64 whatever their dtype."""
     digest = hashlib.blake2b(len(tokens_T).to_bytes(8, "little"), digest_size=16)
     digest.update(tokens_T.astype(np.int64).tobytes())
     digest.update(weights_T.astype(np.float64).tobytes())
@@ -87,11 +88,11 @@ def checksum_of(tokens_T: np.ndarray, weights_T: np.ndarray, chosen: int = TAUGH
 
 
 NUMBERS = 6
-"""Of a document in Columns.numbers."""
+"""Fields of a document in Columns.numbers."""
 
 
 class Columns:
-    """What is known of each document without its tokens, grown row by row."""
+    """Metadata of each document, without its tokens; grows row by row."""
 
     def __init__(self) -> None:
         self.numbers = array("q")
@@ -110,13 +111,13 @@ class Columns:
         return columns
 
     def extend(self, others: Columns) -> None:
-        """Those of the documents that follow."""
+        """Append the metadata of the documents that follow."""
         self.numbers.extend(others.numbers)
         self.digests += others.digests
         self.checksums += others.checksums
 
     def add(self, example: Example, checksum: bytes | None = None) -> None:
-        """The next document; checksum: its own, where it is known already."""
+        """Append a document. checksum: the document's, if already known."""
         self.numbers.extend(
             (
                 example.num_tokens,
@@ -134,10 +135,12 @@ class Columns:
 class Examples(Sequence[Example]):
     """N documents, with one array entry for each.
 
-    lengths_N, supervised_N, cuts_N, rows_N, sources_N, chosen_N are int64, digests_N and checksums_N 16 bytes
-    each.
-    `fetch(i)` gives document i of the store; `places_N` are this sequence's places in it, so that a part of a
-    store costs one number a document.
+    lengths_N, supervised_N, cuts_N, rows_N, sources_N and chosen_N are int64; digests_N and checksums_N have
+    16
+    bytes each.
+    `fetch(i)` returns document i of the store. `places_N` maps this sequence to the store, so that a part of
+    a
+    store costs one number per document.
     """
 
     def __init__(self, fetch: Callable[[int], Example], columns: Columns):
@@ -150,7 +153,7 @@ class Examples(Sequence[Example]):
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Examples:
-        """Any sequence of documents, held in memory."""
+        """Convert any sequence of documents; they are held in memory."""
         if isinstance(examples, Examples):
             return examples
         columns = Columns()
@@ -184,24 +187,24 @@ class Examples(Sequence[Example]):
 
     @property
     def packed_N(self) -> np.ndarray:
-        """Example.packed_tokens of each."""
+        """Example.packed_tokens of each document."""
         labelled_N = (self.chosen_N == 0) | (self.chosen_N == self.lengths_N)
         return self.lengths_N * (1 + labelled_N)
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens of every document that lies in a batch: two of a pair."""
+        """Return the number of tokens of every document in a batch; a pair has two."""
         pairs_N = (self.chosen_N > 0) & (self.chosen_N < self.lengths_N)
         first_N = np.where(pairs_N, self.chosen_N, self.lengths_N)
         return np.concatenate([first_N, (self.lengths_N - self.chosen_N)[pairs_N]])
 
     def made_of(self, places: Iterable[Sequence[int]]) -> np.ndarray:
-        """[N]: which documents come from these rows, each the number of its file and its line."""
+        """Return a mask [N] of the documents that come from these rows, given as (file number, line)."""
         wanted = {tuple(place) for place in places}
         each = zip(self.sources_N.tolist(), self.rows_N.tolist(), strict=True)
         return np.array([place in wanted for place in each], dtype=bool)
 
     def part(self, keep_N: np.ndarray) -> Examples:
-        """The documents where `keep_N` is true, in the same order."""
+        """Return the documents where `keep_N` is true, in the same order."""
         part = object.__new__(Examples)
         part._fetch, part._table = self._fetch, self._table[keep_N]
         part.digests_N, part.checksums_N, part.places_N = (
@@ -212,14 +215,14 @@ class Examples(Sequence[Example]):
         return part
 
     def fingerprint(self) -> str:
-        """Hash every token and weight to 16 hex digits.
+        """Return a hash of every token and weight, 16 hex digits.
 
-        Two data sets with equal fingerprints give equal batches.
+        Data sets with equal fingerprints give equal batches.
         """
         return hashlib.sha256(self.checksums_N.tobytes()).hexdigest()[:16]
 
     def columns(self) -> dict[str, bytes]:
-        """The Columns by name, to be written."""
+        """Return the Columns by name, for writing."""
         table = {"numbers": self._table, "digests": self.digests_N, "checksums": self.checksums_N}
         return {name: array_N.tobytes() for name, array_N in table.items()}
 

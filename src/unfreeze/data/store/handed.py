@@ -1,7 +1,7 @@
-"""Windows of large files (streamed.py) that one process encodes and hands to the others as it opens them.
+"""Windows of large files (streamed.py) that one process encodes and sends to the others.
 
-The others hold no file and encode nothing: they take a window's documents, 8 bytes a token and 72 a document,
-at the place in the order where process 0 opens it. A row that is bad there is bad for all.
+The others hold no file and encode nothing. They receive a window's documents, at 8 bytes per token and 72
+per document, in the order in which process 0 opens windows. A row that is bad there is bad for all.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from unfreeze.data.store.encoding import stats_of
 from unfreeze.data.store.examples import Columns, Examples
 
 FORMAT = 4
-"""Of marshal: that of every Python that may take part."""
+"""Format version of marshal that all supported Pythons can read."""
 
 
 def opening(stream: InWindows) -> bytes:
-    """What the others know of a stream before its first window."""
+    """Serialise what other processes need before the first window."""
     fields = (stream.seed, stream.size, stream.count, stream.num_rows, stream.digest)
     held_out = None if stream.validation is None else packed(stream.validation)
     return marshal.dumps((fields, stream.stats().as_dict(), packed(stream.head), held_out), FORMAT)
 
 
 def packed(examples: Examples) -> tuple[bytes, ...]:
-    """Documents as bytes: their columns, int32 tokens, float32 weights."""
+    """Serialise documents: their columns, int32 tokens, float32 weights."""
     each = [(example.tokens, example.weights) for example in examples]
     tokens = b"".join(np.asarray(tokens, dtype=np.int32).tobytes() for tokens, _ in each)
     weights = b"".join(np.asarray(weights, dtype=np.float32).tobytes() for _, weights in each)
@@ -38,23 +38,25 @@ def packed(examples: Examples) -> tuple[bytes, ...]:
 
 
 def unpacked(parts: tuple[bytes, ...]) -> Examples:
-    """The documents that `packed` made the bytes of."""
+    """Restore the documents that `packed` serialised."""
     *numbers, tokens, weights = parts
     columns = Columns.of(*numbers)
     return Examples(Documents(columns, tokens, weights).fetch, columns)
 
 
-def handed(found: Examples | DataError) -> bytes:
-    """A window, or why there is none."""
-    error = (found.message, found.next) if isinstance(found, DataError) else None
-    documents = packed(found) if isinstance(found, Examples) else None
+def handed(window: Examples | DataError) -> bytes:
+    """Serialise a window, or the error that replaces it."""
+    error = (window.message, window.next) if isinstance(window, DataError) else None
+    documents = packed(window) if isinstance(window, Examples) else None
     return marshal.dumps((error, documents), FORMAT)
 
 
 class Taken(InWindows):
-    """The windows of a Stream in the other processes. `take_window`: waits for what process 0 hands next.
+    """The windows of a Stream in the other processes.
 
-    Process 0 keeps the account, and says which rows are suspect.
+    `take_window` waits for the next message from process 0, which also keeps the statistics and reports
+    suspect
+    rows.
     """
 
     def __init__(self, opened: bytes, take_window: Callable[[], bytes]):
@@ -71,5 +73,5 @@ class Taken(InWindows):
         return unpacked(documents)
 
     def stats(self) -> Stats:
-        """The account as it was when process 0 opened the files."""
+        """Return the statistics at the time process 0 opened the files."""
         return stats_of(self._stats)

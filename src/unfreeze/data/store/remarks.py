@@ -1,4 +1,4 @@
-"""What is said of data beside its account: that much of it is lost or doubled, and what a mixture became."""
+"""Warnings about data: large losses, duplicates, and the effect of mixture weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from unfreeze.data.store.examples import Examples
 
 UNANSWERED = "the last turn is not the assistant's: it is not trained on"
-"""The note of a row that ends with a question."""
+"""Note of a row that ends with a question."""
 MARKUP = "chat markup ({}) read as plain text"
-"""The note of a text that holds what chat templates write."""
+"""Note of a text that contains chat markup."""
 MUCH = 0.1
-"""Share of the rows, or of the tokens, from which on a loss is a warning."""
+"""Share of the rows, or tokens, above which a loss is a warning."""
 
 
 def too_long(stats: Stats, length: int, positions: int | None = None) -> str:
-    """The remedy for rows that are longer than `length` tokens.
+    """Return the remedy for rows longer than `length` tokens.
 
-    positions: the most that the model takes; None where nobody knows
+    positions: the model's maximum, or None if unknown
     """
     if positions is not None and length >= positions:
         longer = (
@@ -34,32 +34,36 @@ def too_long(stats: Stats, length: int, positions: int | None = None) -> str:
 
 
 def losses(stats: Stats, length: int, positions: int | None = None, *, listed: bool = False) -> list[str]:
-    """A warning for each of: cut, dropped, bad, doubled, unanswered, where it is more than a tenth; and for
-    texts of which more than half hold chat markup. Each with its remedy.
+    """Return a warning for each kind of problem that affects more than a tenth of the rows.
 
-    length: tokens at which rows were cut; positions: as of too_long
-    listed: whether bad rows stand below
+    The kinds: cut, dropped, bad, duplicate, unanswered. Also warn if more than half of the texts contain chat
+    markup. Each warning has a remedy.
+
+    length: tokens at which rows were cut; positions: see too_long
+    listed: True if bad rows are listed below
     """
     longer = too_long(stats, length, positions)
-    said: list[str] = []
+    warnings: list[str] = []
     cut = stats.tokens_cut / max(1, stats.tokens + stats.tokens_cut)
     if stats.truncated > MUCH * stats.rows or cut > MUCH:
-        said.append(
+        warnings.append(
             f"{_rows(stats.truncated, stats)} cut to {length} tokens; {stats.tokens_cut:,} tokens"
             f" ({100 * cut:.0f} %) are never trained on: {longer}"
         )
     if stats.dropped > MUCH * stats.rows:
         reason = next((item.reason for item in stats.listed if "supervised" in item.reason), "")
-        said.append(f"{_rows(stats.dropped, stats)} dropped{f' ({reason})' if reason else ''}: {longer}")
+        warnings.append(f"{_rows(stats.dropped, stats)} dropped{f' ({reason})' if reason else ''}: {longer}")
     if stats.bad > MUCH * stats.rows:
         reason = f" ({stats.listed[0].reason})" if stats.listed else ""
         where = "see the list below" if listed else "list them with unfreeze data show"
-        said.append(f"{_rows(stats.bad, stats)} bad and left out{reason}: {where}")
+        warnings.append(f"{_rows(stats.bad, stats)} bad and left out{reason}: {where}")
     if stats.duplicates > MUCH * stats.rows:
         first = f" ({stats.repeats[0].reason})" if stats.repeats else ""
-        said.append(f"{_rows(stats.duplicates, stats)} duplicates{first}: remove them, or they count twice")
+        warnings.append(
+            f"{_rows(stats.duplicates, stats)} duplicates{first}: remove them, or they count twice"
+        )
     if (unanswered := stats.notes[UNANSWERED]) > MUCH * stats.rows:
-        said.append(
+        warnings.append(
             f"{unanswered:,} of {stats.rows:,} rows end without an answer, and their last turn is not trained"
             " on: add the answer, or remove the turn"
         )
@@ -67,22 +71,22 @@ def losses(stats: Stats, length: int, positions: int | None = None, *, listed: b
     notes = {note: count for note, count in stats.notes.items() if note.startswith(marked)}
     if (several := sum(notes.values())) > texts / 2:
         mark = next(iter(notes)).removeprefix(marked).partition(")")[0]
-        said.append(
+        warnings.append(
             f"{several:,} of {texts:,} texts hold chat markup ({mark}), which is read as plain text: write"
             ' them as {"messages": [{"role": "user", "content": …}, …]}'
         )
-    return said
+    return warnings
 
 
 def labels(examples: Examples) -> list[str]:
-    """A warning where all answers with a label have the same one: then nothing says what is better."""
+    """Warn if all labelled answers have the same label, so that nothing is compared."""
     chosen_N = examples.chosen_N
     counts = {"true": int((chosen_N == examples.lengths_N).sum()), "false": int((chosen_N == 0).sum())}
-    given = [label for label, count in counts.items() if count]
-    if len(given) != 1 or (several := counts[given[0]]) < len(examples):
+    present = [label for label, count in counts.items() if count]
+    if len(present) != 1 or (several := counts[present[0]]) < len(examples):
         return []
     return [
-        f"{'all ' if several > 1 else ''}{several:,} answers have the label {given[0]}; KTO compares true"
+        f"{'all ' if several > 1 else ''}{several:,} answers have the label {present[0]}; KTO compares true"
         " with false: check the label column"
     ]
 
@@ -93,11 +97,11 @@ def _rows(count: int, stats: Stats) -> str:
 
 
 def mixture(examples: Examples, names: Sequence[str], weights: Sequence[float], epochs: float) -> list[str]:
-    """What weights made of the data, a line for each name in the order of their first file.
+    """Describe the effect of mixture weights, one line per name in the order of their first files.
 
-    names, weights   of each file; files of one folder or pattern have one name
-    epochs           of the run: a document of weight w is shown w * epochs times, on average
-    Share of the tokens: w_f T_f / sum of w T, with T_f the tokens of file f.
+        names, weights   of each file; files of one folder or pattern share a name
+        epochs           of the run: a document of weight w is shown w * epochs times on average
+    Share of tokens: w_f T_f / sum of w T, with T_f the tokens of file f.
     """
     sources_N, lengths_N = examples.sources_N, examples.lengths_N
     count = len(names)
@@ -105,7 +109,7 @@ def mixture(examples: Examples, names: Sequence[str], weights: Sequence[float], 
     tokens_F = np.bincount(sources_N, weights=lengths_N, minlength=count)
     shown_F = tokens_F * np.asarray(weights)
     total = max(float(shown_F.sum()), 1.0)
-    said: list[str] = []
+    lines: list[str] = []
     for name in dict.fromkeys(names):
         files = [i for i, other in enumerate(names) if other == name]
         weight = weights[files[0]]
@@ -116,8 +120,8 @@ def mixture(examples: Examples, names: Sequence[str], weights: Sequence[float], 
             if weight <= 1
             else f"{documents:,} documents {shown:,} times"
         )
-        said.append(
-            f"{name} x {weight:g}: {how} an epoch, {100 * float(shown_F[files].sum()) / total:.1f} %"
+        lines.append(
+            f"{name} x {weight:g}: {how} per epoch, {100 * float(shown_F[files].sum()) / total:.1f} %"
             f" of the tokens, each {weight * epochs:.3g} times in {epochs:.3g} epochs"
         )
-    return said
+    return lines

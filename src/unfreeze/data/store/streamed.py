@@ -1,16 +1,16 @@
-"""Large files in windows of rows, so that training begins with its first rows and not behind the last.
+"""Read large files in windows of rows, so that training starts before the last row is encoded.
 
-R rows of all files, N documents. What is trained on is a function of files, options and seed:
+Axes: R rows of all files, N documents. The training data is a function of files, options and seed:
 
-    scan     -> where each of R rows stands; which are held out, by their bytes          rows/scan.py
-    head     -> HEAD rows at even distances are encoded: they tell how many tokens a row has
+    scan     -> location of each of R rows; which are held out, by their bytes           rows/scan.py
+    head     -> HEAD evenly spaced rows are encoded to estimate the tokens per row
     window   -> `size` rows of an epoch's order, a permutation of the rows that are not held out. Its
-                documents are shuffled and packed by themselves                          packing/windows.py
+                documents are shuffled and packed separately                             packing/windows.py
 
 Rows are encoded in the order in which they are needed, by processes beside training (workers.py), a few
-windows ahead. Their documents go into one store that grows (encoded.py; documents.py where the disk has no
-room), in which every window is looked up by its rows. Once all rows are there it is the store of
-encoded_files, for every later start. A row that is bad stops the run when its window is needed.
+windows ahead. Their documents go into one growing store (encoded.py; documents.py if the disk has no room),
+from which every window reads its rows. Once all rows are in it, it becomes the store of encoded_files for
+every later start. A bad row stops the run when its window is needed.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from unfreeze.data.tokens.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 HEAD = 2048
-"""Rows that tell how long the others are."""
+"""Number of rows used to estimate the length of the others."""
 HEAD_BYTES, LEAST_HEAD = 2**21, 64
-"""Where rows are long, so many bytes of them: a second of encoding in one process. And at least so many."""
+"""For long rows: maximum bytes of these (a second of encoding in one process), and minimum rows."""
 WINDOW = 2**19
-"""Tokens of a window, at least: of small rows a second of encoding on two cores."""
+"""Minimum tokens per window: for short rows, a second of encoding on two cores."""
 FULL = 64
-"""Batches that a window fills, at least: the last of them is half empty on average, which is 0.8 %."""
+"""Minimum batches per window: the last is half empty on average, which wastes 0.8 %."""
 BATCHES_AHEAD = 64
-"""Batches of rows that processes are given ahead, two windows of small rows: at most 32 MiB of rows, some
-100 MB with what becomes of them."""
+"""Batches of rows that workers may be ahead: two windows of short rows. At most 32 MiB of rows, about 100 MB
+with their encoding."""
 
 
 def streamed_files(
@@ -71,12 +71,13 @@ def streamed_files(
     look: Callable[[bytes], None] | None = None,
     **options: Any,
 ) -> Stream | None:
-    """The files in windows; None where they have up to `least` rows, or rows can't be read one by one.
+    """Return the files in windows; None if they have at most `least` rows or rows can't be read one by one.
 
     start: a cursor of Batches; what it needs is encoded first.
-    options, on_bad_row, columns, workers: as of encode_files. progress: is told how the first window comes.
-    look: is called with the bytes of every row.
-    Raises DataError for a bad row in the first window, ConfigError where none, or all, would be held out.
+    options, on_bad_row, columns, workers: as for encode_files. progress: called while the first window is
+    encoded.
+    look: called with the bytes of every row.
+    Raises DataError for a bad row in the first window, ConfigError if no row or every row would be held out.
     """
     from unfreeze.data.packing.split import is_held_out, none_left
 
@@ -95,13 +96,13 @@ def streamed_files(
     if validation_fraction and (rows.held_R.all() or not rows.held_R.any()):
         side = "training" if rows.held_R.all() else "validation"
         raise none_left(validation_fraction, f"{len(rows):,} rows", side)
-    asked = {name: options.get(name, usual) for name, usual in ENCODING.items() if name != "columns"}
+    encoding = {name: options.get(name, usual) for name, usual in ENCODING.items() if name != "columns"}
     spec = Spec(
         paths=tuple(map(str, paths)),
         columns=tuple(columns),
         sequence_length=sequence_length,
         skip=on_bad_row == "skip",
-        **asked,
+        **encoding,
     )
     stream = Stream(rows, spec, tokenizer, tokens_per_step, seed, start, workers, progress)
     if stream.validation is not None and not len(stream.validation):
@@ -113,7 +114,7 @@ def streamed_files(
 class Stream(InWindows):
     """The documents of large files, window by window, in one store that grows as rows are encoded.
 
-    hand    is given every window that is opened, or its error, for other processes (handed.py)
+    hand    called with every window that is opened, or its error, for other processes (handed.py)
     """
 
     def __init__(
@@ -128,29 +129,30 @@ class Stream(InWindows):
         progress: Progress | None,
     ):
         self.rows, self._tokenizer = rows, tokenizer
-        self.hand: Callable[[Examples | DataError], object] = lambda found: None
+        self.hand: Callable[[Examples | DataError], object] = lambda window: None
         self._paths = [Path(path) for path in spec.paths]
         self._stood = [_stamp(path) for path in self._paths]
         self._coder = Coder(spec, spec.encoder(tokenizer))
         self._trained, self._epoch, self._order = np.flatnonzero(~rows.held_R), -1, np.zeros(0, dtype=int)
-        # the documents of row r are first_R[r] to end_R[r] of the store; those of a row to come end at -1
+        # the documents of row r are first_R[r] to end_R[r] of the store; end_R is -1 if the row is not
+        # encoded yet
         self._first_R, self._end_R = np.zeros(len(rows), dtype=int), np.full(len(rows), -1)
         self._left = len(rows)
         self._account = Account(self._paths, skip=spec.skip)
         self._parts: Generator[EncodedRows] | None = None
         self._written: Writing | None = None
-        # everything from an earlier start, or a store for all
+        # a complete store from an earlier start, or a new one
         self._told = tokenizer.told()
-        asked = {name: getattr(spec, name) for name in ENCODING}
-        name = name_of(self._paths, tokenizer, self._told, spec.sequence_length, asked)
-        if name and (found := whole(name, "skip" if spec.skip else "error")) is not None:
-            self._is_whole(found.examples, found.stats)
+        encoding = {name: getattr(spec, name) for name in ENCODING}
+        name = name_of(self._paths, tokenizer, self._told, spec.sequence_length, encoding)
+        if name and (cached := whole(name, "skip" if spec.skip else "error")) is not None:
+            self._is_whole(cached.examples, cached.stats)
         else:
             self._written = begun(name, self._paths) if name else None
             self._store: Store = self._written or self._without_room()
         try:
             self.head = self._head()
-            # windows as large as packing wants them
+            # window size that packing needs
             tokens_a_row = int(self.head.lengths_N.sum()) / len(self._head_rows)
             size = math.ceil(max(WINDOW, FULL * tokens_per_step) / tokens_a_row)
             super().__init__(seed, size, math.ceil(len(self._trained) / size), len(rows), rows.digest)
@@ -158,14 +160,14 @@ class Stream(InWindows):
         except BaseException:
             self.close()
             raise
-        # no document that is trained on says what one of those held out says
+        # no training document has the content of a held-out one
         self._kept_out: set[bytes] = set()
         if rows.held_R.any():
             self.validation = self._documents(np.flatnonzero(rows.held_R))
             self._kept_out = set(self.validation.digests_N.tolist())
         self.head = self._without_held_out(self.head)
 
-    # -- what is asked of it
+    # -- public interface
 
     def examples(self, epoch: int, number: int) -> Examples:
         rows = self._rows_of(epoch, number)
@@ -174,13 +176,15 @@ class Stream(InWindows):
         except DataError as error:
             self.hand(error)
             raise
-        found = self._without_held_out(self._documents(rows))
-        found = found.part(np.random.default_rng([self.seed, epoch, number]).permutation(len(found)))
-        self.hand(found)
-        return found
+        documents = self._without_held_out(self._documents(rows))
+        documents = documents.part(
+            np.random.default_rng([self.seed, epoch, number]).permutation(len(documents))
+        )
+        self.hand(documents)
+        return documents
 
     def take(self) -> None:
-        """Take what the processes have encoded by now, without waiting for more."""
+        """Collect what the workers have encoded so far, without waiting for more."""
         self._waits = False
         while self.whole is None and self.error is None and self._more():
             pass
@@ -200,12 +204,12 @@ class Stream(InWindows):
         if self._kept_out:
             alike = sum(digest in self._kept_out for digest in known.digests_N.tolist())
             if alike > stats.held_out:
-                note = "as a row held out, in other words of JSON: left out"
+                note = "same content as a held-out row, spelled differently in JSON: left out"
                 stats.notes[note] = alike - stats.held_out
         return stats
 
     def close(self) -> None:
-        """End the processes. A store that is not whole is not kept."""
+        """End the workers. An incomplete store is removed."""
         if self._parts is not None:
             self._parts.close()
         if self._written is not None:
@@ -215,27 +219,27 @@ class Stream(InWindows):
     # -- rows
 
     def _rows_of(self, epoch: int, number: int) -> np.ndarray:
-        """Rows of a window, in the order of the files."""
+        """Return the rows of a window, in file order."""
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self._trained)
             self._epoch = epoch
         return np.sort(self._order[number * self.size : (number + 1) * self.size])
 
     def _documents(self, rows: np.ndarray) -> Examples:
-        """Documents of rows that are encoded, in the order of `rows`."""
+        """Return the documents of encoded rows, in the order of `rows`."""
         counts = self._end_R[rows] - self._first_R[rows]
         starts = np.repeat(self._first_R[rows] - np.cumsum(counts) + counts, counts)
         known = self.whole if self.whole is not None else Examples(self._store.fetch, self._store.columns)
         return known.part(starts + np.arange(len(starts)))
 
-    def _without_held_out(self, found: Examples) -> Examples:
+    def _without_held_out(self, documents: Examples) -> Examples:
         if not self._kept_out:
-            return found
-        keep = [digest not in self._kept_out for digest in found.digests_N.tolist()]
-        return found.part(np.array(keep, dtype=bool))
+            return documents
+        keep = [digest not in self._kept_out for digest in documents.digests_N.tolist()]
+        return documents.part(np.array(keep, dtype=bool))
 
     def _batches_of(self, rows: np.ndarray) -> Iterator[tuple[RowBatch, list[int]]]:
-        """Those rows, in the order of the files, that are not encoded yet: as batches that are read now."""
+        """Yield those of the rows that are not encoded yet, in file order, as batches read lazily."""
         groups: list[list[int]] = []
         size, source = 0, -1
         rows = rows[self._end_R[rows] < 0]
@@ -251,35 +255,35 @@ class Stream(InWindows):
             source = int(self.rows.table_R4[group[0], 0])
             if _stamp(self._paths[source]) != self._stood[source]:
                 raise DataError(
-                    f"{self._paths[source].name}: the file changed while it was trained on",
-                    next="start again with a file that stays as it is",
+                    f"{self._paths[source].name}: the file changed during training",
+                    next="start again, and leave the file unchanged during the run",
                 )
             yield RowBatch(source, [self.rows.read(row) for row in group]), group
 
     # -- encoding
 
     def _head(self) -> Examples:
-        """Documents of the rows that tell how long the others are. What is held out is left out."""
+        """Encode the sampled rows from which lengths are estimated; held-out ones are left out."""
         rows = self.rows
         affordable = int(HEAD_BYTES * len(rows) / max(1, int(rows.table_R4[:, 3].sum())))
         count = min(HEAD, len(rows), max(LEAST_HEAD, affordable))
         self._head_rows = np.linspace(0, len(rows) - 1, count).astype(np.int64)
         for batch, group in self._batches_of(self._head_rows):
             self._keep(self._coder(batch), group)
-        found = self._documents(self._head_rows[~rows.held_R[self._head_rows]])
-        if not len(found):
+        documents = self._documents(self._head_rows[~rows.held_R[self._head_rows]])
+        if not len(documents):
             listed = self._account.stats.listed
             reason = listed[0].reason if listed else "all are held out"
             raise DataError(
                 f"{self._paths[0].name}: no row left to train on, of {count:,} looked at: {reason}",
-                next=f"mend the rows, or {RAISE_LENGTH}",
+                next=f"correct the rows, or {RAISE_LENGTH}",
             )
-        return found
+        return documents
 
     def _begin(
         self, spec: Spec, start: Mapping[str, Any] | None, workers: int | None, progress: Progress | None
     ) -> None:
-        """Encode what is needed first: what is held out, and the window in which the cursor `start` is."""
+        """Encode what is needed first: held-out rows, and the window of the cursor `start`."""
         epoch, first = (int(start["epoch"]), int(start["window"])) if start else (0, 0)
         if epoch < 0 or not 0 <= first < self.count:
             raise ConfigError(
@@ -326,7 +330,7 @@ class Stream(InWindows):
                 self._more()
 
     def _more(self) -> bool:
-        """Take the next part; False where it is not there yet, or a row was bad."""
+        """Take the next part; return False if it is not ready or a row was bad."""
         assert self._parts is not None
         try:
             part = next(self._parts)
@@ -339,7 +343,7 @@ class Stream(InWindows):
         return True
 
     def _keep(self, part: EncodedRows, rows: list[int]) -> None:
-        """What became of `rows`. Where no more can be written, training goes on without the store."""
+        """Store the encoded `rows`. If the disk is full, training continues without the store."""
         if part.error:
             raise DataError(part.error[0], next=part.error[1])
         begin = len(self._store.columns)
@@ -356,14 +360,14 @@ class Stream(InWindows):
             self._finish()
 
     def _place(self, rows: Any, examples: Examples, begin: int) -> None:
-        """Note where the documents of `rows` lie: `examples`, in their order, from `begin` on."""
+        """Record the positions of the documents of `rows`: `examples` in order, starting at `begin`."""
         keys_N = examples.sources_N << 40 | examples.rows_N
         keys_R = self.rows.table_R4[rows, 0] << 40 | self.rows.table_R4[rows, 1]
         self._first_R[rows] = begin + np.searchsorted(keys_N, keys_R, "left")
         self._end_R[rows] = begin + np.searchsorted(keys_N, keys_R, "right")
 
     def _without_room(self) -> Store:
-        """In memory, or read again at every visit."""
+        """Return a store in memory, or one that reads rows again at every access."""
         small = sum(map(text_bytes, self._paths)) <= HELD_BYTES
         return Held() if small else OnDemand(self._paths, self._coder.encoder, self._coder.columns)
 
@@ -374,14 +378,15 @@ class Stream(InWindows):
             self._written = None
 
     def _finish(self) -> None:
-        """Every row is encoded."""
+        """Complete the store once every row is encoded."""
         examples = self._documents(np.arange(len(self.rows)))
         stats = self._account.finish(examples)
         stats.reading = self._store.reading
         if self._written is not None:
             try:
                 examples = self._written.finish(Dataset(examples, stats)).examples
-                if self._tokenizer.told() != self._told:  # midnight came in between: what is mapped stays
+                # past midnight: this process still uses the mapped files
+                if self._tokenizer.told() != self._told:
                     shutil.rmtree(self._written.folder, ignore_errors=True)
             except OSError as error:
                 self._given_up(error)
@@ -394,5 +399,5 @@ class Stream(InWindows):
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns

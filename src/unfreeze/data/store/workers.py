@@ -1,12 +1,12 @@
-"""Rows encoded by all cores: a process for each, which reads batches and answers with what became of them.
+"""Encode rows on all cores: one process per core reads batches and answers with the encoded rows.
 
-    RowBatch ->  [length, marshal]  -> worker: Coder -> [length, marshal] -> EncodedRows
+RowBatch ->  [length, marshal]  -> worker: Coder -> [length, marshal] -> EncodedRows
 
-A worker is `python -c`, not a fork and not multiprocessing: it imports what encoding takes, never torch and
-never the user's script. It ends when its pipe closes, so none outlives this process, however that ends. It is
-in a group of its own, so Ctrl-C reaches this process alone, which then ends it.
+A worker is `python -c`, not a fork and not multiprocessing: it imports only what encoding needs, never torch
+and never the user's script. It ends when its pipe closes, so it cannot outlive this process. It is in its own
+process group, so Ctrl-C reaches only this process, which then ends it.
 
-The result is bit for bit that of one process: what becomes of a row hangs on no other row.
+The result is bit-identical to that of one process, because rows are encoded independently.
 """
 
 from __future__ import annotations
@@ -40,38 +40,38 @@ from unfreeze.data.store.encoding import Coder, EncodedRows, RowBatch, Spec
 from unfreeze.data.tokens.tokenizer import Tokenizer, load_tokenizer
 
 Progress = Callable[[int, int, int], None]
-"""Is told how many rows and bytes of the files are encoded, and of how many bytes, after each batch."""
+"""Called after each batch with rows done, bytes done, and total bytes."""
 
 log = logging.getLogger(__name__)
 
 PAYS = 1.5
-"""Seconds the rest must take in one process for workers to be started: each takes half of one to begin."""
+"""Minimum seconds of remaining work in one process for workers to pay off: each takes 0.5 s to start."""
 TRIED = 0.1
-"""Seconds of encoding here before that is judged."""
+"""Seconds of encoding here before that is estimated."""
 AHEAD = 2
-"""Batches for each worker that are read before the first of them is finished."""
+"""Batches per worker to read ahead."""
 LATER = EncodedRows()
-"""Stands for a part that is not there yet, where nobody waits for it."""
+"""Placeholder for a part that is not ready, when the caller does not wait."""
 NICE = 19
-"""Of workers beside training: they take what it leaves of the cores."""
+"""Niceness of workers beside training: they use only spare CPU time."""
 MOST = 16
-"""Each holds a tokenizer, some 50 to 400 MB."""
+"""Maximum number of workers: each holds a tokenizer, about 50 to 400 MB."""
 SINGLE = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"), "1"
 ) | {"TOKENIZERS_PARALLELISM": "false"}
-"""A worker is one of as many as there are cores: no library in it starts threads of its own."""
+"""Environment of a worker: libraries must not start threads, because there is one worker per core."""
 
 
 def num_workers() -> int:
-    """One for each core that this process may run on, and that a container's quota pays for."""
+    """Return the number of cores that this process may use, limited by a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return math.ceil(min(cores, MOST, cpu_quota()))
 
 
 def cpu_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
-    """Seconds of CPU in a second that the tightest control group of this process allows; inf where none does.
+    """Return the CPU seconds per second that this process's control groups allow; inf if unlimited.
 
-    quota / period: of cpu.max (cgroup v2), of cpu.cfs_quota_us and cpu.cfs_period_us (v1).
+    quota / period: from cpu.max (cgroup v2), or cpu.cfs_quota_us and cpu.cfs_period_us (v1).
     """
     least, v1 = math.inf, ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     for line in _text(own).splitlines():
@@ -81,16 +81,16 @@ def cpu_quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
         root, files = (groups / "cpu", v1) if controllers else (groups, ("cpu.max",))
         inner = root / path.lstrip("/")
         for folder in (inner, *(parent for parent in inner.parents if parent.is_relative_to(root))):
-            said = " ".join(_text(folder / file) for file in files).split()
-            if len(said) == 2 and said[0].isdigit() and int(said[1]):  # "max" or -1: no limit
-                least = min(least, int(said[0]) / int(said[1]))
+            numbers = " ".join(_text(folder / file) for file in files).split()
+            if len(numbers) == 2 and numbers[0].isdigit() and int(numbers[1]):  # "max" or -1: no limit
+                least = min(least, int(numbers[0]) / int(numbers[1]))
     return least
 
 
 def _text(file: Path) -> str:
     try:
         return file.read_text()
-    except OSError:  # another version of cgroups, another system
+    except OSError:  # another version of cgroups, or another system
         return ""
 
 
@@ -105,10 +105,10 @@ def encoded_parts(
     ahead: int = 0,
     waits: Callable[[], bool] = lambda: True,
 ) -> Generator[EncodedRows]:
-    """What becomes of the batches, in their order, made here or by `workers` processes (see encode_files).
+    """Yield the encoded batches in order, encoded here or by `workers` processes (see encode_files).
 
-    ahead: batches that are read before the first of them is finished, where AHEAD for each worker is less.
-    waits: asked before each; where it says no, LATER comes instead of a part that is not there yet.
+    ahead: number of batches to read ahead, if more than AHEAD per worker.
+    waits: called before each batch; if it returns False, LATER is yielded for a part that is not ready.
     """
     count = num_workers() if workers is None else workers
     may = count > (1 if workers is None else 0) and tokenizer.origin is not None
@@ -116,7 +116,7 @@ def encoded_parts(
     started, done, rows = time.perf_counter(), 0, 0
     pool: Workers | None = None
     try:
-        # here, until it shows that workers pay and they are ready
+        # encode here until workers are known to pay off and are ready
         while pool is None or not pool.ready():
             if not waits():
                 yield LATER
@@ -126,7 +126,8 @@ def encoded_parts(
                 if workers or (spent > TRIED and spent / max(done, 1) * (total - done) > PAYS):
                     try:
                         pool = Workers(count, spec, tokenizer, ahead)
-                    except (OSError, RuntimeError) as error:  # no process, thread or memory is left for them
+                    # too few processes or threads, or too little memory
+                    except (OSError, RuntimeError) as error:
                         log.warning("rows are encoded by this process alone: %s", error)
                         may = False
                     if workers and pool is not None:
@@ -138,7 +139,7 @@ def encoded_parts(
             rows, done = rows + len(batch.rows), done + batch.num_bytes
             if progress is not None:
                 progress(rows, done, total)
-        # then by them
+        # from now on, the workers encode
         for batch, part in pool.parts(batches, waits):
             if part is LATER:
                 yield LATER
@@ -154,10 +155,9 @@ def encoded_parts(
 
 
 class Workers:
-    """Processes that encode, each with a thread here that feeds it.
+    """Encoding processes, each with a thread here that feeds it.
 
-    ahead: batches that are read before the first of them is finished; 0: AHEAD for each, and nothing trains
-    beside them
+    ahead: number of batches to read ahead. 0: AHEAD per worker, with no training beside them
     """
 
     def __init__(self, count: int, spec: Spec, tokenizer: Tokenizer, ahead: int = 0):
@@ -171,18 +171,18 @@ class Workers:
             "identity": tokenizer.identity,
             "beside training": ahead > 0,
         }
-        told = json.dumps(hello).encode()
+        greeting = json.dumps(hello).encode()
         self._workers: list[Worker] = []
         self._ahead = max(AHEAD * count, ahead)
         self._threads = ThreadPoolExecutor(count, "encode")
         self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         self._own = threading.local()
         self.given_up = False
-        # one call for each thread takes its worker and waits for its first word
+        # each thread claims a worker and waits until it is ready
         self._together = threading.Barrier(count)
         try:
             for _ in range(count):
-                self._workers.append(Worker(told))
+                self._workers.append(Worker(greeting))
                 self._idle.put(self._workers[-1])
             self._greeted = [self._threads.submit(self._greet) for _ in range(count)]
         except BaseException:
@@ -195,18 +195,19 @@ class Workers:
         self._own.worker.greet()
 
     def ready(self) -> bool:
-        """Whether all of them can begin."""
+        """Return True if all workers can start."""
         return all(greeted.done() for greeted in self._greeted)
 
     def parts(
         self, batches: Iterator[RowBatch], waits: Callable[[], bool] = lambda: True
     ) -> Iterator[tuple[RowBatch, EncodedRows | None]]:
-        """Every batch and what became of it, in order; None where it is to be encoded here.
+        """Yield every batch with its encoded rows, in order; None if it must be encoded here.
 
-        All are once `given_up` is set, and those that hold more than plain values (a table's dates).
+        That is the case for all batches once `given_up` is set, and for values that are not plain (dates in
+        tables).
 
-        A worker gets batches in their order too. Where one was killed, all that is left is encoded here.
-        Raises DataError where one ended by itself.
+        A worker gets its batches in order too. If one was killed, the remaining batches are encoded here.
+        Raises DataError if one ended by itself.
         """
         for greeted in self._greeted:
             try:
@@ -219,7 +220,7 @@ class Workers:
             while broken is None and len(waiting) < self._ahead:
                 try:
                     batch = next(batches, None)
-                except Exception as error:  # a file that cannot be read on: first comes what stands before it
+                except Exception as error:  # the file cannot be read further: first return earlier batches
                     broken = error
                     break
                 if batch is None:
@@ -230,8 +231,8 @@ class Workers:
             if not waits() and not waiting[0][1].done():
                 yield waiting[0][0], LATER
                 continue
-            batch, made = waiting.popleft()
-            part = made.result()
+            batch, encoded = waiting.popleft()
+            part = encoded.result()
             yield batch, None if self.given_up else part
         if broken is not None:
             raise broken
@@ -250,15 +251,15 @@ class Workers:
             return None
 
     def _alone(self, error: Killed) -> None:
-        """From here on this process encodes."""
+        """Encode the remaining batches in this process."""
         if not self.given_up:
             self.given_up = True
-            log.warning("%s: the rest is encoded by this process alone", error.message)
+            log.warning("%s: this process encodes the remaining rows", error.message)
 
     def close(self) -> None:
-        """End them, whatever they are doing."""
-        self.given_up = True  # they are killed by us
-        self._together.abort()  # of threads that wait for one that never came
+        """End all workers immediately."""
+        self.given_up = True  # they are killed on purpose
+        self._together.abort()  # releases threads that wait for a worker that never started
         for worker in self._workers:
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -267,11 +268,11 @@ class Workers:
 
 
 class Killed(DataError):
-    """A worker was ended by a signal: by the kernel for memory, most likely."""
+    """A worker was killed by a signal, most likely by the kernel for memory."""
 
 
 class Worker:
-    """One process, seen from here."""
+    """Handle of one worker process."""
 
     def __init__(self, hello: bytes):
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
@@ -287,7 +288,7 @@ class Worker:
         )
 
     def greet(self) -> None:
-        """Tell it how to encode, and wait until it can."""
+        """Send the options, and wait until the worker is ready."""
         self._asked(self._hello)
 
     def encode(self, batch: bytes) -> EncodedRows:
@@ -307,12 +308,12 @@ class Worker:
     def _dead(self) -> DataError:
         code = self._process.wait()
         if code < 0:
-            memory = ", for memory most likely" if code == -signal.SIGKILL else ""
+            memory = ", most likely for memory" if code == -signal.SIGKILL else ""
             return Killed(f"a process that encodes rows was killed by signal {-code}{memory}")
         self._said.seek(0)
         last = self._said.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
-        said = f"a process that encodes rows ended with {code}" + (f": {last}" if last else "")
-        return DataError(said, next="run the same command again")
+        message = f"a process that encodes rows ended with {code}" + (f": {last}" if last else "")
+        return DataError(message, next="run the same command again")
 
     def kill(self) -> None:
         self._process.kill()
@@ -321,7 +322,7 @@ class Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._said):
             if pipe is not None:
-                with suppress(OSError):  # what was still to be written has no reader
+                with suppress(OSError):  # nobody reads what is left to write
                     pipe.close()
 
 
@@ -332,7 +333,7 @@ def send(pipe: IO[bytes], content: bytes) -> None:
 
 
 def receive(pipe: IO[bytes]) -> bytes | None:
-    """One message; None where the other side has ended."""
+    """Receive one message; None if the other side has ended."""
     size = pipe.read(8)
     if len(size) < 8:
         return None
@@ -341,23 +342,23 @@ def receive(pipe: IO[bytes]) -> bytes | None:
 
 
 def main() -> None:
-    """A worker's life: told how, then EncodedRows for each batch, until the pipe closes."""
-    # what libraries print goes to stderr: stdout carries the answers
+    """Run a worker: receive the options, then answer each batch with EncodedRows until the pipe closes."""
+    # libraries print to stderr; stdout carries only answers
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     questions = sys.stdin.buffer
     if (hello := receive(questions)) is None:
         return
-    told = json.loads(hello)
-    now = told["now"] and datetime.fromisoformat(told["now"])
-    tokenizer = load_tokenizer(told["folder"], now=now or None, template_variables=told["variables"])
-    if tokenizer.identity != told["identity"]:
-        raise SystemExit(f"the tokenizer's files in {told['folder']} changed meanwhile")
+    options = json.loads(hello)
+    now = options["now"] and datetime.fromisoformat(options["now"])
+    tokenizer = load_tokenizer(options["folder"], now=now or None, template_variables=options["variables"])
+    if tokenizer.identity != options["identity"]:
+        raise SystemExit(f"the tokenizer's files in {options['folder']} changed in the meantime")
     garbage.put_off()
-    spec = Spec(**told["spec"])
+    spec = Spec(**options["spec"])
     coder = Coder(spec, spec.encoder(tokenizer))
-    if told["beside training"]:
-        with suppress(AttributeError, OSError):  # another system
+    if options["beside training"]:
+        with suppress(AttributeError, OSError):  # not available on this system
             os.nice(NICE)
     with suppress(BrokenPipeError), closing(answers):
         send(answers, b"ready")

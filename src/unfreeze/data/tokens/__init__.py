@@ -1,1 +1,1 @@
-"""Rows to tokens: tokenizers, chat templates, and which tokens carry loss."""
+"""Convert rows to tokens: tokenizers, chat templates, and the loss mask."""

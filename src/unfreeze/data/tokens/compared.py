@@ -1,7 +1,8 @@
-"""Rows of answers that are compared, to examples: each answer encoded and checked as a taught one is.
+"""Convert rows of compared answers to examples: each answer is encoded and checked as in sft.
 
-So what is compared is what was written: the same template, masks and cuts as of sft, word by word (masks.py).
-What both answers share has weight 0: the prompt; of two texts, the tokens that they begin with.
+So the compared tokens are what the row says: same template, masks and truncation as sft, checked word by word
+(masks.py). Tokens that both answers share have weight 0: the prompt, or for two plain texts their common
+first tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from unfreeze.data.tokens.turns import Renderer
 
 
 class Comparing:
-    """How judged rows become examples of two documents, or of one with a label (Example.chosen).
+    """Convert judged rows to examples of two documents, or of one labelled document (Example.chosen).
 
-    answers   "pairs": a row with a label is refused. "labels": a pair becomes two answers with a label.
-    Each answer has at most `encoder.sequence_length` tokens, so an example twice as many.
+    answers   "pairs": a row with a label is refused. "labels": a pair becomes two labelled answers.
+    Each answer has at most `encoder.sequence_length` tokens, so an example has at most twice as many.
     """
 
     def __init__(self, encoder: Encoder, answers: Answers):
@@ -37,7 +38,7 @@ class Comparing:
         return self._encoder.tokenizer
 
     def __call__(self, row: Judged) -> Encoded:
-        """Raises Dropped for a row of no use, DataError for a bad one; both name the row."""
+        """Encode a row. Raises Dropped for an unusable row, DataError for a bad one; both name the row."""
         if self.answers == "pairs" and len(row.answers) < 2:
             raise DataError(
                 f"row {row.row}: one answer with a label, and this loss compares pairs (chosen, rejected)",
@@ -47,9 +48,9 @@ class Comparing:
         sides: list[Example] = []
         for name, answer in (("chosen", row.chosen), ("rejected", row.rejected)):
             if answer is not None:
-                example, said = self._one(answer, name if len(row.answers) > 1 else "the answer")
+                example, answer_notes = self._one(answer, name if len(row.answers) > 1 else "the answer")
                 sides.append(example)
-                notes |= dict.fromkeys(said)
+                notes |= dict.fromkeys(answer_notes)
         if len(sides) == 1:
             example = sides[0]
             chosen = example.num_tokens if row.chosen is not None else 0
@@ -72,13 +73,13 @@ class Comparing:
         if len(encoded.examples) + len(encoded.dropped) > 1:
             raise DataError(
                 f"row {answer.row}: {name} has {len(encoded.examples) + len(encoded.dropped)} turns that the"
-                " chat template does not show together, so they are no one answer",
+                " chat template does not show together, so they cannot be one answer",
                 next="end both answers after their first turn, or --data.turns last",
             )
         return encoded.examples[0], encoded.notes
 
     def _refuse_equal(self, sides: Sequence[Example], row: Judged) -> None:
-        """What differs can be what the template leaves out, or what is cut."""
+        """Refuse answers that are equal after rendering and truncation."""
         chosen, rejected = sides
         for side in sides:
             if not any(side.weights[1:]):
@@ -98,7 +99,7 @@ def _with(example: Example, chosen: int) -> Example:
 
 
 def _joined(chosen: Example, rejected: Example) -> Example:
-    """Both in one, the chosen one first; each begins with a weight of 0."""
+    """Concatenate both answers, the chosen one first; each starts with weight 0."""
     return Example(
         [*chosen.tokens, *rejected.tokens],
         [*chosen.weights, *rejected.weights],
@@ -109,7 +110,7 @@ def _joined(chosen: Example, rejected: Example) -> Example:
 
 
 def _without_shared(sides: Sequence[Example]) -> list[Example]:
-    """The tokens that both texts begin with are their prompt."""
+    """Set the weight of the tokens that both texts start with to 0: they are the prompt."""
     shared = sum(
         1 for _ in takewhile(lambda two: two[0] == two[1], zip(*(s.tokens for s in sides), strict=False))
     )

@@ -1,9 +1,10 @@
-"""What the assistant says behind a prompt, as the chat template writes it.
+"""The assistant's completion after a prompt, as the chat template writes it.
 
-rest      what the template writes from the prompt on, where it begins with the prompt
-alone     what it writes of the turn behind a plain question
-composed  reasoning between the release's think marks, then the template's own writing of content and tool
-          calls, then the end token
+Three forms are tried:
+rest      what the template writes after the prompt, if its rendering starts with the prompt
+alone     what it writes for the turn after a plain question
+composed  reasoning between the release's think marks, then content and tool calls as the template writes
+          them, then the end token
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Tools = Sequence[JsonObject] | None
 
 
 class Completions:
-    """Of one chat template, word by word. ends: the spellings of the tokens that end a turn."""
+    """Completions of one chat template. ends: the spellings of the tokens that end a turn."""
 
     def __init__(self, template: ChatTemplate, ends: Sequence[str]):
         self.template, self.ends = template, list(ends)
@@ -33,9 +34,9 @@ class Completions:
 
     @cached_property
     def marks(self) -> ThinkMarks | None:
-        """Around reasoning: as the template writes them, else as its release's model does.
+        """Marks around reasoning: those the template writes, else those of the release's model.
 
-        None where neither is known.
+        None if neither is known.
         """
         return written_marks(self.template) or self.template.release.think
 
@@ -44,11 +45,11 @@ class Completions:
         return ThinkBlock(self.marks or USUAL_MARKS)
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> str:
-        """The conversation up to where the assistant begins to speak."""
+        """Render the conversation up to where the assistant starts to speak."""
         return self.template.render(messages, add_generation_prompt=True, tools=tools)
 
     def begin(self, messages: Sequence[Message], tools: Tools, turn: int) -> str:
-        """The prompt of a turn."""
+        """Render the prompt of a turn."""
         try:
             return self.prompt(messages[:turn], tools)
         except TemplateRefusal:
@@ -57,33 +58,34 @@ class Completions:
             raise speaks_first() from None
 
     def rest(self, messages: Sequence[Message], tools: Tools, prompt: str) -> str | None:
-        """What the template writes behind a prompt, or None where it rewrites the prompt."""
+        """Return what the template writes after a prompt, or None if it rewrites the prompt."""
         upto = self.template.render(messages, tools=tools)
         return upto[len(prompt) :] if upto.startswith(prompt) else None
 
     def alone(self, message: Message, tools: Tools, prompt: str) -> str | None:
-        """Render a turn behind a plain question, where the template rewrites the turn's own past.
+        """Render a turn after a plain question, for templates that rewrite earlier parts of the turn.
 
-        gpt-oss does, behind a tool's return.
+        gpt-oss does so after a tool's result.
         """
         try:
-            asked = self.prompt(ASKED, tools)
-            rest = self.rest([*ASKED, message], tools, asked)
+            question = self.prompt(ASKED, tools)
+            rest = self.rest([*ASKED, message], tools, question)
         except TemplateRefusal:
             return None
         block = self._block
-        return rest if block.state(asked) == block.state(prompt) else None
+        return rest if block.state(question) == block.state(prompt) else None
 
-    def fits(self, prompt: str, said: str) -> bool:
-        """Whether `said` can be taught as the answer to `prompt`.
+    def fits(self, prompt: str, answer: str) -> bool:
+        """Return True if `answer` can be trained on as the completion of `prompt`.
 
-        Not where the prompt opens a think block that nothing closes (an answer would be learned as a
-        thought), or that is opened again.
+        It cannot if the prompt opens a think block that the answer does not close (the answer would be
+        learned as
+        a thought) or opens again.
         """
         marks = self.marks or USUAL_MARKS
         opening, closing = marks.opening.strip(), marks.closing.strip()
         return self._block.state(prompt) != "open" or (
-            closing in said and not said.lstrip().startswith(opening)
+            closing in answer and not answer.lstrip().startswith(opening)
         )
 
     def composed(
@@ -96,7 +98,7 @@ class Completions:
     ) -> str | None:
         """Put reasoning between the release's marks, then content and tool calls as the template writes them.
 
-        None where there is no such form.
+        Return None if there is no such form.
         """
         known = self.marks or spelled
         marks = known or USUAL_MARKS
@@ -124,9 +126,10 @@ class Completions:
     ) -> str | None:
         """Render a turn without its reasoning.
 
-        Behind its own prompt or, where that is rewritten, behind a plain question.
-        A prompt may end in something that the template does not write of a turn that was said: white space,
-        or a think block, opened or empty.
+        It follows its own prompt or, if that is rewritten, a plain question.
+        A prompt may end in something the template does not write for a finished turn: white space, or an open
+        or
+        empty think block.
         """
         for context in (before, ASKED):
             try:
@@ -140,15 +143,14 @@ class Completions:
                 return upto[at:].lstrip() if extra and not extra.strip() else upto[at:]
             if behind := _behind_but_for_space(prompt, upto):
                 return upto[behind:].lstrip()
-            if (said := self._behind_last_words(context, message, tools)) is not None:
-                return said
+            if (body := self._behind_last_words(context, message, tools)) is not None:
+                return body
         return None
 
     def _behind_last_words(self, context: Sequence[Message], message: Message, tools: Tools) -> str | None:
-        """Find a turn by what stands between the last message and it, wherever the texts part before.
+        """Find a turn by the text between it and the last message, even if earlier text differs.
 
-        Some templates write what belongs to the last question (a system prompt, a hint) only while it is the
-        last.
+        Some templates write a part (a system prompt, a hint) only into the last question.
         """
         last = context[-1]
         if not isinstance(last.get("content"), str):
@@ -159,25 +161,26 @@ class Completions:
         return upto[len(prompt) :] if prompt and upto.startswith(prompt) else None
 
     def first_end(self, text: str) -> int | None:
-        """Where the first end token in a text ends."""
-        found = self._end.search(text) if self._end else None
-        return found.end() if found else None
+        """Return the index after the first end token of a text."""
+        match = self._end.search(text) if self._end else None
+        return match.end() if match else None
 
-    def closed(self, said: str, message: Message, words: list[Word], tools: Tools) -> str:
-        """A turn up to its end token: the first one behind all its words.
+    def closed(self, text: str, message: Message, words: list[Word], tools: Tools) -> str:
+        """Return a turn up to its end token: the first one after all its words.
 
-        Where the template writes none there, the release's is added, or the one that the template writes
-        before a next turn.
+        If the template writes none there, add the release's, or the one that the template writes before a
+        next
+        turn.
         """
-        for found in self._end.finditer(said) if self._end else ():
-            if missing(words, said[: found.end()]) is None:
-                return said[: found.end()]
+        for match in self._end.finditer(text) if self._end else ():
+            if missing(words, text[: match.end()]) is None:
+                return text[: match.end()]
         release = self.template.release
         end = release.call_end if message.get("tool_calls") else release.turn_end
-        return said.rstrip() + end if end in self.ends else said + self._end_before_next(message, tools)
+        return text.rstrip() + end if end in self.ends else text + self._end_before_next(message, tools)
 
     def _end_before_next(self, message: Message, tools: Tools) -> str:
-        """The end token that the template writes behind a turn only when another one follows; "" for none."""
+        """Return the end token that the template writes only when another turn follows; "" if none."""
         message = _without_reasoning(message)
         calls = message.get("tool_calls") or ()
         returns = [
@@ -190,17 +193,17 @@ class Completions:
         except TemplateRefusal:
             return ""
         behind = further[len(upto) :] if further.startswith(upto) else ""
-        found = self._end.search(behind) if self._end else None
-        return behind[: found.end()] if found and not behind[: found.start()].strip() else ""
+        match = self._end.search(behind) if self._end else None
+        return behind[: match.end()] if match and not behind[: match.start()].strip() else ""
 
 
 def speaks_first() -> DataError:
-    said = "the assistant speaks first and this template has no prompt for that"
-    return DataError(said, next="begin with a user or system message")
+    message = "the assistant speaks first and this template has no prompt for that"
+    return DataError(message, next="begin with a user or system message")
 
 
 def _without_reasoning(message: Message) -> Message:
-    """Drop a turn's reasoning, and the speaker's name, which no prompt has.
+    """Drop a turn's reasoning, and the speaker's name, which no prompt contains.
 
     Kimi writes the name into the header.
     """
@@ -208,7 +211,7 @@ def _without_reasoning(message: Message) -> Message:
 
 
 def _behind_but_for_space(prompt: str, upto: str) -> int:
-    """Where a text goes on behind a prompt that it begins with but for white space; else 0.
+    """Return where a text continues after a prompt that it starts with, ignoring white space; else 0.
 
     For a template with line breaks in the wrong place.
     """

@@ -1,8 +1,8 @@
-"""A row's messages in the form a chat template expects.
+"""Convert a row's messages to the form a chat template expects.
 
-Reasoning under its own field name, tool calls with the release's ids, plain text. `as_template_reads` does
-what holds for a release. `FORMS` are the spellings that templates differ in; the right one is found by trying
-(turns.py).
+Reasoning under the right field name, tool calls with the release's ids, plain text. `as_template_reads`
+applies what is known for a release. `FORMS` are variants in which templates differ; turns.py finds the right
+one by trying them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from unfreeze.data.tokens.releases import Release, ThinkMarks
 from unfreeze.untrusted.json_object import is_list
 
 Reasoning = Literal["auto", "inline", "drop"]
-"""auto: taught as the template or the release's marks write it, else refused; inline: `<think>…</think>`
-before the answer; drop: left out."""
+"""auto: train on reasoning as the template or the release's marks write it, else refuse; inline: write it as
+`<think>…</think>` before the answer; drop: leave it out."""
 
 INLINE_MARKS = ThinkMarks("<think>\n", "\n</think>\n\n")
 _INLINE = re.compile(r"\s*<think>(?P<reasoning>.*?)</think>(?P<content>.*)", re.DOTALL)
@@ -29,12 +29,12 @@ _INLINE = re.compile(r"\s*<think>(?P<reasoning>.*?)</think>(?P<content>.*)", re.
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a template is given, and notes about it (each note is shown once, with the number of rows).
+    """The template's input, and notes about it (each is shown once, with the number of rows).
 
-    spelled   index of a turn -> the think marks that the row wrote into its content, or would with
+    spelled   turn index -> the think marks that the row wrote into its content, or would with
               --data.reasoning inline
-    written   the messages with those blocks left in their content: the history for a template without a place
-              for reasoning
+    written   the messages with those blocks left in their content: the history for a template that has no
+              place for reasoning
     """
 
     messages: list[Message]
@@ -51,13 +51,13 @@ def as_template_reads(
     release: Release,
     reasoning: Reasoning = "auto",
 ) -> Prepared:
-    """Turn messages as a row holds them into messages as this template (its source text) reads them.
+    """Convert a row's messages to messages as this template (its source text) reads them.
 
-    Nothing of the row is changed. Raises DataError for a tool's return that belongs to no call.
+    The row is not modified. Raises DataError for a tool result that belongs to no call.
     """
-    # where this template reads reasoning, and so whether a row's <think> block is taken out of its content
+    # where this template reads reasoning; this decides if a row's <think> block is moved out of its content
     read = _read(template)
-    # no place for reasoning; it may take it out of content
+    # the template has no place for reasoning, and may remove it from content
     cuts = not read and release.think is None and "think>" in template
     splits = cuts or (
         reasoning != "inline" and (bool(read) or release.think is not None or "</think>" in template)
@@ -81,7 +81,7 @@ def as_template_reads(
             written.append(turn)
         prepared.append(turn)
     notes: list[str] = []
-    # ids in the release's own form, since the model will write them so
+    # ids in the release's own form, because the model will write them so
     left_in = cuts and spelled and reasoning != "drop"
     if release.call_id is not None and _rewrite_ids(prepared, release.call_id):
         _rewrite_ids(written, release.call_id)
@@ -95,27 +95,27 @@ def as_template_reads(
 
 @functools.lru_cache(maxsize=64)
 def _read(template: str) -> tuple[str, ...]:
-    """The names under which a template's source reads reasoning."""
+    """Return the field names under which a template's source reads reasoning."""
     return tuple(name for name in REASONING_NAMES if re.search(rf"[.'\"]{name}\b", template))
 
 
 def _text(content: object) -> object:
     """Join content given as a list of text parts.
 
-    A template that only takes strings would write the list as Python does.
+    A template that only handles strings would print the list as Python does.
     """
     return "".join(part["text"] for part in content) if is_list(content) else content
 
 
 def _taken_apart(message: Message) -> tuple[Message, ThinkMarks] | None:
-    """Move a `<think>` block that begins a turn's content under the reasoning's own name.
+    """Move a `<think>` block at the start of a turn's content to the reasoning field.
 
-    With the marks as they were written.
+    Also return its marks as they were written.
     """
-    found = _INLINE.fullmatch(message["content"]) if isinstance(message["content"], str) else None
-    if not found:
+    match = _INLINE.fullmatch(message["content"]) if isinstance(message["content"], str) else None
+    if not match:
         return None
-    inside, behind = found["reasoning"], found["content"]
+    inside, behind = match["reasoning"], match["content"]
     thought, content = inside.strip("\n"), behind.lstrip("\n")
     before = inside[: len(inside) - len(inside.lstrip("\n"))]
     after = inside[len(inside.rstrip("\n")) :]
@@ -124,7 +124,7 @@ def _taken_apart(message: Message) -> tuple[Message, ThinkMarks] | None:
 
 
 def _with_reasoning(message: Message, fields: Sequence[str], joins: bool, mode: Reasoning) -> Message:
-    """The reasoning of an assistant's turn under the names in `fields`, or in its content."""
+    """Put an assistant turn's reasoning under the names in `fields`, or into its content."""
     content, thought = message["content"], message.pop("reasoning_content", None)
     if joins and thought:
         return {**message, "content": INLINE_MARKS.opening + thought + INLINE_MARKS.closing + (content or "")}
@@ -134,20 +134,20 @@ def _with_reasoning(message: Message, fields: Sequence[str], joins: bool, mode: 
 
 
 def reasoning_of(message: JsonObject) -> str:
-    """The reasoning of a prepared turn; "" for none."""
+    """Return the reasoning of a prepared turn; "" if none."""
     return next((message[name] for name in REASONING_NAMES if message.get(name)), "")
 
 
 def _rewrite_ids(messages: list[Message], form: Callable[[str, int], str]) -> bool:
-    """Give every call the id the model itself would write, and its return the same one.
+    """Give every call the id that the model itself would write, and its result the same one.
 
-    -> whether any id changed.
+    Return True if any id changed.
     """
     changed, index = False, 0
-    names: dict[str, str] = {}  # a row's own id -> the new one
-    waiting: list[str] = []  # new ids of calls whose return has not come
+    names: dict[str, str] = {}  # the row's id -> the new one
+    waiting: list[str] = []  # new ids of calls whose result has not come yet
     for place, message in enumerate(messages):
-        # calls: a new id each, remembered under the row's own
+        # calls: assign a new id, stored under the row's id
         if message.get("tool_calls"):
             calls: list[Tool] = []
             waiting = []
@@ -160,7 +160,7 @@ def _rewrite_ids(messages: list[Message], form: Callable[[str, int], str]) -> bo
                 changed |= old != new
                 calls.append({**call, "id": new})
             messages[place] = {**message, "tool_calls": calls}
-        # a return: the id of its call by name, else of the first call still waiting
+        # a result: the id of its call by name, else of the first call still waiting
         elif message["role"] == "tool":
             old = message.get("tool_call_id")
             first = waiting[0] if waiting else None
@@ -181,11 +181,11 @@ def _as_it_is(messages: Sequence[Message]) -> list[Message]:
 
 
 def _arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Tool-call arguments as JSON text: DeepSeek's templates join them to a string."""
+    """Write tool-call arguments as JSON text: DeepSeek's templates concatenate them with strings."""
 
-    def call(given: JsonObject) -> Tool:
-        arguments = json.dumps(given["function"]["arguments"], ensure_ascii=False)
-        return {**given, "function": {**given["function"], "arguments": arguments}}
+    def call(tool_call: JsonObject) -> Tool:
+        arguments = json.dumps(tool_call["function"]["arguments"], ensure_ascii=False)
+        return {**tool_call, "function": {**tool_call["function"], "arguments": arguments}}
 
     return [
         {**m, "tool_calls": [call(item) for item in m["tool_calls"]]} if m.get("tool_calls") else m
@@ -194,17 +194,17 @@ def _arguments_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def no_null_content(messages: Sequence[Message]) -> list[Message]:
-    """ "" where a turn only calls tools: gpt-oss' template looks for text in it."""
+    """Set content to "" for a turn that only calls tools: gpt-oss' template searches it."""
     return [{**message, "content": ""} if message.get("content") is None else message for message in messages]
 
 
 def _without_content(messages: Sequence[Message]) -> list[Message]:
-    """No content at all where a turn only calls tools."""
+    """Remove content from a turn that only calls tools."""
     return [{k: v for k, v in message.items() if k != "content" or v is not None} for message in messages]
 
 
 def _content_as_parts(messages: Sequence[Message]) -> list[Message]:
-    """[{"type": "text", "text": …}]: templates of models that also see images may take nothing else."""
+    """Write content as [{"type": "text", "text": …}], the only form some multimodal templates accept."""
     return [
         {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
         for m in messages
@@ -221,6 +221,6 @@ FORMS: tuple[Form, ...] = (
     _without_content,
     _content_as_parts,
 )
-"""Tried in this order until one renders and teaches every word. Objects come before text: a template that
-spells arguments out as JSON would
-write a text a second time, in quotes."""
+"""Tried in this order until one renders and trains on every word. Objects come before text, because a
+template
+that prints arguments as JSON would quote text a second time."""

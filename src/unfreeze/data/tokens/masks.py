@@ -1,8 +1,9 @@
-"""Rows to examples: text with a mask becomes tokens with weights.
+"""Convert rows to examples: masked text becomes tokens with weights.
 
-What a conversation becomes as text, and which words the model is taught to say, is decided in turns.py and
-checked in taught.py. It is tokenized segment by segment, split where a turn begins and ends, because in
-generation the prompt is tokenized alone.
+turns.py decides how a conversation becomes text and which words carry loss; taught.py checks it. The text is
+tokenized segment by segment, split where a turn starts and ends, because at generation the prompt is
+tokenized
+alone.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _MARKUP = re.compile(
     r"<\|im_start\|>|<\|im_user\|>|<\|start_header_id\|>|<start_of_turn>|\[INST\]|<｜User｜>"
     r"|<\|(?:user|assistant|system)\|>"
 )
-"""The beginning of a turn in ChatML, Kimi, Llama 3, Gemma, Mistral, DeepSeek, and Phi or GLM."""
+"""Start of a turn in ChatML, Kimi, Llama 3, Gemma, Mistral, DeepSeek, and Phi or GLM."""
 
 LONGER = "a longer --sequence-length, if the model takes it, or a shorter row"
 
 
 class Dropped(DataError):
-    """A row that is whole but of no use at this sequence length; counted and listed, never silent."""
+    """A valid row that is unusable at this sequence length; it is counted and listed, never lost silently."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a row became. `dropped`: why examples of it were left out (beside others that were kept)."""
+    """A row's examples. `dropped`: reasons for examples left out while others were kept."""
 
     examples: list[Example]
     notes: tuple[str, ...] = ()
@@ -48,17 +49,18 @@ class Encoded:
 
 
 class Encoder:
-    """How rows become examples of at most `sequence_length` tokens.
+    """Convert rows to examples of at most `sequence_length` tokens.
 
-    The same when they are counted and when they are read again.
+    The result is the same when rows are counted and when they are read again.
 
-    truncation  of a longer example: "tail" cuts its end, "head" its beginning (a BOS stays), "drop" raises
-                Dropped, "error" raises DataError;
-                "split" makes several documents of a text, and is an error for a conversation: half an answer
-                is not a document
-    supervise   "assistant": weight 1 on the assistant's words; "all": on everything. A text always counts
-                whole
-    turns, reasoning   see turns.Turns and forms.Reasoning
+        truncation  of a longer example: "tail" cuts its end, "head" its start (a BOS stays), "drop" raises
+                    Dropped, "error" raises DataError;
+                    "split" makes several documents of a text, and is an error for a conversation: half an
+                    answer is not a document
+        supervise   "assistant": weight 1 on the assistant's words; "all": on everything. Every token of a
+                    text
+                    counts
+        turns, reasoning   see turns.Turns and forms.Reasoning
     """
 
     answers: Answers = "taught"
@@ -82,7 +84,7 @@ class Encoder:
         self.render = renderer(tokenizer, turns=turns, reasoning=reasoning, supervise_all=supervise == "all")
 
     def __call__(self, row: Row) -> Encoded:
-        """Raises Dropped for a row of no use, DataError for a bad one; both name the row."""
+        """Encode a row. Raises Dropped for an unusable row, DataError for a bad one; both name the row."""
         if isinstance(row, Text):
             notes = _text_notes(row, self.tokenizer)
             return Encoded(
@@ -112,7 +114,7 @@ class Encoder:
         return Encoded(examples, (*plain, *rendered.notes), tuple(dropped))
 
     def _bounded(self, row: Row, tokens: list[int], weights: list[float]) -> Example:
-        """One example, cut to length. Raises Dropped if no supervised token is left."""
+        """Return one example, cut to length. Raises Dropped if no supervised token is left."""
         if len(tokens) > self.sequence_length and self.truncation not in ("tail", "head"):
             kind = Dropped if self.truncation == "drop" else DataError
             why = ", and a conversation is not split" if self.truncation == "split" else ""
@@ -131,7 +133,7 @@ class Encoder:
         return example
 
     def _split(self, row: Text) -> list[Example]:
-        """A long text as several documents that together predict each of its tokens exactly once.
+        """Split a long text into documents that together predict each of its tokens exactly once.
 
         Consecutive pieces share one token: the last of a piece is the first of the next, where it is context
         and not a target.
@@ -149,7 +151,7 @@ class Encoder:
 def renderer(
     tokenizer: Tokenizer, *, turns: Turns = "auto", reasoning: Reasoning = "auto", supervise_all: bool = False
 ) -> Renderer:
-    """The tokenizer's chat template with its end tokens, quoting its special tokens in messages."""
+    """Return the Renderer of the tokenizer's chat template; special tokens in messages are quoted."""
 
     def quote(value: V) -> V:
         return quote_specials(value, tokenizer)
@@ -167,24 +169,24 @@ def renderer(
 def encode_chat(
     tokenizer: Tokenizer, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
 ) -> list[int]:
-    """Make the prompt for generation, tokenized as training tokenizes it.
+    """Tokenize a prompt for generation the way training tokenizes it.
 
-    The conversation up to where the assistant begins to speak.
+    It is the conversation up to where the assistant starts to speak.
     """
     return encode_rendered(tokenizer, renderer(tokenizer).prompt(messages, tools))
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text to be continued: BOS if this tokenizer begins documents with it, then the text.
+    """Tokenize a text to be continued: BOS if this tokenizer starts documents with it, then the text.
 
-    No special token is made from it.
+    The text never produces special tokens.
     """
     bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     return [*bos, *tokenizer.encode(text, specials=False)]
 
 
 def encode_whole_text(row: Text, tokenizer: Tokenizer) -> tuple[list[int], list[float]]:
-    """All tokens and weights of a text, its end token too.
+    """Return all tokens and weights of a text, including its end token.
 
     The first weight is 0: nothing precedes the first token.
     """
@@ -195,7 +197,7 @@ def encode_whole_text(row: Text, tokenizer: Tokenizer) -> tuple[list[int], list[
 
 
 def encode_segments(tokenizer: Tokenizer, segments: Sequence[Segment]) -> tuple[list[int], list[float]]:
-    """All tokens and weights of an example's text."""
+    """Return all tokens and weights of an example's text."""
     tokens: list[int] = []
     weights: list[float] = []
     for segment in segments:
@@ -210,8 +212,8 @@ def encode_segments(tokenizer: Tokenizer, segments: Sequence[Segment]) -> tuple[
 def _text_notes(row: Text, tokenizer: Tokenizer) -> tuple[str, ...]:
     if markup := _MARKUP.search(row.text):
         return (MARKUP.format(markup[0]),)
-    found = next((text for text in tokenizer.special_texts if text and text in row.text), None)
-    return (f"special-token text ({found}) read as plain text",) if found else ()
+    special = next((text for text in tokenizer.special_texts if text and text in row.text), None)
+    return (f"special-token text ({special}) read as plain text",) if special else ()
 
 
 def _without_tail(
@@ -223,9 +225,9 @@ def _without_tail(
 def _without_head(
     tokens: list[int], weights: list[float], length: int, tokenizer: Tokenizer
 ) -> tuple[list[int], list[float]]:
-    """The last `length` tokens; a BOS keeps its place.
+    """Return the last `length` tokens; a BOS keeps its place.
 
-    What preceded the first kept token is gone, so that token is no target.
+    The token before the first kept one is gone, so that first token is no target.
     """
     if len(tokens) <= length:
         return tokens, weights
@@ -235,14 +237,14 @@ def _without_head(
 
 
 def end_texts(tokenizer: Tokenizer) -> list[str]:
-    """The spellings of the tokens that can end a turn."""
+    """Return the spellings of the tokens that can end a turn."""
     return [tokenizer.token_text(id) for id in sorted(tokenizer.eos_ids & tokenizer.special_ids)]
 
 
 def quote_specials(value: V, tokenizer: Tokenizer) -> V:
     """Copy messages or tools with special-token text quoted.
 
-    A user who types `<|im_end|>` ends nobody's turn.
+    So a user who types `<|im_end|>` ends nobody's turn.
     """
     if value is None:
         return value
@@ -255,7 +257,7 @@ def quote_specials(value: V, tokenizer: Tokenizer) -> V:
         specials = tokenizer.special_pattern
         quoted = specials.sub(_quoted, value) if specials else value
         return cast(V, quoted)
-    if isinstance(value, dict | Mapping):  # a dict is told sooner than a Mapping
+    if isinstance(value, dict | Mapping):  # isinstance is faster for dict than for Mapping
         fields = cast("Mapping[str, object]", value)
         return cast(V, {key: quote_specials(item, tokenizer) for key, item in fields.items()})
     if isinstance(value, list | tuple):
@@ -264,17 +266,17 @@ def quote_specials(value: V, tokenizer: Tokenizer) -> V:
     return value
 
 
-def _quoted(found: re.Match[str]) -> str:
-    return f"{QUOTE_OPEN}{found[0]}{QUOTE_CLOSE}"
+def _quoted(match: re.Match[str]) -> str:
+    return f"{QUOTE_OPEN}{match[0]}{QUOTE_CLOSE}"
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str, *, continues: bool = False) -> list[int]:
-    """Ids of rendered text: special tokens are recognised, except where they are quoted."""
+    """Tokenize rendered text: special tokens are recognised unless they are quoted."""
     if QUOTE_OPEN not in text and QUOTE_CLOSE not in text:
         return tokenizer.encode(text, specials=True, continues=continues) if text else []
     ids: list[int] = []
     for i, piece in enumerate(_QUOTED.split(text)):
-        # a template that cuts strings can part a pair of quotes
+        # a template that cuts strings can separate a pair of quotes
         piece = piece.replace(QUOTE_OPEN, "").replace(QUOTE_CLOSE, "")
         if piece:
             ids += tokenizer.encode(piece, specials=i % 2 == 0, continues=continues or bool(ids))

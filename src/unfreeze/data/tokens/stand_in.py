@@ -1,12 +1,12 @@
-"""A conversation of the same shape in other words.
+"""A conversation of the same shape with other words.
 
-What a template does with a shape (which form it takes, whom it leaves out) is found out once, on this.
-It is a function of the shape alone, so what becomes of a row hangs on no other row.
+It is used to find out, once per shape, what a template does (which form it accepts, which turns it drops).
+It depends on the shape alone, so the result for one row never depends on another row.
 
-Kept      roles, which fields there are and in which order, what is empty or null, think marks in a content,
-          the names of arguments and how they are nested, true and false
-Replaced  texts by words that name their place, numbers by one of their type, names and ids by their order,
-          tools by one plain tool for each name that is called
+    Kept      roles, fields and their order, which values are empty or null, think marks in content, names of
+              arguments and their nesting, true and false
+    Replaced  texts by words that name their place, numbers by another of the same type, names and ids by
+              their order, tools by one plain tool per called name
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PARAMETERS = {"type": "object", "properties": {"place": {"type": "string", "des
 
 
 def shape_of(row: Conversation) -> RowShape:
-    """What rows with one stand-in have in common; plain values."""
+    """Return what all rows with the same stand-in share; plain values."""
     plain = [_plain(message) for message in row.messages]
     messages = json.dumps(stand_in(row).messages, default=repr) if None in plain else tuple(plain)
     return messages, None if row.tools is None else bool(row.tools), tuple(sorted(row.context))
 
 
 def _plain(message: JsonObject) -> RowShape | None:
-    """The shape of a role and a text and nothing else, as most messages are."""
+    """Return the shape of a message with only a role and a text, the usual case; else None."""
     content = message.get("content")
     if len(message) != 2 or type(content) is not str or "think>" in content:
         return None
@@ -42,7 +42,7 @@ def _plain(message: JsonObject) -> RowShape | None:
 
 
 def stand_in(row: Conversation) -> Conversation:
-    """The stand-in of a row's shape."""
+    """Return the stand-in for a row's shape."""
     writing = _Writing()
     messages = [writing.message(message) for message in row.messages]
     tools = None if row.tools is None else [_tool(name) for name in writing.called or ["name_0"] if row.tools]
@@ -55,9 +55,9 @@ def _tool(name: str) -> Tool:
 
 
 class _Writing:
-    """Of one conversation.
+    """Writes the stand-in of one conversation.
 
-    called: the names of its calls
+    called: names of the functions it calls
     """
 
     def __init__(self) -> None:
@@ -67,35 +67,37 @@ class _Writing:
         self._ids: dict[str, str] = {}
 
     def message(self, message: JsonObject) -> Message:
-        made: Message = {}
+        result: Message = {}
         for field, value in message.items():
             if field in ("content", *REASONING_NAMES):
                 parts = "".join(part["text"] for part in value) if is_list(value) else value
-                made[field] = self._text(parts) if isinstance(parts, str) else value
+                result[field] = self._text(parts) if isinstance(parts, str) else value
             elif field == "tool_calls":
-                made[field] = [self._call(call) for call in value]
+                result[field] = [self._call(call) for call in value]
             elif field in ("name", "tool_call_id"):
-                made[field] = self._numbered(value, self._names if field == "name" else self._ids, field)
+                result[field] = self._numbered(value, self._names if field == "name" else self._ids, field)
             else:
-                made[field] = value
-        return made
+                result[field] = value
+        return result
 
     def _call(self, call: JsonObject) -> Tool:
         function = call["function"]
         name = self._numbered(function["name"], self._names, "name")
         self.called += [name] if name not in self.called else []
-        made = {
+        result = {
             **call,
             "function": {**function, "name": name, "arguments": self._value(function["arguments"])},
         }
-        return made | ({"id": self._numbered(call["id"], self._ids, "tool_call_id")} if "id" in call else {})
+        return result | (
+            {"id": self._numbered(call["id"], self._ids, "tool_call_id")} if "id" in call else {}
+        )
 
     @staticmethod
     def _numbered(value: object, known: dict[str, str], what: str) -> str:
         return known.setdefault(repr(value), f"{what}_{len(known)}")
 
     def _text(self, text: str) -> str:
-        """Words for each stretch between think marks."""
+        """Return words for each stretch between think marks."""
         pieces = _THINK.split(text) if "think>" in text else [text]
         return "".join(
             piece

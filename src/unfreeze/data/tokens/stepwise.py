@@ -1,8 +1,8 @@
-"""Which chat templates write one message after the other, and what each of them becomes.
+"""Detect chat templates that write one message after the other, and cut their rendering into messages.
 
-Most do: something in front, a loop over the messages, and a prompt behind where one is asked for. The text of
-a conversation then begins with the text of each of its beginnings, and one rendering gives them all. That
-is read from the template's syntax tree, never from examples: a template that might look ahead (`loop.last`,
+Most do: a head, a loop over the messages, and a prompt at the end if requested. The rendering of a
+conversation then starts with the rendering of each of its prefixes, so one rendering gives them all. This is
+decided from the template's syntax tree, never from examples. A template that might look ahead (`loop.last`,
 `messages[-1]`, `messages | length`, a second loop over the messages) is rendered each time.
 """
 
@@ -17,12 +17,12 @@ from jinja2 import nodes
 
 MESSAGES, PROMPT = "messages", "add_generation_prompt"
 MARK = f"\U000f0004{secrets.token_hex(8)}\U000f0004"
-"""Written before each message and behind the last. Drawn anew in each process: no message can hold it."""
+"""Written before each message and after the last. Random in each process, so no message can contain it."""
 
 MOST_SETS = 200
-"""Of a template that is looked at: each {% set %} is compared with each other."""
+"""Maximum number of {% set %} tags examined in a template: each is compared with each other."""
 _BEHIND = frozenset(("first", "index", "index0", "previtem", "cycle", "changed"))
-"""Of a loop: what depends on the messages so far only."""
+"""Attributes of `loop` that depend only on the messages so far."""
 _REFUSED = (
     nodes.Include,
     nodes.Import,
@@ -34,13 +34,13 @@ _REFUSED = (
     nodes.Break,
 )
 _CHANGES = frozenset(("tools", "documents", "strftime_now"))
-"""What is not the same in every rendering of one template."""
+"""Names that can differ between renderings of one template."""
 
 
 class Marked(NamedTuple):
-    """A template's tree with a MARK before each message and behind the last.
+    """A template's tree with a MARK before each message and after the last.
 
-    least: messages that a beginning of the conversation must have for its text to be a beginning too
+    least: minimum number of messages in a prefix for its rendering to be a prefix too
     """
 
     tree: nodes.Template
@@ -48,9 +48,9 @@ class Marked(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The text of a conversation: what is in front, one text a message, what is behind the last.
+    """The rendering of a conversation: the head, one text per message, and the tail.
 
-    skipped: messages that are not in the loop, since the template took them off the beginning
+    skipped: number of first messages that the template handles outside the loop
     """
 
     texts: list[str]
@@ -58,24 +58,24 @@ class Pieces(NamedTuple):
     skipped: int
 
     def upto(self, count: int) -> str | None:
-        """The text of the first `count` messages without what is behind; None where it is not known."""
+        """Return the text of the first `count` messages without the tail; None if unknown."""
         shown = count - self.skipped
         return "".join(self.texts[: shown + 1]) if shown >= 0 else None
 
 
 def pieces(text: str, count: int) -> Pieces | None:
-    """A conversation of `count` messages as a Marked template rendered it, cut at its marks."""
+    """Cut a Marked template's rendering of `count` messages at its marks."""
     *texts, behind = text.split(MARK)
     skipped = count + 1 - len(texts)
     return Pieces(texts, behind, skipped) if texts and skipped >= 0 else None
 
 
 def marked(tree: nodes.Template) -> Marked | None:
-    """The tree with marks (it is changed); None where the template may look ahead or back."""
-    found = _loop(tree)
-    if found is None:
+    """Add marks to the tree (in place); return None if the template may look ahead or back."""
+    loop_info = _loop(tree)
+    if loop_info is None:
         return None
-    place, sequences, least = found
+    place, sequences, least = loop_info
     loop = tree.body[place]
     assert isinstance(loop, nodes.For)
     before, behind = tree.body[:place], tree.body[place + 1 :]
@@ -101,10 +101,9 @@ def marked(tree: nodes.Template) -> Marked | None:
 
 
 def _loop(tree: nodes.Template) -> tuple[int, frozenset[str], int] | None:
-    """Where the one loop over the messages stands, the names that mean them, and the least of them.
+    """Find the one loop over the messages: (its index, names of the messages, messages skipped).
 
-    A name means them where it is set to them, or to them without the first few (`messages[1:]`), and to
-    nothing else.
+    A name counts if it is only ever set to the messages, or to them without the first few (`messages[1:]`).
     """
     names, least = {MESSAGES}, 1
     sets = [
@@ -136,13 +135,13 @@ def _over(node: nodes.Node, names: set[str]) -> bool:
 
 
 def _iterated(loop: nodes.For) -> nodes.Node:
-    """What a loop goes over, out of the filter that counts it (untrusted/template_limits.py)."""
+    """Return what a loop iterates over, inside the filter that counts it (untrusted/template_limits.py)."""
     over = loop.iter
     return over.node if isinstance(over, nodes.Filter) and over.name == "_counted" and over.node else over
 
 
 def _sequence(node: nodes.Node, names: set[str] | frozenset[str]) -> int | None:
-    """How many messages an expression takes off the beginning; None where it does not mean the messages."""
+    """Return how many first messages an expression drops; None if it is not the messages."""
     if isinstance(node, nodes.Name):
         return 0 if node.name in names else None
     if not isinstance(node, nodes.Getitem) or not isinstance(node.arg, nodes.Slice):
@@ -155,7 +154,7 @@ def _sequence(node: nodes.Node, names: set[str] | frozenset[str]) -> int | None:
 
 
 def _only_known_uses(tree: nodes.Template, loop: nodes.For, names: frozenset[str]) -> bool:
-    """Whether the messages are read as the loop, as the first of them, and to be set to another name only."""
+    """Return True if the messages are used only in the loop, as first message, or to set another name."""
     known: set[int] = set()
     known.update(_leaf(_iterated(loop)))
     for node in tree.find_all(nodes.Assign):
@@ -180,12 +179,12 @@ def _leaf(node: nodes.Node) -> Iterator[int]:
 
 
 def _looks_back(node: nodes.Node) -> bool:
-    """Whether `loop` is read in the body of the loop over the messages only for what depends on the past."""
+    """Return True if the loop's body uses `loop` only for what depends on earlier messages."""
     if isinstance(node, nodes.Name):
         return node.name != "loop"
     if isinstance(node, nodes.Getattr) and isinstance(node.node, nodes.Name) and node.node.name == "loop":
         return node.attr in _BEHIND
-    if isinstance(node, nodes.For):  # another loop: `loop` is its own in its body, but not in its else
+    if isinstance(node, nodes.For):  # an inner loop has its own `loop` in its body, but not in its else
         outside = (node.target, node.iter, *([node.test] if node.test else []), *node.else_)
         return all(map(_looks_back, outside))
     return all(map(_looks_back, node.iter_child_nodes()))
@@ -200,6 +199,6 @@ def _names(body: Sequence[nodes.Node]) -> set[str]:
 
 
 def _assigned(tree: nodes.Template) -> set[str]:
-    """Every name that the template gives a value to: it can differ from one message to the next."""
+    """Return every name the template assigns, which can therefore differ between messages."""
     stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx in ("store", "param")}
     return stored | {node.name for node in tree.find_all((nodes.Macro, nodes.NSRef))}

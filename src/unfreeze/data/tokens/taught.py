@@ -1,11 +1,11 @@
-"""Check that what the user wrote is what is taught.
+"""Check that training covers exactly what the user wrote.
 
 After rendering, every word of a supervised turn must carry loss, and no word of another turn may.
-Two checks, because either alone can be fooled:
-  words    search the values themselves in the turn's supervised text, in the spellings that templates use
-           (plain, JSON, Python, HTML). A short value ("4") can be there by chance.
-  marks    once per shape of conversation, render every text of its stand-in with an invisible mark inside.
-           Where the mark comes out is where that text went, however short the text is.
+There are two checks, because either alone can be fooled:
+words    search for the values in the turn's supervised text, in the spellings that templates use (plain,
+         JSON, Python, HTML). A short value ("4") can occur by chance.
+marks    once per shape of conversation, render the stand-in with an invisible mark inside each text. Where
+         the mark appears is where that text went, however short it is.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from unfreeze.data.rows.row import REASONING_NAMES, JsonObject, Message, Tool
 from unfreeze.data.tokens.forms import reasoning_of
 
 QUOTE_OPEN, QUOTE_CLOSE = "\U000f0000", "\U000f0001"
-"""Private-use characters around special-token text that stands inside a message, so that it survives
-rendering as plain text."""
-EVERY_TURN = -1  # the turn of a segment that teaches a whole conversation
-FIRST_MARK = 0x0F1000  # marks are the private-use characters from here on, one per text of a conversation
+"""Private-use characters around special-token text inside a message, so that rendering keeps it as plain
+text."""
+EVERY_TURN = -1  # turn of a segment that trains on a whole conversation
+FIRST_MARK = 0x0F1000  # marks are private-use characters from here on, one per text of a conversation
 MARKS = 0x8000
-HERE = chr(FIRST_MARK + MARKS)  # one more, which Marks does not use
+HERE = chr(FIRST_MARK + MARKS)  # one more, not used by Marks
 
 _INVISIBLE = re.compile(f"[{QUOTE_OPEN}{QUOTE_CLOSE}{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS)}]")
 
-QUOTED = 80  # characters of a text in a message
+QUOTED = 80  # characters of a message text to quote
 
 
 @dataclass(frozen=True)
 class Segment:
     """A stretch of rendered text that is tokenized on its own.
 
-    `turn`: place of the message whose words it teaches; None: it carries no loss.
+    `turn`: index of the message whose words it trains on; None: no loss.
     """
 
     text: str
@@ -53,7 +53,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Word:
-    """Something a row holds: the turn's place, the field, its value."""
+    """A value of a row: its turn's index, field and value."""
 
     turn: int
     field: str
@@ -65,9 +65,9 @@ class Word:
 
 
 def words_of(message: JsonObject, turn: int) -> Iterator[Word]:
-    """List everything an assistant's turn says, without what is empty.
+    """Yield everything that an assistant's turn says, without empty values.
 
-    The name and every argument of its tool calls, content, reasoning.
+    That is the name and every argument of its tool calls, its content and its reasoning.
     """
     for i, call in enumerate(message.get("tool_calls") or ()):
         yield Word(turn, f"tool_calls[{i}].function.name", call["function"]["name"])
@@ -90,23 +90,23 @@ def _leaves(value: object, turn: int, field: str) -> Iterator[Word]:
 
 
 def spellings(word: Word) -> list[str]:
-    """List how a template may write a value.
+    """Return the ways in which a template may write a value.
 
-    As it is; and in JSON (ASCII or not), Python or HTML where it is an argument of a call.
+    Plain, and for an argument of a call also JSON (ASCII or not), Python or HTML.
     """
     value = word.value.strip() if isinstance(word.value, str) else word.value
     if isinstance(value, str) and not word.field.startswith("tool_calls"):
         return [value]
     if isinstance(value, str):
         as_json = [json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
-        # jinja2's |e, Python's, and that without quotes
+        # jinja2's |e, Python's, and Python's without quotes
         as_html = [str(escape(value)), html.escape(value), html.escape(value, quote=False)]
         return [value, *as_json, repr(value)[1:-1], *as_html]
     return [json.dumps(value), str(value)]
 
 
 def missing(words: Sequence[Word], text: str) -> Word | None:
-    """The first word that doesn't stand in `text`."""
+    """Return the first word that does not occur in `text`."""
     text = _unquoted(text)
     for word in words:
         if not any(_unquoted(spelling) in text for spelling in spellings(word)):
@@ -115,16 +115,16 @@ def missing(words: Sequence[Word], text: str) -> Word | None:
 
 
 def _unquoted(text: str) -> str:
-    """Without the quotes around special-token text, and without marks."""
+    """Remove the quotes around special-token text, and marks."""
     return text if text.isascii() else _INVISIBLE.sub("", text)
 
 
 def check_words(
     messages: Sequence[JsonObject], taught: Sequence[int], samples: Sequence[Sequence[Segment]]
 ) -> None:
-    """Check that every word of a supervised turn is taught.
+    """Check that every word of a supervised turn carries loss.
 
-    Raises DataError naming the turn and field whose words are not, what became of them, and what to do.
+    Raises DataError naming a turn and field with words that do not, what happened to them, and a remedy.
     """
     segments = [segment for sample in samples for segment in sample]
     for turn in taught:
@@ -138,7 +138,7 @@ def refuse_missing(words: Sequence[Word], text: str, everything: str, *, own: st
     """Raise DataError for the first word that is not in `text`.
 
     For the message: `everything` is the whole rendered conversation, which shows where the word went; `own`
-    is the part that is taught.
+    is the supervised part.
     """
     lost = missing(words, text)
     if lost is not None:
@@ -149,17 +149,18 @@ def _not_taught(word: Word, own: str, everything: str) -> DataError:
     spelled = spellings(word)[0]
     own, everything = _unquoted(own), _unquoted(everything)
     if any(spelling in everything for spelling in spellings(word)):
-        fate = "the chat template writes it where nothing is taught"
-    elif len(kept := _longest_beginning(spelled, own)) >= min(12, len(spelled) // 2 + 1) and len(kept) < len(
-        spelled
-    ):
-        fate = f"the chat template changes it behind {kept[-40:]!r}"
+        fate = "the chat template writes it outside the trained part"
+    elif len(prefix := _longest_beginning(spelled, own)) >= min(12, len(spelled) // 2 + 1) and len(
+        prefix
+    ) < len(spelled):
+        fate = f"the chat template changes it after {prefix[-40:]!r}"
     else:
         fate = "the chat template leaves it out"
-    said = (
-        f"{word.where} ({spelled[:QUOTED]!r}) is not taught: {fate}; of this turn it teaches {own[:QUOTED]!r}"
+    message = (
+        f"{word.where} ({spelled[:QUOTED]!r}) is not trained on: {fate};"
+        f" trained part of this turn: {own[:QUOTED]!r}"
     )
-    return DataError(said, next=_remedy(word))
+    return DataError(message, next=_remedy(word))
 
 
 def _longest_beginning(text: str, within: str) -> str:
@@ -185,7 +186,7 @@ def _remedy(word: Word) -> str:
 
 
 class Marks:
-    """A conversation with an invisible mark inside each of its texts, and what each mark stands for."""
+    """A conversation with an invisible mark inside each text, and what each mark stands for."""
 
     def __init__(self, messages: Sequence[JsonObject]):
         self.words: dict[str, Word] = {}
@@ -195,7 +196,7 @@ class Marks:
         marked = dict(message)
         if isinstance(message.get("content"), str):
             marked["content"] = self._mark(message["content"], Word(turn, "content", message["content"]))
-        # the same mark under each of its names: a template reads one of them
+        # same mark under each name of the reasoning: a template reads one of them
         if thought := reasoning_of(message):
             marked |= dict.fromkeys(
                 message.keys() & set(REASONING_NAMES),
@@ -209,7 +210,7 @@ class Marks:
         function = call["function"]
         where = f"tool_calls[{index}].function"
         name = function["name"]
-        if name not in str(call.get("id")):  # Kimi's template writes the id, which holds the name
+        if name not in str(call.get("id")):  # Kimi's template writes the id, which contains the name
             name = self._mark(name, Word(turn, f"{where}.name", name))
         return {
             **call,
@@ -232,7 +233,7 @@ class Marks:
     def _mark(self, text: str, word: Word) -> str:
         """Put the mark in the middle of the text, where no template trims.
 
-        But never inside a tag a template looks for.
+        It is never put inside a tag that a template looks for.
         """
         place = len(text) - len(text.lstrip()) + (len(text.strip()) + 1) // 2
         tag = text.rfind("<", 0, place)
@@ -251,13 +252,13 @@ def check_marks(
     samples: Sequence[Sequence[Segment]],
     plain: Sequence[Sequence[Segment]],
 ) -> list[str]:
-    """Check by marks; -> the roles of messages that the template leaves out altogether.
+    """Check by marks; return the roles whose messages the template drops entirely.
 
-    If the marks changed what the template does, nothing is checked.
-    Raises DataError if text of a supervised turn carries no loss or is missing, or text of another turn
+    Nothing is checked if the marks changed what the template does.
+    Raises DataError if text of a supervised turn is missing or carries no loss, or if text of another turn
     carries loss.
     """
-    # the marks must change nothing but themselves, else they tell nothing
+    # the marks must change nothing else, otherwise they prove nothing
     without = str.maketrans(dict.fromkeys(marks.words))
     seen = [(segment.text.translate(without), segment.turn) for sample in samples for segment in sample]
     if seen != [(segment.text, segment.turn) for sample in plain for segment in sample]:
@@ -265,7 +266,7 @@ def check_marks(
     segments = [segment for sample in samples for segment in sample]
     everything = "\n".join(segment.text for segment in segments)
     left_out: dict[str, None] = {}
-    # where each mark came out: in its own turn if that is taught, in no taught text if it isn't
+    # where each mark came out: in its own turn if that is supervised, in no supervised text otherwise
     for mark, word in marks.words.items():
         places = {segment.turn for segment in segments if mark in segment.text}
         if word.turn in taught and not places & {word.turn, EVERY_TURN}:
@@ -274,8 +275,8 @@ def check_marks(
         if word.turn not in taught and places - {None, EVERY_TURN}:
             role = marks.messages[word.turn]["role"]
             raise DataError(
-                f"{word.where} ({str(word.value)[:QUOTED]!r}) is the {role}'s and would be taught: the loss"
-                " mask of the chat template covers it",
+                f"{word.where} ({str(word.value)[:QUOTED]!r}) is the {role}'s and would be trained on:"
+                " the loss mask of the chat template covers it",
                 next=(
                     "put the template's {% generation %} marks around the assistant's words only, or leave"
                     " them out (chat_template.jinja)"

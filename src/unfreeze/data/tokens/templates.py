@@ -36,12 +36,12 @@ PLAIN_TEMPLATE = (
     " %}{{ 'Assistant:\\n' }}{% endif -%}"
 )
 """For a checkpoint without a template: `User:⏎question⏎⏎Assistant:⏎answer</s>`. Turns are named in plain
-words because a base model has
-no tokens for them; the end token closes an answer, so that the end is learned (docs/why/trust.md N6)."""
+words,
+because a base model has no tokens for them. The end token closes an answer, so that the model learns to stop
+(docs/why/trust.md N6)."""
 
 SPAN_OPEN, SPAN_CLOSE = "\U000f0002", "\U000f0003"
-"""Private-use characters put around what stands between {% generation %} and {% endgeneration %} while spans
-are wanted."""
+"""Private-use characters around the text of {% generation %} blocks while spans are extracted."""
 
 _RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -52,22 +52,22 @@ _RENDER_ERRORS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template can raise on messages it was not written for."""
+"""Exceptions a template can raise on messages it was not written for."""
 
 
 class TemplateRefusal(DataError):
     """The template cannot render these messages.
 
-    By its own raise_exception (`in_its_words`), or because something in it failed on them.
+    Either its own raise_exception said so (`in_its_words`), or something in it failed.
     """
 
     in_its_words = False
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} … {% endgeneration %}: what the assistant says.
+    """{% generation %} … {% endgeneration %}: the assistant's words.
 
-    Leaves the text alone unless its environment asks for marks.
+    Leaves the text unchanged unless its environment requests marks.
     """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own interface
@@ -83,7 +83,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` for templates, without the attributes of the type."""
+    """`dict` for templates, without the type's attributes."""
 
     def __call__(self, *args: Any, **fields: object) -> dict[Any, Any]:
         return dict(*args, **fields)
@@ -125,14 +125,14 @@ def _raise(message: str) -> str:
 
 
 class _Last(NamedTuple):
-    """The conversation that was rendered last, in pieces."""
+    """The last rendered conversation, in pieces."""
 
     messages: list[JsonObject]
     tools: Sequence[JsonObject] | None
     pieces: Pieces
 
     def begins_with(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None) -> bool:
-        """Whether it begins with these very messages: the same objects, which nobody changes."""
+        """Return True if it starts with these very messages (same objects, which are never modified)."""
         return (
             tools is self.tools
             and len(messages) <= len(self.messages)
@@ -143,14 +143,14 @@ class _Last(NamedTuple):
 class ChatTemplate:
     """A compiled chat template.
 
-    variables  what templates may read beside the messages: bos_token, eos_token, …; thinking or
-               enable_thinking where a user gives them
-    now        the time that `strftime_now` tells; None: the clock's. A run tells one time from its first
-               start on, so that its data stay
-    release    what is known of the release this template belongs to
-    file       where the text comes from, for messages
+        variables  what templates may read besides the messages: bos_token, eos_token, …; thinking or
+                   enable_thinking if a user sets them
+        now        the time that `strftime_now` returns; None: the clock's. A run keeps the time of its first
+                   start, so that its data does not change
+        release    facts about the release this template belongs to
+        file       where the text comes from, for messages
 
-    Raises CheckpointError where the text is not a template.
+    Raises CheckpointError if the text is not a valid template.
     """
 
     def __init__(
@@ -181,23 +181,23 @@ class ChatTemplate:
             raise _broken(error, file) from None
 
         self._last: _Last | None = None
-        self._prompt: str | None = None  # what a stepwise template writes behind the messages as a prompt
+        self._prompt: str | None = None  # what a stepwise template writes after the messages as a prompt
 
     def _strftime(self, form: str) -> str:
         return (self.now or datetime.now()).strftime(form)
 
     def told(self) -> str | None:
-        """What it tells of the time in any rendering of today; "" for nothing.
+        """Return every date text the template may render today; "" for none.
 
-        None where that is not known: it tells more than the day, by the clock.
+        None if that is unknown, because it prints more than the day from the clock.
         """
         now = self.now or datetime.now()
-        told: list[tuple[str, str]] = []
+        times: list[tuple[str, str]] = []
         for formats in self._formats:
             if formats is None or (self.now is None and not all(map(_DAY.fullmatch, formats))):
                 return None if self.now is None else repr(self.now)
-            told += [(form, now.strftime(form)) for form in formats]
-        return repr(sorted(told)) if told else ""
+            times += [(form, now.strftime(form)) for form in formats]
+        return repr(sorted(times)) if times else ""
 
     def render(
         self,
@@ -206,15 +206,15 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         tools: Sequence[JsonObject] | None = None,
     ) -> str:
-        """The conversation as text. With `add_generation_prompt` it ends where the assistant begins to speak.
+        """Render the conversation. With `add_generation_prompt` it ends where the assistant starts to speak.
 
-        Raises TemplateRefusal where the template refuses the messages (its own `raise_exception` included).
+        Raises TemplateRefusal if the template refuses the messages (including by its own `raise_exception`).
         """
         if tools and self._for_tools is not None:
             return self._run(self._for_tools, messages, add_generation_prompt, tools)
         if self._steps is None or len(messages) < self._least:
             return self._run(self._plain, messages, add_generation_prompt, tools)
-        # the beginning of the conversation that was rendered last, or else that and all its beginnings
+        # a prefix of the last rendered conversation, or else the conversation with all its prefixes
         last = self._last
         if last is None or not last.begins_with(messages, tools):
             if add_generation_prompt:
@@ -235,7 +235,7 @@ class ChatTemplate:
     def render_spans(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render; -> the text and the [start, end) character ranges of the {% generation %} blocks."""
+        """Render; return the text and the [start, end) character ranges of the {% generation %} blocks."""
         parts: list[str] = []
         spans: list[tuple[int, int]] = []
         length = 0
@@ -256,9 +256,9 @@ class ChatTemplate:
     ) -> str:
         assert isinstance(template.environment, LimitedEnvironment)
         template.environment.begin()
-        given = self._given(messages, add_generation_prompt, tools)
+        variables = self._given(messages, add_generation_prompt, tools)
         try:
-            return template.environment.rendered(template, {**template.environment.globals, **given})
+            return template.environment.rendered(template, {**template.environment.globals, **variables})
         except _RENDER_ERRORS as error:
             refusal = TemplateRefusal(
                 f"the chat template refuses these messages: {error or type(error).__name__}"
@@ -269,7 +269,7 @@ class ChatTemplate:
     def _given(
         self, messages: Sequence[JsonObject], add_generation_prompt: bool, tools: Sequence[JsonObject] | None
     ) -> dict[str, Any]:
-        """The variables that a template reads."""
+        """Return the variables that a template reads."""
         return {
             "strftime_now": self._strftime,
             **self.variables,
@@ -281,21 +281,21 @@ class ChatTemplate:
 
 
 def _broken(error: Exception, file: str) -> CheckpointError:
-    """That a template cannot be compiled, with the line where jinja2 names one."""
+    """Return the error for a template that cannot be compiled, with the line if jinja2 names one."""
     syntax = isinstance(error, jinja2.TemplateSyntaxError)
     why = (error.message if syntax else str(error)) or type(error).__name__
     return CheckpointError(
         f"{file}{f', line {error.lineno}' if syntax else ''}: the template cannot be compiled: {why}",
-        next=f"mend {'that line' if syntax else 'it'}, or download the file again",
+        next=f"correct {'that line' if syntax else 'it'}, or download the file again",
     )
 
 
 _DAY = re.compile(r"(?:[^%]|%-?[aAbBdeFjmuwxyYCDhgGUVW%])*")
-"""A form of strftime that tells the day at most."""
+"""A strftime format that shows at most the day."""
 
 
 def formats_of(source: str) -> set[str] | None:
-    """The forms in which a template asks for the time; None where they are not written out."""
+    """Return the strftime formats that a template uses; None if they are not literals."""
     if "strftime_now" not in source:
         return set()
     tree = _environment(LimitedEnvironment).parse(source)
@@ -315,5 +315,5 @@ def formats_of(source: str) -> set[str] | None:
 
 
 def plain_template(variables: Mapping[str, object], *, add_bos: bool) -> ChatTemplate:
-    """PLAIN_TEMPLATE with the tokenizer's own end (and begin) token."""
+    """Return PLAIN_TEMPLATE with the tokenizer's own end (and start) token."""
     return ChatTemplate(PLAIN_TEMPLATE, {**variables, "add_bos": add_bos})

@@ -1,10 +1,10 @@
-"""tiktoken.model: byte-pair ranks as Kimi-K2 publishes them, read natively.
+"""tiktoken.model: byte-pair ranks as published for Kimi-K2, read natively.
 
 No code from a checkpoint is ever run (docs/why/trust.md L9).
 
-A line of the file is `base64(token bytes) rank`. Ids 0 … n-1 are the ranks, the ids above them are named by
-added_tokens_decoder of tokenizer_config.json; an unnamed one is `<|reserved_token_{id}|>`, up to the
-vocab_size of config.json.
+A line of the file is `base64(token bytes) rank`. Ids 0 … n-1 are the ranks. The ids above them are named by
+added_tokens_decoder in tokenizer_config.json; an unnamed one is `<|reserved_token_{id}|>`, up to vocab_size
+in config.json.
 Source: tokenization_kimi.py of the release (split pattern, reserved names, cutting of long runs).
 """
 
@@ -34,21 +34,23 @@ KIMI_PATTERN = "|".join(
         r"\s+",
     ]
 )
-MAX_RESERVED = 65_536  # ids above the ranks, each with a name in tiktoken's tables; Kimi-K2 has 256
+MAX_RESERVED = 65_536  # ids above the ranks, each with an entry in tiktoken's tables; Kimi-K2 has 256
 MAX_CHARS = 400_000
-"""tiktoken's regex overflows its stack on longer texts; the release cuts here."""
+"""tiktoken's regex overflows its stack on longer texts; the release cuts here too."""
 MAX_RUN = 25_000
-"""Longest run of only blanks or only non-blanks given to tiktoken at once (its pattern backtracks over a run;
+"""Longest run of only blanks or only non-blanks passed to tiktoken at once (its pattern backtracks over a
+run;
 the release's number)."""
 BEGINNING = 5
-"""Characters by which added tokens are looked for together: 239 of Kimi-K2's share theirs."""
+"""First characters shared by added tokens, searched together: 239 of Kimi-K2's share theirs."""
 _RUN = re.compile(r"\s+|\S+")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Read token bytes -> rank.
 
-    Raises CheckpointError naming the line unless ranks are 0 … n-1, once each, with all 256 single bytes.
+    Raises CheckpointError naming the line unless the ranks are 0 … n-1, once each, and include all 256 single
+    bytes.
     """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
@@ -75,9 +77,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 class TiktokenBackend:
-    """Encoding and decoding with tiktoken.
+    """Encodes and decodes with tiktoken.
 
-    `added`: id -> (text, special) from added_tokens_decoder; `vocab_size` of config.json or 0.
+    `added`: id -> (text, special) from added_tokens_decoder; `vocab_size` from config.json, or 0.
     """
 
     def __init__(self, path: Path, added: Mapping[int, tuple[str, bool]], vocab_size: int):
@@ -85,7 +87,7 @@ class TiktokenBackend:
         self._version: str = tiktoken.__version__
         ranks = read_ranks(path)
         self.base_size = len(ranks)
-        # added tokens come behind the ranks
+        # added tokens come after the ranks
         below = [id for id in added if id < self.base_size]
         if below:
             raise CheckpointError(
@@ -111,19 +113,19 @@ class TiktokenBackend:
             raise CheckpointError(
                 f"tokenizer_config.json: two of the {len(added)} added tokens have the same text"
             )
-        if "" in self._ids:  # tiktoken would find it in every text again and again, until memory is full
+        if "" in self._ids:  # tiktoken would match it everywhere until memory is full
             raise CheckpointError(
                 f"tokenizer_config.json: the added token {self._ids['']} has no text",
                 next="use the tokenizer files that were published with this model",
             )
-        # reserved ids are special; an added token is where its entry says so
+        # reserved ids are special; an added token is special if its entry says so
         self.special_ids = frozenset(id for id in names if id not in added or added[id][1])
         self._ordinary_added = {names[id] for id in names if id not in self.special_ids}
         self._encoding = tiktoken.Encoding(
             path.name, pat_str=KIMI_PATTERN, mergeable_ranks=ranks, special_tokens=self._ids
         )
         self.adds_bos = False
-        # most texts hold few added tokens, and tiktoken copies the set it is given at each call
+        # most texts contain few added tokens, and tiktoken copies the set at each call
         self._beginnings: dict[str, list[str]] = {}
         for text in self._ids:
             self._beginnings.setdefault(text[:BEGINNING], []).append(text)
@@ -133,9 +135,9 @@ class TiktokenBackend:
         return f"tiktoken {self._version}"
 
     def encode(self, text: str, *, specials: bool) -> list[int]:
-        """Ids of `text`; with `specials` the text of a special token becomes that token.
+        """Return the ids of `text`; with `specials`, the text of a special token becomes that token.
 
-        Added tokens not marked special always do.
+        Added tokens that are not marked special are always recognised.
         """
         allowed = self._ids.keys() if specials else self._ordinary_added
         if len(text) <= MAX_RUN:
@@ -144,7 +146,7 @@ class TiktokenBackend:
         ids: list[int] = []
         present = sorted((added for added in allowed if added in text), key=len, reverse=True)
         pieces = re.split("(" + "|".join(map(re.escape, present)) + ")", text) if present else [text]
-        for piece in pieces:  # added tokens first: a cut must not go through one
+        for piece in pieces:  # added tokens first: they must not be cut
             if piece in allowed:
                 ids.append(self._ids[piece])
             else:
@@ -153,12 +155,12 @@ class TiktokenBackend:
         return ids
 
     def _present(self, text: str) -> set[str]:
-        """The added tokens whose text stands in `text`."""
-        found: set[str] = set()
+        """Return the added tokens whose text occurs in `text`."""
+        present: set[str] = set()
         for beginning, texts in self._beginnings.items():
             if beginning in text:
-                found.update([added for added in texts if added in text])
-        return found
+                present.update([added for added in texts if added in text])
+        return present
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool) -> str:
         return b"".join(map(self.bytes_of, self._kept(ids, skip_specials))).decode("utf-8", errors="replace")
@@ -167,7 +169,7 @@ class TiktokenBackend:
         return TiktokenStream(self, skip_specials)
 
     def token_id(self, text: str) -> int | None:
-        """Id of one token given as text, or None."""
+        """Return the id of a token given as text, or None."""
         return self._ids.get(
             text, self._encoding._mergeable_ranks.get(text.encode("utf-8", errors="replace"))
         )
@@ -183,7 +185,7 @@ class TiktokenBackend:
 
 
 def needs_tiktoken(path: Path) -> Any:
-    """The library, or how to install it: a model with tokenizer.json does without."""
+    """Return the library, or say how to install it; a model with tokenizer.json does not need it."""
     try:
         import tiktoken
     except ImportError:
@@ -195,7 +197,7 @@ def needs_tiktoken(path: Path) -> Any:
 
 
 class TiktokenStream:
-    """Decodes id by id; bytes of an unfinished character wait for the next id."""
+    """Decodes id by id; bytes of an incomplete character wait for the next id."""
 
     def __init__(self, backend: TiktokenBackend, skip_specials: bool):
         self._backend = backend
@@ -208,12 +210,12 @@ class TiktokenStream:
         return self._utf8.decode(self._backend.bytes_of(id))
 
     def finish(self) -> str:
-        """What is left when the text ends inside a character (U+FFFD), else ""."""
+        """Return U+FFFD if the text ends inside a character, else ""."""
         return self._utf8.decode(b"", final=True)
 
 
 def cut_long_runs(text: str) -> Iterator[str]:
-    """Cut a text as the release does.
+    """Cut a text like the release does.
 
     Every MAX_CHARS characters, and inside any run of blanks (or of non-blanks) every MAX_RUN characters.
     """

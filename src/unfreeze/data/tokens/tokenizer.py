@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint folder: text to ids and back, special tokens, chat template.
 
-Read from tokenizer.json or tiktoken.model, tokenizer_config.json, special_tokens_map.json,
+It is read from tokenizer.json or tiktoken.model, tokenizer_config.json, special_tokens_map.json,
 generation_config.json, config.json, chat_template.jinja or chat_template.json. Nothing else in the folder is
-looked at, and nothing in it is executed.
+read, and nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""All that is read of a checkpoint folder here."""
+"""All files read from a checkpoint folder here."""
 
-MAX_VOCAB = 2**24  # ids; a hundred times the largest published
+MAX_VOCAB = 2**24  # a hundred times the largest published vocabulary
 PUBLISHED = "use the tokenizer files that were published with this model"
 
 
@@ -43,7 +43,7 @@ Origin = tuple[Path, datetime | None, Mapping[str, object]]
 
 
 class StreamDecoder(Protocol):
-    """Ids in, text out, whole characters only."""
+    """Takes ids, returns text, whole characters only."""
 
     def push(self, id: int) -> str: ...
     def finish(self) -> str: ...
@@ -51,7 +51,9 @@ class StreamDecoder(Protocol):
 
 @dataclass(frozen=True)
 class VocabSpec:
-    """base: ids that text can become; total: ids with a name; padded: rows of the embedding. total <= padded.
+    """Vocabulary sizes, with total <= padded.
+
+    base: ids that text can produce; total: ids with a name; padded: rows of the embedding.
 
     Rows total … padded-1 exist for alignment only; they are never sampled (docs/why/trust.md N5).
     """
@@ -62,18 +64,20 @@ class VocabSpec:
 
 
 class Tokenizer:
-    """One tokenizer. Made by `load_tokenizer`.
+    """A tokenizer, created by `load_tokenizer`.
 
-    vocab_size    ids 0 … vocab_size-1 can come out of `encode` or go into `decode`
-    bos_id        or None; add_bos: whether a document begins with it
-    eos_id        the end-of-text token, closes a `text` document; or None
-    eos_ids       every id that ends generation: eos_id, those of generation_config.json and config.json, and
+    vocab_size    ids 0 … vocab_size-1 can be returned by `encode` or passed to `decode`
+    bos_id        or None; add_bos: True if a document starts with it
+    eos_id        the end-of-text token, which closes a `text` document; or None
+    eos_ids       every id that ends generation: eos_id, those of generation_config.json and config.json,
+                  and
                   the template's end of turn
-    special_ids   control tokens: skipped in decoding, never made from user text
+    special_ids   control tokens: skipped in decoding, never produced from user text
     template      the checkpoint's chat template, or None (see `chat`)
-    origin        arguments of load_tokenizer that make it again in another process, or None
-    identity      a hash of what it was made of, the library that encodes among it: two of one identity encode
-                  alike while their templates tell the same (`told`)
+    origin        arguments of load_tokenizer that create it again in another process, or None
+    identity      a hash of everything it depends on, including the library that encodes. Two tokenizers
+                  of
+                  one identity encode alike as long as their templates show the same time (`told`)
     """
 
     def __init__(
@@ -109,23 +113,25 @@ class Tokenizer:
             self.eos_ids = eos_ids | {turn_end}
 
     def told(self) -> str | None:
-        """What its chat template tells of the time; None where that may change before the day ends."""
+        """Date texts of the chat template; None if they may change before the day ends."""
         return self.chat.told()
 
     def encode(self, text: str, *, specials: bool, continues: bool = False) -> list[int]:
-        """Ids of `text`; BOS is never added here.
+        """Return the ids of `text`; BOS is never added here.
 
-        specials   the text of a special token (`<|im_end|>`) becomes that token: True for rendered templates,
-                   False for user text.
-        continues  other text comes before this one, so no leading space is added (matters for
-                   SentencePiece-style tokenizers).
+        specials   the text of a special token (`<|im_end|>`) becomes that token: True for rendered
+                   templates,
+                   False for user text
+        continues  other text precedes this one, so no leading space is added (matters for
+                   SentencePiece-style
+                   tokenizers)
         """
         if isinstance(self._backend, TokenizerJson):
             return self._backend.encode(text, specials=specials, continues=continues)
         return self._backend.encode(text, specials=specials)
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool = True) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD.
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
         Raises DataError for an id outside the vocabulary.
         """
@@ -135,25 +141,25 @@ class Tokenizer:
         return self._backend.decode(ids, skip_specials=skip_specials)
 
     def stream_decoder(self, *, skip_specials: bool = True) -> StreamDecoder:
-        """Make a decoder for ids that arrive one by one.
+        """Return a decoder for ids that arrive one by one.
 
-        `push(id)` gives the text that became certain, never part of a character; `finish()` what is left at
-        the end.
+        `push(id)` returns the text that became certain, never part of a character; `finish()` returns what is
+        left at the end.
         """
         return self._backend.stream(skip_specials=skip_specials)
 
     def token_id(self, text: str) -> int | None:
-        """Id of a token given as text, or None."""
+        """Return the id of a token given as text, or None."""
         return self._backend.token_id(text)
 
     def token_text(self, id: int) -> str:
-        """The token's own spelling; the text itself for special tokens."""
+        """Return the token's own spelling; the text itself for special tokens."""
         return self._backend.token_text(id)
 
     def _turn_end(self) -> int | None:
-        """The special token with which the template closes an assistant's turn, or None.
+        """Return the special token with which the template closes an assistant's turn, or None.
 
-        BOS, which some templates write before every turn, closes none, but where it is the end token too.
+        BOS, which some templates write before every turn, does not count unless it is also the end token.
         """
         content = "Zq7"  # cannot be part of a template
         try:
@@ -178,7 +184,7 @@ class Tokenizer:
 
 
 def has_tokenizer(model_dir: str | Path) -> bool:
-    """Whether the folder has a tokenizer that can be read."""
+    """Return True if the folder has a tokenizer that can be read."""
     return any((Path(model_dir) / name).is_file() for name in ("tokenizer.json", "tiktoken.model"))
 
 
@@ -199,7 +205,7 @@ def load_tokenizer(
             _absent(folder),
             next="copy tokenizer.json (or tiktoken.model) and tokenizer_config.json into the folder",
         )
-    # the four files; tokenizer_config.json wins over special_tokens_map.json
+    # the four files; tokenizer_config.json has precedence over special_tokens_map.json
     settings = {
         **_read_json(folder / "special_tokens_map.json"),
         **_read_json(folder / "tokenizer_config.json"),
@@ -227,10 +233,10 @@ def load_tokenizer(
     for role, id in (("bos_token", bos_id), ("eos_token", eos_id)):
         if id is not None and role not in variables and id < backend.vocab_size:
             variables[role] = backend.token_text(id)
-    # whether documents begin with BOS: as the settings say, else as tokenizer.json itself adds it
+    # does a document start with BOS? As the settings say, else as tokenizer.json itself adds it
     explicit = settings.get("add_bos_token")
     add_bos = bos_id is not None and (explicit if isinstance(explicit, bool) else backend.adds_bos)
-    # a turn may end with any of the end tokens the files name (Llama 3.1 has three)
+    # a turn may end with any end token that the files name (Llama 3.1 has three)
     eos_ids = frozenset(id for id in [eos_id, *config_eos, *generation_eos] if id is not None)
     template = _template(
         folder, settings, {**variables, **_additional(settings), **(template_variables or {})}
@@ -251,7 +257,7 @@ def load_tokenizer(
 
 
 def _identity(folder: Path, library: str, variables: Mapping[str, object]) -> str:
-    """Tokenizer.identity: the bytes of every file that is read, the variables, the library's version."""
+    """Return Tokenizer.identity: a hash of every file read, the variables and the library's version."""
     digest = hashlib.blake2b(repr((sorted(variables.items()), library)).encode(), digest_size=16)
     for name in FILES:
         path = folder / name
@@ -261,15 +267,15 @@ def _identity(folder: Path, library: str, variables: Mapping[str, object]) -> st
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int, rows: Mapping[str, int] | None = None) -> VocabSpec:
-    """The one vocabulary that tokenizer, config.json and weights agree on.
+    """Return the one vocabulary that tokenizer, config.json and weights agree on.
 
-    vocab_size  config.json's
-    rows        first dimension of each tensor with a row per id (embedding, head), by name
+        vocab_size  config.json's
+        rows        first dimension of each tensor with a row per id (embedding, head), by name
 
-    Raises CheckpointError (docs/why/trust.md N5) if a tensor has another number of rows than config.json
-    says, if
-    the tokenizer can make an id that the model has no embedding for, or if no end token of the checkpoint is
-    one of the tokenizer's ids. More rows than ids is padding, and fine.
+    Raises CheckpointError (docs/why/trust.md N5) if a tensor's number of rows differs from config.json, if
+    the
+    tokenizer can produce an id without an embedding, or if no end token of the checkpoint is one of the
+    tokenizer's ids. More rows than ids is padding, which is fine.
     """
     other = next(((name, count) for name, count in (rows or {}).items() if count != vocab_size), None)
     if other is not None:
@@ -298,22 +304,22 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int, rows: Mapping[str, int] |
 def _absent(folder: Path) -> str:
     if (folder / "tokenizer.model").is_file():
         return (
-            f"{folder.name} has only tokenizer.model (SentencePiece), which is not read; transformers can"
+            f"{folder.name} has only tokenizer.model (SentencePiece), which is unsupported; transformers can"
             " write tokenizer.json from it"
         )
     return f"{folder.name} has no tokenizer: neither tokenizer.json nor tiktoken.model"
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    """The object in a JSON file; {} where the file does not exist."""
+    """Return the object in a JSON file; {} if the file does not exist."""
     if not path.is_file():
         return {}
     return read_object(path, CheckpointError, next=PUBLISHED)
 
 
 def _added_tokens(settings: Mapping[str, object]) -> dict[int, tuple[str, bool]]:
-    """added_tokens_decoder as id -> (text, special)."""
-    table: Any = settings.get("added_tokens_decoder") or {}  # may be anything: a wrong type is caught below
+    """Return added_tokens_decoder as id -> (text, special)."""
+    table: Any = settings.get("added_tokens_decoder") or {}  # any type; checked below
     try:
         added = {
             int(id): (str(entry["content"]), bool(entry.get("special", False))) for id, entry in table.items()
@@ -324,16 +330,19 @@ def _added_tokens(settings: Mapping[str, object]) -> dict[int, tuple[str, bool]]
         ) from None
     wrong = next((id for id in added if not 0 <= id < MAX_VOCAB), None)
     if wrong is not None:
-        said = (
+        message = (
             f"tokenizer_config.json: added_tokens_decoder has the id {str(wrong)[:40]}; ids are 0 to"
             f" {MAX_VOCAB - 1:,}"
         )
-        raise CheckpointError(said, next=PUBLISHED)
+        raise CheckpointError(message, next=PUBLISHED)
     return {id: (_encodable(text), special) for id, (text, special) in added.items()}
 
 
 def _encodable(text: str) -> str:
-    """`text`, once UTF-8 can encode it: JSON can spell half a surrogate pair, which UTF-8 cannot encode."""
+    """Return `text` if UTF-8 can encode it.
+
+    JSON can spell half a surrogate pair, which UTF-8 cannot encode.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -344,7 +353,7 @@ def _encodable(text: str) -> str:
 
 
 def _token_text(value: object) -> str | None:
-    """A special token is written as its text or as {"content": text, …}."""
+    """Return a special token's text, written as such or as {"content": text, …}."""
     if isinstance(value, Mapping):
         value = cast("Mapping[str, object]", value).get("content")
     return _encodable(value) if isinstance(value, str) and value else None
@@ -368,9 +377,9 @@ def _id_of(backend: TiktokenBackend | TokenizerJson, role: str, text: str) -> in
 
 
 def _vocab_size(config: Mapping[str, object]) -> int:
-    """vocab_size of config.json; 0 where it is absent.
+    """Return vocab_size of config.json; 0 if absent.
 
-    It is bounded, because a name is made for each reserved id.
+    It has a limit, because each reserved id gets a name.
     """
     value = config.get("vocab_size") or 0
     if type(value) is not int or not 0 <= value <= MAX_VOCAB:
@@ -382,7 +391,7 @@ def _vocab_size(config: Mapping[str, object]) -> int:
 
 
 def _as_ids(config: Mapping[str, object], field: str, file: str) -> list[int]:
-    """An id field that may be absent, null, a number or a list of numbers."""
+    """Return an id field that may be absent, null, a number or a list of numbers."""
     value = config.get(field)
     values: list[object] = value if is_list(value) else [] if value is None else [value]
     ids = [id for id in values if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
@@ -394,7 +403,7 @@ def _as_ids(config: Mapping[str, object], field: str, file: str) -> list[int]:
 def _template(
     folder: Path, settings: Mapping[str, object], variables: Mapping[str, object]
 ) -> ChatTemplate | None:
-    """The chat template, or None.
+    """Return the chat template, or None.
 
     It is in chat_template.jinja, else in chat_template.json, else in tokenizer_config.json (a text, or a list
     of named texts).

@@ -1,7 +1,6 @@
 """tokenizer.json through the `tokenizers` library, with the differences between checkpoints evened out.
 
-Padding and truncation stored in the file are switched off: a tokenizer that shortens text in silence is a
-fault here.
+Padding and truncation stored in the file are switched off, because silent truncation would be an error here.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import tokenizers
 from unfreeze.core.errors import CheckpointError
 
 _ANCHORS = ("\n", "|", "0", "x")
-"""Texts to encode in front of a continuation; the first that keeps its own tokens is used."""
+"""Texts to encode before a continuation; the first that keeps its own tokens is used."""
 
 
 class TokenizerJson:
-    """Encoding and decoding with `tokenizers`.
+    """Encodes and decodes with `tokenizers`.
 
-    `added`: id -> (text, special) from tokenizer_config.json, for ids the file lacks.
+    `added`: id -> (text, special) from tokenizer_config.json, for ids missing in the file.
     """
 
     library = f"tokenizers {tokenizers.__version__}"
@@ -29,9 +28,7 @@ class TokenizerJson:
     def __init__(self, path: Path, added: Mapping[int, tuple[str, bool]]):
         try:
             self._backend = tokenizers.Tokenizer.from_file(str(path))
-        except (
-            Exception
-        ) as error:  # the library raises Exception itself, no narrower class, for every malformed file
+        except Exception as error:  # the library raises bare Exception for every malformed file
             raise CheckpointError(f"{path.name} cannot be read: {error}") from None
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -68,13 +65,13 @@ class TokenizerJson:
                 )
 
     def encode(self, text: str, *, specials: bool, continues: bool = False) -> list[int]:
-        """Give the ids of `text`.
+        """Return the ids of `text`.
 
-        `continues`: more text stands before it, so no space is put in front (SentencePiece-style files add
+        `continues`: other text precedes it, so no space is added in front (SentencePiece-style files add
         one).
         """
         if not text.isascii():
-            # half a surrogate pair: U+FFFD, as in tiktoken
+            # half a surrogate pair becomes U+FFFD, as in tiktoken
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if not (continues and self._adds_prefix and text):
             return self._ids(text, specials=specials)
@@ -89,12 +86,12 @@ class TokenizerJson:
 
     def _ids(self, text: str, *, specials: bool) -> list[int]:
         with self._lock:
-            # True means: special tokens' text is encoded as plain text
+            # True means: encode the text of special tokens as plain text
             self._backend.encode_special_tokens = not specials
             return self._backend.encode(text, add_special_tokens=False).ids
 
     def _after(self, anchor: str, text: str, *, specials: bool) -> list[int] | None:
-        """Ids of `text` behind `anchor`, or None where the two merge."""
+        """Return the ids of `text` after `anchor`, or None if the two merge."""
         head, both = self._ids(anchor, specials=specials), self._ids(anchor + text, specials=specials)
         return both[len(head) :] if both[: len(head)] == head else None
 
@@ -105,35 +102,35 @@ class TokenizerJson:
         return TokenizerJsonStream(self, skip_specials)
 
     def token_id(self, text: str) -> int | None:
-        """Id of one token given as text, or None."""
+        """Return the id of a token given as text, or None."""
         return self._backend.token_to_id(text)
 
     def token_text(self, id: int) -> str:
-        """The token as the vocabulary spells it: the text itself for special tokens."""
+        """Return the token as the vocabulary spells it; the text itself for special tokens."""
         return self._backend.id_to_token(id) or ""
 
 
 class TokenizerJsonStream:
     """Decodes id by id.
 
-    A decoder may look at its neighbours (leading space, byte fallback). So the new text is the difference of
-    two decodings that begin at the same earlier id. It is held back while it ends in U+FFFD, the sign of an
-    unfinished character.
+    A decoder may look at neighbours (leading space, byte fallback). So the new text is the difference of two
+    decodings that start at the same earlier id. It is held back while it ends in U+FFFD, the sign of an
+    incomplete character.
     """
 
     def __init__(self, backend: TokenizerJson, skip_specials: bool):
         self._backend = backend
         self._skip = skip_specials
         self._ids: list[int] = []
-        self._done = 0  # ids whose text was handed out
-        self._begin = 0  # where decoding begins: the start of the last handed-out piece
+        self._done = 0  # ids whose text was returned
+        self._begin = 0  # where decoding starts: the first id of the last returned piece
 
     def push(self, id: int) -> str:
         self._ids.append(id)
         return self._take(final=False)
 
     def finish(self) -> str:
-        """What is left when the text ends inside a character (U+FFFD), else ""."""
+        """Return U+FFFD if the text ends inside a character, else ""."""
         return self._take(final=True)
 
     def _take(self, *, final: bool) -> str:

@@ -1,16 +1,15 @@
-"""Conversations to text with a mask: which examples a row becomes, and the text of each.
+"""Convert conversations to masked text: the examples of a row, and the text of each.
 
 For the assistant's turn k, with the checkpoint's own template:
-  prompt      render(messages[:k], add_generation_prompt=True): what the model sees when it has to speak,
-              token for token
-  rest        render(messages[:k + 1])[len(prompt):]: what the template writes after the prompt, if this
-              rendering begins with the prompt
-  completion  the text that is taught: rest, if it has every word of the turn; else another form
-              (completions.py)
+prompt      render(messages[:k], add_generation_prompt=True): what the model sees when it has to speak, token
+            for token
+rest        render(messages[:k + 1])[len(prompt):]: what the template writes after the prompt, if this
+            rendering starts with the prompt
+completion  the text to train on: rest, if it has every word of the turn; else another form (completions.py)
 
-A row is one example (`whole`) where each prompt and its rest stand unchanged in the rendering of the whole
-conversation, and one example per supervised turn (`each`) where the template rewrites what was said before:
-Qwen3 and others drop earlier reasoning.
+A row is one example (`whole`) if each prompt and its rest are unchanged in the rendering of the whole
+conversation. It is one example per supervised turn (`each`) if the template rewrites earlier turns: Qwen3 and
+others drop earlier reasoning.
 """
 
 from __future__ import annotations
@@ -45,11 +44,12 @@ from unfreeze.data.tokens.think import USUAL_MARKS, ThinkBlock, common_length, p
 from unfreeze.untrusted.json_object import is_object
 
 Turns = Literal["auto", "whole", "each", "last"]
-"""auto: whole where the template is stable, else each. whole: one example per row. each: one per supervised
-turn. last: the last turn's only."""
+"""auto: whole if the template is stable, else each. whole: one example per row. each: one per supervised
+turn.
+last: only the last turn."""
 
 MAX_SHAPES = 10_000
-"""Shapes of conversations that are remembered; any other is examined anew each time."""
+"""Number of conversation shapes to cache; any other is examined anew each time."""
 
 V = TypeVar("V")
 Sample = list[Segment]
@@ -58,7 +58,7 @@ Known = tuple[Form, list[str]]
 
 @dataclass(frozen=True)
 class Rendered:
-    """A row's examples as text, and what is worth saying of the row (counted over rows)."""
+    """A row's examples as text, and notes about the row (counted over rows)."""
 
     samples: list[Sample]
     notes: tuple[str, ...] = ()
@@ -69,13 +69,13 @@ class Unstable(DataError):
 
 
 class Quote(Protocol):
-    """Messages or tools -> a copy with special-token text quoted."""
+    """Returns a copy of messages or tools with special-token text quoted."""
 
     def __call__(self, value: V, /) -> V: ...
 
 
 class Renderer:
-    """Conversations as one chat template renders them, checked word by word (taught.py).
+    """Renders conversations with one chat template and checks them word by word (taught.py).
 
     ends    the spellings of the tokens that end a turn
     quote   quotes the text of special tokens, so that a user who types `<|im_end|>` does not end a turn
@@ -96,18 +96,18 @@ class Renderer:
         self.turns: Turns = turns
         self.reasoning: Reasoning = reasoning
         self.supervise_all = supervise_all
-        # shape -> the form that fits its stand-in, and what the template leaves out there; None: none fits
+        # shape -> the form that fits its stand-in, and what the template drops there; None: no form fits
         self._shapes: dict[RowShape, Known | None] = {}
 
     def __call__(self, row: Conversation) -> Rendered:
-        """Render a row's conversation: its samples and what is to be noted.
+        """Render a row's conversation: its samples and its notes.
 
-        Raises DataError where the template refuses the row, or where words of the row would not be taught.
+        Raises DataError if the template refuses the row, or if words of the row would carry no loss.
         """
         prepared = self._prepare(row.messages, row.tools)
         if (known := self._known(row)) is not None:
             form, left_out = known
-            with suppress(DataError):  # the row's own words tell more than its shape
+            with suppress(DataError):  # the error for the row's own words is clearer
                 return self._noted(prepared, left_out, self._samples(prepared, form, row), row)
         errors: list[DataError] = []
         for form in FORMS:
@@ -123,23 +123,23 @@ class Renderer:
         raise self._located(error, prepared) if isinstance(error, TemplateRefusal) else error
 
     def _known(self, row: Conversation) -> Known | None:
-        """What the template does with rows of this shape, as it is found on their stand-in."""
+        """Return what the template does with rows of this shape, tested on their stand-in."""
         shape = shape_of(row)
         if shape in self._shapes:
             return self._shapes[shape]
-        found: Known | None = None
+        known: Known | None = None
         other = stand_in(row)
         for form in FORMS:
             try:
                 prepared = self._prepare(other.messages, other.tools)
                 samples = self._samples(prepared, form, other)
-                found = form, self._look_closer(prepared, form, other, samples)
+                known = form, self._look_closer(prepared, form, other, samples)
                 break
             except DataError:
                 continue
         if len(self._shapes) < MAX_SHAPES:
-            self._shapes[shape] = found
-        return found
+            self._shapes[shape] = known
+        return known
 
     def _noted(
         self, prepared: Prepared, left_out: Sequence[str], samples: list[Sample], row: Conversation
@@ -147,9 +147,9 @@ class Renderer:
         return Rendered(samples, (*prepared.notes, *left_out, *self._notes(samples, row)))
 
     def _located(self, error: TemplateRefusal, prepared: Prepared) -> DataError:
-        """Name the turn at which a template's refusal comes.
+        """Name the turn at which a template refuses a conversation.
 
-        That is the last turn of the shortest beginning of the conversation that is refused with this message.
+        It is the last turn of the shortest prefix that is refused with the same message.
         """
         for count in range(1, len(prepared.messages) + 1):
             try:
@@ -164,42 +164,42 @@ class Renderer:
         return error
 
     def prompt(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None = None) -> str:
-        """The text of a conversation up to where the assistant begins to speak.
+        """Render a conversation up to where the assistant starts to speak.
 
-        Raises DataError where the template refuses it.
+        Raises DataError if the template refuses it.
         """
         prepared = self._prepare(read_messages(messages), tools)
         errors: list[DataError] = []
         for form in FORMS:
             try:
-                messages, given = self._quote(form(prepared.messages)), self._quote(prepared.tools)
-                return self._completions.prompt(messages, given)
+                messages, quoted_tools = self._quote(form(prepared.messages)), self._quote(prepared.tools)
+                return self._completions.prompt(messages, quoted_tools)
             except DataError as error:
                 errors.append(error)
         raise min(errors, key=_usefulness)
 
     def _taught(self, row: Conversation) -> list[int]:
-        """Places of the turns that carry loss."""
+        """Return the indices of the turns that carry loss."""
         return row.taught[-1:] if self.turns == "last" else row.taught
 
     def _prepare(self, messages: Sequence[Message], tools: Sequence[JsonObject] | None) -> Prepared:
         return as_template_reads(messages, tools, self.template.source, self.template.release, self.reasoning)
 
     def _samples(self, prepared: Prepared, form: Form, row: Conversation) -> list[Sample]:
-        """What the row becomes, in one form of its messages.
+        """Return a row's samples, in one form of its messages.
 
-        Raises DataError where a word of it is not taught.
+        Raises DataError if one of its words carries no loss.
         """
         messages, tools = self._quote(form(prepared.messages)), self._quote(prepared.tools)
         written = messages if prepared.written is None else self._quote(form(prepared.written))
         taught = self._taught(row)
         words = {turn: list(words_of(prepared.messages[turn], turn)) for turn in taught}
-        # everything is taught: one text, no mask
+        # everything carries loss: one text, no mask
         if self.supervise_all:
             samples = [[Segment(self.template.render(messages, tools=tools), EVERY_TURN)]]
             check_words(prepared.messages, taught, samples)
             return samples
-        # else the ways in which the row may be cut, best first; the first that teaches every word is taken
+        # otherwise the ways in which the row may be cut, best first; take the first that covers every word
         ways: list[Callable[[], list[Sample]]] = []
         if self.turns in ("auto", "whole"):
             ways.append(lambda: [self._whole(written, tools, words)])
@@ -214,7 +214,7 @@ class Renderer:
             )
         if self.turns in ("auto", "whole") and self.template.has_generation_marks:
             ways.append(lambda: [self._marked(messages, tools, words, in_prompts=True)])
-        # of several errors the most useful is raised (_usefulness); of equally useful ones the last
+        # of several errors the most useful is raised (_usefulness); among equals the last
         errors: list[DataError] = []
         for way in ways:
             try:
@@ -225,10 +225,10 @@ class Renderer:
                 errors.append(error)
         raise min(reversed(errors), key=_usefulness)
 
-    # -- one example of the whole row
+    # -- one example for the whole row
 
     def _whole(self, messages: Sequence[Message], tools: Tools, words: Mapping[int, list[Word]]) -> Sample:
-        """The rendered conversation, cut into what is given and what the assistant says. Raises Unstable."""
+        """Cut the rendered conversation into context and the assistant's words. Raises Unstable."""
         full = self.template.render(messages, tools=tools)
         spans: list[tuple[int, int, int]] = []  # [start, end) in characters, turn
         for turn in words:
@@ -242,16 +242,16 @@ class Renderer:
                     f"the chat template is not prefix-stable: messages[{turn}] (assistant) begins inside the"
                     " turn before it"
                 )
-            said = full[len(prompt) : len(upto)]
-            if not self._completions.fits(prompt, said):
+            answer = full[len(prompt) : len(upto)]
+            if not self._completions.fits(prompt, answer):
                 raise Unstable(
                     f"messages[{turn}] (assistant): the prompt opens a think block and the chat template does"
                     " not go on from there"
                 )
-            closed = self._completions.closed(said, messages[turn], words[turn], tools)
+            closed = self._completions.closed(answer, messages[turn], words[turn], tools)
             if turn == len(messages) - 1:
-                full = prompt + closed + said[len(closed) :]
-            end = len(prompt) + len(closed if full.startswith(closed, len(prompt)) else said)
+                full = prompt + closed + answer[len(closed) :]
+            end = len(prompt) + len(closed if full.startswith(closed, len(prompt)) else answer)
             spans.append((len(prompt), end, turn))
         return _cut(full, spans)
 
@@ -260,9 +260,9 @@ class Renderer:
     ) -> Sample:
         """Cut the conversation at {% generation %}.
 
-        An end token right behind a block belongs to it: else the end would never be learned.
-        in_prompts  False: raises Unstable where a block begins inside its turn's prompt, which the model is
-                    given and never writes
+        An end token right after a block belongs to it; otherwise the end would never be learned.
+        in_prompts  False: raises Unstable if a block starts inside its turn's prompt, which the model only
+                    reads
         """
         full, marked = self.template.render_spans(messages, tools)
         speakers = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
@@ -287,7 +287,7 @@ class Renderer:
             raise Unstable("the {% generation %} marks of the chat template cover the end of its prompts")
         return _cut(full, spans)
 
-    # -- one example of one turn
+    # -- one example for one turn
 
     def _one(
         self,
@@ -298,12 +298,12 @@ class Renderer:
         words: list[Word],
         spelled: ThinkMarks | None,
     ) -> Sample:
-        """The prompt of a turn and what the model says there.
+        """Return the prompt of a turn and the model's completion.
 
-        message   the turn, its reasoning under a name of its own
+        message   the turn, its reasoning under its own name
         spelled   the think marks that the row itself wrote into its content
         """
-        # the prompt as the model will see it, and what the template writes behind it
+        # the prompt as the model will see it, and what the template writes after it
         prompt = self._completions.begin(messages, tools, turn)
         rest = self._completions.rest(messages[: turn + 1], tools, prompt)
         if rest is None and turn == 0:
@@ -313,12 +313,20 @@ class Renderer:
             lambda: self._completions.alone(message, tools, prompt),
             lambda: self._completions.composed(messages[:turn], message, tools, prompt, spelled),
         )
-        # the first form in which every word of the turn stands, and no think block is left open
+        # the first form that has every word of the turn and leaves no think block open
         for way in ways:
-            said = way()
-            if said is not None and missing(words, said) is None and self._completions.fits(prompt, said):
-                return [Segment(prompt), Segment(self._completions.closed(said, message, words, tools), turn)]
-        # none has them: name a word that the template drops, or else the place where it rewrites the prompt
+            completion = way()
+            if (
+                completion is not None
+                and missing(words, completion) is None
+                and self._completions.fits(prompt, completion)
+            ):
+                return [
+                    Segment(prompt),
+                    Segment(self._completions.closed(completion, message, words, tools), turn),
+                ]
+        # no form has them: name a word that the template drops, or else the place where it rewrites the
+        # prompt
         if rest is None:
             upto = self.template.render(messages[: turn + 1], tools=tools)
             refuse_missing(words, upto, upto, own="")
@@ -329,9 +337,9 @@ class Renderer:
                 turn,
                 remedy="give the checkpoint a chat_template.jinja that writes a turn as its prompt begins it",
             )
-        return [Segment(prompt), Segment(rest or "", turn)]  # without some words; check_words names them
+        return [Segment(prompt), Segment(rest or "", turn)]  # some words are missing; check_words names them
 
-    # -- what is said of a row
+    # -- notes about a row
 
     def _look_closer(
         self, prepared: Prepared, form: Form, row: Conversation, samples: list[Sample]
@@ -344,7 +352,7 @@ class Renderer:
         marks = Marks(prepared.messages)
         try:
             marked = self._samples(replace(prepared, messages=marks.messages), form, row)
-        except DataError:  # the template reacts to the marks; that it writes the words has to suffice
+        except DataError:  # the template reacts to the marks; it writes the words, which must suffice
             return []
         roles = check_marks(marks, self._taught(row), marked, samples)
         notes = [f"the {role}'s words are left out by this chat template" for role in roles]
@@ -358,20 +366,20 @@ class Renderer:
         return notes
 
     def _refuse_artifacts(self, prepared: Prepared, form: Form) -> None:
-        """Raise DataError where the template writes text that no message contains.
+        """Raise DataError if the template writes text that no message contains.
 
         It may write None for a turn that only calls tools, or a list of contents as Python or JSON prints it.
         """
-        given, plain = form(prepared.messages), no_null_content(prepared.messages)
-        if given == plain:
+        formed, plain = form(prepared.messages), no_null_content(prepared.messages)
+        if formed == plain:
             return
         tools = self._quote(prepared.tools)
-        written = self.template.render(self._quote(given), tools=tools)
+        written = self.template.render(self._quote(formed), tools=tools)
         for texts, without in (
-            (("None", "null", "none"), no_null_content(given)),
+            (("None", "null", "none"), no_null_content(formed)),
             (("'type': 'text'", '"type": "text"'), plain),
         ):
-            try:  # the same form without what may have gone wrong: an argument may hold a null of its own
+            try:  # the same form without the suspect parts; an argument may contain a null of its own
                 usual = self.template.render(self._quote(without), tools=tools)
             except TemplateRefusal:
                 usual = ""
@@ -382,7 +390,7 @@ class Renderer:
                     )
 
     def _closes_thinking(self, sample: Sample) -> bool:
-        """Whether an example opens a think block behind a prompt that closed it."""
+        """Return True if an example opens a think block after a prompt that closed it."""
         marks = self._completions.marks or USUAL_MARKS
         return (
             len(sample) == 2
@@ -394,9 +402,9 @@ class Renderer:
         notes: list[str] = []
         if len(samples) > 1 and self.turns == "auto":
             notes.append("one example per turn of the assistant, as the chat template rewrites earlier turns")
-        said = [segment.text for sample in samples for segment in sample if segment.supervised]
-        if not self.supervise_all and not all(text.endswith(tuple(self.ends)) for text in said):
-            notes.append("the answer does not close with an end token: the end is not learned")
+        supervised = [segment.text for sample in samples for segment in sample if segment.supervised]
+        if not self.supervise_all and not all(text.endswith(tuple(self.ends)) for text in supervised):
+            notes.append("the answer does not end with an end token, so the model does not learn to stop")
         if not self.supervise_all and row.messages[-1]["role"] != "assistant":
             notes.append(UNANSWERED)
         if any(self._closes_thinking(sample) for sample in samples):
@@ -409,16 +417,16 @@ class Renderer:
                 ),
                 "",
             )
-            other = f"; --data.template-variables {switch}=true asks for the other prompt" if switch else ""
-            notes.append(f"reasoning is taught behind a prompt that ends in {closing}{other}")
+            other = f"; --data.template-variables {switch}=true selects the other prompt" if switch else ""
+            notes.append(f"reasoning is trained on after a prompt that ends in {closing}{other}")
         return notes
 
 
 def _usefulness(error: DataError) -> int:
-    """The rank of an error among several: the lowest is raised.
+    """Return the rank of an error among several; the lowest is raised.
 
-    0 a word that is not taught; 1 what the template itself says; 2 how it rewrites earlier turns; 3 what went
-    wrong inside it.
+    0: a word without loss; 1: the template's own message; 2: earlier turns are rewritten; 3: the template
+    failed.
     """
     if isinstance(error, TemplateRefusal):
         return 1 if error.in_its_words else 3
@@ -433,7 +441,7 @@ def _refuse_unstable(
     *,
     remedy: str = "--data.turns each makes one example per turn of the assistant",
 ) -> None:
-    """Raises Unstable where a text does not begin with the one before it, showing where they part."""
+    """Raise Unstable if a text does not start with the one before it, and show where they diverge."""
     for shorter, longer, what in (
         (prompt, upto, "the prompt before it"),
         (upto, full, "the conversation up to it"),
@@ -449,7 +457,7 @@ def _refuse_unstable(
 
 
 def _cut(full: str, spans: Sequence[tuple[int, int, int]]) -> Sample:
-    """A text cut at [start, end) of each turn."""
+    """Cut a text at [start, end) of each turn."""
     result: Sample = []
     at = 0
     for start, end, turn in spans:

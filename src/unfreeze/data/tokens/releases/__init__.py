@@ -1,7 +1,7 @@
-"""What a release's chat template leaves unsaid and its model says all the same.
+"""Facts about releases that a chat template does not contain but the model relies on.
 
-Think marks, the form of tool-call ids, the end of a turn. One file per release. A release is recognised by
-its chat template: every text of `signature` stands in it, and the first that fits wins.
+They are think marks, the form of tool-call ids, and the end of a turn. One file per release. A release is
+recognised by its chat template, which must contain every text of `signature`; the first match wins.
 """
 
 from unfreeze.data.tokens.releases import (
@@ -47,7 +47,7 @@ __all__ = ["RELEASES", "UNKNOWN", "Release", "ThinkMarks", "release_of"]
 
 
 def release_of(template: str) -> Release:
-    """The release whose chat template this is, or UNKNOWN."""
+    """Return the release that this chat template belongs to, or UNKNOWN."""
     return next(
         (release for release in RELEASES if all(text in template for text in release.signature)), UNKNOWN
     )

@@ -1,6 +1,6 @@
 """Apriel-1.5, 1.6 Thinker: reasoning without tags.
 
-The prompt begins the reasoning with a sentence, and a line in brackets ends it.
+The prompt starts the reasoning with a sentence, and a line in brackets ends it.
 """
 
 from unfreeze.data.tokens.releases.release import Release, ThinkMarks

@@ -1,9 +1,9 @@
 """DeepSeek-R1, R1-0528 and the R1-Distill models: the prompt opens the reasoning.
 
-The history holds answers only. The prompt ends in `<think>⏎`; the model goes on with its reasoning,
-`⏎</think>⏎⏎` and the answer. An answer without reasoning closes the block at once, the form that the model
-card recommends to force (`<think>⏎⏎</think>⏎⏎`). The first template, and that of R1-0528, leave `<think>⏎` to
-the model.
+The history contains answers only. The prompt ends in `<think>⏎`; the model continues with its reasoning,
+`⏎</think>⏎⏎` and the answer. An answer without reasoning closes the block at once, which is the form that
+the model card recommends to force (`<think>⏎⏎</think>⏎⏎`). The first template, and that of R1-0528, leave
+`<think>⏎` to the model.
 """
 
 from unfreeze.data.tokens.releases.release import Release, ThinkMarks

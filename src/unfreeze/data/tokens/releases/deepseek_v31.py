@@ -1,7 +1,7 @@
-"""DeepSeek-V3.1: one model with and without reasoning, as the prompt says.
+"""DeepSeek-V3.1: one model with and without reasoning, selected by the prompt.
 
-It ends in `<think>` or in `</think>`. No line breaks stand around the marks. Without the template's variable
-`thinking` the prompt ends in `</think>`; `--data.template-variables thinking=true` teaches the thinking mode,
+The prompt ends in `<think>` or in `</think>`, without line breaks around the marks. Without the template
+variable `thinking` it ends in `</think>`. `--data.template-variables thinking=true` trains the thinking mode,
 with `<think>` in the prompt.
 """
 

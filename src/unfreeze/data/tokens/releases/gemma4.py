@@ -1,6 +1,6 @@
 """Gemma 4: reasoning is the channel `thought`.
 
-The larger models' prompt holds an empty one where thinking is not switched on.
+In the larger models, the prompt contains an empty one if thinking is off.
 """
 
 from unfreeze.data.tokens.releases.release import Release, ThinkMarks

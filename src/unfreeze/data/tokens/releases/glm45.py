@@ -1,6 +1,6 @@
 """GLM-4.5, GLM-4.6: the template ends no turn. The model does, with the token that opens the next one.
 
-`<|user|>` behind an answer, `<|observation|>` behind tool calls; both are end tokens in
+This is `<|user|>` after an answer and `<|observation|>` after tool calls; both are end tokens in
 generation_config.json.
 """
 

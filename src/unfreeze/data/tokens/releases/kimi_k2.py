@@ -1,9 +1,8 @@
 """Kimi-K2: tool calls are numbered through the whole conversation.
 
 The thinking releases (K2-Thinking, K2.5) drop earlier reasoning. K2-Thinking's template writes
-`<think></think>` in every turn up to the last plain answer, so a final answer's own reasoning is dropped by
-it.
-The model writes `<think>…</think>` without line breaks, as the template does for the turns behind that
+`<think></think>` in every turn up to the last plain answer, so it drops a final answer's own reasoning.
+The model writes `<think>…</think>` without line breaks, as the template does for the turns after that
 answer.
 """
 

@@ -1,6 +1,6 @@
 """MiniMax-M2, M2.5: the prompt opens the reasoning.
 
-The template writes no block for an answer that has none.
+The template writes no block for an answer without reasoning.
 """
 
 from unfreeze.data.tokens.releases.release import Release, ThinkMarks

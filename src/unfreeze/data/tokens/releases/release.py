@@ -1,4 +1,4 @@
-"""The facts of one release that its chat template does not hold."""
+"""Facts about one release that its chat template does not contain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ThinkMarks:
-    """What the model writes before and behind its reasoning, white space included."""
+    """Text the model writes before and after its reasoning, including white space."""
 
     opening: str
     closing: str
@@ -16,20 +16,18 @@ class ThinkMarks:
 
 @dataclass(frozen=True)
 class Release:
-    """What is known of one release.
+    """Facts about one release.
 
-    name        for messages; "" where the release is not known
-    signature   texts that all stand in the source of its chat template
-    source      where these facts were read
-    think       marks around reasoning, for turns in which the template itself drops it; None: reasoning is
-    taught only
-                where the template writes it
-    call_id     (function name, number of the call in the conversation from 0) -> the id the model itself
-    writes; None:
-                ids stay as they are
+    name        for messages; "" if the release is unknown
+    signature   texts that must all occur in the source of its chat template
+    source      where these facts come from
+    think       marks around reasoning, for turns in which the template drops it. None: reasoning is trained
+                on only where the template writes it
+    call_id     (function name, index of the call in the conversation, from 0) -> the id the model writes.
+                None: ids are kept
     id_form     the same in words, for the note
-    turn_end    the token that ends an answer where the template writes none; call_end: likewise behind tool
-    calls
+    turn_end    the token that ends an answer if the template writes none; call_end: the same after tool
+                calls
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""SmolLM3: the template writes a turn's content and reads no reasoning.
+"""SmolLM3: the template writes a turn's content and ignores reasoning.
 
-In its mode without thinking it writes an empty block before the answer, `<think>⏎⏎</think>⏎`; the model
-writes a full one in the same form. The mode is `enable_thinking`, or "/think" and "/no_think" in the system
+In its non-thinking mode it writes an empty block before the answer, `<think>⏎⏎</think>⏎`; the model writes a
+full one in the same form. The mode is set by `enable_thinking`, or by "/think" and "/no_think" in the system
 message.
 """
 
