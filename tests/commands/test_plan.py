@@ -442,7 +442,7 @@ def test_a_run_on_this_machine_is_planned_as_the_run_plans_itself(words, tmp_pat
 
 
 def test_more_devices_than_tokens_is_refused(config):
-    with pytest.raises(ConfigError, match="64 tokens a step are less than 2 for each of 1,000"):
+    with pytest.raises(ConfigError, match="64 tokens per step are fewer than 2 for each of 1,000"):
         planned("--model", config, "--hardware", "1000xH200", "--tokens-per-step", "64")
 
 

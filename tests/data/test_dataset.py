@@ -84,7 +84,7 @@ def test_notes_tell_what_a_user_would_want_to_know(tokenizer, json_folder, tmp_p
     )
     endless = load_tokenizer(json_folder(source))
     assert any(
-        "the end is not learned" in note
+        "does not learn to stop" in note
         for note in encode_file(write(tmp_path, GOOD), endless, 128).stats.notes
     )
     assert any(
@@ -119,7 +119,7 @@ def test_a_template_whose_mask_is_lost_leaves_no_row(json_folder, templates, tmp
         DataError,
         match=(
             r"no row left to train on, of 1: row 1: messages\[0\].content .* is the user's and would be"
-            r" taught"
+            r" trained on"
         ),
     ):
         encode_file(write(tmp_path, GOOD), lost, 128, on_bad_row="skip")

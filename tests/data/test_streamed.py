@@ -197,7 +197,7 @@ def test_what_is_held_out_is_trained_on_in_no_other_words(tmp_path, tokenizer):
     held_out = contents(stream.validation)
     trained = contents(stream.head).union(*(contents(stream.examples(0, n)) for n in range(stream.count)))
     assert 25 < len(stream.validation) < 95 and not held_out & trained
-    left_out = [count for note, count in stream.stats().notes.items() if "held out" in note]
+    left_out = [count for note, count in stream.stats().notes.items() if "held-out row" in note]
     assert left_out and left_out[0] == 600 - len(stream.validation) - sum(
         len(stream.examples(0, n)) for n in range(stream.count)
     )

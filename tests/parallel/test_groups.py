@@ -172,7 +172,7 @@ def test_groups_of_split_experts_are_refused() -> None:
     named = [*model.named_parameters(), *model.named_buffers()]
     params = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in named}
     buffer = max(streamed_bytes(model.layers)) // 2
-    with pytest.raises(ConfigError, match=r"cannot come in groups: place\.split"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded in groups: place\.split"):
         Streaming("disk", buffer).take(model, [], params, "cpu")
 
 
@@ -202,10 +202,10 @@ def test_gemma_4s_experts_come_whole_because_a_norm_reads_what_they_made() -> No
     assert come_whole(model.layers) and sizes.come_whole
     layer = max(streamed_bytes(model.layers))
     assert units(sizes, layer) == units(sizes, None) == list(sizes.streamed)
-    with pytest.raises(ConfigError, match=r"cannot come in groups, because a norm reads what they made"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded in groups, because a norm reads their output"):
         units(sizes, layer - 1)
     params = {name: (p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}
-    with pytest.raises(ConfigError, match=r"cannot come in groups: a norm reads what its experts made"):
+    with pytest.raises(ConfigError, match=r"cannot be loaded in groups: a norm reads its experts' output"):
         Streaming("disk", layer - 1).take(model, [], params, "cpu")
     here = Hardware("cpu", "small", 2, 2**20, 2**20)
     made = plan(sizes, RESIDENT.but(experts="disk"), Work(tokens=64, longest=64), here)

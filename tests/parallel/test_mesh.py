@@ -64,7 +64,7 @@ def test_the_squares_of_all_parts_over_their_copies_are_the_square_of_the_norm()
     ("split", "processes", "experts", "said", "next_"),
     [
         (3, 4, 8, "place.split is 3, which does not divide the 4 processes", "--place.split 1 or 2 or 4"),
-        (2, 1, 8, "place.split is 2, and there is one process", "torchrun --nproc-per-node 2"),
+        (2, 1, 8, "place.split is 2, but there is only one process", "torchrun --nproc-per-node 2"),
         (4, 4, 2, "place.split is 4 and the model has 2 experts", "--place.split 2"),
         (2, 2, 0, "has no experts", "--place.split 1"),
     ],

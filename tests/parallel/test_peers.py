@@ -398,7 +398,7 @@ def test_a_process_that_cannot_read_ends_the_others(facts: list[dict[str, Any]])
 
 
 def test_one_process_has_no_peers() -> None:
-    with pytest.raises(ConfigError, match=r"place\.rest is peers, and there is one process"):
+    with pytest.raises(ConfigError, match=r"place\.rest is peers, but there is only one process"):
         open_model(open_checkpoint(TINY_K2), layout=RESIDENT.but(rest="peers"), mesh=ONE)
 
 

@@ -128,13 +128,13 @@ def test_one_that_does_not_come_is_named(monkeypatch, capsys):
     """Where torchrun's agents started them later than without: there nobody begins by himself."""
     monkeypatch.setattr(roll, "COMING_ALONE", timedelta(seconds=0.6))
     monkeypatch.setattr(roll, "SAID", 0.1)
-    with pytest.raises(UserError, match="processes 1 and 2 of 3 did not come within"):
+    with pytest.raises(UserError, match="processes 1 and 2 of 3 did not start within"):
         Roll(dist.HashStore(), 0, 3)
     said = "process 0 waits for processes 1 and 2 of 3, at most 0 minutes\n"
     assert capsys.readouterr().err == said
     store = dist.HashStore()
     store.set("here/0", member("elsewhere", 1))
-    with pytest.raises(UserError, match="process 2 of 3 did not come within"):
+    with pytest.raises(UserError, match="process 2 of 3 did not start within"):
         Roll(store, 1, 3)
     assert not capsys.readouterr().err  # process 0 says it
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

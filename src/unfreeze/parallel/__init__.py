@@ -1,1 +1,1 @@
-"""L5: processes/ talk, placement/ moves weights, plan/ counts what that takes."""
+"""L5, several processes: processes/ communicates, placement/ moves weights, plan/ counts the cost."""

@@ -1,4 +1,4 @@
-"""What the machine has: cores, memory in total and free now, within a container's limits and ulimit's."""
+"""The machine's cores, and its total and free memory within the limits of a container and ulimit."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch
 from unfreeze.core.cpu import processor
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
-UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 where there is no limit
+UNLIMITED = 2**60  # cgroup v1 writes a number near 2**63 for no limit
 
 
 @dataclass(frozen=True)
 class Hardware:
     """One device.
 
-    total, available   bytes; available: what a process could still take now
-    limit              what bounds `available`: "memory", the "container", or "ulimit"
-    process            bytes this process holds in host memory already (interpreter, libraries); `available`
-                       does not include it. 0 for CUDA
-    host               for CUDA: bytes of host memory that a process could still take; 0 for a CPU
+    total, available   bytes; available: what a process could still allocate now
+    limit              what limits `available`: "memory", the "container", or "ulimit"
+    process            bytes of host memory this process already uses (interpreter, libraries), which
+                       `available` does not include. 0 for CUDA
+    host               for CUDA: bytes of host memory that a process could still allocate; 0 for a CPU
     """
 
     kind: str
@@ -36,10 +36,10 @@ class Hardware:
     process: int = 0
     host: int = 0
     unbound: int = 0
-    """`available` without this process's own ulimit, where that is what bounds it; else 0."""
+    """`available` without this process's own ulimit, if that is the limit; else 0."""
 
     def shared(self, count: int) -> Hardware:
-        """What one of `count` processes of this host has: a share of the memory that all take from."""
+        """Return the share of one of `count` processes on this host; they all use the same memory."""
         if count == 1:
             return self
         name = f"{self.name}, shared by {count} processes"
@@ -50,7 +50,7 @@ class Hardware:
 
 
 def hardware(device: torch.device | str = "cpu") -> Hardware:
-    """The named device, measured now. For CUDA, cores are those of the host and memory is the device's."""
+    """Measure the given device now. For CUDA, cores are those of the host, and memory is the device's."""
     place = torch.device(device)
     if place.type == "cuda":
         free, total = torch.cuda.mem_get_info(place)
@@ -70,10 +70,10 @@ def hardware(device: torch.device | str = "cpu") -> Hardware:
 
 
 def own_limit() -> int | None:
-    """Bytes that this process may still map: the tighter of ulimit -v and -d. None without such a limit."""
+    """Return the bytes this process may still map: the tighter of ulimit -v and -d; None if unlimited."""
     try:
         import resource
-    except ImportError:  # Windows has none
+    except ImportError:  # not available on Windows
         return None
     used = psutil.Process().memory_info()
     pairs = ((resource.RLIMIT_AS, used.vms), (resource.RLIMIT_DATA, getattr(used, "data", 0)))
@@ -83,27 +83,27 @@ def own_limit() -> int | None:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in host memory now."""
+    """Return the bytes of host memory this process uses now."""
     return psutil.Process().memory_info().rss
 
 
 def num_cores() -> int:
-    """Cores this process may run on (affinity included)."""
+    """Return the number of cores this process may run on (affinity included)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory() -> tuple[int, int]:
-    """(total, available) bytes of the host; the page cache counts as available."""
+    """Return (total, available) bytes of the host; the page cache counts as available."""
     memory = psutil.virtual_memory()
     return memory.total, memory.available
 
 
 def container_memory(cgroup: Path = CGROUP, proc: Path = PROC) -> tuple[int, int] | None:
-    """(limit, available under it) of the tightest cgroup (v2, else v1) this process is in.
+    """Return (limit, available within it) of the tightest cgroup (v2, else v1) of this process.
 
-    None where there is no limit.
+    None if there is no limit.
 
-    Available is limit - usage + inactive file cache, which the kernel drops before it kills.
+    Available is limit - usage + inactive file cache, which the kernel drops before it kills processes.
     """
     limits: list[tuple[int, int]] = []
     for folder, limit_file, usage_file, cache_field in _groups(cgroup, proc):
@@ -118,7 +118,7 @@ def container_memory(cgroup: Path = CGROUP, proc: Path = PROC) -> tuple[int, int
 
 
 def _groups(cgroup: Path, proc: Path) -> list[tuple[Path, str, str, str]]:
-    """Every cgroup folder from this process's own up to the root, with the names of its files."""
+    """Return every cgroup folder from this process's own up to the root, with its file names."""
     lines = [
         line.split(":", 2) for line in _text(proc / "self" / "cgroup").splitlines() if line.count(":") >= 2
     ]

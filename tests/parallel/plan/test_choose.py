@@ -311,6 +311,6 @@ def test_what_is_too_large_by_itself_is_named(kimi):
     assert said.startswith(
         "even with --lora.rank 1 --optimizer.moments int8 --tokens-per-step 512: the frozen rest"
     )
-    assert "alone 21.8 GiB" in said and "a device has 942.1 MiB usable" in said
+    assert "alone takes 21.8 GiB" in said and "a device has 942.1 MiB usable" in said
     # nothing alone is too large: the sum is said
     assert "a step " in too_large(*kimi, fleet("cpu:24GB"), asked(16))

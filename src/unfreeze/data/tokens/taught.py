@@ -1,4 +1,4 @@
-"""Check that training covers exactly what the user wrote.
+"""Check that training covers exactly the words that the user wrote.
 
 After rendering, every word of a supervised turn must carry loss, and no word of another turn may.
 There are two checks, because either alone can be fooled:

@@ -123,7 +123,7 @@ class Renderer:
         raise self._located(error, prepared) if isinstance(error, TemplateRefusal) else error
 
     def _known(self, row: Conversation) -> Known | None:
-        """Return what the template does with rows of this shape, tested on their stand-in."""
+        """Return how the template treats rows of this shape, tested on their stand-in."""
         shape = shape_of(row)
         if shape in self._shapes:
             return self._shapes[shape]

@@ -1,8 +1,9 @@
-"""Boundary activations in host memory: a layer's input [T, D] goes there in forward and is back for backward.
+"""Offload layer inputs [T, D] to host memory in forward, and bring them back for backward.
 
-Its copy goes down beside layer l's computation, and l - 1's comes up beside layer l's backward. So the device
-holds two of L: the one at work, and the one on its way. The last layer's stays: backward begins with it.
-Host memory is a buffer for each other layer, page-locked where a GPU copies, and used again in every pass.
+The input of layer l is copied to the host while layer l computes, and that of layer l - 1 is copied back
+during layer l's backward. So the device holds two of L: one in use, one in transit. The last layer's input
+stays, because backward starts with it. Host memory has a buffer for each other layer (page-locked if a GPU
+copies), reused in every pass.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from unfreeze.parallel.processes.lanes import Lane, pinned
 class _Kept:
     """A layer's input.
 
-    on_device  the tensor, while it is there or on its way from or to there
-    moved      when the copy that is under way is done
+    on_device  the tensor, while it is on the device or in transit
+    moved      event at which the current copy is done
     """
 
     layer: int
@@ -35,16 +36,20 @@ class _Kept:
 
 
 class BoundaryInHost:
-    """A boundary for these layers. `poison`, for tests: fill with NaN what nobody may read any more."""
+    """Offloads the inputs of these layers.
+
+    `poison`, for tests: fill memory that must not be read any more with NaN.
+    """
 
     poison = False
 
     def __init__(self, layers: Sequence[nn.Module], lane: Lane):
-        self._layers = list(layers)  # their ids stay theirs
+        self._layers = list(layers)  # keep references, so that ids stay unique
         self._index = {id(layer): index for index, layer in enumerate(layers)}
         self._lane = lane
         self._buffers: list[Tensor | None] = [None] * len(self._layers)
-        self._kept: list[_Kept | None] = [None] * len(self._layers)  # whose numbers a buffer holds
+        # the input whose values each buffer holds
+        self._kept: list[_Kept | None] = [None] * len(self._layers)
         self._leaving: _Kept | None = None
 
     @property
@@ -53,52 +58,53 @@ class BoundaryInHost:
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def keep(self, ctx: Any, layer: nn.Module, x_TD: Tensor) -> None:
-        """Queue the copy down. The tensor stays until the next layer's comes.
+        """Queue the copy to the host. The tensor stays alive until the next layer's input arrives.
 
-        Raises DoesNotFit where CUDA does not page-lock the buffer.
+        Raises DoesNotFit if CUDA does not page-lock the buffer.
         """
         self._left()
         index = self._index[id(layer)]
         former = self._kept[index]
-        if former is not None and former.moved is not None:  # a backward that broke off had sent for it
+        # prefetched by a backward pass that was interrupted
+        if former is not None and former.moved is not None:
             self._lane.follow(former.moved)
         x_TD = x_TD.detach()
-        kept = _Kept(index, x_TD.shape, x_TD.dtype, x_TD.device, x_TD)
-        ctx.boundary = self._kept[index] = kept
+        saved = _Kept(index, x_TD.shape, x_TD.dtype, x_TD.device, x_TD)
+        ctx.boundary = self._kept[index] = saved
         if index == len(self._layers) - 1:
             return
-        host = self._buffer(kept)
+        host = self._buffer(saved)
         with self._lane.copying(self._lane.mark()):
             host.copy_(x_TD, non_blocking=True)
-            kept.moved = self._lane.mark()
-        self._leaving = kept
+            saved.moved = self._lane.mark()
+        self._leaving = saved
 
     def give(self, ctx: Any) -> Tensor:
-        """The layer's input; the one before is sent for.
+        """Return the layer's input, and prefetch the previous layer's.
 
-        Raises UserError where another forward pass came between and used its buffer.
+        Raises UserError if another forward pass in between overwrote its buffer.
         """
-        kept: _Kept = ctx.boundary
-        if self._kept[kept.layer] is not kept:
+        saved: _Kept = ctx.boundary
+        if self._kept[saved.layer] is not saved:
             raise UserError(
-                f"the input of layer {kept.layer} is not in host memory any more: the model was run forward"
+                f"the input of layer {saved.layer} is no longer in host memory: the model was run forward"
                 " again before its backward",
                 next="--place.boundary device",
             )
         self._left()
-        x_TD = self._send_for(kept)
-        if kept.moved is not None:
-            self._lane.follow(kept.moved)
-        kept.on_device = kept.moved = None
-        if kept.layer == len(self._layers) - 1:
-            self._kept[kept.layer] = None  # it was nowhere else
-        before = self._kept[kept.layer - 1] if kept.layer else None
+        x_TD = self._send_for(saved)
+        if saved.moved is not None:
+            self._lane.follow(saved.moved)
+        saved.on_device = saved.moved = None
+        if saved.layer == len(self._layers) - 1:
+            self._kept[saved.layer] = None  # it was never copied to the host
+        before = self._kept[saved.layer - 1] if saved.layer else None
         if before is not None:
             self._send_for(before)
         return x_TD
 
     def _left(self) -> None:
-        """The tensor that went down last is free, for what is queued from now on."""
+        """Release the GPU copy of the last offloaded input; kernels queued later may reuse its memory."""
         if self._leaving is None:
             return
         leaving, self._leaving = self._leaving, None
@@ -107,30 +113,30 @@ class BoundaryInHost:
             leaving.on_device.fill_(torch.nan)
         leaving.on_device = leaving.moved = None
 
-    def _send_for(self, kept: _Kept) -> Tensor:
-        """The tensor on the device, or on its way there."""
-        if kept.on_device is None:
-            # in the computation's memory, so that it is free when its computation is done
-            x_TD = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
+    def _send_for(self, saved: _Kept) -> Tensor:
+        """Return the tensor on the device, or in transit to it."""
+        if saved.on_device is None:
+            # allocated on the compute stream, so that it is freed in order with the computation
+            x_TD = torch.empty(saved.shape, dtype=saved.dtype, device=saved.device)
             if self.poison:
                 x_TD.fill_(torch.nan)
-            host = self._buffer(kept)
+            host = self._buffer(saved)
             with self._lane.copying(self._lane.mark()):
                 x_TD.copy_(host, non_blocking=True)
-                kept.moved = self._lane.mark()
-            kept.on_device = x_TD
+                saved.moved = self._lane.mark()
+            saved.on_device = x_TD
             if self.poison:
                 self._lane.settle()
                 host.fill_(torch.nan)
-        return kept.on_device
+        return saved.on_device
 
-    def _buffer(self, kept: _Kept) -> Tensor:
-        """The layer's host memory, as the tensor that it holds; larger than before where that is needed."""
-        nbytes = kept.shape.numel() * kept.dtype.itemsize
-        buffer = self._buffers[kept.layer]
+    def _buffer(self, saved: _Kept) -> Tensor:
+        """Return the layer's host buffer as a tensor of the input's shape, enlarged if needed."""
+        nbytes = saved.shape.numel() * saved.dtype.itemsize
+        buffer = self._buffers[saved.layer]
         if buffer is None or len(buffer) < nbytes:
-            self._lane.settle()  # nothing is on its way to or from what is given back
-            self._buffers[kept.layer] = buffer = None
+            self._lane.settle()  # no copy may still use the buffer being replaced
+            self._buffers[saved.layer] = buffer = None
             buffer = (pinned if self._lane.pins else torch.empty)(nbytes, dtype=torch.uint8)
-            self._buffers[kept.layer] = buffer
-        return buffer[:nbytes].view(kept.dtype).view(kept.shape)
+            self._buffers[saved.layer] = buffer
+        return buffer[:nbytes].view(saved.dtype).view(saved.shape)

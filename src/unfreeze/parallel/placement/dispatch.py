@@ -1,20 +1,21 @@
-"""Expert parallelism: rows of tokens go to the processes that hold their experts, and the results come back.
+"""Expert parallelism: send each token's rows to the processes that hold its experts, and the results back.
 
-    sort the T K rows by expert, so by process too
-    exchange how many rows each expert gets        once per layer and forward visit; the host waits for it
-    exchange rows and routing weights              all-to-all with uneven parts
-    expert_mlp of what arrived, K = 1              the op of one process, unchanged
-    exchange the results, sum each token's K rows in float32
+sort the T K rows by expert, and so by process
+exchange the number of rows per expert         once per layer and forward visit; the host waits for it
+exchange rows and routing weights              all-to-all with uneven splits
+expert_mlp of the received rows, K = 1         the same op as on one process
+exchange the results, sum each token's K rows in float32
 
-Backward exchanges the gradients the other way: of the results, then of rows and weights. A process without
-rows takes part in every exchange, forward and backward: their number depends on the layers only.
-In float32 results and gradients of experts equal one process's to the bit, for the same rows in the same
+Backward exchanges gradients in the other direction: of the results, then of rows and weights. A process
+without rows takes part in every exchange, forward and backward, because the number of exchanges depends only
+on the layers.
+In float32, results and gradients of experts are bit-identical to one process's, for the same rows in the same
 order. In bf16 a row is rounded once more on its way back, and so is its gradient: 2.9e-3 of the norm.
 
 T tokens, K experts per token, E experts of the model, n = T K rows sent, N rows received, D width.
 """
 
-# torch leaves backward of a Function without types
+# torch's Function.backward is untyped
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from unfreeze.parallel.processes.mesh import Mesh
 
 @dataclass(frozen=True)
 class Home:
-    """Where the rows of one call come from and go to; kept for the layer's recomputation.
+    """The routing of one call's rows; kept for the layer's recomputation.
 
-    token_n   the token of each sent row, sorted by expert
-    place_TK  where among the sent rows a token's K rows are, in the order in which they are summed
+    token_n   token of each sent row, sorted by expert
+    place_TK  index among the sent rows of a token's K rows, in summation order
     slot_TK   the same in the order of ids
-    ids_N1    the expert of each received row, counted from the first that is held here
-    send, receive  rows to and from each process
+    ids_N1    expert of each received row, counted from the first one held here
+    send, receive  number of rows to and from each process
     """
 
     group: Group
@@ -56,18 +57,18 @@ class Home:
     receive: list[int]
 
     def there(self, rows_n: Tensor) -> Tensor:
-        """Sent rows -> received rows."""
+        """Send rows to the experts: sent rows -> received rows."""
         return self.group.exchange(rows_n, self.send, self.receive)
 
     def back(self, rows_N: Tensor) -> Tensor:
-        """Received rows -> sent rows."""
+        """Send results back: received rows -> sent rows."""
         return self.group.exchange(rows_N, self.receive, self.send)
 
     def combine(self, rows_nD: Tensor) -> Tensor:
-        """y_t = Σ_k rows[place_tk], in float32, in the dtype of the rows.
+        """Sum y_t = Σ_k rows[place_tk] in float32; return it in the dtype of the rows.
 
-        On a CPU the experts are summed in ascending order, on a GPU in the order of k: each as the expert op
-        there does it.
+        On a CPU experts are summed in ascending order, on a GPU in the order of k, like the expert op on
+        each.
         """
         first, *others = self.place_TK.unbind(1)
         y_TD = rows_nD.index_select(0, first).to(torch.promote_types(rows_nD.dtype, torch.float32))
@@ -77,10 +78,10 @@ class Home:
 
 
 class RowsDispatch:
-    """The joint of `Experts.dispatch`: takes rows to their experts by all-to-all.
+    """An `Experts.dispatch` that sends rows to their experts by all-to-all.
 
     group  the processes that share the experts
-    parts  the experts of each of them, in the order of ranks
+    parts  the experts of each of them, in rank order
     """
 
     def __init__(self, group: Group, parts: Sequence[Rows]):
@@ -95,7 +96,7 @@ class RowsDispatch:
         reuse: Reuse | None,
         once: Reuse | None,
     ) -> Tensor:
-        """As Experts.forward. once: what keeps the exchanged counts for the layer's recomputation."""
+        """Like Experts.forward. once: caches the exchanged counts for the layer's recomputation."""
         first_visit: list[bool] = []
 
         def find() -> Home:
@@ -108,7 +109,7 @@ class RowsDispatch:
             y_ND = experts.here(rows_ND, home.ids_N1, weights_N1, reuse)
         else:
             y_ND = _connected(experts, rows_ND, weights_N1)
-        # what the op computed is kept in `reuse`, so nobody reads the second visit's results
+        # the op's results are in `reuse`, so the second visit's results are not read
         return _Back.apply(y_ND, home, bool(first_visit) or reuse is None)
 
     @torch.no_grad()
@@ -119,7 +120,7 @@ class RowsDispatch:
         slot_TK = torch.empty_like(order_n).scatter_(0, order_n, slots_n).view_as(ids_TK)
         place_TK = slot_TK if slot_TK.is_cuda else slot_TK.sort(1).values
 
-        # rows of each expert; then the one wait of a layer: how many rows come from each process
+        # rows per expert, then the layer's one wait: how many rows come from each process
         counts_E = ids_n.new_zeros(self.rows.of).scatter_add_(0, ids_n, torch.ones_like(ids_n))
         sizes = [len(rows) for rows in self.parts]
         arriving_pe = self.group.exchange(counts_E, sizes, [own] * len(sizes)).view(len(sizes), own)
@@ -156,7 +157,7 @@ class _There(torch.autograd.Function):
 class _Back(torch.autograd.Function):
     """Results [N, D] of the experts held here -> y [T, D], the sum of each token's K.
 
-    read False: nobody reads y, which is zeros then.
+    read False: y is not used and is zeros.
     """
 
     @staticmethod
@@ -174,10 +175,11 @@ class _Back(torch.autograd.Function):
 
 
 def _connected(experts: Experts, rows_0D: Tensor, weights_01: Tensor) -> Tensor:
-    """No results of no rows, through which backward still reaches the exchange and the experts' weights.
+    """Return empty results through which backward still reaches the exchange and the experts' weights.
 
-    Their gradients are zeros. Without this a process that got no row would leave the exchanges of backward to
-    the others, who would wait for it.
+    Their gradients are zeros. Without this, a process without rows would skip the exchanges of backward, and
+    the
+    other processes would wait for it forever.
     """
     if not torch.is_grad_enabled():
         return rows_0D
@@ -189,9 +191,9 @@ def _connected(experts: Experts, rows_0D: Tensor, weights_01: Tensor) -> Tensor:
 
 
 def split_experts(model: Decoder, mesh: Mesh) -> None:
-    """Leave each process its own experts, and send rows to the others. For a model on meta or in memory.
+    """Keep only this process's experts, and send rows to the others'. The model may be on meta or in memory.
 
-    Adapters are attached afterwards, to what is held.
+    Attach adapters afterwards, to the experts that are held.
     """
     if mesh.rows is None:
         return
@@ -216,5 +218,5 @@ def split_experts(model: Decoder, mesh: Mesh) -> None:
 
 
 def _part(tensor: Tensor, rows: Rows) -> Tensor:
-    """Those rows, in memory of their own."""
+    """Copy those rows into their own memory."""
     return tensor[rows.slice].clone()

@@ -1,19 +1,19 @@
-"""All weights trained on several processes, each of which holds rows of every one: torch's FSDP2.
+"""Train all weights on several processes; each holds a shard of every weight (torch's FSDP2).
 
-A layer's weights are gathered from all processes when it is visited, and freed behind it; its gradients are
-summed and divided by rows as soon as backward has passed it. Embedding, last norm and head are one unit that
-stays gathered from a forward pass to the end of its backward: losses read the head outside of any module.
+A layer's weights are all-gathered when it is visited, and freed after it. Its gradients are reduce-scattered
+as soon as its backward is done. Embedding, last norm and head are one unit that stays gathered from a forward
+pass to the end of its backward, because losses read the head outside of any module.
 
-    held here   of each weight rows r·c to (r + 1)·c of dimension 0, c = ceil(rows / n), in float32: they are
-                the masters that AdamW moves, with their gradient and moments
-    gathered    in the dtype of the computation: a bf16 weight is its master rounded, as on one process
-    gradients   summed in float32, of what backward gave in the computation's dtype. Nothing is divided by the
-                number of processes: a step's losses are divided by one count of tokens (train/step.py)
+held here   rows r·c to (r + 1)·c of dimension 0 of each weight, c = ceil(rows / n), in float32: the master
+            weights that AdamW updates, with their gradient and moments
+gathered    in the compute dtype: a bf16 weight is its rounded master, as on one process
+gradients   summed in float32, from what backward computed in the compute dtype. They are not divided by the
+            number of processes: a step's losses are divided by one token count (train/step.py)
 
 Source: torch.distributed.fsdp.fully_shard; stage 3 of ZeRO, arXiv:1910.02054.
 """
 
-# torch leaves modules' parameters, DTensor and fully_shard partly without types:
+# torch's modules' parameters, DTensor and fully_shard are partly untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.parallel.processes.mesh import HeldPart
 
 FORWARD = ("hidden", "_fill", "_step")
-"""A Decoder's ways through its layers. Its own weights are gathered when one is entered."""
+"""A Decoder's methods that go through its layers. Its own weights are gathered when one is called."""
 
 
 class Sharded:
-    """The weights of a model that are divided among the processes of `group`, and what of them is here.
+    """The weights of a model sharded over the processes of `group`, and this process's shards.
 
-    dtype  of the computation.
-    held   name of a parameter -> its rows here. Its gradient comes summed.
-    local  name -> those rows: a float32 tensor that shares its memory with the model's parameter.
+    dtype  compute dtype
+    held   parameter name -> its shard. Its gradient is already summed.
+    local  name -> that shard as a float32 tensor that shares memory with the model's parameter.
     """
 
     def __init__(self, model: Decoder, group: Group, dtype: torch.dtype, device: torch.device | str):
-        """Divide a model on "meta". Its weights have memory then, and no values; buffers are as before.
+        """Shard a model on "meta". Its weights then have memory but no values; buffers are unchanged.
 
-        Raises ConfigError where a weight is packed or frozen.
+        Raises ConfigError if a weight is packed or frozen.
         """
         self.model, self.group, self.dtype = model, group, dtype
         packed = [
@@ -63,7 +63,7 @@ class Sharded:
         if packed or frozen:
             raise ConfigError(
                 f"place.weights is sharded, and {(packed or frozen)[0]} is"
-                f" {'packed' if packed else 'frozen'}: only weights that train are divided so",
+                f" {'packed' if packed else 'frozen'}: only trained weights can be sharded",
                 next="--place.weights device, or --train adapters (sft, prefer, distill)",
             )
         self._rows = {name: chunk(len(p), group.rank, group.size) for name, p in model.named_parameters()}
@@ -78,22 +78,22 @@ class Sharded:
         model.sharded = True
 
     def held(self, name: str) -> HeldPart:
-        """What this process holds of the parameter of that name."""
+        """Return what this process holds of the named parameter."""
         return HeldPart(self._rows[name], ALONE, 1, half=self.dtype.itemsize < 4)
 
     def put(self, name: str, whole: Tensor) -> None:
-        """Copy the rows held here of a whole weight, rounded to the computation's dtype as on one process."""
+        """Copy this process's shard of a full weight, rounded to the compute dtype as on one process."""
         self.local[name].copy_(whole[self._rows[name].slice].to(self.dtype))
 
     def zero_buffers(self, device: torch.device | str) -> None:
-        """Zeros in place of buffers on "meta", for a model that begins with random weights."""
+        """Replace buffers on "meta" by zeros, for a model with randomly initialised weights."""
         for module in self.model.modules():
             for name, old in buffers_of(module).items():
                 if old is not None and old.is_meta:
                     buffers_of(module)[name] = torch.zeros_like(old, device=device)
 
     def round_(self) -> int:
-        """Round what was read to the computation's dtype, as on one process. -> how many weights changed."""
+        """Round the loaded weights to the compute dtype, as on one process. Return how many changed."""
         changed = 0
         for tensor in self.local.values() if self.dtype.itemsize < 4 else ():
             rounded = tensor.to(self.dtype).float()
@@ -103,16 +103,19 @@ class Sharded:
 
 
 def chunk(of: int, index: int, parts: int) -> Rows:
-    """Part `index` of `of` rows as torch.chunk cuts them: ceil(of / parts) each, fewer or none at the end."""
+    """Return part `index` of `of` rows as torch.chunk cuts them.
+
+    Each has ceil(of / parts) rows, the last ones fewer or none.
+    """
     each = -(-of // parts)
     return Rows(min(of, index * each), min(of, (index + 1) * each), of)
 
 
 def placement_of_rows(placement: Placement, shape: Sequence[int], rows: Rows) -> Placement | None:
-    """The part of a placement that fills those rows of its parameter, counted from the first of them.
+    """Return the part of a placement that fills those rows of its parameter, counted from the first of them.
 
-    shape: of the whole parameter. None where it fills none of them.
-    Raises ConfigError for a matrix stored transposed that would be cut across its rows.
+    shape: of the full parameter. None if it fills none of the rows.
+    Raises ConfigError for a transposed matrix that would have to be cut across its rows.
     """
     row, info = prod(shape[1:]), placement.info
     first, last = max(placement.start, rows.first * row), min(placement.stop, rows.last * row)
@@ -138,21 +141,22 @@ def placement_of_rows(placement: Placement, shape: Sequence[int], rows: Rows) ->
 def division(
     placements: Sequence[Placement], params: Params, sharded: Sharded
 ) -> tuple[list[Placement], Owned]:
-    """(what fills the rows held here and the buffers, who reads what of it). params: of the whole model.
+    """Return (placements of the rows held here and the buffers, who reads what of them).
 
-    Every process reads its rows. Buffers, which all hold, are read by one each and given to the others.
+    params: of the full model. Every process reads its rows. Buffers, which all hold, are read by one process
+    each and broadcast to the others.
     """
     group = sharded.group
     buffers = [p for p in placements if p.param not in sharded.local]
     weights = [p for p in placements if p.param in sharded.local]
 
     def rows(rank: int) -> list[Placement]:
-        found: list[Placement] = []
+        parts: list[Placement] = []
         for placement in weights:
             shape = params[placement.param][1]
             part = placement_of_rows(placement, shape, chunk(shape[0], rank, group.size))
-            found += [] if part is None else [part]
-        return found
+            parts += [] if part is None else [part]
+        return parts
 
     mine, of_buffers = rows(group.rank), divide(buffers, [1.0] * group.size)
     by_rank = [_nbytes(rows(rank)) + _nbytes(of_buffers[rank]) for rank in range(group.size)]
@@ -166,7 +170,7 @@ def _nbytes(placements: Sequence[Placement]) -> int:
 
 
 def _fully_shard(model: Decoder, dtype: torch.dtype, device: str) -> None:
-    """A unit per layer, and one of embedding, norm and head."""
+    """Shard the model: one unit per layer, and one for embedding, norm and head."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import (
         FSDPModule,
@@ -188,7 +192,7 @@ def _fully_shard(model: Decoder, dtype: torch.dtype, device: str) -> None:
     fully_shard(model, **options)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            # sums, as plain sums: gloo has no scaled ones, and nothing is to be scaled
+            # plain sums: gloo has no scaled ones, and nothing needs scaling
             unit.set_force_sum_reduction_for_comms(True)
             unit.set_gradient_divide_factor(1.0)
     for name in FORWARD:
@@ -196,18 +200,18 @@ def _fully_shard(model: Decoder, dtype: torch.dtype, device: str) -> None:
 
 
 def _materialise(model: Decoder, device: torch.device) -> None:
-    """Memory for the rows held here, in place of what was on "meta". A tied weight stays one."""
+    """Allocate this process's shards in place of tensors on "meta". A tied weight stays one."""
     from torch.distributed.tensor import DTensor
 
-    made: dict[int, nn.Parameter] = {}
+    materialised: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in parameters_of(module).items():
             if old is None:
                 continue
-            if id(old) not in made:
+            if id(old) not in materialised:
                 assert isinstance(old, DTensor)
                 local = torch.zeros(old.to_local().shape, dtype=old.dtype, device=device)
-                made[id(old)] = nn.Parameter(
+                materialised[id(old)] = nn.Parameter(
                     DTensor.from_local(
                         local,
                         old.device_mesh,
@@ -217,8 +221,8 @@ def _materialise(model: Decoder, device: torch.device) -> None:
                         stride=old.stride(),
                     )
                 )
-            parameters_of(module)[name] = made[id(old)]
-    # fully_shard looks at its parameters again, and pads them; it listens to this call, which is torch's own
+            parameters_of(module)[name] = materialised[id(old)]
+    # fully_shard inspects and pads its parameters again; this torch call triggers it
     model._apply(_unchanged)  # pyright: ignore[reportPrivateUsage]
 
 

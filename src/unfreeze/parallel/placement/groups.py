@@ -1,21 +1,21 @@
-"""A layer's experts in groups of neighbours, one group after the other: for a layer that no buffer holds.
+"""Compute a layer's experts in groups of neighbours, one group at a time, for layers larger than a buffer.
 
-    sort the T K rows by expert             as parallel/placement/dispatch.py does, of one process
-    forward  for each group                 visit it, expert_mlp of its rows, K = 1
-    sum each token's K rows in float32
-    backward for each group, last first     visit it, expert_mlp of its rows again, and its backward
+sort the T K rows by expert             as parallel/placement/dispatch.py does, on one process
+forward  for each group                 load it, expert_mlp of its rows, K = 1
+         sum each token's K rows in float32
+backward for each group, last first     load it, expert_mlp of its rows again, and its backward
 
-So a group comes once in forward and once in backward. With recompute "layers" the second visit of a layer
-computes nothing here: backward does it group by group. "selective" and "elementwise" keep for each group what
-the op keeps.
-In float32 results and gradients equal those of all experts at once to the bit, for the same rows in the same
-order; biases of down are added to the sums, as there. In bf16 a row is rounded once more before it is summed,
-as in parallel/placement/dispatch.py.
+So a group is loaded once in forward and once in backward. With recompute "layers", the second visit of a
+layer computes nothing here, because backward works group by group. "selective" and "elementwise" save for
+each group what the op saves.
+In float32, results and gradients are bit-identical to those of all experts at once, for the same rows in the
+same order; biases of down are added to the sums, as there. In bf16 a row is rounded once more before it is
+summed, as in parallel/placement/dispatch.py.
 
 T tokens, K experts per token, E experts, n = T K rows, D width.
 """
 
-# torch leaves backward of a Function without types
+# torch's Function.backward is untyped
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.quant.codec import Packed
 
 T = TypeVar("T")
-FEW = 8  # rows that are multiplied with the codes, however few experts they are at
+FEW = 8  # up to this many rows are multiplied with the codes directly, however few experts they use
 FACTORS = ("gate_up_A", "gate_up_B", "down_A", "down_B")
 
 
 @dataclass
 class _Slice:
-    """The factors of a group's experts, as the adapter of that group."""
+    """The adapter factors of a group's experts, as that group's adapter."""
 
     given: ExpertFactors
 
@@ -54,10 +54,10 @@ class _Slice:
 
 
 def part_of(experts: Experts, rows: Rows, tensors: dict[str, Tensor]) -> Experts:
-    """Those experts as a module of their own.
+    """Return those experts as a module of their own.
 
-    tensors: name within `experts` -> the group's weights, which stream. What else it has, as biases, is a
-    view of the layer's.
+    tensors: name within `experts` -> the group's streamed weights. Everything else, such as biases, is a view
+    of the layer's.
     """
     part = type(experts)(
         len(rows),
@@ -83,10 +83,10 @@ def part_of(experts: Experts, rows: Rows, tensors: dict[str, Tensor]) -> Experts
 
 
 class InGroups:
-    """The joint of `Experts.dispatch` in one process: rows go through the experts group by group.
+    """An `Experts.dispatch` for one process: rows go through the experts group by group.
 
-    parts  makes the groups' rows and modules (`part_of`), in order, once the layer has its memory
-    visit  visit(g) returns when group g's weights are here
+    parts  returns the groups' rows and modules (`part_of`) in order, once the layer has memory
+    visit  visit(g) returns when group g's weights are loaded
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class InGroups:
         reuse: Reuse | None,
         once: Reuse | None,
     ) -> Tensor:
-        """As Experts.forward."""
+        """Like Experts.forward."""
         first: list[bool] = []
 
         def noted(compute: Callable[[], T]) -> T:
@@ -125,7 +125,7 @@ class InGroups:
 
             return found() if once is None else once(found)
 
-        # on the second visit with gradients nobody reads the results: backward makes what it needs itself
+        # on the second visit with gradients the results are not read: backward computes what it needs
         call: Any = _Call(self, experts, lambda: bool(first) or not torch.is_grad_enabled())
         y_TD = self._sorted(call, x_TD, ids_TK, weights_TK, reuse, noted)
         return experts.biased(y_TD, ids_TK, weights_TK)
@@ -137,27 +137,27 @@ class InGroups:
 
 @dataclass
 class _Call:
-    """What RowsDispatch takes for the experts, during one call."""
+    """Takes the place of the experts in RowsDispatch during one call."""
 
     groups: InGroups
     experts: Experts
     read: Callable[[], bool]
 
     def here(self, x_nD: Tensor, ids_n1: Tensor, weights_n1: Tensor, reuse: Reuse | None = None) -> Tensor:
-        """x and weights of rows sorted by expert -> their results [n, D]; zeros where nobody reads them."""
+        """Return results [n, D] of rows sorted by expert; zeros if they are not read."""
         adapter = self.experts.adapter
-        given = ExpertFactors() if adapter is None else adapter.factors()
+        adapter_factors = ExpertFactors() if adapter is None else adapter.factors()
         cuts = torch.tensor([rows.first for rows, _ in self.groups.parts], device=ids_n1.device)
         ends = [*ints(torch.searchsorted(ids_n1[:, 0], cuts)), len(ids_n1)]
         spans = [slice(a, b) for a, b in pairwise(ends)]
-        # of each group, what its op keeps for backward; with `reuse` the layer's second visit finds it again
-        kept: list[Saved] = []
+        # what each group's op saves for backward; with `reuse`, the layer's second visit finds it again
+        saved_by_group: list[Saved] = []
 
         if reuse is not None:
-            kept = reuse(lambda: [Saved() for _ in spans])
+            saved_by_group = reuse(lambda: [Saved() for _ in spans])
         codes = not torch.is_grad_enabled() and _multiplies_codes(self.groups.parts[0][1], ids_n1)
-        run = _Run(self.groups, spans, ids_n1, given, kept, self.read(), codes)
-        return _InGroups.apply(x_nD, weights_n1, run, *(getattr(given, name) for name in FACTORS))
+        run = _Run(self.groups, spans, ids_n1, adapter_factors, saved_by_group, self.read(), codes)
+        return _InGroups.apply(x_nD, weights_n1, run, *(getattr(adapter_factors, name) for name in FACTORS))
 
 
 @dataclass
@@ -171,7 +171,7 @@ class _Run:
     codes: bool
 
     def of(self, group: int, x_nD: Tensor, weights_n1: Tensor, factors: Sequence[Tensor | None]) -> Tensor:
-        """The results of a group's rows; its weights are here."""
+        """Return the results of a group's rows; its weights must be loaded."""
         rows, part = self.groups.parts[group]
         part.adapter = None
         if any(factor is not None for factor in factors):
@@ -179,8 +179,8 @@ class _Run:
         ids_n1 = self.ids_n1[self.spans[group]] - rows.first
         if self.kept:
             return part.product(x_nD, ids_n1, weights_n1, self.kept[group].reuse)
-        # Without gradients and `reuse` the op multiplies few rows with the codes themselves. Whether a group
-        # does follows from all rows, so that the bits are those of all experts at once.
+        # Without gradients and `reuse` the op multiplies few rows with the codes directly. All rows together
+        # decide if a group does so, so that the bits equal those of all experts at once.
         if not self.codes:
             return part.product(x_nD, ids_n1, weights_n1, _computed)
         few = (split(each, FEW) for each in (x_nD, ids_n1, weights_n1))
@@ -192,7 +192,7 @@ def _computed(compute: Callable[[], T]) -> T:
 
 
 def _multiplies_codes(part: Experts, ids_n1: Tensor) -> bool:
-    """Whether the op, given all these rows, would expand no expert (kernels/expert_mlp/decode_cpu.py)."""
+    """Return True if the op would expand no expert for these rows (kernels/expert_mlp/decode_cpu.py)."""
     gate_up, down = part.gate_up_proj.value(), part.down_proj.value()
     if not (isinstance(gate_up, Packed) and isinstance(down, Packed)):
         return False
@@ -204,7 +204,10 @@ def _multiplies_codes(part: Experts, ids_n1: Tensor) -> bool:
 
 
 class _InGroups(torch.autograd.Function):
-    """(x [n, D], weights [n, 1], factors) -> results [n, D]; backward computes them again, group by group."""
+    """(x [n, D], weights [n, 1], factors) -> results [n, D].
+
+    Backward computes the results again, group by group.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_nD: Tensor, weights_n1: Tensor, run: _Run, *factors: Tensor | None) -> Tensor:

@@ -1,12 +1,13 @@
-"""Which bytes of a checkpoint each process reads: every byte once, and as many on each process.
+"""Divide the reading of a checkpoint: every byte is read once, and each process reads about as much.
 
-    placements of the whole model (checkpoint/resolve.py)
-    -> those of the experts held here, and those of what all hold     narrowed to rows
-    -> divided among the processes that hold them                     cut at elements
-    read, then given to the other holders                             broadcast, as bytes
+placements of the whole model (checkpoint/resolve.py)
+-> those of the experts held here, and those of replicated weights    narrowed to rows
+-> divided among the processes that hold them                         cut at elements
+read, then sent to the other holders                                  broadcast, as bytes
 
-Process r of n reads the experts that only it holds, and of what several hold as much as makes the sums equal:
-they differ by 3 % at most unless some processes hold an expert more and the rest is less than that.
+Process r of n reads the experts that only it holds, plus a share of the replicated weights that makes the
+sums equal. They differ by at most 3 %, unless some processes hold one expert more and the replicated weights
+are smaller than that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Span = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Shared:
-    """What the processes of a group hold together: spans[r] is read by process r and given to the others."""
+    """Weights replicated on a group of processes: spans[r] is read by process r and sent to the others."""
 
     group: Group
     spans: list[list[Span]]
@@ -42,12 +43,12 @@ class Shared:
 
 @dataclass(frozen=True)
 class Owned:
-    """What this process reads of a checkpoint, and what it is given.
+    """This process's reads of a checkpoint, and the data it receives.
 
-    mine           placements to read, in the parameters as they are held here.
-    shared         what is read by one process for several.
-    bytes_by_rank  of all processes.
-    expanded_bytes  of all placements, as in LoadStats.
+    mine            placements to read, relative to the parameters as held here
+    shared          what one process reads for several
+    bytes_by_rank   of all processes
+    expanded_bytes  of all placements, as in LoadStats
     """
 
     mine: list[Placement]
@@ -57,15 +58,15 @@ class Owned:
 
 
 def held_here(placements: Sequence[Placement], params: Params, mesh: Mesh) -> list[Placement]:
-    """The placements of what this process holds, of a whole model's. params: of the whole model."""
-    found: list[Placement] = []
+    """Return the placements that this process holds. params: of the whole model."""
+    parts: list[Placement] = []
     for placement in placements:
         rows = mesh.held(placement.param).rows
         part = (
             placement if rows is None else placement_of_experts(placement, params[placement.param][1], rows)
         )
-        found += [part] if part is not None else []
-    return found
+        parts += [part] if part is not None else []
+    return parts
 
 
 def owned(
@@ -77,9 +78,9 @@ def owned(
 ) -> Owned:
     """Divide the placements of a whole model among the processes. params: of the whole model.
 
-    streamed: names of parameters that are read elsewhere; only the numbers beside them are compared here.
-    beside: bytes that each process reads of them when it loads.
-    Every process finds the same, so nothing is exchanged here.
+    streamed: names of parameters that are read elsewhere; only the scales beside them are compared here.
+    beside: bytes of them that each process reads while loading.
+    Every process computes the same result, so nothing is exchanged.
     """
     placements = [p for p in placements if p.param not in streamed or p.expected is not None]
     size, split = mesh.all.size, mesh.split
@@ -88,7 +89,7 @@ def owned(
         return Owned(list(placements), [], [_nbytes(placements)], expanded)
     copies = size // split
 
-    # experts by who holds them; each set is divided evenly among its copies
+    # group experts by their holders; each set is divided evenly among its replicas
     rest = [p for p in placements if mesh.axis_of(p.param) == "all"]
     experts = [p for p in placements if mesh.axis_of(p.param) != "all"]
     of_place: list[list[list[Placement]]] = []
@@ -101,7 +102,7 @@ def owned(
     own = [_nbytes(of_place[r % split][r // split]) if of_place else 0 for r in range(size)]
     own = [mine + other for mine, other in zip(own, beside or [0] * size, strict=True)]
 
-    # what all hold fills up the processes that have fewer bytes of their own
+    # replicated weights go to the processes that have fewer bytes of their own
     mean = (sum(own) + _nbytes(rest)) / size
     of_rest = divide(rest, [max(0.0, mean - mine) for mine in own])
     by_rank = [mine + _nbytes(part) for mine, part in zip(own, of_rest, strict=True)]
@@ -116,9 +117,9 @@ def owned(
 
 
 def placement_of_experts(placement: Placement, shape: Sequence[int], rows: Rows) -> Placement | None:
-    """The part of a placement that belongs to those rows of its parameter, counted from the first of them.
+    """Return the part of a placement in those rows of its parameter, counted from the first of them.
 
-    shape: of the whole parameter, [E, …]. None where no row of it does.
+    shape: of the whole parameter, [E, …]. None if no row does.
     """
     info, index = placement.info, placement.index
     row = prod(shape[1:])
@@ -134,7 +135,7 @@ def placement_of_experts(placement: Placement, shape: Sequence[int], rows: Rows)
             start=placement.start - back,
             stop=placement.stop - back,
         )
-    if placement.expected is not None:  # numbers beside a whole stack: one process compares them
+    if placement.expected is not None:  # values for a whole stack: one process compares them
         return placement if rows.first == 0 else None
     if placement.parse is not None or info.shape[:1] != (rows.of,):
         raise ValueError(f"{info.name} {list(info.shape)} cannot be cut into {rows.of} experts")
@@ -144,10 +145,11 @@ def placement_of_experts(placement: Placement, shape: Sequence[int], rows: Rows)
 
 
 def divide(placements: Sequence[Placement], weights: Sequence[float]) -> list[list[Placement]]:
-    """The placements in file order, cut into parts of bytes in proportion to the weights.
+    """Cut the placements, in file order, into parts of bytes proportional to the weights.
 
-    A tensor that goes straight to its place is cut at any element, a transposed stack between matrices; what
-    is compared or parsed stays whole.
+    A tensor that is copied as is can be cut at any element, a transposed stack between matrices. What is
+    compared
+    or parsed stays whole.
     """
     parts: list[list[Placement]] = [[] for _ in weights]
     total, sum_ = _nbytes(placements), sum(weights) or 1.0
@@ -175,7 +177,7 @@ def divide(placements: Sequence[Placement], weights: Sequence[float]) -> list[li
 
 
 def _step(placement: Placement) -> int:
-    """Elements that stay together."""
+    """Return the number of elements that must stay together."""
     numel = placement.info.nbytes // ITEMSIZE[placement.info.dtype]
     if placement.expected is not None or placement.parse is not None:
         return max(1, numel)
@@ -183,7 +185,7 @@ def _step(placement: Placement) -> int:
 
 
 def cut_placement(placement: Placement, first: int, last: int, shape: tuple[int, ...]) -> Placement:
-    """Elements first:last of the tensor on disk, in as many of its parameter."""
+    """Return elements first:last of the tensor on disk, as a placement into as many of its parameter."""
     info, itemsize = placement.info, ITEMSIZE[placement.info.dtype]
     part = replace(info, shape=shape, nbytes=(last - first) * itemsize, offset=info.offset + first * itemsize)
     expanded = placement.expanded_bytes * (last - first) * itemsize // max(1, info.nbytes)
@@ -192,7 +194,7 @@ def cut_placement(placement: Placement, first: int, last: int, shape: tuple[int,
 
 
 def spans_of(placements: Sequence[Placement]) -> list[Span]:
-    """What the placements fill, neighbours together."""
+    """Return the spans that the placements fill, merging neighbours."""
     filled = sorted((p.param, p.start, p.stop) for p in placements if p.expected is None and not p.alias)
     spans: list[Span] = []
     for param, start, stop in filled:
@@ -206,13 +208,14 @@ def spans_of(placements: Sequence[Placement]) -> list[Span]:
 def fill_owned(
     division: Owned, tensors: Mapping[str, Tensor], mesh: Mesh, progress: Progress | None = None
 ) -> LoadStats:
-    """Read what is this process's to read, and exchange it: then the tensors are filled on every process.
+    """Read this process's part and exchange it, so that the tensors are filled on every process.
 
-    -> of all processes the bytes, of this one the seconds. Raises CheckpointError; in the other processes
+    Return the bytes of all processes and the seconds of this one. Raises CheckpointError; in the other
+    processes
     UserError.
     """
     started, everyone, rounded = time.perf_counter(), mesh.all, 0
-    # tensors that are stored twice are compared with the first, so when that is whole everywhere
+    # tensors stored twice are compared with the first copy, so only once that is complete everywhere
     for aliases in (False, True):
         mine = [placement for placement in division.mine if placement.alias == aliases]
         rounded += read_part(everyone, mine, tensors, progress)
@@ -233,7 +236,7 @@ def read_part(
     tensors: Mapping[str, Tensor],
     progress: Progress | None = None,
 ) -> int:
-    """Read this process's part, as all others read theirs. -> how many numbers were rounded.
+    """Read this process's part while all others read theirs. Return how many numbers were rounded.
 
     Raises CheckpointError; in the other processes UserError.
     """
@@ -254,7 +257,7 @@ def read_part(
 
 
 def give(shared: Shared, tensors: Mapping[str, Tensor]) -> None:
-    """Every process gets what the others read: broadcasts of at most BUCKET bytes, or of one long span."""
+    """Broadcast what each process read, in buckets of at most BUCKET bytes or one long span."""
     flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
     for source, spans in enumerate(shared.spans):
         parts = [flat[param][start:stop].view(torch.uint8) for param, start, stop in spans]

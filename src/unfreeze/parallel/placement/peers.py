@@ -1,20 +1,20 @@
-"""The frozen rest in parts: each of n processes keeps 1/n of every layer's bytes, and gathers layers as they
-are visited.
+"""Shard the frozen weights: each of n processes keeps 1/n of every layer's bytes and gathers layers on visit.
 
-    FromPeers(mesh)   given to place(): it takes the rest of each layer out of what is loaded, reads this
-                      process's part of it, and makes
-    Streamed          the model's residency (parallel/placement/residency.py), whose source is
-    Peers             the parts of all processes, gathered into one of two buffers
+FromPeers(mesh)   passed to place(): it takes the non-expert weights of each layer out of what is loaded,
+                  reads this process's part of them, and creates
+Streamed          the model's residency (parallel/placement/residency.py), whose source is
+Peers             the parts of all processes, all-gathered into one of two buffers
 
-The rest is what a layer has besides routed experts: attention, dense MLP, shared experts, norms and the
-router, packed weights as their packed bytes. Embeddings, last norm and head stay whole on every process.
-A layer's tensors lie one after another in its buffer, and process r keeps bytes r S : (r + 1) S of it, so
-what is gathered are bytes, whatever they mean, and the numbers are those of weights that were always here.
+These weights ("the rest") are everything in a layer except routed experts: attention, dense MLP, shared
+experts, norms and the router, with packed weights as packed bytes. Embeddings, last norm and head are
+replicated on every process. A layer's tensors are contiguous in its buffer, and process r keeps bytes
+r S : (r + 1) S of it. So bytes are gathered, whatever they mean, and results equal those of replicated
+weights.
 
-Every process gathers the same layers in the same order: which come depends on the layers only, not on the
-rows that a process works on. They go through a group of their own, and travel beside the computation; but
-who visits a layer queues the next one's gather, not a thread beside it. So all exchanges of a process, these
-and those of the training, are queued in the program's order, as NCCL needs it.
+Every process gathers the same layers in the same order, because the order depends on the layers only, not on
+a process's rows. The gathers use their own process group and run beside the computation. But the code that
+visits a layer queues the next layer's gather, not a separate thread. So all exchanges of a process, these and
+those of training, are queued in program order, as NCCL requires.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from unfreeze.parallel.processes.mesh import Mesh
 
 
 class Peers:
-    """A layer's bytes from the parts that all processes keep, each `parts[layer].numel()` bytes."""
+    """Gathers a layer's bytes from all processes; each part has `parts[layer].numel()` bytes."""
 
     name: From = "peers"
 
@@ -47,7 +47,7 @@ class Peers:
         self._group, self._parts = group, list(parts)
 
     def begin(self, layer: int, into: Slot) -> Callable[[], object]:
-        """Queue the gather: NCCL needs all exchanges of a process in one order, the same in every process."""
+        """Queue the gather: NCCL needs the same order of exchanges in every process."""
         part = self._parts[layer]
         return self._group.gather(into.bytes[: self._group.size * len(part)], part)
 
@@ -57,10 +57,10 @@ class Peers:
 
 @dataclass(frozen=True)
 class Rest:
-    """A layer's rest: where its tensors lie in a buffer, the bytes that a process keeps, and who reads what.
+    """A layer's non-expert weights: their place in a buffer, the bytes per process, and who reads what.
 
-    reads[r]  placements that process r reads: what its part holds of them
-    given[r]  of these, what the others need too, because it could not be cut at the parts' ends
+    reads[r]  placements that process r reads: those in its part
+    given[r]  of these, what the others need too, because it could not be cut at the parts' boundaries
     """
 
     layout: Layout
@@ -70,43 +70,43 @@ class Rest:
 
 
 class FromPeers:
-    """For place(): which tensors are kept in parts, how they are read, and the residency that follows.
+    """For place(): which tensors are sharded, how they are read, and the resulting residency.
 
     rounded, expanded_bytes  of what was read, as in LoadStats
 
-    Made by all processes together. Raises ConfigError where there is one process only.
+    Created by all processes together. Raises ConfigError if there is only one.
     """
 
     def __init__(self, mesh: Mesh):
         if not isinstance(mesh.all, Processes):
             raise ConfigError(
-                "place.rest is peers, and there is one process: it has no peers that could keep a part",
+                "place.rest is peers, but there is only one process, so no peers can keep a part",
                 next="torchrun --nproc-per-node 2, or --place.rest device",
             )
         group = mesh.all.among(range(mesh.all.size))
-        assert group is not None  # every process is in it
+        assert group is not None  # every process is a member
         self._everyone, self._group = mesh.all, group
         self.residency: Streamed | None = None
         self.rounded = self.expanded_bytes = 0
 
     def names(self, model: nn.Module, params: Params) -> frozenset[str]:
-        """Of `params`, what is kept in parts."""
+        """Return the names in `params` that are sharded."""
         return frozenset(
             name for place, layer in layers_of(model) for name in rest_names(layer, place) if name in params
         )
 
     def rests(self, model: nn.Module, placements: Sequence[Placement], params: Params) -> list[Rest]:
-        """Each layer's rest. placements: of all of `params`."""
+        """Return each layer's Rest. placements: of all of `params`."""
         of_param: dict[str, list[Placement]] = {}
         for placement in placements:
             of_param.setdefault(placement.param, []).append(placement)
-        made: list[Rest] = []
+        rests: list[Rest] = []
         for place, layer in layers_of(model):
             layout = layout_of([name for name in rest_names(layer, place) if name in params], params)
             theirs = [p for name in layout for p in of_param.get(name, ()) if p.expected is None]
             self.expanded_bytes += sum(placement.expanded_bytes for placement in theirs)
-            made.append(rest_of(layout, theirs, self._group.size))
-        return made
+            rests.append(rest_of(layout, theirs, self._group.size))
+        return rests
 
     def take(
         self,
@@ -117,8 +117,8 @@ class FromPeers:
     ) -> dict[str, Tensor]:
         """Read this process's parts.
 
-        -> name -> tensor of the rest, in memory that its layer shares with others.
-        Raises CheckpointError where they cannot be read; in the other processes UserError.
+        Return name -> tensor for these weights, in memory that its layer shares with others.
+        Raises CheckpointError if they cannot be read; in the other processes UserError.
         """
         group, size = self._everyone, self._everyone.size
         most = [max((rest.part for rest in rests[first::BUFFERS]), default=0) for first in range(BUFFERS)]
@@ -127,7 +127,7 @@ class FromPeers:
         parts: list[Tensor] = []
         total, done = sum(_nbytes(rest.reads[group.rank]) for rest in rests), 0
 
-        # layer by layer through the buffer that it will use, which holds more than this process keeps
+        # layer by layer through the layer's buffer, which is larger than this process's part
         for index, rest in enumerate(rests):
             slot = slots[index % BUFFERS]
             views = slot.views(rest.layout)
@@ -151,7 +151,7 @@ class FromPeers:
 
 
 def rest_names(layer: nn.Module, name: str) -> list[str]:
-    """Names of what a layer has besides its routed experts."""
+    """Return the names of a layer's tensors other than routed experts."""
     inside = {
         id(tensor)
         for experts in layer.modules()
@@ -163,7 +163,7 @@ def rest_names(layer: nn.Module, name: str) -> list[str]:
 
 
 def rest_bytes(layers: Sequence[nn.Module]) -> list[int]:
-    """Bytes of a buffer that holds each layer's rest. The layers may be on meta."""
+    """Return the bytes of a buffer for each layer's non-expert weights. The layers may be on meta."""
     sizes: list[int] = []
     for layer in layers:
         tensors = {f"0.{name}": tensor for name, tensor in layer.state_dict().items()}
@@ -174,22 +174,25 @@ def rest_bytes(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def part_bytes(layer: int, size: int) -> int:
-    """Of a layer of so many bytes what each of `size` processes keeps: a multiple of ALIGN."""
+    """Return the bytes of a layer that each of `size` processes keeps: a multiple of ALIGN."""
     return -(-layer // (size * ALIGN)) * ALIGN
 
 
 def rest_of(layout: Layout, placements: Sequence[Placement], size: int) -> Rest:
-    """A layer's rest among `size` processes: S bytes each, a multiple of ALIGN, so that no number is cut."""
+    """Split a layer's non-expert weights over `size` processes: S bytes each.
+
+    S is a multiple of ALIGN, so that no number is cut.
+    """
     part = part_bytes(layout_bytes(layout), size)
     reads: list[list[Placement]] = [[] for _ in range(size)]
-    given: list[list[Placement]] = [[] for _ in range(size)]
+    shared_reads: list[list[Placement]] = [[] for _ in range(size)]
     for placement in placements:
         if placement.parse is not None or placement.transposed or placement.alias:
             least = min(range(size), key=lambda rank: _nbytes(reads[rank]))
             reads[least].append(placement)
-            given[least].append(placement)
+            shared_reads[least].append(placement)
             continue
-        # the placement fills elements start:stop of its parameter, of which process r keeps first:last
+        # the placement fills elements start:stop of its parameter; process r keeps first:last of them
         begin, _, dtype, _ = layout[placement.param]
         numel = placement.info.nbytes // ITEMSIZE[placement.info.dtype]
         for rank in range(size):
@@ -200,11 +203,11 @@ def rest_of(layout: Layout, placements: Sequence[Placement], size: int) -> Rest:
                 reads[rank].append(
                     placement if whole else cut_placement(placement, first, last, (last - first,))
                 )
-    return Rest(layout, part, reads, given)
+    return Rest(layout, part, reads, shared_reads)
 
 
 def read_by(rests: Sequence[Rest]) -> list[int]:
-    """Bytes that each process reads of them; [] of none."""
+    """Return the bytes that each process reads of them; [] if there are none."""
     return [sum(map(_nbytes, reads)) for reads in zip(*(rest.reads for rest in rests), strict=True)]
 
 

@@ -1,8 +1,9 @@
-"""place: give a model on "meta" its weights, each filled once from the files.
+"""place: load the weights of a model on "meta", each filled once from the files.
 
-Order: resolve names and shapes (no memory taken) → allocate → stream → check → only then hand the tensors to
-the modules. So after an error the model is untouched.
-Packed weights go from file to memory as bytes (docs/why/trust.md L1); nothing is left uninitialised (L8).
+Order: resolve names and shapes (allocates nothing) → allocate → stream → check → only then assign the tensors
+to the modules. So after an error the model is unchanged.
+Packed weights are copied from file to memory as bytes (docs/why/trust.md L1); nothing is left uninitialised
+(L8).
 """
 
 from __future__ import annotations
@@ -50,17 +51,18 @@ def place(
 ) -> LoadStats:
     """Fill `model` (parameters and persistent buffers on "meta") from a checkpoint, on `device`.
 
-    dtype     of floating parameters; None: the dtype of each meta tensor. Buffers (packed parts, routing
-              biases) keep theirs.
-    progress  called with (bytes done, bytes in total).
-    mesh      the processes that load it together: each holds its own experts (dispatch.py) and reads its part
-              of the bytes (owned.py).
-    streaming takes tensors out of what is loaded and fills them when they are needed. They have been resolved
-              and are covered like all others.
+        dtype     of floating-point parameters; None: that of each meta tensor. Buffers (packed parts, routing
+                  biases) keep theirs
+        progress  called with (bytes done, total bytes)
+        mesh      the processes that load it together: each holds its own experts (dispatch.py) and reads its
+                  share of the bytes (owned.py)
+        streaming takes tensors out of what is loaded and fills them when needed. They are resolved and
+        checked
+                  for coverage like all others
 
     Parameters under ".adapter." and non-persistent buffers don't come from the files: they keep their values
-    and are moved to `device`. One that is on meta is an error, since no file could fill it.
-    Raises CheckpointError (see checkpoint.resolve and checkpoint.stream); the model is then as it was before.
+    and are moved to `device`. One that is on meta is an error, because no file could fill it.
+    Raises CheckpointError (see checkpoint.resolve and checkpoint.stream); the model is then unchanged.
     """
     wanted = _wanted(model, dtype)
     params: Params = {name: (kind, tuple(tensor.shape)) for name, (tensor, kind) in wanted.items()}
@@ -110,20 +112,20 @@ def place_sharded(
     tied: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[LoadStats, Sharded]:
-    """As `place`, with every weight divided among the processes of `group`, which call it together.
+    """Like `place`, with every weight sharded over the processes of `group`, which call it together.
 
-    Each process reads the rows that it holds (parallel/placement/fsdp.py). dtype: of the computation.
+    Each process reads its own rows (parallel/placement/fsdp.py). dtype: compute dtype.
     """
     from unfreeze.parallel.placement.fsdp import Sharded, division
 
-    # against the shapes of the whole model
+    # check against the shapes of the whole model
     wanted = _wanted(model, dtype)
     params: Params = {name: (kind, tuple(tensor.shape)) for name, (tensor, kind) in wanted.items()}
     _check_fillable(model, wanted.keys())
     placements = resolve(manifest, rules, params, ignore=ignore, tied=tied)
     check_coverage(placements, params)
 
-    # then of what is here
+    # then load this process's part
     sharded = Sharded(model, group, dtype, device)
     here, divided = division(placements, params, sharded)
     own: dict[str, Tensor] = dict(sharded.local)
@@ -143,14 +145,17 @@ def place_sharded(
 def _part_of(
     progress: Callable[[int, int], None] | None, before: int, after: int
 ) -> Callable[[int, int], None] | None:
-    """The progress of a part of what is loaded: so many bytes come before it, and so many after."""
+    """Return a progress callback for a part of the load.
+
+    `before` bytes come before it and `after` bytes after it.
+    """
     if progress is None:
         return None
     return lambda done, total: progress(before + done, before + total + after)
 
 
 def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tuple[Tensor, torch.dtype]]:
-    """name -> (meta tensor, dtype to hold it in) of everything the files must fill.
+    """Return name -> (meta tensor, target dtype) of everything the files must fill.
 
     Shared parameters count once, under their first name.
     """
@@ -167,7 +172,7 @@ def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, tuple[Tens
 
 
 def _check_fillable(model: nn.Module, filled: Collection[str]) -> None:
-    """What no file will fill must hold values already."""
+    """Check that everything no file will fill already has values."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name not in filled and tensor.is_meta:
             raise CheckpointError(
@@ -177,9 +182,9 @@ def _check_fillable(model: nn.Module, filled: Collection[str]) -> None:
 
 
 def check_coverage(placements: Sequence[Placement], params: Params) -> None:
-    """Every element of every parameter is written exactly once (docs/why/trust.md L8).
+    """Check that every element of every parameter is written exactly once (docs/why/trust.md L8).
 
-    resolve promises it; this proves it for each load.
+    resolve promises it; this verifies it for each load.
     Raises CheckpointError naming the first parameter with a hole or an overlap.
     """
     ranges: dict[str, list[tuple[int, int]]] = {name: [] for name in params}
@@ -204,7 +209,7 @@ def check_coverage(placements: Sequence[Placement], params: Params) -> None:
 
 
 def _hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device) -> None:
-    """Put the filled tensors where the meta ones were, and move the rest to `device`.
+    """Assign the filled tensors in place of the meta ones, and move all others to `device`.
 
     new: id of a meta tensor -> the filled one. Shared parameters stay shared.
     """
@@ -228,7 +233,7 @@ def _hand_over_buffers(model: nn.Module, new: Mapping[int, Tensor], device: torc
 
 
 def _check_materialised(model: nn.Module) -> None:
-    """L8 once more, on the result: nothing on meta, nothing of size zero."""
+    """Check L8 again on the result: nothing is on meta or has size zero."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta or tensor.numel() == 0:
             raise CheckpointError(

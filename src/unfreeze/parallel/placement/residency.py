@@ -1,20 +1,20 @@
-"""Weights that do not lie on the device: layer by layer they come into two buffers.
+"""Offloaded weights: prefetched layer by layer into two buffers on the device.
 
-    Streaming("disk")   given to place(): it takes the experts' tensors out of what is loaded, and makes
-    Streamed            the model's residency (models/blocks/residency.py): told each layer, it waits until
-                        that layer's experts are here, and sends for those of the next
-    Host, Disk          where they come from; peers.py is a third place, for the other weights
+Streaming("disk")   passed to place(): it takes the experts' tensors out of what is loaded, and creates
+Streamed            the model's residency (models/blocks/residency.py): called before each layer, it waits
+                    until that layer's experts have arrived, and prefetches the next layer's
+Host, Disk          the sources; peers.py is a third one, for the other weights
 
-A layer whose experts are larger than a buffer may be comes in groups of them (groups.py), each of
-which counts as a layer here.
+A layer whose experts exceed the buffer size is loaded in groups of experts (groups.py), each of which counts
+as a layer here.
 
-Layer l always uses buffer l mod 2, so that its tensors are the same objects at every visit; only their memory
-changes. While layer l computes, l + 1 arrives; in backward l - 1 does. Where forward turns into backward the
-last two layers are still here, and where backward ends the first two are. So of L layers a step's first
-micro-batch reads 2 L - 2, each later one, and each of the next steps, 2 L - 4 (L > 2).
+Layer l always uses buffer l mod 2, so its tensors are the same objects at every visit, and only their memory
+changes. While layer l computes, l + 1 arrives; in backward, l - 1 does. When forward turns into backward the
+last two layers are still loaded, and when backward ends the first two are. So of L layers, a step's first
+micro-batch reads 2 L - 2, and each later one, and each of the next steps, 2 L - 4 (L > 2).
 
-All writing goes through views with version counters of their own: autograd would refuse a weight that was
-written to since forward, and here the same numbers are written again.
+All writes go through views with their own version counters: autograd would refuse a weight that was written
+since forward, and here the same values are written again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from unfreeze.parallel.placement.units import Layout, Unit, layout_bytes, layout
 from unfreeze.parallel.processes.lanes import Lane, lane_of, pinned
 
 BUFFERS = 2
-# Of the memory that is free: experts that take more on disk than this would push each other out of the page
+# Share of the free memory: experts that take more on disk than this would evict each other from the page
 # cache before they are read again.
 CACHED = 0.5
 
@@ -53,14 +53,15 @@ From = Literal["host", "disk", "peers"]
 
 
 class WeightSource(Protocol):
-    """Where weights come from. Layers are counted among those that have some."""
+    """A source of weights. Layers are numbered among those that have such weights."""
 
     name: From
 
     def begin(self, layer: int, into: Slot) -> Callable[[], object]:
-        """Called by who visits, in the program's order: what must be queued in it, as an exchange, is here.
+        """Start loading a layer; called in program order by the visitor. Exchanges must be queued here.
 
-        What it gives is called beside the computation: it fills the layer's tensors in `into`, or on CUDA
+        The returned function is called beside the computation. It fills the layer's tensors in `into`, or on
+        CUDA
         queues that on the current stream.
         """
         ...
@@ -69,14 +70,14 @@ class WeightSource(Protocol):
 
 
 class Slot:
-    """The memory of a buffer."""
+    """The memory of one buffer."""
 
     def __init__(self, nbytes: int, device: torch.device | str, *, pin: bool = False):
         empty = pinned if pin else torch.empty
         self.bytes = empty(nbytes, dtype=torch.uint8, device=device)
 
     def views(self, layout: Layout) -> dict[str, Tensor]:
-        """The tensors of a layer in this memory, each with a version counter of its own."""
+        """Return a layer's tensors in this memory, each with its own version counter."""
         return {
             name: self.bytes[start : start + size].view(dtype).view(shape).data
             for name, (start, size, dtype, shape) in layout.items()
@@ -84,7 +85,7 @@ class Slot:
 
 
 def streamed_names(layer: nn.Module, name: str) -> list[str]:
-    """Names of a layer's tensors that stream: weights of its routed experts, without biases and adapters."""
+    """Return the names of a layer's offloaded tensors: routed experts' weights, not biases or adapters."""
     return [
         f"{name}.{inner}.{leaf}"
         for inner, experts in named_modules(layer)
@@ -98,7 +99,7 @@ def streamed_names(layer: nn.Module, name: str) -> list[str]:
 
 
 def streamed_bytes(layers: Sequence[nn.Module]) -> list[int]:
-    """Bytes of a buffer that holds each layer's experts, for the layers that have some."""
+    """Return the buffer bytes for each layer's experts, for the layers that have some."""
     sizes: list[int] = []
     for layer in layers:
         tensors = {**dict(layer.named_parameters("0")), **dict(layer.named_buffers("0"))}
@@ -110,38 +111,39 @@ def streamed_bytes(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def bytes_of_expert(layers: Sequence[nn.Module]) -> list[tuple[int, ...]]:
-    """Bytes of one expert in each tensor that streams, for the layers that have some."""
-    found: list[tuple[int, ...]] = []
+    """Return the bytes of one expert in each offloaded tensor, for the layers that have experts."""
+    by_layer: list[tuple[int, ...]] = []
     for layer in layers:
         tensors = {**dict(layer.named_parameters("0")), **dict(layer.named_buffers("0"))}
         held = [tensors[name] for name in streamed_names(layer, "0")]
-        found.append(tuple(tensor.nbytes // len(tensor) for tensor in held))
-    return [sizes for sizes in found if sizes]
+        by_layer.append(tuple(tensor.nbytes // len(tensor) for tensor in held))
+    return [sizes for sizes in by_layer if sizes]
 
 
 def come_whole(layers: Sequence[nn.Module]) -> bool:
-    """Whether experts cannot come in groups: a norm's gradient reads what they made."""
+    """Return True if experts cannot be loaded in groups, because a norm's gradient reads their output."""
     return any(isinstance(module, NormedMoE) for layer in layers for module in layer.modules())
 
 
 def reads_of(layers: int, *, first: bool) -> int:
-    """Layers that come in a forward and backward pass; first: nothing is here before.
+    """Return the number of layers loaded in a forward and backward pass; first: nothing is loaded before.
 
-    Both turns find BUFFERS layers here: where forward becomes backward, and where the next pass begins.
+    At both turns BUFFERS layers are already loaded: from forward to backward, and at the start of the next
+    pass.
     """
     return max(layers if first else 0, 2 * layers - BUFFERS * (1 if first else 2))
 
 
 def buffer_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of the buffers: each as large as the largest layer that uses it."""
+    """Return the bytes of the buffers: each as large as the largest layer that uses it."""
     return sum(max(sizes[first::BUFFERS], default=0) for first in range(BUFFERS))
 
 
 @dataclass(frozen=True)
 class Transfers:
-    """What came since they were last asked for.
+    """The loads since the last query.
 
-    seconds  that transfers took, and waited: of them those in which nothing was computed
+    seconds  spent on transfers, and waited: those of them without computation
     """
 
     reads: int
@@ -151,12 +153,15 @@ class Transfers:
 
     @property
     def hidden(self) -> float | None:
-        """Share of the transfers under computation; None where nothing came."""
+        """Share of the transfer time hidden behind computation; None if nothing was loaded."""
         return max(0.0, 1 - self.waited / self.seconds) if self.seconds else None
 
 
 class Streamed:
-    """A residency with two buffers. `poison`, for tests: fill a buffer that nobody may read with NaN."""
+    """A residency with two buffers.
+
+    `poison`, for tests: fill a buffer that must not be read with NaN.
+    """
 
     poison = False
 
@@ -171,7 +176,7 @@ class Streamed:
         self.source = source
         self.reads = 0
         self._index = {id(layer): index for index, layer in enumerate(layers)}
-        self._layers = list(layers)  # their ids stay theirs
+        self._layers = list(layers)  # keep references, so that ids stay unique
         self._sizes, self._slots, self._lane = sizes, slots, lane
         self._holds: list[tuple[int, Future[Any]] | None] = [None] * BUFFERS
         self._last = 0
@@ -180,9 +185,9 @@ class Streamed:
         self._waits: list[tuple[Any, Any]] = []
 
     def visit(self, layer: object) -> None:
-        """Wait until the layer's experts are here, and send for the next layer's.
+        """Wait until the layer's experts have arrived, and prefetch the next layer's.
 
-        Raises CheckpointError where they cannot be read.
+        Raises CheckpointError if they cannot be read.
         """
         index = self._index.get(id(layer))
         if index is None:
@@ -192,7 +197,7 @@ class Streamed:
         try:
             _, arrived = ready.result()
         except BaseException:
-            self._holds[index % BUFFERS] = None  # asked again, it is read again
+            self._holds[index % BUFFERS] = None  # a retry reads it again
             raise
         self._lane.follow(arrived)
         self._waits.append((before, self._lane.mark()))
@@ -202,11 +207,11 @@ class Streamed:
             self._send_for(following)
 
     def take(self) -> Transfers:
-        """What came since the last call. On CUDA it waits for the copies that are under way."""
+        """Return the loads since the last call. On CUDA this waits for copies in progress."""
         came, waits = self._came, self._waits
         self._came, self._waits = [], []
         between = self._lane.between
-        # one that is still coming is counted with the next
+        # one still in transit is counted next time
         self._came += [(index, future) for index, future in came if not future.done()]
         done = [
             (index, future.result()) for index, future in came if future.done() and not future.exception()
@@ -223,9 +228,9 @@ class Streamed:
         self.source.close()
 
     def _following(self, index: int) -> int | None:
-        """The layer after this one in the direction of travel.
+        """Return the next layer in the current direction.
 
-        At the first it is the second, and at the last the one before: that is where a pass turns, or begins.
+        At the first layer it is the second, and at the last the one before it: a pass turns or starts there.
         """
         last = len(self._sizes) - 1
         if last == 0:
@@ -235,19 +240,20 @@ class Streamed:
         return index - 1 if index < self._last else index + 1
 
     def _send_for(self, index: int) -> Future[Any]:
-        """The layer in its buffer, or on its way there."""
+        """Start loading the layer into its buffer, unless it is there already."""
         held = self._holds[index % BUFFERS]
         if held is not None and held[0] == index:
             return held[1]
         slot = self._slots[index % BUFFERS]
         self._holds[index % BUFFERS] = None
         if held is not None:
-            # What was sent for and not visited, where a pass ended, may still be coming: a gather is under
-            # way from `begin` on, and gloo's threads finish two in any order. It would overwrite this layer.
+            # A layer that was prefetched but not visited before the pass ended may still be arriving. A
+            # gather runs from `begin` on, and gloo's threads may finish two in any order. It would overwrite
+            # this layer.
             held[1].exception()
         if self.poison:
             slot.bytes.fill_(0xFF)
-        free = self._lane.mark()  # all that reads what the buffer held was queued before
+        free = self._lane.mark()  # all reads of the buffer's old contents are queued before this
         with self._lane.copying(free):
             bring = self.source.begin(index, slot)
         future = self._worker.submit(self._bring, bring, free)
@@ -264,7 +270,7 @@ class Streamed:
 
 
 class Together:
-    """Several residencies as one: each layer is visited in all of them, in their order."""
+    """Several residencies as one: each layer is visited in all of them, in order."""
 
     def __init__(self, *parts: Streamed):
         self.parts = parts
@@ -275,17 +281,17 @@ class Together:
 
 
 def streams_of(residency: Residency) -> list[Streamed]:
-    """What of a model's weights comes layer by layer; nothing where all of them are here."""
+    """Return the parts of a model's weights that are loaded layer by layer; empty if all are resident."""
     if isinstance(residency, Together):
         return list(residency.parts)
     return [residency] if isinstance(residency, Streamed) else []
 
 
 class Streaming:
-    """For place(): which tensors stream, where from, and the residency that follows.
+    """For place(): which tensors are offloaded, where to, and the resulting residency.
 
-    buffer: bytes that a buffer may have; a larger layer comes in groups. None: the largest layer's.
-    Raises ConfigError where the model has no routed experts, or they train.
+    buffer: maximum bytes of a buffer; a larger layer is loaded in groups. None: the largest layer's size.
+    Raises ConfigError if the model has no routed experts, or if they are trained.
     """
 
     def __init__(self, kept: Kept, buffer: int | None = None):
@@ -294,7 +300,7 @@ class Streaming:
         self.residency: Streamed | None = None
 
     def names(self, model: nn.Module, params: Params) -> frozenset[str]:
-        """Of `params`, what streams."""
+        """Return the names in `params` that are offloaded."""
         return frozenset(
             name
             for place, layer in layers_of(model)
@@ -305,26 +311,26 @@ class Streaming:
     def take(
         self, model: nn.Module, placements: Sequence[Placement], params: Params, device: torch.device | str
     ) -> dict[str, Tensor]:
-        """name -> tensor of what streams, in memory that its layer shares with others.
+        """Return name -> tensor for offloaded weights, in memory that its layer shares with others.
 
         placements: of all of `params`. Those of a packed weight's extras are left to the load, which compares
         them.
         """
-        found = {
+        by_name = {
             layer: [name for name in streamed_names(layer, place) if name in params]
             for place, layer in layers_of(model)
         }
-        layers = {layer: names for layer, names in found.items() if names}
+        layers = {layer: names for layer, names in by_name.items() if names}
         if not layers:
             raise ConfigError(
-                f"place.experts is {self.kept}, and this model has no routed experts that could stream",
+                f"place.experts is {self.kept}, and this model has no routed experts to offload",
                 next="--place.experts auto",
             )
 
         if self.kept == "disk" and torch.device(device).type == "cpu":
             give_back_freed()
 
-        # two buffers, as large as the layers, or groups, that use them
+        # two buffers, as large as the largest layer or group that uses them
         by_layer = {layer: units_of(layer, names, params, self.buffer) for layer, names in layers.items()}
         units = [unit for theirs in by_layer.values() for unit in theirs]
         layouts = [unit.layout for unit in units]
@@ -335,14 +341,14 @@ class Streaming:
         tensors: dict[str, Tensor] = {}
         for unit, own in zip(units, views, strict=True):
             for name, view in zip(unit.names, own.values(), strict=True):
-                # of a layer in groups the parameter only says shape and dtype: all its experts are one
+                # for a layer in groups, the parameter only provides shape and dtype: all its experts are one
                 tensors[name] = view if unit.rows is None else view[:1].expand(params[name][1])
         held = dict(zip((id(unit) for unit in units), views, strict=True))
         for place, layer in layers_of(model):
             if len(theirs := by_layer.get(layer, [])) > 1:
                 self._in_groups(place, layer, theirs, [held[id(unit)] for unit in theirs])
 
-        # where they come from
+        # the source
         of_name: dict[str, list[Placement]] = {}
         for placement in placements:
             if placement.expected is None:
@@ -360,14 +366,14 @@ class Streaming:
     def _in_groups(
         self, place: str, layer: nn.Module, units: Sequence[Unit], views: Sequence[Mapping[str, Tensor]]
     ) -> None:
-        """Let the layer's experts go through its rows group by group."""
+        """Run the layer's experts on its rows group by group."""
         inner, experts = next((name, m) for name, m in named_modules(layer) if isinstance(m, Experts))
         reads = come_whole([layer])
         if reads or experts.dispatch is not None:
-            why = "a norm reads what its experts made" if reads else "place.split divides its experts"
+            why = "a norm reads its experts' output" if reads else "place.split divides its experts"
             raise ConfigError(
                 f"{place}'s experts are larger than a buffer of {format_bytes(self.buffer or 0)}, and cannot"
-                f" come in groups: {why}",
+                f" be loaded in groups: {why}",
                 next="a machine with more memory",
             )
         cut = len(f"{place}.{inner}.")
@@ -394,13 +400,13 @@ class Streaming:
 
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, layer) of a decoder's layers in their order."""
+    """Return (name, layer) of a decoder's layers, in order."""
     name, layers = next((name, m) for name, m in named_modules(model) if isinstance(m, nn.ModuleList))
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
 
 
 class Host:
-    """All experts in host memory, page-locked where a GPU copies from it."""
+    """All experts in host memory, page-locked if a GPU copies from it."""
 
     name: From = "host"
 
@@ -430,7 +436,8 @@ class Host:
 class ExpertsOnDisk:
     """All experts in their files, read at each visit.
 
-    For a CPU straight into the buffer, for a GPU through one layer's worth of page-locked memory.
+    For a CPU they are read straight into the buffer; for a GPU, through page-locked memory the size of one
+    layer.
     """
 
     name: From = "disk"
@@ -460,7 +467,7 @@ class ExpertsOnDisk:
         if self._staging is not None:
             size = self._sizes[layer]
             into.bytes[:size].copy_(self._staging.bytes[:size], non_blocking=True)
-            self._lane.settle()  # before the next layer is read over it
+            self._lane.settle()  # before the next layer's data overwrites it
 
     def close(self) -> None:
         self._reader.close()

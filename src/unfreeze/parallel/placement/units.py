@@ -1,4 +1,4 @@
-"""What comes into a buffer at once, a layer's experts or a group of them, and where its tensors lie."""
+"""Units of offloaded weights (a layer's experts or a group of them), and their layout in a buffer."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from unfreeze.core.rows import Rows, share
 from unfreeze.core.units import format_bytes
 from unfreeze.parallel.placement.owned import placement_of_experts
 
-ALIGN = 64  # bytes; a tensor of a buffer begins at a multiple
+ALIGN = 64  # bytes; tensors in a buffer are aligned to this
 
 Layout = Mapping[str, tuple[int, int, torch.dtype, tuple[int, ...]]]
-"""name of a tensor -> (first byte, bytes, dtype, shape) within a buffer."""
+"""Tensor name -> (first byte, bytes, dtype, shape) within a buffer."""
 
 
 def layout_of(
     names: Sequence[str], params: Params
 ) -> dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]]:
-    """The tensors one after another, each at a multiple of ALIGN."""
-    made: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
+    """Lay out the tensors one after another, each aligned to ALIGN."""
+    layout: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
     start = 0
     for name in names:
         dtype, shape = params[name]
         size = torch.Size(shape).numel() * dtype.itemsize
-        made[name] = start, size, dtype, tuple(shape)
+        layout[name] = start, size, dtype, tuple(shape)
         start += -(-size // ALIGN) * ALIGN
-    return made
+    return layout
 
 
 def group_bytes(of_expert: Sequence[int], experts: int, buffer: int | None) -> list[int]:
-    """Bytes of what comes at once of a layer's experts: all of them, or as few even groups as fit `buffer`.
+    """Return the bytes of each load of a layer's experts: all of them, or as few even groups as fit `buffer`.
 
     of_expert: bytes of one expert in each of the layer's tensors.
-    Raises ConfigError where one expert does not fit.
+    Raises ConfigError if one expert does not fit.
     """
 
     def of(rows: int) -> int:
@@ -56,16 +56,16 @@ def group_bytes(of_expert: Sequence[int], experts: int, buffer: int | None) -> l
 
 
 def layout_bytes(layout: Layout) -> int:
-    """Bytes of a buffer that holds it."""
+    """Bytes of a buffer with this layout."""
     return max((-(-(start + size) // ALIGN) * ALIGN for start, size, _, _ in layout.values()), default=0)
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What comes at once: the experts of a layer, or a group of them.
+    """The weights loaded at once: the experts of a layer, or a group of them.
 
-    key      who is visited for it: the layer, or a group's own mark
-    layout   name of a tensor -> its place in a buffer; a group's names are `name[first:last]`
+    key      what is visited for it: the layer, or a group's own marker
+    layout   tensor name -> its place in a buffer; a group's names are `name[first:last]`
     rows     the group's experts; None: all of the layer's
     """
 
@@ -74,22 +74,22 @@ class Unit:
     layout: Layout
     rows: Rows | None = None
 
-    def placements(self, found: Mapping[str, Sequence[Placement]], params: Params) -> list[Placement]:
-        """Those of a layer that fill it. found: by name, without extras."""
+    def placements(self, by_name: Mapping[str, Sequence[Placement]], params: Params) -> list[Placement]:
+        """Return the placements that fill this unit. by_name: the layer's placements, without extras."""
         if self.rows is None:
-            return [placement for name in self.names for placement in found.get(name, ())]
+            return [placement for name in self.names for placement in by_name.get(name, ())]
         return [
             replace(part, param=own)
             for name, own in zip(self.names, self.layout, strict=True)
-            for placement in found.get(name, ())
+            for placement in by_name.get(name, ())
             if (part := placement_of_experts(placement, params[name][1], self.rows)) is not None
         ]
 
 
 def units_of(key: object, names: Sequence[str], params: Params, buffer: int | None) -> list[Unit]:
-    """A layer as one unit, or in as few even groups of neighbouring experts as fit a buffer of so many bytes.
+    """Return a layer as one unit, or as few even groups of neighbouring experts that fit `buffer` bytes.
 
-    Raises ConfigError where one expert does not fit.
+    Raises ConfigError if one expert does not fit.
     """
     experts = params[names[0]][1][0]
     of_expert = [layout[1] // experts for layout in layout_of(names, params).values()]

@@ -1,18 +1,18 @@
-"""The plan: bytes of a training run, term by term, before anything is loaded.
+"""The memory plan: bytes of a training run, term by term, before anything is loaded.
 
 Pure arithmetic; it never changes the config.
 
-    plan(sizes, layout, work, machine)      ->  Plan   numbers only (terms.py)
-    plan_run(model, layout, work, machine)  ->  Plan   with what the layout leaves open chosen, and seconds
+plan(sizes, layout, work, machine)      ->  Plan   numbers only (terms.py)
+plan_run(model, layout, work, machine)  ->  Plan   with open fields of the layout chosen, and seconds
 
-sizes.py    what the plan knows of a model: its blocks say what they need (models/blocks/bytes.py), this adds
-layouts.py  a wish -> the layouts that there can be, fastest first (core/layout.py)
+sizes.py    what the plan knows of a model: sums over its blocks' sizes (models/blocks/bytes.py)
+layouts.py  requested layout -> possible layouts, fastest first (core/layout.py)
 terms.py    Layout, Work -> bytes per term
-grouped.py  what of them experts in groups change
+grouped.py  how experts in groups change these bytes
 places.py   the same for machines that are not here; choose.py: the best layout of one
-propose.py  what would fit, where the run does not
-words.py    the plan for people and for plan.json
-rates.py    how fast a device works, by its makers' facts or by records; seconds.py: of a step
+propose.py  settings that would fit, if the run does not
+words.py    the plan as text and for plan.json
+rates.py    a device's speed, from its maker's data or from records; seconds.py: of a step
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """What is planned, and what its parts say of themselves: the same wherever they lie.
+    """The planned model, and the sizes its parts report, wherever they are placed.
 
-    lora: None where every weight trains. dtype: of the computation. device: of which kind. meta: on meta.
+    lora: None if every weight trains. dtype: compute dtype. device: its kind. meta: the model on meta.
     """
 
     shape: models.Shape
@@ -97,7 +97,7 @@ class PlannedModel:
 def model_of(
     shape: models.Shape, manifest: Manifest, lora: LoraConfig | None, dtype: torch.dtype, device: torch.device
 ) -> PlannedModel:
-    """Built on meta and asked; of Kimi-K2's size it takes a second."""
+    """Build the model on meta and measure it; for Kimi-K2's size this takes a second."""
     as_stored = lora is not None and device.type == "cpu"
     model = models.meta_model(shape, manifest, dtype, as_stored=as_stored)
     return PlannedModel(
@@ -115,7 +115,7 @@ def plan_here(
     layout: Layout = RESIDENT,
     **work: Any,
 ) -> Plan:
-    """The plan of a run on this machine; `work` has fields of Work."""
+    """Return the plan of a run on this machine; `work` has fields of Work."""
     model = model_of(shape, manifest, lora, getattr(torch, dtype), torch.device(device))
     return plan_run(model, layout, work_of(model, **work), machines.hardware(device))
 
@@ -127,31 +127,31 @@ def plan_run(
     machine: Hardware,
     among: Sequence[Recompute] = FASTEST_FIRST,
 ) -> Plan:
-    """The plan of one of the run's processes, each of which has one device.
+    """Return the plan of one of the run's processes; each has one device.
 
-    layout  recompute "auto": the first of `among` that fits; buffer "auto": in as few groups as fit
-    machine  what the process has of it (Hardware.shared)
+        layout   recompute "auto": the first of `among` that fits; buffer "auto": as few groups as fit
+        machine  the process's share of it (Hardware.shared)
 
     Reads nothing and allocates nothing. Call `refuse_if_too_large` on the result.
     """
-    if layout.sharing > 1:  # all processes visit every layer equally often: in one chunk
+    if layout.sharing > 1:  # all processes must visit every layer equally often: in one chunk
         work = replace(work, chunk=None)
     sizes = of_one(model.sizes, model.counts, model.device.type, layout.sharing)
     whole = layout.but(
         recompute=among[-1] if layout.recompute == "auto" else layout.recompute,
         buffer=0.0 if layout.buffer == "auto" else layout.buffer,
     )
-    made = plan(sizes, whole, work, machine)
+    result = plan(sizes, whole, work, machine)
     if layout.buffer == "auto":
-        made = with_groups(made)
+        result = with_groups(result)
     if layout.recompute == "auto":
-        made = fastest(made, among)
-    return _timed(model, made)
+        result = fastest(result, among)
+    return _timed(model, result)
 
 
-def _timed(model: PlannedModel, made: Plan) -> Plan:
-    """The plan with the seconds of a micro-batch and an update, where this machine's rates are known."""
-    work, machine = made.work, made.hardware
+def _timed(model: PlannedModel, planned: Plan) -> Plan:
+    """Add the seconds of a micro-batch and an update, if this machine's rates are known."""
+    work, machine = planned.work, planned.hardware
     length = round(work.mean_length or work.longest or work.tokens)
     rates = rates_here(
         model.shape,
@@ -163,31 +163,32 @@ def _timed(model: PlannedModel, made: Plan) -> Plan:
         optimizer_moments=work.optimizer_moments,
     )
     if rates is None:
-        return made
+        return planned
     kind = "cuda" if model.device.type == "cuda" else "cpu"
     here = Fleet(machine.name, 1, machine.available, kind=kind)
     own = rates_of_second(work.aside, model.dtype, model.device, length)
-    asked = PlanRequest(replace(work, micro_batches=1), work.tokens, length, second_rates=own)
-    time = seconds_of(made.sizes, model.counts, here, rates, made.layout, asked, work.tokens)
-    return replace(made, time=time, rates=rates.source)
+    request = PlanRequest(replace(work, micro_batches=1), work.tokens, length, second_rates=own)
+    time = seconds_of(planned.sizes, model.counts, here, rates, planned.layout, request, work.tokens)
+    return replace(planned, time=time, rates=rates.source)
 
 
-def with_groups(made: Plan) -> Plan:
-    """The plan with the largest buffers that fit; with the smallest where none does.
+def with_groups(current: Plan) -> Plan:
+    """Return the plan with the largest buffers that fit, or with the smallest if none fits.
 
-    Half of a layer's experts, a quarter, down to one. Where they cannot come in groups, the plan as it is.
+    Tries half of a layer's experts, a quarter, down to one. If they cannot be loaded in groups, the plan is
+    unchanged.
     """
-    sizes = made.sizes
+    sizes = current.sizes
     if sizes.come_whole or not sizes.of_expert:
-        return made
-    largest, found = max(sizes.of_expert, key=sum), made
+        return current
+    largest, candidate = max(sizes.of_expert, key=sum), current
     for parts in (2**power for power in range(1, sizes.num_experts.bit_length() + 1)):
         rows = -(-sizes.num_experts // parts)
         buffer = max(group_bytes(largest, rows, None))
-        found = replanned(made, made.layout.but(buffer=buffer / GIB))
-        if found.fits or rows == 1:
+        candidate = replanned(current, current.layout.but(buffer=buffer / GIB))
+        if candidate.fits or rows == 1:
             break
-    return found
+    return candidate
 
 
 def rates_here(
@@ -201,11 +202,12 @@ def rates_here(
     optimizer_moments: str = "float32",
     threads: int | None = None,
 ) -> Rates | None:
-    """The rates of this machine for a model, where its kernels were measured.
+    """Return this machine's rates for a model, if its kernels were measured.
 
-    None on a GPU: its records are not read yet. None too for a model narrower than half of what was measured
+    None on a GPU, whose records are not read yet. None too for a model narrower than half of what was
+    measured
     (a matrix of tiny-k2 reaches a fraction of the rate), and for int8 moments, which have no record.
-    packed: whether experts are in 4 bits. threads: that will be used; None: torch's setting.
+    packed: True if experts are in 4 bits. threads: number to be used; None: torch's setting.
     """
     if device.type != "cpu" or optimizer_moments != "float32" or shape.hidden_size < LEAST_WIDTH:
         return None
@@ -224,7 +226,7 @@ def rates_here(
 def rates_of_second(
     aside: Aside | None, dtype: torch.dtype, device: torch.device, length: int
 ) -> Rates | None:
-    """The rates of this machine for a model that is asked; None where they are not known."""
+    """Return this machine's rates for a second model; None if unknown."""
     if aside is None or aside.counts is None or aside.shape is None:
         return None
     packed = aside.counts.packed
@@ -233,10 +235,10 @@ def rates_of_second(
     )
 
 
-def work_of(model: PlannedModel, *, tokens: int, aside: Aside | None = None, **asked: Any) -> Work:
-    """The Work of a run; `asked` are further fields of it.
+def work_of(model: PlannedModel, *, tokens: int, aside: Aside | None = None, **fields: Any) -> Work:
+    """Return the Work of a run; `fields` are further fields of it.
 
-    A GPU that is not here is taken to have this machine's block of logits, whose rows are bounded by bytes.
+    For a GPU that is not here, this machine's block of logits is assumed, whose rows are bounded by bytes.
     """
     shape, lora, device = model.shape, model.lora, model.device
     known = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
@@ -250,6 +252,6 @@ def work_of(model: PlannedModel, *, tokens: int, aside: Aside | None = None, **a
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,
         chunk=chunk_tokens(shape.num_experts, shape.experts_per_token, device.type),
-        **asked,
+        **fields,
     )
     return work if aside is None else beside(work, aside)

@@ -1,7 +1,7 @@
-"""What a second model takes that stands beside the one that trains: a teacher, a reference.
+"""The cost of a second model (a teacher or a reference) beside the one that trains.
 
-It is frozen, and runs forward once a micro-batch, between the forward and the backward of the model that
-trains.
+It is frozen, and runs forward once per micro-batch, between the forward and the backward of the trained
+model.
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ if TYPE_CHECKING:
 class Aside:
     """Bytes of a second model, and of the loss that reads it.
 
-    stays       of its weights, during the whole run
+    stays       its weights, during the whole run
     workspace   its experts' scratch, which both models use one after the other
-    forward     more at the worst moment of its forward
-    said        of what it said of a micro-batch, which lives until the loss is made
-    loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it, both models'
-                together, where that is not cross entropy's; 0: it is
-    tapped      of what the loss reads of both models' layers; compared: with gradients and what it takes to
-                compare them, once the words are done with; later: of these what waits for backward
-    learnt      numbers that the loss learns besides the model: projections
-    counts      of the model that is asked, for the seconds of its forward; None: none is asked
+    forward     additional bytes at the worst moment of its forward
+    said        its outputs for a micro-batch, which live until the loss is computed
+    loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it (both
+                           models
+                together) if it differs from cross entropy's; 0: it does not
+    tapped      activations that the loss reads from both models' layers; compared: these with gradients
+                and
+                what their comparison needs, once the token loss is done; later: of these, what waits for
+                backward
+    learnt      parameters of the loss itself: projections
+    counts      of the second model, for the seconds of its forward; None: there is none
     shape       its sizes
     """
 
@@ -62,13 +65,15 @@ def aside_of(
     loss_rows: int = 0,
     loss_bytes: int = 0,
 ) -> Aside:
-    """Of a model on meta, without adapters, that is asked about micro-batches of `tokens`.
+    """Return the Aside of a model on meta, without adapters, that gets micro-batches of `tokens`.
 
-    more    bytes of an adapter beside it
-    shared  it is the model that trains, whose weights are counted already
+        more    bytes of an adapter beside it
+        shared  it is the trained model itself, whose weights are already counted
 
-    forward = the input and the output of a layer, 2 · T · D; of the tokens that go through it at once, what
-    its largest part makes, attention or MLP (without a backward to come, the rest is freed); rotary tables.
+    forward = the input and the output of a layer, 2 · T · D; plus, for the tokens that go through it at once,
+    the
+    activations of its largest part, attention or MLP (everything else is freed, as no backward follows); plus
+    rotary tables.
     """
     sizes = measure_sizes(model, None, device.type)
     shape = model.shape

@@ -1,8 +1,8 @@
-"""The layout a machine should run a model in: the bytes and seconds of every combination are predicted.
+"""Choose the layout for a model on a machine, by predicting bytes and seconds of every combination.
 
-Of those that fit, layouts that run today come first, then the fastest. Among layouts within 5 % of the
-fastest, the one with the fewest unbuilt parts (Layout.not_built) is chosen.
-Where none fits, `proposals` says what would: fewer tokens a step, a lower rank, smaller moments.
+Among those that fit, layouts that are built today come first, then the fastest. Among layouts within 5 % of
+the fastest, the one with the fewest unbuilt parts (Layout.not_built) wins.
+If none fits, `proposals` says what would: fewer tokens per step, a lower rank, smaller moments.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import Work, beside
 
 TOKENS = tuple(2**power for power in range(16, 8, -1))
-"""Tokens of a step that are tried where the user names none, 65,536 first; and, if that is more, as many as
-give each device a whole document."""
-HOST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # GiB that hosts are sold with
-CPU_SIZES = (8, 16, 32, 64, 96, 128, 192, *HOST_SIZES[1:], 3072, 4096)  # GiB of a machine without a GPU
+"""Tokens per step to try if the user sets none, 65,536 first. If that is more, also the number that gives
+each
+device a whole document."""
+HOST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # GiB of hosts on the market
+CPU_SIZES = (8, 16, 32, 64, 96, 128, 192, *HOST_SIZES[1:], 3072, 4096)  # GiB of machines without a GPU
 WISH = Layout()
-MOST = 64  # devices that are proposed
+MOST = 64  # maximum number of devices to propose
 WAITING = 0.25  # share of a step spent waiting for transfers; above it a layout is proposed, not chosen
-CLOSE = 1.05  # a layout counts as equally fast if the fastest is at most this many times as fast
+CLOSE = 1.05  # layouts count as equally fast if the fastest is at most this many times as fast
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the user wants trained, and what of it may be chosen.
+    """The requested training, and what of it may be chosen.
 
     work        rank, moments and the loss block; its tokens are replaced
-    tokens      of a step on all devices; None: chosen from TOKENS
+    tokens      per step on all devices; None: chosen from TOKENS
     length      tokens of a document
-    wish        where the parts must lie; "auto" in a field: chosen
-    recomputes  recompute policies to try, where the wish leaves that open
-    rates       as measured on this machine; None: from the device's entry in machines.toml, if there is one
-    waiting     share of a step that may be spent waiting for transfers
-    aside       tokens of a device's micro-batch -> what a second model takes beside them; None: there is none
-    second_rates  as measured on this machine for that model; None: the same as for the one that trains
+    wish        requested placement; fields with "auto" are chosen
+    recomputes  recompute policies to try, if the wish leaves that open
+    rates       measured on this machine; None: the device's entry in machines.toml, if there is one
+    waiting     maximum share of a step spent waiting for transfers
+    aside       tokens of a device's micro-batch -> the second model's cost; None: there is none
+    second_rates  measured on this machine for that model; None: the same as for the trained one
     """
 
     work: Work
@@ -67,9 +68,9 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class PlanChoice:
-    """One layout at one number of tokens: bytes by place, and seconds where the device's facts are known.
+    """One layout at one number of tokens: bytes by place, and seconds if the device's rates are known.
 
-    whole: a device's micro-batch has room for the longest document; else a run cuts documents.
+    whole: a device's micro-batch has room for the longest document; otherwise a run cuts documents.
     """
 
     layout: Layout
@@ -85,24 +86,24 @@ class PlanChoice:
 
     @property
     def waits(self) -> float:
-        """Share of the step that waits for transfers; 0 where it has no seconds."""
+        """Share of the step spent waiting for transfers; 0 if no seconds are known."""
         return self.time.shown / self.time.step if self.time else 0.0
 
 
-def choose_plan(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> tuple[PlanChoice, bool]:
-    """-> (the layout, whether it fits). Where none fits, the one that exceeds its memory the least.
+def choose_plan(sizes: Sizes, counts: Counts, fleet: Fleet, request: PlanRequest) -> tuple[PlanChoice, bool]:
+    """Return (the layout, True if it fits). If none fits, the one that exceeds its memory the least.
 
-    Raises ConfigError where a step has too few tokens for the devices.
+    Raises ConfigError if a step has too few tokens for the devices.
     """
-    choices = list(_choices(sizes, counts, fleet, asked))
+    choices = list(_choices(sizes, counts, fleet, request))
     if not choices:
-        parts = fleet.count * asked.work.micro_batches
+        parts = fleet.count * request.work.micro_batches
         raise ConfigError(
-            f"{asked.tokens:,} tokens a step are less than {MIN_TOKENS} for each of {parts:,}"
+            f"{request.tokens:,} tokens per step are fewer than {MIN_TOKENS} for each of {parts:,}"
             " devices and micro-batches",
             next=f"--tokens-per-step {MIN_TOKENS * parts} or more, or fewer devices",
         )
-    worth_it = [choice for choice in choices if choice.waits <= asked.waiting]
+    worth_it = [choice for choice in choices if choice.waits <= request.waiting]
     fitting = [choice for choice in worth_it if choice.places.fits]
     if not fitting:
         return min(worth_it or choices, key=_over), False
@@ -113,130 +114,134 @@ def choose_plan(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) 
     return min(near, key=lambda choice: (len(choice.not_built), -_speed(choice))), True
 
 
-def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> list[str]:
-    """What fits instead, one line each, with its bytes.
+def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, request: PlanRequest) -> list[str]:
+    """Return changes that would fit, one line each, with their bytes.
 
-    First one change each: a lower rank, smaller moments, more host memory, fewer tokens, or more, which wait
-    less for what arrives once a pass; and to wait longer. Where none of these is enough, several together,
+    First single changes: a lower rank, smaller moments, more host memory, fewer tokens, more tokens (which
+    wait
+    less for transfers that come once per pass), or a longer accepted wait. If none is enough, several
+    together,
     and the next larger machine.
     """
-    found: list[str] = []
+    fitting: list[str] = []
 
     # smaller state: half the rank, a quarter …; moments in int8
-    if asked.work.rank is not None:
-        for rank in _halves(asked.work.rank):
-            experts = asked.work.experts_rank
+    if request.work.rank is not None:
+        for rank in _halves(request.work.rank):
+            experts = request.work.experts_rank
             lower = replace(
-                asked.work, rank=rank, experts_rank=None if experts is None else min(experts, rank)
+                request.work, rank=rank, experts_rank=None if experts is None else min(experts, rank)
             )
-            found += if_it_fits(f"--lora.rank {rank}", sizes, counts, fleet, replace(asked, work=lower))
-            if found:
+            fitting += if_it_fits(f"--lora.rank {rank}", sizes, counts, fleet, replace(request, work=lower))
+            if fitting:
                 break
-    if asked.work.optimizer_moments == "float32":
-        small = replace(asked, work=replace(asked.work, optimizer_moments="int8"))
-        found += if_it_fits("--optimizer.moments int8", sizes, counts, fleet, small)
+    if request.work.optimizer_moments == "float32":
+        small = replace(request, work=replace(request.work, optimizer_moments="int8"))
+        fitting += if_it_fits("--optimizer.moments int8", sizes, counts, fleet, small)
 
     # more host memory
     for gib in HOST_SIZES:
         if gib * 2**30 > fleet.host and fleet.kind == "cuda":
             more = replace(fleet, host=gib * 2**30)
-            lines = if_it_fits(_with_host(more), sizes, counts, more, asked)
+            lines = if_it_fits(_with_host(more), sizes, counts, more, request)
             if lines:
-                found += lines
+                fitting += lines
                 break
 
-    # fewer tokens a step than were asked for, or more: each as close to them as fits. Without any asked for
+    # fewer tokens per step than requested, or more: each as close to the request as fits. Without a request
     # all were tried already
-    fewer = [tokens for tokens in TOKENS if asked.tokens and tokens < asked.tokens]
-    more = [tokens for tokens in reversed(TOKENS) if asked.tokens and tokens > asked.tokens]
+    fewer = [tokens for tokens in TOKENS if request.tokens and tokens < request.tokens]
+    more = [tokens for tokens in reversed(TOKENS) if request.tokens and tokens > request.tokens]
     for numbers in (fewer, more):
         for tokens in numbers:
-            other = replace(asked, tokens=tokens)
+            other = replace(request, tokens=tokens)
             if lines := if_it_fits(f"--tokens-per-step {tokens}", sizes, counts, fleet, other):
-                found += lines
+                fitting += lines
                 break
 
-    # as many tokens or fewer, even if it then waits for transfers
-    for tokens in (asked.tokens, *fewer):
-        words = "" if tokens == asked.tokens else f"--tokens-per-step {tokens}"
-        lines = if_it_fits(words, sizes, counts, fleet, replace(asked, tokens=tokens), slow=True)
+    # as many tokens or fewer, even if the step then waits for transfers
+    for tokens in (request.tokens, *fewer):
+        words = "" if tokens == request.tokens else f"--tokens-per-step {tokens}"
+        lines = if_it_fits(words, sizes, counts, fleet, replace(request, tokens=tokens), slow=True)
         if lines:
-            found += [line for line in lines if line not in found]
+            fitting += [line for line in lines if line not in fitting]
             break
-    if found:
-        return found
-    return _together(sizes, counts, fleet, asked) + _larger_machine(sizes, counts, fleet, asked)
+    if fitting:
+        return fitting
+    return _together(sizes, counts, fleet, request) + _larger_machine(sizes, counts, fleet, request)
 
 
-def too_large(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> str:
-    """Why nothing fits: what alone is larger than its place with the least that can be asked, or the sum."""
-    least = {name: values[-1] for name, values in _options(fleet, asked).items()}
-    choice = min(_choices(sizes, counts, *_changed(fleet, asked, least)), key=_over)
+def too_large(sizes: Sizes, counts: Counts, fleet: Fleet, request: PlanRequest) -> str:
+    """Explain why nothing fits: the one term that exceeds its memory even at minimal settings, or the sum."""
+    least = {name: values[-1] for name, values in _options(fleet, request).items()}
+    choice = min(_choices(sizes, counts, *_changed(fleet, request, least)), key=_over)
     places, where = choice.places, choice.places.over
     terms, usable = (
         (places.device, places.device_usable) if where == "device" else (places.host, places.host_usable)
     )
     name, size = max(terms.items(), key=lambda term: term[1])
-    asks = _words_of(fleet, asked, least)
+    asks = _words_of(fleet, request, least)
     even = f"even with {asks}: " if asks else ""
-    what = f"{name} alone {format_bytes(size)}"
+    what = f"{name} alone takes {format_bytes(size)}"
     if size <= usable:
-        what = f"a step {format_bytes(sum(terms.values()))}, most of it {name}"
-    return f"{even}{what}, a {where} has {format_bytes(usable)} usable"
+        what = f"a step takes {format_bytes(sum(terms.values()))}, most of it {name}"
+    return f"{even}{what}; a {where} has {format_bytes(usable)} usable"
 
 
-def _together(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> list[str]:
-    """Several changes at once, none larger than it must be with those after it at their utmost.
+def _together(sizes: Sizes, counts: Counts, fleet: Fleet, request: PlanRequest) -> list[str]:
+    """Propose several changes at once, each as small as possible with all later ones at their maximum.
 
-    Kept as they are as long as possible: host memory, then the rank, the moments, the tokens. [] where not
-    even all of them fit. A layout that mostly waits is taken only where no other fits.
+    Preserved longest to shortest: host memory, the rank, the moments, the tokens. [] if even all changes
+    together
+    do not fit. A layout that mostly waits is used only if no other fits.
     """
-    options = _options(fleet, asked)
+    options = _options(fleet, request)
     for slow in (False, True):
 
         def fits(changes: Mapping[str, Any], slow: bool = slow) -> bool:
-            choices = _choices(sizes, counts, *_changed(fleet, asked, changes), only_fitting=True)
-            return any(slow or choice.waits <= asked.waiting for choice in choices)
+            choices = _choices(sizes, counts, *_changed(fleet, request, changes), only_fitting=True)
+            return any(slow or choice.waits <= request.waiting for choice in choices)
 
         changes = {name: values[-1] for name, values in options.items()}
         if not fits(changes):
             continue
         for name, values in options.items():
             changes[name] = next(value for value in values if fits(changes | {name: value}))
-        words = _words_of(fleet, asked, changes)
-        return if_it_fits(words, sizes, counts, *_changed(fleet, asked, changes), slow=slow)
+        words = _words_of(fleet, request, changes)
+        return if_it_fits(words, sizes, counts, *_changed(fleet, request, changes), slow=slow)
     return []
 
 
-def _options(fleet: Fleet, asked: PlanRequest) -> dict[str, list[Any]]:
-    """Name of a change -> its values: as it is, then milder to harder."""
-    work, parts = asked.work, fleet.count * asked.work.micro_batches
-    most = asked.tokens or TOKENS[0]
+def _options(fleet: Fleet, request: PlanRequest) -> dict[str, list[Any]]:
+    """Return name of a change -> its values: unchanged first, then milder to harder."""
+    work, parts = request.work, fleet.count * request.work.micro_batches
+    most = request.tokens or TOKENS[0]
     hosts = [gib * 2**30 for gib in HOST_SIZES if gib * 2**30 > fleet.host]
-    movable = fleet.kind == "cuda" and work.rank is not None  # where every weight trains, nothing leaves
+    # if every weight trains, nothing can be offloaded
+    movable = fleet.kind == "cuda" and work.rank is not None
     return {
         "host": [fleet.host, *(hosts if movable else [])],
         "rank": [work.rank, *(_halves(work.rank) if work.rank else [])],
         "moments": list(dict.fromkeys([work.optimizer_moments, "int8"])),
-        "tokens": [asked.tokens, *(t for t in TOKENS if MIN_TOKENS * parts <= t < most)],
+        "tokens": [request.tokens, *(t for t in TOKENS if MIN_TOKENS * parts <= t < most)],
     }
 
 
-def _changed(fleet: Fleet, asked: PlanRequest, changes: Mapping[str, Any]) -> tuple[Fleet, PlanRequest]:
-    work, rank = asked.work, changes["rank"]
+def _changed(fleet: Fleet, request: PlanRequest, changes: Mapping[str, Any]) -> tuple[Fleet, PlanRequest]:
+    work, rank = request.work, changes["rank"]
     experts = None if work.experts_rank is None else min(work.experts_rank, rank)
     work = replace(work, rank=rank, experts_rank=experts, optimizer_moments=changes["moments"])
-    return replace(fleet, host=changes["host"]), replace(asked, work=work, tokens=changes["tokens"])
+    return replace(fleet, host=changes["host"]), replace(request, work=work, tokens=changes["tokens"])
 
 
-def _words_of(fleet: Fleet, asked: PlanRequest, changes: Mapping[str, Any]) -> str:
-    """'--lora.rank 4 --tokens-per-step 512': what differs from what was asked."""
+def _words_of(fleet: Fleet, request: PlanRequest, changes: Mapping[str, Any]) -> str:
+    """'--lora.rank 4 --tokens-per-step 512': the flags that differ from the request."""
     words: list[str] = []
-    if changes["rank"] != asked.work.rank:
+    if changes["rank"] != request.work.rank:
         words.append(f"--lora.rank {changes['rank']}")
-    if changes["moments"] != asked.work.optimizer_moments:
+    if changes["moments"] != request.work.optimizer_moments:
         words.append(f"--optimizer.moments {changes['moments']}")
-    if changes["tokens"] != asked.tokens:
+    if changes["tokens"] != request.tokens:
         words.append(f"--tokens-per-step {changes['tokens']}")
     if changes["host"] != fleet.host:
         words.append(_with_host(replace(fleet, host=changes["host"])))
@@ -244,19 +249,19 @@ def _words_of(fleet: Fleet, asked: PlanRequest, changes: Mapping[str, Any]) -> s
 
 
 def _with_host(fleet: Fleet) -> str:
-    """'--hardware 8xH100+768GB'; of this machine, which has no such name, '768 GB of host memory'."""
+    """'--hardware 8xH100+768GB'; for this machine, which has no such name, '768 GB of host memory'."""
     if fleet.here:
         return f"{fleet.host // 2**30:,} GB of host memory"
     return f"--hardware {_named(fleet, fleet.name.partition('+')[0].strip())}"
 
 
 def _named(fleet: Fleet, devices: str) -> str:
-    """'8xH100+768GB', as --hardware takes it."""
+    """'8xH100+768GB', as --hardware accepts it."""
     return devices + (f"+{fleet.host / 2**30:g}GB" if fleet.host else "")
 
 
-def _larger_machine(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest) -> list[str]:
-    """The next larger machine that fits: more memory of a CPU; more devices, or the next larger one."""
+def _larger_machine(sizes: Sizes, counts: Counts, fleet: Fleet, request: PlanRequest) -> list[str]:
+    """Propose the next larger machine that fits: more CPU memory, more devices, or a larger device."""
     if fleet.kind == "cpu":
         larger = [(f"--hardware cpu:{gib}GB", replace(fleet, memory=gib * 2**30)) for gib in CPU_SIZES]
         larger = [(words, machine) for words, machine in larger if machine.memory > fleet.memory]
@@ -280,20 +285,20 @@ def _larger_machine(sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanReque
             if facts.memory_gib * 2**30 > fleet.memory
         ]
     for words, machine in larger:
-        if lines := if_it_fits(words, sizes, counts, machine, asked):
+        if lines := if_it_fits(words, sizes, counts, machine, request):
             return lines
     return []
 
 
 def if_it_fits(
-    words: str, sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest, *, slow: bool = False
+    words: str, sizes: Sizes, counts: Counts, fleet: Fleet, request: PlanRequest, *, slow: bool = False
 ) -> list[str]:
-    """[what is changed, with the bytes and speed of the layout], or [] where it does not fit.
+    """Return [the change, with bytes and speed of its layout], or [] if it does not fit.
 
-    slow: also one that waits longer than asked; how long is then one of the changes.
+    slow: also accept a longer wait than requested, which then is one of the changes.
     """
-    choices = _choices(sizes, counts, fleet, asked, only_fitting=True)
-    fitting = [choice for choice in choices if slow or choice.waits <= asked.waiting]
+    choices = _choices(sizes, counts, fleet, request, only_fitting=True)
+    fitting = [choice for choice in choices if slow or choice.waits <= request.waiting]
     if not fitting:
         return []
     best = max([choice for choice in fitting if choice.places.roomy] or fitting, key=_rank)
@@ -303,7 +308,7 @@ def if_it_fits(
         parts.append(f"{format_bytes(sum(best.places.host.values()))} of host memory")
     if rate is not None:
         parts.append(f"{rate:,.{0 if rate >= 10 else 1}f} tokens/s predicted")
-    if best.waits > asked.waiting:
+    if best.waits > request.waiting:
         longer = f"--waiting {math.ceil(best.waits * 100) / 100:.2f}"
         words = f"{words} {longer}" if words else longer
         parts.append(f"{best.waits:.0%} of a step waits for transfers")
@@ -313,33 +318,33 @@ def if_it_fits(
 
 
 def _choices(
-    sizes: Sizes, counts: Counts, fleet: Fleet, asked: PlanRequest, *, only_fitting: bool = False
+    sizes: Sizes, counts: Counts, fleet: Fleet, request: PlanRequest, *, only_fitting: bool = False
 ) -> Iterator[PlanChoice]:
-    rates = rates_of(fleet, asked)
-    parts = fleet.count * asked.work.micro_batches
-    documents = asked.length * parts
+    rates = rates_of(fleet, request)
+    parts = fleet.count * request.work.micro_batches
+    documents = request.length * parts
     tried = (documents, *TOKENS) if documents > TOKENS[0] else TOKENS
-    for tokens in (asked.tokens,) if asked.tokens else tried:
+    for tokens in (request.tokens,) if request.tokens else tried:
         if tokens < MIN_TOKENS * parts:
             continue
-        work, tokens = replace(asked.work, tokens=tokens // parts), tokens // parts * parts
-        if asked.aside is not None:
-            work = beside(work, asked.aside(work.tokens))
-        for layout in _layouts(counts, fleet, asked):
-            found = bytes_by_place(sizes, counts, work, fleet, layout)
-            if only_fitting and not found.fits:
+        work, tokens = replace(request.work, tokens=tokens // parts), tokens // parts * parts
+        if request.aside is not None:
+            work = beside(work, request.aside(work.tokens))
+        for layout in _layouts(counts, fleet, request):
+            places = bytes_by_place(sizes, counts, work, fleet, layout)
+            if only_fitting and not places.fits:
                 continue
             time = None
             if rates is not None:
-                of_work = replace(asked, work=replace(asked.work, aside=work.aside))
+                of_work = replace(request, work=replace(request.work, aside=work.aside))
                 time = seconds_of(sizes, counts, fleet, rates, layout, of_work, tokens)
-            whole = work.tokens >= asked.length
-            yield PlanChoice(layout, tokens, found, time, tuple(layout.not_built()), whole)
+            whole = work.tokens >= request.length
+            yield PlanChoice(layout, tokens, places, time, tuple(layout.not_built()), whole)
 
 
-def rates_of(fleet: Fleet, asked: PlanRequest) -> Rates | None:
-    """How fast its devices work; None where that is unknown, so that the plan has no seconds."""
-    return asked.rates or (of_device(fleet.device) if fleet.device else None)
+def rates_of(fleet: Fleet, request: PlanRequest) -> Rates | None:
+    """Return the devices' rates; None if unknown, so that the plan has no seconds."""
+    return request.rates or (of_device(fleet.device) if fleet.device else None)
 
 
 def seconds_of(
@@ -348,44 +353,44 @@ def seconds_of(
     fleet: Fleet,
     rates: Rates,
     layout: Layout,
-    asked: PlanRequest,
+    request: PlanRequest,
     tokens: int,
     imbalance: float = IMBALANCE,
 ) -> Seconds:
-    """The seconds of a step of so many tokens in a layout."""
-    second, beside_it = 0.0, asked.work.aside
+    """Return the seconds of a step of `tokens` tokens in a layout."""
+    second, beside_it = 0.0, request.work.aside
     if beside_it is not None and beside_it.counts is not None:
-        own, part = asked.second_rates or rates, tokens // (fleet.count * asked.work.micro_batches)
-        second = asking(beside_it.counts, own, tokens=part, length=asked.length)
+        own, part = request.second_rates or rates, tokens // (fleet.count * request.work.micro_batches)
+        second = asking(beside_it.counts, own, tokens=part, length=request.length)
     step = Step(
         tokens,
-        asked.length,
-        _trained(sizes, counts, asked.work, layout.sharing),
-        every_weight=asked.work.rank is None,
-        micro_batches=asked.work.micro_batches,
+        request.length,
+        _trained(sizes, counts, request.work, layout.sharing),
+        every_weight=request.work.rank is None,
+        micro_batches=request.work.micro_batches,
     )
     return seconds(counts, fleet, rates, layout, step, imbalance=imbalance, second=second)
 
 
 def _trained(sizes: Sizes, counts: Counts, work: Work, split: int) -> dict[str, int]:
-    """Parameters that the fullest device trains."""
+    """Return the parameters that the fullest device trains."""
     if work.rank is None:
         return {"dense": sizes.elements}
     experts = sizes.experts_per_rank * (work.experts_rank or work.rank)
     return {"dense": sizes.dense_per_rank * work.rank, "experts": int(experts * fullest_share(counts, split))}
 
 
-def _layouts(counts: Counts, fleet: Fleet, asked: PlanRequest) -> Iterator[Layout]:
-    """Every layout that this fleet could have."""
-    recomputes = asked.recomputes if asked.wish.recompute == "auto" else (asked.wish.recompute,)
-    for found in layouts(asked.wish, facts_of(fleet, counts, every_weight=asked.work.rank is None)):
-        layout = with_buffers(found, counts, fleet)
+def _layouts(counts: Counts, fleet: Fleet, request: PlanRequest) -> Iterator[Layout]:
+    """Yield every layout that this fleet can have."""
+    recomputes = request.recomputes if request.wish.recompute == "auto" else (request.wish.recompute,)
+    for layout in layouts(request.wish, facts_of(fleet, counts, every_weight=request.work.rank is None)):
+        layout = with_buffers(layout, counts, fleet)
         if layout is not None:
             yield from (layout.but(recompute=recompute) for recompute in recomputes)
 
 
 def facts_of(fleet: Fleet, counts: Counts, *, every_weight: bool) -> Facts:
-    """What decides which layouts there can be on machines that may not be here."""
+    """Return the facts that determine possible layouts, for machines that may not be here."""
     splits = {1, fleet.count, PER_HOST if fleet.count % PER_HOST == 0 else 1}
     return Facts(
         kind=fleet.kind,
@@ -404,7 +409,7 @@ def _built(choice: PlanChoice) -> bool:
 
 
 def _speed(choice: PlanChoice) -> float:
-    """Tokens per second; without facts about the device, simply the tokens."""
+    """Return tokens per second; without rates of the device, simply the tokens."""
     return choice.tokens_per_second or float(choice.tokens)
 
 
@@ -413,7 +418,7 @@ def _rank(choice: PlanChoice) -> tuple[bool, bool, float]:
 
 
 def _over(choice: PlanChoice) -> float:
-    """Bytes over usable bytes, of the fuller place."""
+    """Return bytes over usable bytes, for the fuller memory."""
     device = sum(choice.places.device.values()) / choice.places.device_usable
     host = sum(choice.places.host.values()) / max(1, choice.places.host_usable)
     return max(device, host)

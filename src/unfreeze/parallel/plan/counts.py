@@ -1,4 +1,4 @@
-"""What a model holds and multiplies, split as machines split it: routed experts and the rest.
+"""Bytes and multiplications of a model, divided into routed experts and all other weights ("rest").
 
 D model width, I expert width, E experts, K experts per token, H heads.
 """
@@ -19,16 +19,17 @@ from unfreeze.parallel.placement.residency import come_whole
 
 @dataclass(frozen=True)
 class Counts:
-    """Bytes as they lie in memory (packed weights packed), and numbers that a token is multiplied with.
+    """Bytes in memory (packed weights stay packed), and weights that a token is multiplied with.
 
     experts_bytes, rest_bytes   of routed experts, and of everything else
     layer_experts, layer_rest   the same of the largest layer
-    ends_bytes                  of the rest: embeddings and head, which no layer holds
-    come_whole                  whether a layer's experts cannot come in groups
-    packed                      whether experts are packed, so that they are expanded at each use
-    dense       weights of a token's matrix products in layers, routed experts and routers aside
+    ends_bytes                  part of rest: embeddings and head, which belong to no layer
+    come_whole                  True if a layer's experts cannot be loaded in groups
+    packed                      True if experts are packed, so that they are expanded at each use
+    dense       weights of a token's matrix products in layers, without routed experts and routers
     router      weights of routers
-    attention   2 · H · (query + value width), summed over layers: FLOP per pair of tokens, scores and sums
+    attention   2 · H · (query + value width), summed over layers: FLOP per pair of tokens, scores and
+                sums
     """
 
     hidden_size: int
@@ -50,18 +51,18 @@ class Counts:
     come_whole: bool = False
 
     def can_come_in(self, buffer: int) -> bool:
-        """Whether a layer's experts can come in groups of so many bytes: one of them fits."""
-        # a buffer's tensors begin at multiples of 64 bytes, and an expert has some twelve
+        """Return True if a layer's experts can be loaded in groups of `buffer` bytes: one must fit."""
+        # tensors in a buffer are aligned to 64 bytes, and an expert has about twelve
         return not self.come_whole and self.layer_experts // max(1, self.num_experts) + 1024 <= buffer
 
     @property
     def expert_weights(self) -> int:
-        """Of one expert: gate, up and down, 3 · D · I."""
+        """Weights of one expert: gate, up and down, 3 · D · I."""
         return 3 * self.hidden_size * self.expert_width
 
 
 def counts(model: Decoder) -> Counts:
-    """Of a model, which may be on meta and has no adapters yet."""
+    """Count a model, which may be on meta and must not have adapters yet."""
     shape = model.shape
     experts = [
         sum(_bytes(module) for module in layer.modules() if isinstance(module, Experts))
@@ -97,5 +98,5 @@ def counts(model: Decoder) -> Counts:
 
 
 def _bytes(module: nn.Module) -> int:
-    """Of its parameters and buffers; a tied head counts once."""
+    """Return the bytes of its parameters and buffers; a tied head counts once."""
     return sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])

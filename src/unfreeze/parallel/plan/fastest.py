@@ -1,4 +1,4 @@
-"""recompute = "auto": the fastest choice that fits in the free memory."""
+"""recompute = "auto": the fastest policy that fits in the free memory."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.plan.terms import Plan, replanned
 
 FASTEST_FIRST: tuple[Recompute, ...] = ("nothing", "elementwise", "selective", "layers")
-"""What is computed again in backward, the least first; each keeps less than the one before it."""
+"""Recompute policies, least recomputation first; each keeps less than the one before it."""
 SAME_BITS: tuple[Recompute, ...] = ("elementwise", "selective", "layers")
-"""Among these a run may change, and its numbers stay the same to the bit: all visit a layer in equal pieces.
-"nothing" takes all tokens at once, so products and sums are cut otherwise (tests/models/test_decoder.py)."""
+"""Policies among which a run may switch with bit-identical results: all visit a layer in equal pieces.
+"nothing"
+takes all tokens at once, so products and sums are split differently (tests/models/test_decoder.py)."""
 
 
-def fastest(made: Plan, among: Sequence[Recompute] = FASTEST_FIRST) -> Plan:
-    """The plan with the first of `among` that fits; with the last where none does. Its `why` says so.
+def fastest(current: Plan, among: Sequence[Recompute] = FASTEST_FIRST) -> Plan:
+    """Return the plan with the first of `among` that fits, or with the last if none does.
 
-    made: the plan with any of them.
+    Its `why` explains the choice. current: the plan with any of them.
     """
-    # what compiled code takes is in no term: a choice that keeps more than "layers" leaves it free
-    room = made.usable - (COMPILED if made.hardware.kind == "cpu" else 0)
+    # compiled code's memory is in no term: a policy that keeps more than "layers" must leave it free
+    room = current.usable - (COMPILED if current.hardware.kind == "cpu" else 0)
     before = ""
     for choice in among:
-        found = replanned(made, made.layout.but(recompute=choice))
-        if found.total <= room or choice == among[-1]:
-            why = f"the fastest that fits{before}" if found.fits else f"it takes the least{before}"
-            return replace(found, why=why)
-        before = f"; {choice} would take {format_bytes(found.total)}"
+        candidate = replanned(current, current.layout.but(recompute=choice))
+        if candidate.total <= room or choice == among[-1]:
+            why = f"the fastest that fits{before}" if candidate.fits else f"it takes the least{before}"
+            return replace(candidate, why=why)
+        before = f"; {choice} would take {format_bytes(candidate.total)}"
     raise ValueError("among is empty")

@@ -1,11 +1,11 @@
 """The machines a run is planned for, which need not be here: "8xH200", "1xH200+768GB", "cpu:24GB".
 
-    COUNTxDEVICE[+HOST MEMORY]     devices of one kind in one host or several; a device is a table of
+    COUNTxDEVICE[+HOST MEMORY]     devices of one kind in one or several hosts; a device is a table of
                                    machines.toml, which holds facts with source and date
     cpu:MEMORY                     a machine without a GPU
 
-Host memory and the memory of a CPU machine are counted as they are sold: 768GB is 768 GiB, 1TB is 1,024.
-Spaces and the size of letters don't matter.
+Host and CPU memory use market sizes: 768GB is 768 GiB, 1TB is 1,024.
+Spaces and letter case don't matter.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FACTS = Path(__file__).with_name("machines.toml")
 WORDS = re.compile(r"(?:(\d+)x)?([A-Za-z]\w*)(?:\+(\d+(?:\.\d+)?)(Gi?B|Ti?B))?$", re.IGNORECASE | re.ASCII)
 CPU = re.compile(r"cpu:(\d+(?:\.\d+)?)(Gi?B|Ti?B)$", re.IGNORECASE | re.ASCII)
 MOST_DEVICES, LEAST_GIB, MOST_GIB = 65_536, 0.1, 1e6
-PER_HOST = 8  # GPUs of one host
+PER_HOST = 8  # GPUs per host
 
 
 class DeviceFacts(BaseModel):
-    """The facts of one kind of device; machines.toml says what they are and where they come from."""
+    """Facts about one kind of device; machines.toml explains them and their sources."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     memory_gib: float = Field(ge=0.1, le=1e6)
@@ -45,11 +45,11 @@ class DeviceFacts(BaseModel):
 class Fleet:
     """`count` devices of one kind.
 
-    memory  bytes of one device; of the machine where there is no GPU.
-    host    bytes of host memory in all; 0: not given.
-    device  its facts; None for a machine without a GPU, and for a GPU that no table knows.
-    kind    "cpu" or "cuda".
-    here    whether it is this machine, whose kernels may have been measured.
+    memory  bytes of one device; of the machine if there is no GPU
+    host    bytes of host memory in total; 0: not given
+    device  its facts; None for a machine without a GPU, and for a GPU in no table
+    kind    "cpu" or "cuda"
+    here    True if it is this machine, whose kernels may have been measured
     """
 
     name: str
@@ -62,7 +62,7 @@ class Fleet:
 
 
 def fleet(words: str, table: Path | str = "") -> Fleet:
-    """What `words` name. Raises ConfigError that shows the form, or names the nearest device."""
+    """Parse `words`. Raises ConfigError that shows the form, or names the nearest device."""
     plain = "".join(words.split()).replace("×", "x")
     if match := CPU.fullmatch(plain):
         return Fleet(words.strip(), 1, _bytes(*match.groups()), kind="cpu")
@@ -86,7 +86,7 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
         )
     if count is not None and (len(count) > 9 or not 1 <= int(count) <= MOST_DEVICES):
         raise ConfigError(
-            f"hardware = {printable(words[:60])!r}: the number of devices is 1 to {MOST_DEVICES:,}",
+            f"hardware = {printable(words[:60])!r}: the number of devices must be 1 to {MOST_DEVICES:,}",
             next="write 8xH200",
         )
     device = known[names[name.lower()]]
@@ -95,8 +95,8 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
 
 
 def devices(table: Path | str = "") -> dict[str, DeviceFacts]:
-    """name -> facts, of machines.toml and of a table of the user's, which comes first."""
-    found: dict[str, DeviceFacts] = {}
+    """Return name -> facts, from machines.toml and the user's table, which has precedence."""
+    facts: dict[str, DeviceFacts] = {}
     for path in (Path(table) if table else None, FACTS):
         if path is None:
             continue
@@ -106,22 +106,22 @@ def devices(table: Path | str = "") -> dict[str, DeviceFacts]:
             tables = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             where = str(error).splitlines()[0]
-            raise ConfigError(f"machines = {str(path)!r}: {where}", next="mend the file") from None
+            raise ConfigError(f"machines = {str(path)!r}: {where}", next="correct the file") from None
         for name, facts in tables.items():
             try:
-                found.setdefault(name, DeviceFacts.model_validate(facts))
+                facts.setdefault(name, DeviceFacts.model_validate(facts))
             except ValidationError as error:
                 first = error.errors()[0]
                 field = ".".join(map(str, (name, *first["loc"])))
                 raise ConfigError(
                     f"machines = {str(path)!r}: {printable(field)}: {first['msg']}",
-                    next="mend the file; parallel/plan/machines.toml has one table for each device",
+                    next="correct the file; parallel/plan/machines.toml has one table for each device",
                 ) from None
-    return found
+    return facts
 
 
 def _bytes(amount: str, unit: str) -> int:
-    """Bytes of memory. Raises ConfigError outside 0.1 to 1,000,000 GB."""
+    """Return bytes of memory. Raises ConfigError outside 0.1 to 1,000,000 GB."""
     gib = float(amount) * (1024 if unit.upper().startswith("T") else 1)
     if not LEAST_GIB <= gib <= MOST_GIB:
         raise ConfigError(

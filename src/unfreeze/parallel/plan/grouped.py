@@ -1,6 +1,6 @@
-"""Experts that come in groups: what comes at once, and what a layer holds then.
+"""Memory of experts that are loaded in groups: bytes per load, and bytes held per layer.
 
-placement/groups.py is what computes so.
+placement/groups.py implements it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from unfreeze.parallel.plan.sizes import Sizes
 
 
 def units(sizes: Sizes, buffer: int | None) -> list[int]:
-    """Bytes of what comes at once from where the experts lie: a layer's, or groups of them.
+    """Return the bytes of each load of offloaded experts: of a layer's, or of groups of them.
 
-    Raises ConfigError where a layer does not fit into `buffer` and cannot come in groups, or one expert does
+    Raises ConfigError if a layer does not fit into `buffer` and cannot be loaded in groups, or if one expert
+    does
     not fit.
     """
     if buffer is None or max(sizes.streamed, default=0) <= buffer:
@@ -26,18 +27,20 @@ def units(sizes: Sizes, buffer: int | None) -> list[int]:
     if sizes.come_whole:
         raise ConfigError(
             f"a buffer may have {format_bytes(buffer)}, and a layer's experts are"
-            f" {format_bytes(max(sizes.streamed))}: they cannot come in groups, because a norm reads what"
-            " they made",
+            f" {format_bytes(max(sizes.streamed))}: they cannot be loaded in groups, because a norm reads"
+            " their output",
             next="--place.buffer auto",
         )
     return [size for layer in sizes.of_expert for size in group_bytes(layer, sizes.num_experts, buffer)]
 
 
 def sizes_with_groups(sizes: Sizes, come: Sequence[int]) -> Sizes:
-    """The sizes with what placement/groups.py holds of a layer's n = T K rows, where experts come in groups.
+    """Return the sizes with the buffers of placement/groups.py for a layer's n = T K rows.
 
-    Of all rows x as it came, instead of gate and up; in backward also their dy and dx. Of the fullest group,
-    UNEVEN times its share, what the op holds: gate and up, its result, and dx in float32 and rounded.
+    For all rows: x as received, instead of gate and up; in backward also their dy and dx. For the fullest
+    group,
+    UNEVEN times its share: what the op holds, which is gate and up, its result, and dx in float32 and
+    rounded.
     """
     size, K, D = sizes.compute_bytes, sizes.experts_per_token, sizes.hidden_size
     gate_up, groups = K * 2 * sizes.expert_width * size, len(come) / len(sizes.streamed)

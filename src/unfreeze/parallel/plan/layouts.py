@@ -1,6 +1,6 @@
-"""A wish -> the layouts that a machine could have, fastest first; what cannot be is refused.
+"""Expand a requested layout to the layouts a machine can have, fastest first; refuse impossible ones.
 
-A run takes the first that fits; a plan for another machine predicts the seconds of each.
+A run uses the first that fits; a plan for another machine predicts the seconds of each.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ MANY = "--hardware with several devices, or "
 
 @dataclass(frozen=True)
 class Facts:
-    """What decides which layouts there can be.
+    """Facts that determine the possible layouts.
 
     kind          of device: "cpu" or "cuda"
-    processes     one for each device
-    num_experts   of a layer; 0: it has none
-    every_weight  whether every weight trains, not adapters
-    splits        how many processes may share one set of experts, where "auto" leaves that open
-    files         whether there are weights on disk to stream
-    model         its path, for what is said of it
+    processes     one per device
+    num_experts   per layer; 0: it has none
+    every_weight  True if every weight trains, not adapters
+    splits        how many processes may share one set of experts, if "auto" leaves that open
+    files         True if there are weights on disk to stream
+    model         its path, for messages
     more          the flag that gives a run more processes
-    host          whether there is host memory beside the device's
-    unbuilt       whether layouts that no run can have yet are wanted too
+    host          True if there is host memory beside the device's
+    unbuilt       True to include layouts that no run can have yet
     """
 
     kind: str
@@ -45,12 +45,15 @@ class Facts:
 
 
 def layouts(wish: Layout, facts: Facts) -> list[Layout]:
-    """Every layout that the wish allows on that machine, fastest first; recompute is still the wish's.
+    """Return every layout that the request allows on that machine, fastest first.
 
-    A layer's input is small beside what else could move, moments move once a step, and a layer's experts come
-    in groups where they do not fit together. `buffer` "auto": in groups of what fits.
+    recompute stays as requested. Layer inputs are small compared to what else could be offloaded, moments
+    move
+    once per step, and a layer's experts are loaded in groups if they do not fit together. `buffer` "auto":
+    groups
+    as large as fit.
 
-    Raises ConfigError, before anything is read, for a wish that cannot be.
+    Raises ConfigError for an impossible request, before anything is read.
     """
     if facts.every_weight:
         _refuse_every_weight(wish)
@@ -58,13 +61,13 @@ def layouts(wish: Layout, facts: Facts) -> list[Layout]:
     splits, rests = _splits(wish, facts), _rests(wish, facts)
     places, states, boundaries = _experts(wish, facts), _states(wish, facts), _boundaries(wish, facts)
     shared = [split for split in splits if split > 1]
-    made: list[Layout] = []
+    candidates: list[Layout] = []
     for experts in places:
         for buffer in _buffers(wish, facts, experts, places, splits):
-            # what streams does not fit into each process, so it is shared where that is possible
+            # offloaded experts do not fit into each process, so they are shared if possible
             by = splits if experts == "device" or facts.unbuilt else [1] if buffer else shared or splits
             for rest, split, state, boundary, held in product(rests, by, states, boundaries, weights):
-                made.append(
+                candidates.append(
                     wish.but(
                         experts=experts,
                         buffer=buffer,
@@ -75,11 +78,11 @@ def layouts(wish: Layout, facts: Facts) -> list[Layout]:
                         **state,
                     )
                 )
-    return made
+    return candidates
 
 
 def _experts(wish: Layout, facts: Facts) -> list[str]:
-    """Where the weights of routed experts may lie."""
+    """Return the possible places for routed experts."""
     fault = ""
     if not facts.num_experts:
         fault = "this model has no routed experts"
@@ -101,28 +104,30 @@ def _experts(wish: Layout, facts: Facts) -> list[str]:
 
 
 def _buffers(wish: Layout, facts: Facts, experts: str, places: list[str], splits: list[int]) -> Iterator[Any]:
-    """0: a layer's experts come at once; what is asked, or "auto": in groups.
+    """Return the possible buffers. 0: a layer's experts are loaded at once; a size or "auto": in groups.
 
-    Split experts come whole. Raises ConfigError where a buffer is asked for and nothing could use it.
+    Split experts are loaded whole. Raises ConfigError if a buffer is requested that nothing could use.
     """
-    asked = wish.buffer
-    if asked not in ("auto", 0) and places == ["device"]:
-        fault, remedy = "place.experts is device: nothing comes through a buffer", "--place.experts auto"
-        raise ConfigError(f"place.buffer is {asked:g}, but {fault}", next=f"{remedy}, or --place.buffer auto")
-    if asked not in ("auto", 0) and 1 not in splits and not facts.unbuilt:
-        fault = f"place.split is {splits[0]}: experts that processes share come a layer at a time"
+    requested = wish.buffer
+    if requested not in ("auto", 0) and places == ["device"]:
+        fault, remedy = "place.experts is device: nothing uses a buffer", "--place.experts auto"
+        raise ConfigError(
+            f"place.buffer is {requested:g}, but {fault}", next=f"{remedy}, or --place.buffer auto"
+        )
+    if requested not in ("auto", 0) and 1 not in splits and not facts.unbuilt:
+        fault = f"place.split is {splits[0]}: experts shared by processes are loaded a whole layer at a time"
         remedy = "--place.split 1, or --place.buffer auto"
-        raise ConfigError(f"place.buffer is {asked:g}, but {fault}", next=remedy)
-    if experts == "device" or asked in ("auto", 0):
+        raise ConfigError(f"place.buffer is {requested:g}, but {fault}", next=remedy)
+    if experts == "device" or requested in ("auto", 0):
         yield 0.0
-    if experts != "device" and asked != 0 and (1 in splits or facts.unbuilt):
-        yield asked
+    if experts != "device" and requested != 0 and (1 in splits or facts.unbuilt):
+        yield requested
 
 
 def _rests(wish: Layout, facts: Facts) -> list[str]:
-    """Where the frozen weights besides routed experts may lie: on each device, then in parts on all."""
+    """Return the possible places for frozen non-expert weights: on each device, then sharded over all."""
     if facts.processes == 1:
-        fault, remedy = "there is one process: it has no peers", facts.more
+        fault, remedy = "there is only one process, which has no peers", facts.more
     elif facts.every_weight:
         fault, remedy = "every weight trains", "--place.weights sharded, or "
     elif not facts.files:
@@ -140,18 +145,18 @@ def _rests(wish: Layout, facts: Facts) -> list[str]:
 
 
 def _boundaries(wish: Layout, facts: Facts) -> list[str]:
-    """Where the inputs of layers may lie until backward: on the device, then in host memory (CUDA)."""
+    """Return the possible places for layer inputs until backward: device, then host memory (CUDA)."""
     if wish.boundary == "host":
         _refuse_host("boundary", facts)
         if wish.recompute == "nothing":
-            fault = "recompute is nothing: no layer keeps its input alone"
+            fault = "recompute is nothing: no layer keeps only its input"
             raise ConfigError(f"place.boundary is host, but {fault}", next="--place.recompute layers")
     free = facts.kind == "cuda" and facts.host and not facts.every_weight and wish.recompute != "nothing"
     return [wish.boundary] if wish.boundary != "auto" else ["device", *["host"] * free]
 
 
 def _states(wish: Layout, facts: Facts) -> list[dict[str, str]]:
-    """Where the adapters' moments may lie between updates, and the adapters: device, then host (CUDA)."""
+    """Return the possible places for adapters and (between updates) their moments: device, then host."""
     if wish.optimizer == "host":
         _refuse_host("optimizer", facts)
     if wish.adapters == "host":
@@ -172,10 +177,10 @@ def _states(wish: Layout, facts: Facts) -> list[dict[str, str]]:
 
 
 def _weights(wish: Layout, facts: Facts) -> list[str]:
-    """How the weights may be held where every weight trains: whole in each process, then divided."""
+    """Return how weights may be held if every weight trains: replicated, then sharded."""
     fault = ""
     if not facts.every_weight:
-        fault = "adapters are trained, and only weights that train are divided"
+        fault = "adapters are trained, and only trained weights can be sharded"
     elif facts.processes == 1:
         fault = "there is one process"
     if not fault:
@@ -187,14 +192,16 @@ def _weights(wish: Layout, facts: Facts) -> list[str]:
 
 
 def _splits(wish: Layout, facts: Facts) -> list[int]:
-    """How many processes may share one set of experts: 1, and what divides those of a host, so that rows of
-    tokens stay inside it."""
+    """Return how many processes may share one set of experts: 1, and the divisors of a host's processes.
+
+    Tokens then stay within the host.
+    """
     if wish.split == "auto":
         return [1] if facts.every_weight or not facts.num_experts else list(facts.splits)
     if wish.split > 1:
         if facts.every_weight:
             raise ConfigError(
-                f"place.split is {wish.split}, but every weight trains, and those are not split by experts",
+                f"place.split is {wish.split}, but every weight trains, and trained experts are not split",
                 next="--place.split 1, or --train adapters",
             )
         from unfreeze.parallel.processes.mesh import check_split
@@ -204,22 +211,22 @@ def _splits(wish: Layout, facts: Facts) -> list[int]:
 
 
 def _refuse_every_weight(wish: Layout) -> None:
-    """Raise ConfigError for what may leave the device only where it is frozen."""
+    """Raise ConfigError for placements that are only possible for frozen weights."""
     for name, value in wish.moved().items():
         if name in ("experts", "boundary", "optimizer", "adapters"):
-            fault = "every weight trains, and what trains lies on the devices"
+            fault = "every weight trains, and trained weights must be on the devices"
             raise ConfigError(f"place.{name} is {value}, but {fault}", next=f"--place.{name} auto")
 
 
 def _refuse_host(name: str, facts: Facts) -> None:
-    """Raise ConfigError where the device's memory is the host's."""
+    """Raise ConfigError if the device's memory is the host's."""
     if facts.kind == "cpu":
         fault = "the device is a CPU: its memory is the host's"
         raise ConfigError(f"place.{name} is host, but {fault}", next=f"--place.{name} auto")
 
 
 def _refuse_unbuilt(name: str, wish: Layout, facts: Facts) -> None:
-    """Raise ConfigError where a run is asked for what only a plan can count."""
+    """Raise ConfigError if a run requests a placement that only a plan supports."""
     if not facts.unbuilt:
         words = RESIDENT.but(**{name: "host"}).not_built()[0]
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""The bytes of a layout, place by place, on machines that may not be here.
+"""Bytes of a layout, place by place, on machines that may not be here.
 
-Each of n devices takes t = T / n of a step's T tokens. Layouts that the code cannot run yet are counted too;
-Layout.not_built names what they lack.
+Each of n devices gets t = T / n of a step's T tokens. Layouts that no run supports yet are counted too;
+Layout.not_built names what is missing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from unfreeze.parallel.plan.fleet import Fleet
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import MOMENT_BYTES, STATE, USABLE, Plan, Work, plan
 
-BUFFERS = 2  # layers on a device at once where layers stream: one computes while the next arrives
-# A buffer holds a layer's experts; in groups at most a twelfth of the device's memory: on an H200 the 9.5 GB
-# of a Kimi-K2 layer, on a card of 32 GB a quarter of the layer at a time.
+BUFFERS = 2  # layers on a device at once when layers are streamed: one computes while the next arrives
+# A buffer holds a layer's experts. In groups it holds at most a twelfth of the device's memory: on an H200
+# the 9.5 GB of a Kimi-K2 layer, on a card of 32 GB a quarter of the layer at a time.
 BUFFER_SHARE = 12
 
 
@@ -33,7 +33,7 @@ BUFFER_SHARE = 12
 class Places:
     """name -> bytes, of the fullest device and of all host memory.
 
-    disk: bytes read again in each pass. compiled: what kernels take at most when they are compiled.
+    disk: bytes read again in each pass. compiled: maximum bytes of kernels when they are compiled.
     """
 
     device: dict[str, int]
@@ -49,32 +49,32 @@ class Places:
 
     @property
     def roomy(self) -> bool:
-        """Whether it fits with what a CPU's kernels take when they are compiled, which no term has."""
+        """True if it fits together with the memory of a CPU's compiled kernels, which is in no term."""
         return self.fits and sum(self.device.values()) + self.compiled <= self.device_usable
 
     @property
     def over(self) -> str:
-        """Which place is too small: "device", "host" or ""."""
+        """The place that is too small: "device", "host" or ""."""
         if sum(self.device.values()) > self.device_usable:
             return "device"
         return "host" if sum(self.host.values()) > self.host_usable else ""
 
 
 def bytes_by_place(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layout: Layout) -> Places:
-    """The bytes of a step. `work.tokens` and `work.micro_batches` are one device's."""
+    """Return the bytes of a step. `work.tokens` and `work.micro_batches` are one device's."""
     n, here = fleet.count, fullest_share(counts, layout.sharing)
     local = _local(sizes, counts, fleet.kind, layout.sharing)
     of_layer = int(counts.layer_experts * here)
     if layout.sharing > 1:
         work = replace(work, chunk=None)
 
-    # each device is a process of its own with as many micro-batches, and they sum their gradients
+    # each device is a process of its own with as many micro-batches; they sum their gradients
     work = replace(work, micro_batches=work.micro_batches * n, processes=work.processes * n)
-    here_alone = layout.but(experts="device", rest="device")  # what these take is counted below
-    made = _step(local, here_alone, work, Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory))
-    terms = dict(made.terms)
-    in_float32 = terms.pop("base")  # of sharded weights: what their parts take more or less than all of them
-    if fleet.kind == "cpu" and not fleet.here:  # of this machine's free memory this process is taken already
+    here_alone = layout.but(experts="device", rest="device")  # experts and rest are counted below
+    planned = _step(local, here_alone, work, Hardware(fleet.kind, fleet.name, 1, fleet.memory, fleet.memory))
+    terms = dict(planned.terms)
+    in_float32 = terms.pop("base")  # for sharded weights: their shards' difference to the full weights
+    if fleet.kind == "cpu" and not fleet.here:  # this machine's free memory already excludes this process
         terms["interpreter and libraries"] = PROCESS
     host: dict[str, int] = {}
 
@@ -94,8 +94,8 @@ def bytes_by_place(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layou
     if layout.sharded:
         weights = {"a part of the weights": experts + rest + in_float32}
 
-    # what trains: float32 factors, gradients and moments; where they are in host memory, a device has the
-    # factors and gradients of BUFFERS layers in the computation's dtype
+    # trained state: float32 factors, gradients and moments. If it is in host memory, a device has the factors
+    # and gradients of BUFFERS layers in the compute dtype
     if layout.adapters == "host":
         trained = sizes.adapter_parameters(work.rank, work.experts_rank)
         host["adapters, gradients, optimizer"] = int(trained * (8 + MOMENT_BYTES[work.optimizer_moments]))
@@ -103,9 +103,9 @@ def bytes_by_place(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layou
         terms = {name: size for name, size in terms.items() if name not in STATE}
         terms["adapters of two layers"] = 2 * BUFFERS * local.compute_bytes * numbers // counts.num_layers
     if layout.boundary == "host":
-        host["boundary activations"] = n * (made.host - made.host_moments)
+        host["boundary activations"] = n * (planned.host - planned.host_moments)
     if layout.optimizer == "host" and layout.adapters == "device":
-        host["moments"] = n * made.host_moments
+        host["moments"] = n * planned.host_moments
     return Places(
         device={name: size for name, size in {**weights, **terms}.items() if size},
         host={name: size for name, size in host.items() if size},
@@ -117,7 +117,7 @@ def bytes_by_place(sizes: Sizes, counts: Counts, work: Work, fleet: Fleet, layou
 
 
 def of_one(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
-    """What one of `split` processes that share the experts has of a model; the fullest of them."""
+    """Return the sizes of one of `split` processes that share the experts; the fullest of them."""
     if split == 1:
         return sizes
     here = fullest_share(counts, split)
@@ -131,19 +131,21 @@ def of_one(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
 
 
 def exchanged(counts: Counts, size: int) -> int:
-    """Bytes per token of rows that a layer's backward has beside the expert op's, numbers of `size` bytes.
+    """Return bytes per token of rows in a layer's backward beside the expert op's own.
 
-    Of K rows each: x as it came, dy as it is sent and as it came, dx. A process may get more rows than it
-    sends; UNEVEN times as many are counted.
+    Numbers have `size` bytes. K rows of each: x as received, dy as sent and as received, dx. A process may
+    receive more rows than it sends;
+    UNEVEN times as many are counted.
     """
     return int(4 * UNEVEN * counts.experts_per_token * counts.hidden_size * size)
 
 
 def with_buffers(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
-    """The layout with buffers of a share of the device's memory where `buffer` is "auto".
+    """Return the layout with buffers of a share of the device's memory if `buffer` is "auto".
 
-    None where a layer's experts cannot come in such groups, or need none. Raises ConfigError for a buffer
-    that was asked for and holds no expert.
+    None if a layer's experts cannot be loaded in such groups, or need none. Raises ConfigError for a
+    requested
+    buffer that is too small for one expert.
     """
     if layout.buffer == 0:
         return layout
@@ -153,7 +155,9 @@ def with_buffers(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
         if size < of_layer and not counts.can_come_in(size):
             one = format_bytes(counts.layer_experts // max(1, counts.num_experts))
             fault = (
-                "they cannot come in groups" if counts.come_whole else f"one expert of a layer takes {one}"
+                "they cannot be loaded in groups"
+                if counts.come_whole
+                else f"one expert of a layer takes {one}"
             )
             raise ConfigError(f"place.buffer is {layout.buffer:g}, but {fault}", next="--place.buffer auto")
         return layout if size < of_layer else layout.but(buffer=0.0)
@@ -164,21 +168,22 @@ def with_buffers(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
 
 
 def fullest_share(counts: Counts, split: int) -> float:
-    """Of the experts, what the fullest of `split` devices holds."""
+    """Return the share of the experts on the fullest of `split` devices."""
     return -(-counts.num_experts // split) / counts.num_experts if counts.num_experts else 1.0
 
 
-# the same for all layouts that differ in where experts and the frozen rest lie: a tenth of a refusal's time
+# the same for all layouts that differ only in the place of experts and rest; saves a tenth of a refusal's
+# time
 @lru_cache(maxsize=64)
 def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
-    """One device's own model without the base: its share of the experts' adapters and of the workspace."""
+    """Return one device's model without the base: its share of the experts' adapters and the workspace."""
     experts_here = fullest_share(counts, split)
     workspace, layer = sizes.workspace, sizes.layer
     if kind == "cuda":
         held, widths = -(-counts.num_experts // split), (counts.hidden_size, counts.expert_width)
         dtype = torch.bfloat16 if sizes.compute_bytes == 2 else torch.float32
         workspace = workspace_bytes(held, *widths, dtype, "cuda")
-        # fewer experts go in fewer groups, so more of their rows are at work at once
+        # fewer experts make fewer groups, so more of their rows are in use at once
         mine, undivided = (
             bytes_at_work(
                 counts.experts_per_token,
@@ -194,7 +199,7 @@ def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
         sizes,
         base=0,
         layer=layer + rows,
-        held=tuple(held + rows // 4 for held in sizes.held),  # x as it came
+        held=tuple(held + rows // 4 for held in sizes.held),  # x as received
         own=sizes.own + rows - rows // 4,
         workspace=workspace,
         cast_per_rank=int(sizes.cast_per_rank * experts_here),

@@ -1,4 +1,4 @@
-"""What would fit where a run does not: each proposal is solved for and planned again."""
+"""Propose settings that fit if a run does not: each proposal is solved for and planned again."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from unfreeze.core.units import format_bytes
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.plan.terms import Plan, replanned
 
-MIN_TOKENS = 2  # of a micro-batch: one token has no next one to learn
+MIN_TOKENS = 2  # per micro-batch: one token has no next token to predict
 LESS: dict[str, tuple[Recompute, ...]] = {
     "nothing": ("elementwise", "selective", "layers"),
     "elementwise": ("selective", "layers"),
     "selective": ("layers",),
     "layers": (),
 }
-"""recompute -> what keeps less, the most first."""
+"""recompute -> policies that keep less, those that keep most first."""
 
 Proposal = tuple[str, str]
 """(flags, the same with their bytes)."""
@@ -26,7 +26,7 @@ LARGER = "use a machine with more memory, a smaller checkpoint, or one in 4 bits
 
 
 def refuse_if_too_large(plan: Plan) -> None:
-    """Raise DoesNotFit with the arithmetic and with what would fit."""
+    """Raise DoesNotFit with the arithmetic and with settings that fit."""
     if plan.fits:
         return
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in plan.terms.items() if size)
@@ -48,23 +48,25 @@ def refuse_if_too_large(plan: Plan) -> None:
 
 
 def what_fits(plan: Plan) -> list[Proposal]:
-    """Changes that fit.
+    """Return changes that fit.
 
-    First those that leave the result as it is: experts that stream, fewer layers that keep activations (the
-    largest number that fits), recompute, more micro-batches (the smallest number), the last two together.
+    First those that leave the result unchanged: offloaded experts, fewer layers that keep activations (the
+    largest
+    number that fits), recompute, more micro-batches (the smallest number), the last two together.
     Then fewer tokens per step (the largest number) and a lower rank (the largest). Only if none of these
-    fits: fewer tokens with rank 1.
+    fits:
+    fewer tokens with rank 1.
     """
     proposals: list[Proposal] = []
     layout, rank = plan.layout, plan.work.rank
 
-    # experts that come layer by layer
+    # offloaded experts, loaded layer by layer
     if layout.experts == "device" and plan.sizes.streamed and rank is not None:
         for place in ("host", "disk") if plan.hardware.kind == "cuda" else ("disk",):
             elsewhere = replanned(plan, layout.but(experts=place))
             proposals += _if_it_fits(elsewhere, f"--place.experts {place}")
 
-    # inputs of layers in host memory
+    # layer inputs in host memory
     if plan.hardware.kind == "cuda" and rank is not None and layout.boundary == "device":
         elsewhere = replanned(plan, layout.but(boundary="host"))
         if elsewhere.layout.boundary_leaves:
@@ -77,20 +79,20 @@ def what_fits(plan: Plan) -> list[Proposal]:
             elsewhere, "--place.optimizer host", "the moments of the adapters in host memory"
         )
 
-    # fewer layers that keep
+    # fewer layers that keep activations
     if layout.recompute == "selective":
         most = plan.sizes.num_layers if layout.keep_layers is None else layout.keep_layers
         fewer = _largest(most, lambda count: fits_with_margin(replanned(plan, layout.but(keep_layers=count))))
         if 0 < fewer < most:
-            kept = replanned(plan, layout.but(keep_layers=fewer))
-            proposals += _if_it_fits(kept, f"--place.keep-layers {fewer}")
+            with_fewer = replanned(plan, layout.but(keep_layers=fewer))
+            proposals += _if_it_fits(with_fewer, f"--place.keep-layers {fewer}")
 
-    # more is recomputed
+    # more recomputation
     for mode in LESS[layout.recompute]:
         less = replanned(plan, layout.but(recompute=mode))
         proposals += _if_it_fits(less, f"--place.recompute {mode}")
 
-    # fewer tokens at once, a lower rank, at last both
+    # fewer tokens at once, a lower rank, finally both
     for start in _starts(plan):
         proposals += _fewer_tokens(start)
     if rank is not None:
@@ -113,7 +115,7 @@ class _Start:
 
 
 def _starts(plan: Plan) -> list[_Start]:
-    """This plan; where not all is recomputed, first the same with it."""
+    """Return this plan, preceded by the same with full recomputation if not all is recomputed."""
     if plan.layout.recompute == "layers":
         return [_Start(plan)]
     least = replanned(plan, plan.layout.but(recompute="layers"))
@@ -121,7 +123,7 @@ def _starts(plan: Plan) -> list[_Start]:
 
 
 def _fewer_tokens(start: _Start) -> list[Proposal]:
-    """The same step in more micro-batches, or a smaller step in as many."""
+    """Propose the same step in more micro-batches, or a smaller step in as many."""
     plan, parts = start.plan, start.plan.work.micro_batches
     tokens = _largest(plan.work.tokens, lambda n: fits_with_margin(replanned(plan, tokens=n)))
     if tokens < MIN_TOKENS or tokens == plan.work.tokens:
@@ -129,8 +131,8 @@ def _fewer_tokens(start: _Start) -> list[Proposal]:
 
     # Upper bound of the requested step: tokens = step // micro_batches lost at most parts - 1.
     step = plan.work.tokens * parts + parts - 1
-    # Two micro-batches hold other gradients than three or more (terms.py), so the smallest number that fits
-    # is 2, 3, or what is solved for with three.
+    # Two micro-batches hold different gradients than three or more (terms.py), so the smallest number that
+    # fits is 2, 3, or the solution for three.
     with_sums = _largest(
         plan.work.tokens, lambda n: fits_with_margin(replanned(plan, tokens=n, micro_batches=max(parts, 3)))
     )
@@ -147,7 +149,7 @@ def _fewer_tokens(start: _Start) -> list[Proposal]:
 
 
 def _with_rank(plan: Plan, rank: int) -> Plan:
-    """rank and experts_rank lowered together, in proportion."""
+    """Lower rank and experts_rank together, in proportion."""
     assert plan.work.rank is not None
     experts = plan.work.experts_rank
     scaled = None if experts is None else max(1, experts * rank // plan.work.rank)
@@ -155,18 +157,18 @@ def _with_rank(plan: Plan, rank: int) -> Plan:
 
 
 def _if_it_fits(plan: Plan, flags: str, what: str = "") -> list[Proposal]:
-    """The plan as a proposal, or none. what: is said beside its bytes."""
+    """Return the plan as a proposal, or none. what: text to print beside its bytes."""
     return [(flags, f"{flags} ({what}{format_bytes(plan.total)})")] if fits_with_margin(plan) else []
 
 
 def fits_with_margin(plan: Plan) -> bool:
-    """Whether it fits with room for what a CPU's kernels take when they are compiled, which no term has."""
+    """Return True if it fits with room for a CPU's compiled kernels, whose memory is in no term."""
     room = COMPILED if plan.hardware.kind == "cpu" and plan.usable > 2 * COMPILED else 0
     return plan.fits and plan.total + room <= plan.usable
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest n in 1..limit with fits(n), by bisection (bytes grow with n); 0 where none does."""
+    """Return the largest n in 1..limit with fits(n), by bisection (bytes grow with n); 0 if none fits."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,10 +1,10 @@
-"""How fast a device does each kind of work of a step: from published figures, or from kernel records.
+"""A device's speed for each kind of work in a step, from published figures or from kernel records.
 
-    of_device    peaks (machines.toml) times the shares of them that published runs reach
-    of_records   what `unfreeze kernels measure` timed: FLOP of a case over its median, for the implementation
-                 that runs. Nothing is measured here, and without a record of each op there are no rates
+    of_device    peak rates (machines.toml) times the shares of them that published runs reach
+    of_records   timings of `unfreeze kernels measure`: FLOP of a case over its median, for the implementation
+                 in use. Nothing is measured here; without a record of each op there are no rates
 
-A record was measured on some number of threads; on C cores its rate is multiplied by C / threads.
+A record was measured with some number of threads; on C cores its rate is multiplied by C / threads.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ EXPERT_SHARE, HALF_ROWS = 0.66, 128.0  # grouped GEMM on H100: 650 of 989 TFLOP/
 DENSE_SHARE = 0.63  # 620 of 989 TFLOP/s
 ATTENTION_SHARE = 0.4
 VECTOR_SHARE = 0.75
-# Of a CPU: what dense layers reach beside a frozen head, whose softmax counts. SwiGLU blocks of Qwen2-0.5B
-# did 1.13 to 1.25 times as many FLOP a second (AMD EPYC with avx512_bf16, one thread, both dtypes)
+# Of a CPU: the rate of dense layers relative to a frozen head, whose softmax counts. SwiGLU blocks of
+# Qwen2-0.5B reached 1.13 to 1.25 times as many FLOP/s (AMD EPYC with avx512_bf16, one thread, both dtypes)
 DENSE_OF_HEAD = 1.2
-LAUNCH = 5e-6  # seconds of host time of a torch operation
-OPTIMIZER_BYTES = 26  # of AdamW for a parameter: gradient, master, moments read and written, weight written
+LAUNCH = 5e-6  # seconds of host time per torch operation
+# bytes of AdamW per parameter: gradient, master, moments read and written, weight written
+OPTIMIZER_BYTES = 26
 CPU = torch.device("cpu")
 
-# The work of a measured case, forward and backward: FLOP, but for rms_norm numbers and for adamw parameters.
-# These are constants because counting needs the cases' inputs, and making those would take 0.7 s of every
-# start. A test counts them.
+# The work of a measured case, forward and backward: FLOP, except numbers for rms_norm and parameters for
+# adamw. These are constants because counting needs the cases' inputs, and creating those would take 0.7 s of
+# every start. A test checks them.
 WORK = {
     ("expert_mlp", "under 64"): 215_482_368,
     ("expert_mlp", "64 on"): 1_723_858_944,
@@ -62,23 +63,24 @@ WORK = {
 LEAST_WIDTH = 256  # half of the hidden size of the narrowest measured case, the experts'
 ROWS_PER_EXPERT = 16, 128  # of the two cases of expert_mlp
 DOCUMENTS = {"under 96": 64, "96 on": 128, "192 on": 512, "1024 on": 1024, "2048 on": 2048}
-"""Bucket of attention -> tokens of a document in its case."""
+"""Attention case -> tokens per document in it."""
 Base = Literal["packed", "unpacked", "all weights"]
-"""What routed experts are: frozen in 4 bits, frozen in the computation's dtype, or trained."""
+"""Kind of routed experts: frozen in 4 bits, frozen in the compute dtype, or trained."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second.
+    """A device's rates.
 
     source             where the rates come from, in words
-    experts            FLOP per second at many rows an expert; half of that at `half_rows` rows
-    dense              FLOP per second of linear layers
-    attention, routers, head  FLOP per second of each
-    expansion, passes  bytes per second: expanding packed experts; gather, SwiGLU and combination of rows.
-                       Infinite where the rate of experts includes them
-    norms              numbers per second through a norm, forward and backward
-    optimizer          parameters per second
+    experts            FLOP/s at many rows per expert; half of that at `half_rows` rows
+    dense              FLOP/s of linear layers
+    attention, routers, head  FLOP/s of each
+    expansion, passes  bytes/s: expanding packed experts; gather, SwiGLU and combination of rows. Infinite
+                       if
+                       the rate of experts includes them
+    norms              numbers/s through a norm, forward and backward
+    optimizer          parameters/s
     launch             seconds of host time per torch operation
     """
 
@@ -96,12 +98,12 @@ class Rates:
     launch: float
 
     def of_experts(self, rows: float) -> float:
-        """FLOP per second with so many rows an expert: experts · m / (m + half_rows)."""
+        """FLOP/s at `rows` rows per expert: experts · m / (m + half_rows)."""
         return self.experts * rows / (rows + self.half_rows)
 
 
 def of_device(device: DeviceFacts) -> Rates:
-    """Shares of the makers' peaks."""
+    """Return rates as shares of the maker's peak rates."""
     matrix, memory = device.matrix * 1e12, device.memory_gb_s * 1e9
     return Rates(
         source=f"machines.toml, not measured: {device.source}, {device.date}",
@@ -129,12 +131,13 @@ def of_records(
     every_weight: bool,
     experts: Base | None,
 ) -> Rates | None:
-    """Rates from the records of this CPU: its user's own, or the committed ones of its class.
+    """Return rates from the records of this CPU: the user's own, or the committed ones of its class.
 
-    None where an op was not measured.
+    None if an op was not measured.
 
-    length  of a document; narrow: values are narrower than keys (MLA).
-    experts  what they are; None: the model has none.
+        length   tokens of a document
+        narrow   True if values are narrower than keys (MLA)
+        experts  their kind; None: the model has none
     """
     half = every_weight and dtype != torch.float32
     base = "" if experts in (None, "packed") else f", {experts}"
@@ -153,10 +156,10 @@ def of_records(
     }
     if experts is None:
         del wanted["few"], wanted["many"]
-    found = {name: _rate(*cell) for name, cell in wanted.items()}
-    found["attention"] = _attention(length, narrow, dtype)
-    timed = {name: rate for name, rate in found.items() if rate is not None}
-    if len(timed) < len(found):
+    timed = {name: _rate(*cell) for name, cell in wanted.items()}
+    timed["attention"] = _attention(length, narrow, dtype)
+    timed = {name: rate for name, rate in timed.items() if rate is not None}
+    if len(timed) < len(timed):
         return None
     rate = {name: value.each * cores / value.threads for name, value in timed.items()}
     many, half_rows = _of_rows(rate["few"], rate["many"]) if experts else (math.inf, 0.0)
@@ -183,10 +186,11 @@ def of_records(
 
 
 def _of_rows(few: float, many: float) -> tuple[float, float]:
-    """(R, h) of the curve R m / (m + h) through both measured rates: 1 / r = 1 / R + h / R / m.
+    """Return (R, h) of the curve R m / (m + h) through both measured rates: 1 / r = 1 / R + h / R / m.
 
-    Through no such curve go rates of which the one at many rows is lower, or more than as many times higher;
-    then it is that rate at any number of rows.
+    No such curve exists if the rate at many rows is lower, or higher by more than the ratio of rows; then
+    that
+    rate is used for any number of rows.
     """
     m_few, m_many = ROWS_PER_EXPERT
     slope = (1 / few - 1 / many) / (1 / m_few - 1 / m_many)
@@ -197,10 +201,10 @@ def _of_rows(few: float, many: float) -> tuple[float, float]:
 
 
 def _attention(length: int, narrow: bool, dtype: torch.dtype) -> _Timed | None:
-    """FLOP per second with documents of `length`, between the two measured lengths that it lies between.
+    """Return FLOP/s for documents of `length`, interpolated between the two measured lengths around it.
 
-    A token's seconds are s(L) = a + b L: what is done for it once, and for each token it sees. Through both
-    measured points, and beyond the longest on the same line; below the shortest its rate.
+    A token's seconds are s(L) = a + b L: fixed work, and work per token it sees. The line goes through both
+    measured points and continues beyond the longest; below the shortest, its rate is used.
     """
     lengths = list(DOCUMENTS.items())
     (lower, low), (upper, high) = next(
@@ -212,7 +216,7 @@ def _attention(length: int, narrow: bool, dtype: torch.dtype) -> _Timed | None:
         return first
     if second is None:
         return None
-    # in units of a FLOP per token and key: a rate is L / s
+    # in units of one FLOP per token and key, a rate is L / s
     before, after = (tokens * timed.threads / timed.each for tokens, timed in ((low, first), (high, second)))
     seconds = before + (after - before) * (length - low) / (high - low)
     threads = max(first.threads, second.threads)
@@ -225,7 +229,7 @@ HALF = "half precision weights"
 
 @dataclass(frozen=True)
 class _Timed:
-    """each: work per second of the implementation that runs. own: whether the record is this user's."""
+    """each: work/s of the implementation in use. own: True if the record is this user's."""
 
     each: float
     threads: int
@@ -234,7 +238,7 @@ class _Timed:
 
 
 def _rate(name: str, bucket: str, dtype: torch.dtype) -> _Timed | None:
-    """The rate of one op on this CPU, from its record; None where this device has no record of it."""
+    """Return the rate of one op on this CPU from its record; None if there is no record."""
     op, key = ops.import_op(name), record.device_key(CPU)
     rows = [row for row in record.record_rows(op, CPU, dtype, bucket) if "refused" not in row]
     if not rows:

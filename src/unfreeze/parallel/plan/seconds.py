@@ -49,20 +49,20 @@ from unfreeze.parallel.plan.rates import Rates
 
 EXPANDED = 2.5625  # bytes per weight: 0.5625 read, 2 written
 LAUNCHES = 200  # torch operations per layer and pass
-DISK = 3e9  # bytes per second and process, an NVMe drive each
-NETWORK = 50e9  # bytes per second and GPU between hosts, one direction: a port of 400 Gb/s each
-HOST_MEMORY = 200e9  # bytes per second of an AdamW on the host
-IMBALANCE = 1.1  # busiest device over the mean, where experts are split
+DISK = 3e9  # bytes/s per process, with one NVMe drive each
+NETWORK = 50e9  # bytes/s per GPU between hosts, one direction: one port of 400 Gb/s each
+HOST_MEMORY = 200e9  # bytes/s of AdamW on the host
+IMBALANCE = 1.1  # busiest device over the mean, if experts are split
 
 
 @dataclass(frozen=True)
 class Seconds:
     """The seconds of a step.
 
-    terms  name -> seconds, as if each were alone.
-    step   what the step takes, with transfers under the computation.
-    shown  of the transfers, what the computation does not hide.
-    forward  share of a layer's computation that the forward pass is.
+    terms    name -> seconds, as if each were alone
+    step     seconds of the step, with transfers overlapped by computation
+    shown    of the transfers, the part not hidden by computation
+    forward  the forward pass's share of a layer's computation
     """
 
     terms: dict[str, float]
@@ -99,7 +99,7 @@ def seconds(
     imbalance: float = IMBALANCE,
     second: float = 0.0,
 ) -> Seconds:
-    """What the step takes. second: of a model beside it, for a micro-batch (asking)."""
+    """Return the seconds of a step. second: those of a second model per micro-batch (asking)."""
     trained, micro_batches = step.trained, step.micro_batches
     n, D, I = fleet.count, counts.hidden_size, counts.expert_width
     link, host = (
@@ -125,8 +125,8 @@ def seconds(
             terms["expansion"] = counts.moe_layers * moved / rates.expansion
         terms["passes over rows"] = counts.moe_layers * rows * 2 * (14 * D + 16 * I) / rates.passes
 
-    # what every token meets
-    pairs = t * min(step.length, t) / 2  # a micro-batch holds no longer document
+    # all other layers' work, for every token
+    pairs = t * min(step.length, t) / 2  # no document is longer than a micro-batch
     visits = dense_visits + backward
     adapters = 0 if step.every_weight else trained.get("dense", 0) * (dense_visits + 2)
     terms["dense layers"] = t * 2 * (counts.dense * visits + adapters) / rates.dense
@@ -140,8 +140,8 @@ def seconds(
         between = link if layout.sharing <= PER_HOST else NETWORK
         exchange = counts.moe_layers * 5 * rows * away * 2 * D / between
 
-    # what arrives meanwhile, over links of their own: all GPUs of a host get the rest alike, through all of
-    # its ports; the last host may have fewer
+    # transfers meanwhile, over their own links. What all GPUs of a host receive alike comes through all of
+    # its ports; the last host may have fewer GPUs
     alike = link if n <= PER_HOST else min(link, NETWORK * (n % PER_HOST or PER_HOST))
     by_host, gathered = _arriving(counts, layout, n, host, alike)
     stream = max(sum(by_host.values()), *gathered.values())
@@ -159,7 +159,7 @@ def seconds(
         "optimizer": _update(layout, here / rates.optimizer / (n if layout.sharded else 1), here, n, host),
         "launches": launches,
     }
-    # gradients of what several devices hold: a sum goes there and back; of sharded weights only there
+    # gradients of replicated weights: a sum travels both ways; for sharded weights only one way
     copies = {"dense": n, "experts": max(1, n // layout.sharing)}  # a run plans one of its devices
     over = {"dense": alike, "experts": NETWORK if layout.sharing > 1 else alike}
     ways = 1 if layout.sharded else 2
@@ -177,7 +177,7 @@ def seconds(
 def _arriving(
     counts: Counts, layout: Layout, n: int, host: float, alike: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of the weights that come during a step: over the host's link, and from the other devices."""
+    """Return the seconds of weight transfers in a step: over the host link, and from other devices."""
     by_host: dict[str, float] = {}
     if layout.experts != "device":
         source = DISK if layout.experts == "disk" else host
@@ -192,25 +192,25 @@ def _arriving(
 
 
 def asking(counts: Counts, rates: Rates, *, tokens: int, length: int) -> float:
-    """Seconds of a model that is asked about a micro-batch: its layers forward once, and its head."""
+    """Return the seconds of a second model per micro-batch: one forward through its layers, and its head."""
     D, I = counts.hidden_size, counts.expert_width
-    found = tokens * 2 * (counts.dense / rates.dense + D * counts.vocab_size / rates.head)
-    found += tokens * 2 * counts.router / rates.routers + tokens * counts.num_layers * D / rates.norms
-    found += tokens * min(length, tokens) / 2 * counts.attention / rates.attention
+    total = tokens * 2 * (counts.dense / rates.dense + D * counts.vocab_size / rates.head)
+    total += tokens * 2 * counts.router / rates.routers + tokens * counts.num_layers * D / rates.norms
+    total += tokens * min(length, tokens) / 2 * counts.attention / rates.attention
     if counts.num_experts and counts.moe_layers:
         rows = tokens * counts.experts_per_token
         rate = rates.of_experts(rows / counts.num_experts)
         # rates of a model without experts have none of them: theirs is then that of linear layers
         flops = rows * 2 * counts.expert_weights / (rate if math.isfinite(rate) else rates.dense)
         expanded = counts.num_experts * counts.expert_weights * EXPANDED * counts.packed / rates.expansion
-        found += counts.moe_layers * (flops + expanded + rows * (14 * D + 16 * I) / rates.passes)
-    return found
+        total += counts.moe_layers * (flops + expanded + rows * (14 * D + 16 * I) / rates.passes)
+    return total
 
 
 def _update(layout: Layout, on_device: float, here: int, n: int, host: float) -> float:
-    """Seconds of an update of `here` parameters on each of n devices. host: bytes per second of its link.
+    """Return the seconds of an update of `here` parameters on each of n devices. host: its link's bytes/s.
 
-    Moments in host memory are float32 here: 8 bytes up and 8 down, which all devices of a host share.
+    Moments in host memory are float32 here: 8 bytes up and 8 down, over a link shared by a host's devices.
     """
     if layout.adapters == "host":
         return 28 * here * n / HOST_MEMORY

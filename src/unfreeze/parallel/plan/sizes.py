@@ -1,4 +1,4 @@
-"""What the plan knows of a model: sums over what its blocks say."""
+"""The sizes of a model that a plan needs: sums over what its blocks report."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from unfreeze.parallel.placement.residency import bytes_of_expert, come_whole, s
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model in one dtype of computation.
+    """A model in one compute dtype.
 
-    base            bytes of parameters and buffers as they will lie in memory (packed weights packed)
-    expanded        the same with every packed weight expanded to the computation's dtype
+    base            bytes of parameters and buffers in memory (packed weights stay packed)
+    expanded        the same with every packed weight expanded to the compute dtype
     elements        number of weights: what trains if every weight trains
-    last_elements   of them, those whose gradients come last: of the first layer and, unless it is tied to the
-                    head, of the embedding
+    last_elements   of them, those whose gradients come last: of the first layer and, unless it is tied to
+                    the head, of the embedding
     largest         weights of the largest tensor
     layer           bytes per token at the worst moment of the largest layer's backward
-    held            bytes per token that each layer's forward leaves for its backward
-    own             bytes per token that a layer's backward has at most beside what it holds
-    kept            bytes per token of what attention and experts made, layer by layer
-    products        bytes per token of outputs of linear layers, likewise
+    held            bytes per token that each layer's forward keeps for its backward
+    own             maximum bytes per token of a layer's backward beside what it holds
+    kept            bytes per token of attention's and experts' outputs, layer by layer
+    products        bytes per token of linear layers' outputs, likewise
     workspace       bytes of the expert op's scratch before adapters; 0 without experts
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
     dense_largest, experts_largest     of them, those of the largest factor
@@ -36,12 +36,12 @@ class Sizes:
                     factors, their gradient, and on CUDA their columns of the workspace
     tables          bytes per token of the rotary cos and sin, float32
     attention       of each kind of layer
-    largest_layer   weights of the layer that has most
-    ends            weights that no layer has: embedding, last norm and head
-    streamed        bytes of routed experts in each layer that has some: what may lie elsewhere
-    rest            bytes of what each layer has besides them: what peers may keep in parts
-    of_expert       of each of those layers, bytes of one expert in each tensor that streams
-    come_whole      whether a layer's experts cannot come in groups
+    largest_layer   weights of the largest layer
+    ends            weights outside of layers: embedding, last norm and head
+    streamed        bytes of routed experts in each layer that has some: what can be offloaded
+    rest            bytes of each layer's other weights: what can be sharded over peers
+    of_expert       for each of those layers, bytes of one expert in each offloaded tensor
+    come_whole      True if a layer's experts cannot be loaded in groups
     num_experts, experts_per_token, expert_width   of a layer of the whole model
     """
 
@@ -78,20 +78,20 @@ class Sizes:
     ends: int = 0
 
     def adapter_parameters(self, rank: int | None, experts_rank: int | None) -> int:
-        """Dense sites at `rank`, routed experts at `experts_rank` (or `rank`); 0 without adapters."""
+        """Count adapter parameters: dense at `rank`, experts at `experts_rank` (or `rank`); 0 without."""
         return (
             0 if rank is None else self.dense_per_rank * rank + self.experts_per_rank * (experts_rank or rank)
         )
 
     def largest_factor(self, rank: int, experts_rank: int | None) -> int:
-        """Numbers of the largest tensor of an adapter."""
+        """Return the number of elements in an adapter's largest tensor."""
         return max(self.dense_largest * rank, self.experts_largest * (experts_rank or rank))
 
 
 def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") -> Sizes:
-    """Measure the sizes of a model for a device of that kind ("cpu", "cuda").
+    """Measure the sizes of a model for a kind of device ("cpu", "cuda").
 
-    The model may be on meta and must not carry adapters yet.
+    The model may be on meta and must not have adapters yet.
     """
     shape, dtype = model.shape, model.dtype
     layers = [layer.bytes(dtype, device) for layer in model.layers]

@@ -1,9 +1,9 @@
-"""The arithmetic: what a run asks for -> bytes per term.
+"""The arithmetic of the plan: settings of a run -> bytes per term.
 
-Peak = what stays (base, adapter, optimizer, workspaces) + what a step holds at its worst moment: the
-loss, the last layer's backward or the first layer's. From layer to layer boundary activations and what
-recompute keeps go, and gradients come (see `_moments`).
-Loading comes at another time: the base and a read buffer per thread.
+Peak = what stays (base, adapter, optimizer, workspaces) + what a step holds at its worst moment: the loss,
+the last layer's backward or the first layer's. From layer to layer, boundary activations and saved
+activations are freed while gradients are added (see `_moments`).
+Loading happens at another time: the base and a read buffer per thread.
 
 T tokens of a micro-batch, D model width, V vocabulary, N rows of a block of logits.
 """
@@ -33,33 +33,35 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan.seconds import Seconds
 
 STATE = ("adapter", "gradients", "optimizer")
-"""Terms of what trains."""
+"""Terms of trained state."""
 MOMENT_BYTES = {"float32": 8.0, "int8": 2.0 + 8.0 / 256}  # per trained parameter: train/moments.py
 GRADIENT_BYTES = 4  # adapters, their gradients, and sums of gradients are fp32
-MOMENT_SLOTS, MOMENT_CHUNK = 2, 64 << 20  # where they lie in host memory: train/host_state.py
+MOMENT_SLOTS, MOMENT_CHUNK = 2, 64 << 20  # if they are in host memory: train/host_state.py
 LOAD_BUFFERS = THREADS * CHUNK  # checkpoint/stream.py: one buffer per reading thread
-# per token: tokens, targets, positions (int64), weights (float32), and which are supervised
+# per token: tokens, targets, positions (int64), weights (float32), and the supervised mask
 BATCH_BYTES = 3 * 8 + 4 + 8
-USABLE = 0.92  # of the free memory: allocator fragmentation and what the interpreter and BLAS take besides
+USABLE = 0.92  # of the free memory; the remainder covers allocator fragmentation, the interpreter and BLAS
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a run computes; where it lies is the Layout's.
+    """The computation of a run; the Layout says where things are.
 
     tokens          of one micro-batch; a step has micro_batches of them, one after the other
     rank            None: no adapter, every weight trains
-    experts_rank    None: as rank
+    experts_rank    None: same as rank
     loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it
                     (kernels/linear_cross_entropy.block_cost)
-    receipt_bytes   the most that copies of trained weights take during the first step, where every weight
-                    trains (adapters/snapshot.py)
-    chunk           tokens that go through a recomputed layer at once, in whole documents (models/chunks.py);
+    receipt_bytes   maximum bytes of copies of trained weights during the first step, if every weight
+                    trains
+                    (adapters/snapshot.py)
+    chunk           tokens that go through a recomputed layer at once, in whole documents
+                    (models/chunks.py);
                     None: all
-    longest         tokens of the longest document; None: as many as there are
-    mean_length     tokens of the document that a token is in, on average: attention's; None: `longest`
-    processes       among which the micro-batches are dealt; they sum their gradients after backward
-    threads         of a CPU, which have scratch of their own; None: torch's setting
+    longest         tokens of the longest document; None: all tokens
+    mean_length     tokens of the document that a token is in, on average (for attention); None: `longest`
+    processes       number over which micro-batches are dealt; they sum their gradients after backward
+    threads         of a CPU, each with its own scratch; None: torch's setting
     aside           a second model that the loss reads (aside.py)
     """
 
@@ -84,9 +86,9 @@ class Work:
         return -(-self.micro_batches // self.processes)
 
     def at_once(self, layout: Layout, compute_bytes: int) -> int:
-        """Tokens for which one layer's inner activations are alive at the same time.
+        """Return the number of tokens whose inner activations of a layer are alive at the same time.
 
-        All of them where half-precision weights train (models/recompute.py), or weights are sharded.
+        All of them if half-precision weights train (models/recompute.py), or if weights are sharded.
         """
         whole = layout.recompute == "nothing" or (self.rank is None and compute_bytes < 4) or layout.sharded
         if whole or self.chunk is None or self.longest is None:
@@ -98,17 +100,18 @@ class Work:
 class Plan:
     """The bytes of a run.
 
-    terms    name -> bytes at the worst moment of a step; they add up.
-    beside   name -> bytes of what is larger at another moment than at the worst.
-    load     bytes while loading.
-    avoided  bytes that packed weights would take in addition if they were expanded.
-    time     seconds of a micro-batch and an update; None where rates of the device are not known.
-    rates    where the rates come from, in words.
-    why      why `layout.recompute` was chosen, in words; "" where it was asked for.
-    why_layout  the same of where the rest lies.
-    host     bytes of experts, of layers' inputs and of moments in host memory, where that is not the
-             device's, and what of it is usable.
-    host_moments  of them, those of the moments.
+    terms    name -> bytes at the worst moment of a step; they add up
+    beside   name -> bytes of terms that are larger at another moment
+    load     bytes while loading
+    avoided  additional bytes if packed weights were expanded
+    time     seconds of a micro-batch and an update; None if the device's rates are unknown
+    rates    where the rates come from, in words
+    why      why `layout.recompute` was chosen, in words; "" if it was requested
+    why_layout  the same for the rest of the layout
+    host     bytes of experts, layer inputs and moments in host memory (if that is not the device's), and
+             how
+             much of it is usable
+    host_moments  of them, those of the moments
     """
 
     terms: dict[str, int]
@@ -136,7 +139,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes at the worst moment of the run, loading included."""
+        """Bytes at the worst moment of the run, including loading."""
         return max(self.training, self.load)
 
     @property
@@ -154,15 +157,15 @@ class Plan:
 
     @property
     def over(self) -> float:
-        """Bytes over usable bytes, of the fuller memory."""
+        """Bytes over usable bytes, for the fuller memory."""
         return max(self.total / max(1, self.usable), self.host / max(1, self.host_usable))
 
 
 def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
-    """Bytes per term, of one process. Weights, adapter, gradients and optimizer are exact.
+    """Return the bytes per term of one process. Weights, adapter, gradients and optimizer are exact.
 
     A step's activations are within 10 % at true size (docs/measured/peak.md).
-    sizes: where processes share the experts, those of one (places.of_one).
+    sizes: if processes share the experts, those of one process (places.of_one).
     """
     come = units(sizes, layout.buffer_bytes)
     in_groups = len(come) > len(sizes.streamed)
@@ -171,7 +174,8 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
         if in_groups
         else _moments(sizes, layout, work)
     )
-    elsewhere = STATE if layout.adapters == "host" else ()  # it makes no moment of the device worse
+    # offloaded state does not affect the device's worst moment
+    elsewhere = STATE if layout.adapters == "host" else ()
     worst = max(moments, key=lambda terms: sum(size for name, size in terms.items() if name not in elsewhere))
     names = {name for terms in moments for name in terms}
     beside = {name: max(terms.get(name, 0) for terms in moments) for name in sorted(names)}
@@ -184,7 +188,7 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
     if layout.experts == "disk" or (layout.experts == "host" and hardware.kind != "cpu"):
         base -= sum(sizes.streamed)
         host = sum(sizes.streamed) if layout.experts == "host" else 0
-    if layout.boundary_leaves:  # the last layer's stays
+    if layout.boundary_leaves:  # the last layer's input stays on the device
         host += (sizes.num_layers - 1) * work.tokens * sizes.hidden_size * sizes.compute_bytes
     in_host = _moments_of(sizes, work) if layout.optimizer == "host" else 0
     gathered = 0
@@ -222,18 +226,18 @@ def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
 
 
 def beside(work: Work, aside: Aside) -> Work:
-    """The Work with a second model, whose block of logits is its own where it says so."""
+    """Return the Work with a second model, including its block of logits if it has its own."""
     work = replace(work, aside=aside)
     return replace(work, loss_rows=aside.loss_rows, loss_bytes=aside.loss_bytes) if aside.loss_rows else work
 
 
 def replanned(before: Plan, layout: Layout | None = None, **work: Any) -> Plan:
-    """The plan of the same model on the same machine with another layout, or other work."""
+    """Return the plan of the same model on the same machine with another layout or other work."""
     return plan(before.sizes, layout or before.layout, replace(before.work, **work), before.hardware)
 
 
 def _stays(sizes: Sizes, layout: Layout, work: Work) -> dict[str, int]:
-    """What is there during the whole run besides the base."""
+    """Return what stays during the whole run besides the base."""
     moments = MOMENT_BYTES[work.optimizer_moments]
     if work.rank is not None:
         adapter, state = sizes.adapter_parameters(work.rank, work.experts_rank) * 4, _moments_of(sizes, work)
@@ -253,74 +257,77 @@ def _stays(sizes: Sizes, layout: Layout, work: Work) -> dict[str, int]:
     # Every weight trains. Weights in half precision have fp32 masters.
     weights = sizes.elements
     stays = {"adapter": 0, "optimizer": int(weights * (moments + 4 * (sizes.compute_bytes < 4)))}
-    if work.receipt_bytes:  # copies of what the optimizer updates: fp32
+    if work.receipt_bytes:  # copies of what the optimizer updates, fp32
         stays["copies for the receipt"] = min(weights * max(sizes.compute_bytes, 4), work.receipt_bytes)
     return stays
 
 
 def _moments_of(sizes: Sizes, work: Work) -> int:
-    """Bytes of the adapters' moments, wherever they lie."""
+    """Return the bytes of the adapters' moments, wherever they are."""
     return int(sizes.adapter_parameters(work.rank, work.experts_rank) * MOMENT_BYTES[work.optimizer_moments])
 
 
 def _here(sizes: Sizes, work: Work) -> int:
-    """Weights that the fullest process holds, where all are divided."""
+    """Return the number of weights on the fullest process if all are sharded."""
     return -(-sizes.elements // work.processes)
 
 
 def _gathered(sizes: Sizes) -> int:
-    """Where weights are divided: what is whole for a while, in the computation's dtype and in float32.
+    """Return the bytes of temporarily gathered weights, in the compute dtype and in float32, if sharded.
 
-    Embedding, norm and head during a step; of the largest layer its weights, the next one's as they arrive,
-    and its gradient, with a copy in float32 on its way into the sum.
+    Embedding, norm and head during a step; for the largest layer its weights, the next one's as they arrive,
+    and
+    its gradient, with a float32 copy for the reduction.
     """
     size = sizes.compute_bytes
     return sizes.ends * size + sizes.largest_layer * (2 * size + size + GRADIENT_BYTES)
 
 
 def _gradients(sizes: Sizes, layout: Layout, work: Work) -> tuple[int, int, int]:
-    """(all gradients, those that are there when the last layer's backward begins, when the first's does).
+    """Return (all gradients, those alive when the last layer's backward starts, and when the first's does).
 
-    Early are the sums of the micro-batches before, and the head's where it trains, V · D. At the first layer
-    its own and the embedding's are still to come (sizes.last_elements).
+    Alive early are the sums of earlier micro-batches and, if the head trains, its gradient, V · D. At the
+    first
+    layer, its own and the embedding's are still to come (sizes.last_elements).
     """
     own_batches = work.own_batches
     if work.rank is not None:
         every = sizes.adapter_parameters(work.rank, work.experts_rank) * GRADIENT_BYTES
         return every, every if own_batches > 1 else 0, every
 
-    # Divided ones: float32 rows. Whole until backward ends are those of embedding and head, then with a
-    # copy in float32 on its way.
+    # Sharded gradients are float32 rows. Those of embedding and head are full until backward ends, then with
+    # a float32 copy for the reduction.
     if layout.sharded:
         rows = _here(sizes, work) * GRADIENT_BYTES
         head = min(sizes.ends, sizes.vocab_size * sizes.hidden_size) * sizes.compute_bytes
         whole = sizes.ends * (sizes.compute_bytes + GRADIENT_BYTES)
         return rows + whole, rows * (work.own_batches > 1) + head, rows + head
 
-    # Gradients of several micro-batches in half precision are summed in fp32: 4 bytes a weight beside the
-    # gradient that arrives. With two micro-batches it is 2 bytes, because both gradients are in half
-    # precision and each is freed when its sum is made. In fp32 what arrives is added in place.
+    # Half-precision gradients of several micro-batches are summed in fp32: 4 bytes per weight beside the
+    # arriving gradient. With two micro-batches it is 2 bytes, because both gradients are in half precision
+    # and each is freed when its sum is formed. In fp32 the arriving gradient is added in place.
     half = sizes.compute_bytes < 4
     sums = sizes.elements * ({1: 0, 2: 2}.get(own_batches, 4) if half else 4 * (own_batches > 1))
-    came = sizes.compute_bytes * (half or own_batches == 1)  # bytes of a number that arrives
+    came = sizes.compute_bytes * (half or own_batches == 1)  # bytes per arriving number
     arriving = sizes.elements * came
     head, last = sizes.vocab_size * sizes.hidden_size * came, sizes.last_elements * came
     return sums + arriving, sums + min(head, arriving), sums + arriving - last
 
 
 def _moments(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int]]:
-    """What is alive at the moments of which one is the worst: those of `_micro_batch`, and `_exchange`."""
+    """Return the live memory at each candidate for the worst moment: `_micro_batch` and `_exchange`."""
     sums = work.processes > 1 and not layout.sharded
     return [*_micro_batch(sizes, layout, work), *([_exchange(sizes, work)] if sums else [])]
 
 
 def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
-    """After backward, where processes sum their gradients: in fp32, 4 bytes a trained weight.
+    """Return the live memory after backward, while processes sum gradients in fp32, 4 bytes per trained weight.
 
-    Tensors go together as copies in one buffer of at most BUCKET bytes; a larger one goes alone, without a
-    copy (processes/collectives.py). A gradient in half precision is there until its fp32 sum has come back:
-    2 bytes a number of what is on its way (train/optim.py).
-    What nccl holds for itself is in no term.
+    Tensors are copied together into one buffer of at most BUCKET bytes; a larger one is reduced alone,
+    without a
+    copy (processes/collectives.py). A half-precision gradient stays alive until its fp32 sum has come back: 2
+    bytes per number in transit (train/optim.py).
+    nccl's own memory is in no term.
     """
     trained = sizes.elements if work.rank is None else sizes.adapter_parameters(work.rank, work.experts_rank)
     sums = trained * GRADIENT_BYTES
@@ -332,18 +339,20 @@ def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
 
 
 def _micro_batch(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int]]:
-    """What is alive at four moments of a micro-batch, but what stays. stream = T · D · bytes.
+    """Return the live memory at four moments of a micro-batch, except permanent terms. stream = T · D · bytes.
 
     loss   the layers' inputs and the last one's output, stream · (L + 1); T · Σ of what the last keep_layers
            keep (see `_kept`); the loss block
-    last   the same inputs and the gradient of the last output; what layers keep, but the one at work, which
-           counts its own: T · sizes.layer. In chunks of C tokens C · sizes.layer, what all layers keep, and
+    last   the same inputs and the gradient of the last output; what layers keep, except the current one,
+           which
+           counts its own: T · sizes.layer. In chunks of C tokens: C · sizes.layer, what all layers keep, and
            the gradient of the layer's input, stream
     first  one input and one gradient, 2 · stream; T · sizes.layer, in chunks as above; the gradients that
-           have come by then
-    end    all gradients, and what the first layer gave back, 2 · stream
-    Where inputs lie in host memory, two of them are here at once: 3 · stream in place of stream · (L + 1).
-    Without recompute a layer's inputs count among what it holds: T · Σ sizes.held, at the end T · the last's.
+           exist by then
+    end    all gradients, and the gradient of the first layer's input, 2 · stream
+    With offloaded inputs, two of them are on the device at once: 3 · stream in place of stream · (L + 1).
+    Without recompute, a layer's inputs are part of what it holds: T · Σ sizes.held, at the end T · the
+    last's.
     """
     stream = work.tokens * sizes.hidden_size * sizes.compute_bytes
     every, early, late = _gradients(sizes, layout, work)
@@ -382,28 +391,32 @@ def _micro_batch(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int
 
 
 def _asking(moments: list[dict[str, int]], aside: Aside, stream: int) -> list[dict[str, int]]:
-    """The loss's moment where it reads a second model: while that one runs forward, and after it.
+    """Return the loss's moments with a second model: during its forward, and after it.
 
-    Where it reads layers too, these come third; of the words there is the gradient, and the hidden state that
-    they were said from. The gradients by layers wait for backward.
+    If it reads layers too, those come third; of the token loss there remain the gradient and its hidden
+    state.
+    The gradients by layers wait for backward.
     """
     at_loss, *later = moments
     others = {name: size for name, size in at_loss.items() if name != "loss block"}
-    said = {"what the second model said": aside.said}
+    outputs = {"what the second model said": aside.said}
     if not aside.compared:
-        return [others | {"second model's forward": aside.forward}, at_loss | said, *later]
+        return [others | {"second model's forward": aside.forward}, at_loss | outputs, *later]
     read = "read inside of layers"
     return [
         others | {"second model's forward": aside.forward, read: aside.tapped},
-        at_loss | said | {read: aside.tapped},
-        others | said | {"loss block": 3 * stream, read: aside.compared},
+        at_loss | outputs | {read: aside.tapped},
+        others | outputs | {"loss block": 3 * stream, read: aside.compared},
         *(moment | {read: aside.later} for moment in later),
     ]
 
 
 def _attention(sizes: Sizes, work: Work, kind: str) -> int:
-    """The blocks of its longest document. A GPU's kernels keep them on the chip, but for softcapped scores,
-    sinks, and windows shorter than the document."""
+    """Return the bytes of attention blocks for the longest document.
+
+    A GPU's kernels keep them on the chip, except for softcapped scores, sinks, and windows shorter than the
+    document.
+    """
     dtype, length = {2: torch.bfloat16, 4: torch.float32}[sizes.compute_bytes], work.longest or work.tokens
     threads = work.threads or torch.get_num_threads()
 
@@ -422,7 +435,10 @@ def _attention(sizes: Sizes, work: Work, kind: str) -> int:
 
 
 def _kept(sizes: Sizes, layout: Layout, work: Work, count: Callable[[Sequence[int]], int]) -> dict[str, int]:
-    """Bytes that the last keep_layers keep; count: of which layers, given each one's bytes per token."""
+    """Return the bytes kept by the last keep_layers.
+
+    count: sums over the relevant layers, given each one's bytes per token.
+    """
     by_name: dict[str, tuple[int, ...]] = {}
     if layout.recompute in ("selective", "elementwise"):
         by_name["kept of attention and experts"] = sizes.kept
@@ -436,10 +452,11 @@ def _kept(sizes: Sizes, layout: Layout, work: Work, count: Callable[[Sequence[in
 
 
 def _loss(sizes: Sizes, work: Work, stream: int) -> int:
-    """N · (V · loss_bytes + D · bytes) for a block of N rows and the gradient of its rows, plus 3 · stream.
+    """Return N · (V · loss_bytes + D · bytes) for a block of N rows and its rows' gradient, plus 3 · stream.
 
-    The three are the hidden state, its supervised rows and their gradient. Where the head trains in half
-    precision over several blocks, V · D · 4 comes on top: the float32 sum of its gradient.
+    The three are the hidden state, its supervised rows and their gradient. If the head trains in half
+    precision
+    over several blocks, V · D · 4 is added: the float32 sum of its gradient.
     """
     rows = min(work.loss_rows, work.tokens)
     row = sizes.vocab_size * work.loss_bytes + sizes.hidden_size * sizes.compute_bytes

@@ -1,4 +1,4 @@
-"""The plan for people, and as the JSON of plan.json and of the plan event."""
+"""The plan as text, and as the JSON of plan.json and of the plan event."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KERNELS = f"0.3 to {COMPILED_AT_MOST} for kernels as they are compiled"
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The plan for people, a term a line."""
+    """Return the plan as text, one term per line."""
     device, layout, work = plan.hardware, plan.layout, plan.work
     terms = {name: size for name, size in plan.terms.items() if size}  # a dense model has no expert workspace
     width = max(map(len, terms))
@@ -25,7 +25,7 @@ def plan_lines(plan: Plan) -> list[str]:
         f" {format_bytes(plan.usable)} usable now"
     ]
 
-    # the terms, their sum, and what the process takes besides
+    # the terms, their sum, and what else the process uses
     lines += [f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in terms.items()]
     lines.append(f"  {'total':<{width}}  {format_bytes(plan.total):>10}  of {format_bytes(plan.usable)}")
     if device.process:
@@ -53,7 +53,7 @@ def plan_lines(plan: Plan) -> list[str]:
     if plan.why:
         lines.append(f"  recompute = {layout.recompute}: {plan.why}")
 
-    # what does not add to the sum
+    # numbers outside the sum
     moments = plan.beside | {"loading": plan.load}
     lines += [f"  at another moment: {name} {format_bytes(size)}" for name, size in moments.items()]
     if plan.avoided:
@@ -70,7 +70,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _streamed(plan: Plan) -> list[str]:
-    """How often the experts come."""
+    """Describe how often experts are loaded."""
     layers, total = plan.sizes.streamed, sum(plan.sizes.streamed)
     come = units(plan.sizes, plan.layout.buffer_bytes)
     first, later = (reads_of(len(come), first=begins) for begins in (True, False))
@@ -87,7 +87,7 @@ def _streamed(plan: Plan) -> list[str]:
 
 
 def _gathered(plan: Plan) -> list[str]:
-    """Of what layers have besides routed experts, what is kept here and what comes."""
+    """Describe the layers' non-expert weights: the part kept here and the part gathered."""
     layers, total = plan.sizes.rest, sum(plan.sizes.rest)
     first, later = (reads_of(len(layers), first=begins) for begins in (True, False))
     n = plan.work.processes
@@ -100,7 +100,7 @@ def _gathered(plan: Plan) -> list[str]:
 
 
 def _boundary(plan: Plan) -> list[str]:
-    """Of the inputs of layers, what lies in host memory."""
+    """Describe the layer inputs in host memory."""
     layers, work = plan.sizes.num_layers - 1, plan.work
     each = work.tokens * plan.sizes.hidden_size * plan.sizes.compute_bytes
     return [
@@ -110,7 +110,7 @@ def _boundary(plan: Plan) -> list[str]:
 
 
 def _moments(plan: Plan) -> list[str]:
-    """Of the adapters' moments in host memory."""
+    """Describe the adapters' moments in host memory."""
     there = plan.terms["moments on their way"]
     return [
         f"  the moments of the adapters lie in host memory, {format_bytes(plan.host_moments)}; for an update"
@@ -119,18 +119,18 @@ def _moments(plan: Plan) -> list[str]:
 
 
 def groups_of(plan: Plan) -> int:
-    """Groups in which most of a layer's experts come; 0 where a layer's come together."""
+    """Return the number of groups in which most layers' experts are loaded; 0 if all at once."""
     layers, come = len(plan.sizes.streamed), len(units(plan.sizes, plan.layout.buffer_bytes))
     return -(-come // layers) if come > layers else 0
 
 
 def experts_held(plan: Plan) -> int:
-    """Of a layer's experts what the fullest process holds."""
+    """Return the number of a layer's experts on the fullest process."""
     return -(-plan.sizes.num_experts // plan.layout.sharing)
 
 
 def all_parameters(plan: Plan) -> int:
-    """Adapter parameters of all processes that share the experts, each once; the plan is of the fullest."""
+    """Return adapter parameters of all processes that share the experts, counting each once."""
     work = plan.work
     if plan.layout.sharing == 1:
         return plan.adapter_parameters
@@ -139,7 +139,7 @@ def all_parameters(plan: Plan) -> int:
 
 
 def plan_fields(plan: Plan) -> dict[str, Any]:
-    """Plain JSON values: terms, total, usable, …, and the printed lines."""
+    """Return plain JSON values: terms, total, usable, …, and the printed lines."""
     layout = plan.layout
     return {
         "terms": dict(plan.terms),

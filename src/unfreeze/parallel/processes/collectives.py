@@ -1,17 +1,16 @@
-"""Processes that train one model together: what they exchange. Besides this, fsdp.py and roll.py talk to
-torch.distributed.
+"""Collectives among the processes that train one model.
 
-A step's micro-batches are dealt out to the processes, gradients are summed over those that hold the same rows
-(mesh.py), and each makes the same update of them. So replicas stay identical, and a save may go on in another
-number of processes.
-Every process makes the same collective calls with the same sizes, whatever the data and the routing were. So
-an idle expert cannot make one process wait for another (docs/why/trust.md M1).
+Besides this file, only fsdp.py and roll.py use torch.distributed. A step's micro-batches are dealt out to the
+processes. Gradients are summed over those that hold the same rows (mesh.py), and each process makes the same
+update. So replicas stay identical, and a saved run may resume with another number of processes.
+Every process makes the same collective calls with the same sizes, whatever the data and the routing. So an
+idle expert cannot make one process wait for another (docs/why/trust.md M1).
 
 Start: torchrun --nproc-per-node 2 -m unfreeze sft run.toml. Without torchrun there is one process, ALONE, for
 which all of this does nothing.
 """
 
-# torch does not list its stores among what it exports:
+# torch does not list its stores among its exports:
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
@@ -32,18 +31,20 @@ from unfreeze.core.torchrun import started
 from unfreeze.parallel.processes.roll import Roll, Told, coming, has_agent, store_at
 
 Item = TypeVar("Item")
-# bytes of gradients in flight at once: long enough for full bandwidth, small beside the gradients themselves
+# maximum bytes of gradients in flight: enough for full bandwidth, small compared to the gradients
 BUCKET = 32 * 2**20
-# how long one exchange may take; then the run ends with an error. For the work of another process that takes
-# longer (a download, a save) the others wait by the store, without end (roll.py)
+# timeout of one exchange, after which the run ends with an error. For another process's long work (a
+# download, a save), processes wait on the store without a limit (roll.py)
 TIMEOUT = timedelta(minutes=30)
 
 
 class Group(Protocol):
-    """The processes of a run. `rank` of `size`; rank 0 writes and speaks for all.
+    """The processes of a run: `rank` of `size`. Rank 0 writes files and messages for all.
 
-    lockstep: whether a forward pass is an exchange, because the processes share weights. Then all make every
-    pass of the model, also those that one could make for all, such as a sample. Set once, by who splits them.
+    lockstep: True if a forward pass is a collective, because the processes share weights. Then all must run
+    every
+    pass of the model, including those that one could do for all, such as a sample. Set once, by the code that
+    splits the weights.
     """
 
     rank: int
@@ -51,78 +52,80 @@ class Group(Protocol):
     lockstep: bool
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """This process's part of a list that all processes hold."""
+        """Return this process's part of a list that all processes have."""
         ...
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor becomes its sum over the processes, in place.
+        """Replace each tensor by its sum over the processes, in place.
 
         All processes pass the same shapes and dtypes in the same order.
         """
         ...
 
     def any(self, value: bool) -> bool:
-        """Whether `value` holds in at least one process."""
+        """Return True if `value` is true in at least one process."""
         ...
 
     def on_rank0(self, action: Callable[[], Item]) -> Item | None:
-        """Process 0 acts while the others wait; they get None. If it raises, the others raise UserError."""
+        """Run on process 0 while the others wait and get None. If it raises, the others raise UserError."""
         ...
 
     def in_turn(self, action: Callable[[bool], Item]) -> Item:
-        """All act: process 0 first, then the first of every other node, then all others.
+        """Run in every process: process 0 first, then the first of every other node, then all others.
 
-        So what the first left in a cache, the others find. action(first): whether it is one of the first.
+        So later processes find what the first put into a cache. action(first): first is True in the first two
+        turns.
         If it raises in one, the others raise UserError.
         """
         ...
 
     @property
     def node_first(self) -> int:
-        """The rank of the first process of this one's node."""
+        """Return the rank of the first process on this node."""
         ...
 
     def meet(self, action: Callable[[], Item]) -> Item:
-        """All act and wait for the last. If it raises in one, the others raise UserError."""
+        """Run in all processes and wait for the last. If it raises in one, the others raise UserError."""
         ...
 
-    def watching(self, told: Told) -> AbstractContextManager[None]:
-        """Within it, what torch raises because another process is gone is ProcessGone, as `told` makes it."""
+    def watching(self, report: Told) -> AbstractContextManager[None]:
+        """Convert torch errors caused by a lost process into ProcessGone, built by `report`."""
         ...
 
     def texts(self, text: str) -> list[str]:
-        """The text of every process, in the order of ranks."""
+        """Return the text of every process, in rank order."""
         ...
 
     def of_first(self, data: bytes) -> bytes:
-        """The bytes of process 0; what the others give is not looked at."""
+        """Return the bytes of process 0; those of the others are ignored."""
         ...
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise UserError naming the first tensor that is not the same, bit for bit, in all processes."""
+        """Raise UserError naming the first tensor that is not bit-identical in all processes."""
         ...
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """All-to-all: the next send[r] rows go to process r; received are receive[r] rows of process r.
+        """All-to-all: send the next send[r] rows to process r, and receive receive[r] rows from it.
 
-        -> the received rows in the order of ranks. Every process takes part, with 0 rows too.
+        Return the received rows in rank order. Every process takes part, even with 0 rows.
         """
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """`tensor` becomes that of process `source`, in place, byte for byte (contiguous, any dtype)."""
+        """Replace `tensor` by that of process `source`, in place, byte for byte (contiguous, any dtype)."""
         ...
 
     def gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
-        """`whole` becomes the parts of all processes in the order of ranks; bytes, all parts equally long.
+        """All-gather: fill `whole` with the parts of all processes in rank order (bytes, equal lengths).
 
-        It is queued here, in the order of the program, and there when what is given has been called.
+        The gather is queued here, in program order; it is complete when the returned function has been
+        called.
         """
         ...
 
 
 class Alone:
-    """One process: a group in which there is nothing to exchange."""
+    """A group of one process: nothing to exchange."""
 
     rank, size, lockstep = 0, 1, False
 
@@ -148,7 +151,7 @@ class Alone:
     def meet(self, action: Callable[[], Item]) -> Item:
         return action()
 
-    def watching(self, told: Told) -> AbstractContextManager[None]:
+    def watching(self, report: Told) -> AbstractContextManager[None]:
         return nullcontext()
 
     def texts(self, text: str) -> list[str]:
@@ -181,7 +184,7 @@ class _Gather(Protocol):
 
 
 class _Exchanges(Protocol):
-    """What is called of torch.distributed and has no types there."""
+    """The untyped functions of torch.distributed used here."""
 
     @property
     def all_gather_into_tensor(self) -> _Gather: ...
@@ -206,11 +209,11 @@ _exchanges: _Exchanges = dist
 
 
 class Processes:
-    """The processes that torch.distributed knows, or some of them.
+    """All processes that torch.distributed knows, or some of them.
 
-    device: where small exchanges happen (the GPU for nccl, the CPU for gloo).
-    some: torch's group of them; None: all.
-    roll: who they are; of all only.
+    device: device of small exchanges (the GPU for nccl, the CPU for gloo)
+    some: torch's group of them; None: all
+    roll: their Roll; only for the group of all
     """
 
     _group: dist.ProcessGroup | None = None
@@ -222,19 +225,22 @@ class Processes:
         self._device, self._group, self._roll = device, some, roll
 
     def among(self, ranks: Sequence[int]) -> Processes | None:
-        """The group of these of all processes; None in the others. All call it, in the same order."""
-        made = _exchanges.new_group(list(ranks), timeout=TIMEOUT)
-        return Processes(self._device, made) if isinstance(made, dist.ProcessGroup) else None
+        """Return the group of these ranks; None in all other processes.
+
+        All processes call it, in the same order.
+        """
+        subgroup = _exchanges.new_group(list(ranks), timeout=TIMEOUT)
+        return Processes(self._device, subgroup) if isinstance(subgroup, dist.ProcessGroup) else None
 
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """Give items[rank], items[rank + size], and so on.
+        """Return items[rank], items[rank + size], and so on.
 
-        It depends on the position only, so a run can resume exactly on another number of processes.
+        It depends only on the position, so a run can resume exactly with another number of processes.
         """
         return list(items[self.rank :: self.size])
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Sum bucket by bucket (`buckets`), in the order given: every process makes the same calls."""
+        """Sum bucket by bucket (`buckets`), in order, so that every process makes the same calls."""
         for bucket in buckets(tensors):
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 _exchanges.all_reduce(bucket[0], group=self._group)
@@ -255,7 +261,7 @@ class Processes:
     def in_turn(self, action: Callable[[bool], Item]) -> Item:
         first = self.node_first == self.rank
         result = self._of_all.act(self._of_all.first_of_nodes(), lambda: action(first))
-        return cast(Item, result)  # every process is in a turn
+        return cast(Item, result)  # every process has a turn
 
     @property
     def node_first(self) -> int:
@@ -264,8 +270,8 @@ class Processes:
     def meet(self, action: Callable[[], Item]) -> Item:
         return cast(Item, self._of_all.act([range(self.size)], action))
 
-    def watching(self, told: Told) -> AbstractContextManager[None]:
-        return self._of_all.watching(told)
+    def watching(self, report: Told) -> AbstractContextManager[None]:
+        return self._of_all.watching(report)
 
     @property
     def _of_all(self) -> Roll:
@@ -274,8 +280,8 @@ class Processes:
         return self._roll
 
     def texts(self, text: str) -> list[str]:
-        """As bytes, padded to the longest: dist.all_gather_object would send pickles."""
-        # the lengths of all, then the bytes
+        """Exchange as bytes padded to the longest: dist.all_gather_object would send pickles."""
+        # all lengths first, then the bytes
         data = text.encode()
         length = torch.tensor([len(data)], device=self._device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
@@ -311,7 +317,7 @@ class Processes:
             )
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """With uneven splits; gloo knows int64, float32 and bfloat16 here."""
+        """Use uneven splits; gloo supports int64, float32 and bfloat16 here."""
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
         _exchanges.all_to_all_single(
             received, rows.contiguous(), list(receive), list(send), group=self._group
@@ -319,18 +325,18 @@ class Processes:
         return received
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """As bytes: gloo knows neither int16 nor float8."""
+        """Broadcast as bytes: gloo supports neither int16 nor float8."""
         flat = tensor.detach().view(-1).view(torch.uint8)
         dist.broadcast(flat, group=self._group, group_src=source)
 
     def gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
         gather: _Gather = getattr(dist, "all_gather_single", None) or _exchanges.all_gather_into_tensor
         work = gather(whole, part, group=self._group, async_op=True)
-        return cast("dist.Work", work).wait  # None is for processes outside of the group
+        return cast("dist.Work", work).wait  # None only occurs for processes outside the group
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in order, in runs of one dtype and device that together have at most BUCKET bytes.
+    """Group the tensors in order into runs of one dtype and device with at most BUCKET bytes.
 
     A larger tensor is a bucket by itself.
     """
@@ -348,7 +354,7 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """An int64 that depends on every bit and its place: sum_i bits_i * (i mod 65,521 + 1) mod 2^64."""
+    """Return an int64 that depends on every bit and its place: sum_i bits_i * (i mod 65,521 + 1) mod 2^64."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.detach().contiguous().view(width).reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -360,11 +366,11 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def open_group(device: torch.device) -> Generator[Group]:
-    """The group that torchrun set up, or ALONE. gloo on CPU, nccl on CUDA.
+    """Open the group that torchrun set up, or ALONE. gloo on CPU, nccl on CUDA.
 
-    torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in the environment. A process that is lost within is told
-    by the others as ProcessGone, with exit code 1.
-    Raises ConfigError where they cannot meet, or have different versions of torch.
+    torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in the environment. If a process is lost, the others raise
+    ProcessGone, with exit code 1.
+    Raises ConfigError if the processes cannot connect, or have different versions of torch.
     """
     if started().size == 1:
         yield ALONE
@@ -386,24 +392,24 @@ def open_group(device: torch.device) -> Generator[Group]:
             raise
         finally:
             roll.leave(error)
-            if error is None or device.type != "cuda":  # nccl would wait for an answer of one that is gone
+            if error is None or device.type != "cuda":  # nccl would wait for a lost process
                 dist.destroy_process_group()
             roll.stay()
 
 
 def _met() -> tuple[dist.Store, int, int]:
-    """torchrun's store, or that of process 0 -> with this process's rank and how many there are."""
-    here, said = started(), os.environ
-    at = f"{said.get('MASTER_ADDR')}:{said.get('MASTER_PORT')}"
+    """Connect to torchrun's store, or that of process 0; return it with this rank and the process count."""
+    here, env = started(), os.environ
+    at = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
     try:
         if has_agent():
             met = dist.rendezvous("env://", timeout=coming())  # pyright: ignore[reportUnknownMemberType]
             store, rank, size = next(iter(met))
         else:
             for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
-                if not said.get(name):
+                if not env.get(name):
                     raise ValueError(f"{name} is not set")
-            host, port, rank, size = said["MASTER_ADDR"], said["MASTER_PORT"], here.rank, here.size
+            host, port, rank, size = env["MASTER_ADDR"], env["MASTER_PORT"], here.rank, here.size
             if not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
                 raise ValueError(f"MASTER_PORT is {port!r:.40}, which is no port")
             store = store_at(host, int(port), first=rank == 0)
@@ -414,17 +420,18 @@ def _met() -> tuple[dist.Store, int, int]:
             f"the processes cannot meet at {at} (MASTER_ADDR, MASTER_PORT): {why}",
             next="torchrun --master-port with a free port, the same on every node",
         ) from error
-    except ValueError as error:  # one of the variables is not set, or no port
+    except ValueError as error:  # a variable is missing, or the port is invalid
         words = f"WORLD_SIZE is set, but not what belongs to it: {error}"
         raise ConfigError(words, next="start the processes by torchrun") from error
     return dist.PrefixStore(f"attempt-{_attempt(store, rank)}", store), rank, size
 
 
 def _attempt(store: dist.Store, rank: int) -> int:
-    """Which start of this run it is: an agent that starts it again may keep the store, and what was in it.
+    """Return which start of this run it is: an agent that restarts it may keep the store with its old keys.
 
-    Of one node the agent counts. Several agents may count differently; there the starts of a rank are counted
-    in the store, which c10d's rendezvous makes anew and the static one keeps.
+    On one node, the agent counts. Several agents may count differently, so the starts of a rank are counted
+    in
+    the store, which c10d's rendezvous recreates and the static one keeps.
     """
     if started().nodes == 1:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
@@ -432,11 +439,8 @@ def _attempt(store: dist.Store, rank: int) -> int:
 
 
 def local_device(device: torch.device) -> torch.device:
-    """cuda -> cuda:LOCAL_RANK under torchrun, so that each process has a GPU of its own."""
-    local, index = (
-        os.environ.get("LOCAL_RANK"),
-        cast("int | None", device.index),
-    )  # torch's types leave out None
+    """Map cuda to cuda:LOCAL_RANK under torchrun, so that each process has its own GPU."""
+    local, index = (os.environ.get("LOCAL_RANK"), cast("int | None", device.index))  # torch's types omit None
     if local is None or device.type != "cuda" or index is not None:
         return device
     return torch.device("cuda", int(local))

@@ -1,7 +1,7 @@
-"""Lanes: how bytes travel beside the computation.
+"""Lanes: transfers that run beside the computation.
 
-A CPU's go by a thread, and moments are times. A GPU's go by a stream of their own, moments are events of its
-streams, and the host waits for none of them.
+On a CPU, a thread copies, and marks are times. On a GPU, copies use their own stream, marks are events, and
+the host never waits for them.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from unfreeze.core.units import format_bytes
 
 
 class Lane(Protocol):
-    """pins: whether what is copied from must be page-locked host memory."""
+    """pins: True if the source of copies must be page-locked host memory."""
 
     pins: bool
 
     def begin_thread(self) -> None:
-        """What a thread that is to use the lane calls first."""
+        """Must be called first by a thread that uses the lane."""
         ...
 
     def mark(self) -> Any:
-        """This moment: all that was queued so far on the current stream is done then."""
+        """Return a mark that is reached when everything queued so far on the current stream is done."""
         ...
 
     def follow(self, mark: Any) -> None:
-        """What is queued from now on waits for that moment."""
+        """Make everything queued from now on wait for that mark."""
         ...
 
     def copying(self, after: Any) -> Any:
-        """A context whose copies are queued beside the computation, behind `after`."""
+        """Return a context whose copies are queued beside the computation, after the mark `after`."""
         ...
 
     def settle(self) -> None:
-        """Wait until what was queued in `copying` is done."""
+        """Wait until everything queued in `copying` is done."""
         ...
 
     def between(self, first: Any, then: Any) -> float:
-        """Seconds from one moment to another."""
+        """Return the seconds between two marks."""
         ...
 
 
 class HostLane:
-    """On a CPU: who copies has copied when it returns."""
+    """Lane on a CPU: a copy is complete when its call returns."""
 
     pins = False
 
@@ -75,7 +75,7 @@ class HostLane:
 
 
 class CudaLane:
-    """On a GPU: a stream for copies, and events between it and the computation's."""
+    """Lane on a GPU: a copy stream, and events between it and the compute stream."""
 
     pins = True
 
@@ -84,8 +84,11 @@ class CudaLane:
         self._stream = torch.cuda.Stream(device)
 
     def begin_thread(self) -> None:
-        """Make the GPU the thread's own. A new thread has GPU 0, and leaving `copying` would begin a context
-        there, about half a GB of another process's GPU."""
+        """Set this thread's current GPU.
+
+        A new thread has GPU 0, and leaving `copying` would create a context there, about half a GB of another
+        process's GPU.
+        """
         torch.cuda.set_device(self._stream.device)
 
     def mark(self) -> torch.cuda.Event:
@@ -115,28 +118,28 @@ def lane_of(device: torch.device) -> Lane:
 
 
 class _Cudart(Protocol):
-    """What is called of CUDA's runtime, which torch leaves without types. Each returns an error, or 0."""
+    """Functions of CUDA's runtime that torch leaves untyped. Each returns an error code, or 0."""
 
     def cudaHostRegister(self, start: int, nbytes: int, flags: int, /) -> SupportsInt: ...
     def cudaHostUnregister(self, start: int, /) -> SupportsInt: ...
 
 
 def pinned(nbytes: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu") -> Tensor:
-    """Page-locked host memory of exactly so many bytes.
+    """Allocate exactly `nbytes` of page-locked host memory.
 
-    torch's own allocator of it rounds each block up to a power of two: a layer of 9.5 GB would take 17.2. So
-    the memory is ordinary and is registered with CUDA, as long as this tensor or a view of it is there.
-    Raises DoesNotFit where CUDA refuses.
+    torch's own allocator rounds each block up to a power of two: a layer of 9.5 GB would take 17.2. So this
+    memory is ordinary, and is registered with CUDA as long as this tensor or a view of it exists.
+    Raises DoesNotFit if CUDA refuses.
     """
     memory = torch.empty(nbytes, dtype=dtype, device=device)
     cudart = cast("_Cudart", torch.cuda.cudart())
     result = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if result != 0:
         raise DoesNotFit(
-            f"CUDA does not page-lock {format_bytes(memory.nbytes)} of host memory (error {result})",
+            f"CUDA cannot page-lock {format_bytes(memory.nbytes)} of host memory (error {result})",
             next="raise the limit of locked memory (ulimit -l), or --place.experts disk",
         )
-    # registered memory that is given back and mapped anew would be copied from where it was before
-    storage = memory.untyped_storage()  # which views keep; this tensor they do not
+    # without unregistering, memory that is freed and mapped again would be copied from its old pages
+    storage = memory.untyped_storage()  # views keep the storage alive, but not this tensor
     weakref.finalize(storage, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

@@ -1,17 +1,16 @@
-"""The processes of a run as [data, experts]: who holds which experts, and over whom a gradient is summed.
+"""The processes of a run as a mesh [data, experts]: who holds which experts, and where gradients are summed.
 
-With split = n, n processes next to each other share one set of experts; each holds all the other weights.
-Process r has place r % n among the experts and place r // n among the data: 4 processes with split 2 are
+With split = n, n neighbouring processes share one set of experts; all other weights are replicated.
+Process r has index r % n on the expert axis and r // n on the data axis: 4 processes with split 2 are
 
-    experts:  process 0 with 1, 2 with 3    each pair holds every expert once
-    data:     process 0 with 2, 1 with 3    each pair holds the same experts
+experts:  process 0 with 1, 2 with 3    each pair holds every expert once
+data:     process 0 with 2, 1 with 3    each pair holds the same experts
 
-Neighbours share experts because torchrun numbers a host's processes one after the other: rows of tokens then
-travel inside a host, and between hosts only gradients do.
-Every process works on its own micro-batches, so a gradient of a weight that all hold is summed over all. An
-expert's gradient holds the rows of all its neighbours' tokens already, so it is summed over the data axis
-only. Nothing is divided by a number of processes: a step's losses are divided by one count of tokens
-(train/step.py).
+Neighbours share experts because torchrun numbers a host's processes consecutively. So tokens travel within a
+host, and only gradients travel between hosts.
+Every process works on its own micro-batches, so the gradient of a replicated weight is summed over all. An
+expert's gradient already includes the tokens of all its neighbours, so it is summed over the data axis only.
+Nothing is divided by a number of processes: a step's losses are divided by one token count (train/step.py).
 
 E experts.
 """
@@ -35,14 +34,15 @@ _EXPERTS = re.compile(r"(^|\.)experts\.")
 
 @dataclass(frozen=True)
 class HeldPart:
-    """What one process holds of a parameter.
+    """The part of a parameter that one process holds.
 
-    rows    which rows of dimension 0 are here; None: all.
-    summed  the group over which its gradient is still to be summed (ALONE: it is summed already). They hold
-            the same rows, so their copies must stay equal to the bit.
-    copies  how many processes hold the same rows. The squares of a gradient's parts, each divided by its
-            copies, add up over all processes to the square of its norm.
-    half    whether the parameter is a float32 master, and the model computes with it rounded (fsdp.py).
+    rows    rows of dimension 0 held here; None: all
+    summed  the group over which its gradient must still be summed (ALONE: already summed). Its processes
+            hold the same rows, so their copies must stay bit-identical
+    copies  number of processes that hold the same rows. The squares of a gradient's parts, each divided
+            by
+            its copies, add up over all processes to the square of its norm
+    half    True if the parameter is a float32 master that the model rounds for its computation (fsdp.py)
     """
 
     rows: Rows | None
@@ -54,10 +54,11 @@ class HeldPart:
 class Mesh:
     """The processes of a run and what each holds.
 
-    all      every process. What all hold is summed over them, and its first speaks.
-    data     those that hold the same experts as this one.
-    experts  those that share one set of experts with this one.
-    rows     the experts held here; None: all.
+    all      every process. Gradients of replicated weights are summed over them; its first writes
+             messages
+    data     those with the same experts as this one
+    experts  those that share one set of experts with this one
+    rows     the experts held here; None: all
     """
 
     def __init__(self, everyone: Group, data: Group, experts: Group, num_experts: int = 0):
@@ -65,7 +66,7 @@ class Mesh:
 
     @property
     def split(self) -> int:
-        """How many processes share one set of experts; 1: every process holds all."""
+        """Number of processes that share one set of experts; 1: every process holds all."""
         return self.experts.size
 
     @property
@@ -73,15 +74,15 @@ class Mesh:
         return self.rows_of(self.experts.rank) if self.split > 1 else None
 
     def rows_of(self, index: int) -> Rows:
-        """The experts of the process that has place `index` among those that share them."""
+        """Return the experts of the process with index `index` on the expert axis."""
         return share(self.num_experts, index, self.split)
 
     def axis_of(self, name: str) -> Axis:
-        """Over which processes the gradient of the parameter of that name is summed."""
+        """Return the axis over which the named parameter's gradient is summed."""
         return "data" if self.split > 1 and _EXPERTS.search(name) else "all"
 
     def held(self, name: str) -> HeldPart:
-        """What this process holds of the parameter of that name."""
+        """Return what this process holds of the named parameter."""
         if self.axis_of(name) == "all":
             return HeldPart(None, self.all, self.all.size)
         return HeldPart(self.rows, self.data, self.data.size)
@@ -92,10 +93,10 @@ ONE = Mesh(ALONE, ALONE, ALONE)
 
 
 def mesh_of(everyone: Group, split: int = 1, num_experts: int = 0) -> Mesh:
-    """The mesh of a run's processes, of which `split` share one set of `num_experts` experts.
+    """Return the mesh of a run's processes; every `split` of them share one set of `num_experts` experts.
 
     All processes call it together.
-    Raises ConfigError where the split does not divide the processes, or some would hold no expert.
+    Raises ConfigError if the split does not divide the processes, or if some would hold no expert.
     """
     check_split(split, everyone.size, num_experts)
     if split == 1:
@@ -103,7 +104,7 @@ def mesh_of(everyone: Group, split: int = 1, num_experts: int = 0) -> Mesh:
     assert isinstance(everyone, Processes)
     size, data, experts = everyone.size, ALONE, everyone
     if split < size:
-        # every process makes every group, in the same order: torch asks for that
+        # every process creates every group, in the same order, as torch requires
         for first in range(0, size, split):
             ranks = list(range(first, first + split))
             experts = everyone.among(ranks) or experts
@@ -114,9 +115,9 @@ def mesh_of(everyone: Group, split: int = 1, num_experts: int = 0) -> Mesh:
 
 
 def check_copies(everyone: Group, tensors: Mapping[str, Tensor], held: Callable[[str], HeldPart]) -> None:
-    """Raise UserError in all processes, where copies of the same rows are not equal to the bit.
+    """Raise UserError in all processes if copies of the same rows are not bit-identical.
 
-    held: the name of a tensor -> what is held of it.
+    held: tensor name -> what is held of it.
     """
     by_group: dict[int, tuple[Group, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -128,7 +129,7 @@ def check_copies(everyone: Group, tensors: Mapping[str, Tensor], held: Callable[
             group.check_replicas(theirs)
         except UserError as error:
             different = error
-    # a group is not all: those whose own copies agree end too, with the others and not by waiting for them
+    # processes whose own copies agree must stop too, instead of waiting for the others
     if len(by_group) > 1 and everyone.any(different is not None) and different is None:
         raise UserError(
             "other processes hold different values of the same weights, so this one stops too",
@@ -139,15 +140,15 @@ def check_copies(everyone: Group, tensors: Mapping[str, Tensor], held: Callable[
 
 
 def check_split(split: int, processes: int, num_experts: int) -> None:
-    """Raise ConfigError unless every process can hold a part of the experts."""
+    """Raise ConfigError unless every process can hold some of the experts."""
     if split == 1:
         return
     fits = [n for n in range(1, processes + 1) if processes % n == 0 and n <= max(1, num_experts)]
     if not num_experts:
-        raise ConfigError(f"place.split is {split}, and this model has no experts", next="--place.split 1")
+        raise ConfigError(f"place.split is {split}, but this model has no experts", next="--place.split 1")
     if processes % split:
         raise ConfigError(
-            f"place.split is {split}, and there is one process"
+            f"place.split is {split}, but there is only one process"
             if processes == 1
             else f"place.split is {split}, which does not divide the {processes} processes",
             next=f"--place.split {' or '.join(map(str, fits))}"

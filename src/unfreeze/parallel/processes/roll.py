@@ -1,15 +1,16 @@
-"""Who takes part in a run of several processes, and who is gone.
+"""The roll of processes in a run: who takes part, and who is gone.
 
-Every process writes into the store that torchrun set up: at the start host, process id and torch's version;
-at its end why it left. A killed one writes nothing, so the others of its host look whether its process id
-still runs, and write what they find for those of other hosts.
+Every process writes into the store that torchrun set up: at the start its host, process id and torch version;
+at its end the reason. A killed process writes nothing, so the others on its host check if its process id
+still runs, and write what they find for those on other hosts.
 
-A connection that closes tells a process that another is gone, but not which; a GPU that waits for another is
-told nothing. So a thread beside the run looks for it when torchrun's agent asks the process to end, and for
-what others found. It waits a while for the run to end by itself, then it ends the process.
+A closed connection shows a process that another is gone, but not which. A GPU that waits for another gets no
+signal at all. So a watcher thread checks when torchrun's agent asks the process to end, and when others
+report
+a loss. It waits a while for the run to end by itself, then ends the process.
 """
 
-# torch does not list its stores among what it exports:
+# torch does not list its stores among its exports:
 # pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
@@ -34,55 +35,57 @@ from unfreeze.core.errors import ConfigError, ProcessGone, UserError
 from unfreeze.core.torchrun import started
 
 COMING, COMING_ALONE = timedelta(minutes=10), timedelta(minutes=2)
-"""How long processes wait for each other at the start: a node's agent may begin later than another's. Without
-agents somebody started each process, and one that is not there was forgotten."""
+"""How long processes wait for each other at the start: one node's agent may start later than another's.
+Without
+agents, each process was started by hand, and a missing one was forgotten."""
 SAID = 10.0
-"""Seconds after which the first of those that wait says for whom."""
+"""Seconds after which the first waiting process reports whom it waits for."""
 LOOK = timedelta(seconds=5)
-"""How often one that waits looks whether the others still run. It waits for their work without end."""
+"""How often a waiting process checks that the others still run. There is no limit on their work itself."""
 PATIENCE = 5.0
-"""Seconds in which a closed connection is explained: by a process that ended, or by what another found."""
+"""Seconds to find the cause of a closed connection: a process that ended, or another's report."""
 GRACE = 10.0
-"""Seconds for a run to end by itself before the thread beside it ends the process."""
+"""Seconds for a run to end by itself before the watcher thread ends the process."""
 NO_ANSWER = ("Connection", "onnection reset", "gloo", "NCCL", "Socket", "ocket", "roken pipe", "imed out")
-"""Words of torch's errors where another process does not answer."""
+"""Fragments of torch's error messages when another process does not answer."""
 
 ALARM, LOST = "alarm", "lost another"
-"""A key that is set once a process was found killed; what one writes that leaves because of another."""
+"""Key that is set once a process was found killed; reason written by a process that leaves because of
+another."""
 
 
 def has_agent() -> bool:
-    """Whether the store is that of torchrun's agent; else process 0 keeps it."""
+    """True if the store belongs to torchrun's agent; else process 0 hosts it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def coming() -> timedelta:
-    """How long processes wait for each other at the start."""
+    """Return the time that processes wait for each other at the start."""
     return COMING if has_agent() else COMING_ALONE
 
 
 def store_at(host: str, port: int, *, first: bool) -> dist.TCPStore:
-    """The store that process 0, the `first`, keeps; port 0: a free one.
+    """Open the store that process 0 (`first`) hosts. Port 0: any free port.
 
-    It waits for nobody: who has not come is known to the Roll, which says it.
+    It waits for nobody: the Roll finds and reports missing processes.
     """
     return dist.TCPStore(host, port, None, first, timeout=coming(), wait_for_workers=False, multi_tenant=True)
 
 
 Item = TypeVar("Item")
 Told = Callable[[str], ProcessGone]
-"""(who is gone, and why) -> the error, with where the run stands."""
+"""(who is gone, and why) -> the error, including the run's state."""
 
 
 def plainly(words: str) -> ProcessGone:
-    """Told before there is a run folder."""
-    return ProcessGone(words, next="see what the first that failed says, then give the same command again")
+    """Build the error before there is a run folder."""
+    return ProcessGone(words, next="see the first failed process's message, then run the same command again")
 
 
 class Roll:
-    """The processes of a run by rank. `store`: of torchrun, or of process 0.
+    """The processes of a run by rank. `store`: torchrun's, or process 0's.
 
-    Raises UserError where one does not come, or has another version of torch.
+    Raises UserError if one does not arrive, or has another version of torch.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int):
@@ -95,7 +98,7 @@ class Roll:
         keys = [f"here/{other}" for other in range(size)]
         if absent := self._absent(keys):
             raise UserError(
-                f"{_named(absent)} of {size} did not come within {coming().seconds // 60} minutes",
+                f"{_named(absent)} of {size} did not start within {coming().seconds // 60} minutes",
                 next="look at its host: start every process with the same address and port",
             )
         self._members: list[dict[str, Any]] = [json.loads(store.get(key)) for key in keys]
@@ -109,26 +112,27 @@ class Roll:
             )
 
     def _absent(self, keys: Sequence[str]) -> list[int]:
-        """Wait for all. -> who has not come in time; the first that is here says for whom it waits."""
-        began, said = time.monotonic(), False
+        """Wait for all; return those missing in time. The first process present reports whom it waits for."""
+        began, reported = time.monotonic(), False
         while absent := [other for other, key in enumerate(keys) if not self._store.check([key])]:
             waited = time.monotonic() - began
             if waited > coming().total_seconds():
                 break
-            if waited > SAID and not said and all(other in absent for other in range(self._rank)):
+            if waited > SAID and not reported and all(other in absent for other in range(self._rank)):
                 words = f"process {self._rank} waits for {_named(absent)} of {len(keys)}"
                 print(f"{words}, at most {coming().seconds // 60} minutes", file=sys.stderr, flush=True)
-                said = True
+                reported = True
             time.sleep(0.05)
         return absent
 
-    # -- work of some while the others wait, however long that takes
+    # -- work of some processes while the others wait, without a time limit
 
     def act(self, turns: Sequence[Sequence[int]], action: Callable[[], Item]) -> Item | None:
-        """The processes of each turn act together, one turn after the other; each is in one turn at most.
+        """Run `action` in the processes of each turn, one turn after the other.
 
-        -> what `action` gives here, None where this process is in no turn. If it raises in a process, that
-        one raises it and all others raise UserError. Every process calls this, in the same order.
+        A process is in at most one turn. Return the action's result here, or None without a turn. If it
+        raises in a process, that process
+        raises it and all others raise UserError. Every process calls this, in the same order.
         """
         self._serial += 1
         result: Item | None = None
@@ -144,26 +148,26 @@ class Roll:
                 raise error
             keys = [f"{self._serial}/{other}" for other in acting]
             self._wait(keys)
-            for other, said in zip(acting, map(self._store.get, keys), strict=True):
-                if said == b"failed":
+            for other, outcome in zip(acting, map(self._store.get, keys), strict=True):
+                if outcome == b"failed":
                     words = f"process {other} failed, so this one stops too"
-                    raise UserError(words, next=f"see what process {other} says")
+                    raise UserError(words, next=f"see the message of process {other}")
         return result
 
     def first_of_nodes(self) -> list[list[int]]:
-        """Turns: process 0; the first of every other node; all others."""
+        """Return the turns: process 0; the first of every other node; all others."""
         firsts = [rank for rank, member in enumerate(self._members) if member["local"] == 0 and rank]
         others = [rank for rank in range(1, self._size) if rank not in firsts]
         return [turn for turn in ([0], firsts, others) if turn]
 
     def node_first(self) -> int:
-        """The first process of this one's node."""
+        """Return the first process on this node."""
         host = self._members[self._rank]["host"]
         mine = [r for r, m in enumerate(self._members) if m["host"] == host and r <= self._rank]
         return max((r for r in mine if self._members[r]["local"] == 0), default=self._rank)
 
     def _wait(self, keys: list[str]) -> None:
-        """Ask often at first, then twice a second; torch's own waiting says at length that it took long."""
+        """Poll often at first, then twice a second: torch's own wait logs long warnings."""
         looked, pause = time.monotonic(), 0.005
         while not self._store.check(keys):
             time.sleep(pause)
@@ -173,19 +177,19 @@ class Roll:
                 if gone := self.gone(0.0):
                     raise self._error(gone)
 
-    # -- who is gone
+    # -- lost processes
 
     def leave(self, error: BaseException | None) -> None:
-        """Say why this process leaves: the others are told."""
+        """Write why this process leaves, for the others."""
         lost = isinstance(error, ProcessGone)
-        said = "done" if error is None else LOST if lost else f"{type(error).__name__}: {error}"
+        reason = "done" if error is None else LOST if lost else f"{type(error).__name__}: {error}"
         if self._store_ended():
             return
         with suppress(dist.DistError, RuntimeError):
-            self._store.set(f"left/{self._rank}", said.partition("\n")[0][:300])
+            self._store.set(f"left/{self._rank}", reason.partition("\n")[0][:300])
 
     def stay(self) -> None:
-        """Where the store is process 0's own, it waits a while for the others, who still ask the store."""
+        """Keep process 0 alive for a while if it hosts the store, because the others may still use it."""
         if self._rank or not self._hosted:
             return
         until, here = time.monotonic() + GRACE, self._members[0]["host"]
@@ -198,16 +202,16 @@ class Roll:
             time.sleep(0.02)
 
     def gone(self, patience: float) -> dict[int, str]:
-        """Which processes are gone -> why; looks for so many seconds, until there is one."""
+        """Return lost process -> reason; polls for up to `patience` seconds until there is one."""
         until = time.monotonic() + patience
-        while not (found := self._look()) and time.monotonic() < until:
+        while not (losses := self._look()) and time.monotonic() < until:
             time.sleep(0.1)
-        return found
+        return losses
 
     def _look(self) -> dict[int, str]:
         if self._store_ended():
             return {0: "connection closed"}
-        found: dict[int, str] = {}
+        losses: dict[int, str] = {}
         here = self._members[self._rank]["host"]
         for other, member in enumerate(self._members):
             if other == self._rank:
@@ -219,16 +223,16 @@ class Roll:
                     self._store.set(f"killed/{other}", "")
                     self._store.set(ALARM, str(other))
                 killed = killed or self._said(f"killed/{other}") is not None
-            except (dist.DistError, RuntimeError):  # the store went with its process
+            except (dist.DistError, RuntimeError):  # the store's process is gone
                 left, killed = None, member["host"] != here or not _runs(member["pid"])
             if left is not None and left not in (LOST, "done"):
-                found[other] = f"it ended with {left}"
+                losses[other] = f"it ended with {left}"
             elif killed:
-                found[other] = "connection closed"
-        return found
+                losses[other] = "connection closed"
+        return losses
 
     def _store_ended(self) -> bool:
-        """Whether the store was process 0's and went with it; torch would say each call of it at length."""
+        """True if process 0 hosted the store and is gone; torch would log every call to it at length."""
         here, first = self._members[self._rank]["host"], self._members[0]
         return self._hosted and bool(self._rank) and first["host"] == here and not _runs(first["pid"])
 
@@ -236,10 +240,11 @@ class Roll:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _error(self, gone: dict[int, str]) -> ProcessGone:
-        """One for all, and the first process that is still there says it.
+        """Return the same error in all processes; the first remaining process prints it.
 
-        What was said first stays: the agent's SIGTERM may come while that error is on its way out of
-        `watching`, where the step and the save are no longer known.
+        The first report stays: the agent's SIGTERM may arrive while that error leaves `watching`, where the
+        step and
+        the save are no longer known.
         """
         if self._found is not None:
             return self._found
@@ -251,9 +256,9 @@ class Roll:
         return error
 
     @contextmanager
-    def watching(self, told: Told = plainly) -> Generator[None]:
-        """Errors of torch's because another process is gone are ProcessGone within, as `told` makes it."""
-        former, self.told = self.told, told
+    def watching(self, report: Told = plainly) -> Generator[None]:
+        """Convert torch errors caused by a lost process into ProcessGone, built by `report`."""
+        former, self.told = self.told, report
         try:
             yield
         except ProcessGone:
@@ -263,15 +268,17 @@ class Roll:
                 raise
             line = str(error).strip().partition("\n")[0][:200]
             gone = self.gone(PATIENCE)
-            raise self._error(gone) if gone else told(f"another process does not answer ({line})") from error
+            raise (
+                self._error(gone) if gone else report(f"another process does not answer ({line})")
+            ) from error
         finally:
             self.told = former
 
-    # -- the thread beside the run
+    # -- the watcher thread
 
     @contextmanager
     def beside(self) -> Generator[None]:
-        """Watch until it is left. Only the main thread may take signals; in another nothing is watched."""
+        """Watch while the context is open. Only the main thread handles signals; others are not watched."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -284,7 +291,7 @@ class Roll:
         thread.start()
         try:
             yield
-        except ProcessGone:  # the agent's signal comes in the same moment, and what is to be said is not yet
+        except ProcessGone:  # the agent's signal may arrive first, before the message is printed
             former = signal.SIG_IGN
             raise
         finally:
@@ -297,8 +304,8 @@ class Roll:
             os.close(ear)
 
     def _asked_to_end(self, number: int, frame: object) -> None:
-        """SIGTERM outside of the loop: of torchrun's agent, because another failed, or of somebody else."""
-        mine = self._members[self._rank]["pid"] == os.getpid()  # not one that a library forked
+        """Handle SIGTERM outside of the loop: from torchrun's agent after a failure, or from someone else."""
+        mine = self._members[self._rank]["pid"] == os.getpid()  # not a child forked by a library
         if mine and (gone := self.gone(1.0)):
             raise self._error(gone)
         signal.signal(number, signal.SIG_DFL)
@@ -307,10 +314,10 @@ class Roll:
     def _watch(self, ear: int, over: threading.Event) -> None:
         while not over.is_set():
             heard, _, _ = select.select([ear], [], [], LOOK.seconds)
-            asked = bool(heard) and signal.SIGTERM in os.read(ear, 64)
+            stop = bool(heard) and signal.SIGTERM in os.read(ear, 64)
             with suppress(dist.DistError, RuntimeError):
-                asked = asked or (not heard and self._store.check([ALARM]))
-            if asked and (gone := self.gone(PATIENCE)) and not over.wait(GRACE):
+                stop = stop or (not heard and self._store.check([ALARM]))
+            if stop and (gone := self.gone(PATIENCE)) and not over.wait(GRACE):
                 error = self._error(gone)
                 self.leave(error)
                 if not error.silent:
@@ -319,26 +326,26 @@ class Roll:
 
 
 def _host() -> str:
-    """The host's name, and its space of process ids: containers may share a name."""
+    """Return the host name and its pid namespace: containers may share a name."""
     with suppress(OSError):
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process of this host still runs; one that nobody has buried does not."""
+    """Return True if a process on this host still runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
     except ProcessLookupError:
         return False
-    except OSError:  # no /proc, or another user's
+    except OSError:  # no /proc, or another user's process
         return True
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """'process 2', 'processes 2 and 3'."""
+    """Format ranks: 'process 2', 'processes 2 and 3'."""
     if len(ranks) == 1:
         return f"process {ranks[0]}"
     return f"processes {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
