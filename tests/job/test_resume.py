@@ -142,7 +142,7 @@ def test_a_changed_field_is_refused_with_the_flag_that_would_allow_it(
             " now): optimizer.learning_rate: 0.0002 -> 0.001"
         ),
         (
-            "  next: run with the saved values to go on, or give another folder with --out, or add"
+            "  next: run with the saved values to resume, or give another folder with --out, or add"
             " --save.allow-changed optimizer.learning_rate"
         ),
     ]

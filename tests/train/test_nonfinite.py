@@ -227,7 +227,7 @@ def test_an_overflow_is_named_with_its_number_and_the_head_too():
     assert line.startswith(
         "infinity first at lm_head, 3 of 3 rows, float16, micro-batch 1; its input is finite, largest "
     )
-    assert line.endswith("float16 ends at 6.55e+04, so it overflowed")
+    assert line.endswith("the largest float16 is 6.55e+04, so it overflowed")
 
 
 def test_between_modules_the_parent_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""L7, the loop: batches -> step -> events.
+"""L7, the training loop: batches -> step -> events.
 
-fit.py is the loop. step, optim, schedule, state, run and balance hold what it calls.
+fit.py is the loop. step, optim, schedule, state, run and balance provide its parts.
 """

@@ -1,4 +1,4 @@
-"""Balancing experts without a loss: a bias that only chooses, nudged once per optimizer step.
+"""Loss-free load balancing of experts: a bias for selection only, adjusted after each optimizer step.
 
 E experts. Source: Wang et al., arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, 2.1.2 (rate 0.001 there).
 """
@@ -17,9 +17,9 @@ from unfreeze.models import Decoder
 
 
 class AfterUpdate(Protocol):
-    """Something that changes the model after each optimizer step.
+    """Changes the model after each optimizer step.
 
-    `tensors` are what it changes: train/state.py saves and restores them.
+    `tensors` are the tensors it changes; train/state.py saves and restores them.
     """
 
     def __call__(self, expert_load: Mapping[int, Sequence[int]]) -> None: ...
@@ -31,11 +31,10 @@ class LossFreeBalance:
     """bias_e += rate * sign(mean load - load_e) in each layer whose router has a selection bias.
 
     The bias is e_score_correction_bias, fp32 [E].
-    Called by train/fit.py after the update of the weights, with the tokens per expert of *all* micro-batches
-    of the step: not once per micro-batch, not in evaluation, and a recomputation doesn't count
-    (docs/why/trust.md
-    M2). `num_updates` says how often it acted in this process.
-    A rate of 0.001 moves a sigmoid score's rank slowly; tiny models trained for few steps need about 0.01.
+    train/fit.py calls this after the weight update, with the tokens per expert of *all* micro-batches of the
+    step: not once per micro-batch, not in evaluation, and recomputation doesn't count (docs/why/trust.md M2).
+    `num_updates` counts its updates in this process.
+    A rate of 0.001 changes a sigmoid score's rank slowly; tiny models trained for few steps need about 0.01.
     """
 
     def __init__(self, model: Decoder, rate: float = 0.001):
@@ -50,7 +49,7 @@ class LossFreeBalance:
         }
         if not self.biases:
             raise ConfigError(
-                "no router of this model has a selection bias, so loss-free balancing has nothing to move",
+                "no router of this model has a selection bias, so loss-free balancing has nothing to adjust",
                 next="drop it",
             )
         wrong = {layer: bias.dtype for layer, bias in self.biases.items() if bias.dtype != torch.float32}

@@ -1,4 +1,4 @@
-"""What the loop writes into events.jsonl: the fields of its start, train and error events."""
+"""Fields of the loop's events in events.jsonl: start, train and error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unfreeze.train.suspects import SUSPECTS
 
 
 def emit_start(state: State, processes: int = 1) -> None:
-    """The start event: how many steps, whether the run goes on, and how many processes train."""
+    """Emit the start event: number of steps, resumed or new, and number of processes."""
     config = state.run.config
     steps = state.schedule.steps
     words = {"model": str(config.get("model", "")), "data": str(config.get("data", ""))}
@@ -31,9 +31,10 @@ def emit_start(state: State, processes: int = 1) -> None:
 def train_fields(
     result: StepResult, seconds: float, memory: dict[str, int], cursor: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields of a train event: plain numbers, all finite.
+    """Return the fields of a train event: plain numbers, all finite.
 
-    train_step raises before a NaN gets here; a metric may still be null. cursor: behind the step's batches.
+    train_step raises before a NaN gets here; a metric may still be null. cursor: position after the step's
+    batches.
     """
     return {
         "loss": result.loss,
@@ -52,7 +53,7 @@ def train_fields(
 
 
 def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
-    """Tokens per expert, and how evenly they fall (docs/why/trust.md M3).
+    """Return tokens per expert, and their balance (docs/why/trust.md M3).
 
     For each layer: max violation, entropy and the number of dead experts.
     """
@@ -62,31 +63,31 @@ def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
     }
 
 
-DOWNLOAD = "download the checkpoint again; unfreeze doctor looks at every weight"
+DOWNLOAD = "download the checkpoint again; unfreeze doctor checks every weight"
 
 
 def of_the_file(what: str, weight: str) -> str:
-    """What is said where a weight came as NaN or infinity from its file."""
+    """Return the message for a weight that was already NaN or infinite in its file."""
     return f"{what} from {weight}, a weight that no step changed: the checkpoint holds {what}"
 
 
 def emit_nonfinite(error: NonFinite, named: Named, state: State) -> NonFinite:
-    """A train event without a loss, for the report.
+    """Emit a train event without a loss, for the report.
 
-    -> the error with what the replay named and where the run can go on.
+    Return the error, completed with what the replay found and where the run can resume.
     """
     step, last, shown = state.step + 1, latest(state.run.path), state.run.shown
     line = named.line
     state.run.events.emit("train", step, loss=None, grad_norm=None, error=f"{error.message}. {line}")
-    kept = f"the last save is {shown / 'state' / last.name}" if last else "nothing was saved before"
+    saved = f"the last save is {shown / 'state' / last.name}" if last else "nothing was saved before"
     if named.weight:
         what = "infinity" if line.startswith("infinity") else "NaN"
         return NonFinite(
-            f"step {step}: {of_the_file(what, named.weight)}. The weights were not updated; {kept}",
+            f"step {step}: {of_the_file(what, named.weight)}. The weights were not updated; {saved}",
             next=DOWNLOAD,
         )
     return NonFinite(
-        f"step {step}: {error.message}. {line}. The weights were not updated; {kept}",
+        f"step {step}: {error.message}. {line}. The weights were not updated; {saved}",
         next=(
             f"look at the rows of this step ({shown / SUSPECTS}), lower learning_rate (a tenth), or"
             " lengthen the warm-up"

@@ -1,13 +1,13 @@
-"""The one loop. Micro-batches become a step, a step becomes an event, hooks look at it, saves keep it.
+"""The training loop. Micro-batches become a step, a step becomes an event; hooks see it, saves store it.
 
 Features enter through these arguments, never through a flag here:
-- the source: what is learned from, such as documents, or answers of the model's own;
+- the source: the training data, such as documents, or the model's own answers;
 - the objective;
-- `recompute`: what of a layer is kept for backward and what is computed again;
-- State.after_update: what changes the model after an update, such as the balancing bias;
-- `judge`: what may refuse an update;
+- `recompute`: which activations of a layer are kept for backward, and which are recomputed;
+- State.after_update: changes to the model after an update, such as the balancing bias;
+- `judge`: may refuse an update;
 - `group`: the processes that share the work;
-- `on_step`: what looks at a finished step (receipt, samples, evaluation).
+- `on_step`: hooks after a finished step (receipt, samples, evaluation).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from unfreeze.train.suspects import Describe
 from unfreeze.train.timer import Saves, SaveTimer
 from unfreeze.train.together import save_together
 
-SAVES = Saves()  # at the end alone
+SAVES = Saves()  # only at the end
 
 OnStep = Callable[[State, StepResult], None]
-"""Called after each step: state.step counts it, gradients are still there. What it raises stops the run."""
+"""Called after each step: state.step counts it, gradients still exist. An exception stops the run."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """How a call of fit ended.
+    """The result of a call of fit.
 
-    reason  "interrupted": a signal came; all is saved, and the same command goes on.
-    steps   finished steps of the whole run. All other numbers are of this call; None if it had no step.
+    reason  "interrupted": a signal arrived; everything is saved, and the same command resumes
+    steps   finished steps of the whole run. All other numbers are of this call; None if it had no step
     """
 
     reason: Literal["done", "interrupted"]
@@ -68,29 +68,31 @@ def fit(
     group: Group = ALONE,
     describe: Describe | None = None,
 ) -> Fitted:
-    """Train from state.step to the last step of state.schedule, or to where a hook sets state.ended.
+    """Train from state.step to the last step of state.schedule, or until a hook sets state.ended.
 
-    source         a Source (data/packing/source.py), or any iterator of its steps, from state.cursor on. The
-                   gradient is that of all tokens of a step's micro-batches at once.
-    recompute      one of models.RECOMPUTE.
-    max_norm       limit of the global gradient norm; 0 doesn't clip.
-    saves          when a save is due besides the last.
-    group          every process calls fit with equal batches and an equal state; process 0 saves.
-    describe       where a step is not finite, what suspects.jsonl says of a document beside its tokens (its
-                   row, its text).
-    Raises NonFinite at a NaN (weights and saves are those of before), DataError if the batches end, DiskFull
-    if a save has no room.
+        source         a Source (data/packing/source.py), or any iterator of its steps, from state.cursor on.
+                       The
+                       gradient is that of all tokens of a step's micro-batches together
+        recompute      one of models.RECOMPUTE
+        max_norm       limit of the global gradient norm; 0 disables clipping
+        saves          when to save, besides at the end
+        group          every process calls fit with equal batches and an equal state; process 0 saves
+        describe       if a step is not finite: what suspects.jsonl adds to a document's tokens (its row, its
+                       text)
+
+    Raises NonFinite at a NaN (weights and saves are unchanged by that step), DataError if the batches end,
+    DiskFull if there is no room for a save.
     """
     run, model, steps = state.run, state.model, state.schedule.steps
     emit_start(state, group.size)
-    group.meet(lambda: None)  # one that reads its weights from a slower disk
+    group.meet(lambda: None)  # another process may read its weights from a slower disk
     state.check_copies(group)
     losses: list[float] = []
     tokens, seconds = 0, 0.0
     timer = SaveTimer(saves.minutes, saves.clock)
     with Interrupt() as interrupt:
         for step in range(state.step, state.step if state.ended else steps):
-            # forward, backward and update; at a NaN the step is run again to find where it came up
+            # forward, backward and update; at a NaN the step is run again to locate its origin
             started = time.perf_counter()
             batch_list, cursor = take(source, step, steps)
             try:
@@ -120,20 +122,19 @@ def fit(
                 )
                 raise emit_nonfinite(error, named, state) from error
 
-            # the step counts: event, hooks
+            # count the step: event, hooks
             seconds += advance(state, result, cursor, started, on_step)
             tokens += result.tokens
             losses = [*losses[:1], result.loss]  # the first and the last
 
-            # a save where one is due, and always at the end
-            # Several processes agree on it by the step's one read: a later signal is for the next step.
+            # save if due, and always at the end
             stop = result.stop or (group.size == 1 and interrupt.requested)
             last = stop or state.finished
             due = result.save or (saves.every and state.step % saves.every == 0)
             if last or due:
                 state.check_copies(group)
                 save_together(state, saves.keep, "stop" if last else saves.on_full_disk, group)
-            if due or state.saved == state.step:  # a hook may have saved too
+            if due or state.saved == state.step:  # a hook may already have saved
                 timer.restart()
             if last:
                 break
@@ -159,11 +160,11 @@ def fit(
 def advance(
     state: State, result: StepResult, cursor: Cursor, started: float, on_step: Sequence[OnStep]
 ) -> float:
-    """What follows an update: the step counts, its event is written, hooks look at it. -> the step's seconds.
+    """Finish an update: count the step, write its event, run hooks. Return the step's seconds.
 
-    started: time.perf_counter() at the step's begin; it is the host's clock, on CUDA too.
-    train_step's one read waits for the backward pass. The update still runs then, so its time falls into the
-    next step. Reading CUDA events here would need a second wait.
+    started: time.perf_counter() at the step's start; it is the host's clock, on CUDA too.
+    train_step's one read waits for the backward pass. The update is still running then, so its time counts in
+    the next step. Reading CUDA events here would need a second wait.
     """
     for change in state.after_update if result.applied else ():
         change(result.expert_load)
@@ -177,7 +178,7 @@ def advance(
 
 
 def take(source: Iterator[Step], step: int, steps: int) -> Step:
-    """The micro-batches of the step behind `step` others, and the cursor behind them."""
+    """Return the micro-batches of step number `step` (from 0), and the cursor after them."""
     taken = next(source, None)
     if taken is None:
         raise DataError(

@@ -1,6 +1,6 @@
-"""The run folder of every process but the first.
+"""The run folder of every process except the first.
 
-It reads the saves of the real folder; what it writes is not kept.
+It reads saves from the real folder; its own output is discarded.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from unfreeze.train.run import Run
 
 
 class Follower(Run):
-    """A Run in a temporary folder, removed at the end, whose state/ is a link to the real one.
+    """A Run in a temporary folder, removed at the end, whose state/ links to the real one.
 
-    Recipes and hooks write here as process 0 writes there, so none of them asks which process it is in. Only
-    saves do: fit() lets process 0 alone make them.
+    Recipes and hooks write here as process 0 does in its folder, so none needs to know its process. Only
+    saves
+    differ: fit() lets only process 0 make them.
     """
 
     def __init__(self, path: Path | str, config: Any, **options: Any):
@@ -34,15 +35,15 @@ class Follower(Run):
 
 
 def open_run(group: Group, on_rank0: Callable[[], Run], elsewhere: Callable[[], Run]) -> Run:
-    """Process 0 opens the run folder first, then the others open theirs.
+    """Open the run folder in process 0 first, then in the others.
 
-    Process 0 clears what a killed run left there.
+    Process 0 removes what a killed run left there.
     Raises what `on_rank0` raises on process 0, UserError on the others.
     """
     run = group.on_rank0(on_rank0)
     try:
         return group.meet(lambda: elsewhere() if run is None else run)
     except BaseException as error:
-        if run is not None:  # another could not open its own: what is new here goes again
+        if run is not None:  # another process failed to open its folder: remove what was just created
             run.__exit__(type(error), error, error.__traceback__)
         raise

@@ -1,6 +1,7 @@
-"""Loss spikes and gradient-norm spikes, seen before the update.
+"""Detect spikes of loss and gradient norm before the update.
 
-They are said, with the rows that made them, and as configured skipped or stopped at.
+They are reported with the rows that caused them; depending on the config the step is skipped or the run
+stops.
 
 judge = SpikeGuard(model, objective, folder, on_spike="skip", describe=…)      fit(…, judge=judge)
 """
@@ -23,35 +24,38 @@ from unfreeze.train.step import Objective, Verdict
 from unfreeze.train.suspects import SUSPECTS, Describe, rank_documents, write_suspects
 
 OnSpike = Literal["warn", "skip", "stop"]
-WINDOW = 64  # steps whose noise is measured
-HISTORY = 16  # steps whose median is the level; before there are so many, nothing is judged
-# robust standard deviations. Of Gaussian noise one step in 10^15 lies beyond; batch losses have heavier tails
+WINDOW = 64  # number of steps from which the noise is estimated
+HISTORY = 16  # number of steps whose median is the level; with fewer steps nothing is judged
+# in robust standard deviations. For Gaussian noise one step in 10^15 exceeds it; batch losses have heavier
+# tails
 DEVIATIONS = 8.0
 MIN_LOSS_SPREAD = (
     0.1  # nats per token: an overfitted loss of 0.01 +- 0.003 may meet a hard row without an alarm
 )
-# of the logarithm: exp(8 * 0.275) = 9 times the level at least, because norms of short rows differ several
-# times over
+# for the logarithm: exp(8 * 0.275) = at least 9 times the level, because norms of short rows differ
+# several-fold
 MIN_NORM_SPREAD = 0.275
-MAX_SKIPPED = 6  # steps in a row: more is no bad row but a run that no longer trains
+MAX_SKIPPED = 6  # steps in a row: more than this is not a bad row but a run that no longer trains
 
 
 class Spike(UserError):
-    """A loss or gradient norm far above those of the steps before, where the run was asked to stop at it.
+    """A loss or gradient norm far above the steps before, in a run configured to stop at it.
 
     The update was not made.
     """
 
 
 def threshold(values: Sequence[float], min_spread: float) -> float:
-    """level + 8 max(spread, min_spread).
+    """Return level + 8 max(spread, min_spread).
 
-    level   the median of the last HISTORY values.
-    spread  1.0483 median |x_i - x_(i-1)| over all of them.
+        level   median of the last HISTORY values
+        spread  1.0483 median |x_i - x_(i-1)| over all of them
 
-    1.0483 = 1.4826 / sqrt 2 makes the spread the standard deviation of Gaussian noise. Differences don't see
-    the trend of a falling loss, which a deviation from the median would take for noise. One outlier moves a
-    median hardly at all.
+    1.0483 = 1.4826 / sqrt 2 makes the spread the standard deviation for Gaussian noise. Differences ignore
+    the
+    trend of a falling loss, which a deviation from the median would count as noise. One outlier hardly moves
+    a
+    median.
     """
     spread = 1.0483 * statistics.median(abs(after - before) for before, after in pairwise(values))
     return statistics.median(values[-HISTORY:]) + DEVIATIONS * max(spread, min_spread)
@@ -60,16 +64,17 @@ def threshold(values: Sequence[float], min_spread: float) -> float:
 class SpikeGuard:
     """A Judge (train/step.py) of a step's loss and gradient norm, by `threshold` of the last WINDOW steps.
 
-    The gradient norm is judged by its logarithm: norms differ by factors.
+    The gradient norm is judged by its logarithm, because norms differ by factors.
 
-    on_spike  "warn": the update is made. "skip": it is not, neither weights, optimizer nor balancing bias
-              move. "stop": raises Spike.
-    max_norm  the clip limit: a gradient norm below it is no alarm, whatever the others were (clipping leaves
-              it alone).
-    shown     the folder as it is told, if that is another.
-    history   (loss, gradient norm) of the steps before, oldest first: a resumed run judges as one that was
-              never broken.
-    Every value joins the window, a spike's too, so a level that has risen for good stops alarming after
+        on_spike  "warn": the update is made. "skip": it is not; weights, optimizer and balancing bias stay
+                  unchanged. "stop": raises Spike
+        max_norm  the clip limit: a gradient norm below it never alarms, because clipping leaves it unchanged
+        shown     the folder as named in messages, if different
+        history   (loss, gradient norm) of the steps before, oldest first, so that a resumed run judges like
+                  an
+                  uninterrupted one
+
+    Every value joins the window, a spike's too, so a level that has risen permanently stops alarming after
     HISTORY / 2 steps.
     """
 
@@ -106,7 +111,7 @@ class SpikeGuard:
             raise Spike(
                 f"step {self._step}: {reason}; the weights were not updated, {rows}",
                 next=(
-                    "look at them, lower learning_rate, or go on with --watch.on-spike skip:"
+                    "look at them, lower learning_rate, or continue with --watch.on-spike skip:"
                     f" {(self._shown or self._folder) / SUSPECTS}"
                 ),
             )

@@ -1,11 +1,11 @@
-"""AdamW's moments in host memory: for the update some come to the device, and go back when they have changed.
+"""AdamW's moments in host memory: copied to the device in groups for the update, and back afterwards.
 
-    up        0   1   2   3               on a stream of its own, into the slot that is free
-    update        0   1   2   3           behind its arrival
-    down              0   1   2   3       on a third stream, behind the update
+up        0   1   2   3               on a stream of its own, into the free slot
+update        0   1   2   3           after the group has arrived
+down              0   1   2   3       on a third stream, after the update
 
-The device has two slots. Host memory is one block, page-locked where a GPU copies.
-The arithmetic is that of moments on the device, tensor by tensor: the same bits.
+The device has two slots. Host memory is one block, page-locked if a GPU copies.
+The arithmetic is that of moments on the device, tensor by tensor, and bit-identical.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from unfreeze.parallel.processes.lanes import Lane, pinned
 from unfreeze.train.moments import Float32, Int8
 
-CHUNK = 64 << 20  # bytes of a slot, or the largest tensor's moments: a copy of it takes a GPU more than 1 ms
+# bytes of a slot, unless one tensor's moments are larger: copying it takes a GPU more than 1 ms
+CHUNK = 64 << 20
 SLOTS = 2
 ALIGN = 64
 
@@ -28,25 +29,25 @@ State = Float32 | Int8
 
 
 class Place(Protocol):
-    """Where moments lie. `like`: which device the tensors of a new state are made on, for a master."""
+    """Storage of moments. `like`: the device on which a master's new state is created."""
 
     def like(self, master: Tensor) -> torch.device: ...
 
     def keep(self, states: Mapping[str, State]) -> None:
-        """Take these, which are all; once, before anything is read."""
+        """Take over these states, which are all; called once, before any read."""
         ...
 
     def rounds(self, states: Mapping[str, State]) -> Iterator[Mapping[str, State]]:
-        """Those states on the device of their masters, some at a time; what is changed there is kept."""
+        """Yield groups of these states on their masters' device; changes made there are kept."""
         ...
 
     def settle(self) -> None:
-        """Wait until the states that `keep` took are what was computed."""
+        """Wait until the states passed to `keep` hold all computed values."""
         ...
 
 
 class OnDevice:
-    """Beside the masters."""
+    """Moments on the device, beside the masters."""
 
     def like(self, master: Tensor) -> torch.device:
         return master.device
@@ -62,10 +63,10 @@ class OnDevice:
 
 
 class InHost:
-    """In host memory. up, down: lanes of their own to and from `device`.
+    """Moments in host memory. up, down: separate lanes to and from `device`.
 
     `chunk`: bytes of a slot, unless a tensor's moments are larger.
-    `poison`, for tests: fill with ones, NaN in float32, what nobody may read any more.
+    `poison`, for tests: fill memory that must not be read any more with ones, which is NaN in float32.
     """
 
     chunk = CHUNK
@@ -74,7 +75,7 @@ class InHost:
     def __init__(self, device: torch.device | str, up: Lane, down: Lane):
         self._device, self._up, self._down = device, up, down
         self._slots: list[Tensor] = []
-        self._gone: Any = None  # when the last copy down is done
+        self._gone: Any = None  # when the last copy to the host is done
 
     @property
     def device_bytes(self) -> int:
@@ -85,7 +86,7 @@ class InHost:
         return torch.device("meta")
 
     def keep(self, states: Mapping[str, State]) -> None:
-        """Give them memory, of zeros. Raises DoesNotFit where CUDA does not page-lock it."""
+        """Allocate memory for them, zero-filled. Raises DoesNotFit if CUDA does not page-lock it."""
         sizes = [size_of(state) for state in states.values()]
         host = (pinned if self._up.pins else torch.empty)(sum(sizes), dtype=torch.uint8)
         host.zero_()
@@ -118,7 +119,7 @@ class InHost:
         self._down.settle()
 
     def _groups(self, states: Mapping[str, State]) -> Iterator[list[str]]:
-        """Names in their order, as many as a slot holds."""
+        """Group names in order, as many as fit a slot."""
         group: list[str] = []
         held = 0
         for name, state in states.items():
@@ -134,9 +135,9 @@ class InHost:
     def _send_for(
         self, states: Mapping[str, State], groups: Sequence[Sequence[str]], index: int
     ) -> tuple[dict[str, State], Any]:
-        """(the states of a group in its slot, when they are there).
+        """Copy a group to its slot; return (its states there, the mark of their arrival).
 
-        The copy down that was queued last is of the group before the last one, which had this slot.
+        The last queued copy to the host is of the group before the previous one, which used the same slot.
         """
         slot, begin = self._slots[index % SLOTS], 0
         there: dict[str, State] = {}
@@ -158,12 +159,12 @@ class InHost:
 
 
 def size_of(state: State) -> int:
-    """Bytes of its moments, each tensor at a multiple of ALIGN."""
+    """Return the bytes of its moments, each tensor aligned to ALIGN."""
     return sum(-(-tensor.nbytes // ALIGN) * ALIGN for tensor in _moments(state).values())
 
 
 def _moments(state: State) -> dict[str, Tensor]:
-    """Its tensors but `step`, a number on the host."""
+    """Return its tensors except `step`, which is a number on the host."""
     return {name: tensor for name, tensor in state.tensors().items() if name != "step"}
 
 
@@ -172,7 +173,7 @@ def _pairs(one: State, other: State) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _lay(state: State, memory: Tensor) -> None:
-    """Its moments become views of this memory."""
+    """Make its moments views of this memory."""
     begin = 0
     for name, tensor in _moments(state).items():
         part = memory[begin : begin + tensor.nbytes]

@@ -1,8 +1,8 @@
-"""Ctrl-C, SIGTERM and SIGUSR1: the first asks the loop to finish its step and save.
+"""Ctrl-C, SIGTERM and SIGUSR1: the first one makes the loop finish its step and save.
 
-A second Ctrl-C stops the process as usual. SIGTERM and SIGUSR1 only ask, however often they come. A scheduler
-signals every process of a job, and torchrun then passes the same signal on to its workers: were the second of
-these a wish to stop at once, the steps since the last save would be lost.
+A second Ctrl-C stops the process as usual. SIGTERM and SIGUSR1 never do more, however often they arrive. A
+scheduler signals every process of a job, and torchrun then passes the same signal on to its workers. If the
+second of these stopped the process at once, the steps since the last save would be lost.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from types import FrameType, TracebackType
 from typing import Any
 
 AGAIN = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""The signals that come more than once for one wish. Windows has no SIGUSR1."""
+"""Signals that may arrive more than once for one request. Windows has no SIGUSR1."""
 SIGNALS = (signal.SIGINT, *AGAIN)
 
 
 class Interrupt:
-    """with Interrupt() as interrupt: `interrupt.requested` turns True at the first signal.
+    """with Interrupt() as interrupt: `interrupt.requested` becomes True at the first signal.
 
-    SIGINT's former handler is put back at once, so a second Ctrl-C raises KeyboardInterrupt wherever the
-    program is; the others' handlers are put back at the end.
-    Python runs handlers in the main thread only: in another thread nothing is installed and `requested` stays
+    SIGINT's previous handler is restored at once, so a second Ctrl-C raises KeyboardInterrupt wherever the
+    program is; the others' handlers are restored at the end.
+    Python runs handlers only in the main thread: in another thread nothing is installed, and `requested`
+    stays
     False.
     """
 

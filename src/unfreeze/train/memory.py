@@ -10,9 +10,9 @@ import torch
 
 
 def memory_fields(device: torch.device) -> dict[str, int]:
-    """peak_bytes; on CUDA also fragmentation_bytes.
+    """Return peak_bytes; on CUDA also fragmentation_bytes.
 
-    Fragmentation: reserved by the allocator minus allocated, so held and not in use (docs/why/trust.md L2).
+    Fragmentation is memory reserved by the allocator but not allocated (docs/why/trust.md L2).
     """
     fields = {"peak_bytes": peak_bytes(device)}
     if device.type == "cuda":
@@ -23,7 +23,7 @@ def memory_fields(device: torch.device) -> dict[str, int]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Bytes at the highest point since the process started or reset_peak_bytes was called.
+    """Return the peak memory since the process started or reset_peak_bytes was called.
 
     cuda: allocated by torch on that device. cpu: resident memory, VmHWM of /proc/self/status (on macOS
     ru_maxrss, since start only).
@@ -39,11 +39,12 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak_bytes(device: torch.device) -> bool:
-    """Start a new measurement from the present use.
+    """Start a new measurement from the current use.
 
-    False where the system doesn't allow it: the peak then counts from process start.
+    Return False if the system doesn't allow it; the peak then counts from process start.
 
-    On Linux writes 5 to /proc/self/clear_refs, which also resets what a parent process reads as ru_maxrss.
+    On Linux this writes 5 to /proc/self/clear_refs, which also resets what a parent process reads as
+    ru_maxrss.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

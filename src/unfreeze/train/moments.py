@@ -1,21 +1,21 @@
-"""AdamW's two moments: in float32, or in 8 bits with a scale per block of 256.
+"""AdamW's two moments, stored in float32, or in 8 bits with a scale per block of 256.
 
 8 bytes per parameter, or 2.03.
 
-Block-wise quantization after Dettmers et al. 2022, arXiv:2110.02861. Each moment has a map of its own:
-    exp_avg     int8   c: m = sign(c) (c/127)² a, a the largest |m| of the block. Steps shrink with m, so
-                small entries of a block keep moving
-    exp_avg_sq  uint8  c: v = b 2^((c-255) 24/254), b the largest v of the block, 0 for 0. Each step is 6.8 %
-                of v, down to 6e-8 of the largest:
-                          a linear code would send small v to 0, and m / (sqrt(v) + eps) to infinity
+Block-wise quantization after Dettmers et al. 2022, arXiv:2110.02861. Each moment has its own code:
+exp_avg     int8   c: m = sign(c) (c/127)² a, a the largest |m| of the block. Steps shrink with m, so
+                   small entries of a block keep changing
+exp_avg_sq  uint8  c: v = b 2^((c-255) 24/254), b the largest v of the block, 0 for 0. Each step is 6.8 %
+                   of v, down to 6e-8 of the largest:
+                   a linear code would map small v to 0, and m / (sqrt(v) + eps) to infinity
 Rounding is stochastic (unbiased for m, and for log v): rounded to nearest, v · 0.999 would never change.
 
-A parameter is [U, N]: U rows of its dimension 0 (of stacked experts: matrices) with N numbers each. Blocks
-end with their row, and the random number of each entry is a hash of (step, name, row, place in it). So it
-depends neither on how many processes hold the rows nor on when the run was resumed. Two cases differ:
-    norms, biases   (one dimension) have float32 moments: they are few
-    narrow rows     of less than 64 numbers share blocks, end to end. A process that holds some of the rows
-                    has blocks of its own then; only adapters' B is so narrow, which is never divided
+A parameter is [U, N]: U rows of its dimension 0 (for stacked experts: matrices) with N numbers each. Blocks
+end with their row, and the random number of each entry is a hash of (step, name, row, index in it). So it
+depends neither on how many processes hold the rows nor on when the run was resumed. There are two exceptions:
+norms, biases   (one dimension) have float32 moments: they are few
+narrow rows     of less than 64 numbers share blocks, end to end. A process that holds some of the rows then
+                has its own blocks; only adapters' B is so narrow, and it is never sharded
 """
 
 from __future__ import annotations
@@ -33,31 +33,30 @@ from unfreeze.kernels.adamw import AdamWRule, AdamWUpdate, adamw
 
 Moments = Literal["float32", "int8"]
 BLOCK = 256
-NARROW = 64  # numbers of a row: fewer would have a scale of 8 bytes for each row
-# Parameters whose moments exist in float32 at once: on a CPU 2 MiB stay in cache; on a GPU a piece is some 40
-# launches, so it is 64 M of them (512 MiB).
+NARROW = 64  # numbers of a row: a shorter one would have 8 bytes of scales per row
+# Number of parameters whose moments exist in float32 at once. On a CPU 2 MiB stay in cache; on a GPU a piece
+# is about 40 launches, so it is 64 M parameters (512 MiB).
 PIECE = {"cpu": 1 << 18, "cuda": 1 << 26}
 OCTAVES = 24
-GOLDEN = 0x9E3779B1 - 2**32  # 2^32 / golden ratio, odd: neighbours lie far apart
+GOLDEN = 0x9E3779B1 - 2**32  # 2^32 / golden ratio, odd: spreads neighbours far apart
 
 
 @dataclass(frozen=True)
 class Uncut:
     """Numbers that belong to these rows of a parameter and cannot be divided among its rows.
 
-    Where a row is no whole number of blocks, the scales are of use to a process that holds exactly these
-    rows, and to no other.
+    If a row is no whole number of blocks, the scales are only useful to a process with exactly these rows.
     """
 
     rows: Rows
 
 
 Part = Rows | Uncut
-"""Which part of a tensor a process holds."""
+"""The part of a tensor that a process holds."""
 
 
 class Float32:
-    """device: where they are made; None: beside the master.
+    """Moments in float32. device: where they are created; None: beside the master.
 
     step: a tensor of one number on the host: every save reads it, and that must not wait for a GPU.
     """
@@ -72,14 +71,14 @@ class Float32:
         return {"step": self.step, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
 
     def parts(self, rows: Rows) -> dict[str, Part]:
-        """What of each tensor is here, where these rows of the parameter are. `step` is whole everywhere."""
+        """Return the part of each tensor held here, for these rows of the parameter. `step` is whole."""
         return {"exp_avg": rows, "exp_avg_sq": rows}
 
 
 class Int8:
-    """Codes in the shape of the parameter, and a scale for each block of each row.
+    """Moments as codes in the shape of the parameter, and a scale per block of each row.
 
-    first: the number of the master's first row in the whole parameter.
+    first: index of the master's first row in the whole parameter.
     """
 
     def __init__(self, name: str, master: Tensor, device: torch.device | None = None, first: int = 0):
@@ -99,13 +98,13 @@ class Int8:
         return {name: tensor for name, tensor in vars(self).items() if not name.startswith("_")}
 
     def parts(self, rows: Rows) -> dict[str, Part]:
-        """As Float32's; of the scales rows too, where blocks end with their row."""
+        """Like Float32's; scales also have rows if blocks end with their row."""
         each = self._blocks
         scales = Rows(rows.first * each, rows.last * each, rows.of * each) if self._by_rows else Uncut(rows)
         return {"exp_avg": rows, "exp_avg_sq": rows, "exp_avg_scale": scales, "exp_avg_sq_scale": scales}
 
     def update(self, update: AdamWUpdate, rule: AdamWRule, impl: str) -> None:
-        """Piece by piece: moments to float32, the step, back to codes."""
+        """Update piece by piece: decode moments to float32, update, encode again."""
         flat = replace(update, master=update.master.view(-1), gradient=update.gradient.reshape(-1))
         weight = None if update.weight is None else update.weight.view(-1)
         codes = self.exp_avg.view(-1), self.exp_avg_sq.view(-1)
@@ -136,7 +135,7 @@ class Int8:
                 codes_n[piece], scale_b[blocks] = code_UN.view(-1), largest_b
 
     def _pieces(self, size: int) -> Iterator[tuple[range, range]]:
-        """(rows, numbers of each) of at most `size` numbers: whole rows, or whole blocks of one."""
+        """Yield (rows, numbers of each) of at most `size` numbers: whole rows, or whole blocks of one row."""
         if self._numbers > size:
             for row in range(self._rows):
                 for start in range(0, self._numbers, size):
@@ -150,9 +149,9 @@ class Int8:
 def uniform(
     seed: int, row: int, number: int, shape: tuple[int, int], device: torch.device | str = "cpu"
 ) -> Tensor:
-    """float32 [U, N] in [0, 1): a hash of the seed, of rows from `row` on and of numbers from `number` on.
+    """Return float32 [U, N] in [0, 1): a hash of the seed, the rows from `row`, the numbers from `number`.
 
-    The hash is `lowbias32` (Wellons 2018, hash-prospector): a bit of the input turns half of the output's.
+    The hash is `lowbias32` (Wellons 2018, hash-prospector): each input bit flips half of the output bits.
     """
     rows_U = _hash(torch.arange(row, row + shape[0], device=device).to(torch.int32))
     rows_U = _hash((rows_U.long() + seed).to(torch.int32))
@@ -162,26 +161,26 @@ def uniform(
 
 
 def _hash(x: Tensor) -> Tensor:
-    """lowbias32 of int32 numbers, in place; shifts are made logical by a mask."""
+    """Apply lowbias32 to int32 numbers, in place; a mask makes shifts logical."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(factor)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
 
 
 def blocks_of(x_UN: Tensor) -> Tensor:
-    """[U, N] -> [U, blocks, B], the last one of each row filled up with zeros. B: BLOCK, of short rows N."""
+    """[U, N] -> [U, blocks, B]; each row's last block is padded with zeros. B: BLOCK, or N for short rows."""
     rows, numbers = x_UN.shape
     width = max(1, min(BLOCK, numbers))
     return torch.nn.functional.pad(x_UN, (0, -numbers % width)).view(rows, -1, width)
 
 
 def _numbers(x_UbB: Tensor, numbers: int) -> Tensor:
-    """[U, N] of such blocks."""
+    """Undo blocks_of: return [U, N]."""
     return x_UbB.flatten(1)[:, :numbers].contiguous()
 
 
 def encode_m(m_UN: Tensor, drawn_UN: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes int8 [U, N], largest |m| of each block [U · blocks]). drawn: uniform in [0, 1)."""
+    """Return (codes int8 [U, N], largest |m| of each block [U · blocks]). drawn: uniform in [0, 1)."""
     m_UbB = blocks_of(m_UN)
     largest_Ub = m_UbB.abs().amax(2)
     share_UbB = m_UbB.abs() / largest_Ub.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(2)
@@ -193,13 +192,13 @@ def encode_m(m_UN: Tensor, drawn_UN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_m(codes_UN: Tensor, largest_b: Tensor) -> Tensor:
-    """float32 [U, N]."""
+    """Return m, float32 [U, N]."""
     c_UbB = blocks_of(codes_UN).float() / 127
     return _numbers(c_UbB * c_UbB.abs() * largest_b.view(*c_UbB.shape[:2], 1), codes_UN.shape[1])
 
 
 def encode_v(v_UN: Tensor, drawn_UN: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes uint8 [U, N], largest v of each block [U · blocks]). drawn: uniform in [0, 1)."""
+    """Return (codes uint8 [U, N], largest v of each block [U · blocks]). drawn: uniform in [0, 1)."""
     v_UbB = blocks_of(v_UN)
     largest_Ub = v_UbB.amax(2)
     octaves_UbB = torch.log2(v_UbB / largest_Ub.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(2))
@@ -209,7 +208,7 @@ def encode_v(v_UN: Tensor, drawn_UN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode_v(codes_UN: Tensor, largest_b: Tensor) -> Tensor:
-    """float32 [U, N]."""
+    """Return v, float32 [U, N]."""
     c_UbB = blocks_of(codes_UN)
     octaves_UbB = torch.exp2((c_UbB.float() - 255) * (OCTAVES / 254))
     return _numbers(octaves_UbB * (c_UbB > 0) * largest_b.view(*c_UbB.shape[:2], 1), codes_UN.shape[1])
@@ -218,7 +217,7 @@ def decode_v(codes_UN: Tensor, largest_b: Tensor) -> Tensor:
 def state_of(
     moments: Moments, name: str, master: Tensor, device: torch.device | None, first: int = 0
 ) -> Float32 | Int8:
-    """The moments of a parameter, of which `master` has the rows from `first` on."""
+    """Create the moments of a parameter; `master` holds its rows from `first` on."""
     if moments == "float32" or master.dim() < 2:
         return Float32(name, master, device)
     return Int8(name, master, device, first)

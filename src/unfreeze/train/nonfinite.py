@@ -1,11 +1,11 @@
-"""Find where the first NaN or infinity of a step came up: run the step again with every module watched.
+"""Locate the first NaN or infinity of a step: run the step again with every module watched.
 
-    NaN first at model.layers.0.input_layernorm, 2 of 6 positions, none supervised; zero rows + eps 1e-08, …
+NaN first at model.layers.0.input_layernorm, 2 of 6 positions, none supervised; zero rows + eps 1e-08, …
 
-While training nothing is watched, so a finite step costs nothing. T tokens of a micro-batch.
+Nothing is watched during training, so a finite step costs nothing. T tokens of a micro-batch.
 """
 
-# torch leaves tolist, vector_norm, backward and its hooks without types:
+# torch's tolist, vector_norm, backward and hooks are untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from unfreeze.train.step import Objective, loss_of
 from unfreeze.train.suspects import Describe, entries, write_suspects
 
 PHASES = ("forward", "backward", "gradients")
-"""Where a value can be found that is not finite, in the order of a step."""
+"""Phases in which a non-finite value can be found, in the order of a step."""
 
 
 @dataclass(frozen=True)
 class Culprit:
     """The first place that was not finite.
 
-    line       all of it in words.
-    documents  which of that micro-batch's packed documents it happened in.
-    phase      in which of PHASES it was found.
-    weight     a weight of the module that is not finite itself though no update touched it: the file's.
+    line       complete description in words
+    documents  which of that micro-batch's packed documents it happened in
+    phase      the one of PHASES in which it was found
+    weight     a weight of the module that is itself not finite and was never updated: it comes from the
+               file
     """
 
     line: str
@@ -56,7 +57,7 @@ class Culprit:
 
 
 class Named(NamedTuple):
-    """A Culprit's line and weight; the line alone where nothing was found."""
+    """A Culprit's line and weight; the line alone if nothing was found."""
 
     line: str
     weight: str = ""
@@ -73,20 +74,18 @@ def investigate(
     step: int,
     describe: Describe | None = None,
 ) -> Named:
-    """Name the first non-finite value of a step, the same on every process.
+    """Name the first non-finite value of a step, identically on every process.
 
-    Its documents go to <folder>/suspects.jsonl.
+    Its documents are written to <folder>/suspects.jsonl.
     """
     mine = group.share(list(enumerate(micro_batches)))
     own = locate(model, mine, objective, recompute=recompute, anywhere=group.any, updated=step > 1)
     of_all = [json.loads(text) for text in group.texts(json.dumps(asdict(own) if own else None))]
-    # experts that processes share get NaN gradients from the rows of another: what was first is named
-    found = [each for each in of_all if each]
-    first = min(found, key=lambda each: (PHASES.index(each["phase"]), each["micro_batch"]), default=None)
+    # experts shared by processes get NaN gradients from another's rows: name the earliest
+    culprits = [each for each in of_all if each]
+    first = min(culprits, key=lambda each: (PHASES.index(each["phase"]), each["micro_batch"]), default=None)
     if first is None:
-        return Named(
-            "all of it was finite when it was replayed: not reproducible, so suspect the hardware or a race"
-        )
+        return Named("the replay was finite, so it is not reproducible: suspect the hardware or a race")
     every = entries(micro_batches[first["micro_batch"]], first["micro_batch"])
     chosen = [entry for entry in every if entry["document"] - 1 in first["documents"]] or every
     write_suspects(folder, step, first["line"], chosen, describe)
@@ -106,11 +105,11 @@ def locate(
     """Replay forward and backward of each (number, batch on the host); None if all is finite this time.
 
     The place is the module whose input is finite and whose output isn't (in backward: the gradients of its
-    output and of its input). Weights, gradients, expert counts and random numbers are unchanged afterwards.
+    output and of its input). Weights, gradients, expert counts and random numbers are restored afterwards.
     Costs about two steps.
-    anywhere: whether a process found it, of several that replay as many micro-batches each. They look
-    together and end together, because a pass may need all of them.
-    updated: whether the trained weights are no longer the file's.
+    anywhere: returns True if any process found it, when several replay the same number of micro-batches. They
+    search together and end together, because a pass may need all of them.
+    updated: True if the trained weights are no longer the file's.
     """
     with model.looking(backward=True):
         for number, host_batch in micro_batches:
@@ -160,7 +159,7 @@ class _Watch:
             if name
         ]
         try:
-            # torch warns that a frozen embedding's input has no gradient: that is expected
+            # torch warns that a frozen embedding's input has no gradient, which is expected
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Full backward hook is firing")
                 yield
@@ -169,7 +168,7 @@ class _Watch:
                 handle.remove()
 
     def look_at_gradients(self, model: nn.Module) -> None:
-        """Where every gradient between modules was finite: that of a parameter itself."""
+        """Check the parameters' gradients, if every gradient between modules was finite."""
         self._phase = "gradients"
         for name, parameter in model.named_parameters():
             bad = parameter.grad is not None and is_bad(parameter.grad)
@@ -212,14 +211,14 @@ class _Watch:
         self.first = Culprit(line, module, dtype, self._number, documents, self._phase, weight)
 
     def _of_the_file(self, module: str) -> str:
-        """The first weight below a module that is not finite as it came from the file; "" where all are."""
-        found = bad_weight(self._model.get_submodule(module), updated=self._updated)
-        return f"{module}.{found[1]}" if found else ""
+        """Return the first weight of a module that is not finite in the file; "" if there is none."""
+        bad = bad_weight(self._model.get_submodule(module), updated=self._updated)
+        return f"{module}.{bad[1]}" if bad else ""
 
     def _positions(self, tensor: Tensor) -> tuple[tuple[int, ...], str]:
-        """(documents, "2 of 6 positions, none supervised") of a tensor [T, …].
+        """Return (documents, "2 of 6 positions, none supervised") of a tensor [T, …].
 
-        A tensor of other length, such as a block of the loss, gives its number of rows and no documents.
+        For a tensor of other length, such as a block of the loss: the number of rows, and no documents.
         """
         bad_N = (
             (~tensor.detach().isfinite()).flatten(1).any(1).cpu()
@@ -243,19 +242,19 @@ class _Watch:
 
 
 def _documents(documents: Sequence[int]) -> str:
-    """document 3; documents 1, 2 and 14 more."""
+    """Format documents: 'document 3', 'documents 1, 2 and 14 more'."""
     shown = ", ".join(str(document + 1) for document in documents[:4])
     more = f" and {len(documents) - 4} more" if len(documents) > 4 else ""
     return f"document{'s' if len(documents) > 1 else ''} {shown}{more}"
 
 
 def _cause(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> str:
-    """Why a module's output is not finite though its input is, if that can be told.
+    """Explain why a module's output is not finite although its input is, if the cause is known.
 
     Its weights, a zero row under a norm, or an overflow.
     """
     for name, whole in [*module.named_parameters(), *module.named_buffers()]:
-        tensor = here(whole)  # to gather a weight that is divided takes all processes
+        tensor = here(whole)  # gathering a sharded weight would need all processes
         if is_bad(tensor):
             return (
                 f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values of its {name} are not"
@@ -273,7 +272,7 @@ def _cause(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> str
             f", which is 0 in {_name(x.dtype)}" if rounded == 0 else f" in {_name(x.dtype)}"
         )
     largest, limit = float(x.abs().max()), torch.finfo(output.dtype).max
-    return f"its input is finite, largest {largest:.3g}; {_name(output.dtype)} ends at {limit:.3g}" + (
+    return f"its input is finite, largest {largest:.3g}; the largest {_name(output.dtype)} is {limit:.3g}" + (
         ", so it overflowed" if bool(output.isinf().any()) or largest**2 > limit else ""
     )
 

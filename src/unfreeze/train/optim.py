@@ -1,12 +1,13 @@
-"""AdamW over whatever is trainable: adapters (fp32 beside a bf16 base) or all weights.
+"""AdamW for all trainable parameters: adapters (fp32 beside a bf16 base) or all weights.
 
 Weight decay is decoupled (Loshchilov and Hutter, arXiv:1711.05101).
 It applies to matrices, embeddings and stacked experts (dimension 2 or more), never to norms and biases.
 LoRA's A and B are decayed too, as PEFT with the Hugging Face trainer does.
-A bf16 weight is updated through an fp32 master copy: an update below 1/256 of a weight would round away.
+A bf16 weight is updated through an fp32 master copy, because an update below 1/256 of a weight would round
+away.
 """
 
-# torch leaves tolist, vector_norm, backward and its hooks without types:
+# torch's tolist, vector_norm, backward and hooks are untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class NonFinite(UserError):
 
 @dataclass(frozen=True)
 class Update:
-    """What one update did.
+    """Facts about one update.
 
-    grad_norm   before clipping.
-    clip_scale  what the gradients were multiplied by (1.0: not clipped).
+    grad_norm   before clipping
+    clip_scale  factor applied to the gradients (1.0: not clipped)
     """
 
     grad_norm: float
@@ -48,21 +49,24 @@ class Update:
 
 
 class AdamW:
-    """The optimizer of a model's trainable parameters; the arithmetic is kernels/adamw.
+    """The optimizer of a model's trainable parameters; the arithmetic is in kernels/adamw.
 
     m = b1 m + (1-b1) g
     v = b2 v + (1-b2) g^2
     w -= lr (m / (1-b1^t) / (sqrt(v / (1-b2^t)) + eps) + decay w)
 
-    moments  how m and v are stored (train/moments.py).
-    impl     an implementation of the kernel ("auto": by record).
-    held     what this process holds of the parameter of a name (processes/mesh.py). None: all of each.
-    place    where the moments lie between updates (train/host_state.py).
+        moments  storage of m and v (train/moments.py)
+        impl     an implementation of the kernel ("auto": by record)
+        held     parameter name -> the part this process holds (processes/mesh.py). None: all of each
+        place    storage of the moments between updates (train/host_state.py)
 
-    State is made here, not at the first step: the memory a run needs is taken before it starts, and a save is
-    checked name by name.
-    Raises ConfigError where no parameter trains, and where one has other rows than are held: FSDP2 puts whole
-    weights in place of its parts while they are gathered, and what is not a parameter would never move.
+    State is created here, not at the first step, so that all memory is allocated before the run starts, and a
+    save can be checked name by name.
+    Raises ConfigError if no parameter trains, or if a parameter has other rows than are held. While FSDP2 has
+    a
+    module all-gathered, its parameters are full tensors, not the local shards; an optimizer created then
+    would
+    update copies.
     """
 
     def __init__(
@@ -91,8 +95,8 @@ class AdamW:
             {} if moments == "float32" else {"moments": moments}
         )
         self._betas, self._eps, self._weight_decay, self._impl = betas, eps, weight_decay, impl
-        # name -> the fp32 (or wider) tensor that is updated: the parameter itself, the rows held here of one
-        # that is divided, or a copy of a half precision one
+        # name -> the fp32 (or wider) tensor that is updated: the parameter itself, this process's shard of
+        # it, or a master copy of a half-precision parameter
         self._half = {n for n, p in self.parameters.items() if p.dtype not in (torch.float32, torch.float64)}
         self._divided = {name for name, p in self.parameters.items() if here(p) is not p}
         self._masters: dict[str, Tensor] = {
@@ -105,32 +109,32 @@ class AdamW:
             for name, master in self._masters.items()
         }
         self._place.keep(self._state)
-        self._gradients: dict[str, Tensor] = {}  # of half precision weights
+        self._gradients: dict[str, Tensor] = {}  # of half-precision weights
         self._on_cpu = all(master.device.type == "cpu" for master in self._masters.values())
-        self._used = 0.0  # the last update's learning rate
+        self._used = 0.0  # learning rate of the last update
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """name -> what an update moves: the parameter itself, or the fp32 master of a half precision one."""
+        """name -> the tensor that updates change: the parameter, or its fp32 master if in half precision."""
         return self._masters
 
     @property
     def learning_rate(self) -> float:
-        """What the last update used, not what was meant (docs/why/trust.md R4).
+        """The learning rate that the last update really used (docs/why/trust.md R4).
 
         On a CPU, where reading costs nothing, it is measured by a probe of known gradient (_probe).
-        Elsewhere it is what the kernel was given.
+        Elsewhere it is the value passed to the kernel.
         """
         return self._used
 
     def zero_grad(self) -> None:
-        """Forget the last gradients. Called when a step starts: hooks after a step may still look at them."""
+        """Drop the last gradients. Called when a step starts: hooks after a step may still read them."""
         self._gradients.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def collect(self) -> None:
-        """After each backward: take the gradients of half precision weights.
+        """Collect the gradients of half-precision weights after each backward.
 
         The first stays in half precision; from the second on they are summed in fp32. So accumulation doesn't
         round to bf16, and a step of one micro-batch needs no fp32 copy of all gradients.
@@ -147,20 +151,20 @@ class AdamW:
             parameter.grad = None
 
     def gradient(self, name: str) -> Tensor | None:
-        """A parameter's gradient of the last step, before clipping; None where none arrived.
+        """Return a parameter's gradient of the last step, before clipping; None if it got none.
 
-        float32, or the dtype that backward gave.
+        float32, or the dtype of backward.
         """
         gradient = self._gradients.get(name) if name in self._half else self.parameters[name].grad
         return None if gradient is None else here(gradient)
 
     def _first(self, name: str) -> int:
-        """Which row of a parameter is the first here."""
+        """Return the index of the first row of a parameter held here."""
         rows = None if self._held is None else self._held(name).rows
         return 0 if rows is None else rows.first
 
     def held(self, name: str, group: Group) -> HeldPart:
-        """What this process holds of a parameter, in a step of `group`'s processes."""
+        """Return what this process holds of a parameter, in a step of `group`'s processes."""
         return HeldPart(None, group, group.size) if self._held is None else self._held(name)
 
     def sum_gradients(self, group: Group) -> list[bool]:
@@ -168,18 +172,19 @@ class AdamW:
 
         A parameter that no token of this process reached (an expert) takes part with zeros, so every process
         makes the same calls (docs/why/trust.md M1).
-        -> for each parameter, whether this process has a gradient; [] for one process. The step sums these
-        over the processes with its other numbers, and gives the sums to `keep_reached`.
+        Return for each parameter True if this process has a gradient; [] for one process. The step sums these
+        over
+        the processes with its other numbers, and passes the sums to `keep_reached`.
         """
         if group.size == 1:
             return []
         own = {name: self.gradient(name) for name in self.parameters}
         reached = [gradient is not None for gradient in own.values()]
 
-        # Bucket by bucket: a half precision gradient makes room for its fp32 sum before the next sum is made.
-        # All sums at once would take 6 bytes per weight, not 4.
+        # Bucket by bucket: each half-precision gradient is freed for its fp32 sum before the next sum is
+        # made. All sums at once would take 6 bytes per weight, not 4.
         for over, names in self._by_group(group):
-            names = [name for name in names if name not in self._divided]  # FSDP2 has summed theirs
+            names = [name for name in names if name not in self._divided]  # FSDP2 has already summed these
             masters = iter(names)
             for bucket in buckets([self._masters[name] for name in names]):
                 part = {name: self._masters[name] for name in islice(masters, len(bucket))}
@@ -196,18 +201,18 @@ class AdamW:
         return reached
 
     def _by_group(self, group: Group) -> list[tuple[Group, list[str]]]:
-        """The names of the parameters by the group over which their gradients are summed."""
-        found: dict[int, tuple[Group, list[str]]] = {}
+        """Return the parameter names grouped by the processes over which their gradients are summed."""
+        by_group: dict[int, tuple[Group, list[str]]] = {}
         for name in self.parameters:
             over = self.held(name, group).summed
-            found.setdefault(id(over), (over, []))[1].append(name)
-        return list(found.values())
+            by_group.setdefault(id(over), (over, []))[1].append(name)
+        return list(by_group.values())
 
     def keep_reached(self, counts: Sequence[float]) -> None:
-        """Forget the zeros of parameters that no process reached: they stay without a gradient.
+        """Drop the zero gradients of parameters that no process reached: they get no gradient.
 
-        counts: for each parameter, how many processes have a gradient; [] for one process.
-        Raises UserError where no process reached any.
+        counts: for each parameter, the number of processes with a gradient; [] for one process.
+        Raises UserError if no process reached any.
         """
         if counts and not any(counts):
             raise UserError(f"no gradient reached any of {len(self.parameters)} trainable parameters")
@@ -217,9 +222,9 @@ class AdamW:
                 self._gradients.pop(name, None)
 
     def grad_norm(self) -> Tensor:
-        """The norm of all gradients held here, left on the device: the host does not wait for it here.
+        """Return the norm of all gradients held here, on the device: the host does not wait for it.
 
-        Raises UserError where there is no gradient.
+        Raises UserError if there is no gradient.
         """
         gradients = [g for name in self.parameters if (g := self.gradient(name)) is not None]
         if not gradients:
@@ -227,10 +232,11 @@ class AdamW:
         return _norm_of(gradients)
 
     def grad_norms(self, group: Group) -> tuple[Tensor, Tensor]:
-        """(norm of the gradients that every process holds, this process's share of the others' square).
+        """Return (norm of the replicated gradients, this process's share of the sharded ones' square).
 
         The share is Σ |own part|² / copies in float64; summed over all processes it is the square of the norm
-        of what is divided among them. Both stay on the device.
+        of the
+        sharded gradients. Both stay on the device.
         """
         own: dict[int, list[Tensor]] = {}
         for name in self.parameters:
@@ -253,11 +259,10 @@ class AdamW:
             raise NonFinite(self._describe_non_finite(norm))
 
     def update(self, learning_rate: float, max_norm: float, norm: float | None = None) -> Update:
-        """Clip by the global norm (max_norm 0: don't), then one AdamW update.
+        """Clip by the global norm (max_norm 0: don't), then make one AdamW update.
 
-        norm: what grad_norm() gave for these gradients, as a number. None: it is read here, which
-        waits for the GPU.
-        The gradients themselves stay as they came: clipping is a factor inside the update.
+        norm: grad_norm() of these gradients, as a number. None: it is read here, which waits for the GPU.
+        The gradients themselves are unchanged: clipping is a factor inside the update.
         Raises NonFinite before anything is changed.
         """
         norm = float(self.grad_norm()) if norm is None else norm
@@ -272,7 +277,7 @@ class AdamW:
             if gradient is None:
                 continue
             state.step += 1.0
-            if not master.numel():  # of few rows some processes hold none
+            if not master.numel():  # with few rows, some processes hold none
                 continue
             weight = parameter.detach() if name in self._half else None
             decay = self._weight_decay if master.dim() >= 2 else 0.0
@@ -292,10 +297,11 @@ class AdamW:
     def _apply(
         self, due: Mapping[str, kernel.AdamWUpdate], others: list[kernel.AdamWUpdate], rule: kernel.AdamWRule
     ) -> None:
-        """The updates by name, and others that have no name.
+        """Apply the named updates, and others without a name.
 
-        float32 moments go to the kernel in one call; where they lie elsewhere in one for each round of them,
-        as a part of all. int8 ones are expanded and updated one by one.
+        float32 moments go to the kernel in one call; if they are in host memory, in one call per group. int8
+        ones are
+        decoded and updated one by one.
         """
         every = [u for name, u in due.items() if not isinstance(self._state[name], Int8)] + others
         for states in self._place.rounds({name: self._state[name] for name in due}):
@@ -312,9 +318,9 @@ class AdamW:
             kernel.adamw(others, rule, self._impl, every)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live state, to save or to copy into.
+        """Return the live state, to save or to copy into.
 
-        exp_avg, exp_avg_sq and step of each parameter, and its master where there is one.
+        exp_avg, exp_avg_sq and step of each parameter, and its master if it has one.
         """
         self._place.settle()
         tensors: dict[str, Tensor] = {}
@@ -325,7 +331,7 @@ class AdamW:
         return tensors
 
     def weights(self) -> dict[str, Tensor]:
-        """The live weights by name, as the model computes with them.
+        """Return the live weights by name, as the model computes with them.
 
         Without those that FSDP2 rounds from a master at each use: the master stands for them.
         """
@@ -333,7 +339,7 @@ class AdamW:
         return {name: here(p).detach() for name, p in whole.items()}
 
     def parts(self) -> dict[str, Part]:
-        """Name of a parameter, or of a tensor of `tensors` -> which part of it is here, where not all is."""
+        """Return name (of a parameter or of `tensors`) -> the part held here, if not all of it."""
         parts: dict[str, Part] = {}
         for name in self.parameters:
             if (rows := self.held(name, ALONE).rows) is not None:
@@ -350,7 +356,7 @@ class AdamW:
         if not bad:
             where = "" if self._held is None else " of this process"
             return (
-                f"the gradient norm is {norm} though every gradient{where} is finite: their squares overflow"
+                f"the gradient norm is {norm} but every gradient{where} is finite: their squares overflow"
                 + (", or another process's is not finite" if where else "")
             )
         return (
@@ -360,21 +366,21 @@ class AdamW:
 
 
 def _refuse_gathered(parameters: Mapping[str, nn.Parameter], held: Callable[[str], HeldPart]) -> None:
-    """Raise ConfigError where a parameter has other rows than this process holds of it."""
+    """Raise ConfigError if a parameter has other rows than this process holds of it."""
     for name, parameter in parameters.items():
         rows = held(name).rows
         if rows is not None and (count := here(parameter).shape[0]) != len(rows):
             raise ConfigError(
                 f"{name} has {count:,} rows and {len(rows):,} of {rows.of:,} are held here: it is gathered"
-                " for a forward pass, and an optimizer made now would never move it",
-                next="make AdamW before the first forward pass",
+                " for a forward pass, and an optimizer created now would never update it",
+                next="create AdamW before the first forward pass",
             )
 
 
 def _probe(rule: kernel.AdamWRule) -> kernel.AdamWUpdate:
-    """A parameter of value 0 and (clipped) gradient 1, whose first update is -lr / (1 + eps).
+    """Return a parameter of value 0 and (clipped) gradient 1; its first update is -lr / (1 + eps).
 
-    It goes through the kernel with the others, to read back the rate that was used.
+    It goes through the kernel with the others, to measure the learning rate that was used.
     """
     zero, one = (torch.full((1,), value, dtype=torch.float32) for value in (0.0, 1.0))
     return kernel.AdamWUpdate(
@@ -383,7 +389,7 @@ def _probe(rule: kernel.AdamWRule) -> kernel.AdamWUpdate:
 
 
 def _applied(probe: kernel.AdamWUpdate, rule: kernel.AdamWRule) -> float:
-    """The learning rate that the probe moved by; the rate as given where float32 can tell no difference."""
+    """Return the learning rate measured by the probe, or the given one if float32 shows no difference."""
     moved = -float(probe.master) * (1.0 + rule.eps)
     return rule.learning_rate if math.isclose(moved, rule.learning_rate, rel_tol=1e-5) else moved
 
@@ -392,14 +398,15 @@ def _norm_of(gradients: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([_norm(gradient) for gradient in gradients]))
 
 
-PIECE = 1 << 19  # elements whose squares are added up in one go
+PIECE = 1 << 19  # number of elements whose squares are summed at once
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """The norm of one gradient, in float32.
+    """Return the norm of one gradient, in float32.
 
-    On CPU it is taken in pieces: torch's own sum of the squares of 40 million normal numbers is up to 0.3 %
-    too small, and its norm of a bf16 tensor would be rounded to bf16.
+    On CPU it is computed in pieces: torch's own sum of the squares of 40 million normal numbers is up to 0.3
+    % too
+    small, and its norm of a bf16 tensor would be rounded to bf16.
     """
     exact = torch.promote_types(gradient.dtype, torch.float32)
     if gradient.device.type != "cpu" or gradient.numel() <= PIECE:

@@ -1,9 +1,10 @@
 """The run folder: its lock, its configuration, the save that a run resumes from, and its events.
 
-runs/<name>/lock                     held by flock while a process works here; holds its pid
+runs/<name>/lock                     held by flock while a process works here; contains its pid
 runs/<name>/events.jsonl             see core/events.py
-runs/<name>/state/step-000120/       one complete save (train/state.py); step-000120.tmp is an unfinished one
-                                     and never read
+runs/<name>/state/step-000120/       one complete save (train/state.py); step-000120.tmp is unfinished and
+                                     never
+                                     read
 """
 
 from __future__ import annotations
@@ -29,26 +30,28 @@ RECORD = "state.json"
 
 
 class Run:
-    """An opened run folder.
+    """An open run folder.
 
-    It is made before the model is loaded, so that a held lock or a changed configuration is refused before
-    any work.
+    It is created before the model is loaded, so that a held lock or a changed configuration is refused before
+    any
+    work.
 
-    path          the folder.
-    shown         the folder that people know: of a Follower the real one.
-    config        the resolved configuration as plain JSON; what a save is compared with.
-    events        its EventLog. On resume the lines after the save are dropped first, so that no step stands
-                  twice.
-    saved         the record of the save to go on from (state.json), None for a fresh run.
-    step, cursor  where it goes on: number of finished steps and the data position (0 and None for a fresh
-                  run).
-    finished      whether that save is of the last step of its schedule or was ended early, and nothing was
-                  changed that could ask for more.
-    changed       "field: saved -> now" of each change that allow_changed let through.
-    leaving       what ends with it, such as processes that encode rows.
+        path          the folder
+        shown         the folder for messages: for a Follower the real one
+        config        the resolved configuration as plain JSON, which is compared with a save's
+        events        its EventLog. On resume, lines after the save are dropped first, so that no step appears
+                      twice
+        saved         the record of the save to resume from (state.json); None for a fresh run
+        step, cursor  resume position: number of finished steps and the data position (0 and None for a fresh
+                      run)
+        finished      True if that save is of the last step of its schedule or was ended early, and no change
+                      could
+                      require more
+        changed       "field: saved -> now" of each change that allow_changed let through
+        leaving       resources closed with it, such as processes that encode rows
 
-    Use as a context manager: leaving it closes the events and frees the lock. (A killed process frees the
-    lock too: the kernel does.)
+    Use as a context manager: leaving it closes the events and frees the lock. (The kernel also frees a killed
+    process's lock.)
     """
 
     def __init__(
@@ -63,13 +66,14 @@ class Run:
     ):
         """Lock the folder, and compare `config` with that of the latest save.
 
-        allow_changed  fields (dotted, or a whole group such as "lora") in which `config` may differ.
-        fixed          fields that may differ in no case -> the reason, such as {"lora.rank": "it is the shape
-                       of the trained tensors"}.
-        read           a save's configuration -> the same by the names of today.
+            allow_changed  fields (dotted, or a whole group such as "lora") in which `config` may differ
+            fixed          fields that must never differ -> the reason, such as {"lora.rank": "it is the shape
+                           of
+                           the trained tensors"}
+            read           converts a save's configuration to today's field names
 
-        What was allowed and did change is a "warning" event and stays in `changed`.
-        Raises UserError if another process holds the folder, ConfigError if the save was made under another
+        Allowed changes are reported in a "warning" event and listed in `changed`.
+        Raises UserError if another process holds the folder, ConfigError if the save was made with another
         configuration.
         """
         self.path = self.shown = Path(path)
@@ -118,7 +122,7 @@ class Run:
         return bool(self.saved.get("ended")) or self.step >= int(self.saved["schedule"]["steps"])
 
     def refuse_changes(self, saved: Any, now: Any, prefix: str = "") -> None:
-        """Raise ConfigError with every field that changed and is fixed, or is not named by allow_changed."""
+        """Raise ConfigError with every changed field that is fixed or not named by allow_changed."""
         changes = {
             field: f"{field}: {old} -> {new}" for field, old, new in changed_fields(saved, now, prefix)
         }
@@ -140,13 +144,13 @@ class Run:
             f"{len(refused)} {'field differs' if len(refused) == 1 else 'fields differ'} (saved -> now): "
             + "; ".join(changes[field] for field in refused)
             + never,
-            next="run with the saved values to go on, or give another folder with --out" + allow,
+            next="run with the saved values to resume, or give another folder with --out" + allow,
         )
 
     def allowing(self, *fields: str) -> str:
-        """The flag that lets these fields change, beside those that it names already: it is given once."""
-        given = sorted(field for field in self.allow_changed if not field.startswith("schedule."))
-        return " ".join(["--save.allow-changed", *dict.fromkeys([*given, *fields])])
+        """Return the one flag that allows changes of these fields and of those already allowed."""
+        allowed = sorted(field for field in self.allow_changed if not field.startswith("schedule."))
+        return " ".join(["--save.allow-changed", *dict.fromkeys([*allowed, *fields])])
 
     def close(self) -> None:
         self.leaving.close()
@@ -155,7 +159,7 @@ class Run:
 
     def _free_lock(self) -> None:
         if self._lock is not None:
-            self._lock.close()  # closing the file description releases its flock
+            self._lock.close()  # closing the file releases its flock
             self._lock = None
 
     def __enter__(self) -> Run:
@@ -164,20 +168,20 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A run that is refused before its first step leaves no folder, unless it was there before."""
+        """Close. A run refused before its first step leaves no folder, unless it existed before."""
         self.close()
         if isinstance(error, UserError) and self._is_new and not self.began:
             shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def began(self) -> bool:
-        """Whether anything was trained or saved here: the "start" event stands before the first step."""
+        """True if anything was trained or saved here: the "start" event precedes the first step."""
         started = b'"kind": "start"' in (self.path / "events.jsonl").read_bytes()
         return started or latest(self.path) is not None
 
 
 def _clear_unfinished(run_dir: Path) -> None:
-    """Remove what killed runs were writing here; nobody else is, as the lock is held.
+    """Remove files that killed runs left unfinished; the lock guarantees that nobody is writing them.
 
     checkpoint.save names its files .<name>.unfinished-<pid>.
     """
@@ -190,21 +194,21 @@ def _clear_unfinished(run_dir: Path) -> None:
 
 
 def latest(run_dir: Path | str) -> Path | None:
-    """The complete save with the highest step, or None.
+    """Return the complete save with the highest step, or None.
 
-    Folders ending in .tmp, and anything not called step-<number>, are not looked at.
+    Folders ending in .tmp, and names other than step-<number>, are ignored.
     """
     complete = saves(Path(run_dir))
     return complete[-1] if complete else None
 
 
 def save_name(step: int) -> str:
-    """The folder name of the save of a step; SAVE_NAME reads it back."""
+    """Return the folder name of a step's save; SAVE_NAME parses it."""
     return f"step-{step:06d}"
 
 
 def saves(run_dir: Path) -> list[Path]:
-    """Complete saves, oldest first."""
+    """Return complete saves, oldest first."""
     steps = [
         (int(match[1]), path)
         for path in (run_dir / "state").glob("step-*")
@@ -214,11 +218,11 @@ def saves(run_dir: Path) -> list[Path]:
 
 
 def read_record(save_path: Path) -> dict[str, Any]:
-    """state.json of one save.
+    """Read state.json of one save.
 
     Raises CheckpointError if it is damaged: its config must have the hash written beside it.
     """
-    path, next_command = save_path / RECORD, f"remove {save_path} to go on from the save before"
+    path, next_command = save_path / RECORD, f"remove {save_path} to resume from the previous save"
     if not path.is_file():
         raise CheckpointError(f"{path} is missing", next=next_command)
     record = read_object(path, CheckpointError, next=next_command)
@@ -247,7 +251,7 @@ def read_record(save_path: Path) -> dict[str, Any]:
 
 
 def _is_best(best: Any) -> bool:
-    """Whether a save's "best" is what State.best may be; None without validation."""
+    """Return True if a save's "best" is a valid State.best; None without validation."""
     if not isinstance(best, dict):
         return best is None
     fields = cast(dict[str, Any], best)
@@ -255,19 +259,19 @@ def _is_best(best: Any) -> bool:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """sha256 of the configuration as JSON with sorted keys."""
+    """Return the sha256 of the configuration as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(plain_json(config), sort_keys=True).encode()).hexdigest()
 
 
 def plain_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as it looks after a round through JSON: tuples as lists, paths as text."""
+    """Return the configuration after a round trip through JSON: tuples as lists, paths as text."""
     return json.loads(json.dumps(config, default=str))
 
 
 def changed_fields(saved: Any, now: Any, prefix: str = "") -> list[tuple[str, str, str]]:
-    """(dotted field, saved value, value now) of every leaf that differs.
+    """Return (dotted field, saved value, current value) of every leaf that differs.
 
-    A field of one side only shows as "absent" on the other.
+    A field that only one side has is "absent" on the other.
     """
     if not (isinstance(saved, dict) and isinstance(now, dict)):
         return [] if saved == now else [(prefix.removesuffix("."), json.dumps(saved), json.dumps(now))]
@@ -283,7 +287,7 @@ def changed_fields(saved: Any, now: Any, prefix: str = "") -> list[tuple[str, st
 
 
 def _named(field: str, fields: Mapping[str, str]) -> str | None:
-    """The value of the entry that is `field` or a group it belongs to; None where there is none."""
+    """Return the value of the entry for `field` or a group containing it; None if there is none."""
     return next(
         (value for name, value in fields.items() if field == name or field.startswith(name + ".")), None
     )
@@ -297,7 +301,7 @@ def _take_lock(run_dir: Path) -> IO[str]:
         file.seek(0)
         pid = file.read().strip()
         file.close()
-        # a holder writes its pid right after it has the lock
+        # a holder writes its pid right after it gets the lock
         stop = f"stop it with: kill -INT {pid}" if pid else "try again in a second"
         raise UserError(
             f"{run_dir} is in use by process {pid or '(just starting)'}: two runs in one folder would"

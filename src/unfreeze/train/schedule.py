@@ -2,8 +2,7 @@
 
 Linear warm-up, then cosine, linear, constant or warm-up-stable-decay.
 
-Steps count from 0. Nothing here holds state, so a resumed run cannot be at another place of its schedule than
-its step says.
+Steps count from 0. Nothing here holds state, so the schedule of a resumed run always matches its step.
 """
 
 from __future__ import annotations
@@ -21,14 +20,16 @@ Kind = Literal["cosine", "linear", "constant", "wsd"]
 class Schedule:
     """learning_rate(step) = peak * factor(step).
 
-    peak           the learning rate after warm-up, > 0.
-    steps          optimizer steps of the whole run, >= 1.
-    kind           how it falls after warm-up.
-    warmup_steps   0 <= warmup_steps <= steps. Step s of it has factor (s + 1) / warmup_steps: the first step
-                   moves, the last is at the peak.
-    decay_steps    length of the final fall of "wsd" only; 0 <= decay_steps <= steps - warmup_steps.
-    final          factor the fall heads for, in [0, 1]. It is reached at step `steps`, one past the last: no
-                   step is spent at rate 0.
+    peak           the learning rate after warm-up, > 0
+    steps          optimizer steps of the whole run, >= 1
+    kind           shape of the decay after warm-up
+    warmup_steps   0 <= warmup_steps <= steps. Its step s has factor (s + 1) / warmup_steps: the first
+                   step
+                   already updates, the last is at the peak
+    decay_steps    length of the final decay of "wsd" only; 0 <= decay_steps <= steps - warmup_steps
+    final          target factor of the decay, in [0, 1]. It is reached at step `steps`, one past the
+                   last: no
+                   step is spent at rate 0
     """
 
     peak: float
@@ -48,31 +49,32 @@ class Schedule:
             raise ConfigError(f"{self.steps} steps: a run needs at least 1", next="set steps or epochs")
         if not 0 <= self.warmup_steps <= self.steps:
             raise ConfigError(
-                f"warmup_steps {self.warmup_steps} does not lie in 0 .. steps = {self.steps}",
+                f"warmup_steps {self.warmup_steps} is not in 0 .. steps = {self.steps}",
                 next="lower warmup_steps",
             )
         if not 0 <= self.decay_steps <= self.steps - self.warmup_steps:
             raise ConfigError(
-                f"decay_steps {self.decay_steps} does not lie in 0 .. steps - warmup_steps ="
+                f"decay_steps {self.decay_steps} is not in 0 .. steps - warmup_steps ="
                 f" {self.steps - self.warmup_steps}",
                 next="lower decay_steps",
             )
         if not 0 <= self.final <= 1:
-            raise ConfigError(f"final factor {self.final} does not lie in 0 .. 1")
+            raise ConfigError(f"final factor {self.final} is not in 0 .. 1")
         if self.kind not in ("cosine", "linear", "constant", "wsd"):
             raise ConfigError(f"unknown schedule {self.kind!r}: one of cosine, linear, constant, wsd")
 
     def learning_rate(self, step: int) -> float:
-        """The rate of update number `step`, counted from 0."""
+        """Return the rate of update number `step`, counted from 0."""
         return self.peak * self.factor(step)
 
     def factor(self, step: int) -> float:
-        """Warm-up (s+1)/w; then the fall of the chosen schedule.
+        """Return (s+1)/w in warm-up; then the decay of the chosen schedule.
 
-        With p the part of the fall that is behind, from 0 to 1, and f = final:
+        With p the finished part of the decay, from 0 to 1, and f = final:
 
         cosine    f + (1-f) (1 + cos(pi p)) / 2         linear   f + (1-f) (1 - p)        constant  1
-        wsd       1, and over the last decay_steps f + (1-f) (1 - sqrt p), the fall that lost least in Haegele
+        wsd       1, and over the last decay_steps f + (1-f) (1 - sqrt p), the decay that lost least in
+                  Haegele
                   et al., arXiv:2405.18392
         """
         if step < self.warmup_steps:

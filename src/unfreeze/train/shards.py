@@ -1,10 +1,10 @@
-"""The tensors of a save: in one file, or in one per process where each holds some rows; read by rows.
+"""The tensors of a save: one file, or one per process if each holds some rows; read by rows.
 
-    tensors.safetensors                   one process, or all hold the same
-    tensors-00001-of-00004.safetensors    of each process: the rows that it holds, and its share of what all
-                                          hold. The header says which rows; state.json lists the files
+tensors.safetensors                   one process, or all hold the same
+tensors-00001-of-00004.safetensors    of each process: the rows that it holds, and its share of replicated
+                                      tensors. The header lists the rows; state.json lists the files
 
-So a run saved by 2 processes goes on with 1 or 4: each reads its rows, from whichever files have them.
+So a run saved by 2 processes resumes with 1 or 4: each reads its rows from whichever files have them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from unfreeze.train.moments import BLOCK, NARROW, Part, Uncut
 
 TENSORS = "tensors.safetensors"
 OLD_MOMENTS = (
-    "if the save is of an earlier version with --optimizer.moments int8: its scales are laid out otherwise;"
-    " go on from what it wrote (--adapter, or --model) in a new run with another --out"
+    "if the save is of an earlier version with --optimizer.moments int8: its scales have another layout;"
+    " start a new run with another --out from its output (--adapter, or --model)"
 )
-_ROWS = "rows"  # in a header's metadata: name -> [first, last, of], and [.., 1] for what cannot be cut
+_ROWS = "rows"  # in a header's metadata: name -> [first, last, of], and [.., 1] for what cannot be divided
 
 
 def file_name(index: int, processes: int) -> str:
-    """The file of process `index`."""
+    """Return the file name of process `index`."""
     return f"tensors-{index + 1:05d}-of-{processes:05d}.safetensors"
 
 
 def write_part(path: Path, tensors: Mapping[str, Tensor], parts: Mapping[str, Part]) -> int:
-    """Write and sync one process's file. -> its bytes. parts: of those tensors that are not whole."""
+    """Write and sync one process's file; return its bytes. parts: for tensors that are not whole."""
     rows: dict[str, list[int]] = {}
     for name, part in parts.items():
         held = part.rows if isinstance(part, Uncut) else part
@@ -49,7 +49,7 @@ def write_part(path: Path, tensors: Mapping[str, Tensor], parts: Mapping[str, Pa
 
 
 def dealt(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
-    """Name -> the process that writes it, so that all write about as much: the largest first."""
+    """Return name -> the process that writes it, balanced by size, the largest first."""
     load, by = [0] * processes, dict[str, int]()
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         by[name] = load.index(min(load))
@@ -59,7 +59,7 @@ def dealt(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What one file has of a tensor. rows: None for a single number."""
+    """The part of a tensor in one file. rows: None for a single number."""
 
     file: Any
     rows: Rows | None
@@ -73,13 +73,13 @@ class _Stored:
 class SavedShards:
     """The tensors of one save, read by name and rows.
 
-    path  its one file, or its folder where it has several.
-    Raises CheckpointError, naming the file, where one is absent, damaged or of another size than the save
+    path  its one file, or its folder if it has several.
+    Raises CheckpointError, naming the file, if one is missing, damaged, or of another size than the save
     says.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, int] | None = None):
-        """files: name -> bytes, as state.json has it; None: the one file of a save by one process."""
+        """files: name -> bytes, from state.json; None: the one file of a save by one process."""
         self.folder, self._stored = folder, dict[str, list[_Stored]]()
         self.path = folder if files else folder / TENSORS
         for file in files or (TENSORS,):
@@ -92,17 +92,17 @@ class SavedShards:
 
     @property
     def names(self) -> set[str]:
-        """Of all its tensors."""
+        """Names of all its tensors."""
         return set(self._stored)
 
     def whole(self, name: str) -> Tensor:
-        """A tensor that every process holds whole."""
+        """Return a tensor that every process holds whole."""
         return self._stored[name][0].file.get_tensor(name)
 
     def read(self, name: str, like: Tensor, part: Part | None = None) -> Tensor:
-        """The tensor, or a part of it; `like` has the shape and dtype that it must have.
+        """Return the tensor, or a part of it. It must have the shape and dtype of `like`.
 
-        Raises CheckpointError where it has others, holds NaN, lacks rows, or cannot be divided so.
+        Raises CheckpointError if it has others, holds NaN, lacks rows, or cannot be divided that way.
         """
         stored, of = self._stored[name], part.of if isinstance(part, Rows) else None
         if isinstance(part, Uncut) or any(each.uncut for each in stored):
@@ -115,7 +115,7 @@ class SavedShards:
         same_rows = not isinstance(part, Rows) or part.of == of
         if value.shape != like.shape or value.dtype != like.dtype or not same_rows:
             has, wants = list(value.shape), list(like.shape)
-            if isinstance(part, Rows):  # said of the whole tensor
+            if isinstance(part, Rows):  # compare shapes of the whole tensor
                 has[:1], wants[:1] = [of or 0], [part.of]
             raise CheckpointError(
                 f"{self.path}: {name} is {value.dtype} {has}, this model has {like.dtype} {wants}",
@@ -128,25 +128,25 @@ class SavedShards:
         return value
 
     def _rows(self, name: str, wanted: Rows) -> Tensor:
-        """Rows of a tensor, from every file that has some of them."""
+        """Return rows of a tensor, from every file that has some of them."""
         stored = sorted(
             ((each.rows, each.file.get_slice(name)) for each in self._stored[name] if each.rows is not None),
             key=lambda pair: (pair[0].first, pair[0].last),
         )
-        found, at = [stored[0][1][0:0]], wanted.first
+        pieces, at = [stored[0][1][0:0]], wanted.first
         for rows, values in stored:
             last = min(rows.last, wanted.last)
             if rows.first <= at < last:
-                found.append(values[at - rows.first : last - rows.first])
+                pieces.append(values[at - rows.first : last - rows.first])
                 at = last
         if at < min(wanted.last, stored[0][0].of):
             raise CheckpointError(
                 f"{self.folder}: rows {at} to {wanted.last - 1} of {name} are in no file", next=self._next
             )
-        return found[1] if len(found) == 2 else torch.cat(found)
+        return pieces[1] if len(pieces) == 2 else torch.cat(pieces)
 
     def _uncut(self, name: str, rows: Rows | None) -> Tensor:
-        """What belongs to exactly these rows (None: to all)."""
+        """Return the data that belongs to exactly these rows (None: to all)."""
         stored, every = self._stored[name], rows is None or len(rows) == rows.of
         for each in stored:
             if (each.whole and every) or (each.uncut and each.rows == rows):
@@ -154,8 +154,8 @@ class SavedShards:
         parts = f"{len(stored)} process" + ("es" if len(stored) > 1 else "")
         raise CheckpointError(
             f"{self.path}: {name} has a scale for every {BLOCK} numbers, across rows of fewer than {NARROW}:"
-            f" moments in int8, saved by {parts}, cannot be divided anew",
-            next=f"go on with {parts}, as it was saved, or train anew with --optimizer.moments float32",
+            f" moments in int8, saved by {parts}, cannot be divided differently",
+            next=f"resume with {parts}, as it was saved, or start again with --optimizer.moments float32",
         )
 
     def _open(self, path: Path, nbytes: int | None) -> Any:
@@ -167,13 +167,13 @@ class SavedShards:
             raise CheckpointError(f"{path} cannot be read: {error}", next=self._next) from error
 
     def _parts(self, path: Path, file: Any) -> dict[str, _Stored]:
-        """What the header says of the tensors that are not whole."""
+        """Parse the header's entries for tensors that are not whole."""
         try:
             metadata: dict[str, str] = file.metadata() or {}
-            said: dict[str, list[int]] = json.loads(metadata.get(_ROWS, "{}"))
+            rows_by_name: dict[str, list[int]] = json.loads(metadata.get(_ROWS, "{}"))
             return {
                 name: _Stored(file, Rows(first, last, of), bool(uncut))
-                for name, (first, last, of, *uncut) in said.items()
+                for name, (first, last, of, *uncut) in rows_by_name.items()
             }
         except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} cannot be read: its rows: {error}", next=self._next) from error

@@ -1,10 +1,10 @@
-"""State: all that a run is between two steps; saving it atomically, and going on from it bit for bit.
+"""State: everything a run is between two steps; saving it atomically, and resuming bit for bit.
 
-A save is a folder with two files, and no pickle: tensors.safetensors (trainable weights, optimizer, balancing
+A save is a folder with two files and no pickle: tensors.safetensors (trainable weights, optimizer, balancing
 biases, RNG) and state.json (step, data cursor, schedule, optimizer settings, config and its hash, the best
-step so far). It is written under a temporary name, synced to disk and renamed, so it is there completely or
-not at all. It does not depend on the number of devices: where each process holds rows of its own, each
-writes a file of them (shards.py), and any other number of processes reads them.
+step so far). It is written under a temporary name, synced to disk and renamed, so it exists completely or not
+at all. It does not depend on the number of devices: if each process holds its own rows, each writes a file of
+them (shards.py), and any other number of processes can read them.
 """
 
 from __future__ import annotations
@@ -38,30 +38,30 @@ from unfreeze.train.shards import OLD_MOMENTS, TENSORS, SavedShards
 _RNG = "rng."
 
 OnFullDisk = Literal["stop", "continue"]
-"""What a save that the disk has no room for does: stop the run with DiskFull, or warn and let it go on to the
-next save."""
+"""If the disk has no room for a save: stop the run with DiskFull, or warn and continue to the next save."""
 
 
 class DiskFull(UserError):
-    """There was no room for a save. The saves before it are whole and stay."""
+    """There was no room for a save. Earlier saves are complete and kept."""
 
 
 @dataclass
 class State:
-    """What fit() advances.
+    """The state that fit() advances.
 
-    step    finished optimizer steps.
-    cursor  where the next batch of data begins, as the batch iterator said.
-    stale   validations in a row that found no lower loss than the best. Every save contains it.
-    ended   whether the run ends at this step, before its schedule does.
-    base    digest of the weights that training began with (checkpoint/same.py). Every save contains it.
-    saved   the step of the newest save that this process made, None before one.
-    metrics how the loss and the objective's metrics are shown; the start event tells it.
-    heldout what validations are compared with: "first" and "lowest", each {"step", "loss", "rows"}
-            (evaluate/by_row.py), and the "fingerprint" of the documents; {} without validation. Every save
-            contains it.
-    best    {"step", "loss"} of the lowest validation loss so far, None without validation. Every save
-            contains it, so it is always as old as the save; a separate file could be older or newer.
+    step    finished optimizer steps
+    cursor  position of the next batch, from the batch iterator
+    stale   number of consecutive validations without a new lowest loss. Every save contains it
+    ended   True if the run ends at this step, before its schedule does
+    base    digest of the initial weights (checkpoint/same.py). Every save contains it
+    saved   the step of the newest save by this process; None if there is none
+    metrics display settings of the loss and the objective's metrics, for the start event
+    heldout reference values of validation: "first" and "lowest", each {"step", "loss", "rows"}
+            (evaluate/by_row.py), and the "fingerprint" of the documents; {} without validation. Every
+            save
+            contains it
+    best    {"step", "loss"} of the lowest validation loss so far; None without validation. Every save
+            contains it, so it is always as old as the save; a separate file could be older or newer
     """
 
     run: Run
@@ -81,11 +81,11 @@ class State:
 
     @property
     def finished(self) -> bool:
-        """Whether no step follows."""
+        """True if no step follows."""
         return self.ended or self.step >= self.schedule.steps
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live tensors that training changes, under the names they are saved by."""
+        """Return the live tensors that training changes, under the names they are saved by."""
         tensors: dict[str, Tensor] = {
             f"model.{name}": weight for name, weight in self.optimizer.weights().items()
         }
@@ -95,7 +95,7 @@ class State:
         return tensors
 
     def held(self, name: str, group: Group) -> HeldPart:
-        """What this process holds of the tensor saved under `name`, in a run of `group`'s processes."""
+        """Return what this process holds of the tensor saved as `name`, in a run of `group`'s processes."""
         _, *parts = name.split(".")
         for begin in range(len(parts)):
             if (parameter := ".".join(parts[begin:])) in self.optimizer.parameters:
@@ -103,11 +103,11 @@ class State:
         return HeldPart(None, group, group.size)
 
     def check_copies(self, group: Group) -> None:
-        """Raise UserError in all processes unless copies of the same rows are equal to the bit in all."""
+        """Raise UserError in all processes unless all copies of the same rows are bit-identical."""
         check_copies(group, self.tensors(), partial(self.held, group=group))
 
     def parts(self) -> dict[str, Part]:
-        """What is here of each tensor that is not whole here; {} where every process holds all."""
+        """Return the part of each tensor held here, if not whole; {} if every process holds all."""
         own = self.optimizer.parameters
         parts = self.optimizer.parts().items()
         return {f"{'model' if name in own else 'optimizer'}.{name}": part for name, part in parts}
@@ -121,12 +121,13 @@ def start_or_resume(
     schedule: Schedule,
     after_update: Sequence[AfterUpdate] = (),
 ) -> State:
-    """The State a run begins with: step 0, or all that its latest save holds.
+    """Return the State a run starts with: step 0, or that of its latest save.
 
-    A save is copied into model, optimizer and torch's random number generators; of one by
-    another number of processes each takes the rows that it holds.
+    A save is copied into model, optimizer and torch's random number generators. If another number of
+    processes
+    saved it, each process takes its own rows.
     Raises ConfigError if schedule or optimizer settings differ from the save's, CheckpointError if its
-    tensors are not exactly those of this model and optimizer. Make the batch iterator from `run.cursor`.
+    tensors are not exactly those of this model and optimizer. Create the batch iterator from `run.cursor`.
     """
     state = State(run, model, optimizer, schedule, after_update)
     if run.saved is None or run.save_path is None:
@@ -136,18 +137,19 @@ def start_or_resume(
     _load_tensors(SavedShards(run.save_path, run.saved.get("files")), state.tensors(), state.parts())
     state.step, state.cursor, state.best = run.step, run.cursor, run.saved.get("best")
     state.stale, state.heldout = run.saved.get("stale", 0), run.saved.get("heldout", {})
-    state.ended = bool(run.saved.get("ended")) and not run.changed  # stopped early: only its end is left
+    # stopped early: only the end of the run remains
+    state.ended = bool(run.saved.get("ended")) and not run.changed
     return state
 
 
 def save(state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop") -> Path | None:
     """Write runs/<name>/state/step-<step> and return it. Emits a "save" event with its bytes and seconds.
 
-    A step is saved once. Kept are the newest `keep` saves and that of state.best.
+    Each step is saved only once. The newest `keep` saves are kept, and that of state.best.
     Order: write under .tmp, fsync files and folder, rename, fsync the parent; only then are older saves
     removed. A kill at any point leaves the previous save readable.
-    Without room on the disk: raises DiskFull, or with on_full_disk "continue" emits a "warning" event and
-    returns None; the previous saves stay. Raises UserError for any other failure to write.
+    On a full disk: raises DiskFull, or with on_full_disk "continue" emits a "warning" event and returns None;
+    the previous saves stay. Raises UserError for any other failure to write.
     """
     final = state.run.path / "state" / save_name(state.step)
     if final.exists():
@@ -168,7 +170,7 @@ def save(state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop") -> Path
 
 
 def finish_save(state: State, final: Path, keep: int | None, nbytes: int, started: float) -> None:
-    """What follows a save: an event, and older saves go; keep None: another process removes them."""
+    """Finish a save: emit its event and remove older saves. keep None: another process removes them."""
     seconds, state.saved = time.perf_counter() - started, state.step
     best = save_name(state.best["step"]) if state.best else None
     for old in saves(state.run.path)[:-keep] if keep is not None else ():
@@ -180,7 +182,7 @@ def finish_save(state: State, final: Path, keep: int | None, nbytes: int, starte
 
 
 def ends_run(state: State, failure: UserError, on_full_disk: OnFullDisk) -> bool:
-    """Whether a save that failed ends the run; else a warning says so, and the run goes on."""
+    """Return True if a failed save ends the run; otherwise emit a warning, and the run continues."""
     if on_full_disk == "stop" or not isinstance(failure, DiskFull):
         return True
     state.run.events.emit("warning", state.step, message=f"{failure.message}; training continues without it")
@@ -188,7 +190,7 @@ def ends_run(state: State, failure: UserError, on_full_disk: OnFullDisk) -> bool
 
 
 def record_of(state: State) -> dict[str, Any]:
-    """state.json of a save."""
+    """Return the content of a save's state.json."""
     return {
         "format": 1,
         "step": state.step,
@@ -207,7 +209,7 @@ def record_of(state: State) -> dict[str, Any]:
 
 
 def _write(final: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-    """The folder `final`, all or nothing. Each write below syncs its file and then the folder."""
+    """Write the folder `final` atomically. Each write below syncs its file and then the folder."""
     temporary = final.with_name(final.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -216,7 +218,7 @@ def _write(final: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> N
         write_file(temporary / RECORD, json.dumps(record, indent=1, allow_nan=False))
         temporary.rename(final)
     except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)  # gives the room back
+        shutil.rmtree(temporary, ignore_errors=True)  # frees the space again
         raise
     sync_folder(final.parent)
 
@@ -224,8 +226,8 @@ def _write(final: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> N
 def load_best(state: State) -> int | None:
     """Copy the trained weights of the best save into the live model.
 
-    The optimizer's moments, random numbers and counters stay as they are.
-    Returns its step, None where there is no best save, or the model is at that step already. For what is
+    The optimizer's moments, random numbers and counters are unchanged.
+    Return its step; None if there is no best save, or the model is already at that step. For output that is
     written after training.
     """
     path = None if state.best is None else state.run.path / "state" / save_name(state.best["step"])
@@ -238,15 +240,15 @@ def load_best(state: State) -> int | None:
 
 
 def _is_weight(name: str) -> bool:
-    """A trained weight, or the float32 master it is rounded from."""
+    """Return True for a trained weight, or the float32 master it is rounded from."""
     return not name.startswith("optimizer.") or name.startswith("optimizer.master.")
 
 
 def _load_tensors(saved: SavedShards, live: dict[str, Tensor], parts: dict[str, Part]) -> None:
-    """Copy a save into the live tensors, one at a time, and torch's random number generators.
+    """Copy a save into the live tensors, one at a time, and into torch's random number generators.
 
-    Every name must be on both sides, with the same shape and dtype. A half precision weight is its float32
-    master rounded: where only one side has the weight, the master stands for it.
+    Every name must be on both sides, with the same shape and dtype. A half-precision weight is its rounded
+    float32 master; if only one side has the weight, the master stands for it.
     """
     names = saved.names
     missing = sorted(name for name in live.keys() | {_RNG + "cpu"} if not ({name, _master_of(name)} & names))
@@ -271,13 +273,13 @@ def _load_tensors(saved: SavedShards, live: dict[str, Tensor], parts: dict[str, 
 
 
 def _master_of(name: str) -> str:
-    """The master's name of a weight "model.…"; of another tensor none."""
+    """Return the name of the master of a weight "model.…"; for other tensors a name that does not exist."""
     return f"optimizer.master.{name.removeprefix('model.')}" if name.startswith("model.") else ""
 
 
 @torch.no_grad()
 def _copy(saved: SavedShards, live: dict[str, Tensor], parts: dict[str, Part]) -> None:
-    """Into each live tensor its rows of the saved one."""
+    """Copy into each live tensor its rows of the saved one."""
     for name, tensor in live.items():
         part = parts.get(name)
         if name in saved.names:
@@ -295,30 +297,30 @@ def rng_tensors(device: torch.device) -> dict[str, Tensor]:
 
 
 def _remove(save_path: Path) -> None:
-    """Rename, then remove: a kill in between leaves no half save under a name that counts as complete."""
+    """Rename, then remove: a kill in between leaves no half save under a valid name."""
     doomed = save_path.with_name(save_path.name + ".old.tmp")
     save_path.rename(doomed)
     shutil.rmtree(doomed)
 
 
 def nbytes_of(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of all of them."""
+    """Return the bytes of all of them."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def save_error(error: OSError, final: Path, needed: int) -> UserError:
-    """Why a save that needs so many bytes could not be written, and what to do."""
+    """Return the error for a save of `needed` bytes that could not be written, with its remedy."""
     free = shutil.disk_usage(final.parents[1]).free
     full = error.errno in FULL
     cause = "the disk is full" if full else f"{type(error).__name__}: {error}"
-    kept = saves(final.parents[1])
+    complete = saves(final.parents[1])
     return (DiskFull if full else UserError)(
         f"could not save {final}: {cause}; {format_bytes(needed)} needed, {format_bytes(free)} free. "
         + (
-            f"Earlier saves are untouched, the last is {kept[-1].name}"
-            if kept
+            f"Earlier saves are untouched, the last is {complete[-1].name}"
+            if complete
             else "There is no earlier save"
         ),
         next=f"free space on the disk of {final.parent}, then run the same command again: "
-        + ("it goes on from the last save" if kept else "it begins at step 1"),
+        + ("it resumes from the last save" if complete else "it starts at step 1"),
     )

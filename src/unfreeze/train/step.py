@@ -1,17 +1,17 @@
 """One optimizer step over one or more micro-batches.
 
 loss = sum_m loss_m / sum_m count_m: sums of losses, divided once by the supervised tokens of all of them.
-The count is added up on the host before the first backward, so each micro-batch's gradient already carries
-its share. Accumulation over any cut of the same tokens gives the same gradient (docs/why/trust.md N3), and a
-micro-batch without supervised tokens adds 0 (N2).
+The count is added up on the host before the first backward, so each micro-batch's gradient already has its
+share. Gradient accumulation gives the same gradient for any split of the same tokens (docs/why/trust.md N3),
+and a micro-batch without supervised tokens adds 0 (N2).
 Processes divide the micro-batches of a step among them. Each knows all of them, so the count needs no
 exchange.
-On CUDA the host runs ahead of the device. It reads from the device once a step, when all backward work is
-queued: loss, counts, norm and expert loads; with several processes also which parameters had a gradient,
-whether a process was asked to stop, and whether a save is due.
+On CUDA the host runs ahead of the device. It reads from the device once per step, when all backward work is
+queued: loss, counts, norm and expert loads; with several processes also which parameters had a gradient, if a
+process was asked to stop, and if a save is due.
 """
 
-# torch leaves tolist, vector_norm, backward and its hooks without types:
+# torch's tolist, vector_norm, backward and hooks are untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -40,42 +40,41 @@ from unfreeze.train.optim import AdamW, NonFinite
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 """(hidden_TD, lm_head, batch) -> Loss, for example objectives.cross_entropy.
 
-One with a field `taps` (core/taps.py) is called with a fourth argument: Tap -> tensor.
-"""
+An objective with a field `taps` (core/taps.py) gets a fourth argument: Tap -> tensor."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a Judge says of a step before its update. warning: for the step's event ("": none)."""
+    """A Judge's decision on a step before its update. warning: for the step's event ("": none)."""
 
     apply: bool = True
     warning: str = ""
 
 
 Judge = Callable[[Sequence[Batch], float, float], Verdict]
-"""(micro-batches of the step, loss, gradient norm) -> Verdict; what it raises stops the run. See
+"""(micro-batches of the step, loss, gradient norm) -> Verdict; an exception stops the run. See
 train/guards.py."""
 
 
 def accept(micro_batches: Sequence[Batch], loss: float, grad_norm: float) -> Verdict:
-    """The Judge that lets every finite step pass."""
+    """Accept every finite step (the default Judge)."""
     return Verdict()
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step found, over all micro-batches of all processes.
+    """Results of one optimizer step, over all micro-batches of all processes.
 
-    loss, metrics      sums divided by the one global count.
-    supervised_tokens  positions of weight > 0.
-    learning_rate      read back from the optimizer (0: no update).
-    grad_norm          before clipping.
-    clip_scale         what the gradients were then multiplied by.
-    expert_load        MoE layer -> tokens each expert was given in this step's forward passes.
-    peak_bytes         memory of the fullest process until the step's one read (train/memory.py).
-    applied, warning   what the judge decided and said.
-    stop               whether a process was asked to end the run before the step's one read.
-    save               whether a process said then that a save is due.
+    loss, metrics      sums divided by the one global count
+    supervised_tokens  positions of weight > 0
+    learning_rate      read back from the optimizer (0: no update)
+    grad_norm          before clipping
+    clip_scale         factor applied to the gradients
+    expert_load        MoE layer -> tokens each expert got in this step's forward passes
+    peak_bytes         memory of the fullest process until the step's one read (train/memory.py)
+    applied, warning   the judge's decision and message
+    stop               True if a process was asked to end the run before the step's one read
+    save               True if a process reported then that a save is due
     """
 
     loss: float
@@ -95,14 +94,14 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Gradients:
-    """What forward_backward found. The optimizer has the gradients, summed over all processes.
+    """Results of forward_backward. The optimizer has the gradients, summed over all processes.
 
-    loss, metrics  sums over all micro-batches divided by the one global count.
-    norm           of all gradients as one vector, before clipping.
-    peak_bytes, stop, save   as in StepResult.
+    loss, metrics  sums over all micro-batches divided by the one global count
+    norm           of all gradients as one vector, before clipping
+    peak_bytes, stop, save   as in StepResult
     """
 
-    micro_batches: Sequence[Batch] = field(repr=False)  # a notebook shows the rest
+    micro_batches: Sequence[Batch] = field(repr=False)  # keeps the repr short in notebooks
     loss: float
     metrics: dict[str, float]
     norm: float
@@ -147,21 +146,23 @@ def forward_backward(
     stop: Callable[[], bool] = bool,
     save: Callable[[], bool] = bool,
 ) -> Gradients:
-    """The gradient of sum_m loss_m / max(sum_m count_m, 1). Earlier gradients are forgotten; no weight moves.
+    """Compute the gradient of sum_m loss_m / max(sum_m count_m, 1). Earlier gradients are dropped.
 
+    No weight changes.
     micro_batches: on the host, all of the step on every process. The result is the same on every process.
-    stop: whether this process was asked to end the run; called once, just before the read.
-    save: whether this process finds that a save is due; called then too. One that does is enough for all.
+    stop: returns True if this process was asked to end the run; called once, just before the read.
+    save: returns True if this process finds that a save is due; called then too. One such process suffices.
 
     Raises NonFinite if the loss, a hidden state (supervised or not, docs/why/trust.md N1) or a gradient is
     not
-    finite, ConfigError for micro-batches that are no multiple of the processes, DataError if the processes
+    finite, ConfigError if the number of micro-batches is no multiple of the processes, DataError if the
+    processes
     read different data, ValueError if the objective counts other tokens than the batches' weights.
     """
     if len(micro_batches) % group.size:
         near = nearest_multiples(len(micro_batches), group.size)
         raise ConfigError(
-            f"{group.size} processes share {len(micro_batches)} micro-batches of a step, which is no multiple"
+            f"{group.size} processes share {len(micro_batches)} micro-batches of a step, not a multiple"
             f" of {group.size}: some would make more passes than others",
             next=" or ".join(f"--micro-batches {count}" for count in near),
         )
@@ -169,7 +170,7 @@ def forward_backward(
     count = sum(batch.count for batch in micro_batches)
     divisor = max(count, 1.0)
     optimizer.zero_grad()
-    clear_expert_load(model)  # an evaluation since the last step counts nowhere (docs/why/trust.md M2)
+    clear_expert_load(model)  # evaluations since the last step must not count (docs/why/trust.md M2)
     tokens_read = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
     own: dict[str, float | Tensor] = {
         "loss": 0.0,
@@ -178,25 +179,25 @@ def forward_backward(
         "tokens read": tokens_read,
     }
 
-    # this process's micro-batches: each loss is divided by the count of all, so gradients only add up
+    # this process's micro-batches: each loss is divided by the global count, so gradients simply add up
     for host_batch in group.share(micro_batches):
         batch = host_batch.to(model.device)
-        hidden_TD, *found = forward(model, batch, objective, recompute)
+        hidden_TD, *tapped = forward(model, batch, objective, recompute)
         not_finite = _rows_not_finite(hidden_TD)
-        loss = objective(hidden_TD, model.lm_head, batch, *found)
-        del hidden_TD, found  # backward needs them no more, and each is as large as a layer's input
+        loss = objective(hidden_TD, model.lm_head, batch, *tapped)
+        del hidden_TD, tapped  # backward no longer needs them, and each is as large as a layer's input
         (loss.sum / divisor).backward()
         optimizer.collect()
         new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": not_finite}
         for name, value in (new | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
             own[name] = own.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
-        del loss, new  # they keep what the layers saved until the next micro-batch has its own
+        del loss, new  # these keep saved activations alive until the next micro-batch has its own
 
-    # all processes: gradients summed, then the one read, then what may be wrong with the step
+    # all processes: sum gradients, then the one read, then check the step
     reached = optimizer.sum_gradients(group)
     own["stop"], own["save"] = float(stop()), float(save())
     here = peak_bytes(model.device)
-    # each process adds its own to zeros, so the sums are the peaks of all
+    # each process adds its peak to zeros, so the sums are the peaks of all
     peaks = [f"peak {rank}" for rank in range(group.size)]
     own |= {name: float(here) if rank == group.rank else 0.0 for rank, name in enumerate(peaks)}
     norm_of_all, own["square of the rest"] = optimizer.grad_norms(group)
@@ -225,26 +226,26 @@ def forward_backward(
         for name, value in sums.items()
         if name.startswith("metric ")
     }
-    asked = {name: sums[name] > 0 for name in ("stop", "save")}
+    requested = {name: sums[name] > 0 for name in ("stop", "save")}
     peak = int(max(sums[name] for name in peaks))
-    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load, peak, **asked)
+    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load, peak, **requested)
 
 
 def forward(
     model: Decoder, batch: Batch, objective: Objective, recompute: RecomputePolicy
 ) -> tuple[Any, ...]:
-    """(hidden_TD,), or (hidden_TD, Tap -> tensor) for an objective that asks for taps."""
-    asked = taps_of(objective)
-    if not asked:
+    """Return (hidden_TD,), or (hidden_TD, Tap -> tensor) for an objective with taps."""
+    wanted = taps_of(objective)
+    if not wanted:
         return (model.hidden(batch, recompute=recompute),)
-    taps = Taps(asked)
+    taps = Taps(wanted)
     return model.hidden(batch, recompute=recompute, taps=taps), taps.found
 
 
 def loss_of(model: Decoder, batch: Batch, objective: Objective, recompute: RecomputePolicy) -> Loss:
-    """The objective of a batch that is on the model's device."""
-    hidden_TD, *found = forward(model, batch, objective, recompute)
-    return objective(hidden_TD, model.lm_head, batch, *found)
+    """Return the objective of a batch that is on the model's device."""
+    hidden_TD, *tapped = forward(model, batch, objective, recompute)
+    return objective(hidden_TD, model.lm_head, batch, *tapped)
 
 
 def optim_step(
@@ -252,7 +253,7 @@ def optim_step(
 ) -> StepResult:
     """Clip to max_norm (0: don't) and update, unless the judge refuses.
 
-    Raises what the judge raises; then no weight has moved.
+    If the judge raises, no weight has changed.
     """
     verdict = judge(gradients.micro_batches, gradients.loss, gradients.norm)
     update = optimizer.update(learning_rate, max_norm, gradients.norm) if verdict.apply else None
@@ -274,10 +275,11 @@ def optim_step(
 
 
 def _rows_not_finite(hidden_TD: Tensor) -> Tensor:
-    """How many positions have a NaN or infinity in their hidden state, unsupervised ones too.
+    """Count positions with a NaN or infinity in their hidden state, including unsupervised ones.
 
-    Looks at the largest magnitude of each row, which is NaN if one value is. Checking every value would
-    allocate tensors as large as the hidden state.
+    Checks the largest magnitude of each row, which is NaN if one value is. Checking every value would
+    allocate
+    tensors as large as the hidden state.
     """
     largest_T: Tensor = torch.linalg.vector_norm(hidden_TD.detach(), ord=math.inf, dim=-1)
     return (~largest_T.isfinite()).sum()
@@ -286,10 +288,11 @@ def _rows_not_finite(hidden_TD: Tensor) -> Tensor:
 def _read(
     model: Decoder, sums: dict[str, float | Tensor], reached: Sequence[bool], norm: Tensor, group: Group
 ) -> tuple[dict[str, float], list[float], float, dict[int, list[int]]]:
-    """(sums, how many processes reached each parameter, gradient norm, expert loads) as numbers on the host.
+    """Read (sums, processes that reached each parameter, gradient norm, expert loads) as numbers on the host.
 
-    sums, reached, loads: of all processes, in one exchange. The gradients behind the norm are summed already.
-    The one place of a step where the host waits for the device. All numbers stand in one float64 tensor
+    sums, reached, loads: over all processes, in one exchange. The gradients behind the norm are summed
+    already.
+    This is the one place of a step where the host waits for the device. All numbers are in one float64 tensor
     (exact for counts below 2^53), because a read costs a round trip to the device, whatever its size.
     """
 
@@ -320,12 +323,12 @@ def _read(
 
 
 def _numbers(tensor: Tensor) -> list[float]:
-    """The one read of a step. A function of its own, so that tests/train/test_no_sync.py can count it."""
+    """The one read of a step. A separate function, so that tests/train/test_no_sync.py can count it."""
     return tensor.tolist()
 
 
 def clear_expert_load(model: Decoder) -> None:
-    """Each layer counts the tokens of its experts from 0 again."""
+    """Reset each layer's count of tokens per expert to 0."""
     for moe in model.moe_layers().values():
         _counts(moe).zero_()
 

@@ -1,9 +1,9 @@
-"""The documents behind a step that spiked or was not finite, written to the run folder.
+"""Write the documents of a step that spiked or was not finite to the run folder.
 
-For whoever has to look at the data.
+For whoever has to inspect the data.
 """
 
-# torch leaves tolist, vector_norm, backward and its hooks without types:
+# torch's tolist, vector_norm, backward and hooks are untyped:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.train.step import Objective, forward
 
 Describe = Callable[[list[int]], dict[str, object]]
-"""Token ids of one document -> what else is known of it, as JSON: {"row": its number in the data file,
-"text": …}."""
+"""Token ids of one document -> further facts about it, as JSON: {"row": its number in the data file, "text":
+…}."""
 
 SUSPECTS = "suspects.jsonl"
-"""In the run folder: a line per document, the highest loss first; see write_suspects."""
-LISTED = 8  # documents of a step that are written out
+"""File in the run folder: one line per document, the highest loss first; see write_suspects."""
+LISTED = 8  # maximum number of documents to write per step
 
 
 @torch.no_grad()
@@ -38,37 +38,37 @@ def rank_documents(
     """Score every document of a step, the highest loss first.
 
     {"micro_batch", "document" (both from 1), "loss" (its mean), "supervised", "tokens"}. One forward pass;
-    the objective sees one document's weights at a time. A document without supervised tokens has the loss
-    None.
+    the
+    objective sees one document's weights at a time. A document without supervised tokens has the loss None.
     """
     documents: list[dict[str, Any]] = []
     for number, host_batch in enumerate(micro_batches):
         batch = host_batch.to(model.device)
-        hidden_TD, *found = forward(model, batch, objective, recompute)
+        hidden_TD, *tapped = forward(model, batch, objective, recompute)
         if host_batch.examples is not None:
-            documents += _of_examples(objective(hidden_TD, model.lm_head, batch, *found), host_batch, number)
+            documents += _of_examples(objective(hidden_TD, model.lm_head, batch, *tapped), host_batch, number)
             continue
         for entry in entries(host_batch, number):
             weights_T = torch.zeros_like(batch.weights_T)
             span = slice(entry.pop("start"), entry.pop("stop"))
             weights_T[span] = batch.weights_T[span]
-            loss = objective(hidden_TD, model.lm_head, replace(batch, weights_T=weights_T), *found)
+            loss = objective(hidden_TD, model.lm_head, replace(batch, weights_T=weights_T), *tapped)
             documents.append({**entry, "loss": float(loss.sum) / float(loss.count) if loss.count else None})
     return sorted(documents, key=_rank, reverse=True)
 
 
 def _of_examples(loss: Loss, batch: Batch, number: int) -> list[dict[str, Any]]:
-    """The documents of examples, each with the loss of its example: a pair's answers have one."""
+    """Return the documents of examples, each with its example's loss: a pair's answers share one."""
     each: list[float] = [] if loss.each is None else loss.each.tolist()
     numbers: list[int] = batch.documents["example"].tolist()
-    found = [
+    of_examples = [
         {**entry, "loss": each[example] if 0 <= example < len(each) else None}
         for entry, example in zip(entries(batch, number), numbers, strict=True)
         if example >= 0
     ]
-    for entry in found:
+    for entry in of_examples:
         del entry["start"], entry["stop"]
-    return found
+    return of_examples
 
 
 def _rank(entry: dict[str, Any]) -> float:
@@ -77,9 +77,9 @@ def _rank(entry: dict[str, Any]) -> float:
 
 
 def entries(batch: Batch, number: int) -> list[dict[str, Any]]:
-    """List the documents of micro-batch `number` (counted from 0) as they are written out.
+    """Return the documents of micro-batch `number` (counted from 0) in their output form.
 
-    With where each starts and stops in T.
+    With the start and stop of each in T.
     """
     starts: list[int] = batch.starts_S.tolist()
     return [
@@ -102,9 +102,9 @@ def write_suspects(
     documents: Sequence[dict[str, Any]],
     describe: Describe | None = None,
 ) -> None:
-    """Append up to LISTED documents to <folder>/suspects.jsonl, a JSON object a line.
+    """Append up to LISTED documents to <folder>/suspects.jsonl, one JSON object per line.
 
-    step, reason, of (how many there were), and what is known. A loss that is not finite is null.
+    Each has step, reason, of (total number), and the known facts. A loss that is not finite is null.
     """
     lines: list[str] = []
     for entry in documents[:LISTED]:

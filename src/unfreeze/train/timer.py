@@ -1,4 +1,4 @@
-"""When a run saves: every so many steps, or so many minutes after the save before."""
+"""Timing of saves: every N steps, or N minutes after the previous save."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unfreeze.train.state import OnFullDisk
 
 @dataclass(frozen=True)
 class Saves:
-    """When fit saves, and what of it stays. At the end and on an interruption it always saves.
+    """When fit saves, and which saves are kept. It always saves at the end and on an interruption.
 
-    every         steps between saves; 0: none.
-    minutes       of `clock` since the last save, after which it saves; 0: never. Process 0's clock decides.
-    keep          saves that stay.
-    on_full_disk  "continue": a save without room on the disk is a warning, except the last of this call.
+    every         steps between saves; 0: none
+    minutes       of `clock` after the last save; 0: never. Process 0's clock decides
+    keep          number of saves kept
+    on_full_disk  "continue": a save without room on the disk only warns, except the last of this call
     """
 
     every: int = 0
@@ -27,7 +27,7 @@ class Saves:
 
 
 class SaveTimer:
-    """`due()` is True from `minutes` after the timer was made or restarted; 0 minutes: never."""
+    """`due()` is True once `minutes` have passed since creation or restart; 0 minutes: never."""
 
     def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic):
         self._seconds, self._clock, self._since = 60 * minutes, clock, clock()

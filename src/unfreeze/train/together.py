@@ -1,11 +1,11 @@
-"""A save made by all processes of a run together, each of which holds rows of its own.
+"""A save made by all processes of a run together; each holds its own rows.
 
-1. process 0 makes the folder step-000120.tmp
+1. process 0 creates the folder step-000120.tmp
 2. every process writes and syncs tensors-0000i-of-0000n.safetensors in it
-3. process 0 sees that all files are there, writes state.json, renames the folder and syncs its parent
+3. process 0 checks that all files exist, writes state.json, renames the folder and syncs its parent
 
-After each part all processes hear how it went. So one that has no room is heard of by all, and one that is
-killed leaves the save before.
+After each step all processes learn the result. So all know if one has no room, and a killed process leaves
+the previous save intact.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from unfreeze.train.state import (
 def save_together(
     state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop", group: Group = ALONE
 ) -> Path | None:
-    """`save` by all processes of a run, `group`, which call it together; the answer is the same in all.
+    """Run `save` in all processes of a run, `group`, which call it together; all return the same.
 
-    Where all hold the same, process 0 writes one file and the others wait.
+    If all hold the same tensors, process 0 writes one file and the others wait.
     """
-    final = (state.run.path / "state").resolve() / save_name(state.step)  # a follower's is a link
+    final = (state.run.path / "state").resolve() / save_name(state.step)  # for a Follower this is a link
     parts = state.parts()
     if not parts:
-        made = group.on_rank0(lambda: save(state, keep, on_full_disk))
-        return final if group.any(made is not None) else None
+        path = group.on_rank0(lambda: save(state, keep, on_full_disk))
+        return final if group.any(path is not None) else None
     if group.any(group.rank == 0 and final.exists()):
         return final
     started = time.perf_counter()
@@ -64,7 +64,7 @@ def save_together(
 
 
 def _write(state: State, parts: dict[str, Part], final: Path, group: Group) -> int:
-    """The folder `final`, all or nothing. -> bytes of all tensors in it."""
+    """Write the folder `final` atomically; return the bytes of all its tensors."""
     temporary = final.with_name(final.name + ".tmp")
     tensors = own_share(state, parts, group)
     names = [file_name(rank, group.size) for rank in range(group.size)]
@@ -96,20 +96,20 @@ def _write(state: State, parts: dict[str, Part], final: Path, group: Group) -> i
         _all(group, record, final, tensors)
     except UserError:
         if group.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)  # gives the room back
+            shutil.rmtree(temporary, ignore_errors=True)  # frees the space again
         raise
     return total
 
 
 def _all(group: Group, act: Callable[[], int], final: Path, tensors: dict[str, Tensor]) -> list[int]:
-    """Every process acts. -> what each gave; raises in all where one could not, and says which."""
+    """Run `act` in every process; return all results. If one fails, raise in all and name it."""
     try:
-        said = json.dumps({"gave": act()})
+        outcome = json.dumps({"gave": act()})
     except (OSError, UserError) as error:
         failure = save_error(error, final, nbytes_of(tensors)) if isinstance(error, OSError) else error
         full = isinstance(failure, DiskFull)
-        said = json.dumps({"failed": failure.message, "next": failure.next, "full": full})
-    heard = [json.loads(text) for text in group.texts(said)]
+        outcome = json.dumps({"failed": failure.message, "next": failure.next, "full": full})
+    heard = [json.loads(text) for text in group.texts(outcome)]
     for rank, each in enumerate(heard):
         if "failed" in each:
             kind = DiskFull if each["full"] else UserError
@@ -118,9 +118,11 @@ def _all(group: Group, act: Callable[[], int], final: Path, tensors: dict[str, T
 
 
 def own_share(state: State, parts: dict[str, Part], group: Group) -> dict[str, Tensor]:
-    """The tensors that this process writes: every row of a run's tensors is written once.
+    """Return the tensors that this process writes, so that every row is written exactly once.
 
-    What all hold is divided among all; rows that several hold, among those. Random numbers are process 0's.
+    Replicated tensors are divided among all processes, replicated rows among their holders. Random numbers
+    are
+    process 0's.
     """
     live = {name: tensor.contiguous() for name, tensor in state.tensors().items()}
     everywhere = dealt({name: t.nbytes for name, t in live.items() if name not in parts}, group.size)

@@ -184,7 +184,7 @@ class _Run:
         if not self.codes:
             return part.product(x_nD, ids_n1, weights_n1, _computed)
         few = (split(each, FEW) for each in (x_nD, ids_n1, weights_n1))
-        return torch.cat([part.product(*given) for given in zip(*few, strict=True)])
+        return torch.cat([part.product(*piece) for piece in zip(*few, strict=True)])
 
 
 def _computed(compute: Callable[[], T]) -> T:
@@ -246,11 +246,11 @@ class _InGroups(torch.autograd.Function):
             with torch.enable_grad():
                 y = run.of(group, x, weights, own)
             inputs = [x, weights, *own]
-            asked = [i for i in inputs if i is not None and i.requires_grad]
-            came = iter(torch.autograd.grad(y, asked, dy_nD[span]))
+            wanted = [i for i in inputs if i is not None and i.requires_grad]
+            came = iter(torch.autograd.grad(y, wanted, dy_nD[span]))
             into = [dx_nD[span], dweights_n1[span], *(None if g is None else g[rows] for g in gradients)]
-            for given, place in zip(inputs, into, strict=True):
-                if given is not None and given.requires_grad:
+            for each, place in zip(inputs, into, strict=True):
+                if each is not None and each.requires_grad:
                     assert place is not None
                     place.copy_(next(came))
         return dx_nD if need_x else None, dweights_n1 if need_weights else None, None, *gradients

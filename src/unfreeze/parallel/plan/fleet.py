@@ -96,7 +96,7 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
 
 def devices(table: Path | str = "") -> dict[str, DeviceFacts]:
     """Return name -> facts, from machines.toml and the user's table, which has precedence."""
-    facts: dict[str, DeviceFacts] = {}
+    by_name: dict[str, DeviceFacts] = {}
     for path in (Path(table) if table else None, FACTS):
         if path is None:
             continue
@@ -109,7 +109,7 @@ def devices(table: Path | str = "") -> dict[str, DeviceFacts]:
             raise ConfigError(f"machines = {str(path)!r}: {where}", next="correct the file") from None
         for name, facts in tables.items():
             try:
-                facts.setdefault(name, DeviceFacts.model_validate(facts))
+                by_name.setdefault(name, DeviceFacts.model_validate(facts))
             except ValidationError as error:
                 first = error.errors()[0]
                 field = ".".join(map(str, (name, *first["loc"])))
@@ -117,7 +117,7 @@ def devices(table: Path | str = "") -> dict[str, DeviceFacts]:
                     f"machines = {str(path)!r}: {printable(field)}: {first['msg']}",
                     next="correct the file; parallel/plan/machines.toml has one table for each device",
                 ) from None
-    return facts
+    return by_name
 
 
 def _bytes(amount: str, unit: str) -> int:

@@ -156,10 +156,10 @@ def of_records(
     }
     if experts is None:
         del wanted["few"], wanted["many"]
-    timed = {name: _rate(*cell) for name, cell in wanted.items()}
-    timed["attention"] = _attention(length, narrow, dtype)
-    timed = {name: rate for name, rate in timed.items() if rate is not None}
-    if len(timed) < len(timed):
+    measured = {name: _rate(*cell) for name, cell in wanted.items()}
+    measured["attention"] = _attention(length, narrow, dtype)
+    timed = {name: rate for name, rate in measured.items() if rate is not None}
+    if len(timed) < len(measured):
         return None
     rate = {name: value.each * cores / value.threads for name, value in timed.items()}
     many, half_rows = _of_rows(rate["few"], rate["many"]) if experts else (math.inf, 0.0)

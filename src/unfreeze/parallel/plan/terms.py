@@ -321,7 +321,7 @@ def _moments(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int]]:
 
 
 def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
-    """Return the live memory after backward, while processes sum gradients in fp32, 4 bytes per trained weight.
+    """Return the live memory after backward, while gradients are summed in fp32: 4 bytes per trained weight.
 
     Tensors are copied together into one buffer of at most BUCKET bytes; a larger one is reduced alone,
     without a
@@ -339,7 +339,9 @@ def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
 
 
 def _micro_batch(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int]]:
-    """Return the live memory at four moments of a micro-batch, except permanent terms. stream = T · D · bytes.
+    """Return the live memory at four moments of a micro-batch, without permanent terms.
+
+    stream = T · D · bytes.
 
     loss   the layers' inputs and the last one's output, stream · (L + 1); T · Σ of what the last keep_layers
            keep (see `_kept`); the loss block
