@@ -137,7 +137,7 @@ def test_broken_off_and_resumed_it_is_the_same_to_the_bit(distill, run_dir, tmp_
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--teacher", TINY_K2], "is the model itself, and nothing would be learned"),
+        (["--teacher", TINY_K2], "is the model itself, so nothing would be learned"),
         (["--teacher", "base"], "the model is its own teacher"),
         (["--teacher", "base", "--train", "all", "--alpha", "0.5"], "has none"),
         (["--teacher", "/nowhere"], "/nowhere does not exist"),

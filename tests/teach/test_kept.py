@@ -128,14 +128,14 @@ def test_another_model_other_data_and_damage_are_refused_in_one_line(prefer, tmp
     again = ["--save.allow-changed", "steps"]
     save_file({**there, "l_ref": there["l_ref"] - np.float64(0.1)}, part)
     error = prefer("cached", *again, steps=2, code=2)
-    assert "holds what another model said: log p of an answer was" in error
+    assert "holds another model's outputs: log p of an answer was" in error
     part.write_bytes(b"nothing")
     assert "cannot be read" in prefer("cached", *again, steps=2, code=2)
     save_file(there, part)
     prefer("cached", *again, steps=2)  # control arm: untouched it goes on
     head = run / "reference" / kept.HEAD
     head.write_text(json.dumps({**json.loads(head.read_text()), "data": "other"}))
-    assert "is of another data" in prefer("cached", *again, steps=3, code=2)
+    assert "belongs to another data" in prefer("cached", *again, steps=3, code=2)
 
 
 def test_every_weight_needs_no_frozen_copy(prefer, tmp_path, dense):

@@ -208,7 +208,7 @@ def test_a_run_from_the_store_is_the_run_that_asks(store, run_dir, rows, tmp_pat
 def test_what_does_not_fit_is_refused(store, rows, tmp_path, capsys):
     more = write(tmp_path / "more.jsonl", 14)
     command("--teacher", store, "--out", tmp_path / "a", *RUN, rows=more, code=2)
-    assert "does not have 2 of 14 documents of this data (first: row 13)" in capsys.readouterr().err
+    assert "lacks 2 of 14 documents of this data (first: row 13)" in capsys.readouterr().err
     command("--teacher", store, "--out", tmp_path / "b", *RUN, "--temperature", 2, rows=rows, code=2)
     assert "was made at temperature 1, and 2 is asked for" in capsys.readouterr().err
 
@@ -309,7 +309,7 @@ def test_another_teacher_does_not_go_on_in_the_folder(store, run_dir, rows, tmp_
         rows=rows,
         code=2,
     )
-    assert "holds what another top_k gave" in capsys.readouterr().err
+    assert "belongs to another top_k" in capsys.readouterr().err
     command("--teacher", store, "--prepare", tmp_path / "x", rows=rows, code=2)
     assert "--prepare asks a teacher" in capsys.readouterr().err
 
@@ -348,7 +348,7 @@ def test_a_folder_has_one_writer_and_one_teacher(run_dir, rows, tmp_path, capsys
     command("--teacher", tmp_path / "a" / "model", *given, tmp_path / "said", rows=rows)
     capsys.readouterr()
     command("--teacher", tmp_path / "b" / "model", *given, tmp_path / "said", rows=rows, code=2)
-    assert "holds what another teacher gave" in capsys.readouterr().err
+    assert "belongs to another teacher" in capsys.readouterr().err
 
 
 def test_a_teacher_that_says_nan_is_refused_with_the_row_and_impossible_words_are_kept(store, tmp_path):

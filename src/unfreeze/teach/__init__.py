@@ -1,19 +1,19 @@
-"""L7, a second model beside the one that trains: a teacher, or what is compared with.
+"""L7, a second model beside the trained one: a teacher, or a reference model.
 
-vocabulary.py   the contract: the same words under the same ids
-chosen.py       which of these a run of distill has, and what it minimises
-teacher.py      a checkpoint, a run, or the model itself with its adapters off, asked while training
-same.py         whether two checkpoints are one model
-store.py        what a teacher said, on disk: the likeliest words of each supervised token
-coding.py       how such an entry is written
-endpoint.py     a server's likeliest words of each token, checked; address.py says what a server's address is,
-                client.py asks it, budget.py prices it, served.py writes them into the store
-inside.py       the one way to a teacher's layers and to the corrector (docs/howto/teacher_layers.md: seldom
-of use)
+vocabulary.py   the contract: the same token ids for the same tokens
+chosen.py       the teacher and the objective of a distill run
+teacher.py      a checkpoint, a run, or the model itself without its adapters, queried while training
+same.py         tells if two checkpoints are one model
+store.py        a teacher's outputs on disk: the top-K tokens at each supervised token
+coding.py       the encoding of such an entry
+endpoint.py     a server's top tokens, checked; address.py validates a server's address, client.py sends
+                requests, budget.py limits their cost, served.py writes the results into the store
+inside.py       the only access to a teacher's layers and to the corrector (docs/howto/teacher_layers.md:
+                rarely useful)
 on_policy.py    steps on the student's own answers
-answers.py      what a teacher writes, as rows for sft; chat.py asks a server for it
-reference.py    the model as it was when training began, which a policy is compared with;
-                kept.py keeps what it says of every answer
+answers.py      a teacher's answers as rows for sft; chat.py requests them from a server
+reference.py    the model as it was when training began, the reference of a policy;
+                kept.py caches its log-probabilities
 
-What is asked while training is a Second (job/second.py). It never trains.
+A model queried while training is a Second (job/second.py). It never trains.
 """

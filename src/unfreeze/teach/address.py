@@ -1,6 +1,6 @@
-"""The address of an OpenAI-compatible server: what it may be, whose it is, and how its faults are said.
+"""The address of an OpenAI-compatible server: valid forms, its network, and its error messages.
 
-The standard library alone: a recipe asks `is_url` before anything heavy is imported.
+Uses only the standard library: a recipe calls `is_url` before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 from unfreeze.core.errors import ConfigError, UserError
 
 KEY = "OPENAI_API_KEY"
-"""The environment variable with the key, which is written nowhere, and sent by https or to this machine."""
-WORDS = 300  # characters of a server's own words that are shown
+"""Environment variable of the key. It is never written, and sent only by https or to this machine."""
+WORDS = 300  # maximum characters of a server's message to show
 
 
 class EndpointError(UserError):
-    """A server that doesn't answer, refuses, or answers what cannot be.
+    """A server that doesn't answer, refuses, or sends an invalid answer.
 
-    status: of its answer; None where there was none.
+    status: HTTP status of its answer; None if there was none.
     """
 
     def __init__(self, message: str, *, next: str = "", status: int | None = None):
@@ -28,48 +28,51 @@ class EndpointError(UserError):
 
 
 def refuse_without_library(url: str) -> None:
-    """Raise ConfigError where the library that asks servers is not installed."""
+    """Raise ConfigError if the client library is not installed."""
     try:
-        import_module("openai")  # an extra, and a second
+        import_module("openai")  # optional dependency; importing takes a second
     except ImportError:
         raise ConfigError(
-            f"{url}: a server is asked with the library openai (extra [teach]), which is not installed",
+            f"{url}: queries need the library openai (extra [teach]), which is not installed",
             next="pip install openai",
         ) from None
 
 
 def refuse_while_training(url: str, *, prepare: str | None) -> None:
-    """Raise ConfigError unless answers are only prepared: a server is too slow to ask at every step."""
+    """Raise ConfigError unless answers are only prepared: a server is too slow to query at every step."""
     if not prepare:
         raise ConfigError(
-            f"{url} is a server, and a teacher that is a server is asked before training, not during it",
+            f"{url} is a server; it must be queried before training, not during it",
             next="add --prepare FOLDER; then train with --teacher FOLDER",
         )
     refuse_without_library(url)
 
 
 def is_url(name: str) -> bool:
-    """Whether a model's or teacher's name is a server's address."""
+    """Return True if a model's or teacher's name is a server's address."""
     return name.startswith(("http://", "https://"))
 
 
 def base_url(url: str) -> str:
-    """The address without a closing slash, with /v1 where it has no path.
+    """Return the address without a trailing slash, with /v1 added if it has no path.
 
-    Raises ConfigError for one without a host, and for one with a name, a password or a query: it would stand
-    in records and messages.
+    Raises ConfigError for an address without a host, or with a user name, a password or a query, because it
+    would
+    appear in records and messages.
     """
     try:
         parts = urlsplit(url)
-        port = parts.port  # a number within its range, or ValueError
+        port = parts.port  # raises ValueError if out of range
     except ValueError as error:
-        raise ConfigError(f"{url!r} is no address: {error}", next="http://127.0.0.1:8000/v1") from None
+        raise ConfigError(
+            f"{url!r} is not a valid address: {error}", next="http://127.0.0.1:8000/v1"
+        ) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is no address of a server", next="http://127.0.0.1:8000/v1")
+        raise ConfigError(f"{url!r} is not the address of a server", next="http://127.0.0.1:8000/v1")
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(
-            "a server's address has no name, password or query: it stands in records and messages",
-            next=f"the address alone; a key comes from the environment variable {KEY}",
+            "a server's address must not have a name, password or query: it appears in records and messages",
+            next=f"give only the address; put the key in the environment variable {KEY}",
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     path = parts.path.rstrip("/") or "/v1"
@@ -77,7 +80,7 @@ def base_url(url: str) -> str:
 
 
 def is_here(url: str) -> bool:
-    """Whether the address is of this machine."""
+    """Return True if the address is on this machine."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -86,7 +89,7 @@ def is_here(url: str) -> bool:
 
 
 def is_own_network(url: str) -> bool:
-    """Whether the address is of this machine or of a private network: nobody sends a bill for it."""
+    """Return True if the address is on this machine or a private network, where nobody bills for it."""
     host = urlsplit(url).hostname or ""
     try:
         return ipaddress.ip_address(host).is_private

@@ -1,11 +1,13 @@
-"""What a teacher writes, as rows for `unfreeze sft`: distillation where only its texts are known.
+"""Write a teacher's answers as rows for `unfreeze sft`: distillation when only its texts are available.
 
-Sequence-level distillation (Kim & Rush, arXiv:1606.07947): a student is taught the teacher's own answers. The
-two may have different tokenizers, since texts pass between them.
+Sequence-level distillation (Kim & Rush, arXiv:1606.07947): a student is trained on the teacher's own answers.
+The two may have different tokenizers, because only texts are exchanged.
 
-A file of rows, one JSON object each: the row's messages with the teacher's answer as the last turn, the only
-one that is taught, and under "source" where it comes from. Answers are written as they come, so whatever ends
-the command, the same command goes on behind them; no row is asked twice.
+The output has one JSON object per row: the row's messages with the teacher's answer as the last turn, the
+only
+supervised one, and its origin under "source". Answers are written as they arrive. If the command stops,
+running
+it again continues there; no row is queried twice.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from unfreeze.data.rows.row import Conversation, Message, content_digest
 from unfreeze.teach.address import WORDS, EndpointError
 from unfreeze.untrusted.json_object import is_object, parse_object
 
-TOGETHER = 8  # rows of one batch. A local model answers the same batch again after a break, so it is fixed
+# rows per batch. A local model answers the same batch again after an interruption, so it is fixed
+TOGETHER = 8
 LEFT_OUT = ".left-out.jsonl"
 
 
@@ -38,17 +41,17 @@ class Answer:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be taught: it ended by itself, and it says something."""
+        """True if it can be trained on: it ended by itself and is not empty."""
         return self.ended in ("stop", "tool_calls") and bool(self.text.strip() or self.calls)
 
 
 Ask = Callable[[Sequence[Conversation]], Sequence["Answer | Exception"]]
-"""Rows -> for each its answer, or why there is none."""
+"""Rows -> the answer to each, or the error."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """How many rows there are: answered (in the file), and left out (cut or empty answers, beside it)."""
+    """Number of rows answered (in the file) and left out (cut or empty answers, in a second file)."""
 
     answered: int
     left_out: int
@@ -57,9 +60,9 @@ class Written:
 class TeacherAnswers:
     """The file of answers to some rows.
 
-    out       the file; answers that are cut or empty go to <out>.left-out.jsonl, so that they aren't asked
-              for again
-    source    who answers and how: stands in each record, and must be the same when the file is gone on with
+    out       the file; cut or empty answers go to <out>.left-out.jsonl, so that they aren't requested
+              again
+    source    who answers and how: stored in each record, and must be unchanged when the file is continued
     """
 
     def __init__(self, out: Path, source: dict[str, Any]):
@@ -68,47 +71,48 @@ class TeacherAnswers:
 
     @property
     def count(self) -> Written:
-        """What is written by now."""
+        """Return the counts written so far."""
         return Written(len(self._kept), len(self._out))
 
     def missing(self, rows: Sequence[Conversation]) -> list[Conversation]:
-        """Rows without an answer. Raises DataError where a row was answered that says something else now."""
+        """Return rows without an answer. Raises DataError if an answered row has changed."""
         known = self._kept | self._out
         for row in rows:
             if (before := known.get(row.row)) and before != _digest(row):
                 raise DataError(
-                    f"row {row.row} is another than the one that {self.out} has an answer to",
+                    f"row {row.row} differs from the one answered in {self.out}",
                     next="the data as it was, or another --out",
                 )
         return [row for row in rows if row.row not in known]
 
     def write(self, rows: Sequence[Conversation], ask: Ask, *, again: bool = False) -> Iterator[Written]:
-        """Ask for what is missing, a batch after the other. -> after each, what is written in all.
+        """Request missing answers, batch by batch; after each yield the totals written.
 
-        again: a batch of which some rows are missing is asked for whole (a local model, whose answers to a
-        batch depend on all of it when they are drawn). Raises the first fault, when what came is written.
+        again: request a batch as a whole if some of its rows are missing (for a local model, whose sampled
+        answers
+        depend on the whole batch). Raises the first error after writing what arrived.
         """
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        with _appending(self.out) as kept, _appending(self.beside) as left_out:
+        with _appending(self.out) as answered, _appending(self.beside) as left_out:
             for first in range(0, len(rows), TOGETHER):
                 batch = rows[first : first + TOGETHER]
                 if not (missing := self.missing(batch)):
                     continue
-                asked = batch if again else missing
+                requested = batch if again else missing
                 fault = None
-                answers = ask(asked)
+                answers = ask(requested)
                 going = bool(self._kept) or any(isinstance(each, Answer) and each.usable for each in answers)
-                for row, answer in zip(asked, answers, strict=True):
-                    # a server that answers others refuses this row: it is too long, or not to its taste
+                for row, answer in zip(requested, answers, strict=True):
+                    # the server answers others but refuses this row: it is too long, or filtered
                     if going and isinstance(answer, EndpointError) and answer.status in (400, 413, 422):
                         answer = Answer("", answer.message[:WORDS])
                     if isinstance(answer, Exception):
                         fault = fault or answer
                     elif row in missing:
-                        file, known = (kept, self._kept) if answer.usable else (left_out, self._out)
+                        file, known = (answered, self._kept) if answer.usable else (left_out, self._out)
                         file.write(json.dumps(self._record(row, answer), ensure_ascii=False) + "\n")
                         known[row.row] = _digest(row)
-                for file in (kept, left_out):
+                for file in (answered, left_out):
                     file.flush()
                     os.fsync(file.fileno())
                 if fault is not None:
@@ -118,19 +122,19 @@ class TeacherAnswers:
             self.beside.unlink()
 
     def _record(self, row: Conversation, answer: Answer) -> dict[str, Any]:
-        said: Message = {"role": "assistant", "content": answer.text}
-        said |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-        said |= {"tool_calls": answer.calls} if answer.calls else {}
+        turn: Message = {"role": "assistant", "content": answer.text}
+        turn |= {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+        turn |= {"tool_calls": answer.calls} if answer.calls else {}
         before = [
             {**message, "weight": 0} if message["role"] == "assistant" else message
             for message in row.messages
         ]
         about = {"row": row.row, "asked": _digest(row), "ended": answer.ended}
         tools = {"tools": row.tools} if row.tools else {}
-        return {"messages": [*before, said], **tools, "source": {**self.source, **about}}
+        return {"messages": [*before, turn], **tools, "source": {**self.source, **about}}
 
     def _known(self, path: Path) -> dict[int, str]:
-        """Row -> digest of what was asked, of a file's whole lines."""
+        """Return row -> digest of its prompt, from a file's complete lines."""
         known: dict[int, str] = {}
         for number, line in enumerate(_whole_lines(path), 1):
             record = parse_object(line, f"{path.name}, line {number}", DataError, next="another --out")
@@ -145,9 +149,9 @@ class TeacherAnswers:
                     name for name in {**own, **self.source} if own.get(name) != self.source.get(name)
                 )
                 raise DataError(
-                    f"{path} was answered with {other} = {own.get(other)!r}, now it is"
+                    f"{path} was answered with {other} = {own.get(other)!r}, but now it is"
                     f" {self.source.get(other)!r}",
-                    next="the same as then, or another --out",
+                    next="use the same value, or another --out",
                 )
             known[about["row"]] = str(about.get("asked"))
         return known
@@ -158,12 +162,12 @@ def _digest(row: Conversation) -> str:
 
 
 def _whole_lines(path: Path) -> list[bytes]:
-    """A file's lines; one that a break left half is none."""
+    """Return a file's complete lines; a line cut by an interruption does not count."""
     return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
 
 
 def _appending(path: Path) -> TextIO:
-    """The file, opened behind its last whole line."""
+    """Open the file for appending after its last complete line."""
     whole = sum(len(line) + 1 for line in _whole_lines(path))
     if path.is_file():
         os.truncate(path, whole)

@@ -1,7 +1,7 @@
-"""What calls to a server may cost: the worst case is said before the first, and no call goes beyond a budget.
+"""Cost control for calls to a server: the worst case is shown first, and no call exceeds the budget.
 
-Every try that was sent counts as billed, whether an answer came or not, and the count is kept on disk before
-the try: a run that is broken off and goes on stays within the same budget (docs/why/trust.md R6).
+Every attempt that was sent counts as billed, with or without an answer, and is recorded on disk before it is
+sent. So an interrupted run that continues stays within the same budget (docs/why/trust.md R6).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FILE = "spent.json"
 
 @dataclass(frozen=True)
 class Price:
-    """USD per million tokens read and written. None: not said."""
+    """USD per million tokens read and written. None: unknown."""
 
     read: float | None = None
     written: float | None = None
@@ -37,7 +37,7 @@ class Price:
 class Budget:
     """At most `usd` for all calls whose answers go into `folder`; 0 refuses every call that has a price.
 
-    of: the file there whose answers these are, where there may be several
+    of: the file in it that these answers belong to, if there may be several
     """
 
     def __init__(self, folder: Path, usd: float, price: Price, of: str = ""):
@@ -47,16 +47,17 @@ class Budget:
         self._lock = threading.Lock()
 
     def worst(self, url: str, read: int, written: int) -> str:
-        """What so many tokens cost at most, as a line; "" where nothing is billed.
+        """Return the maximum cost of that many tokens, as a line; "" if nothing is billed.
 
-        Raises ConfigError, before any call: where a server that isn't one's own has no price, and where the
-        worst case is more than is left of the budget.
+        Raises ConfigError, before any call, if a server outside of the own network has no price, or if the
+        worst case
+        exceeds the remaining budget.
         """
         if not self.price.said:
             if is_own_network(url):
                 return ""
             raise ConfigError(
-                f"{url} is not on this machine or in its network, and what it costs was not said",
+                f"{url} is not on this machine or in its network, and its price is unknown",
                 next="--endpoint.price-read 0.5 --endpoint.price-written 1.5 (USD per million tokens; 0 and 0"
                 " where it is free) and --endpoint.budget-usd",
             )
@@ -66,7 +67,7 @@ class Budget:
             f" ${self.price.written:g} per million: at most ${cost:,.4f}"
         )
         if cost > self.usd - self.spent:
-            before = f", of which ${self.spent:,.4f} is spent" if self.spent else ""
+            before = f" (${self.spent:,.4f} already spent)" if self.spent else ""
             raise ConfigError(
                 f"{arithmetic}; the budget is ${self.usd:,.4f}{before}",
                 next=f"--endpoint.budget-usd {1.01 * (self.spent + cost):.4g}, or fewer rows",
@@ -74,7 +75,7 @@ class Budget:
         return f"{arithmetic}; budget ${self.usd:,.4f}" if cost else ""
 
     def reserve(self, read: int, written: int) -> None:
-        """Count a try before it is sent. Raises ConfigError where it might go beyond the budget."""
+        """Count an attempt before it is sent. Raises ConfigError if it might exceed the budget."""
         if not (cost := self.price.of(read, written)):
             return
         with self._lock:
@@ -82,7 +83,7 @@ class Budget:
                 raise ConfigError(
                     f"${self.spent:,.4f} of the budget of ${self.usd:,.4f} is spent; the next call may cost"
                     f" ${cost:,.4f}",
-                    next="a larger --endpoint.budget-usd; the same command continues where this ended",
+                    next="a larger --endpoint.budget-usd; the same command continues from here",
                 )
             self.spent += cost
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The answers of a model behind an OpenAI-compatible server: /v1/chat/completions, several at a time."""
+"""Answers of a model behind an OpenAI-compatible server: /v1/chat/completions, several at a time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from unfreeze.untrusted.json_object import is_list
 if TYPE_CHECKING:
     from unfreeze.teach.client import Client
 
-AT_ONCE = 8  # requests; a server batches them
-BESIDE = 16  # tokens at most that a template writes around one message, about
+AT_ONCE = 8  # concurrent requests; a server batches them
+BESIDE = 16  # approximate maximum of tokens that a template writes around one message
 
 
 class ChatEndpoint:
-    """Asks a server for the next turn of conversations.
+    """Requests the next turn of conversations from a server.
 
-    name      of the model on the server; "": the one it has
-    settings  max_tokens, temperature, top_p, stop, seed: sent as they are
-    reserve   (tokens read, tokens written at most) of a try, before it is sent (teach/budget.py)
+    name      of the model on the server; "": its only one
+    settings  max_tokens, temperature, top_p, stop, seed: sent unchanged
+    reserve   (tokens read, maximum tokens written) of an attempt, before it is sent (teach/budget.py)
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ChatEndpoint:
         self.client, self.name, self.settings, self.reserve = client, name, settings, reserve
 
     def __call__(self, rows: Sequence[Conversation]) -> list[Answer | Exception]:
-        """An answer per row, or why it has none; all that came are here, whatever happened to others."""
+        """Return an answer or an error per row; one row's failure does not affect the others."""
         with ThreadPoolExecutor(min(AT_ONCE, len(rows))) as pool:
             waiting = [pool.submit(self._ask, row) for row in rows]
         faults = [each.exception() for each in waiting]
@@ -64,26 +64,26 @@ class ChatEndpoint:
         except (KeyError, IndexError, TypeError, AttributeError):
             raise EndpointError(
                 f"{self.client.url}/chat/completions: its answer has no message: {json.dumps(answer)[:200]}",
-                next="see that the address is of an OpenAI-compatible server",
+                next="check that the address is of an OpenAI-compatible server",
             ) from None
         text, thought = (value if isinstance(value, str) else "" for value in (text, thought))
         return Answer(text, str(ended or "stop"), thought, calls if is_list(calls) else [])
 
 
 def _as_openai(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of a row, with the arguments of tool calls as JSON text."""
+    """Return a row's message with tool-call arguments as JSON text."""
     if not (calls := message.get("tool_calls")):
         return message
     written: list[dict[str, Any]] = []
     for i, call in enumerate(calls):
         function = call["function"]
-        given = function.get("arguments")
-        text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
         written.append({"id": f"call_{i}", **call, "function": {**function, "arguments": text}})
     return {**message, "tool_calls": written}
 
 
 def most_tokens(row: Conversation) -> int:
-    """Tokens that a row can have at most, whatever the tokenizer: one a byte, and what a template writes."""
-    said = json.dumps([row.messages, row.tools], ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return len(said) + BESIDE * (len(row.messages) + 1)
+    """Return an upper bound of a row's tokens for any tokenizer: one per byte, plus the template's."""
+    text = json.dumps([row.messages, row.tools], ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return len(text) + BESIDE * (len(row.messages) + 1)

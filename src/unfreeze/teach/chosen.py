@@ -1,4 +1,4 @@
-"""Who teaches, and what is minimised: the fields of `unfreeze distill` as a second model and an objective."""
+"""Convert the fields of `unfreeze distill` to a second model and an objective."""
 
 from __future__ import annotations
 
@@ -17,29 +17,40 @@ if TYPE_CHECKING:
 
 
 def teacher_of(config: Config) -> Asked | Stored:
-    """Who is asked, or what was said."""
-    from unfreeze.teach.store import Stored, is_store  # it needs numpy
+    """Return the teacher: a model to query, or stored outputs."""
+    from unfreeze.teach.store import Stored, is_store  # needs numpy
 
-    asked = config.distillation
+    settings = config.distillation
     minimise = partial(_divergence, config)
-    options: dict[str, Any] = {"temperature": asked.temperature, "beta": asked.mixture, "loss": asked.words}
+    options: dict[str, Any] = {
+        "temperature": settings.temperature,
+        "beta": settings.mixture,
+        "loss": settings.words,
+    }
     if is_store(config.teacher):
-        if asked.relations or asked.hidden:
+        if settings.relations or settings.hidden:
             raise ConfigError(
-                f"{config.teacher} is what a teacher said: --distillation.relations and --distillation.hidden"
-                " compare layers",
-                next="--teacher with the teacher itself, or leave them out",
+                f"{config.teacher} holds a teacher's outputs, but --distillation.relations and"
+                " --distillation.hidden compare layers",
+                next="--teacher with the teacher itself, or remove them",
             )
-        needs = "on_policy" if asked.on_policy else "gamma" if asked.gamma is not None else ""
+        needs = "on_policy" if settings.on_policy else "gamma" if settings.gamma is not None else ""
         if needs:
             raise ConfigError(
-                f"{config.teacher} is what a teacher said of the data, and {needs} asks about more words",
-                next="--teacher with the teacher itself, or leave it out",
+                f"{config.teacher} holds a teacher's outputs for the data, but {needs} needs other tokens",
+                next="--teacher with the teacher itself, or remove it",
             )
         return Stored(config.teacher, minimise, **options)
-    if asked.relations or asked.hidden:
-        given = asked.relations, asked.hidden, "mse", asked.pairs, asked.relation_heads, config.seed
-        options["inside"] = Inside(*given)
+    if settings.relations or settings.hidden:
+        inside_options = (
+            settings.relations,
+            settings.hidden,
+            "mse",
+            settings.pairs,
+            settings.relation_heads,
+            config.seed,
+        )
+        options["inside"] = Inside(*inside_options)
     if config.teacher == BASE:
         return BaseAsked(minimise, **options)
     return Asked(config.teacher, minimise, shares=config.lora is not None, **options)
@@ -48,10 +59,14 @@ def teacher_of(config: Config) -> Asked | Stored:
 def _divergence(config: Config, teacher: Teacher, words: int) -> Objective:
     from unfreeze.objectives.divergence import divergence
 
-    asked = config.distillation
-    if asked.gamma is not None:
+    settings = config.distillation
+    if settings.gamma is not None:
         from unfreeze.teach.inside import corrector
 
-        return partial(corrector, teacher=teacher, vocab=words, gamma=asked.gamma)
-    options: dict[str, Any] = {"beta": asked.mixture, "temperature": asked.temperature, "alpha": asked.alpha}
+        return partial(corrector, teacher=teacher, vocab=words, gamma=settings.gamma)
+    options: dict[str, Any] = {
+        "beta": settings.mixture,
+        "temperature": settings.temperature,
+        "alpha": settings.alpha,
+    }
     return partial(divergence, teacher=teacher, vocab=words, **options)

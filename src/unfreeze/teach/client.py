@@ -1,9 +1,9 @@
-"""A client of an OpenAI-compatible server: a JSON body out, an object back, or one line that says why not.
+"""A client of an OpenAI-compatible server: sends a JSON body, returns an object or raises a one-line error.
 
-The library `openai` (extra [teach]) sends, and asks again what may pass: no connection, no answer in time,
-half an answer, 408, 409, 429 and 5xx. It waits 0.5, 1, 2, … 8 seconds, or what Retry-After says up to two
-minutes. What it leaves open is here: each try is counted before it is sent, an answer has a deadline and a
-size as a whole and is one JSON object, and the key goes nowhere else.
+The library `openai` (extra [teach]) sends requests and retries temporary failures: no connection, no or only
+half an answer in time, 408, 409, 429 and 5xx. It waits 0.5, 1, 2, … 8 seconds, or Retry-After up to two
+minutes. The remaining rules are here: each attempt is counted before it is sent; an answer has a deadline and
+a size limit as a whole and is one JSON object; and the key goes nowhere else.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ import openai
 from unfreeze.teach.address import KEY, WORDS, EndpointError, base_url, is_here
 from unfreeze.untrusted.json_object import MAX_BYTES, is_object, parse_object
 
-OF_BODY = ("content-encoding", "content-length", "transfer-encoding")  # headers that end with the reading
-FROM_ENVIRONMENT = ("openai-organization", "openai-project")  # headers that the library takes from there
+# headers that no longer apply once the body is read
+OF_BODY = ("content-encoding", "content-length", "transfer-encoding")
+# headers that the library takes from the environment
+FROM_ENVIRONMENT = ("openai-organization", "openai-project")
 
 
 @dataclass
 class _Post:
-    """What one post has cost. reserve: called before each try."""
+    """The cost of one post so far. reserve: called before each attempt."""
 
     reserve: Callable[[], None]
     tries: int = 0
@@ -36,16 +38,16 @@ class _Post:
 
 
 _POST: ContextVar[_Post] = ContextVar("_POST")
-"""The post that this thread waits for: the library gives its transport nothing but the request."""
+"""The post that this thread waits for: the library passes only the request to its transport."""
 
 
 class Client:
     """Posts to one server.
 
-    url          http(s)://host[:port][/path]; /v1 is added where no path is given
-    timeout      seconds for the whole of one answer
-    tries        of one post
-    environment  where the key is looked for
+    url          http(s)://host[:port][/path]; /v1 is added if there is no path
+    timeout      seconds for one whole answer
+    tries        attempts per post
+    environment  where the key is looked up
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Client:
         self._unsent = bool(key) and not self._key
         self._openai = openai.OpenAI(
             base_url=self.url,
-            api_key="-",  # the header is _Http's, which knows where the key may go
+            api_key="-",  # _Http sets the header, because it knows where the key may go
             max_retries=tries - 1,
             timeout=timeout,
             http_client=_Http(self._key, timeout, trust_env=not here),
@@ -66,9 +68,9 @@ class Client:
     def post(
         self, path: str, body: Mapping[str, Any], reserve: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """The object that the server answers to `body` at url/path. Raises EndpointError.
+        """Post `body` to url/path and return the server's object. Raises EndpointError.
 
-        reserve: called before each try; what may be billed is counted there (teach/budget.py).
+        reserve: called before each attempt, to count what may be billed (teach/budget.py).
         """
         post = _Post(reserve)
         outer = _POST.set(post)
@@ -81,7 +83,7 @@ class Client:
             why = f"no whole answer in {self.timeout:g} seconds" if late else _words(error)
             raise EndpointError(
                 f"{self.url}/{path}: {why}; {post.tries} tries",
-                next="see that the server runs; the same command continues where this one ended",
+                next="check that the server runs; the same command continues where this one ended",
             ) from None
         finally:
             _POST.reset(outer)
@@ -89,10 +91,10 @@ class Client:
         return post.answer
 
     def _refused(self, path: str, error: openai.APIStatusError, tries: int) -> EndpointError:
-        """A status that is no success, in the server's own words."""
-        code, said = error.status_code, _message(error.body)
-        said = said.replace(self._key, "…") if self._key else said
-        words = f"the server answers {code}{f': {said}' if said else ''}"
+        """Return the error for an unsuccessful status, in the server's own words."""
+        code, reply = error.status_code, _message(error.body)
+        reply = reply.replace(self._key, "…") if self._key else reply
+        words = f"the server answers {code}{f': {reply}' if reply else ''}"
         words += f"; {tries} tries" if tries > 1 else ""
         next = {
             401: f"set {KEY} to the server's key",
@@ -104,14 +106,14 @@ class Client:
         elif code in (401, 403) and self._unsent:
             next = f"https: {KEY} is not sent over http to another machine"
         elif code in (408, 409, 429) or code >= 500:
-            next = "see that the server runs; the same command continues where this one ended"
+            next = "check that the server runs; the same command continues where this one ended"
         return EndpointError(f"{self.url}/{path}: {words}", next=next, status=code)
 
 
 class _Http(openai.DefaultHttpxClient):
-    """One try: counted, sent to this address alone, and read whole.
+    """Sends one attempt: counted, to this address only, and read completely.
 
-    trust_env: what goes to this machine goes through no proxy of the environment
+    trust_env: requests to this machine must not use a proxy from the environment
     """
 
     def __init__(self, key: str, seconds: float, *, trust_env: bool):
@@ -130,12 +132,12 @@ class _Http(openai.DefaultHttpxClient):
         if answer.is_success:
             try:
                 post.answer = parse_object(answer.content, "the answer", EndpointError)
-            except EndpointError as error:  # a proxy's page, say: the library tries again
+            except EndpointError as error:  # perhaps a proxy's page: the library retries
                 raise httpx2.DecodingError(error.message, request=request) from None
         return answer
 
     def _whole(self, request: httpx2.Request) -> httpx2.Response:
-        """Send, and read to the end. The library's time-outs begin anew with every byte: this one doesn't."""
+        """Send, and read to the end. The library's timeouts restart with every byte; this one doesn't."""
         ends, read = time.monotonic() + self._seconds, bytearray()
         streamed = super().send(request, stream=True, follow_redirects=False)
         try:
@@ -144,7 +146,7 @@ class _Http(openai.DefaultHttpxClient):
                 if time.monotonic() > ends:
                     raise httpx2.ReadTimeout("no whole answer in time", request=request)
                 if len(read) > MAX_BYTES:
-                    words = f"{request.url}: an answer of more than {MAX_BYTES:,} bytes is not read"
+                    words = f"{request.url}: the answer has more than {MAX_BYTES:,} bytes"
                     raise EndpointError(words)
         finally:
             streamed.close()
@@ -153,13 +155,13 @@ class _Http(openai.DefaultHttpxClient):
 
 
 def _message(body: object) -> str:
-    """The words inside {"message": …} and its kin, of which the library has taken off "error"; cut."""
-    found: Any = body
+    """Return the text inside {"message": …} and similar, whose "error" the library has removed; shortened."""
+    text: Any = body
     for name in ("message", "detail"):
-        found = found.get(name, found) if is_object(found) else found
-    return (found if isinstance(found, str) else json.dumps(found) if found else "")[:WORDS]
+        text = text.get(name, text) if is_object(text) else text
+    return (text if isinstance(text, str) else json.dumps(text) if text else "")[:WORDS]
 
 
 def _words(error: openai.APIConnectionError) -> str:
-    """Why there was no answer: the library says "Connection error.", its cause what it was."""
+    """Return the reason for a missing answer: the library only says "Connection error.", its cause more."""
     return str(error.__cause__ or error) or type(error.__cause__ or error).__name__

@@ -1,10 +1,10 @@
-"""How a teacher's likeliest words are written: K entries for a token, and what the rest have together.
+"""Encoding of a teacher's top-K tokens: K entries per token, and all others' total probability ("rest").
 
-compact   a word's id in as many bits as the vocabulary needs, -log q in 11 bits (steps of 1/64 nat up to
-          32), the rest's in 16: at K = 32 and 163,840 words (18 bits) 32 · (18 + 11) + 16 bits = 118 bytes
-float32   ids in int32, log q and the rest's in float32: 260 bytes
+    compact   a token id in as many bits as the vocabulary needs, -log q in 11 bits (steps of 1/64 nat up to
+              32), the rest's in 16: at K = 32 and 163,840 ids (18 bits) 32 · (18 + 11) + 16 bits = 118 bytes
+    float32   ids in int32, log q and the rest's in float32: 260 bytes
 
-What rounding costs is measured in tests/teach/test_store.py. N tokens, K entries each, V words.
+The cost of rounding is measured in tests/teach/test_store.py. N tokens, K entries each, V ids.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 Name = Literal["compact", "float32"]
 BITS, STEPS = 11, 64  # of -log q: 2^11 steps of 1/64 nat
-REST_BITS, REST_STEPS = 16, 2048  # 32 nats too
-LEAST = -80.0  # log of a probability that float32 does not hold any more
+REST_BITS, REST_STEPS = 16, 2048  # also up to 32 nats
+LEAST = -80.0  # log of a probability that float32 cannot represent
 
 
 @dataclass(frozen=True)
 class Coding:
-    """name: which of the two; top_k: K; words: V."""
+    """name: one of the two encodings; top_k: K; words: V."""
 
     name: Name
     top_k: int
@@ -37,13 +37,13 @@ class Coding:
 
     @property
     def nbytes(self) -> int:
-        """Of a token."""
+        """Bytes per token."""
         if self.name == "float32":
             return 8 * self.top_k + 4
         return -(-(self.top_k * (self.id_bits + BITS) + REST_BITS) // 8)
 
     def encode(self, ids_NK: np.ndarray, log_q_NK: np.ndarray, rest_N: np.ndarray) -> np.ndarray:
-        """uint8 [N, nbytes] of ids, of their log q, and of the log of what the other words have together."""
+        """Encode ids, their log q, and the log of all others' total probability as uint8 [N, nbytes]."""
         if self.name == "float32":
             parts = (ids_NK.astype("<i4"), log_q_NK.astype("<f4"), rest_N.astype("<f4")[:, None])
             return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
@@ -52,7 +52,7 @@ class Coding:
         return np.packbits(np.concatenate(bits, axis=1), axis=1)
 
     def decode(self, raw_NB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(ids int32 [N, K], log q float32 [N, K], the rest's log float32 [N]); compact ones add up to 1."""
+        """Return (ids int32 [N, K], log q float32 [N, K], rest's log float32 [N]); compact ones sum to 1."""
         N, K = len(raw_NB), self.top_k
         if self.name == "float32":
             ids, log_q, rest = (
@@ -72,11 +72,11 @@ class Coding:
 
 
 def top_of(log_q_BV: Tensor, top_k: int) -> tuple[Any, Any, Any]:
-    """(ids, log q, log of what the others have) of the K likeliest words, in order, as numpy arrays."""
+    """Return (ids, log q, log of the rest) of the K likeliest tokens, in order, as numpy arrays."""
     log_q_BK, ids_BK = log_q_BV.topk(top_k, dim=-1)
     others_BV = log_q_BV.exp().scatter_(1, ids_BK, 0.0)
     rest_B = others_BV.sum(-1).log().clamp_(min=LEAST)
-    # a word that cannot be (-inf) is one of e^LEAST: 0 times -inf is no number
+    # an impossible token (-inf) gets e^LEAST, because 0 times -inf is NaN
     return ids_BK.cpu().numpy(), log_q_BK.clamp_(min=LEAST).cpu().numpy(), rest_B.cpu().numpy()
 
 
@@ -89,7 +89,7 @@ def _steps(log_q: np.ndarray, bits: int, steps: int) -> np.ndarray:
 
 
 def _bits(numbers_NK: np.ndarray, bits: int) -> np.ndarray:
-    """uint8 [N, K · bits], highest first."""
+    """Return uint8 [N, K · bits], most significant bit first."""
     places = np.arange(bits - 1, -1, -1)
     spread = (numbers_NK.astype(np.int64)[:, :, None] >> places) & 1
     return spread.astype(np.uint8).reshape(len(numbers_NK), -1)

@@ -1,4 +1,4 @@
-"""What `unfreeze prefer` minimises and compares with: its fields as an objective and a second model."""
+"""Convert the fields of `unfreeze prefer` to an objective and a reference model."""
 
 from __future__ import annotations
 
@@ -18,51 +18,51 @@ if TYPE_CHECKING:
 
 
 def reference_model(config: Config) -> Second | None:
-    """The model as it began, asked in each step or once before the first; None where nothing is compared."""
-    asked = config.preference
-    alone = minimised(asked)
+    """Return the reference model, queried live or once before the first step; None if the loss needs none."""
+    settings = config.preference
+    alone = minimised(settings)
 
     def against(reference: Reference) -> Objective:
         return partial(alone, reference=reference)
 
-    if asked.loss in WITHOUT_REFERENCE:
+    if settings.loss in WITHOUT_REFERENCE:
         return None
-    if asked.reference == "live":
-        return AsBegun(reference_of(config), against, loss=compared_loss(asked))
-    from unfreeze.teach.kept import Kept  # it needs numpy
+    if settings.reference == "live":
+        return AsBegun(reference_of(config), against, loss=compared_loss(settings))
+    from unfreeze.teach.kept import Kept  # needs numpy
 
-    return Kept(reference_of(config), against, loss=compared_loss(asked))
+    return Kept(reference_of(config), against, loss=compared_loss(settings))
 
 
-def minimised(asked: Preference) -> partial[Loss]:
-    """The loss with its settings; a reference is still to be given where it needs one."""
+def minimised(settings: Preference) -> partial[Loss]:
+    """Return the loss with its settings; a reference must still be supplied if it needs one."""
     return partial(
         preference,
-        kind=asked.loss,
-        beta=asked.beta,
-        gamma=asked.gamma,
-        label_smoothing=asked.label_smoothing,
-        nll=asked.nll,
-        desirable_weight=asked.desirable_weight,
-        undesirable_weight=asked.undesirable_weight,
+        kind=settings.loss,
+        beta=settings.beta,
+        gamma=settings.gamma,
+        label_smoothing=settings.label_smoothing,
+        nll=settings.nll,
+        desirable_weight=settings.desirable_weight,
+        undesirable_weight=settings.undesirable_weight,
     )
 
 
-def answers_of(asked: Preference) -> Answers:
-    """How rows are read: as pairs, of kto as answers with a label."""
-    return "labels" if asked.loss == "kto" else "pairs"
+def answers_of(settings: Preference) -> Answers:
+    """Return how rows are read: as pairs, or as labelled answers for kto."""
+    return "labels" if settings.loss == "kto" else "pairs"
 
 
-def compared_loss(asked: Preference) -> str:
-    """What is minimised, in words: 'dpo, beta 0.1, nll 0.2'."""
-    words = [asked.loss, f"beta {asked.beta:g}"]
-    words += [f"gamma {asked.gamma:g}"] * (asked.loss == "simpo")
-    words += [f"label smoothing {asked.label_smoothing:g}"] * bool(asked.label_smoothing)
-    return ", ".join([*words, *[f"nll {asked.nll:g}"] * bool(asked.nll)])
+def compared_loss(settings: Preference) -> str:
+    """Describe the loss: 'dpo, beta 0.1, nll 0.2'."""
+    words = [settings.loss, f"beta {settings.beta:g}"]
+    words += [f"gamma {settings.gamma:g}"] * (settings.loss == "simpo")
+    words += [f"label smoothing {settings.label_smoothing:g}"] * bool(settings.label_smoothing)
+    return ", ".join([*words, *[f"nll {settings.nll:g}"] * bool(settings.nll)])
 
 
 def reference_of(config: Config) -> Kind:
-    """The model as it began: also where adapters go on from others, of which a copy is kept."""
+    """Return the kind of reference; if adapters continue from others, a copy of these is kept."""
     if config.lora is None:
         return "copy"
     return "adapters" if config.adapter else "base"

@@ -1,17 +1,18 @@
-"""A teacher behind an OpenAI-compatible server: its likeliest words at each token of our documents.
+"""A teacher behind an OpenAI-compatible server: its top tokens at each token of our documents.
 
-A document goes to /v1/completions as token ids; one token is asked for, with the prompt echoed. What comes
-back differs from server to server:
+A document is posted to /v1/completions as token ids; one new token is requested, with the prompt echoed. The
+answer differs from server to server:
 
-vLLM      choices[i].prompt_logprobs: {id: {logprob, decoded_token}} per token, at most --max-logprobs (20)
-SGLang    choices[i].logprobs with echo: {text: logprob} per token; words of one text hide each other
-OpenAI    the same, at most 5 words; refuses echo with logprobs for gpt-3.5-turbo-instruct
-llama.cpp refuses echo, or gives log-probabilities of new tokens only: it cannot be this teacher
+    vLLM      choices[i].prompt_logprobs: {id: {logprob, decoded_token}} per token, at most --max-logprobs
+              (20)
+    SGLang    choices[i].logprobs with echo: {text: logprob} per token; ids with equal texts hide each other
+    OpenAI    the same, at most 5 tokens; refuses echo with logprobs for gpt-3.5-turbo-instruct
+    llama.cpp refuses echo, or returns log-probabilities of new tokens only: it cannot be this teacher
 
-Nothing is taken on trust. The text of each token must be ours under that id, each position must have as many
-words as were asked for, probabilities must be finite and sum to at most 1, and what is said twice must agree.
+Everything is checked. The text of each token must be ours for that id, each position must have the requested
+number of tokens, probabilities must be finite and sum to at most 1, and values given twice must agree.
 
-N tokens of a document, K words of a position, the likeliest first.
+N tokens of a document, K top tokens per position, the likeliest first.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
     from unfreeze.teach.client import Client
 
-EPSILON = 1e-3  # by which probabilities may sum to more than 1, and two accounts of one differ: text rounds
+EPSILON = 1e-3  # rounding tolerance: for sums of probabilities above 1, and between two values of one
 IMPOSSIBLE = -1000.0  # vLLM writes -9999 for -inf
-SHORT = 8  # tokens of a document at most, of which a teacher may be certain to the last bit
-TOGETHER = 8  # documents of one request, which the server computes side by side
+SHORT = 8  # maximum tokens of a document for which a teacher may be certain to the last bit
+TOGETHER = 8  # documents per request, which the server computes in parallel
 TEXTS = "unfreeze generate URL --data F --out rows.jsonl, then unfreeze sft"
 NO_LOGPROBS = (
     "vLLM and SGLang give log-probabilities of a prompt, llama.cpp and most paid services don't; take the"
@@ -41,15 +42,15 @@ NO_LOGPROBS = (
 )
 
 Top = list[tuple[int, float]]
-"""(id, log-probability in nats) of the likeliest words at one position, the likeliest first."""
+"""(id, log-probability in nats) of the top tokens at one position, the likeliest first."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """What the teacher says of one document of N tokens.
+    """The teacher's output for one document of N tokens.
 
-    top     for each of tokens 1 … N - 1: its likeliest words, given the tokens before it
-    own     log-probability of the token itself there
+    top     for each of tokens 1 … N - 1: the top tokens, given the tokens before it
+    own     log-probability of the token itself
     """
 
     top: list[Top]
@@ -57,11 +58,11 @@ class Scored:
 
 
 class Endpoint:
-    """Asks a server for the `top` likeliest words at each token.
+    """Requests the `top` likeliest tokens at each token from a server.
 
-    name       of the model on the server; "": the one it has
-    tokenizer  the student's; the server's words must be the same
-    reserve    (tokens read, tokens written) of a try, before it is sent (teach/budget.py)
+    name       of the model on the server; "": its only one
+    tokenizer  the student's; the server must have the same tokens
+    reserve    (tokens read, tokens written) of an attempt, before it is sent (teach/budget.py)
     """
 
     def __init__(
@@ -74,16 +75,17 @@ class Endpoint:
         reserve: Callable[[int, int], None] = lambda read, written: None,
     ):
         self.client, self.name, self.tokenizer, self.top, self.reserve = client, name, tokenizer, top, reserve
-        self._form: int | None = None  # of FORMS: what this server takes
+        self._form: int | None = None  # index in FORMS of the form this server accepts
         self._texts: dict[int, str] = {}
         self.listed = self.shared = 0
-        """Words that came under their texts, and how many of these have a text that several ids share."""
+        """Number of tokens identified by their text, and how many of these texts are shared by several ids.
+        """
 
     def __repr__(self) -> str:
         return f"{self.name or 'the model'} at {self.client.url}"
 
     def scored(self, documents: Sequence[Sequence[int]]) -> Iterator[Scored]:
-        """One after the other, TOGETHER in a request. Raises EndpointError at one that cannot be used."""
+        """Score documents, TOGETHER per request. Raises EndpointError at one that cannot be used."""
         for first in range(0, len(documents), TOGETHER):
             yield from self._ask(documents[first : first + TOGETHER])
 
@@ -103,7 +105,7 @@ class Endpoint:
             try:
                 answer = self.client.post("completions", body, lambda: self.reserve(read, written))
             except EndpointError as error:
-                # fields that a strict server doesn't know: asked again without them
+                # a strict server rejects unknown fields: retry without them
                 if form != forms[-1] and error.status in (400, 422):
                     continue
                 raise self._unable(error) if error.status in (400, 422) else error from None
@@ -122,7 +124,7 @@ class Endpoint:
         )
 
     def _read(self, answer: dict[str, Any], documents: Sequence[Sequence[int]]) -> Iterator[Scored]:
-        """The choices in the order of the documents, each checked when its turn comes."""
+        """Yield the choices in document order, each checked when its turn comes."""
         choices = answer.get("choices")
         if not is_list(choices) or not all(is_object(choice) for choice in choices):
             raise self._wrong("its answer has no list of choices")
@@ -137,35 +139,35 @@ class Endpoint:
             raise self._wrong(
                 f"the prompt came back as {len(echoed)} other tokens than the {len(tokens)} sent"
             )
-        if (found := choice.get("prompt_logprobs")) is not None:
-            positions = self._by_id(found, tokens)
-        elif is_object(found := choice.get("logprobs")):
-            positions = self._by_text(found, tokens)
+        if (logprobs := choice.get("prompt_logprobs")) is not None:
+            positions = self._by_id(logprobs, tokens)
+        elif is_object(logprobs := choice.get("logprobs")):
+            positions = self._by_text(logprobs, tokens)
         else:
             raise self._wrong("its answer has no log-probabilities of the prompt", NO_LOGPROBS)
-        each = {said for words, _ in positions for said in words.values()}
+        each = {logprob for words, _ in positions for logprob in words.values()}
         if len(tokens) > SHORT and len(each) == 1:
             raise self._wrong(f"every log-probability is {each.pop():g}")
         scored = [self._checked(words, own, place) for place, (words, own) in enumerate(positions, 1)]
         return Scored(scored, [own for _, own in positions])
 
-    def _by_id(self, found: Any, tokens: Sequence[int]) -> list[tuple[dict[int, float], float]]:
-        """vLLM's: per position an object id -> {logprob, rank, decoded_token}."""
-        if not is_list(found) or len(found) < len(tokens):
-            raise self._wrong(f"log-probabilities for {_len(found)} of {len(tokens)} tokens")
+    def _by_id(self, listed: Any, tokens: Sequence[int]) -> list[tuple[dict[int, float], float]]:
+        """Parse vLLM's form: per position an object id -> {logprob, rank, decoded_token}."""
+        if not is_list(listed) or len(listed) < len(tokens):
+            raise self._wrong(f"log-probabilities for {_len(listed)} of {len(tokens)} tokens")
         positions: list[tuple[dict[int, float], float]] = []
         for place in range(1, len(tokens)):
-            entries = found[place]
+            entries = listed[place]
             if not is_object(entries):
                 raise self._wrong(f"token {place}: its log-probabilities are {_short(entries)}")
             self._enough(len(entries), place)
             words: dict[int, float] = {}
             for written, entry in entries.items():
                 if not _is_id(written) or not is_object(entry):
-                    raise self._wrong(f"token {place}: {written!r} is no token id with a log-probability")
-                said = self._number(entry.get("logprob"), place)
+                    raise self._wrong(f"token {place}: {written!r} is not a token id with a log-probability")
+                logprob = self._number(entry.get("logprob"), place)
                 if self._same_word(int(written), entry.get("decoded_token"), place):
-                    words[int(written)] = said
+                    words[int(written)] = logprob
             if tokens[place] not in words:
                 raise self._wrong(
                     f"token {place}: {tokens[place]}, the prompt's own, is not among those listed"
@@ -175,7 +177,10 @@ class Endpoint:
         return positions
 
     def _likeliest(self, words: dict[int, float], listed: int, place: int) -> None:
-        """The K likeliest of V words have K / V or more; half of it leaves room for a padded head."""
+        """Check for real probabilities.
+
+        The top K of V tokens have K / V or more; requiring only half allows for a padded head.
+        """
         total, size = sum(map(math.exp, words.values())), self.tokenizer.named_size
         least = self.top / size
         if len(words) == listed and total < least / 2:
@@ -185,13 +190,14 @@ class Endpoint:
                 "log-probabilities from the server (vLLM: --logprobs-mode raw_logprobs)",
             )
 
-    def _by_text(self, found: dict[str, Any], tokens: Sequence[int]) -> list[tuple[dict[int, float], float]]:
-        """OpenAI's: tokens, token_logprobs, top_logprobs, each a list over the prompt and what was added.
+    def _by_text(self, answer: dict[str, Any], tokens: Sequence[int]) -> list[tuple[dict[int, float], float]]:
+        """Parse OpenAI's form: tokens, token_logprobs, top_logprobs, lists over the prompt and the new token.
 
-        A text that several ids have names none of them, so it is left out; its probability is with the words
-        that are not listed. The prompt's own token is known by its place.
+        A text shared by several ids identifies none of them, so it is left out; its probability counts as
+        unlisted.
+        The prompt's own token is known by its position.
         """
-        lists: list[Any] = [found.get(name) for name in ("tokens", "token_logprobs", "top_logprobs")]
+        lists: list[Any] = [answer.get(name) for name in ("tokens", "token_logprobs", "top_logprobs")]
         texts, owns, tops = lists
         if not all(is_list(each) and len(each) >= len(tokens) for each in lists):
             counts = ", ".join(str(_len(each)) for each in lists)
@@ -207,16 +213,16 @@ class Endpoint:
             if not is_object(entries):
                 raise self._wrong(f"token {place}: its top_logprobs are {_short(entries)}")
             words: dict[int, float] = {}
-            for text, said in entries.items():
-                ids, said = self._ids.get(text, ()), self._number(said, place)
+            for text, logprob in entries.items():
+                ids, logprob = self._ids.get(text, ()), self._number(logprob, place)
                 if not ids and "\ufffd" not in text:
-                    raise self._other(f"token {place}: it lists {text!r}, which is no word of ours")
+                    raise self._other(f"token {place}: it lists {text!r}, which is not in our vocabulary")
                 self.listed, self.shared = self.listed + 1, self.shared + (len(ids) != 1)
                 if len(ids) == 1:
-                    words[ids[0]] = said
-                    if ids[0] == tokens[place] and abs(said - own) > EPSILON:
+                    words[ids[0]] = logprob
+                    if ids[0] == tokens[place] and abs(logprob - own) > EPSILON:
                         raise self._wrong(
-                            f"token {place}: its log-probability is {own:g}, and {said:g} in another list"
+                            f"token {place}: its log-probability is {own:g}, and {logprob:g} in another list"
                         )
             if place == 1:
                 self._enough(len(entries), place)
@@ -225,29 +231,30 @@ class Endpoint:
         return positions
 
     def _checked(self, words: dict[int, float], own: float, place: int) -> Top:
-        """The likeliest `top` words, sorted: where probabilities are ones."""
-        total = sum(math.exp(said) for said in words.values())
+        """Return the `top` likeliest tokens, sorted, after checking that they are probabilities."""
+        total = sum(math.exp(logprob) for logprob in words.values())
         if total > 1 + EPSILON:
             raise self._wrong(f"token {place}: the probabilities of {len(words)} words sum to {total:.4g}")
         return sorted(words.items(), key=lambda word: -word[1])[: self.top]
 
-    def _number(self, said: Any, place: int) -> float:
-        if isinstance(said, bool) or not isinstance(said, (int, float)) or not said <= EPSILON:
-            raise self._wrong(f"token {place}: a log-probability is {_short(said)}")
-        return float(said) if said > IMPOSSIBLE else -math.inf
+    def _number(self, value: Any, place: int) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value <= EPSILON:
+            raise self._wrong(f"token {place}: a log-probability is {_short(value)}")
+        return float(value) if value > IMPOSSIBLE else -math.inf
 
     def _enough(self, count: int, place: int) -> None:
         if count < min(self.top, self.tokenizer.named_size):
             raise self._wrong(
-                f"token {place}: {count} words with log-probabilities, {self.top} were asked for",
+                f"token {place}: {count} words with log-probabilities, {self.top} were requested",
                 f"--distillation.top-k {count}; or let the server give more"
                 f" (vLLM: --max-logprobs {self.top})",
             )
 
     def _same_word(self, id: int, text: Any, place: int) -> bool:
-        """Whether we have a word under an id; raises where it isn't the server's.
+        """Return True if we have a token with this id; raise if it differs from the server's.
 
-        Ids without a word are the padding of its head. A part of a character has no text to compare.
+        Ids without a token are padding of its head. A token that is part of a character has no text to
+        compare.
         """
         named = text if isinstance(text, str) and "\ufffd" not in text else ""
         if id >= self.tokenizer.named_size:
@@ -267,22 +274,22 @@ class Endpoint:
 
     @cached_property
     def _ids(self) -> dict[str, tuple[int, ...]]:
-        """A word's text -> every id that has it."""
-        found: dict[str, tuple[int, ...]] = {}
+        """Return a token's text -> every id that has it."""
+        ids_by_text: dict[str, tuple[int, ...]] = {}
         for id in range(self.tokenizer.named_size):
             text = self._text(id)
-            found[text] = (*found.get(text, ()), id)
-        return found
+            ids_by_text[text] = (*ids_by_text.get(text, ()), id)
+        return ids_by_text
 
     def _wrong(
-        self, words: str, next: str = "see that it serves the teacher, without a proxy that cuts"
+        self, words: str, next: str = "check that it serves the teacher, without a proxy that truncates"
     ) -> EndpointError:
         return EndpointError(f"{self}: {words}", next=next)
 
     def _other(self, words: str) -> UserError:
         return EndpointError(
             f"{self}: {words}: another vocabulary",
-            next=f"a teacher with the student's tokenizer; of another one take the texts: {TEXTS}",
+            next=f"use a teacher with the student's tokenizer; for another one use its texts: {TEXTS}",
         )
 
 
@@ -291,11 +298,11 @@ def _for_vllm(top: int) -> dict[str, Any]:
 
 
 FORMS: tuple[Callable[[int], dict[str, Any]], ...] = (_for_vllm, lambda top: {})
-"""Fields beyond OpenAI's that a request has: vLLM's first, then none."""
+"""Extra request fields beyond OpenAI's: try vLLM's first, then none."""
 
 
 def _spelled(text: str) -> str:
-    """A word's text, however a server spells the space before it."""
+    """Return a token's text in our spelling, however the server writes the leading space."""
     return text.replace("\u2581", " ").replace("\u0120", " ").removeprefix(" ") or text
 
 

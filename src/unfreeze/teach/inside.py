@@ -1,9 +1,9 @@
-"""What of a teacher's layers a student is compared with, beside the words that it says.
+"""Compare a teacher's layers with the student's, in addition to their outputs.
 
-The one way to these objectives, and to the corrector's: nothing else of the package imports their files, and
-what they read of a model are taps (core/taps.py). docs/howto/teacher_layers.md says when they help, which is
-seldom.
-The terms are objectives/intermediate.py's; here they are made for two models, and counted.
+This is the only access to these objectives and to the corrector's: nothing else in the package imports their
+files, and they read a model through taps (core/taps.py). docs/howto/teacher_layers.md says when they help,
+which is rarely.
+The terms are in objectives/intermediate.py; here they are built for two models, and their memory is counted.
 T tokens of a micro-batch, D and E widths of the student and of the teacher.
 """
 
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from unfreeze.objectives.intermediate import Words
 
     Says = Callable[[Batch, Taps], LogProbs]
-    """(a batch, what to find inside) -> what the teacher says at its supervised rows."""
+    """(a batch, taps to fill) -> the teacher's output at its supervised rows."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """Bytes that comparing layers takes.
+    """Bytes needed to compare layers.
 
-    tapped    of both models' layers, from their forward until the loss is made
-    compared  these, the gradients of the student's, and a block of relations, when the words are done with
+    tapped    activations of both models' layers, from their forward until the loss is computed
+    compared  these, the student's gradients, and a block of relations, after the token loss is done
     later     the gradients, which wait for their layers' backward
-    trained   numbers that are learnt with the model: projections
+    trained   parameters learned with the model: projections
     """
 
     tapped: int
@@ -60,10 +60,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Inside:
-    """What is compared: the weight of each kind (0: not at all), and which layers.
+    """Settings of the comparison: the weight of each kind (0: off), and the layers.
 
-    layers  (student's, teacher's), from 1; none: both last ones
-    heads   relation heads; None: as many as relation_heads finds
+    layers  (student's, teacher's), from 1; empty: both last ones
+    heads   relation heads; None: the number that relation_heads finds
     """
 
     relations: float = 0.0
@@ -74,24 +74,25 @@ class Inside:
     seed: int = 0
 
     def objective(self, model: Decoder, teacher: Decoder, says: Says, words: Words) -> Intermediate:
-        """words and terms; the teacher is asked once for both.
+        """Return the objective with the token loss and these terms; the teacher runs once for both.
 
-        Raises ConfigError for layers and heads that one of the two hasn't, and for projections of a model
-        whose weights are divided.
+        Raises ConfigError for layers and heads that one of the models lacks, and for projections of a model
+        whose
+        weights are sharded.
         """
         from unfreeze.models.blocks.taps import Taps
 
         terms = self.terms(model, teacher)
-        asked = frozenset(tap for term in terms for tap in term.taps("teacher"))
+        wanted = frozenset(tap for term in terms for tap in term.taps("teacher"))
 
         def ask(batch: Batch) -> tuple[LogProbs, dict[Tap, Tensor]]:
-            taps = Taps(asked)
+            taps = Taps(wanted)
             return says(batch, taps), taps.found
 
         return Intermediate(words, ask, terms)
 
     def terms(self, model: Decoder, teacher: Decoder) -> list[Term]:
-        """The terms, with projections where hidden states are compared, which the model has from now on."""
+        """Return the terms; if hidden states are compared, attach their projections to the model."""
         terms: list[Term] = []
         pairs = self._pairs(model, teacher)
         if self.relations:
@@ -102,11 +103,13 @@ class Inside:
         return terms
 
     def read(self, model: Decoder, teacher: Decoder, tokens: int, longest: int, compute_bytes: int) -> Read:
-        """For the plan; both models may be on "meta".
+        """Return the memory for the plan; both models may be on "meta".
 
-        own and their are the tapped tensors, T · width each. Of relations three tensors of a block of scores
-        (block_bytes), and of one name both models' numbers, and the gradient twice, in float32. Hidden states
-        are compared in float32: x, W x, y and their difference.
+        own and their are the tapped tensors, T · width each. For relations: three tensors of a block of
+        scores
+        (block_bytes), and for one name both models' values, plus the gradient twice, in float32. Hidden
+        states are
+        compared in float32: x, W x, y and their difference.
         """
         from unfreeze.kernels.attention.relations import block_bytes
         from unfreeze.models.widths import tap_width
@@ -144,19 +147,20 @@ class Inside:
 
 
 def _taps(pairs: tuple[Pair, ...]) -> list[tuple[Tap, Tap]]:
-    """(the student's, the teacher's) of every relation."""
+    """Return (the student's, the teacher's) tap of every relation."""
     from unfreeze.core.taps import Tap
 
     return [(Tap(pair.student, name), Tap(pair.teacher, name)) for pair in pairs for name in RELATIONS]
 
 
 def attach_projections(model: Decoder, width: int, pairs: tuple[Pair, ...], seed: int) -> nn.ModuleDict:
-    """W [E, D] in float32 for each pair's hidden states, a part of what trains.
+    """Attach a trainable W [E, D] in float32 for each pair's hidden states.
 
-    It begins as the identity where E = D, else with orthogonal rows or columns, the same for the same seed.
-    A run's saves hold it, as they hold all that the optimizer moves. A checkpoint has none of it, and neither
-    has an adapter's folder: it is for training alone.
-    Raises ConfigError where weights are divided among processes.
+    It starts as the identity if E = D, else with orthogonal rows or columns; equal seeds give equal values. A
+    run's saves contain it, like everything the optimizer updates. Checkpoints and adapter folders do not: it
+    only
+    serves training.
+    Raises ConfigError if weights are sharded over processes.
     """
     import torch
     from torch import nn
@@ -165,28 +169,28 @@ def attach_projections(model: Decoder, width: int, pairs: tuple[Pair, ...], seed
 
     if model.sharded:
         raise ConfigError(
-            "place.weights is sharded, and --distillation.hidden learns a matrix that is not divided",
-            next="--distillation.relations, which learns none, or --place.weights device",
+            "place.weights is sharded, but --distillation.hidden trains a matrix that cannot be sharded",
+            next="use --distillation.relations, which trains none, or --place.weights device",
         )
 
     class Projection(nn.Linear):
-        """Left out where a model's tensors are listed for a checkpoint."""
+        """A linear layer that is left out when a model's tensors are listed for a checkpoint."""
 
         def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
             pass
 
-    found = nn.ModuleDict()
+    projections = nn.ModuleDict()
     for pair in pairs:
         projection = Projection(
             model.shape.hidden_size, width, bias=False, device="meta", dtype=torch.float32
         )
-        projection = projection.to_empty(device="cpu")  # without the draws of its own beginning
+        projection = projection.to_empty(device="cpu")  # skip the default initialisation
         with torch.no_grad():
             if width == model.shape.hidden_size:
                 nn.init.eye_(projection.weight)
             else:
                 drawn = torch.Generator().manual_seed(seed + pair.student)
                 nn.init.orthogonal_(projection.weight, generator=drawn)
-        found[str(pair.student)] = projection.to(model.device)
-    model.add_module(BESIDE[:-1], found)
-    return found
+        projections[str(pair.student)] = projection.to(model.device)
+    model.add_module(BESIDE[:-1], projections)
+    return projections

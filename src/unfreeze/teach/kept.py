@@ -1,16 +1,16 @@
-"""The reference as numbers: l_ref of every answer, asked once before the first step and kept in the run.
+"""Cached reference: l_ref of every answer, computed once before the first step and stored in the run.
 
-    RUN/reference/reference.json          which model and data; how many micro-batches were asked
-    RUN/reference/part-00001.safetensors  keys uint8 [n, 16], l_ref float64 [n]
+RUN/reference/reference.json          which model and data; number of micro-batches done
+RUN/reference/part-00001.safetensors  keys uint8 [n, 16], l_ref float64 [n]
 
-The model as it began is the model that is there before the first step, so `--train all` needs no copy of it,
-and a step has no forward pass of a reference. A document is found by its key, a checksum of its tokens and
-weights. It is asked in the micro-batch where it first trains: there l_ref has the bits that
---preference.reference live has.
-KTO's answers to other prompts are documents like any, new ones in each epoch.
+The reference is the model before the first step, so `--train all` needs no copy of it, and a step has no
+forward pass of a reference. A document is found by its key, a checksum of its tokens and weights. It is
+computed in the micro-batch where it first trains, so l_ref has the same bits as with --preference.reference
+live.
+KTO's answers to other prompts are ordinary documents, new ones in each epoch.
 
-A part is there whole or not at all; what was broken off goes on behind the last one. A run that goes on asks
-its first micro-batch again, so that another model is refused, whatever its name.
+A part is complete or absent; an interrupted pass continues after the last one. A resumed run computes its
+first micro-batch again, so that another model is refused, whatever its name.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ if TYPE_CHECKING:
 
 FOLDER, HEAD, FORMAT = "reference", "reference.json", 1
 ROUND = 64
-"""Micro-batches of each process between two parts: what is lost when it is broken off."""
+"""Micro-batches of each process between two parts: the work lost when interrupted."""
 SAME = {"float32": 1e-4, "bfloat16": 2e-2}
-"""|l - l kept| / max(1, |l|) of the same model: other kernels, threads or processes add in another order. In
-bfloat16 (8 bits) a token's log p moves by up to 1 %, in float32 by 1e-6."""
-LIVE = "--preference.reference live asks it in each step"
+"""Tolerance of |l - stored l| / max(1, |l|) for the same model: other kernels, threads or processes sum in
+another
+order. In bfloat16 (8 bits) a token's log p changes by up to 1 %, in float32 by 1e-6."""
+LIVE = "--preference.reference live computes it in each step"
 
 
 def keys_of(batch: Batch) -> list[bytes]:
-    """16 bytes over the tokens and the weights of each document."""
+    """Return 16 bytes per document: a hash of its tokens and weights."""
     tokens_T, weights_T = batch.tokens_T.cpu().numpy(), batch.weights_T.cpu().numpy()
     starts = [*ints(batch.starts_S), batch.num_tokens]
     return [
@@ -67,11 +68,11 @@ def keys_of(batch: Batch) -> list[bytes]:
 
 
 class Kept(Second):
-    """The model as it began, as a second model of a run that is asked once.
+    """The initial model as a second model that is evaluated once.
 
-    It takes no memory beside a step: it is asked before the first one, by a smaller forward pass.
-    kind: what trains (teach/reference.py). minimise: what the reference says -> what is minimised. loss: that
-    in words.
+    It takes no memory beside a step: it runs before the first one, in a smaller forward pass.
+    kind: what trains (teach/reference.py). minimise: reference outputs -> objective. loss: the objective in
+    words.
     """
 
     def __init__(self, kind: Kind, minimise: Callable[[Reference], Objective], *, loss: str = ""):
@@ -80,7 +81,7 @@ class Kept(Second):
         self._model = ""
 
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
-        """It is the model itself; what its files are called is noted."""
+        """Record the names of its files; it is the model itself."""
         names = sorted((name, info.dtype, list(info.shape)) for name, info in start.tensors.items())
         words = json.dumps([start.config, names], sort_keys=True, default=str)
         self._model = hashlib.sha256(words.encode()).hexdigest()[:16]
@@ -90,13 +91,13 @@ class Kept(Second):
         return compares(self.loss, "asked once")
 
     def source(self, source: Source, beginning: Beginning) -> Source:
-        """Ask about all documents, then give each batch what was said of it.
+        """Evaluate all documents, then add the results to each batch.
 
-        Raises ConfigError for data that comes in windows: it would be read twice.
+        Raises ConfigError for data in windows, because it would be read twice.
         """
         if beginning.in_windows:
             raise ConfigError(
-                "--preference.reference cached asks about all rows before the first step, and these come"
+                "--preference.reference cached evaluates all rows before the first step, but these are read"
                 " in windows",
                 next="--preference.reference live",
             )
@@ -110,35 +111,33 @@ class Kept(Second):
             group=beginning.group,
             say=beginning.say,
         )
-        # a forward pass gathers divided weights: the optimizer takes those held here
+        # a forward pass gathers sharded weights, but the optimizer needs the shards
         beginning.model.reshard()
         return Filled(cast("Documents", source), self.fill)
 
     def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
-        """The batch with l_ref of its documents, float64 [S] on the host."""
+        """Return the batch with l_ref of its documents, float64 [S] on the host."""
         return replace(batch, documents={**batch.documents, FOLDER: self._of(batch)})
 
     def _of(self, batch: Batch) -> Tensor:
         import torch
 
-        if not bool(
-            batch.weights_T.any()
-        ):  # what a process computes along with where no batch is left for it
+        if not bool(batch.weights_T.any()):  # a process without a batch left repeats one
             return torch.zeros(len(batch.starts_S), dtype=torch.float64)
-        found = [self.kept.get(key) for key in keys_of(batch)]
-        if None in found:
+        logps = [self.kept.get(key) for key in keys_of(batch)]
+        if None in logps:
             raise DataError(
-                f"{FOLDER}/ of this run lacks {found.count(None)} of {len(found)} answers", next=LIVE
+                f"{FOLDER}/ of this run lacks {logps.count(None)} of {len(logps)} answers", next=LIVE
             )
-        return torch.tensor(found, dtype=torch.float64)
+        return torch.tensor(logps, dtype=torch.float64)
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
-        """What is minimised, with the numbers that the batch brings along; of a held-out batch, looked up."""
+        """Return the objective, using l_ref from the batch, or from the cache for a held-out batch."""
         from unfreeze.core.batch import send
 
         def read(batch: Batch) -> Tensor:
-            kept = batch.documents.get(FOLDER)
-            return send(self._of(batch) if kept is None else kept, model.device)
+            stored = batch.documents.get(FOLDER)
+            return send(self._of(batch) if stored is None else stored, model.device)
 
         return self.minimise(read)
 
@@ -154,12 +153,14 @@ class Kept(Second):
         group: Group,
         say: Callable[[str], None],
     ) -> None:
-        """Ask the model, as it is now, about every document that the folder lacks. Every process calls it.
+        """Evaluate the current model on every document missing in the folder. Every process calls it.
 
-        batches: micro-batches of the run from the first on, then the held-out ones; count: how many of the
-        run. data: a fingerprint of the documents.
-        Raises ConfigError where the folder holds what another model said, or said of other data,
-        CheckpointError where a part cannot be read.
+        batches: micro-batches of the run from the first on, then the held-out ones; count: how many are the
+        run's.
+        data: a fingerprint of the documents.
+        Raises ConfigError if the folder belongs to another model or other data, CheckpointError if a part
+        cannot be
+        read.
         """
         started, path = time.perf_counter(), folder / FOLDER
         head = {"format": FORMAT, "model": self._model, "data": data, "dtype": dtype}
@@ -195,20 +196,20 @@ class Kept(Second):
     def _round(
         self, model: Decoder, waiting: list[tuple[Batch, list[bytes]]], path: Path, group: Group
     ) -> None:
-        """Ask about these batches, dealt out to the processes, and keep what is new as a part."""
+        """Evaluate these batches, dealt out to the processes, and store new results as a part."""
         import torch
 
         each = [len(keys) for _, keys in waiting]
         ends = np.cumsum(each)
         said_S = torch.zeros(int(ends[-1]), dtype=torch.float64, device=model.device)
-        # every process makes as many passes: where the last round has none for one, it repeats the first
+        # every process makes equally many passes: one without a batch in the last round repeats the first
         for first in range(0, len(waiting), group.size):
             place = first + group.rank
             batch, _ = waiting[place if place < len(waiting) else 0]
             l_S = self._asked(model, batch)
             if place < len(waiting):
                 said_S[ends[place] - each[place] : ends[place]] = l_S
-        group.sum_([said_S])  # the others added zeros, so these are the bits of who was asked
+        group.sum_([said_S])  # the others added zeros, so these are the original bits
         new: dict[bytes, float] = {}
         for key, logp in zip(chain(*(keys for _, keys in waiting)), floats(said_S), strict=True):
             if key not in self.kept:
@@ -225,16 +226,18 @@ class Kept(Second):
     ) -> None:
         l_S = floats(self._asked(model, batch))
         pairs = [(logp, self.kept[key]) for key, logp in zip(keys, l_S, strict=True) if key in self.kept]
-        other = [(logp, kept) for logp, kept in pairs if not abs(logp - kept) <= same * max(1.0, abs(logp))]
+        other = [
+            (logp, stored) for logp, stored in pairs if not abs(logp - stored) <= same * max(1.0, abs(logp))
+        ]
         if group.any(bool(other)):
-            said = f": log p of an answer was {other[0][1]:.4f}, and is {other[0][0]:.4f}" if other else ""
+            details = f": log p of an answer was {other[0][1]:.4f}, and is {other[0][0]:.4f}" if other else ""
             raise ConfigError(
-                f"{path} holds what another model said{said}", next="another --out, or remove that folder"
+                f"{path} holds another model's outputs{details}", next="another --out, or remove that folder"
             )
 
 
 def _opened(path: Path, head: dict[str, Any]) -> dict[str, Any]:
-    """reference.json; made where there is none."""
+    """Read reference.json; create it if it is missing."""
     if not (path / HEAD).is_file():
         path.mkdir(parents=True, exist_ok=True)
         _write_head(path, {**head, "batches": 0})
@@ -242,7 +245,7 @@ def _opened(path: Path, head: dict[str, Any]) -> dict[str, Any]:
     other = next((name for name, value in head.items() if there.get(name) != value), "")
     if other or not isinstance(there.get("batches"), int):
         raise ConfigError(
-            f"{path} is of another {other or 'format'} ({there.get(other)!r}, not {head.get(other)!r})",
+            f"{path} belongs to another {other or 'format'} ({there.get(other)!r}, not {head.get(other)!r})",
             next="another --out, or remove that folder",
         )
     return there
@@ -259,8 +262,8 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _read(path: Path) -> bytes:
-    """All parts, 24 bytes a document: its key and l_ref."""
-    # its PathLike is of nothing said
+    """Read all parts, 24 bytes per document: its key and l_ref."""
+    # its PathLike is untyped
     from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
     rows: list[bytes] = []
@@ -273,23 +276,23 @@ def _read(path: Path) -> bytes:
         except Exception as error:
             raise CheckpointError(
                 f"{part} cannot be read: {error}",
-                next="remove it and reference.json; what it held is asked again",
+                next="remove it and reference.json; its content is computed again",
             ) from None
         rows.append(table.tobytes())
     return b"".join(rows)
 
 
-def _write(path: Path, said: dict[bytes, float]) -> None:
+def _write(path: Path, logps: dict[bytes, float]) -> None:
     import torch
 
     from unfreeze.checkpoint.save import write_safetensors
 
-    if said:
-        keys = np.frombuffer(b"".join(said), dtype=np.uint8).reshape(-1, 16)
+    if logps:
+        keys = np.frombuffer(b"".join(logps), dtype=np.uint8).reshape(-1, 16)
         write_safetensors(
             path / f"part-{len(_parts(path)) + 1:05d}.safetensors",
             {
                 "keys": from_numpy(keys.copy()),
-                "l_ref": torch.tensor(list(said.values()), dtype=torch.float64),
+                "l_ref": torch.tensor(list(logps.values()), dtype=torch.float64),
             },
         )

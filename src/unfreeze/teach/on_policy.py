@@ -1,12 +1,13 @@
-"""On-policy distillation (GKD, arXiv:2306.13649): a share λ of the steps is on the student's own answers.
+"""On-policy distillation (GKD, arXiv:2306.13649): a share λ of the steps trains on the student's own answers.
 
-Documents of such a step keep their prompt, up to the first supervised token. What follows is sampled from the
-student as it is now, at most as long as it was, so the step takes no more memory than its plan says. The
-teacher then scores these words as it scores the data's: a student that has gone astray is told what the
-teacher would do from there.
+Documents of such a step keep their prompt, up to the first supervised token. The continuation is sampled from
+the current student, at most as long as the original, so the step takes no more memory than planned. The
+teacher
+then scores these tokens like the data's, so a student that has gone astray learns how the teacher would
+continue from there.
 
-Everything depends on (seed, step, place of the micro-batch) alone, so a run that was resumed samples what an
-unbroken one does. T tokens of a micro-batch, S documents.
+Everything depends only on (seed, step, index of the micro-batch), so a resumed run samples the same as an
+uninterrupted one. T tokens of a micro-batch, S documents.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answered:
-    """A step on the student's own answers. tokens: sampled; ended: answers that ended by a stop id."""
+    """A step on the student's own answers. tokens: sampled; ended: number of answers with a stop id."""
 
     micro_batches: list[Batch]
     answers: int
@@ -46,63 +47,64 @@ class OnPolicy:
     seed: int
 
     def takes(self, step: int) -> bool:
-        """Whether step number `step`, counted from 0, is one of the student's own. λ = 0: none; 1: all."""
+        """Return True if step `step` (from 0) uses the student's own answers. λ = 0: never; 1: always."""
         return _number(self.seed, step) / 2**64 < self.share
 
     def __call__(
         self, engine: Engine, micro_batches: Sequence[Batch], step: int, group: Group
     ) -> Answered | None:
-        """The step's micro-batches with the student's answers; None where the data's own are learned.
+        """Return the step's micro-batches with the student's answers; None if the step uses the data's own.
 
-        Each process answers its share, and all get all. Where a pass needs all processes (group.lockstep),
-        all answer everything together, and take the tokens that process 0 chose (engine.agreed).
+        Each process answers its share, and all receive all. If a pass needs all processes (group.lockstep),
+        all answer
+        everything together, with the tokens that process 0 chose (engine.agreed).
         """
         if not self.takes(step):
             return None
         places = list(range(len(micro_batches)))
         own = places if group.lockstep else group.share(places)
         with engine.model.looking():
-            said = {place: self._answers(engine, micro_batches[place], step, place) for place in own}
+            sampled = {place: self._answers(engine, micro_batches[place], step, place) for place in own}
         if not group.lockstep:
-            said = {
+            sampled = {
                 int(place): answers
-                for text in group.texts(json.dumps(said))
+                for text in group.texts(json.dumps(sampled))
                 for place, answers in json.loads(text).items()
             }
-        every = [answer for answers in said.values() for answer in answers if answer]
+        every = [answer for answers in sampled.values() for answer in answers if answer]
         return Answered(
-            [_with_answers(batch, said[place]) for place, batch in enumerate(micro_batches)],
+            [_with_answers(batch, sampled[place]) for place, batch in enumerate(micro_batches)],
             len(every),
             sum(map(len, every)),
             sum(answer[-1] in engine.stop_ids for answer in every),
         )
 
     def _answers(self, engine: Engine, batch: Batch, step: int, place: int) -> list[list[int]]:
-        """A document's answer as ids; [] where none of its tokens is supervised."""
+        """Return each document's answer as ids; [] if none of its tokens is supervised."""
         from unfreeze.generate.sampling import Sampling
 
-        asked = list(prompts(batch))
-        answers: list[list[int]] = [[] for _ in asked]
-        for number, together in enumerate(groups([len(p) + room for p, room in asked], batch.num_tokens)):
-            together = [i for i in together if asked[i][1]]
-            rooms = [asked[i][1] for i in together]
+        requests = list(prompts(batch))
+        answers: list[list[int]] = [[] for _ in requests]
+        for number, together in enumerate(groups([len(p) + room for p, room in requests], batch.num_tokens)):
+            together = [i for i in together if requests[i][1]]
+            rooms = [requests[i][1] for i in together]
             sampling = Sampling(
                 max_new_tokens=max(rooms, default=1),
                 temperature=self.temperature,
-                seed=_number(self.seed, step, place, number) >> 1,  # torch takes 63 bits
+                seed=_number(self.seed, step, place, number) >> 1,  # torch accepts 63 bits
             )
-            done = engine.generate([asked[i][0] for i in together], sampling)
+            done = engine.generate([requests[i][0] for i in together], sampling)
             for i, room, answer in zip(together, rooms, done, strict=True):
                 answers[i] = answer.tokens[:room]
         return answers
 
 
 class OwnAnswers:
-    """A Source that wraps another: a share of its steps is on the student's own answers.
+    """A Source that wraps another; in a share of its steps, the student's own answers replace documents.
 
     engine  of the student that trains
-    step    steps before the first one that it gives
-    tell    called with the number of a step on own answers, from 1, and what is to be said of them
+    step    number of steps before its first one
+    tell    called with the number of an on-policy step, from 1, and its statistics
     """
 
     def __init__(
@@ -125,19 +127,23 @@ class OwnAnswers:
         micro_batches, cursor = next(self.source)
         began, step = time.perf_counter(), self.step
         self.step += 1
-        found = self.on_policy(self.engine, micro_batches, step, self.group)
-        if found is None:
+        answered = self.on_policy(self.engine, micro_batches, step, self.group)
+        if answered is None:
             return micro_batches, cursor
-        said = {"answers": found.answers, "tokens": found.tokens, "seconds": time.perf_counter() - began}
-        self.tell(step + 1, {**said, "ended": found.ended / max(1, found.answers)})
-        return found.micro_batches, cursor
+        statistics = {
+            "answers": answered.answers,
+            "tokens": answered.tokens,
+            "seconds": time.perf_counter() - began,
+        }
+        self.tell(step + 1, {**statistics, "ended": answered.ended / max(1, answered.answers)})
+        return answered.micro_batches, cursor
 
     def len_steps(self, epochs: float) -> int | None:
         return self.source.len_steps(epochs)
 
 
 def prompts(batch: Batch) -> Iterator[tuple[list[int], int]]:
-    """Of each document: the ids up to its first supervised target, and how many come from there on.
+    """Yield for each document the ids before its first supervised target, and the number of ids after them.
 
     A document without supervised targets is all prompt, and 0.
     """
@@ -150,9 +156,9 @@ def prompts(batch: Batch) -> Iterator[tuple[list[int], int]]:
 
 
 def groups(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Documents that are answered at once, the longest first.
+    """Yield groups of documents to answer at once, the longest first.
 
-    Their cache has a row per document, as long as the longest: together at most `tokens` positions, or one
+    Their KV cache has a row per document, as long as the longest: together at most `tokens` positions, or one
     document.
     """
     group: list[int] = []
@@ -166,7 +172,7 @@ def groups(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 
 def _with_answers(batch: Batch, answers: Sequence[Sequence[int]]) -> Batch:
-    """The batch's prompts with these answers, all supervised with the weight of the first word before."""
+    """Return the batch's prompts with these answers, at the first original token's weight."""
     from unfreeze.data.packing.batches import pack
     from unfreeze.data.store.examples import Example
 
@@ -179,5 +185,5 @@ def _with_answers(batch: Batch, answers: Sequence[Sequence[int]]) -> Batch:
 
 
 def _number(*parts: int) -> int:
-    """64 bits that depend on all parts, the same on every machine."""
+    """Return 64 bits that depend on all parts, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

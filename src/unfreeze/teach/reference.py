@@ -1,10 +1,10 @@
-"""What a policy is compared with: the model as it was when training began, frozen.
+"""The reference of a policy: the model as it was when training began, frozen.
 
-    base       adapters that begin with B = 0: the model with its adapters switched off. No second copy
-    adapters   adapters that go on from others: a copy of these, put in the place of those that train
+    base       adapters that start with B = 0: the model with its adapters disabled, without a second copy
+    adapters   adapters that continue from others: a copy of these, swapped in for the trained ones
     copy       every weight trains: a copy of the model, which the plan counts
 
-It is asked once a micro-batch, after the policy's forward pass and before its backward pass; or once for all
+It runs once per micro-batch, between the policy's forward and backward passes; or once for all documents
 before the first step (kept.py).
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan.aside import Aside
 
 Kind = Literal["base", "adapters", "copy"]
-"""What the model as it began is kept as; see the top of this file."""
+"""How the initial model is kept; see the top of this file."""
 KEPT_AS: dict[Kind, str] = {
     "base": "adapters off",
     "adapters": "a copy of its adapters",
@@ -38,14 +38,14 @@ KEPT_AS: dict[Kind, str] = {
 
 
 def compares(loss: str, how: str) -> str:
-    """What is minimised against what, in a line."""
+    """Describe the loss and its reference in a line."""
     return f"compares: {loss}, with the model as it began ({how})"
 
 
 class AsBegun(Second):
-    """The model as it began, as the second model of a run.
+    """The initial model as the second model of a run.
 
-    minimise: what the reference says -> what is minimised. loss: that in words.
+    minimise: reference outputs -> objective. loss: the objective in words.
     """
 
     def __init__(self, kind: Kind, minimise: Callable[[Reference], Objective], *, loss: str = ""):
@@ -57,7 +57,7 @@ class AsBegun(Second):
         return compares(self.loss, KEPT_AS[self.kind])
 
     def aside(self, beside: Beside) -> Aside:
-        """What it takes, for the plan: of a copy its weights, of all the forward pass."""
+        """Return its memory for the plan: a copy's weights, and always the forward pass."""
         from unfreeze.models import meta_model, shape
         from unfreeze.parallel.plan.aside import aside_of
 
@@ -66,23 +66,23 @@ class AsBegun(Second):
         return aside_of(model, beside.tokens, beside.longest, beside.device, shared=self.kind != "copy")
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
-        """Keep the model as it is now, and give what is minimised.
+        """Keep the model as it is now, and return the objective.
 
-        A run that goes on asks before its save is loaded, so that this is the same model each time.
-        Raises ConfigError where every weight trains and they are divided among processes.
+        A resumed run calls this before its save is loaded, so that it is the same model each time.
+        Raises ConfigError if every weight trains and they are sharded over processes.
         """
         from unfreeze.adapters import sites
 
         if self.kind == "base":
             return self.minimise(partial(asked, model, {}))
         if self.kind == "adapters":
-            kept: dict[str, Any] = {site.name: copy.deepcopy(site.adapter) for site in sites(model)}
-            for adapter in kept.values():
+            copies: dict[str, Any] = {site.name: copy.deepcopy(site.adapter) for site in sites(model)}
+            for adapter in copies.values():
                 adapter.requires_grad_(False)
-            return self.minimise(partial(asked, model, kept))
+            return self.minimise(partial(asked, model, copies))
         if model.sharded or model.exchanges:
             raise ConfigError(
-                "the reference is a copy of every weight, and these are divided among processes",
+                "the reference is a copy of every weight, but the weights are sharded over processes",
                 next="--train adapters, whose reference is the model with its adapters off; or --loss simpo",
             )
         frozen = copy.deepcopy(model).requires_grad_(False)
@@ -90,7 +90,7 @@ class AsBegun(Second):
 
 
 def asked(model: Decoder, adapters: dict[str, Any] | None, batch: Batch) -> Tensor:
-    """l of each document, float64 [S]; with these adapters instead of the model's own (None: as it is)."""
+    """Return l of each document, float64 [S], with these adapters in the model (None: its own)."""
     from contextlib import nullcontext
 
     import torch

@@ -1,10 +1,10 @@
-"""A second model, which the objective reads: a teacher, or what a policy is compared with. It never trains.
+"""A second model that the objective reads: a teacher or a reference. It never trains.
 
-Second       the joint, with the defaults of one that needs nothing but to be asked
-  Asked      a teacher that is asked while training              teacher.py
-  Stored     what a teacher said, from a folder                  store.py
-  AsBegun    the model as it was when training began             reference.py
-  Kept       the same, asked once before the first step          kept.py
+Second       the interface, with defaults
+  Asked      a teacher that is queried while training          teacher.py
+  Stored     a teacher's stored outputs, from a folder         store.py
+  AsBegun    the model as it was when training began           reference.py
+  Kept       the same, evaluated once before the first step    kept.py
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from unfreeze.parallel.processes.collectives import Group
 
 Objective = Callable[["Tensor", "nn.Module", "Batch"], "Loss"]
-"""What is minimised, as train/step.py calls it."""
+"""The objective, as train/step.py calls it."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What a second model stands beside, for the plan.
+    """The trained model's facts that a second model needs for the plan.
 
-    start          where the model that trains starts
+    start          the trained model's starting point
     tokens         of a micro-batch
     longest        tokens of its longest document
-    head_trains    whether the model's head trains, which the loss then needs a gradient of
+    head_trains    True if the model's head trains, so that the loss needs its gradient
     """
 
     start: Manifest
@@ -53,12 +53,12 @@ class Beside:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The model before its first step, no save loaded, and what it is going to see.
+    """The model before its first step, with no save loaded, and its upcoming data.
 
     batches    the run's micro-batches from the first on (`count`), then the held-out ones
-    in_windows whether the data is read in windows, which would be read twice
+    in_windows True if the data is read in windows, so that it would be read twice
     data       a fingerprint of the documents
-    folder     the run's; process 0 writes in it
+    folder     the run's; process 0 writes to it
     """
 
     model: Decoder
@@ -76,32 +76,32 @@ class Second(ABC):
     """A second model of a run."""
 
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:  # noqa: B027 (nothing is refused)
-        """Raise UserError where it cannot stand beside the model that starts as `start`; reads no tensor."""
+        """Raise UserError if it does not fit the model that starts as `start`; reads no tensor."""
 
     @abstractmethod
     def said(self, start: Manifest) -> str:
-        """What it is and what is minimised, in one line, for the start of a run."""
+        """Describe the second model and the objective in one line, for the start of a run."""
 
     def known(self, examples: Examples) -> None:  # noqa: B027 (every document can be asked about)
-        """Raise UserError for a document it cannot say anything of; `examples` are those of the run."""
+        """Raise UserError for one of the run's documents that it has no output for."""
 
     def aside(self, beside: Beside) -> Aside:
-        """What it takes in memory."""
+        """Return its memory."""
         from unfreeze.parallel.plan.aside import Aside
 
         return Aside()
 
     @abstractmethod
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
-        """What is minimised, with the second model in its place. `model` has its adapters already."""
+        """Return the objective with the second model in place. `model` already has its adapters."""
 
     def source(self, source: Source, beginning: Beginning) -> Source:
-        """The run's steps, with what the objective reads besides. Every process calls it."""
+        """Return the run's steps with the objective's additional inputs. Every process calls it."""
         return source
 
 
 class Filled:
-    """A Source whose batches have more than `pack` gives them: fill(batch, its documents), on the host."""
+    """A Source whose batches get further data: fill(batch, its documents), on the host."""
 
     def __init__(self, source: Documents, fill: Callable[[Batch, Sequence[Example]], Batch]):
         self.source, self.fill = source, fill

@@ -1,6 +1,6 @@
-"""A server's words for the store of what a teacher said (store.py); training then needs no network.
+"""Write a server's top tokens into a teacher's store (store.py), so that training needs no network.
 
-N supervised tokens of a document, K words of each.
+N supervised tokens of a document, K top tokens each.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from unfreeze.data.store.examples import Example
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
-LOST = 0.05  # share of the words, beyond which what is lost is said
-KEEP_EVERY = 30.0  # seconds, after which what came is written: a power cut costs so much at most
+LOST = 0.05  # share of lost tokens above which to warn
+KEEP_EVERY = 30.0  # seconds between writes: the maximum that a power cut costs
 
 
 class Asking:
-    """What is to be asked of a server, priced: refused, where it is, before there is a folder.
+    """Requests to a server, with their price; refused if necessary before a folder is created.
 
     lacking: the documents that a store in `folder` doesn't have
     """
@@ -35,62 +35,63 @@ class Asking:
     def __init__(
         self,
         url: str,
-        asked: EndpointConfig,
+        settings: EndpointConfig,
         folder: Path,
         coding: Coding,
         examples: Sequence[Example],
         say: Callable[[str], None],
     ):
-        from unfreeze.teach.client import Client  # the library openai: an extra, and a second
+        from unfreeze.teach.client import Client  # the library openai: optional, and takes a second to import
 
-        self.client, self.name, self.say = Client(url, timeout=asked.timeout), asked.served_name, say
+        self.client, self.name, self.say = Client(url, timeout=settings.timeout), settings.served_name, say
         taken = set(StoreParts(folder, coding).places) if is_store(folder) else set[bytes]()
         self.lacking: list[Example] = []
         for example in examples:
             if example.checksum not in taken:
                 taken.add(example.checksum)
                 self.lacking.append(example)
-        self.budget = Budget(folder, asked.budget_usd, Price(asked.price_read, asked.price_written))
+        self.budget = Budget(folder, settings.budget_usd, Price(settings.price_read, settings.price_written))
         read = sum(example.num_tokens for example in self.lacking)
         if line := self.budget.worst(self.client.url, read, len(self.lacking)):
             say(f"{len(self.lacking):,} documents: {line}")
 
     def into(self, writing: StoreWriter, tokenizer: Tokenizer) -> None:
-        """Ask. Whatever ends it, what came is in the store.
+        """Send the requests. Whatever ends it, everything received is in the store.
 
-        Raises EndpointError at a document that cannot be used, ConfigError where the budget is spent.
+        Raises EndpointError at a document that cannot be used, ConfigError if the budget is spent.
         """
-        coding, kept = writing.coding, time.monotonic()
+        coding, last_write = writing.coding, time.monotonic()
         endpoint = Endpoint(self.client, self.name, tokenizer, top=coding.top_k, reserve=self.budget.reserve)
         scored = endpoint.scored([list(example.tokens) for example in self.lacking])
         try:
-            for done, (example, said) in enumerate(zip(self.lacking, scored, strict=True), 1):
-                writing.add(example.checksum, store_rows(said, example, coding))
-                if time.monotonic() - kept > KEEP_EVERY:
+            for done, (example, scored_document) in enumerate(zip(self.lacking, scored, strict=True), 1):
+                writing.add(example.checksum, store_rows(scored_document, example, coding))
+                if time.monotonic() - last_write > KEEP_EVERY:
                     writing.flush()
                     self.say(f"asked about {done:,} of {len(self.lacking):,} documents")
-                    kept = time.monotonic()
+                    last_write = time.monotonic()
         finally:
             writing.flush()
         if endpoint.shared > LOST * endpoint.listed:
             share = f"{endpoint.shared / endpoint.listed:.0%}"
             self.say(
                 f"warning: {share} of the words that {endpoint!r} listed have a text that several ids share;"
-                " they are left to the rest. A server that names ids (vLLM) says more"
+                " these count as unlisted. A server that returns ids (vLLM) loses none"
             )
 
 
-def store_rows(said: Scored, example: Example, coding: Coding) -> np.ndarray:
-    """What a server said of a document's supervised tokens, as the store has it: uint8 [N, bytes].
+def store_rows(scored: Scored, example: Example, coding: Coding) -> np.ndarray:
+    """Encode a server's output for a document's supervised tokens in the store's form: uint8 [N, bytes].
 
-    Words that are missing to K (texts that several ids have) get a probability of nothing under the last ids
-    of the vocabulary, which are special tokens; what the server left out is the rest's.
+    If fewer than K tokens are known (texts shared by several ids), the missing ones get probability zero
+    under the
+    last ids of the vocabulary, which are special tokens. Their probability counts as the rest.
     """
     places = [place for place in range(1, example.num_tokens) if example.weights[place]]
     ids_NK = np.empty((len(places), coding.top_k), dtype=np.int64)
     log_q_NK = np.full((len(places), coding.top_k), LEAST)
     for row, place in enumerate(places):
-        top = said.top[place - 1]
+        top = scored.top[place - 1]
         listed = {id for id, _ in top}
         free = (id for id in range(coding.words - 1, -1, -1) if id not in listed)
         ids_NK[row] = [id for id, _ in top] + [next(free) for _ in range(coding.top_k - len(top))]

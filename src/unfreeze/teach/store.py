@@ -1,13 +1,13 @@
-"""What a teacher says, on disk: of each supervised token the K likeliest words, and the rest as one.
+"""A teacher's outputs on disk: the top K tokens at each supervised token, and all others together ("rest").
 
 A folder:
-  teacher.json            who said it: teacher, vocabulary, temperature, K, coding; whether it is whole
-  part-00001.safetensors  keys [documents, 16], counts [documents], rows [tokens, bytes of a token],
-                          checks [documents]: crc32 of a document's rows
+teacher.json            origin: teacher, vocabulary, temperature, K, coding; and if it is complete
+part-00001.safetensors  keys [documents, 16], counts [documents], rows [tokens, bytes per token],
+                        checks [documents]: crc32 of a document's rows
 
 A document is found by its key, a checksum of its tokens and weights (data/store/examples.py), so order and
-packing do not matter; inside it the rows are its supervised tokens in order. A part is there whole or not at
-all: asking that was broken off goes on behind the last part. One process at a time writes into a folder.
+packing do not matter; its rows are its supervised tokens in order. A part is complete or absent; an
+interrupted pass continues after the last part. Only one process at a time writes into a folder.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 
 HEAD = "teacher.json"
 FORMAT = 2
-PART_TOKENS = 1 << 16  # supervised tokens of a part: 8 MB of the compact coding
+PART_TOKENS = 1 << 16  # supervised tokens per part: 8 MB in the compact coding
 IDS, LOG_Q, REST = "teacher_ids", "teacher_log_q", "teacher_rest"
 
 
 def is_store(source: str | Path) -> bool:
-    """Whether a name stands for such a folder."""
+    """Return True if a name is such a folder."""
     return (Path(source) / HEAD).is_file()
 
 
 def read_head(folder: Path) -> dict[str, Any]:
-    """teacher.json. Raises CheckpointError where it is not one that this version writes."""
+    """Read teacher.json. Raises CheckpointError if this version does not support it."""
     head = read_object(folder / HEAD, CheckpointError)
     wanted = {"format": int, "vocabulary": dict, "temperature": float, "top_k": int, "coding": str}
     bad = next((name for name, kind in wanted.items() if not isinstance(head.get(name), kind)), "")
@@ -73,19 +73,19 @@ def read_head(folder: Path) -> dict[str, Any]:
 
 
 def refuse_other_head(folder: Path, head: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a store holds what another teacher, temperature or coding gave."""
+    """Raise ConfigError if a store belongs to another teacher, temperature or coding."""
     there = read_head(folder)
     other = next((name for name, value in head.items() if there.get(name) != value), "")
     if other:
         raise ConfigError(
-            f"{folder} holds what another {other} gave ({there.get(other)!r}, not {head[other]!r})",
+            f"{folder} belongs to another {other} ({there.get(other)!r}, not {head[other]!r})",
             next="--prepare with another folder",
         )
 
 
 @contextmanager
 def one_writer(folder: Path) -> Generator[None]:
-    """A folder, made where there is none, that no other process writes into meanwhile. Raises ConfigError."""
+    """Create a folder if needed, and lock it against other writers. Raises ConfigError."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -93,7 +93,7 @@ def one_writer(folder: Path) -> Generator[None]:
     except BlockingIOError:
         os.close(descriptor)
         raise ConfigError(
-            f"another process writes what a teacher says into {folder}",
+            f"another process is writing a teacher's outputs into {folder}",
             next="wait for it, or --prepare with another folder",
         ) from None
     try:
@@ -119,7 +119,7 @@ class StoreParts:
                 rows, width = file.get_slice("rows").get_shape()
             except Exception as error:
                 raise CheckpointError(
-                    f"{path} cannot be read: {error}", next="remove it, and give the --prepare again"
+                    f"{path} cannot be read: {error}", next="remove it, and run the --prepare command again"
                 ) from None
             if (
                 not len(keys) == len(counts) == len(checks)
@@ -128,7 +128,7 @@ class StoreParts:
             ):
                 raise CheckpointError(
                     f"{path} has {rows:,} rows of {width} bytes, not {sum(counts):,} of {coding.nbytes}",
-                    next="remove it, and give the --prepare again",
+                    next="remove it, and run the --prepare command again",
                 )
             first = 0
             for key, count, check in zip(keys, counts, checks, strict=True):
@@ -137,9 +137,9 @@ class StoreParts:
             self.files.append(file)
 
     def rows(self, key: bytes) -> np.ndarray | None:
-        """uint8 [tokens, bytes of a token]; None for a document that is not there.
+        """Return uint8 [tokens, bytes per token]; None for a missing document.
 
-        Raises CheckpointError where they are not the bytes that were written.
+        Raises CheckpointError if they are not the bytes that were written.
         """
         if (place := self.places.get(key)) is None:
             return None
@@ -147,16 +147,16 @@ class StoreParts:
         rows = self.files[part].get_slice("rows")[first : first + count].numpy()
         if zlib.crc32(rows.tobytes()) != check:
             raise CheckpointError(
-                f"{self.paths[part]} was changed on disk: what the teacher said of a document is damaged",
-                next="remove it, and give the --prepare again",
+                f"{self.paths[part]} was changed on disk: the teacher's outputs for a document are damaged",
+                next="remove it, and run the --prepare command again",
             )
         return rows
 
 
 class StoreWriter:
-    """A store that is being written, or goes on; `done` are the documents that it has.
+    """A store that is being written or continued; `done` are its documents.
 
-    Raises ConfigError where the folder holds what another teacher, temperature or coding gave.
+    Raises ConfigError if the folder belongs to another teacher, temperature or coding.
     """
 
     def __init__(self, folder: Path, head: Mapping[str, Any], coding: Coding):
@@ -166,7 +166,9 @@ class StoreWriter:
         if is_store(folder):
             refuse_other_head(folder, head)
         elif folder.exists() and any(folder.iterdir()):
-            raise ConfigError(f"{folder} is not empty and no teacher's", next="--prepare with another folder")
+            raise ConfigError(
+                f"{folder} is not empty and has no teacher's outputs", next="--prepare with another folder"
+            )
         else:
             folder.mkdir(parents=True, exist_ok=True)
             write_file(folder / HEAD, json.dumps({**head, "whole": False}, indent=1))
@@ -176,7 +178,7 @@ class StoreWriter:
         self._rows: list[np.ndarray] = []
 
     def add(self, key: bytes, rows_NB: np.ndarray) -> None:
-        """A document. It is written when there are enough."""
+        """Add a document. It is written when there are enough."""
         if key in self.done:
             return
         self.done.add(key)
@@ -186,7 +188,7 @@ class StoreWriter:
             self.flush()
 
     def flush(self) -> None:
-        """What was added as a part, all or nothing."""
+        """Write the added documents as a part, atomically."""
         import torch
 
         from unfreeze.checkpoint.save import write_safetensors
@@ -206,16 +208,16 @@ class StoreWriter:
         )
         self._keys, self._rows = [], []
 
-    def finish(self, **said: Any) -> None:
-        """All are there; `said` is noted beside the head."""
+    def finish(self, **facts: Any) -> None:
+        """Mark the store complete; `facts` are stored beside the head."""
         from unfreeze.checkpoint.save import write_file
 
         self.flush()
-        write_file(self.folder / HEAD, json.dumps({**self.head, **said, "whole": True}, indent=1))
+        write_file(self.folder / HEAD, json.dumps({**self.head, **facts, "whole": True}, indent=1))
 
 
 class Stored(Second):
-    """A second model that need not be in memory: what it said is in a store."""
+    """A second model that need not be in memory: its outputs are in a store."""
 
     def __init__(
         self,
@@ -232,17 +234,17 @@ class Stored(Second):
         self._parts: StoreParts | None = None
 
     def open(self, say: Any = None) -> None:
-        """Read its head. Raises UserError for one that is not whole or of another temperature."""
+        """Read its head. Raises UserError if it is incomplete or of another temperature."""
         head = read_head(self.folder)
         if not head.get("whole"):
             raise CheckpointError(
-                f"{self.folder} is not whole: asking the teacher was broken off",
-                next="give the command with --prepare again; it continues where it stopped",
+                f"{self.folder} is incomplete: --prepare was interrupted",
+                next="run the command with --prepare again; it continues where it stopped",
             )
         if head["temperature"] != self.temperature:
             raise ConfigError(
                 f"{self.folder} was made at temperature {head['temperature']:g}, and {self.temperature:g} is"
-                " asked for: the words that it left out cannot be softened",
+                " requested: tokens that were not stored cannot be rescaled",
                 next=f"--temperature {head['temperature']:g}, or another --prepare",
             )
         size = int(head["vocabulary"].get("size", 0))
@@ -273,7 +275,7 @@ class Stored(Second):
         )
 
     def known(self, examples: Examples) -> None:
-        """Raise DataError where a document is not in the store."""
+        """Raise DataError if a document is not in the store."""
         places = self.opened[1].places
         lacking = [i for i, key in enumerate(examples.checksums_N) if key.tobytes() not in places]
         if lacking:
@@ -282,17 +284,17 @@ class Stored(Second):
 
     def _lacks(self, what: str, row: int) -> DataError:
         return DataError(
-            f"{self.folder} does not have {what} of this data (first: row {row}): it was made of other rows,"
+            f"{self.folder} lacks {what} of this data (first: row {row}): it was made from other rows,"
             " or at another sequence_length, template or mask",
-            next="the same command with --prepare and --teacher, which asks about what is new",
+            next="the same command with --prepare and --teacher, which adds the missing rows",
         )
 
     def source(self, source: Source, beginning: Beginning) -> Source:
-        """Each batch with what the teacher said of its documents."""
+        """Add the teacher's outputs for its documents to each batch."""
         return Filled(cast("Documents", source), self.fill)
 
     def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
-        """The batch with what the teacher said at its supervised tokens; zeros at the others."""
+        """Return the batch with the teacher's outputs at its supervised tokens; zeros at the others."""
 
         coding, parts = self.opened
         raw: list[np.ndarray] = []
@@ -301,16 +303,16 @@ class Stored(Second):
             if rows is None or len(rows) != example.num_supervised:
                 raise self._lacks("a document", example.row)
             raw.append(rows)
-        said = coding.decode(np.concatenate(raw))
+        decoded = coding.decode(np.concatenate(raw))
         rows_N, extras = batch.supervised(), dict(batch.extras)
-        for name, values in zip((IDS, LOG_Q, REST), said, strict=True):
+        for name, values in zip((IDS, LOG_Q, REST), decoded, strict=True):
             values_N = from_numpy(values)
             extras[name] = values_N.new_zeros((batch.num_tokens, *values_N.shape[1:]))
             extras[name][rows_N] = values_N
         return replace(batch, extras=extras)
 
     def aside(self, beside: Beside) -> Aside:
-        """Its entries of a micro-batch, twice: of all tokens, and of the supervised ones."""
+        """Return the memory of a micro-batch's entries, twice: for all tokens and the supervised ones."""
         from unfreeze.models import shape
         from unfreeze.objectives.divergence import bytes_per_logit, divergence_rows
         from unfreeze.parallel.plan.aside import Aside
@@ -325,16 +327,16 @@ class Stored(Second):
         )
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
-        """What is minimised; nothing is loaded."""
+        """Return the objective; nothing is loaded."""
         return self.minimise(said_in, self.opened[0].words)
 
 
 def said_in(batch: Batch) -> LogProbs:
-    """The teacher that a batch brings along (Stored.fill).
+    """Return the teacher's outputs stored in a batch (Stored.fill).
 
-    Among the words that were left out, the teacher's rest is shared as the student shares its own:
-        log q_i = log rest - log Σ_left out p + log p_i
-    D is then that of K + 1 outcomes, the entries and "another word", and so is its gradient.
+    Among tokens that were not stored, the teacher's rest is distributed like the student's:
+    log q_i = log rest - log Σ_left out p + log p_i
+    D is then that of K + 1 outcomes, the entries and "another token", and so is its gradient.
     """
     rows_N = batch.supervised()
     ids_NK, log_q_NK, rest_N = (batch.extras[name].index_select(0, rows_N) for name in (IDS, LOG_Q, REST))
@@ -344,7 +346,7 @@ def said_in(batch: Batch) -> LogProbs:
 def _with_the_rest(ids_NK: Tensor, log_q_NK: Tensor, rest_N: Tensor, rows: slice, log_p_BV: Tensor) -> Tensor:
     ids_BK = ids_NK[rows].long()
     left_B = log_p_BV.exp().scatter_(1, ids_BK, 0.0).sum(-1)
-    # a student that leaves them less than float32 holds is given that
+    # if the student gives them less than float32 can represent, use the smallest value
     log_left_B = left_B.clamp_(min=1e-35).log()
     moved_B = rest_N[rows].to(log_p_BV.dtype) - log_left_B
     return (log_p_BV + moved_B.unsqueeze(1)).scatter_(1, ids_BK, log_q_NK[rows].to(log_p_BV.dtype))

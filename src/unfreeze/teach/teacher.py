@@ -1,6 +1,6 @@
-"""Teachers that are asked while training: a checkpoint, a run, or the model with its adapters off.
+"""Teachers that are queried while training: a checkpoint, a run, or the model without its adapters.
 
-A teacher is frozen and computes in the run's dtype. It is asked once a micro-batch, at the supervised rows.
+A teacher is frozen and computes in the run's dtype. It runs once per micro-batch, at the supervised rows.
 T tokens of a micro-batch, N supervised ones, B rows of a block, D the teacher's width, V vocabulary.
 """
 
@@ -34,19 +34,20 @@ if TYPE_CHECKING:
     from unfreeze.teach.inside import Inside
 
 ToObjective = Callable[["Teacher", int], Objective]
-"""(what is asked, words of the vocabulary) -> what is minimised."""
+"""(teacher function, vocabulary size) -> objective."""
 
 
 class Asked(Second):
-    """A second model that is asked while training: a checkpoint folder, a Hub id, a run, an adapter's folder.
+    """A second model queried while training: a checkpoint folder, a Hub id, a run, an adapter's folder.
 
-    name        as the user gave it
-    temperature by which its logits are divided
-    minimise    (what it says, words) -> the objective
-    beta        as of the objective; the plan counts its block of logits by it
-    inside      what of its layers is compared too
-    loss        what is minimised, in words
-    shares      whether adapters train, so that an adapter of the model's own base needs no second copy of it
+    name        as the user wrote it
+    temperature divisor of its logits
+    minimise    (its outputs, vocabulary size) -> the objective
+    beta        as in the objective; determines its block of logits for the plan
+    inside      layers to compare too
+    loss        the objective in words
+    shares      True if adapters train, so that an adapter of the model's own base needs no second copy of
+                it
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class Asked(Second):
         self._opened: tuple[ModelSource, Manifest] | None = None
 
     def open(self, say: Callable[[str], None] | None = None) -> None:
-        """Find what the name stands for; a Hub id is downloaded. Raises UserError where it cannot be read."""
+        """Resolve the name; a Hub id is downloaded. Raises UserError if it cannot be read."""
         self._opened = self._found(say)
 
     @property
     def opened(self) -> tuple[ModelSource, Manifest]:
-        """What the name stands for."""
+        """The resolved model."""
         self._opened = self._found()
         return self._opened
 
@@ -83,15 +84,15 @@ class Asked(Second):
 
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
         """Raise CheckpointError for another vocabulary, ConfigError for the model itself as a teacher."""
-        found, manifest = self.opened
+        source, manifest = self.opened
         self._start = start
         own = self._vocabulary(manifest)
         refuse_other(vocabulary(tokenizer), own, self.name)
-        if found.adapter is None and same_weights(manifest, start):
+        if source.adapter is None and same_weights(manifest, start):
             itself = manifest.path.resolve() == start.path.resolve()
             what = "is the model itself" if itself else f"looks like a copy of the model ({start.path})"
             raise ConfigError(
-                f"the teacher {self.name} {what}, and nothing would be learned",
+                f"the teacher {self.name} {what}, so nothing would be learned",
                 next=(
                     f"another --teacher; or --teacher {BASE} --alpha 0.5: the model with its adapters off,"
                     " without a second copy"
@@ -105,7 +106,7 @@ class Asked(Second):
 
         if not has_tokenizer(manifest.path):
             raise CheckpointError(
-                f"the teacher {self.name} has no tokenizer, so which word an id of it is cannot be known",
+                f"the teacher {self.name} has no tokenizer, so its ids cannot be matched to the model's",
                 next=f"copy its tokenizer.json (or tiktoken.model) into {manifest.path}",
             )
         tokenizer = load_tokenizer(manifest.path)
@@ -117,23 +118,23 @@ class Asked(Second):
         from unfreeze.models import shape
         from unfreeze.report.run import decimal_bytes
 
-        found, manifest = self.opened
-        size = decimal_bytes(manifest.nbytes + adapter_bytes(found.adapter))
+        source, manifest = self.opened
+        size = decimal_bytes(manifest.nbytes + adapter_bytes(source.adapter))
         kind = shape(manifest.config).model_type
         if self._on_the_same(start):
-            kind, size = "an adapter of the same base", decimal_bytes(adapter_bytes(found.adapter))
+            kind, size = "an adapter of the same base", decimal_bytes(adapter_bytes(source.adapter))
         return f"learns from: {self.name} ({kind}, {size}, frozen); {self.loss}"
 
     def _on_the_same(self, start: Manifest) -> bool:
-        """Whether it is an adapter on the model's own base: where adapters train, one base serves both."""
-        found, manifest = self.opened
-        same = found.adapter is not None and manifest.path.resolve() == start.path.resolve()
+        """Return True for an adapter on the model's own base: if adapters train, one base serves both."""
+        source, manifest = self.opened
+        same = source.adapter is not None and manifest.path.resolve() == start.path.resolve()
         return same and self.shares
 
     def aside(self, beside: Beside) -> Aside:
-        """What it takes, for the plan."""
-        found, manifest = self.opened
-        adds = {"more": adapter_bytes(found.adapter), "shared": self._on_the_same(beside.start)}
+        """Return its memory for the plan."""
+        source, manifest = self.opened
+        adds = {"more": adapter_bytes(source.adapter), "shared": self._on_the_same(beside.start)}
         return self._aside(manifest, beside, **adds)
 
     def _aside(self, manifest: Manifest, beside: Beside, **more: Any) -> Aside:
@@ -159,7 +160,7 @@ class Asked(Second):
         )
 
     def objective(self, model: Decoder, device: torch.device, dtype: str) -> Objective:
-        """Load it, frozen, and give what is minimised; of an adapter on the model's own base, it alone."""
+        """Load it, frozen (only the adapter if on the model's own base), and return the objective."""
         if self._start is None or not self._on_the_same(self._start):
             return self._minimised(model, self._loaded(device, dtype))
         adapter = self.opened[0].adapter
@@ -167,7 +168,7 @@ class Asked(Second):
         return self._minimised(model, model, own=True, adapters=adapters_of(model, adapter))
 
     def load(self, device: torch.device, dtype: str) -> Teacher:
-        """Read its weights."""
+        """Load its weights."""
         return partial(teacher_log_probs, self._loaded(device, dtype), self._words, self.temperature)
 
     def _minimised(self, model: Decoder, teacher: Decoder, **how: Any) -> Objective:
@@ -175,22 +176,22 @@ class Asked(Second):
         if self.inside is None:
             return self.minimise(says, self._words)
 
-        def words(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, said: Teacher) -> Loss:
-            return self.minimise(said, self._words)(hidden_TD, lm_head, batch)
+        def words(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, teacher_says: Teacher) -> Loss:
+            return self.minimise(teacher_says, self._words)(hidden_TD, lm_head, batch)
 
-        # it has a field `taps`, so it is called with one argument more (train/step.py)
-        found = self.inside.objective(model, teacher, lambda batch, taps: says(batch, taps=taps), words)
-        return cast(Any, found)
+        # it has a field `taps`, so it is called with one more argument (train/step.py)
+        compared = self.inside.objective(model, teacher, lambda batch, taps: says(batch, taps=taps), words)
+        return cast(Any, compared)
 
     def _loaded(self, device: torch.device, dtype: str) -> Decoder:
         from unfreeze.adapters.read import load_adapter
         from unfreeze.generate.open import dtype_of, open_model
         from unfreeze.models.finite import bad_weight
 
-        found, manifest = self.opened
+        source, manifest = self.opened
         teacher = open_model(manifest, dtype_of(dtype), device, as_stored=True)
-        if found.adapter is not None:
-            load_adapter(teacher, found.adapter)
+        if source.adapter is not None:
+            load_adapter(teacher, source.adapter)
         if bad := bad_weight(teacher, updated=False):
             raise CheckpointError(
                 f"the teacher {self.name} holds {bad[0]} in {bad[1]}: nothing can be learned from it",
@@ -200,13 +201,13 @@ class Asked(Second):
 
 
 class BaseAsked(Asked):
-    """The model itself with its adapters off: no second copy in memory, and no file is read."""
+    """The model itself with its adapters disabled: no second copy in memory, and no file is read."""
 
     def __init__(self, minimise: ToObjective, **options: Any):
         super().__init__(BASE, minimise, **options)
 
     def open(self, say: Callable[[str], None] | None = None) -> None:
-        """The model itself is open."""
+        """Do nothing: the model itself is open."""
 
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
         self._words = vocabulary(tokenizer).size
@@ -222,19 +223,19 @@ class BaseAsked(Asked):
 
 
 def adapters_of(model: Decoder, folder: Path) -> dict[str, nn.Module]:
-    """A folder's adapter by names of modules, frozen and in none of them; the model keeps its own."""
+    """Load a folder's adapter by module name, frozen and unattached; the model keeps its own."""
     from unfreeze.adapters import load_adapter, sites, without_adapters
 
     with without_adapters(model):
         load_adapter(model, folder)
-        found: dict[str, nn.Module] = {site.name: site.adapter for site in sites(model)}
-    for adapter in found.values():
+        adapters: dict[str, nn.Module] = {site.name: site.adapter for site in sites(model)}
+    for adapter in adapters.values():
         adapter.requires_grad_(False)
-    return found
+    return adapters
 
 
 def adapter_bytes(folder: Path | None) -> int:
-    """Of an adapter's files; 0 without one."""
+    """Return the bytes of an adapter's files; 0 without one."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors")) if folder else 0
 
 
@@ -248,11 +249,11 @@ def teacher_log_probs(
     adapters: Mapping[str, nn.Module] | None = None,
     taps: Taps | None = None,
 ) -> LogProbs:
-    """log softmax(z / τ) over the first `words` words, at the supervised rows, a block at a time.
+    """Return log softmax(z / τ) over the first `words` ids, at the supervised rows, a block at a time.
 
-    What lives until the last block is the teacher's hidden state of these rows, [N, D].
-    own: the teacher is the model that trains; meanwhile `adapters` are in the place of its own, or none.
-    taps: filled on the way.
+    Until the last block, the teacher's hidden states of these rows, [N, D], stay alive.
+    own: the teacher is the trained model; `adapters` temporarily replace its own, or none.
+    taps: filled along the way.
     """
     import torch
 
@@ -266,7 +267,7 @@ def teacher_log_probs(
         del hidden_TD
 
     def log_q(rows: slice, log_p_BV: Tensor) -> Tensor:
-        # logits in half precision are gone before their softmax is there: bytes_per_logit counts no more
+        # half-precision logits are freed before their softmax exists: bytes_per_logit counts no more
         with torch.no_grad(), off():
             z_BV = teacher.lm_head(hidden_ND[rows])[:, :words].to(log_p_BV.dtype)
         if temperature != 1:

@@ -1,7 +1,6 @@
-"""The contract of two vocabularies: the same word under every id (docs/why/trust.md N5).
+"""The contract of two vocabularies: the same token under every id (docs/why/trust.md N5).
 
-Rows of a head beyond the tokenizer's ids are padding; they may be more or fewer, and no divergence looks at
-them.
+Rows of a head beyond the tokenizer's ids are padding; their number may differ, and no divergence reads them.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
 
 NEXT = (
-    "a teacher with the same tokenizer; of another one take its texts: unfreeze generate TEACHER --data F"
+    "use a teacher with the same tokenizer; for another one use its texts: unfreeze generate TEACHER --data F"
     " --out rows.jsonl, then unfreeze sft"
 )
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """size: ids with a name. hash: over every id's word and whether it is special, 12 hex digits."""
+    """size: ids with a name. hash: of every id's text and special flag, 12 hex digits."""
 
     size: int
     hash: str
@@ -33,7 +32,10 @@ class Vocabulary:
 
 
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Of a tokenizer. Merges are not in it: the same ids mean the same words, however texts are cut."""
+    """Return a tokenizer's vocabulary.
+
+    Merges are not in it: equal ids mean equal tokens, however text is split.
+    """
     size, special = tokenizer.named_size, tokenizer.special_ids
     digest = hashlib.blake2b(digest_size=6)
     for id in range(size):
@@ -43,10 +45,10 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 def refuse_other(student: Vocabulary, teacher: Vocabulary, name: str) -> None:
-    """Raise CheckpointError, with both sizes and hashes, where a word has another id or there are others."""
+    """Raise CheckpointError, with both sizes and hashes, if ids differ in meaning or number."""
     if student != teacher:
         raise CheckpointError(
-            f"the teacher {name} has another vocabulary ({teacher}) than the model ({student}): what it says"
-            " of an id is about another word",
+            f"the teacher {name} has another vocabulary ({teacher}) than the model ({student}): its"
+            " ids mean other tokens",
             next=NEXT,
         )
