@@ -1,4 +1,1 @@
-"""Generation: cache, sampling, stop strings, the batched engine, and the model behind `unfreeze.load`.
-
-Layer 6.
-"""
+"""Generation (layer 6): KV cache, sampling, stop strings, engine, and the model of `unfreeze.load`."""

@@ -1,7 +1,7 @@
-"""Batched generation with a key-value cache.
+"""Batched generation with a KV cache.
 
-All prompts run in one packed pass, without padding. Then each step adds one token per row, and finished rows
-leave the batch.
+The prefill runs all prompts in one packed pass, without padding. Then each step adds one token per row, and
+finished rows leave the batch.
 
 T tokens of all prompts end to end, S sequences, V vocabulary.
 """
@@ -34,11 +34,12 @@ FinishReason = Literal["stop", "length"]
 class Piece:
     """One sampled token of prompt `row`, and the text that can be shown now.
 
-    text           whole characters, nothing of a stop string; often "".
-    finish_reason  None while the row goes on; then "stop" (a stop id, a stop string) or "length"
-                   (max_new_tokens, no position left).
-    logprob        log-probability of the token in nats over all ids that can be sampled, before temperature,
-                   top-k and top-p.
+    text           whole characters, never part of a stop string; often ""
+    finish_reason  None while the row continues; then "stop" (a stop id, a stop string) or "length"
+                   (max_new_tokens, no position left)
+    logprob        log-probability of the token in nats over all ids that can be sampled, before
+                   temperature,
+                   top-k and top-p
     """
 
     row: int
@@ -52,9 +53,9 @@ class Piece:
 class Completion:
     """Everything sampled for one prompt.
 
-    tokens    every sampled id, a stop id included.
-    text      ends before the stop id or stop string.
-    logprobs  one for each of `tokens`, as in Piece; empty where the sampler doesn't know them.
+    tokens    every sampled id, including a stop id
+    text      ends before the stop id or stop string
+    logprobs  one per token, as in Piece; empty if the sampler doesn't know them
     """
 
     tokens: list[int]
@@ -64,15 +65,15 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """Whatever continues token prompts: the local Engine, or a client of an endpoint."""
+    """Continues token prompts: the local Engine, or a client of an endpoint."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """A completion per prompt, in the prompts' order."""
+        """Return a completion per prompt, in the prompts' order."""
         ...
 
 
 class EngineTokenizer(Protocol):
-    """What the engine needs of a tokenizer."""
+    """The tokenizer methods that the engine needs."""
 
     named_size: int
 
@@ -81,7 +82,7 @@ class EngineTokenizer(Protocol):
 
 @dataclass
 class _Row:
-    """A sequence that is being continued."""
+    """A sequence being continued."""
 
     index: int
     limit: int
@@ -91,7 +92,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
 
     def push(self, token: int) -> Piece:
-        """Append a sampled token. -> what can be shown, and whether the row is done."""
+        """Append a sampled token; return its Piece."""
         self.tokens.append(token)
         if token in self.stop_ids:
             return self._last(token, "", "stop")
@@ -103,7 +104,7 @@ class _Row:
         return Piece(self.index, token, text, None)
 
     def _last(self, token: int, text: str, reason: FinishReason) -> Piece:
-        """The last piece, with the text that was held back: a stop string's beginning, half a character."""
+        """Return the last piece with held-back text: the start of a stop string, half a character."""
         if self.decoder is not None:
             rest, stopped = self.stops.push(self.decoder.finish())
             text += rest if stopped else rest + self.stops.flush()
@@ -113,14 +114,15 @@ class _Row:
 class Engine:
     """Continues token prompts with a Decoder.
 
-    tokenizer  gives text, and says which ids have a name: rows of the head beyond them (padding,
-               docs/why/trust.md N5) are never sampled. None: ids only.
-    stop_ids   end a sequence where they are sampled.
-    steps      how a step is launched (generate/steps.py).
-    agreed     the tokens of a step that were chosen here -> those that are taken. Processes that share a
-               model's weights must take the same.
+        tokenizer  decodes text, and says which ids have a name: rows of the head beyond them (padding,
+                   docs/why/trust.md N5) are never sampled. None: ids only
+        stop_ids   end a sequence when they are sampled
+        steps      how a step is launched (generate/steps.py)
+        agreed     maps the tokens chosen here to those used. Processes that share a model's weights must use
+                   the
+                   same
 
-    Nothing is kept from call to call, so the model's weights may change between calls.
+    Nothing is kept between calls, so the model's weights may change between them.
     """
 
     def __init__(
@@ -154,12 +156,13 @@ class Engine:
         ]
 
     def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[Piece]]:
-        """Yields, per step, a Piece for each prompt still running.
+        """Yield, per step, a Piece for each prompt still running.
 
-        Where fewer than max_new_tokens positions are left, the row ends at the last of them, with
-        finish_reason "length".
-        Raises UserError at once for an empty prompt, an id outside the vocabulary, or a prompt that leaves
-        none of shape.max_positions free.
+        If fewer than max_new_tokens positions are left, the row ends at the last of them, with finish_reason
+        "length".
+        Raises UserError at once for an empty prompt, an id outside the vocabulary, or a prompt that leaves no
+        free
+        position (shape.max_positions).
         """
         prompts = [list(prompt) for prompt in prompts]
         return self._run(prompts, self._limits(prompts, sampling), sampling)
@@ -173,12 +176,12 @@ class Engine:
         ]
         chooser = Chooser(sampling, len(rows))
 
-        # prefill: all prompts in one packed pass fill the cache
+        # prefill: all prompts in one packed pass fill the KV cache
         longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         cache = self.model.new_cache(len(rows), longest)
         logits_SV, step = self._prefill(prompts, cache), self.steps(self.model, cache)
 
-        # decode: choose, yield, drop the finished rows, one step of the model
+        # decode: choose, yield, drop finished rows, one step of the model
         while True:
             tokens = self.agreed(chooser.choose(logits_SV, [row.index for row in rows]))
             logprobs = logprobs_of(logits_SV, tokens)
@@ -196,9 +199,9 @@ class Engine:
             logits_SV = self._step(step, tokens)
 
     def _decoder(self, before: int) -> StreamDecoder | None:
-        """A decoder that has seen the id before the first new one.
+        """Return a stream decoder that has seen the id before the first new one.
 
-        Decoders drop the space of a text's first token, and the first new token is not a text's first.
+        Decoders drop the space before a text's first token, but the first new token does not start the text.
         """
         if self.tokenizer is None:
             return None
@@ -207,8 +210,8 @@ class Engine:
             decoder.push(before)
         return decoder
 
-    # no_grad is around these two calls, not around the generator: at every yield the caller's own grad mode
-    # must hold.
+    # no_grad is around these two calls, not around the generator, because the caller's own grad mode must
+    # hold at every yield
     @torch.no_grad()
     def _prefill(self, prompts: list[list[int]], cache: Cache) -> Tensor:
         batch = batch_of(prompts, self.model.device)
@@ -220,7 +223,7 @@ class Engine:
         return step(tokens)[:, : self.num_ids]
 
     def _limits(self, prompts: list[list[int]], sampling: Sampling) -> list[int]:
-        """How many tokens each prompt may be continued by."""
+        """Return the maximum number of new tokens per prompt."""
         if sampling.stop and self.tokenizer is None:
             raise UserError(
                 f"stop strings {list(sampling.stop)} need a tokenizer; this model has none",
@@ -238,18 +241,18 @@ class Engine:
 
 
 def logprobs_of(logits_SV: Tensor, tokens: Sequence[int]) -> list[float]:
-    """log softmax(logits_s)[tokens_s] for each row, in float32."""
+    """Return log softmax(logits_s)[tokens_s] for each row, in float32."""
     chosen_S = logits_SV.gather(1, torch.tensor(tokens, device=logits_SV.device)[:, None])[:, 0]
     return (chosen_S - logits_SV.logsumexp(-1)).tolist()
 
 
 def check_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Raise UserError for an empty sequence, or naming the first id that the embedding has no row for."""
+    """Raise UserError for an empty sequence, or for the first id that has no row in the embedding."""
     for index, tokens in enumerate(sequences):
         if not tokens:
             raise UserError(
                 f"sequence {index} of {len(sequences)} is empty; it needs at least one token",
-                next="begin with the BOS id",
+                next="start with the BOS id",
             )
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             place = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
@@ -260,5 +263,5 @@ def check_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
 
 
 def batch_of(sequences: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> Batch:
-    """Token sequences packed end to end, without targets: for scoring and generation."""
+    """Pack token sequences end to end, without targets: for scoring and generation."""
     return pack([Example(tokens, [0.0] * len(tokens)) for tokens in sequences]).to(device)

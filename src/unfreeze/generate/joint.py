@@ -1,7 +1,7 @@
-"""Sampling from two models together: p ∝ p_T · p_S^γ, the teacher and the student that corrects it.
+"""Sample from two models together: p ∝ p_T · p_S^γ, the teacher and the student that corrects it.
 
-Each keeps a cache of its own; a step is a step of both. Product of experts and proxy-tuning
-(arXiv:2401.08565); objectives/corrector.py trains the student for it.
+Each has its own KV cache; a step runs both. Product of experts and proxy-tuning (arXiv:2401.08565);
+objectives/corrector.py trains the student for it.
 
 T tokens, S sequences, D and E the two widths, V vocabulary.
 """
@@ -22,13 +22,13 @@ from unfreeze.models.blocks.passes import Cache
 
 
 class Joint:
-    """Two decoders as one, for Engine: hidden states are those of both side by side, [T, D + E].
+    """Two decoders as one, for Engine: hidden states are both side by side, [T, D + E].
 
-    words   of the vocabulary that both have; rows of either head beyond it are padding (docs/why/trust.md
-    N5).
-    gamma   of the student. 0: the teacher alone.
-    around  entered around each pass of the teacher. Where the teacher is the student's own base:
-            partial(without_adapters, student).
+    words   size of the vocabulary that both share; further rows of either head are padding
+            (docs/why/trust.md N5)
+    gamma   exponent of the student. 0: the teacher alone
+    around  context of each teacher pass. If the teacher is the student's own base:
+            partial(without_adapters, student)
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Joint:
         return self._both(lambda model, own: model.step(tokens_S, own), cache)
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
-        """log p_T + γ log p_S, [T, words] in float32; not normalised."""
+        """Return log p_T + γ log p_S, [T, words] in float32; not normalised."""
         width = self.student.shape.hidden_size
         own_TV = self.student.logits(hidden_TE[:, :width])[:, : self.words].log_softmax(-1)
         with self.around():
@@ -74,7 +74,7 @@ class Joint:
 
 
 class JointCache(Cache):
-    """The student's cache, and beside it the teacher's; rows leave both."""
+    """The student's cache together with the teacher's; rows leave both."""
 
     def __init__(self, num_sequences: int, capacity: int):
         super().__init__(num_sequences, capacity)
@@ -88,7 +88,7 @@ class JointCache(Cache):
 def joint_engine(
     joint: Joint, tokenizer: EngineTokenizer | None = None, stop_ids: frozenset[int] = frozenset()
 ) -> Engine:
-    """An Engine that samples from both. Its logprobs are of the mixture."""
+    """Return an Engine that samples from both. Its logprobs are of the mixture."""
     engine = Engine(joint, tokenizer=tokenizer, stop_ids=stop_ids, steps=launched)  # type: ignore[arg-type]
     engine.num_ids = min(engine.num_ids, joint.words)
     return engine

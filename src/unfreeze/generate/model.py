@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 
 
 class Options(TypedDict, total=False):
-    """How to continue; Sampling has the defaults, and says what each one means. `stop` may be one string."""
+    """Sampling options; Sampling has the defaults and explains them. `stop` may be one string."""
 
     max_new_tokens: int
     temperature: float
@@ -47,18 +47,19 @@ def load(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Model:
-    """A model to talk to.
+    """Load a model for inference.
 
-    source    a checkpoint folder, a Hugging Face id, a run folder, or an adapter folder (it names its base)
-    dtype     of the computation: "float32", "bfloat16", or "auto": bfloat16 where the hardware multiplies it.
-              Weights stay as the files have them where that is no wider
-    device    "cpu", "cuda", "cuda:1", or "auto": CUDA if there is one
-    progress  called with (bytes done, bytes in all) while weights are read
-    say       called with one line about a download, and one about fields of config.json that are not
-              followed (without it: a log warning)
+        source    a checkpoint folder, a Hugging Face id, a run folder, or an adapter folder (it names its
+                  base)
+        dtype     compute dtype: "float32", "bfloat16", or "auto": bfloat16 if the hardware multiplies it.
+                  Weights stay as stored if that is no wider
+        device    "cpu", "cuda", "cuda:1", or "auto": CUDA if there is one
+        progress  called with (bytes done, total bytes) while weights are read
+        say       called with one line about a download, and one about unsupported fields of config.json
+                  (without it: a log warning)
 
-    Raises UserError or a subclass (CheckpointError, AdapterError, ConfigError) where nothing is there, files
-    are damaged, or parts don't fit each other.
+    Raises UserError or a subclass (CheckpointError, AdapterError, ConfigError) if nothing is found, files are
+    damaged, or parts don't match.
     """
     place_to = device_of(device)
     wanted = dtype_of(precision(dtype, place_to).name)
@@ -66,49 +67,49 @@ def load(
 
 
 def load_opened(
-    found: ModelSource,
+    opened: ModelSource,
     manifest: Manifest,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Model:
-    """`load` of what open_source found."""
+    """Load a model that open_source has resolved."""
     try:
-        variables = template_values(found.template_variables)
+        variables = template_values(opened.template_variables)
     except ValueError as error:
         raise ConfigError(
-            f"{(found.adapter or Path(found.base)).parent}: {error}",
-            next="mend data.template_variables in the run's resolved_config.json",
+            f"{(opened.adapter or Path(opened.base)).parent}: {error}",
+            next="correct data.template_variables in the run's resolved_config.json",
         ) from None
     tokenizer = (
         load_tokenizer(manifest.path, template_variables=variables) if has_tokenizer(manifest.path) else None
     )
     decoder = open_model(manifest, dtype, device, progress, warn=say, as_stored=True)
-    if found.adapter is not None:
-        load_adapter(decoder, found.adapter)
+    if opened.adapter is not None:
+        load_adapter(decoder, opened.adapter)
     decoder.eval().requires_grad_(False)
     return Model(decoder, tokenizer, stop_ids=end_ids(manifest, tokenizer))
 
 
 def end_ids(manifest: Manifest, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The ids that end generation: the tokenizer's; without one, eos_token_id of the checkpoint's configs."""
+    """Return the ids that end generation: the tokenizer's, else eos_token_id of the checkpoint's configs."""
     if tokenizer is not None:
         return tokenizer.eos_ids
-    found = [
+    ids = [
         config.get("eos_token_id")
         for config in (manifest.generation_config, manifest.config, manifest.config.get("text_config") or {})
     ]
     return frozenset(
-        id for value in found for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)
+        id for value in ids for id in (value if isinstance(value, list) else [value]) if isinstance(id, int)
     )
 
 
 class Model:
     """A Decoder with its tokenizer.
 
-    tokenizer: None where the checkpoint has none; then prompts are token ids.
-    Raises CheckpointError if the tokenizer can make ids the model has no embedding for.
+    tokenizer: None if the checkpoint has none; then prompts are token ids.
+    Raises CheckpointError if the tokenizer can produce ids the model has no embedding for.
     """
 
     def __init__(
@@ -133,17 +134,20 @@ class Model:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the checkpoint brings its own chat template; without one, `chat` uses a plain template."""
+        """True if the checkpoint has its own chat template; otherwise `chat` uses a plain template."""
         return self.tokenizer is not None and self.tokenizer.template is not None
 
     @torch.no_grad()
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """logits[i][t] = scores of the token after sequences[i][: t + 1]. -> float32 [len, V] per sequence.
+        """Return logits[i][t], the scores of the token after sequences[i][: t + 1].
 
-        The sequences, of any lengths, are packed into one pass; none sees another, and there is no padding.
-        The result is on the host. V counts all rows of the head.
+        float32 [len, V] per sequence.
+        The sequences, of any lengths, are packed into one pass without padding; none sees another. The result
+        is on
+        the host. V counts all rows of the head.
         Raises UserError for an empty sequence, an id outside the vocabulary, or more tokens than the model
-        has positions.
+        has
+        positions.
         """
         sequences = [list(tokens) for tokens in sequences]
         if not sequences:
@@ -168,33 +172,34 @@ class Model:
     def generate(self, prompt: list[list[int]], **options: Unpack[Options]) -> list[list[int]]: ...
 
     def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
-        """What the model says after the prompt; the prompt is not repeated.
+        """Return the model's continuation of the prompt, without the prompt.
 
         A list of prompts, of any lengths, runs as one batch.
-        A text is answered with text; BOS stands in front where the tokenizer begins documents with it.
-        Token ids are taken as they are and answered with token ids, the stop id included where one was
-        sampled.
-        options: max_new_tokens (256), temperature (0: the likeliest token each time), top_k, top_p, stop (a
-        string or several), seed.
+        A text gets a text; BOS is added in front if the tokenizer starts documents with it. Token ids are
+        used
+        unchanged and get token ids, including a sampled stop id.
+        options: max_new_tokens (256), temperature (0: always the likeliest token), top_k, top_p, stop (a
+        string or
+        several), seed.
         Raises UserError for a text prompt without a tokenizer, and whatever Engine.stream and Sampling raise.
         """
         single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
         prompts = [prompt] if single else list(prompt)
         completions = self.complete(prompts, **options)
         answers = [
-            done.text if isinstance(given, str) else done.tokens
-            for given, done in zip(prompts, completions, strict=True)
+            done.text if isinstance(text_or_ids, str) else done.tokens
+            for text_or_ids, done in zip(prompts, completions, strict=True)
         ]
         return answers[0] if single else answers
 
     def complete(
         self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]
     ) -> list[Completion]:
-        """As generate, with all that is known of each answer: tokens, text, finish_reason, logprobs."""
+        """Like generate, but return all facts about each answer: tokens, text, finish_reason, logprobs."""
         return self.engine.generate([self._encode(prompt) for prompt in prompts], sampling(options))
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Piece]:
-        """The continuation of one prompt, token by token as it is sampled.
+        """Yield the continuation of one prompt, token by token as it is sampled.
 
         The prompt is checked at once, not at the first token.
         """
@@ -202,28 +207,29 @@ class Model:
         return (piece for step in steps for piece in step)
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> str:
-        """The assistant's next turn. Options as in generate.
+        """Return the assistant's next turn. Options as in generate.
 
-        messages: [{"role": "user", "content": "…"}, …], or a text, which stands for one user message.
-        Rendered with the checkpoint's chat template (data.templates.PLAIN_TEMPLATE where it has none).
+        messages: [{"role": "user", "content": "…"}, …], or a text, which means one user message. Rendered
+        with the
+        checkpoint's chat template (or data.templates.PLAIN_TEMPLATE).
         """
         return self.engine.generate([self.encode_chat(messages)], sampling(options))[0].text
 
     def stream_chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[str]:
-        """As chat, in pieces of text as they become certain: whole characters, nothing of a stop string."""
+        """Like chat, in pieces of certain text: whole characters, never part of a stop string."""
         return (piece.text for piece in self.stream_chat_pieces(messages, **options) if piece.text)
 
     def stream_chat_pieces(
         self, messages: str | Sequence[Message], **options: Unpack[Options]
     ) -> Iterator[Piece]:
-        """As stream_chat, token by token; the last piece says why the answer ended."""
+        """Like stream_chat, token by token; the last piece has the finish reason."""
         steps = self.engine.stream([self.encode_chat(messages)], sampling(options))
         return (piece for step in steps for piece in step)
 
     def chat_batch(
         self, conversations: Sequence[str | Sequence[Message]], **options: Unpack[Options]
     ) -> list[Completion]:
-        """The assistant's next turn of many conversations at once."""
+        """Return the assistant's next turn for many conversations at once."""
         return self.engine.generate(
             [self.encode_chat(messages) for messages in conversations], sampling(options)
         )
@@ -232,7 +238,7 @@ class Model:
         return encode_prompt(self._tokenizer(), prompt) if isinstance(prompt, str) else list(prompt)
 
     def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
-        """The prompt of `chat` as the model sees it: token ids, up to where the assistant's turn begins."""
+        """Return the prompt of `chat` as the model sees it: ids up to the start of the assistant's turn."""
         return encode_chat(
             self._tokenizer(),
             [{"role": "user", "content": messages}] if isinstance(messages, str) else messages,
@@ -249,7 +255,7 @@ class Model:
 
 
 def sampling(options: Options) -> Sampling:
-    """The Sampling of keyword options. Raises ConfigError as Sampling does, and for an unknown one."""
+    """Build a Sampling from keyword options. Raises ConfigError like Sampling, and for unknown options."""
     known = [field.name for field in fields(Sampling)]
     if unknown := next((name for name in options if name not in known), ""):
         raise ConfigError(

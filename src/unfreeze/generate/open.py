@@ -1,6 +1,6 @@
-"""From a checkpoint to a model in memory: build without memory, stream the weights in.
+"""Load a checkpoint into memory: build the model without memory, then stream the weights in.
 
-This is the one place where checkpoint, shape, codec, model and placement meet; recipes begin with
+This is the one place where checkpoint, shape, codec, model and placement meet; recipes start with
 `open_model` too.
 """
 
@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all), called while weights are read."""
+"""(bytes done, total bytes), called while weights are read."""
 
 
 def open_model(
@@ -46,24 +46,26 @@ def open_model(
     as_stored: bool = False,
     built: models.Decoder | None = None,
 ) -> models.Decoder:
-    """The checkpoint as a Decoder on `device`.
+    """Load the checkpoint as a Decoder on `device`.
 
-    Packed weights stay packed, the others are held in `dtype`, that of the computation.
-    as_stored: on a CPU matrices in a narrower dtype stay in it, and are frozen (models.meta_model).
-    built: this model, which is on meta, instead of a new one.
-    `loaded` is told what was read, `warn` (without it: the log) which fields of config.json are not followed.
-    mesh: the processes that open it together (parallel.mesh).
+    Packed weights stay packed; the others are stored in `dtype`, the compute dtype.
+    as_stored: on a CPU, matrices in a narrower dtype keep it, and are frozen (models.meta_model).
+    built: use this model, which is on meta, instead of a new one.
+    `loaded` gets the load statistics; `warn` (without it: the log) gets unsupported fields of config.json.
+    mesh: the processes that load it together (parallel.mesh).
     Peak host memory is the model itself and one tensor (parallel.place).
-    layout: where weights lie. Experts on "host" and "disk" come layer by layer into two buffers
-    (parallel.residency); with rest "peers" each process of the mesh keeps a part of what layers have besides
-    them (parallel.peers).
-    Raises CheckpointError where config.json, its quantization and the tensors don't fit each other.
+    layout: where weights are placed. Experts on "host" and "disk" are prefetched layer by layer into two
+    buffers
+    (parallel.residency); with rest "peers" each process of the mesh keeps a shard of the other weights in
+    layers
+    (parallel.peers).
+    Raises CheckpointError if config.json, its quantization and the tensors don't match.
     """
     shape = models.shape(manifest.config)
     for note in models.notes(manifest.config):
         (warn or log.warning)(note)
-    kept = as_stored and torch.device(device).type == "cpu"
-    model = built or models.meta_model(shape, manifest, dtype, as_stored=kept)
+    keep_narrow = as_stored and torch.device(device).type == "cpu"
+    model = built or models.meta_model(shape, manifest, dtype, as_stored=keep_narrow)
     streaming = None
     if layout.experts in ("host", "disk"):
         streaming = Streaming(layout.experts, layout.buffer_bytes)
@@ -99,9 +101,9 @@ def open_sharded(
     loaded: Callable[[LoadStats], None] | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> tuple[models.Decoder, Sharded]:
-    """As `open_model`, with every weight divided among the processes of `group` (parallel/placement/fsdp.py).
+    """Like `open_model`, with every weight sharded over `group`'s processes (parallel/placement/fsdp.py).
 
-    Where the manifest has no tensors, weights are random ones from the seed, as on one process.
+    If the manifest has no tensors, weights are initialised randomly from the seed, as on one process.
     """
     from unfreeze.parallel.placement.fsdp import Sharded
     from unfreeze.parallel.placement.place import place_sharded
@@ -126,16 +128,16 @@ def open_sharded(
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """ "float32" or "bfloat16", as the torch dtype; ConfigError for anything else."""
+    """Return "float32" or "bfloat16" as torch dtype; ConfigError for anything else."""
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}; one of {', '.join(DTYPES)}{nearest(str(name), DTYPES)}")
     return DTYPES[name]
 
 
 def device_of(name: str) -> torch.device:
-    """The named device, "auto": CUDA if there is one.
+    """Return the named device; "auto" is CUDA if there is one.
 
-    Raises ConfigError where nothing is built for it or torch doesn't see one here.
+    Raises ConfigError if it is not supported or torch doesn't see one here.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

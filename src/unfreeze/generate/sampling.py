@@ -1,8 +1,9 @@
-"""Choosing the next token: greedy, temperature, top-k, top-p.
+"""Choose the next token: greedy, temperature, top-k, top-p.
 
-A row is drawn by inverting its cumulative distribution at one uniform number u. So its choice is a plain
+A row is sampled by inverting its cumulative distribution at one uniform number u. So its choice is a plain
 function of (logits, u): it can be tested exactly, is the same on every device, and does not change when
-another row of the batch finishes.
+another
+row of the batch finishes.
 
 S sequences, V vocabulary.
 """
@@ -19,20 +20,21 @@ from unfreeze.core.errors import ConfigError, UserError
 
 
 class NotFinite(UserError):
-    """Logits that are NaN or infinite: no token can be chosen."""
+    """The logits are NaN or infinite: no token can be chosen."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to continue a prompt. Raises ConfigError for a value out of its range.
+    """Sampling parameters. Raises ConfigError for a value out of range.
 
-    max_new_tokens  at most this many tokens are sampled per prompt, 1 or more.
-    temperature     0 takes the likeliest token; otherwise logits are divided by it.
-    top_k           only the k likeliest tokens (and any tied with the k-th); None or 0: all.
-    top_p           only the smallest set of likeliest tokens whose probabilities sum to p, after top_k; None
-                    or 1: all.
-    stop            strings at which the text ends; they are not part of it.
-    seed            the same seed, prompts and model give the same tokens; None: a fresh seed each time.
+    max_new_tokens  maximum number of sampled tokens per prompt, 1 or more
+    temperature     0 takes the likeliest token; otherwise logits are divided by it
+    top_k           only the k likeliest tokens (and any tied with the k-th); None or 0: all
+    top_p           only the smallest set of likeliest tokens whose probabilities sum to p, after top_k;
+                    None
+                    or 1: all
+    stop            strings at which the text ends; they are not part of it
+    seed            the same seed, prompts and model give the same tokens; None: a fresh seed each time
     """
 
     max_new_tokens: int = 256
@@ -44,21 +46,21 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; at least 1")
+            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(
-                f"temperature is {self.temperature}; a finite number, 0 (greedy) or more", next="try 0.7"
+                f"temperature is {self.temperature}; it must be finite, 0 (greedy) or more", next="try 0.7"
             )
         if self.top_k is not None and self.top_k < 0:
-            raise ConfigError(f"top_k is {self.top_k}; a positive number of tokens, or 0 for all")
+            raise ConfigError(f"top_k is {self.top_k}; it must be a positive number of tokens, or 0 for all")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; a probability above 0 and at most 1", next="try 0.95")
+            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1", next="try 0.95")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError(f"stop is {self.stop!r}; a list of strings, none of them empty")
+            raise ConfigError(f"stop is {self.stop!r}; it must be a list of non-empty strings")
 
 
 def keep_likely(logits_SV: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Logits with -inf wherever top-k or top-p leaves a token out. [S, V] -> [S, V] float32.
+    """Return logits with -inf for tokens that top-k or top-p excludes. [S, V] -> [S, V] float32.
 
     top-k keeps the k likeliest. top-p keeps a token if the probability of all likelier ones is below p
     (Holtzman et al. 2020, arXiv:1904.09751). The likeliest token always stays.
@@ -72,17 +74,18 @@ def keep_likely(logits_SV: Tensor, top_k: int | None, top_p: float | None) -> Te
         probability_SV = sorted_SV.softmax(-1)
         drop_SV = probability_SV.cumsum(-1) - probability_SV >= top_p
         drop_SV[:, 0] = False
-        dropped_SV = torch.zeros_like(drop_SV).scatter_(1, order_SV, drop_SV)  # in the order of the ids again
+        dropped_SV = torch.zeros_like(drop_SV).scatter_(1, order_SV, drop_SV)  # back in the order of ids
         logits_SV = logits_SV.masked_fill(dropped_SV, float("-inf"))
     return logits_SV
 
 
 def draw(logits_SV: Tensor, uniform_S: Tensor) -> Tensor:
-    """The token at which the cumulative softmax first exceeds u. logits [S, V], u [S] -> int64 [S].
+    """Return the token at which the cumulative softmax first exceeds u. logits [S, V], u [S] -> int64 [S].
 
     P(token v) = softmax(logits)[v] for u uniform in [0, 1). A token of probability zero is never returned.
-    In float64: a float32 running sum over 163,840 random normal logits misstates the share of single tokens
-    by up to 80 %.
+    In float64: a float32 running sum over 163,840 random normal logits changes the share of single tokens by
+    up
+    to 80 %.
     """
     cumulative_SV = logits_SV.double().softmax(-1).cumsum(-1)
     total_S1 = cumulative_SV[:, -1:]
@@ -92,7 +95,7 @@ def draw(logits_SV: Tensor, uniform_S: Tensor) -> Tensor:
 
 
 class Chooser:
-    """Picks one token per row, step after step; holds the generator of one batch of requests."""
+    """Picks one token per row, step after step, with the random generator of one batch."""
 
     def __init__(self, sampling: Sampling, num_sequences: int):
         self.sampling, self.num_sequences = sampling, num_sequences
@@ -103,10 +106,10 @@ class Chooser:
             self.generator.manual_seed(sampling.seed)
 
     def choose(self, logits_SV: Tensor, rows: list[int]) -> list[int]:
-        """Token ids of one step, for the rows still running. logits [S, V] -> S ids.
+        """Choose one step's token ids for the rows still running. logits [S, V] -> S ids.
 
-        rows: the index of each in the batch as it began.
-        Raises NotFinite where the logits are not numbers: argmax would return some token in silence.
+        rows: the original index of each in the batch.
+        Raises NotFinite if the logits are not numbers: argmax would silently return some token.
         """
         if self.sampling.temperature == 0:
             best_S, ids_S = logits_SV.max(-1)
@@ -115,13 +118,13 @@ class Chooser:
             finite = bool(logits_SV.isfinite().all())
             scaled_SV = logits_SV.float() / self.sampling.temperature
             kept_SV = keep_likely(scaled_SV, self.sampling.top_k, self.sampling.top_p)
-            # A number for every row the batch began with: rows that finish don't shift the numbers of those
-            # that go on.
+            # Draw a number for every row of the original batch, so that finished rows don't shift the others'
+            # numbers.
             uniform = torch.rand(self.num_sequences, generator=self.generator, dtype=torch.float64)
             ids_S = draw(kept_SV, uniform[rows].to(logits_SV.device))
         if not finite:
             raise NotFinite(
                 "the model's logits are not finite numbers, so no token can be chosen",
-                next="unfreeze doctor MODEL says whether a weight is NaN; if none is, compute in float32",
+                next="unfreeze doctor MODEL finds NaN weights; if there are none, compute in float32",
             )
         return ids_S.tolist()

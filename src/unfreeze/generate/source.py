@@ -1,6 +1,6 @@
-"""What a name stands for (a checkpoint, a run, an adapter), and whether it can be read.
+"""Resolve a name to a checkpoint, a run or an adapter, and check that it can be read.
 
-No torch: a refusal comes at once.
+No torch, so that a refusal is immediate.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What a name stands for: a base checkpoint, and the folder of an adapter for it if there is one.
+    """A resolved name: a base checkpoint, and the folder of an adapter for it if there is one.
 
     base                 folder or Hugging Face id
-    template_variables   NAME=VALUE of the run: it is asked with the prompts it was trained with
+    template_variables   NAME=VALUE of the run, so that prompts are rendered as in training
     """
 
     base: str
@@ -33,10 +33,10 @@ class ModelSource:
 
 
 def locate_model(source: str | Path, base: str = "") -> ModelSource:
-    """The Source that a name stands for. `base`: what an adapter goes on, whatever it names.
+    """Resolve a name. `base`: the base of an adapter, whatever base it names itself.
 
-    A checkpoint folder or id stands for itself; a run folder for its adapter on its base, or for the model/
-    it trained; an adapter folder for itself on its base_model_name_or_path, with the prompts of its run.
+    A checkpoint folder or id resolves to itself; a run folder to its adapter on its base, or to the model/ it
+    trained; an adapter folder to itself on its base_model_name_or_path, with its run's template variables.
     Raises CheckpointError for a run that has neither adapter nor model yet, and for an adapter that doesn't
     name its base.
     """
@@ -56,7 +56,7 @@ def locate_model(source: str | Path, base: str = "") -> ModelSource:
                 next="give the base checkpoint's folder or id: --base DIR",
             )
         return ModelSource(named, folder, tuple(map(str, variables or ())))
-    # beside other runs: a name mistyped, no Hugging Face id
+    # next to other runs: a mistyped name, not a Hugging Face id
     if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):
         runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
         near = closest(folder.name, runs)
@@ -67,14 +67,14 @@ def locate_model(source: str | Path, base: str = "") -> ModelSource:
 
 
 def run_of(folder: Path) -> Path:
-    """The run that an adapter is of: the folder above runs/NAME/adapter-best; any other is its own."""
+    """Return the run of an adapter: the folder above runs/NAME/adapter-best; any other is its own run."""
     above = folder.absolute().parent
     inside = (folder / ADAPTER_CONFIG).is_file() and not (folder / RESOLVED).is_file()
     return above if inside and (above / RESOLVED).is_file() else folder
 
 
 def _on_base(folder: Path, base: str) -> ModelSource:
-    """An adapter's folder, or a run's adapter, on a base of the user's."""
+    """Resolve an adapter's folder, or a run's adapter, on a base given by the user."""
     if (folder / RESOLVED).is_file() and (folder / "adapter" / ADAPTER_CONFIG).is_file():
         variables = tuple(
             map(str, resolved(read_json(folder / RESOLVED)).get("data.template_variables") or ())
@@ -82,9 +82,7 @@ def _on_base(folder: Path, base: str) -> ModelSource:
         return ModelSource(base, folder / "adapter", variables)
     if (folder / ADAPTER_CONFIG).is_file():
         return ModelSource(base, folder)
-    raise CheckpointError(
-        f"base = {base!r} is for an adapter, and {folder} is none", next="leave --base away"
-    )
+    raise CheckpointError(f"base = {base!r} is for an adapter, but {folder} is not one", next="remove --base")
 
 
 def _locate_run(folder: Path) -> ModelSource:
@@ -97,9 +95,9 @@ def _locate_run(folder: Path) -> ModelSource:
         if saves := sorted(path.name for path in (folder / "state").glob("step-*") if path.suffix != ".tmp"):
             state = f"is training now (process {process})" if process else "is unfinished"
             raise CheckpointError(
-                f"run {folder} {state}: it is saved as of {saves[-1]}, and its model/ or adapter/ is not"
+                f"run {folder} {state}: its last save is {saves[-1]}, but its model/ or adapter/ is not"
                 " written yet",
-                next="wait for its end, or stop it there with Ctrl-C"
+                next="wait for it to end, or stop it with Ctrl-C"
                 if process
                 else "start the same training command again: it continues from that save",
             )
@@ -124,26 +122,25 @@ def _locate_run(folder: Path) -> ModelSource:
 def open_source(
     source: str | Path, progress: Callable[[str], None] | None = None, base: str = ""
 ) -> tuple[ModelSource, Manifest]:
-    """What a name stands for, and the manifest of its base (for an adapter: `base`, where that is given).
+    """Resolve a name and read the manifest of its base (for an adapter: of `base`, if given).
 
-    Raises UserError where nothing is there, or where its family isn't built or its quantization cannot be
-    read.
+    Raises UserError if nothing is found, or if its family isn't supported or its quantization cannot be read.
     """
-    found = locate_model(source, base)
+    opened = locate_model(source, base)
     try:
-        manifest = open_checkpoint(found.base, progress=progress)
+        manifest = open_checkpoint(opened.base, progress=progress)
     except CheckpointError as error:
-        if found.adapter is None:
+        if opened.adapter is None:
             raise
-        here = "" if base else "if the base lies elsewhere: --base DIR; else: "
+        here = "" if base else "if the base is elsewhere: --base DIR; else:  "
         raise CheckpointError(
-            f"{found.adapter} is an adapter of {found.base}: {error.message}", next=f"{here}{error.next}"
+            f"{opened.adapter} is an adapter of {opened.base}: {error.message}", next=f"{here}{error.next}"
         ) from error
     refuse_unread_model(manifest)
-    return found, manifest
+    return opened, manifest
 
 
 def refuse_unread_model(manifest: Manifest) -> None:
-    """Raise CheckpointError where the family isn't built, ConfigError where the quantization is not read."""
+    """Raise CheckpointError if the family is unsupported, ConfigError if the quantization is."""
     models.shape(manifest.config)
     manifest.scheme()

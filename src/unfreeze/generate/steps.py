@@ -1,13 +1,14 @@
-"""How the steps of a generation are launched: one after the other, or recorded once and replayed.
+"""Launch the steps of a generation: one by one, or recorded once and replayed (CUDA graphs).
 
-An Engine is given `Steps`: (model, cache) -> Step. A Step takes the newest token of each row and returns
-logits [S, V].
+An Engine gets `Steps`: (model, cache) -> Step. A Step takes the newest token of each row and returns logits
+[S, V].
 
-`launched`: attention is as wide as the longest row, a number of the host that grows with each token.
+`launched`: attention is as wide as the longest row, a host number that grows with each token.
 
-`Replayed`: attention is as wide as the next power of two, and a mask hides the rest. Then only the two input
+`Replayed`: attention is as wide as the next power of two, and a mask hides the excess. Then only the two
+input
 buffers change from step to step, and one recording serves every step of that width and number of rows.
-Attention reads at most twice as much, which at these lengths is little compared with the weights.
+Attention reads at most twice as much, which is little compared to the weights at these lengths.
 
 S sequences, V vocabulary.
 """
@@ -33,14 +34,14 @@ Steps = Callable[[Decoder, Cache], Step]
 
 
 def launched(model: Decoder, cache: Cache) -> Step:
-    """Every launch from the host."""
+    """Launch every step from the host."""
     return lambda tokens: model.logits(model.step(torch.tensor(tokens, device=model.device), cache))
 
 
 def step_by_record(model: Decoder, cache: Cache) -> Step:
-    """Replayed where a record of kernels/cuda_graph says that it pays for that many rows, else launched.
+    """Replay if a record of kernels/cuda_graph says that it pays off for that many rows, else launch.
 
-    Launched too where a pass is an exchange between processes.
+    Also launch if a forward pass communicates between processes.
     """
     dtype = model.dtype
     recorded = not model.exchanges and pays(model.device, dtype, len(cache.lengths))
@@ -48,11 +49,13 @@ def step_by_record(model: Decoder, cache: Cache) -> Step:
 
 
 class Replayed:
-    """A recording per (rows, width), kept for one generation: in it cache and weights stay where they are.
+    """A recording per (rows, width), kept for one generation: cache and weights keep their addresses.
 
-    A size met for the first time is launched; met again it is recorded, which costs the host three steps. If
-    the launches cannot be recorded (for example because an expert layer reads values on the host), all steps
-    of this generation are launched, and the log has the reason. `impl`: of kernels/cuda_graph.
+    A size seen for the first time is launched; seen again it is recorded, which costs the host three steps.
+    If the
+    launches cannot be recorded (for example because an expert layer reads values on the host), all steps of
+    this
+    generation are launched, and the log has the reason. `impl`: of kernels/cuda_graph.
     """
 
     def __init__(self, model: Decoder, cache: Cache, impl: str = "auto"):
@@ -67,7 +70,7 @@ class Replayed:
         self.model.prepare_step(self.cache)
         size = (len(tokens), width_of(max(self.cache.lengths) + 1, self.cache.capacity))
         known = self._met.get(size)
-        if known is None:  # rows that have left don't come back: what was recorded with them goes
+        if known is None:  # rows that have left don't come back, so drop their recordings
             self._met = {met: launches for met, launches in self._met.items() if met[0] == len(tokens)} | {
                 size: self._launches(*size)
             }
@@ -93,10 +96,10 @@ class Replayed:
 
 
 def width_of(longest: int, capacity: int) -> int:
-    """The power of two at or above `longest`, at least NARROWEST, at most what the cache holds."""
+    """Return the power of two at or above `longest`, at least NARROWEST, at most the cache's capacity."""
     return min(capacity, max(NARROWEST, 1 << (longest - 1).bit_length()))
 
 
 @functools.cache
 def _say(reason: str) -> None:
-    log.warning("generation: steps are launched one by one, since they cannot be recorded: %s", reason)
+    log.warning("generation: steps are launched one by one, because they cannot be recorded: %s", reason)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 class StopText:
-    """Passes text on until a stop string is complete; holds back what may still become one.
+    """Passes text on until a stop string is complete; holds back text that may still become one.
 
-    What comes out is the text before the stop string that is complete first (of two ending at the same
-    character, the longer), in whatever pieces the text came.
+    The output is the text before the stop string that is complete first (of two ending at the same character,
+    the
+    longer), however the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -17,9 +18,9 @@ class StopText:
         self.held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Take the next piece -> (text that is safe to show, whether a stop string was found).
+        """Take the next piece; return (text that is safe to show, True if a stop string was found).
 
-        After one was found nothing may be pushed.
+        After one was found, nothing may be pushed.
         """
         if not self.stops:
             return piece, False
@@ -35,6 +36,6 @@ class StopText:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """What was held back and, as the text ends here, did not become a stop string."""
+        """Return text that was held back but, as the text ends here, is not a stop string."""
         held, self.held = self.held, ""
         return held

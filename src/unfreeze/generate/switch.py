@@ -1,4 +1,4 @@
-"""Several adapters of one model, of which one or none is attached."""
+"""Several adapters of one model; at most one is attached."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BASE = "base"
 
 
 class Switch:
-    """The adapters that were loaded, by name. "base" is the model without any.
+    """The loaded adapters, by name. "base" is the model without any.
 
     All stay in memory; switching moves no tensor.
     """
 
     def __init__(self, model: nn.Module, name: str):
-        """`name`: of the adapter that the model carries already, if it does."""
+        """`name`: name of the adapter that is already attached to the model, if any."""
         self._model = model
         self._adapters: dict[str, dict[str, nn.Module]] = {BASE: {}}
         self.now = BASE
@@ -43,7 +43,7 @@ class Switch:
         self._keep(name)
 
     def use(self, name: str) -> None:
-        """Attach the adapter of that name and no other. Raises UserError for a name that isn't there."""
+        """Attach only the named adapter. Raises UserError for an unknown name."""
         if name not in self._adapters:
             known = ", ".join(self._adapters)
             raise UserError(
