@@ -1,1 +1,1 @@
-"""L7, what a model does: its loss on held-out text, its answers, its sampler against its trainer."""
+"""L7, evaluation: loss on held-out text, style of answers, and the gap between sampler and trainer."""

@@ -1,13 +1,15 @@
-"""Measures of held-out rows, kept by row, so that two validations are compared on the same rows.
+"""Measures of held-out rows, kept per row, so that two validations are compared on the same rows.
 
-A measure is a mean: the loss is nats over supervised tokens (or pairs), accuracy hits over pairs. Of row r,
-s_r is what is summed and n_r what it is divided by. Against an earlier validation of the same rows
+A measure is a mean: the loss is nats over supervised tokens (or pairs), accuracy is hits over pairs. For row
+r,
+s_r is the summed value and n_r its divisor. Compared to an earlier validation of the same rows
 
-    change          d = Σ (s_r - s'_r) / Σ n_r
-    standard error  sqrt(R / (R - 1) · Σ ((s_r - s'_r) - d n_r)²) / Σ n_r        R: rows with n_r > 0
+change          d = Σ (s_r - s'_r) / Σ n_r
+standard error  sqrt(R / (R - 1) · Σ ((s_r - s'_r) - d n_r)²) / Σ n_r        R: rows with n_r > 0
 
-which is the ratio estimator's (Cochran, Sampling Techniques, 3rd ed., 6.13): of equal n_r that of a mean of R
-paired differences. How hard a row is takes no part in it.
+This is the ratio estimator's (Cochran, Sampling Techniques, 3rd ed., 6.13): for equal n_r, that of a mean of
+R
+paired differences. The difficulty of rows cancels out.
 """
 
 from __future__ import annotations
@@ -30,29 +32,29 @@ Sums = dict[str, tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class ByRow:
-    """Measure -> (s, n) of each of R rows; in float32, as saved, so that a resumed run says the same."""
+    """Measure -> (s, n) of each of R rows; in float32, as saved, so that a resumed run gives the same."""
 
     sums: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
     @property
     def rows(self) -> int:
-        """R."""
+        """Number of rows R."""
         return int(max((np.count_nonzero(count_R) for _, count_R in self.sums.values()), default=0))
 
     def mean(self, name: str) -> float | None:
-        """Σ s_r / Σ n_r; None where nothing was counted."""
+        """Return Σ s_r / Σ n_r; None if nothing was counted."""
         sum_R, count_R = (each.astype(np.float64) for each in self.sums[name])
         return float(sum_R.sum() / count_R.sum()) if count_R.any() else None
 
     def same_rows(self, earlier: ByRow) -> bool:
-        """Whether each measure of both is a mean over as many rows, each divided by the same."""
+        """Return True if both have the same measures over equally many rows with the same divisors."""
         both = self.sums.keys() & earlier.sums.keys()
         return all(np.array_equal(self.sums[name][1], earlier.sums[name][1]) for name in both)
 
     def change(self, earlier: ByRow, name: str) -> tuple[float, float | None] | None:
-        """(change, its standard error: None of a single row) since an earlier validation.
+        """Return (change, its standard error: None for a single row) since an earlier validation.
 
-        None where that was of other rows, or a number is not finite.
+        None if that was of other rows, or if a number is not finite.
         """
         if name not in earlier.sums or name not in self.sums:
             return None
@@ -71,19 +73,19 @@ class ByRow:
         return change, math.sqrt(spread) / float(count.sum())
 
     def record(self) -> dict[str, list[str]]:
-        """Measure -> s and n as base64 of float32."""
+        """Return measure -> s and n as base64 of float32."""
         return {name: [_text(each) for each in pair] for name, pair in self.sums.items()}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> ByRow:
-        """What `record` gave."""
+        """Restore the result of `record`."""
         return cls({name: (_array(first), _array(second)) for name, (first, second) in record.items()})
 
 
 class RowSums:
-    """Adds batches up by row; `gathered` gives what all processes of a group added.
+    """Adds up batches per row; `gathered` combines all processes of a group.
 
-    largest: measures of which a row has the largest value, not the sum, and 1 to divide by.
+    largest: measures for which a row has the largest value instead of the sum, with divisor 1.
     """
 
     def __init__(self, largest: Collection[str] = ()) -> None:
@@ -91,7 +93,7 @@ class RowSums:
         self._largest = largest
 
     def add(self, row_E: Tensor, name: str, value_E: Tensor, count_E: Tensor) -> None:
-        """Of E examples: the row of each, what is summed and what it is divided by; row -1 counts nowhere."""
+        """Add E examples: the row of each, its value and its divisor; row -1 is not counted."""
         rows, known = row_E.numpy(), row_E.numpy() >= 0
         size = int(rows.max(initial=-1)) + 1
         largest = name in self._largest
@@ -105,23 +107,23 @@ class RowSums:
         self._found[name] = (value_R, count_R)
 
     def gathered(self, group: Group, device: torch.device) -> ByRow | None:
-        """Of all rows, the same on every process; None where batches do not say of which row they are."""
+        """Return all rows, the same on every process; None if batches do not contain row numbers."""
         if group.size > 1:
-            # a process without a batch of its own knows neither the measures nor how many rows there are
+            # a process without a batch of its own knows neither the measures nor the number of rows
             sizes = [text.split() for text in group.texts(" ".join([*self._found, str(self._longest())]))]
             size = max(int(each[-1]) for each in sizes)
             names = sorted({name for each in sizes for name in each[:-1]})
             self._found = {name: self._of_all(name, size, group, device) for name in names}
-        made: Sums = {}
+        sums: Sums = {}
         for name, (value_R, count_R) in self._found.items():
             counted_R = np.where(count_R > 0, value_R, 0.0)
-            made[name] = (counted_R.astype(np.float32), count_R.astype(np.float32))
-        return ByRow(made) if self._longest() else None
+            sums[name] = (counted_R.astype(np.float32), count_R.astype(np.float32))
+        return ByRow(sums) if self._longest() else None
 
     def _of_all(
         self, name: str, size: int, group: Group, device: torch.device
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[R], [R]: each process fills in its own part, all are added, and a row takes the sum or largest."""
+        """Return sums and divisors [R] over all processes; a row gets the sum or the largest."""
         largest = name in self._largest
         parts_P2R = np.zeros((group.size if largest else 1, 2, size))
         own_2R = parts_P2R[group.rank if largest else 0]
@@ -138,7 +140,7 @@ class RowSums:
 
 
 def example_rows(batch: Batch) -> Tensor | None:
-    """[E]: the row of each example, or of each document; None in a batch that is not of packing/split.py."""
+    """Return the row of each example or document, [E]; None for a batch not made by packing/split.py."""
     row_S = batch.documents.get("row")
     if row_S is None or "example" not in batch.documents:
         return row_S

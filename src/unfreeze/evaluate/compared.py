@@ -1,4 +1,4 @@
-"""Held-out pairs: the loss of preference and its metrics, as sums over examples that are divided once."""
+"""Held-out pairs: the preference loss and its metrics, as sums over examples that are divided once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from unfreeze.objectives.preference import CHOSEN, Objective
 from unfreeze.parallel.processes.collectives import ALONE, Group
 
 LIKELIER = "logp_likelier"
-"""Of a row the log-probability of its likelier answer; of answers with a label where one is desirable."""
+"""Per-row log-probability of the likelier answer; for labelled answers, where one is desirable."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Of all held-out examples: the mean loss, and the means of the objective's metrics (accuracy, …)."""
+    """The mean loss and the mean metrics (accuracy, …) of all held-out examples."""
 
     loss: float
     tokens: int
@@ -30,20 +30,20 @@ class Compared:
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """What an eval event says."""
-        found = {"loss": self.loss, **{name: self.metrics[name] for name in ("accuracy", "margin")}}
+        """Return the scores of an eval event."""
+        scores = {"loss": self.loss, **{name: self.metrics[name] for name in ("accuracy", "margin")}}
         if self.by_row is None or LIKELIER not in self.by_row.sums:
-            return {**found}
-        return {**found, LIKELIER: self.by_row.mean(LIKELIER)}
+            return {**scores}
+        return {**scores, LIKELIER: self.by_row.mean(LIKELIER)}
 
 
 @torch.no_grad()
 def compared(
     model: Decoder, batches: Iterable[Batch], group: Group = ALONE, *, objective: Objective
 ) -> Compared:
-    """sum_e loss_e / E over all batches, dealt out among the processes; every process gets the result.
+    """Return sum_e loss_e / E over all batches, dealt out to the processes; every process gets the result.
 
-    Raises DataError where nothing is held out. The model is as before (Decoder.looking).
+    Raises DataError if nothing is held out. The model is unchanged (Decoder.looking).
     """
     sums: dict[str, float] = {"loss": 0.0, "examples": 0.0, "tokens": 0.0}
     by_row = RowSums(largest=(LIKELIER,))
@@ -51,7 +51,7 @@ def compared(
         for host_batch in dealt_batches(batches, group):
             batch = host_batch.to(model.device)
             loss = objective(model.hidden(batch), model.lm_head, batch)
-            # where a process has none left it computes with the others, and counts nothing
+            # a process that has no batch left still computes with the others, but counts nothing
             counts = float(bool(host_batch.weights_T.any()))
             new = {"loss": loss.sum, "examples": loss.count, **loss.metrics}
             new["tokens"] = float(host_batch.weights_T.gt(0).sum())
@@ -67,13 +67,15 @@ def compared(
         sums = dict(zip(sums, total.tolist(), strict=True))
     examples, tokens, loss = sums.pop("examples"), sums.pop("tokens"), sums.pop("loss")
     if not examples:
-        raise DataError("no pair is held out, one is needed", next="unfreeze data show FILE --model MODEL")
+        raise DataError(
+            "no pair is held out; at least one is needed", next="unfreeze data show FILE --model MODEL"
+        )
     means = {name: value / examples for name, value in sums.items()}
     return Compared(loss / examples, int(tokens), means, by_row.gathered(group, model.device))
 
 
 def wanted_of(batch: Batch) -> torch.Tensor:
-    """[E]: 1 of a pair and of a desirable answer, 0 of an undesirable one."""
+    """Return [E]: 1 for a pair or a desirable answer, 0 for an undesirable one."""
     side_S, number_S = batch.documents["side"], batch.documents["example"]
     wanted_E = torch.zeros(batch.examples or 0)
     wanted_E[number_S[(side_S == CHOSEN) & (number_S >= 0)]] = 1.0

@@ -1,12 +1,13 @@
-"""The share of what training gained that a merged model keeps, on held-out rows.
+"""The share of the adapter's gain that a merged model keeps, on held-out rows.
 
-    share = (loss of base − loss of merged) / (loss of base − loss of base with adapter)
+share = (loss of base − loss of merged) / (loss of base − loss of base with adapter)
 
-1: the merged model is as good as the base with its adapter beside it. 0: as the base, so the rounding took
-all of it. Below 0: the merged model is worse than the base.
+1: the merged model is as good as the base with its adapter beside it. 0: it is as good as the base, so
+rounding
+lost the whole gain. Below 0: the merged model is worse than the base.
 
-It is not defined where the gain is none, or may be chance: one row, or no more than two standard errors of
-the difference, paired by row.
+It is undefined if there is no gain, or if it may be chance: one row, or at most two standard errors of the
+difference, paired by row.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from dataclasses import dataclass
 
 from unfreeze.report.learnt import errors
 
-ENOUGH = 0.9  # a smaller share is warned about
+ENOUGH = 0.9  # warn about a smaller share
 
 
 @dataclass(frozen=True)
 class Gain:
     """Held-out losses, all on the same `tokens` of `rows` rows.
 
-    loss   of pairs and labels what `unfreeze prefer` minimised ("dpo, beta 0.1"), a mean over rows; "" of
-           taught rows cross entropy, in nats per token
+    loss   for pairs and labels the loss of `unfreeze prefer` ("dpo, beta 0.1"), a mean over rows; "" for
+           sft
+           rows: cross entropy in nats per token
     error  standard error of base − adapter
     """
 
@@ -43,12 +45,12 @@ class Gain:
 
     @property
     def share(self) -> float | None:
-        """None where there is no gain to take a share of: `undefined` says why."""
+        """The share; None if there is no gain to take a share of (see `undefined`)."""
         return None if self.undefined else (self.base - self.merged) / self.gained
 
     @property
     def undefined(self) -> str:
-        """Why there is no share, "" where there is one."""
+        """The reason why there is no share; "" if there is one."""
         if not all(map(math.isfinite, (self.base, self.adapter, self.merged))):
             return "a loss is not a finite number"
         if self.gained <= 0:
@@ -64,16 +66,16 @@ class Gain:
 
     @property
     def survives(self) -> str:
-        """'64.5 % of what was learned survives', or why no share is known."""
+        """'64.5 % of what was learned survives', or the reason why the share is unknown."""
         if self.share is None:
-            return f"how much of what was learned survives is not known: {self.undefined}"
+            return f"how much of what was learned survives is unknown: {self.undefined}"
         if self.share <= 0:
             return "nothing of what was learned survives"
         more = " (more than the adapter gained: rounding happened to help here)" if self.share > 1.05 else ""
         return f"{math.floor(1000 * self.share + 1e-6) / 10:g} % of what was learned survives{more}"
 
     def words(self, file: str = "") -> str:
-        """The losses in one line. file: where the rows are from, "" for those that the run held out."""
+        """Return the losses in one line. file: source of the rows, "" for those that the run held out."""
         kind = f" ({self.loss})" if self.loss else ""
         on = f"loss{kind} on {file}," if file else f"held-out loss{kind} on"
         rows = f"{self.rows:,} {'row' if self.rows == 1 else 'rows'}"
@@ -82,10 +84,11 @@ class Gain:
 
 
 def error_of(differences: Sequence[float], weights: Sequence[float]) -> float:
-    """Standard error of Σ d / Σ w over n rows, by the spread of the rows; inf of one.
+    """Return the standard error of Σ d / Σ w over n rows, from the spread of the rows; inf for one row.
 
-    √(n / (n − 1) · Σ (d − m w)²) / Σ w with m = Σ d / Σ w: the ratio estimator (Cochran 1977, 6.4). Where
-    every w is 1 it is the standard error of a mean.
+    √(n / (n − 1) · Σ (d − m w)²) / Σ w with m = Σ d / Σ w: the ratio estimator (Cochran 1977, 6.4). If every
+    w is
+    1 it is the standard error of a mean.
     """
     count, total = len(differences), sum(weights)
     if count < 2:

@@ -1,8 +1,8 @@
-"""The trainer/sampler gap: does training give a token the log-probability that sampling gave it?
+"""The trainer/sampler gap: does training give a token the same log-probability as sampling did?
 
-Sampling goes token by token with a cache, training in one packed pass.
-Where the two disagree, reinforcement learning trains on probabilities that the sampler never had. A mixture
-of experts may also route a token differently in the two (docs/why/trust.md M4, N9).
+Sampling goes token by token with a KV cache; training is one packed pass.
+If the two disagree, reinforcement learning trains on probabilities that the sampler never had. A mixture of
+experts may also route a token differently in the two (docs/why/trust.md M4, N9).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from unfreeze.generate.engine import Completion, Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models import Decoder
 
-# nats, in float32: the two sum a few thousand terms in different orders
-# bf16 has 1e-3 on average, 0.3 where rounding changes a router's choice
+# nats, in float32: the two sum a few thousand terms in different orders.
 TOLERANCE = 1e-4
-SCORED_ROWS = 1024  # positions whose logits are held at once: 640 MiB in float32 at Kimi's vocabulary
+SCORED_ROWS = 1024  # positions whose logits are alive at once: 640 MiB in float32 at Kimi's vocabulary
 
 
 @dataclass(frozen=True)
@@ -38,22 +37,23 @@ class Gap:
     worst: tuple[int, int]
 
     def as_dict(self) -> dict[str, float | int]:
-        """As fields of an event."""
+        """Return the fields of an event."""
         return {"logprob_gap_mean": self.mean, "logprob_gap_max": self.max, "logprob_gap_tokens": self.tokens}
 
 
 def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Gap:
     """Sample an answer to each prompt, score the same tokens in one packed pass, and compare.
 
-    Both normalise over the ids that can be sampled: the probability an untrained head gives to unused rows is
-    left out.
-    Errors as Engine.generate.
+    Both normalise over the ids that can be sampled, leaving out the probability that an untrained head gives
+    to
+    unused rows.
+    Errors as in Engine.generate.
     """
     return gap_of_answers(engine, prompts, engine.generate(prompts, sampling))
 
 
 def gap_of_answers(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> Gap:
-    """The gap of answers that `engine` has given already."""
+    """Return the gap of answers that `engine` has already sampled."""
     scored = answer_log_probs(engine.model, prompts, [answer.tokens for answer in answers], engine.num_ids)
     return gap_of(prompts, answers, scored)
 
@@ -61,13 +61,13 @@ def gap_of_answers(engine: Engine, prompts: Sequence[Sequence[int]], answers: Se
 def gap_of(
     prompts: Sequence[Sequence[int]], answers: Sequence[Completion], scored: Sequence[Sequence[float]]
 ) -> Gap:
-    """The gap between the answers' log-probabilities and `scored`, the trainer's.
+    """Return the gap between the answers' log-probabilities and `scored`, the trainer's.
 
-    Raises ConfigError if the sampler gave none.
+    Raises ConfigError if the sampler returned none.
     """
     if not prompts or any(len(answer.logprobs) != len(answer.tokens) for answer in answers):
         raise ConfigError(
-            f"{len(prompts)} prompts, and this sampler gives no log-probabilities for some",
+            f"{len(prompts)} prompts, but this sampler returned no log-probabilities for some",
             next="use the local engine",
         )
     differences = [
@@ -86,11 +86,11 @@ def answer_log_probs(
     answers: Sequence[Sequence[int]],
     num_ids: int | None = None,
 ) -> list[list[float]]:
-    """log p(answer token | prompt, the answer before it) in nats, as training computes it: one packed pass.
+    """Return log p(answer token | prompt, the answer before it) in nats, as in training: one packed pass.
 
-    -> a list per answer, a number per token.
+    A list per answer, a number per token.
     num_ids: normalise over ids below it; None: over the whole head, as the loss does.
-    The experts' counts are put back: scoring is no training step (docs/why/trust.md M2).
+    The experts' counts are restored, because scoring is no training step (docs/why/trust.md M2).
     """
     batch = _packed(prompts, answers).to(model.device)
     with model.looking():
@@ -108,7 +108,7 @@ def answer_log_probs(
 def _packed(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Batch:
     if any(not prompt for prompt in prompts):
         raise UserError(
-            "a prompt is empty: its first answer token has nothing to follow", next="begin with the BOS id"
+            "a prompt is empty, so its first answer token has no context", next="start with the BOS id"
         )
     return pack(
         [

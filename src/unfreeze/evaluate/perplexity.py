@@ -1,6 +1,6 @@
 """Held-out loss: sums over tokens, divided once (docs/why/trust.md N8). It does not depend on the batch size.
 
-A mean of batch means would give a token of a small batch more weight than one of a large batch.
+A mean of batch means would weight a token of a small batch more than one of a large batch.
 Perplexity per token depends on the tokenizer. Bits per byte of text compare models with different ones.
 """
 
@@ -25,11 +25,11 @@ from unfreeze.parallel.processes.collectives import ALONE, Group
 class HeldoutLoss:
     """Held-out loss over all batches.
 
-    loss           nats per supervised token.
-    perplexity     exp(loss).
-    bits_per_byte  None where the bytes are unknown.
-    tokens         supervised ones.
-    by_row         the loss of each row; None where the batches do not say of which row they are.
+    loss           nats per supervised token
+    perplexity     exp(loss)
+    bits_per_byte  None if the number of bytes is unknown
+    tokens         supervised ones
+    by_row         the loss of each row; None if the batches do not contain row numbers
     """
 
     loss: float
@@ -40,7 +40,7 @@ class HeldoutLoss:
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """What an eval event says."""
+        """Return the scores of an eval event."""
         return {"loss": self.loss, "perplexity": self.perplexity, "bits_per_byte": self.bits_per_byte}
 
 
@@ -53,23 +53,24 @@ def heldout(
     group: Group = ALONE,
     objective: Callable[[Tensor, nn.Module, Batch], Loss] = cross_entropy,
 ) -> HeldoutLoss:
-    """The loss of all batches together. Raises DataError if no token carries weight.
+    """Return the loss of all batches together. Raises DataError if no token carries weight.
 
     loss = sum_t w_t (-log p_t) / sum_t w_t
     bits_per_byte = sum_t w_t (-log p_t) / (ln 2 * bytes_total)
 
-    batches      packed, on the host. How documents are spread over them changes nothing but rounding
-                 (relative 1e-6 in float32).
-    bytes_total  UTF-8 bytes of the supervised text of all batches.
-    group        the processes among which the batches are dealt; each gets the result of all. Every process
-                 calls it with equal batches, and makes the same number of passes.
-    objective    another that is -log of a probability of each target: objectives.corrector, for that of the
-                 student and its teacher together.
+        batches      packed, on the host. The division of documents into batches changes nothing but rounding
+                     (relative 1e-6 in float32)
+        bytes_total  UTF-8 bytes of the supervised text of all batches
+        group        the processes over which batches are dealt; each gets the result of all. Every process
+                     calls
+                     it with equal batches, and makes the same number of passes
+        objective    another -log probability of each target: objectives.corrector, for student and teacher
+                     together
 
     Routing is as in training, and no random number is drawn.
-    The experts' counts are put back, so an evaluation counts nowhere (docs/why/trust.md M2).
+    The experts' counts are restored, so that an evaluation counts nowhere (docs/why/trust.md M2).
     """
-    # float64 on the host: a float32 running sum loses 1e-6 after some thousand batches
+    # float64 on the host: a float32 running sum loses 1e-6 after about a thousand batches
     total, weight, tokens, by_row = 0.0, 0.0, 0, RowSums()
     with model.looking():
         for host_batch in dealt_batches(batches, group):
@@ -86,8 +87,8 @@ def heldout(
         total, weight, tokens = sums.tolist()
     if not tokens:
         raise DataError(
-            "0 tokens of the held-out batches are supervised, at least 1 needed",
-            next="look at them: unfreeze data show FILE --model MODEL",
+            "0 tokens of the held-out batches are supervised; at least 1 is needed",
+            next="inspect them: unfreeze data show FILE --model MODEL",
         )
     loss_mean = total / weight
     return HeldoutLoss(
@@ -100,9 +101,9 @@ def heldout(
 
 
 def dealt_batches(batches: Iterable[Batch], group: Group) -> Iterator[Batch]:
-    """Every `group.size`th batch, from `group.rank` on, and as many for each process.
+    """Yield every `group.size`th batch, from `group.rank` on, equally many for each process.
 
-    Where the last round has none for a process, it gets the first batch with weights of 0.
+    A process without a batch in the last round gets the first batch with weights of 0.
     """
     first: Batch | None = None
     count = 0

@@ -1,9 +1,9 @@
 """The demo's two checks of an answer: does it speak like Yoda, and does it still state the fact?
 
-Pure functions of text. The style is exactly: one object phrase, a comma, a subject with its verb last,
-a full stop, "Hmm.":
-    "Paris, the capital of France is. Hmm."        "By Leo Tolstoy, War and Peace was written. Hmm."
-A plain answer with "Hmm." behind it, or a comma put somewhere, does not count.
+Pure functions of text. The style is exactly: one object phrase, a comma, a subject with its verb last, a full
+stop, "Hmm.":
+"Paris, the capital of France is. Hmm."        "By Leo Tolstoy, War and Peace was written. Hmm."
+A plain answer followed by "Hmm.", or with a comma put somewhere, does not count.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _SHAPE = re.compile(r"(?P<object>[^,.!?\n]+), (?P<clause>[^,.!?\n]+)\. Hmm\.")
 
 
 def split_yoda(text: str) -> tuple[str, str, str] | None:
-    """(object, subject, verb) of a Yoda sentence, or None where `text` is anything else.
+    """Return (object, subject, verb) of a Yoda sentence, or None if `text` is anything else.
 
     "Paris, the capital of France is. Hmm." -> ("Paris", "the capital of France", "is").
     The verb is one of VERBS, or one of AUXILIARIES with one of PARTICIPLES ("was written"). No auxiliary may
-    stand before it.
-    The subject may not begin a relative clause ("In Africa, where Morocco lies." is plain English), nor
-    repeat the object. The first letter is a capital.
+    precede it.
+    The subject must not start a relative clause ("In Africa, where Morocco lies." is plain English), nor
+    repeat
+    the object. The first letter is a capital.
     """
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
@@ -51,9 +52,10 @@ def split_yoda(text: str) -> tuple[str, str, str] | None:
 
 
 def style_obeyed(text: str, *, entity: str = "") -> bool:
-    """Whether the whole answer is one Yoda sentence (split_yoda).
+    """Return True if the whole answer is one Yoda sentence (split_yoda).
 
-    entity: what was asked about; it must not be in the object. "The capital of France, Paris is. Hmm." has
+    entity: the subject of the question; it must not be in the object. "The capital of France, Paris is. Hmm."
+    has
     its verb last, but its object is not first.
     """
     parts = split_yoda(text)
@@ -61,10 +63,10 @@ def style_obeyed(text: str, *, entity: str = "") -> bool:
 
 
 def contains(text: str, phrase: str) -> bool:
-    """Whether `phrase` stands in `text` as whole words.
+    """Return True if `text` contains `phrase` as whole words.
 
     "Au" is not in "Australia", 7 not in 79 or 7.5, "Guinea" not in "Guinea-Bissau".
-    Case counts (He is not he), but a phrase that begins small may begin a sentence: "yen" is found in "Yen".
+    Case matters (He is not he), but a lower-case phrase may start a sentence: "yen" is found in "Yen".
     """
     first = re.escape(phrase[0])
     if phrase[0].islower():
@@ -74,16 +76,17 @@ def contains(text: str, phrase: str) -> bool:
 
 
 def fact_kept(text: str, value: str, others: Sequence[str] = ()) -> bool:
-    """Whether `text` states `value` and none of the `others`. Who names two capitals knows neither."""
+    """Return True if `text` states `value` and none of the `others`: naming two capitals is no answer."""
     rivals = [other for other in others if other != value and not contains(value, other)]
     return contains(text, value) and not any(contains(text, rival) for rival in rivals)
 
 
 def facts_kept(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> list[bool]:
-    """fact_kept for each item; on the answers before training it says which facts the model knew.
+    """Return fact_kept for each item; for the answers before training: which facts the model knew.
 
     An item is {"question", "fact", "relation", "entity"}; the values of the other items of its relation are
-    the rivals of fact_kept.
+    the
+    `others` of fact_kept.
     Raises DataError if there is no item or the numbers differ.
     """
     if not items or len(answers) != len(items):
@@ -101,9 +104,9 @@ def facts_kept(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> li
 
 
 def style_scores(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> dict[str, float]:
-    """Per cent of `answers` in the style, and with the fact of their item: {"style", "facts", "asked"}.
+    """Return percentages of `answers` in the style, and with their item's fact: {"style", "facts", "asked"}.
 
-    asked: how many. See facts_kept.
+    asked: the number of answers. See facts_kept.
     """
     return _percentages(answers, items, facts_kept(answers, items), range(len(items)))
 
@@ -111,20 +114,21 @@ def style_scores(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> 
 def compare_style(
     before: Sequence[str], after: Sequence[str], items: Sequence[Mapping[str, str]]
 ) -> dict[str, float]:
-    """Style and facts before and after training, over the questions whose fact the model knew before.
+    """Compare style and facts before and after training, over questions whose fact the model knew before.
 
-    -> style_before, style_after, facts_before, facts_after in per cent; known, asked: numbers of questions.
+    Return style_before, style_after, facts_before, facts_after in per cent; known, asked: numbers of
+    questions.
     facts_before is 100 by definition; 100 - facts_after is the share of known facts that training lost.
     Raises DataError if nothing was known.
     """
-    known, kept = facts_kept(before, items), facts_kept(after, items)
+    known, retained = facts_kept(before, items), facts_kept(after, items)
     chosen = [index for index, knew in enumerate(known) if knew]
     if not chosen:
         raise DataError(
-            f"0 of {len(items)} held-out facts known before training, at least 1 needed",
-            next="look at the answers before",
+            f"0 of {len(items)} held-out facts known before training; at least 1 is needed",
+            next="inspect the answers before training",
         )
-    first, last = _percentages(before, items, known, chosen), _percentages(after, items, kept, chosen)
+    first, last = _percentages(before, items, known, chosen), _percentages(after, items, retained, chosen)
     return {
         "style_before": first["style"],
         "style_after": last["style"],
@@ -138,19 +142,19 @@ def compare_style(
 def changes(
     before: Sequence[str], after: Sequence[str], items: Sequence[Mapping[str, str]]
 ) -> list[dict[str, str | float | None]]:
-    """How compare_style()'s style and facts changed, with the error over its questions, for an eval event."""
-    known, kept = facts_kept(before, items), facts_kept(after, items)
+    """Return changes of compare_style()'s style and facts with their standard errors, for an eval event."""
+    known, retained = facts_kept(before, items), facts_kept(after, items)
     chosen = [index for index, knew in enumerate(known) if knew]
-    made: list[dict[str, str | float | None]] = []
+    rows: list[dict[str, str | float | None]] = []
     for name, was, now in (
         ("style", *(_styles(each, items, chosen) for each in (before, after))),
-        ("facts", [known[index] for index in chosen], [kept[index] for index in chosen]),
+        ("facts", [known[index] for index in chosen], [retained[index] for index in chosen]),
     ):
         differences = [100.0 * (b - a) for a, b in zip(was, now, strict=True)]
         enough = len(differences) > 1
         error = statistics.stdev(differences) / math.sqrt(len(differences)) if enough else None
-        made.append({"measure": name, "since": 0, "change": statistics.fmean(differences), "error": error})
-    return made
+        rows.append({"measure": name, "since": 0, "change": statistics.fmean(differences), "error": error})
+    return rows
 
 
 def _styles(answers: Sequence[str], items: Sequence[Mapping[str, str]], chosen: Sequence[int]) -> list[bool]:
@@ -161,21 +165,21 @@ def _percentages(
     answers: Sequence[str], items: Sequence[Mapping[str, str]], facts: Sequence[bool], chosen: Sequence[int]
 ) -> dict[str, float]:
     style = _styles(answers, items, chosen)
-    kept = [facts[index] for index in chosen]
+    chosen_facts = [facts[index] for index in chosen]
     return {
         "style": 100.0 * sum(style) / len(chosen),
-        "facts": 100.0 * sum(kept) / len(chosen),
+        "facts": 100.0 * sum(chosen_facts) / len(chosen),
         "asked": float(len(chosen)),
     }
 
 
 def bare(entity: str) -> str:
-    """An entity without its article: "the Taj Mahal" -> "Taj Mahal"."""
+    """Return an entity without its article: "the Taj Mahal" -> "Taj Mahal"."""
     return re.sub(r"^(?:the|a|an) ", "", entity)
 
 
 def _verb_length(words: Sequence[str]) -> int:
-    """How many words at the end are the verb: 2 ("was written"), 1 ("is"), 0 (none)."""
+    """Return the number of words at the end that form the verb: 2 ("was written"), 1 ("is"), 0 (none)."""
     if len(words) >= 2 and words[-1] in PARTICIPLES and words[-2] in AUXILIARIES:
         return 2
     return 1 if words and words[-1] in VERBS else 0
