@@ -1,4 +1,4 @@
-"""What training minimises: pure functions (hidden_TD, lm_head, batch) -> Loss.
+"""Training objectives: pure functions (hidden_TD, lm_head, batch) -> Loss.
 
-Each decides by itself how it cuts the logits into blocks. Layer 4.
+Each chooses its own blocks of logits. Layer 4.
 """

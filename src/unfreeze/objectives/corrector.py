@@ -1,10 +1,11 @@
-"""The student as corrector of a frozen teacher: what is trained is the likelihood of both together.
+"""The student as corrector of a frozen teacher: maximise the likelihood of both together.
 
-Both are a product of experts, p ∝ p_T · p_S^γ. The teacher is never changed, so it may be one that cannot be
-trained here; the student learns only where the teacher is wrong. generate/joint.py samples from both.
+Both form a product of experts, p ∝ p_T · p_S^γ. The teacher never changes, so it may be one that cannot be
+trained here; the student only learns where the teacher is wrong. generate/joint.py samples from both.
 
 Product of experts: Hinton, Neural Computation 14 (2002), 1771. Proxy-tuning (arXiv:2401.08565) corrects a
-large model so when it samples, by what tuning changed in a small one; here the small one is trained for it.
+large model this way when it samples, by the change that tuning made in a small one; here the small one is
+trained for it.
 
 T tokens of a step, N supervised ones, B rows of a block, D model width, V vocabulary.
 """
@@ -30,17 +31,21 @@ def corrector(
     vocab: int | None = None,
     block_rows: int | None = None,
 ) -> Loss:
-    """sum_t w_t · -log r_t[target_t],  r_t = softmax(log p_T + γ log p_S).
+    """Return sum_t w_t · -log r_t[target_t],  r_t = softmax(log p_T + γ log p_S).
 
-    p_S is the student, p_T the teacher, both over the first `vocab` words (None: all of the student's).
-    gamma    γ of the student. 0: r is the teacher: the loss is its own and has no gradient. With γ = 1 and a
-             teacher that finds every word as likely, r is the student and the loss cross entropy.
-    metrics  sums of w_t: "teacher" -log p_T[target_t], "correct" where no word of r outscores the target.
-    By the student's logits z the gradient is w · γ · (r - onehot(target)). It reaches hidden_TD and what
-    trains in lm_head. The logits of all rows are never held, of neither (kernels/linear_cross_entropy).
+    p_S is the student, p_T the teacher, both over the first `vocab` ids (None: all of the student's).
+    gamma    γ of the student. 0: r is the teacher, and the loss is the teacher's, without a gradient. With γ
+             = 1
+             and a uniform teacher, r is the student and the loss is cross entropy.
+    metrics  sums of w_t: "teacher" -log p_T[target_t], "correct" if no token of r outscores the target.
+    By the student's logits z the gradient is w · γ · (r - onehot(target)). It reaches hidden_TD and the
+    trainable
+    parts of lm_head. The logits of all rows are never in memory at once, for either model
+    (kernels/linear_cross_entropy).
 
-    Assumption: the teacher gives every target a probability above 0. Where it doesn't, the loss is infinite:
-    no correction can make up for it.
+    Assumption: the teacher gives every target a probability above 0. Otherwise the loss is infinite, because
+    no
+    correction can compensate.
     """
     import torch
 
@@ -62,7 +67,7 @@ def corrector(
         gamma,
     )
     trained = any(parameter.requires_grad for parameter in lm_head.parameters())
-    # alive at once: the logits, log p_S, log r and softmax: as of forward KL
+    # alive at once: the logits, log p_S, log r and softmax, like forward KL
     size = block_rows or divergence_rows(
         len(hidden_ND), words, hidden_ND.dtype, hidden_ND.device, trained, beta=0
     )
@@ -92,7 +97,8 @@ class _Joint:
         joint_BV = joint_BV.add_(log_p_BV, alpha=self.gamma) if self.gamma else joint_BV
         del log_p_BV
 
-        # log p_S is z less a number of its row, so the gradient by z is γ times the one by what is summed
+        # log p_S is z minus a number per row, so the gradient by z is γ times the gradient by the summed
+        # logits
         log_r_B, wins_B, gradient_BV = softmax_gradient(joint_BV, targets_B, self.gamma * weights_B, wanted)
         self.each_N[rows] = -log_r_B * weights_B
         self.total -= (log_r_B * weights_B).sum()

@@ -1,8 +1,8 @@
-"""Distillation: how far the student's next-token distribution is from a teacher's.
+"""Distillation: the divergence of the student's next-token distribution from a teacher's.
 
-Blocks of rows go through the student's head and the teacher's, so neither's logits of all rows are ever held
-(kernels/linear_cross_entropy). T tokens of a step, N supervised ones, B rows of a block, D model width,
-V vocabulary.
+Blocks of rows go through the student's and the teacher's head, so the logits of all rows are never in memory
+at once (kernels/linear_cross_entropy). T tokens of a step, N supervised ones, B rows of a block, D model
+width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     LogProbs = Callable[[slice, Tensor], Tensor]
     """(some of the supervised rows, the student's log p_BV of them) -> the teacher's log q_BV, in new memory
-    and in the dtype of log p_BV."""
+    and in
+    the dtype of log p_BV."""
     Teacher = Callable[[Batch], LogProbs]
-    """A batch -> what the teacher says at its supervised rows (Batch.supervised), without gradients."""
+    """A batch -> the teacher's outputs at its supervised rows (Batch.supervised), without gradients."""
 
 
 def divergence(
@@ -36,23 +37,25 @@ def divergence(
     vocab: int | None = None,
     block_rows: int | None = None,
 ) -> Loss:
-    """sum_t w_t · (alpha · CE_t + (1 - alpha) · τ² · D_t), D_t between p and q, softmaxes of logits / τ.
+    """Return sum_t w_t · (alpha · CE_t + (1 - alpha) · τ² · D_t), the divergence D_t between p and q.
 
-    p is the student, q the teacher, m = (1 - beta) p + beta q, and
-        D = KL(q ‖ p)                                       beta 0: forward KL
-        D = KL(p ‖ q)                                       beta 1: reverse KL
-        D = beta · KL(q ‖ m) + (1 - beta) · KL(p ‖ m)       between: generalized Jensen-Shannon
+    p is the student's softmax of logits / τ, q the teacher's, m = (1 - beta) p + beta q, and
+    D = KL(q ‖ p)                                       beta 0: forward KL
+    D = KL(p ‖ q)                                       beta 1: reverse KL
+    D = beta · KL(q ‖ m) + (1 - beta) · KL(p ‖ m)       between: generalized Jensen-Shannon
     CE is cross entropy with the data's own next token, at temperature 1, over all rows of the head.
 
     temperature  τ. τ² keeps the size of the gradient about the same for any τ (Hinton et al.).
-    vocab        p and q are over the first `vocab` words: what heads have beyond is padding, and a student's
-                 and a teacher's may be padded differently. None: all of the student's.
-    metrics      sums of w_t: "divergence" D_t, "cross_entropy" CE_t, "correct" as of cross_entropy.
-    The gradient reaches hidden_TD and what trains in lm_head; the teacher gets none. Rows without weight are
-    never computed.
+    vocab        p and q are over the first `vocab` ids; further rows of a head are padding, which may differ
+                 between student and teacher. None: all of the student's.
+    metrics      sums of w_t: "divergence" D_t, "cross_entropy" CE_t, "correct" as in cross_entropy.
+    The gradient reaches hidden_TD and the trainable parts of lm_head; the teacher gets none. Rows without
+    weight
+    are never computed.
 
     Sources: 1503.02531 (temperature, alpha), 2306.13649 (generalized JSD), 2306.08543 (reverse KL). D equals
-    TRL's generalized_jsd_loss, which has no τ² and no cross entropy, and divides by the number of tokens.
+    TRL's
+    generalized_jsd_loss, which has no τ² and no cross entropy, and divides by the number of tokens.
     """
     import torch
 
@@ -84,7 +87,7 @@ def divergence(
 
 
 def bytes_per_logit(dtype: torch.dtype, beta: float) -> int:
-    """Bytes alive per logit of a block: the logits, three tensors in float32, and of a mixture a fourth."""
+    """Return bytes per logit of a block: the logits, three float32 tensors, and a fourth for a mixture."""
     exact = max(dtype.itemsize, 4)
     return dtype.itemsize + exact * (3 if beta in (0, 1) else 4)
 
@@ -92,7 +95,7 @@ def bytes_per_logit(dtype: torch.dtype, beta: float) -> int:
 def divergence_rows(
     rows: int, vocab: int, dtype: torch.dtype, device: torch.device, trained: bool, beta: float
 ) -> int:
-    """Rows of a block: as many as cross entropy's, which holds less per logit, in the same bytes."""
+    """Return rows per block: as many bytes as cross entropy's blocks, which need less per logit."""
     from unfreeze.kernels.linear_cross_entropy.blocks import rows_per_block
 
     return rows_per_block(rows, vocab, bytes_per_logit(dtype, beta), device.type, trained)
@@ -121,7 +124,7 @@ class _Divergence:
 
         weights_B, tau = self.weights_N[rows], self.temperature
 
-        # D, and dD/du by u = logits / τ. The scale: τ² of the loss, 1 / τ of u
+        # D, and dD/du by u = logits / τ. The scale: τ² from the loss, 1 / τ from u
         log_p_BV = log_softmax(logits_BV[:, : self.vocab], tau, self.dtype)
         log_q_BV = self.log_q(rows, log_p_BV)
         apart_B, du_BV = _apart(log_p_BV, log_q_BV, self.beta)
@@ -129,7 +132,8 @@ class _Divergence:
         du_BV *= ((1 - self.alpha) * tau * weights_B).unsqueeze(1)
         del log_p_BV, log_q_BV
 
-        # cross entropy, whose gradient overwrites the logits; where none is wanted, it is counted alone
+        # cross entropy, whose gradient overwrites the logits; if no gradient is wanted, only its value is
+        # computed
         log_likelihood_B, wins_B, gradient_BV = softmax_gradient(
             logits_BV, self.targets_N[rows], self.alpha * weights_B, wanted and self.alpha > 0
         )
@@ -147,14 +151,14 @@ class _Divergence:
 
 
 def log_softmax(logits_BV: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """log softmax(z / τ) in `dtype`, in new memory."""
+    """Return log softmax(z / τ) in `dtype`, in new memory."""
     if temperature == 1:
         return logits_BV.log_softmax(-1, dtype=dtype)
     return (logits_BV.to(dtype) / temperature).log_softmax(-1)
 
 
 def _apart(log_p_BV: Tensor, log_q_BV: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """(D_B, dD/du_BV with p = softmax(u)). Both inputs are overwritten.
+    """Return (D_B, dD/du_BV with p = softmax(u)). Both inputs are overwritten.
 
     forward      Σ q (log q - log p)        du = p - q
     reverse      Σ p (log p - log q)        du = p (log p - log q - D)

@@ -1,4 +1,4 @@
-"""log p of each supervised token: what preference, references and policies are made of.
+"""log p of each supervised token, used by preference losses, references and policies.
 
 N supervised rows, S documents, D model width.
 """
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 def token_log_p(
     hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, block_rows: int | None = None, impl: str = "auto"
 ) -> Tensor:
-    """log p(target_t) in nats of every supervised position, float64 [N] in the order of batch.supervised().
+    """Return log p(target_t) in nats of every supervised position.
 
+    float64 [N] in the order of batch.supervised().
     No gradient. Over all rows of the head, at temperature 1.
     """
     import torch
@@ -38,7 +39,7 @@ def token_log_p(
 
 
 def log_probabilities(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Tensor:
-    """l of each document: sum_t w_t log p(target_t), float64 [S]. No gradient."""
+    """Return l of each document: sum_t w_t log p(target_t), float64 [S]. No gradient."""
     weights_N = batch.weights_T.index_select(0, batch.supervised())
     return batch.per_document(token_log_p(hidden_TD, lm_head, batch) * weights_N)
 
@@ -46,9 +47,9 @@ def log_probabilities(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Te
 def weighted_log_p(
     hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, weights_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(sum_n weights_n log p(target_n), differentiable; each log p, float32 [N], without gradient).
+    """Return (sum_n weights_n log p(target_n), differentiable; each log p, float32 [N], without gradient).
 
-    weights_N: of any sign. With an advantage as the weight, the gradient of the sum is that of a policy
+    weights_N may have any sign. With an advantage as the weight, the gradient of the sum is a policy
     gradient.
     """
     from unfreeze.kernels.linear_cross_entropy import head_cross_entropy

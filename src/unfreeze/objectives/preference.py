@@ -1,34 +1,37 @@
-"""What is preferred: losses over pairs of answers to one prompt, or over answers with a label.
+"""Preference losses over pairs of answers to one prompt, or over labelled answers.
 
-l(y) = sum_t log p(y_t | x, y_<t) is the log-probability of an answer over its supervised tokens, n(y) how
-many those are, r(y) = beta · (l(y) - l_ref(y)) its reward. w is the chosen answer, v the rejected one.
+l(y) = sum_t log p(y_t | x, y_<t) is the log-probability of an answer over its supervised tokens, n(y) their
+number, r(y) = beta · (l(y) - l_ref(y)) its reward. w is the chosen answer, v the rejected one.
 
-    dpo     -(1 - s) log sigma(r_w - r_v) - s log sigma(r_v - r_w)            s: label smoothing
-            Rafailov et al. 2023 (2305.18290, eq. 7). Assumes Bradley-Terry: the chance of being preferred is
-            the sigmoid of a difference of worths. s > 0 assumes that a share s of the pairs is swapped
-    ipo     ((l_w - l_ref,w) / n_w - (l_v - l_ref,v) / n_v - 1 / (2 beta))^2
-            Azar et al. 2023 (2310.12036, eq. 17). Assumes no worths: a margin of 1 / (2 beta) is enough, so
-            pairs that are always decided alike are not driven apart without end. Per token, as TRL has it
-            after asking the authors
-    kto     u_w (1 - sigma(r_w - beta z)),  u_v (1 - sigma(beta z - r_v)),  z = max(0, mean l(y') - l_ref(y'))
-            Ethayarajh et al. 2024 (2402.01306, eq. 8). Answers with a label, no pairs; y' are answers to
-            other prompts of the micro-batch. Assumes prospect theory: gains and losses are felt from z on
-    simpo   -log sigma(beta · (l_w / n_w - l_v / n_v) - gamma)
-            Meng et al. 2024 (2405.14734, eq. 6). No reference. Assumes that the mean log-probability of a
-            token, by which a model chooses what it says, is the reward
-    orpo    -l_w / n_w - beta log sigma(o_w - o_v),  o = l / n - log(1 - exp(l / n))
-            Hong et al. 2024 (2403.07691, eq. 6, 7). No reference: fine-tuning on the chosen answer, and a
-            penalty on the odds of the rejected one. Assumes a base that does not answer well yet. TRL's first
-            term also counts the prompt's tokens, and is a mean over the tokens of a batch
-    nll     + nll · (-l_w / n_w), beside dpo, ipo and simpo. These compare only: l_w may fall as long as l_v
-            falls faster. Pang et al. 2024 (2404.19733, eq. 1) add the term with weight 1, Llama 3
-            (2407.21783, 4.1.4) with 0.2. Per pair, as the paper has it; TRL's `sft` among its loss types is a
-            mean over the chosen tokens of a batch
+dpo     -(1 - s) log sigma(r_w - r_v) - s log sigma(r_v - r_w)            s: label smoothing
+        Rafailov et al. 2023 (2305.18290, eq. 7). Assumes Bradley-Terry: the chance of being preferred is the
+        sigmoid of a difference of rewards. s > 0 assumes that a share s of the pairs is swapped
+ipo     ((l_w - l_ref,w) / n_w - (l_v - l_ref,v) / n_v - 1 / (2 beta))^2
+        Azar et al. 2023 (2310.12036, eq. 17). Assumes no rewards: a margin of 1 / (2 beta) is enough, so
+        pairs
+        that are always decided alike are not driven apart forever. Per token, as TRL has it after asking the
+        authors
+kto     u_w (1 - sigma(r_w - beta z)),  u_v (1 - sigma(beta z - r_v)),  z = max(0, mean l(y') - l_ref(y'))
+        Ethayarajh et al. 2024 (2402.01306, eq. 8). Labelled answers, no pairs; y' are answers to other
+        prompts
+        of the micro-batch. Assumes prospect theory: gains and losses are perceived relative to z
+simpo   -log sigma(beta · (l_w / n_w - l_v / n_v) - gamma)
+        Meng et al. 2024 (2405.14734, eq. 6). No reference. Assumes that the mean log-probability per token,
+        by
+        which a model chooses its answer, is the reward
+orpo    -l_w / n_w - beta log sigma(o_w - o_v),  o = l / n - log(1 - exp(l / n))
+        Hong et al. 2024 (2403.07691, eq. 6, 7). No reference: fine-tuning on the chosen answer, and a penalty
+        on the odds of the rejected one. Assumes a base that does not answer well yet. TRL's first term also
+        counts the prompt's tokens, and is a mean over the tokens of a batch
+nll     + nll · (-l_w / n_w), added to dpo, ipo and simpo. These only compare: l_w may fall as long as l_v
+        falls
+        faster. Pang et al. 2024 (2404.19733, eq. 1) add the term with weight 1, Llama 3 (2407.21783, 4.1.4)
+        with 0.2. Per pair, as in the paper; TRL's loss type `sft` is a mean over the chosen tokens of a batch
 
 Each is a function of S numbers, so the head runs twice by blocks of rows: without gradients for log p, then
-with d loss / d log p as the weight of each token. [T, V] is never held.
+with d loss / d log p as the weight of each token. [T, V] is never in memory.
 
-T tokens, S documents, E examples (pairs, or answers with a label), N supervised tokens, D model width.
+T tokens, S documents, E examples (pairs, or labelled answers), N supervised tokens, D model width.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ Kind = Literal["dpo", "ipo", "kto", "simpo", "orpo"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 WITHOUT_REFERENCE: tuple[Kind, ...] = ("simpo", "orpo")
 CHOSEN, REJECTED, MISMATCHED = 1, -1, 0
-"""Batch.documents["side"]: the answer of a pair, or by its label; an answer to another prompt (KTO's y')."""
+"""Batch.documents["side"]: the role in a pair, or the label; MISMATCHED: another prompt's answer (KTO's y').
+"""
 
 Objective = Callable[["Tensor", "nn.Module", "Batch"], "Loss"]
 
@@ -54,7 +58,7 @@ Reference = Callable[["Batch"], "Tensor"]
 
 
 class Answers(NamedTuple):
-    """Documents of one side: log-probabilities, those of the reference (0 without one), supervised tokens."""
+    """Documents of one side: log-probabilities, the reference's (0 without one), supervised tokens."""
 
     logp_E: Tensor
     ref_E: Tensor
@@ -66,7 +70,7 @@ class Answers(NamedTuple):
 
     @property
     def mean_E(self) -> Tensor:
-        """log p of a token of the answer, on average; below 0, so that the odds are finite."""
+        """Mean log p per token of the answer, clipped below 0 so that the odds are finite."""
         return (self.logp_E / self.length_E).clamp(max=-1e-9)
 
 
@@ -86,21 +90,29 @@ def preference(
     block_rows: int | None = None,
     impl: str = "auto",
 ) -> Loss:
-    """sum_e of the loss named `kind` over the batch's examples; its count is how many they are.
+    """Return sum_e of the loss `kind` over the batch's examples; its count is their number.
 
-    hidden_TD as of cross_entropy, whose docstring says what the gradients reach. batch.documents has "side"
-    [S]: CHOSEN and REJECTED in turn for pairs; of answers with a label the CHOSEN, the REJECTED, then the
-    MISMATCHED ones.
-    metrics, sums over examples: `accuracy` (share of pairs whose chosen answer has the higher reward; of
-    answers with a label, share on its side of z; a tie is half, where TRL counts it as wrong: a model that
-    is its own reference has not chosen), `margin` (r_w - r_v), `reward_*`, `logp_*` and `length_*`
-    (supervised tokens) of chosen and rejected answers; `longer` (share of pairs whose chosen answer is the
-    longer one) and `by_length` (share whose longer answer has the higher reward), ties half; of kto, over all
-    pairs of a chosen and a rejected answer of the micro-batch, and `kl` (z). The reward of simpo and orpo is
-    beta · l / n. kto's means of a side are those of the micro-batch.
-    scores, of each example: `accuracy`, and `logp_likelier`, l of the likelier answer of a pair, or l of an
-    answer with a label: where that of a row falls, the model comes to say neither of its answers.
-    Raises ValueError where `reference` is absent and `kind` needs one.
+    hidden_TD as in cross_entropy, whose docstring says what the gradients reach. batch.documents has "side"
+    [S]:
+    CHOSEN and REJECTED in turn for pairs; for labelled answers the CHOSEN, the REJECTED, then the MISMATCHED
+    ones.
+    metrics, sums over examples: `accuracy` (share of pairs whose chosen answer has the higher reward; for
+    labelled
+    answers, share on its side of z; a tie is half, where TRL counts it as wrong: a model that is its own
+    reference
+    has not chosen), `margin` (r_w - r_v), `reward_*`, `logp_*` and `length_*` (supervised tokens) of chosen
+    and
+    rejected answers; `longer` (share of pairs whose chosen answer is the longer one) and `by_length` (share
+    whose
+    longer answer has the higher reward), ties half; for kto, over all pairs of a chosen and a rejected answer
+    of the
+    micro-batch, and `kl` (z). The reward of simpo and orpo is beta · l / n. kto's means per side are those of
+    the
+    micro-batch.
+    scores, of each example: `accuracy`, and `logp_likelier`, l of the likelier answer of a pair, or l of a
+    labelled
+    answer: if a row's value falls, the model becomes less likely to give either of its answers.
+    Raises ValueError if `reference` is absent and `kind` needs one.
     """
     import torch
 
@@ -109,7 +121,7 @@ def preference(
     from unfreeze.objectives.log_p import token_log_p
 
     if reference is None and kind not in WITHOUT_REFERENCE:
-        raise ValueError(f"{kind} compares with a reference, and none is given")
+        raise ValueError(f"{kind} compares with a reference, but none is given")
     # log p of each document, without gradients
     rows_N = batch.supervised()
     document_N = torch.searchsorted(send(batch.starts_S, rows_N.device), rows_N, right=True) - 1
@@ -163,7 +175,7 @@ def preference(
 
 
 Each = tuple["Tensor", tuple["Tensor", "Tensor"]]
-"""The loss of each pair, and the rewards of its chosen and its rejected answer."""
+"""Return the loss of each pair, and the rewards of its chosen and its rejected answer."""
 
 
 def _dpo(w: Answers, v: Answers, beta: float, gamma: float, smoothing: float) -> Each:
@@ -228,7 +240,7 @@ def _scores(w: Answers, v: Answers, reward_w: Tensor, reward_v: Tensor) -> dict[
 
 
 def _lengths(w: Answers, v: Answers) -> dict[str, Tensor]:
-    """`longer` and `by_length` over every chosen with every rejected answer; 1/2 where a side is absent."""
+    """Return `longer` and `by_length` over all (chosen, rejected) combinations; 1/2 if a side is missing."""
     longer_WV = (w.length_E.unsqueeze(1) - v.length_E).sign()
     higher_WV = (w.ratio_E.unsqueeze(1) - v.ratio_E).detach().sign()
     pairs = max(1, longer_WV.numel())
@@ -241,10 +253,10 @@ def _lengths(w: Answers, v: Answers) -> dict[str, Tensor]:
 def _kto(
     w: Answers, v: Answers, other: Answers, beta: float, gain: float, loss: float
 ) -> tuple[Tensor, dict[str, float | Tensor], dict[str, Tensor]]:
-    """Losses of the answers in the order (desirable, undesirable), the metrics, and the scores of each."""
+    """Return losses of (desirable, undesirable) answers in that order, the metrics, and each one's scores."""
     import torch
 
-    # a lone answer has no other prompt: z is 0 then, as where the estimate is negative
+    # a single answer has no other prompt: z is then 0, as for a negative estimate
     z = other.ratio_E.detach().mean().clamp(min=0) if len(other.logp_E) else w.logp_E.new_zeros(())
     above_E, below_E = beta * (w.ratio_E - z), beta * (z - v.ratio_E)
     each_E = torch.cat([gain * (1 - above_E.sigmoid()), loss * (1 - below_E.sigmoid())])
