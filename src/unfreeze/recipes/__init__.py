@@ -1,1 +1,1 @@
-"""L9, the kinds of training: each file has main, the command, and the Parts that job.run puts together."""
+"""L9, the training recipes: each file has main, the command, and the Parts that job.run assembles."""

@@ -1,8 +1,10 @@
 """unfreeze distill --model M --teacher T --data F: train a model on another's next-token probabilities.
 
-The teacher is frozen: a checkpoint, a run, an adapter's folder, "base" (the model with its adapters off), or
-a folder that --prepare wrote. Both have the same tokenizer. At each supervised token the student learns the
-teacher's distribution; all else is as in sft.
+The teacher is frozen: a checkpoint, a run, an adapter's folder, "base" (the model with its adapters
+disabled),
+or a folder that --prepare wrote. Both need the same tokenizer. At each supervised token the student learns
+the
+teacher's distribution; everything else is as in sft.
 """
 
 from __future__ import annotations
@@ -37,22 +39,22 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Parse, train, report. -> what sft gives."""
+    """Parse, train, report; return the same as sft."""
     config = parse(Config, arguments, command="distill", description=__doc__ or "")
     if config.prepare:
-        from unfreeze.job.asking import ask_ahead  # it needs numpy
+        from unfreeze.job.asking import ask_ahead  # needs numpy
 
         return ask_ahead(config, parts(config), common)
     return train(config, common, typed("distill", arguments))
 
 
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
-    """A run in the config's folder; see job.run."""
+    """Run in the config's folder; see job.run."""
     return job.run(config, parts(config), common, command)
 
 
 def parts(config: Config) -> Parts:
-    """The Parts of sft, with a teacher whose probabilities are the loss; a server is for --prepare alone."""
+    """Return sft's Parts with a teacher, whose probabilities are the loss; servers only with --prepare."""
     same = sft.parts(config)
     if is_url(config.teacher):
         refuse_while_training(config.teacher, prepare=config.prepare)
@@ -64,16 +66,16 @@ def parts(config: Config) -> Parts:
         teacher.open(say(common))
         return manifest
 
-    made = replace(same, recipe="distill", start=start, second=teacher, metrics=OF_TEACHER)
-    asked = config.distillation
-    if asked.on_policy:
-        on_policy = OnPolicy(asked.on_policy, asked.answer_temperature, config.seed)
-        made = replace(made, source=partial(own_answers, on_policy), plan_check=refuse_answers)
-    return made if asked.gamma is None else replace(made, heldout=_of_both)
+    result = replace(same, recipe="distill", start=start, second=teacher, metrics=OF_TEACHER)
+    settings = config.distillation
+    if settings.on_policy:
+        on_policy = OnPolicy(settings.on_policy, settings.answer_temperature, config.seed)
+        result = replace(result, source=partial(own_answers, on_policy), plan_check=refuse_answers)
+    return result if settings.gamma is None else replace(result, heldout=_of_both)
 
 
 def _of_both(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> HeldoutLoss:
-    """Held-out loss of student and teacher together."""
+    """Return the held-out loss of student and teacher together."""
     from unfreeze.evaluate.perplexity import heldout
 
     return heldout(model, batches, group=group, objective=objective)

@@ -32,37 +32,37 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Parse, train, report. -> what sft gives."""
+    """Parse, train, report; return the same as sft."""
     config = parse(Config, arguments, command="prefer", description=__doc__ or "")
     return train(config, common, typed("prefer", arguments))
 
 
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
-    """A run in the config's folder; see job.run."""
+    """Run in the config's folder; see job.run."""
     return job.run(config, parts(config), common, command)
 
 
 def parts(config: Config) -> Parts:
-    """The Parts of sft with a loss over answers, and the model as it began as the reference."""
-    asked, same = config.preference, sft.parts(config)
+    """Return sft's Parts with a preference loss, and the starting model as the reference."""
+    settings, same = config.preference, sft.parts(config)
     second = reference_model(config)
     encoding = same.encoding.copy()
-    encoding["answers"] = answers_of(asked)
+    encoding["answers"] = answers_of(settings)
     return replace(
         same,
         recipe="prefer",
-        objective=cast("Objective", minimised(asked)),
+        objective=cast("Objective", minimised(settings)),
         encoding=encoding,
         metrics=OF_ANSWERS,
         second=second,
-        said=[] if second else [f"compares: {compared_loss(asked)}, without a reference"],
+        said=[] if second else [f"compares: {compared_loss(settings)}, without a reference"],
         heldout=_heldout,
-        on_step=(Signs(0.0 if asked.loss in WITHOUT_REFERENCE else asked.beta),),
+        on_step=(Signs(0.0 if settings.loss in WITHOUT_REFERENCE else settings.beta),),
     )
 
 
 def _heldout(model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective) -> Compared:
-    """Loss, accuracy and margins of held-out pairs."""
+    """Return loss, accuracy and margins of held-out pairs."""
     from unfreeze.evaluate.compared import compared
 
     return compared(model, batches, group, objective=objective)

@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Parse, train, save.
 
-    -> run, model, steps, loss_first, loss_last, tokens_per_second, peak_bytes, receipt.
+    Return run, model, steps, loss_first, loss_last, tokens_per_second, peak_bytes, receipt.
     """
     config = parse(Config, arguments, command="pretrain", description=__doc__ or "")
     return train(config, common, typed("pretrain", arguments))
 
 
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
-    """A run in the config's folder; see job.run."""
+    """Run in the config's folder; see job.run."""
     return job.run(config, parts(config), common, command)
 
 
 def parts(config: Config) -> Parts:
-    """The Parts of pretraining: every token has loss, every weight trains, a bias balances the experts."""
+    """Return the Parts of pretraining: loss on every token, all weights trained, experts balanced."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
     rate = config.optimizer.balance_rate

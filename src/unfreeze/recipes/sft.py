@@ -1,8 +1,9 @@
 """unfreeze sft run.toml: fine-tune a checkpoint on conversations, with LoRA or in full.
 
-LoRA sits at every linear layer, routed experts included. The base stays as it was published: 4-bit experts
-are trained in 4 bits. With train = "all" every weight moves, and the result is a checkpoint in <out>/model.
-The loss counts the assistant's turns only, and all of a `text` row.
+LoRA is added to every linear layer, including routed experts. The base stays as published: 4-bit experts are
+trained in 4 bits. With train = "all" every weight is trained, and the result is a checkpoint in <out>/model.
+The
+loss counts only the assistant's turns, and all of a `text` row.
 """
 
 from __future__ import annotations
@@ -25,18 +26,21 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Parse, train, report. -> run, steps, loss_first, loss_last, tokens_per_second, peak_bytes, receipt."""
+    """Parse, train, report.
+
+    Return run, steps, loss_first, loss_last, tokens_per_second, peak_bytes, receipt.
+    """
     config = parse(Config, arguments, command="sft", description=__doc__ or "")
     return train(config, common, typed("sft", arguments))
 
 
 def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
-    """A run in the config's folder; see job.run."""
+    """Run in the config's folder; see job.run."""
     return job.run(config, parts(config), common, command)
 
 
 def parts(config: Config) -> Parts:
-    """The Parts of fine-tuning: conversations, cross entropy, and adapters or every weight."""
+    """Return the Parts of fine-tuning: conversations, cross entropy, and adapters or all weights."""
     from unfreeze.objectives.cross_entropy import cross_entropy
 
     return Parts(
@@ -49,7 +53,7 @@ def parts(config: Config) -> Parts:
 
 
 def _base_weights(adapter: str, model: str, common: Common) -> Manifest:
-    """job.open_weights; where the base that the adapter itself names is not here, that is said."""
+    """Load base weights like job.open_weights; name the adapter's base if it is missing."""
     try:
         return job.open_weights(model, common)
     except CheckpointError as error:
@@ -57,7 +61,7 @@ def _base_weights(adapter: str, model: str, common: Common) -> Manifest:
             raise
         raise CheckpointError(
             f"{adapter} is an adapter of {model}: {error.message}",
-            next=f"if the base lies elsewhere: --model DIR; else: {error.next}",
+            next=f"if the base is elsewhere: --model DIR; else: {error.next}",
         ) from error
 
 
