@@ -142,7 +142,7 @@ def test_places_are_planned_as_they_are_named_by_flags_and_by_a_file(config, tmp
         ("1xH200 --place.rest peers", "place.rest is peers, but .* has no peers"),
         ("8xH200 --place.split 3", "place.split is 3, which does not divide the 8 processes"),
         ("8xH200 --place.weights sharded", "place.weights is sharded, but adapters are trained"),
-        ("8xH200 --place.experts device --place.buffer 0.5", "nothing comes through a buffer"),
+        ("8xH200 --place.experts device --place.buffer 0.5", "nothing uses a buffer"),
     ],
 )
 def test_places_that_cannot_be_are_one_line(config, arguments, said):

@@ -71,7 +71,7 @@ def test_int8_moments_whose_scales_are_no_whole_rows_are_not_divided(runs):
     found = runs[1]["counts"]["int8"]
     assert "optimizer.exp_avg_scale.experts.bias has a scale for every 256 numbers" in found["said"]
     assert "moments in int8, saved by 2 processes, cannot be divided differently" in found["said"]
-    assert "go on with 2 processes, as it was saved" in found["said"]
+    assert "resume with 2 processes, as it was saved" in found["said"]
     assert found["codes"] == [0, 0, 0, 0]  # which then works
 
 

@@ -67,8 +67,8 @@ def test_what_the_wish_says_of_recompute_stays_and_nothing_else_is_left_open():
 @pytest.mark.parametrize(
     ("here", "said", "remedy"),
     [
-        (facts(True, 1), "there is one process", "torchrun"),
-        (facts(True, 1, more=MANY), "there is one process", "--hardware with several devices"),
+        (facts(True, 1), "there is only one process", "torchrun"),
+        (facts(True, 1, more=MANY), "there is only one process", "--hardware with several devices"),
         (facts(True, 2, every_weight=True), "every weight trains", "--place.weights sharded"),
         (facts(True, 2, files=False), "no weights that could be read", "--place.rest auto"),
     ],
@@ -129,7 +129,7 @@ def test_a_split_that_cannot_be_is_one_line(here, said):
     ("place", "said", "remedy"),
     [
         ({"split": 2}, "place.split is 2", "--place.split 1"),
-        ({"experts": "device"}, "nothing comes through a buffer", "--place.experts auto"),
+        ({"experts": "device"}, "nothing uses a buffer", "--place.experts auto"),
     ],
 )
 def test_a_buffer_that_nothing_could_use_is_one_line(place, said, remedy):

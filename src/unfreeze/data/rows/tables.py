@@ -69,7 +69,7 @@ class Csv:
         _check_header(path, columns, renames, "row 1: the first line of a csv file names its columns")
 
     def rows(self) -> Iterator[tuple[RowPlace, Cells | Wrong]]:
-        """Yield the place of each record with its cells, or with what is wrong with it."""
+        """Yield the place of each record with its cells, or with its error."""
         csv.field_size_limit(lines.MAX_ROW_BYTES)
         with lines.open_lines(self.path) as file:
             counted = _Counted(lines.bounded_lines(file, self.path))

@@ -182,7 +182,7 @@ def _code() -> str:
 
 
 class Writing(Documents):
-    """A store that is being written; what was added can already be read.
+    """A store that is being written; rows added so far can already be read.
 
     It gets its final name once complete, so that no other process sees a partial store.
     """

@@ -184,7 +184,7 @@ class Stream(InWindows):
         return documents
 
     def take(self) -> None:
-        """Collect what the workers have encoded so far, without waiting for more."""
+        """Collect rows that the workers have encoded so far, without waiting for more."""
         self._waits = False
         while self.whole is None and self.error is None and self._more():
             pass
@@ -283,7 +283,7 @@ class Stream(InWindows):
     def _begin(
         self, spec: Spec, start: Mapping[str, Any] | None, workers: int | None, progress: Progress | None
     ) -> None:
-        """Encode what is needed first: held-out rows, and the window of the cursor `start`."""
+        """Encode the first rows needed: held-out rows, and the window of the cursor `start`."""
         epoch, first = (int(start["epoch"]), int(start["window"])) if start else (0, 0)
         if epoch < 0 or not 0 <= first < self.count:
             raise ConfigError(

@@ -58,7 +58,7 @@ class Completions:
             raise speaks_first() from None
 
     def rest(self, messages: Sequence[Message], tools: Tools, prompt: str) -> str | None:
-        """Return what the template writes after a prompt, or None if it rewrites the prompt."""
+        """Return the text that the template writes after a prompt, or None if it rewrites the prompt."""
         upto = self.template.render(messages, tools=tools)
         return upto[len(prompt) :] if upto.startswith(prompt) else None
 

@@ -135,7 +135,7 @@ def _over(node: nodes.Node, names: set[str]) -> bool:
 
 
 def _iterated(loop: nodes.For) -> nodes.Node:
-    """Return what a loop iterates over, inside the filter that counts it (untrusted/template_limits.py)."""
+    """Return the iterable of a loop, inside the filter that counts it (untrusted/template_limits.py)."""
     over = loop.iter
     return over.node if isinstance(over, nodes.Filter) and over.name == "_counted" and over.node else over
 

@@ -47,10 +47,10 @@ FACTORS = ("gate_up_A", "gate_up_B", "down_A", "down_B")
 class _Slice:
     """The adapter factors of a group's experts, as that group's adapter."""
 
-    given: ExpertFactors
+    group_factors: ExpertFactors
 
     def factors(self) -> ExpertFactors:
-        return self.given
+        return self.group_factors
 
 
 def part_of(experts: Experts, rows: Rows, tensors: dict[str, Tensor]) -> Experts:
@@ -165,8 +165,8 @@ class _Run:
     groups: InGroups
     spans: list[slice]
     ids_n1: Tensor
-    given: ExpertFactors
-    kept: list[Saved]
+    all_factors: ExpertFactors
+    saved: list[Saved]
     read: bool
     codes: bool
 
@@ -175,10 +175,10 @@ class _Run:
         rows, part = self.groups.parts[group]
         part.adapter = None
         if any(factor is not None for factor in factors):
-            part.adapter = _Slice(replace(self.given, **dict(zip(FACTORS, factors, strict=True))))
+            part.adapter = _Slice(replace(self.all_factors, **dict(zip(FACTORS, factors, strict=True))))
         ids_n1 = self.ids_n1[self.spans[group]] - rows.first
-        if self.kept:
-            return part.product(x_nD, ids_n1, weights_n1, self.kept[group].reuse)
+        if self.saved:
+            return part.product(x_nD, ids_n1, weights_n1, self.saved[group].reuse)
         # Without gradients and `reuse` the op multiplies few rows with the codes directly. All rows together
         # decide if a group does so, so that the bits equal those of all experts at once.
         if not self.codes:
@@ -241,8 +241,8 @@ class _InGroups(torch.autograd.Function):
                 None if f is None else f[rows].detach().requires_grad_(n)
                 for f, n in zip(factors, need, strict=True)
             ]
-            if run.kept:
-                run.kept[group].second = True
+            if run.saved:
+                run.saved[group].second = True
             with torch.enable_grad():
                 y = run.of(group, x, weights, own)
             inputs = [x, weights, *own]

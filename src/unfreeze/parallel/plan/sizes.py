@@ -1,4 +1,4 @@
-"""The sizes of a model that a plan needs: sums over what its blocks report."""
+"""The sizes of a model that a plan needs: sums over its blocks."""
 
 from __future__ import annotations
 
