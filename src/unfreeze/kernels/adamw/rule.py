@@ -39,10 +39,7 @@ class AdamWRule:
 
 
 def numbers_of(u: AdamWUpdate, rule: AdamWRule) -> tuple[float, float, float]:
-    """Return what a step of one tensor needs of lr, decay and t.
-
-    (1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t))
-    """
+    """(1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t)): the numbers of one tensor's step."""
     beta1, beta2 = rule.betas
     return (
         1.0 - rule.learning_rate * u.weight_decay,

@@ -45,7 +45,7 @@ def attend(
 
 
 def bucket(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> str:
-    """The bucket's name: document length, and whether values are as wide as keys.
+    """The bucket's name: document length, and ", v < d" if values are narrower than keys.
 
     "under 96", "96 on", "192 on", "1024 on", "2048 on", with ", v < d" for MLA. "other": v > d, or on CUDA
     widths that its kernels don't take.

@@ -115,9 +115,7 @@ def _scatter(sums, token, weight, begin, end, first, out):
 
 @linked
 def _strips(a, begin, end, inner, panel, out, out_stride):
-    """a[begin:end, :inner] · panel at address `out`; INNER of it and its part of a strip stay in L1 and
-    L2.
-    """
+    """a[begin:end, :inner] · panel at address `out`; INNER of a and of a strip stay in L1 and L2."""
     for k in range(0, inner, INNER):
         count, fresh = min(INNER, inner - k), 1 if k == 0 else 0
         for s in range(panel.shape[0]):
