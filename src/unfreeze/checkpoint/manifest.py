@@ -99,7 +99,7 @@ class Manifest:
         for codec, text in texts.items():
             first = next((info for name, info in disk.items() if name.endswith(f".{text}")), None)
             if first is not None:
-                scheme = scheme.replaced({codec: codec.told(_text(first), first.name)})
+                scheme = scheme.replaced({codec: codec.with_text(_text(first), first.name)})
         return scheme
 
 
