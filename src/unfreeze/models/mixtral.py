@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention, softmax routing renormalized over the chosen experts.
+"""Mixtral: Mistral's attention, softmax routing renormalised over the chosen experts.
 
 Early configs have Mistral 7B's sliding_window. On disk an expert is block_sparse_moe.experts.{e}.w1 (gate),
 w3 (up) and w2 (down).

@@ -1,6 +1,6 @@
-"""Quantized weight formats: recognized, packed, unpacked and dequantized in plain torch.
+"""Quantized weight formats: recognised, packed, unpacked and dequantized in plain torch.
 
-Recognized from a config.json, their bytes counted, behind one `Codec` interface. Importing this package
+Recognised from a config.json, their bytes counted, behind one `Codec` interface. Importing this package
 imports no torch.
 """
 

@@ -130,7 +130,7 @@ class ByRows(Protocol):
 
 
 class Format(NamedTuple):
-    """The rules to recognize a format; a line of FORMATS (quant/formats.py).
+    """The rules to recognise a format; a line of FORMATS (quant/formats.py).
 
     key       the quant_method; for compressed-tensors followed by a space and the `format` of its groups
     title     the format in words, for a refusal's list of readable formats

@@ -1,4 +1,4 @@
-"""Recognizes the quantized format of a checkpoint, by its config.json or a tensor's name.
+"""Recognises the quantized format of a checkpoint, by its config.json or a tensor's name.
 
 An unreadable format is refused, and the error names it. torch is not imported: a refusal must not wait for
 it. To add a format: CONTRIBUTING.md, row "a quantized format".

@@ -164,16 +164,10 @@ class Scheme:
         present = [codec for codec in self.codecs if is_packed(module, names, codec)]
         if len(present) > 1:
             declared = self.codec_for(module)
-            whole = [
-                codec
-                for codec in present
-                if all(f"{module}.{suffix}" in names for suffix in kept_suffixes(codec))
-            ]
-            return (
-                declared
-                if declared in present
-                else max(whole or present, key=lambda codec: len(kept_suffixes(codec)))
-            )
+            if declared in present:
+                return declared
+            whole = [c for c in present if all(f"{module}.{suffix}" in names for suffix in kept_suffixes(c))]
+            return max(whole or present, key=lambda codec: len(kept_suffixes(codec)))
         return present[0] if present else None
 
     def part_of(self, name: str, names: Collection[str]) -> Codec | None:

@@ -1,6 +1,6 @@
 """The CUDA backend of the expert MLP: all experts at once by torch grouped GEMMs.
 
-Offsets are on the device, without host synchronization. If the workspace of all experts would exceed
+Offsets are on the device, without host synchronisation. If the workspace of all experts would exceed
 WORKSPACE bytes they go in groups, with one wait for the offsets per call; the results are bit-identical. Runs
 on CPU too (bf16), where it is tested; speed on a GPU is not measured yet. Sorting, gathering and SwiGLU are
 the ops token_permute and swiglu, chosen by record. torch's grouped GEMM has no `out` argument: a result that
@@ -109,7 +109,7 @@ class Part(DeviceGroup):
 class Grouped(ByGemms[DeviceRouting]):
     """The backend of `fused` on CUDA.
 
-    bf16; D and I multiples of 8 (16-byte strides). Expert ids are not checked: that would synchronize.
+    bf16; D and I multiples of 8 (16-byte strides). Expert ids are not checked: that would synchronise.
     """
 
     row_stride = 16

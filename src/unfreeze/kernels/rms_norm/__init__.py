@@ -27,7 +27,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, impl: str = "auto") -> 
     """y = weight · x / sqrt(mean(x²) + eps), with the mean in float32 for any dtype of x.
 
     In bf16 or fp16 an all-zero row with a tiny eps becomes NaN. x [..., D] -> y [..., D] in x's dtype,
-    whatever the weight's: normalized in float32, rounded, then scaled (the rounding order of the Llama
+    whatever the weight's: normalised in float32, rounded, then scaled (the rounding order of the Llama
     reference).
     Source: Zhang & Sennrich 2019.
     """

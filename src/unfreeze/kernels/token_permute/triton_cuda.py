@@ -1,4 +1,4 @@
-"""Rows in expert order on CUDA. Functions as in reference.py; no host synchronization, no atomics.
+"""Rows in expert order on CUDA. Functions as in reference.py; no host synchronisation, no atomics.
 
 A counting sort: blocks of slots count their experts. A cumulative sum over (expert, block) gives the start of
 each block's rows of each expert. Each slot goes to that place plus its rank among the equal ids before it in

@@ -24,7 +24,7 @@ class RMSNorm(Block):
         return rms_norm(x_TD, self.gain(), self.eps)
 
     def gain(self) -> Tensor:
-        """The factor of the normalized values, [D]."""
+        """The factor of the normalised values, [D]."""
         return self.weight
 
     def reset(self) -> None:

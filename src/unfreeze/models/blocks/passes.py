@@ -157,9 +157,7 @@ class PackedPass:
         return new
 
     def unrotated(self, q_THd: Tensor, k_TGd: Tensor, width: int | None = None) -> None:
-        """Tap queries and keys before rotation, if an objective requests them: the first `width` of a
-        head.
-        """
+        """Tap queries and keys before rotation if an objective requests them: the first `width` of a head."""
         if self.taps is not None:
             self.taps.put("q_plain", q_THd[..., :width])
             self.taps.put("k_plain", k_TGd[..., :width])
