@@ -1,7 +1,7 @@
-"""Faults of a checkpoint, gathered and then raised as one CheckpointError.
+"""Faults of a checkpoint, collected and then raised as one CheckpointError.
 
-Counted by kind, with the first one, the cause and the next command. A folder with one missing shard of 62 has
-tens of thousands of missing tensors. A person needs one line.
+The error counts them by kind, and has the first one, the cause and the next command. A folder with one
+missing shard of 62 has tens of thousands of missing tensors; a person needs one line.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class Faults:
     """Collects (kind, detail). `kind` is a phrase that follows a count: "tensors are missing"."""
 
     where: Path
-    total: int = 0  # how many tensors were looked at
+    total: int = 0  # number of tensors checked
     counts: Counter[str] = field(default_factory=Counter)
     first: str = ""
     cause: str = ""
 
     def add(self, kind: str, detail: str, *, cause: str = "") -> None:
-        """One fault. The first detail is shown; the first cause given is, too."""
+        """Add one fault. The first detail and the first cause are shown."""
         self.counts[kind] += 1
         self.first = self.first or detail
         self.cause = self.cause or cause
@@ -33,7 +33,7 @@ class Faults:
         return bool(self.counts)
 
     def raise_if_any(self, *, next: str) -> None:
-        """One CheckpointError for all of them, or nothing."""
+        """Raise one CheckpointError for all of them, if there are any."""
         if not self:
             return
         of_total = f" of {self.total:,}" if self.total else ""
