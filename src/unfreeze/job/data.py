@@ -367,8 +367,8 @@ def few_steps(training: Training, steps: int, in_one: int | None) -> tuple[str, 
     return (
         f"only {made} of {training.tokens_per_step:,} tokens ({training.epochs:g} epochs of this data),"
         f" {TEACH_LITTLE}",
-        f"--epochs {math.ceil(ENOUGH_STEPS / (in_one or steps / training.epochs))}, or --tokens-per-step"
-        f" {max(2, training.tokens_per_step // 8)}",
+        f"--epochs {math.ceil(ENOUGH_STEPS / (in_one or steps / training.epochs))}, or fewer"
+        " --tokens-per-step",
     )
 
 
