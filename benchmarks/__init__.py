@@ -2,7 +2,7 @@
 
 `unfreeze dev bench WHAT` appends its rows to benchmarks/results/<device>.jsonl.
 `unfreeze dev bench WHAT --help` says what it does, how long it takes and its flags.
-`unfreeze dev bench report` writes docs/performance.md from the committed rows.
+`unfreeze dev bench report` writes docs/measured/performance.md from the committed rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BENCHMARKS = {
     "prefer": "tiny-k2 taught Yoda by pairs of answers, beside fine-tuning: style, facts, memory",
     "inside": "layers compared with a teacher's, beside its words alone, where the language is known",
     "profile": "where the time of a job's step goes, per op, beside the machine's GEMM rate",
-    "report": "docs/performance.md from the committed rows",
+    "report": "docs/measured/performance.md from the committed rows",
 }
 
 

@@ -1,7 +1,7 @@
 """What becomes of every field of config.json: one field at a time is changed, added or left out, and logits
 are compared with transformers'.
 
-    python benchmarks/configs.py FOLDER_OF_CONFIGS [--only NAME] [--write docs/configs.md]
+    python benchmarks/configs.py FOLDER_OF_CONFIGS [--only NAME] [--write docs/reference/config_json.md]
 
 Each config of a built family keeps all its fields but the sizes, which are made tiny; weights are random,
 written under transformers' names. A change of one field is then

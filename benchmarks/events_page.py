@@ -1,6 +1,6 @@
-"""The tables of docs/events.md, made from the types in core/schema.py.
+"""The tables of docs/reference/events.md, made from the types in core/schema.py.
 
-    python benchmarks/events_page.py [--write docs/events.md]
+    python benchmarks/events_page.py [--write docs/reference/events.md]
 
 --write puts them into the page, between the lines that name this script; tests/core/test_schema.py holds the
 two together.

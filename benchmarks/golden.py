@@ -85,7 +85,7 @@ def more_jobs(dense: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
             if pair["chosen"] != pair["rejected"]:
                 file.write(json.dumps(pair) + "\n")
     for reference in ("live", "cached"):
-        words = ["--data", str(pairs), "--preference.reference", reference, "--loss", "dpo", "--rank", "4"]
+        words = ["--data", str(pairs), "--preference.reference", reference, "--loss", "dpo"]
         yield f"pairs {reference}", ["unfreeze", "prefer", *k2, *words, *more]
 
     many = folder / "many.jsonl"  # more rows than are read whole

@@ -1,6 +1,6 @@
 """How much of what was learned a merge keeps: tiny-k2 taught to answer like Yoda at three learning rates.
 
-    python benchmarks/merge_curve.py --write docs/merge_curve.md      # 6 runs of 2 minutes, 18 merges
+    python benchmarks/merge_curve.py --write docs/measured/merge.md      # 6 runs of 2 minutes, 18 merges
 
 Stopped, it goes on with the same command: runs and merges lie in --folder.
 
@@ -36,7 +36,7 @@ EPOCHS = 4
 QUESTIONS = [json.loads(line) for line in (TINY_K2 / "held_out.jsonl").read_text().splitlines()]
 HEAD = """# What a merge keeps of what was learned
 
-`python benchmarks/merge_curve.py --write docs/merge_curve.md`, {date}, {machine}: tiny-k2 (Kimi-K2's
+`python benchmarks/merge_curve.py --write docs/measured/merge.md`, {date}, {machine}: tiny-k2 (Kimi-K2's
 architecture, INT4 experts in groups of 32, the rest bf16), taught to answer like Yoda as in `unfreeze demo`
 ({epochs} epochs, a tenth of the rows held out, LoRA of rank 16), then merged. What the columns mean:
 [merge.md](merge.md). Yoda and facts: per cent of {questions} held-out questions that the merged folder

@@ -1,6 +1,6 @@
 """make nightly: what is too long for every change, and its last result with its date.
 
-    python benchmarks/nightly.py [--only NAME …] [--write docs/nightly.md]
+    python benchmarks/nightly.py [--only NAME …] [--write docs/measured/nightly.md]
 
 The demo from the wheel under each supported Python that is on the machine, the whole suite under those that
 .ci/run does not take, tests that are too long for every change (marked nightly), 20,000 broken inputs over

@@ -6,7 +6,8 @@
 
 Under "ddp" each process reads the whole model and holds it; Lightning averages the gradients. With the same
 settings its losses are those of `unfreeze sft --train all`, within 1e-5. On a CPU Lightning refuses its FSDP
-and DeepSpeed strategies (its words: docs/several_machines.md); deepspeed_zero3.py does without Lightning.
+and DeepSpeed strategies (its words: docs/howto/other_trainers.md); deepspeed_zero3.py does without
+Lightning.
 """
 
 from __future__ import annotations

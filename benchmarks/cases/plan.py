@@ -2,7 +2,7 @@
 
 `unfreeze dev bench plan`, about 10 minutes, on one core unless --threads says more. Each run is a process of
 its own: a model of random weights, adapters or all of its weights, one step that warms up, then timed ones.
-Written to docs/plan_checked.md, or --out; the page says how each figure is measured.
+Written to docs/measured/plan_checked.md, or --out; the page says how each figure is measured.
 """
 
 from pathlib import Path
@@ -44,11 +44,11 @@ class Config(Measured):
     threads: int = Field(default=1, ge=1, description="torch's threads in each process")
     steps: int = Field(default=3, ge=1, description="timed steps of each run; the median counts")
     only: tuple[str, ...] = Field(default=(), description="runs whose name begins so; default: all")
-    out: Folder = Field(default="", description="the page; default: docs/plan_checked.md")
+    out: Folder = Field(default="", description="the page; default: docs/measured/plan_checked.md")
 
 
 def written(config: Config, run: Run):
-    out, found = Path(config.out or Path(__file__).parents[2] / "docs" / "plan_checked.md"), []
+    out, found = Path(config.out or Path(__file__).parents[2] / "docs" / "measured" / "plan_checked.md"), []
     for one in RUNS:
         if one.name.startswith(config.only or ("",)):
             found.append(checked(one, run))

@@ -4,7 +4,7 @@
 (of decode: 32 tokens) under torch's profiler, on one core, so that times add up to the step's. Numba loops
 are listed by name. GEMMs come with their FLOP, and what share that is of torch.mm's rate on one core at the
 job's shapes. Of growth: the same step at each of --tokens, the smallest first, per token.
-Written to docs/profiles/<name>.md, or --out.
+Written to docs/measured/profiles/<name>.md, or --out.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ class Config(OnCheckpoint):
     job: Annotated[Literal["moe", "dense", "decode", "growth"], Positional] = Field(description="whose step")
     batch: int = Field(default=1, ge=1, description="of decode: rows that are generated at once")
     tokens: tuple[int, ...] = Field(default=(65536, 4096), description="of growth: of a step, n x 512")
-    out: Folder = Field(default="", description="the table; default: docs/profiles/<name>.md")
+    out: Folder = Field(default="", description="the table; default: docs/measured/profiles/<name>.md")
 
 
 def written(config: Config, run: Run):
@@ -55,5 +55,7 @@ def written(config: Config, run: Run):
                 given = computed_here(), lora, "selective", documents, length
                 step = trainer(str(folder), str(folder), *given).calls["step"]
             found[tokens] = profiled(step, mlp(model, tokens), computed_here())
-    out = Path(config.out or Path(__file__).parents[2] / "docs" / "profiles" / f"{config.job}.md")
+    out = Path(
+        config.out or Path(__file__).parents[2] / "docs" / "measured" / "profiles" / f"{config.job}.md"
+    )
     return page(run, config.job, found, out)

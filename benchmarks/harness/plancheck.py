@@ -231,7 +231,7 @@ def marked(ratio: float, limit: float) -> str:
 
 
 def page(stamp: Stamp, rows: Sequence[Mapping[str, Any]]) -> str:
-    """docs/plan_checked.md."""
+    """docs/measured/plan_checked.md."""
     found = [ratios(row) for row in rows]
     outside = sum(beyond(memory, MEMORY) for memory, _ in found)
     timed = [seconds for _, seconds in found if seconds is not None]

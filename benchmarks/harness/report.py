@@ -1,4 +1,4 @@
-"""Write docs/performance.md from the committed rows, benchmarks/results/*.jsonl; measure nothing.
+"""Write docs/measured/performance.md from the committed rows, benchmarks/results/*.jsonl; measure nothing.
 
 `unfreeze dev bench report`. The page has every target with what was measured, then where we lose, then the
 latest run of each benchmark on each device with its command and machine.
@@ -31,13 +31,16 @@ class Config(Frozen):
     """From where, and where to."""
 
     results: Folder = Field(default="", description="folder of the .jsonl files; default: benchmarks/results")
-    out: Folder = Field(default="", description="the page; default: docs/performance.md")
+    out: Folder = Field(default="", description="the page; default: docs/measured/performance.md")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> file, targets (what, aim, measured, verdict), losses."""
     config = parse(Config, arguments, command="dev bench report", description=__doc__ or "")
-    folder, out = Path(config.results or RESULTS), Path(config.out or ROOT / "docs" / "performance.md")
+    folder, out = (
+        Path(config.results or RESULTS),
+        Path(config.out or ROOT / "docs" / "measured" / "performance.md"),
+    )
     runs = runs_of(folder)
     with writing(out, "out"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -154,12 +157,12 @@ ORDER = tuple("moe formats dense recompute load start data decode growth beyond 
 
 
 def profiles_beside(page: Path) -> list[str]:
-    """Names of the profiles committed beside the page: docs/profiles/moe.md is "moe"."""
+    """Names of the profiles committed beside the page: docs/measured/profiles/moe.md is "moe"."""
     return sorted(file.stem for file in (page.parent / "profiles").glob("*.md"))
 
 
 def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
-    """The whole of docs/performance.md; a benchmark with a profile links it."""
+    """The whole of docs/measured/performance.md; a benchmark with a profile links it."""
     parts = [
         "# Performance",
         (

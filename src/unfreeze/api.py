@@ -59,7 +59,7 @@ class FinishedRun:
     def events(self) -> list[Event]:
         """Everything that was written while it ran, in order: dicts with "kind", "step", "time", and more.
 
-        docs/events.md lists them.
+        docs/reference/events.md lists them.
         """
         return read_events(self.path / "events.jsonl")
 

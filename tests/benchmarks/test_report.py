@@ -1,4 +1,4 @@
-"""docs/performance.md is what the generator makes of the committed rows; and the generator's arithmetic, on
+"""docs/measured/performance.md is what the generator makes of the committed rows; and the generator's arithmetic, on
 planted rows."""
 
 import pytest
@@ -13,7 +13,7 @@ from unfreeze.core.errors import ConfigError
 
 def test_the_committed_page_is_what_the_committed_rows_make():
     """After measuring: unfreeze dev bench report, and commit both."""
-    committed = ROOT / "docs" / "performance.md"
+    committed = ROOT / "docs" / "measured" / "performance.md"
     assert committed.read_text(encoding="utf-8") == report.page(
         report.runs_of(ROOT / "benchmarks" / "results"), report.profiles_beside(committed)
     )

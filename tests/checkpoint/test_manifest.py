@@ -1,5 +1,5 @@
 """Claims about open_checkpoint: equal to the safetensors library on good files, one clear CheckpointError on
-each bad one (docs/trust.md L7)."""
+each bad one (docs/why/trust.md L7)."""
 
 from __future__ import annotations
 

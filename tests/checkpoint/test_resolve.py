@@ -1,4 +1,4 @@
-"""Claims about resolve: each fault of docs/trust.md L7 that names, dtypes and shapes can show is one
+"""Claims about resolve: each fault of docs/why/trust.md L7 that names, dtypes and shapes can show is one
 CheckpointError; a good checkpoint has none."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Claims about stream: the bytes that the safetensors library reads, in place; what only the contents can
-show is refused (docs/trust.md L7)."""
+show is refused (docs/why/trust.md L7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event schema, docs/events.md and every call of emit say the same; what breaks the schema is named."""
+"""The event schema, docs/reference/events.md and every call of emit say the same; what breaks the schema is named."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def words_of(event: dict) -> list[str]:
 
 
 def test_the_page_is_made_of_the_schema():
-    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
-    assert events_page.inserted(page) == page, "run: python benchmarks/events_page.py --write docs/events.md"
+    page = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
+    assert events_page.inserted(page) == page, (
+        "run: python benchmarks/events_page.py --write docs/reference/events.md"
+    )
     row = "| `grad_norm` | `float or null` | L2 norm before clipping | of all trained parameters |"
     absent = "| `tokens` | `int` | tokens | of the step; may be absent |"
     assert row in page and absent in page
@@ -61,7 +63,7 @@ def test_control_arm_a_class_outside_the_union_and_an_object_without_a_heading_a
 
 
 def test_control_arm_a_field_that_the_page_forgets_is_seen():
-    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
     forgotten = page.replace("`peak_bytes`", "`peek_bytes`")
     assert forgotten != page and events_page.inserted(forgotten) == page
 
@@ -99,7 +101,7 @@ def test_every_emit_in_the_source_is_in_the_schema():
     }
     assert not bad, (
         f"{bad}: add the field to its class in core/schema.py (a new kind: a class, and its name in the union"
-        " Event below), then run: python benchmarks/events_page.py --write docs/events.md"
+        " Event below), then run: python benchmarks/events_page.py --write docs/reference/events.md"
     )
 
 

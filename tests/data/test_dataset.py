@@ -110,7 +110,7 @@ def test_real_rows_on_two_real_tokenizers(yoda_file, kimi_folder, stories_folder
 
 
 def test_a_template_whose_mask_is_lost_leaves_no_row(json_folder, templates, tmp_path):
-    """docs/trust.md N4: also with on_bad_row "skip", because every row is wrong."""
+    """docs/why/trust.md N4: also with on_bad_row "skip", because every row is wrong."""
     forced = "{%- if add_generation_prompt -%}{{- '?' -}}{%- endif -%}"
     lost = load_tokenizer(
         json_folder("{% generation %}" + templates["chatml"] + "{% endgeneration %}" + forced)
@@ -129,7 +129,7 @@ def test_a_template_whose_mask_is_lost_leaves_no_row(json_folder, templates, tmp
 
 
 def test_the_supervised_fraction_tells_a_lost_mask_from_a_right_one(tokenizer, tmp_path):
-    """docs/trust.md N4: the number in the line. Control arm: supervise "all" is the mask of all ones, and
+    """docs/why/trust.md N4: the number in the line. Control arm: supervise "all" is the mask of all ones, and
     reads otherwise."""
     path = write(tmp_path, GOOD, GOOD)
     right, ones = (encode_file(path, tokenizer, 128, supervise=way).stats for way in ("assistant", "all"))
@@ -141,7 +141,7 @@ def test_the_supervised_fraction_tells_a_lost_mask_from_a_right_one(tokenizer, t
 
 
 def test_a_row_without_a_supervised_token_is_named_and_does_not_enter_a_batch(tokenizer, tmp_path):
-    """docs/trust.md N2: `row 2: 0 of 128 tokens supervised (truncated before the answer? …)`; head truncation
+    """docs/why/trust.md N2: `row 2: 0 of 128 tokens supervised (truncated before the answer? …)`; head truncation
     keeps the answer."""
     stats = encode_file(write(tmp_path, GOOD, LONG), tokenizer, 128).stats
     assert stats.dropped == 1 and stats.listed[0].reason.startswith(
@@ -192,7 +192,7 @@ def test_several_files_are_told_apart(tokenizer, tmp_path):
         encode_files([first, second], tokenizer, 128)
 
 
-BAD_ROWS = {  # docs/trust.md R7: the kind -> the line, and what names its row and field
+BAD_ROWS = {  # docs/why/trust.md R7: the kind -> the line, and what names its row and field
     "broken JSON": ('{"question": "Q", ', "row 3: broken JSON at column"),
     "missing field": ({"question": "Q"}, "row 3: field 'answer' is missing, there are: question"),
     "wrong type": (

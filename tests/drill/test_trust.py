@@ -1,4 +1,4 @@
-"""docs/trust.md holds what it says: a line per row of the drill, guards that can be imported, tests and
+"""docs/why/trust.md holds what it says: a line per row of the drill, guards that can be imported, tests and
 control arms that are there."""
 
 import ast
@@ -11,7 +11,7 @@ from unfreeze.drill import faults
 from unfreeze.drill.fault import ROWS
 
 TESTS = Path(__file__).resolve().parents[1]
-PAGE = (TESTS.parent / "docs" / "trust.md").read_text(encoding="utf-8")
+PAGE = (TESTS.parent / "docs" / "why" / "trust.md").read_text(encoding="utf-8")
 LINE = re.compile(r"^\| ([LNMR]\d) \| (.+?) \| `([\w.]+):([\w.]+)` \| `(.+?)` \| `(.+?)` \|$", re.MULTILINE)
 
 

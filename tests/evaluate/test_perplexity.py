@@ -1,4 +1,4 @@
-"""Held-out loss is a sum over tokens: the same for batches of 1, 4 and 16 documents (docs/trust.md N8), equal
+"""Held-out loss is a sum over tokens: the same for batches of 1, 4 and 16 documents (docs/why/trust.md N8), equal
 to transformers, and it disturbs nothing."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """examples/torch_ddp.py, deepspeed_zero3.py and lightning_module.py: published Qwen2 weights in our modules under
-loops of others give the losses of `unfreeze sft --train all`, and no parameter is left empty (docs/trust.md L8)."""
+loops of others give the losses of `unfreeze sft --train all`, and no parameter is left empty (docs/why/trust.md L8)."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from unfreeze.drill.sandbox import TINY_K2
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, HERE = ROOT / "examples", Path(__file__).parent / "trainers"
-PAGE = ROOT / "docs" / "several_machines.md"
+PAGE = ROOT / "docs" / "howto" / "other_trainers.md"
 SCRIPTS = ("torch_ddp", "deepspeed_zero3", "lightning_module")
 STEPS = 4
 SETTINGS = {"steps": STEPS, "tokens_per_step": 1024, "micro_batches": 2, "learning_rate": 1e-3, "seed": 3}

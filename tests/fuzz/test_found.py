@@ -206,7 +206,7 @@ def test_an_adapter_pickle_is_refused(fuzzers, tmp_path):
 
 
 def test_code_beside_a_checkpoint_is_never_run(folder, tmp_path):
-    """docs/trust.md L9: auto_map and tokenization_*.py are what trust_remote_code would run."""
+    """docs/why/trust.md L9: auto_map and tokenization_*.py are what trust_remote_code would run."""
     path, canary = folder("kimi"), tmp_path / "canary"
     for name in (
         "tokenization_kimi.py",

@@ -151,7 +151,7 @@ class Letters:
 
 
 def test_padded_rows_of_the_head_are_never_sampled(build):
-    """docs/trust.md N5. The control arm is the same run without a tokenizer, which does sample them."""
+    """docs/why/trust.md N5. The control arm is the same run without a tokenizer, which does sample them."""
     model, sampling = build("gqa"), Sampling(max_new_tokens=100, temperature=2.0, seed=0)
     with_names, without = Engine(model, tokenizer=Letters()), Engine(model)
     assert max(with_names.generate([[1]], sampling)[0].tokens) < 27

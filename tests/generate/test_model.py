@@ -324,7 +324,7 @@ def test_sources_that_are_no_model_are_refused(tmp_path, llama):
 
 
 def test_a_tokenizer_of_another_model_is_refused(llama, tmp_path):
-    """docs/trust.md N5: 276 ids, 256 rows."""
+    """docs/why/trust.md N5: 276 ids, 256 rows."""
     small = transformers.LlamaConfig(
         vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )

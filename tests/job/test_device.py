@@ -1,4 +1,4 @@
-"""The allocator is set before CUDA starts and said in the plan (docs/trust.md L2); fragmentation is an event
+"""The allocator is set before CUDA starts and said in the plan (docs/why/trust.md L2); fragmentation is an event
 field. CUDA itself is not needed here."""
 
 from __future__ import annotations

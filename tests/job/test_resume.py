@@ -1,4 +1,4 @@
-"""Going on with a changed configuration: refused by field, unless it is allowed and can be (docs/trust.md
+"""Going on with a changed configuration: refused by field, unless it is allowed and can be (docs/why/trust.md
 R2)."""
 
 from __future__ import annotations

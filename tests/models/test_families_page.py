@@ -1,6 +1,6 @@
-"""Published configs made tiny, equal to transformers; and docs/families.md, which is made here.
+"""Published configs made tiny, equal to transformers; and docs/reference/families.md, which is made here.
 
-python tests/models/test_families_page.py --write docs/families.md
+python tests/models/test_families_page.py --write docs/reference/families.md
 """
 
 import json
@@ -18,7 +18,7 @@ from published_cases import FOLDER, built, files, made, refusal
 from unfreeze import models
 from unfreeze.models.unbuilt import NAMED, missing
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "families.md"
 BEGIN, END = "<!-- made by tests/models/test_families_page.py -->\n", "<!-- end -->\n"
 TOLERANCE = 1e-4
 PROVED = {  # model_type -> formats, each by the test of this folder that compares such a model's logits
@@ -85,8 +85,8 @@ def test_the_page_has_a_row_for_each_model_type_and_its_cases():
     found = rows(PAGE.read_text(encoding="utf-8"))
     expected = models.FAMILIES.keys() | models.WRAPPERS.keys() | NAMED.keys()
     assert found.keys() >= expected, (
-        f"docs/families.md lacks {sorted(expected - found.keys())}:"
-        " python tests/models/test_families_page.py --write docs/families.md"
+        f"docs/reference/families.md lacks {sorted(expected - found.keys())}:"
+        " python tests/models/test_families_page.py --write docs/reference/families.md"
     )
     for name, case in CASES.items():
         assert f" {name}" in found[case.model_type], name

@@ -33,7 +33,8 @@ def test_an_unknown_family_is_refused_and_no_other_is_suggested(other):
     parts = unbuilt.NAMED.get(other)
     what = rf": {re.escape(parts)} is not built" if parts else " is not built"
     assert re.fullmatch(
-        rf"config\.json: model_type '{other}'{what}; [0-9]+ families are [(]docs/families.md[)]", said
+        rf"config\.json: model_type '{other}'{what}; [0-9]+ families are [(]docs/reference/families.md[)]",
+        said,
     )
     assert "nearest" not in said
 

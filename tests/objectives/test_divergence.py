@@ -141,7 +141,7 @@ def test_a_teacher_equal_to_the_student_gives_nothing(beta):
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_padded_rows_of_either_head_change_nothing(beta):
-    """docs/trust.md N5: two heads with the same words and paddings of their own."""
+    """docs/why/trust.md N5: two heads with the same words and paddings of their own."""
     torch.manual_seed(3)
     batch, hidden, teacher_TV = a_batch(), torch.randn(T, D), torch.randn(T, V)
     weight = torch.randn(V, D)

@@ -1,5 +1,5 @@
 """Two processes that train one model: gradients, resume, starved experts, and what they do when one of them
-fails (docs/trust.md N3, M1, R3).
+fails (docs/why/trust.md N3, M1, R3).
 
 Process-heavy: this file is also the script that the two processes run (see main), started once for all claims
 and once for the control arm.

@@ -1,4 +1,4 @@
-"""Experts split over processes train as one process does (docs/trust.md M1).
+"""Experts split over processes train as one process does (docs/why/trust.md M1).
 
 Process-heavy: this file is also a script (see main). It imports everything and makes what one process makes
 once, then forks 2 processes and 4, which are a split of 4 and, as 2 x 2, a split of 2 beside two processes of

@@ -4,7 +4,7 @@ also has the references, which run where a kernel fails its check. Two layers, r
 weights, moments and the head's loss are left out on both sides. Routing is even, while the plan leaves a quarter
 for the fullest group of experts.
 
-    python tests/parallel/test_peak_on_meta.py --write docs/peak.md
+    python tests/parallel/test_peak_on_meta.py --write docs/measured/peak.md
 """
 
 import functools
@@ -311,7 +311,7 @@ def main() -> None:
     lines = [
         "# The plan against counted bytes at true size",
         "",
-        f"`python tests/parallel/test_peak_on_meta.py --write docs/peak.md`, {date.today()}, torch"
+        f"`python tests/parallel/test_peak_on_meta.py --write docs/measured/peak.md`, {date.today()}, torch"
         f" {torch.__version__}. No GPU was used: a step of two layers on torch's meta device with the code of CUDA,"
         " every tensor counted. Adapters of rank 16, bf16; without weights, moments and the head's loss.",
         "Kernels: those that run on a GPU nobody measured, which the plan is for. References: of all ops but the"

@@ -1,4 +1,4 @@
-"""docs/trust.md R6: a paid call is priced before it is made, and nothing goes beyond the budget, over restarts too."""
+"""docs/why/trust.md R6: a paid call is priced before it is made, and nothing goes beyond the budget, over restarts too."""
 
 from __future__ import annotations
 

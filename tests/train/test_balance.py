@@ -1,5 +1,5 @@
 """Loss-free balancing: direction, and that it acts once per optimizer step under accumulation, recompute and
-evaluation (docs/trust.md M2)."""
+evaluation (docs/why/trust.md M2)."""
 
 from __future__ import annotations
 

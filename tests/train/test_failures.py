@@ -156,7 +156,7 @@ def growth(keep: Callable[[models.Decoder], None] | None, steps: int, folder: Pa
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_memory_is_flat_over_fifty_steps():
-    """L6: within 1 % after step 2, float32. bfloat16: docs/decisions.md, 15."""
+    """L6: within 1 % after step 2, float32. bfloat16: docs/why/decisions.md, 15."""
     assert growth(None, 50) <= 0.01
 
 

@@ -1,5 +1,5 @@
 """A disk that fills up during a run: it says so, the save before stays whole, and the run stops or goes on as
-asked (docs/trust.md R1)."""
+asked (docs/why/trust.md R1)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """kill -9 at any moment, inside a save too, and the same command again: bit for bit the uninterrupted run
-(docs/trust.md R1)."""
+(docs/why/trust.md R1)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The first NaN or infinity is named: module, positions, documents, dtype, and the cause where it can be told
-(docs/trust.md N1)."""
+(docs/why/trust.md N1)."""
 
 from __future__ import annotations
 

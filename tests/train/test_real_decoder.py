@@ -156,7 +156,7 @@ def test_the_blocked_loss_is_that_of_the_models_own_logits(tiny: SimpleNamespace
 def test_one_packed_batch_equals_its_documents_accumulated(
     tiny: SimpleNamespace, recompute: Any, pieces: int
 ):
-    """docs/trust.md N3: packed or one by one, 1 to 4 micro-batches, skewed lengths, recomputed or not: one
+    """docs/why/trust.md N3: packed or one by one, 1 to 4 micro-batches, skewed lengths, recomputed or not: one
     gradient to 1e-6."""
     lengths, supervised = [3, 30, 6, 17], [1, 29, 2, 4]
     documents = [

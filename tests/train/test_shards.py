@@ -1,5 +1,5 @@
 """Saves in parts: any number of processes reads what any other wrote, to the bit; a kill or a full disk on any
-process leaves the save before (docs/trust.md R1)."""
+process leaves the save before (docs/why/trust.md R1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving and going on: bit for bit, atomically, and only with what fits (docs/trust.md R1 and R2), a control
+"""Saving and going on: bit for bit, atomically, and only with what fits (docs/why/trust.md R1 and R2), a control
 arm for each part of the state."""
 
 from __future__ import annotations

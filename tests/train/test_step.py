@@ -1,4 +1,4 @@
-"""One step: equality over accumulation with skewed lengths (docs/trust.md N3), empty micro-batches (N2), what
+"""One step: equality over accumulation with skewed lengths (docs/why/trust.md N3), empty micro-batches (N2), what
 is refused."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The receipt: proof, from the first step that has a gradient, that what was asked for learned.
 
-See docs/trust.md L4 and L5.
+See docs/why/trust.md L4 and L5.
 
     receipt = Receipt(model)       before the step: notes the weights' values, and watches which outputs get
                                    gradients

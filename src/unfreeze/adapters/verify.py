@@ -1,6 +1,6 @@
 """Proof after every save: the file holds the same ΔW per expert and per linear as the model.
 
-The file is read anew and by its own arithmetic (docs/trust.md R5).
+The file is read anew and by its own arithmetic (docs/why/trust.md R5).
 It shares no decoding with read.py: an error made the same way in writing and reading would cancel there and
 be seen here.
 

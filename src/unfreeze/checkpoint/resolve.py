@@ -1,7 +1,7 @@
 """resolve: every tensor of a checkpoint gets its one place in the model, or there is one error and no model.
 
 It decides from names, dtypes and shapes alone, before any memory is taken. Nothing is missing, left over,
-twice, or of another shape or kind (docs/trust.md L7, L8). There is no option to ignore mismatches.
+twice, or of another shape or kind (docs/why/trust.md L7, L8). There is no option to ignore mismatches.
 """
 
 from __future__ import annotations

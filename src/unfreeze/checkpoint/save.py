@@ -1,6 +1,6 @@
 """save: a checkpoint folder that other programs read (safetensors with index, per-expert names).
 
-Whenever the process is killed, the folder is there complete or not at all (docs/trust.md R1).
+Whenever the process is killed, the folder is there complete or not at all (docs/why/trust.md R1).
 A file is written under a temporary name, flushed to the disk and renamed. A folder is written under a
 temporary name beside its final one, then renamed as a whole. No reader looks for the temporary names.
 """

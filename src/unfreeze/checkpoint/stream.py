@@ -3,7 +3,8 @@
 On CPU a tensor whose dtype the model keeps goes from the page cache into the parameter's own memory
 (os.preadv into a slice of it), with no copy between. Another float dtype is converted through a buffer of at
 most CHUNK bytes. For CUDA the buffer is pinned memory, which is then copied to the device.
-So peak host memory is the parameters plus CHUNK bytes per thread, whatever the shards weigh (docs/trust.md
+So peak host memory is the parameters plus CHUNK bytes per thread, whatever the shards weigh
+(docs/why/trust.md
 L1).
 
 Reading from the page cache into new memory is bound by page faults, the first touch of each 4 KiB page: 1 to

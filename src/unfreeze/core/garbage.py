@@ -1,7 +1,7 @@
 """Python's search for garbage, put off while a command starts.
 
 The 400,000 objects that come with torch and the other libraries all stay. Looking through them again and
-again takes 0.3 s of the 4 s to the first step of a small run (docs/decisions.md, 81).
+again takes 0.3 s of the 4 s to the first step of a small run (docs/why/decisions.md, 81).
 """
 
 from __future__ import annotations

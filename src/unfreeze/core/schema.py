@@ -2,7 +2,7 @@
 
 An event is its line of events.jsonl, a plain dict. A field that has nothing to say is absent; null is a value
 that was not finite or not measured. core/conform.py checks one where it is emitted and where it is read.
-benchmarks/events_page.py makes the tables of docs/events.md from this file.
+benchmarks/events_page.py makes the tables of docs/reference/events.md from this file.
 """
 
 from functools import cache

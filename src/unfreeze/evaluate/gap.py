@@ -2,7 +2,7 @@
 
 Sampling goes token by token with a cache, training in one packed pass.
 Where the two disagree, reinforcement learning trains on probabilities that the sampler never had. A mixture
-of experts may also route a token differently in the two (docs/trust.md M4, N9).
+of experts may also route a token differently in the two (docs/why/trust.md M4, N9).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def answer_log_probs(
 
     -> a list per answer, a number per token.
     num_ids: normalise over ids below it; None: over the whole head, as the loss does.
-    The experts' counts are put back: scoring is no training step (docs/trust.md M2).
+    The experts' counts are put back: scoring is no training step (docs/why/trust.md M2).
     """
     batch = _packed(prompts, answers).to(model.device)
     with model.looking():

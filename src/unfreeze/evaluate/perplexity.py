@@ -1,4 +1,4 @@
-"""Held-out loss: sums over tokens, divided once. The same number whatever the batch size (docs/trust.md N8).
+"""Held-out loss: sums over tokens, divided once (docs/why/trust.md N8). It does not depend on the batch size.
 
 A mean of batch means would give a token of a small batch more weight than one of a large batch.
 Perplexity per token depends on the tokenizer. Bits per byte of text compare models with different ones.
@@ -67,7 +67,7 @@ def heldout(
                  student and its teacher together.
 
     Routing is as in training, and no random number is drawn.
-    The experts' counts are put back, so an evaluation counts nowhere (docs/trust.md M2).
+    The experts' counts are put back, so an evaluation counts nowhere (docs/why/trust.md M2).
     """
     # float64 on the host: a float32 running sum loses 1e-6 after some thousand batches
     total, weight, tokens, by_row = 0.0, 0.0, 0, RowSums()

@@ -114,7 +114,7 @@ class Engine:
     """Continues token prompts with a Decoder.
 
     tokenizer  gives text, and says which ids have a name: rows of the head beyond them (padding,
-               docs/trust.md N5) are never sampled. None: ids only.
+               docs/why/trust.md N5) are never sampled. None: ids only.
     stop_ids   end a sequence where they are sampled.
     steps      how a step is launched (generate/steps.py).
     agreed     the tokens of a step that were chosen here -> those that are taken. Processes that share a

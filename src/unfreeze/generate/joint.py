@@ -24,7 +24,8 @@ from unfreeze.models.blocks.passes import Cache
 class Joint:
     """Two decoders as one, for Engine: hidden states are those of both side by side, [T, D + E].
 
-    words   of the vocabulary that both have; rows of either head beyond it are padding (docs/trust.md N5).
+    words   of the vocabulary that both have; rows of either head beyond it are padding (docs/why/trust.md
+    N5).
     gamma   of the student. 0: the teacher alone.
     around  entered around each pass of the teacher. Where the teacher is the student's own base:
             partial(without_adapters, student).

@@ -53,7 +53,7 @@ def open_tokenizer(run: Run, data: Data, folder: Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, shape: Shape, manifest: Manifest) -> None:
-    """Refuse a vocabulary on which tokenizer, config.json and tensors disagree (docs/trust.md N5).
+    """Refuse a vocabulary on which tokenizer, config.json and tensors disagree (docs/why/trust.md N5).
 
     Before any weight is read.
     """

@@ -159,7 +159,7 @@ def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") 
     what = f": {parts}" if parts else " is not built"
     raise CheckpointError(
         f"config.json: model_type {str(model_type)!r}{beside}{what}; {len(FAMILIES)} families are"
-        " (docs/families.md)",
+        " (docs/reference/families.md)",
         next=f"take a release of one of them; or see CONTRIBUTING.md, row 'a model family'{_near(config)}",
     )
 

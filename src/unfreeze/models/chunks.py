@@ -2,7 +2,8 @@
 
 A layer's inner tensors are several times larger than what it keeps. On a CPU, glibc maps each block above
 32 MiB anew and the kernel clears it: a quarter of the step at 65,536 tokens of hidden 256
-(docs/profiles/tried.md). In chunks of whole documents these tensors are small, and the heap reuses them for
+(docs/measured/profiles/tried.md). In chunks of whole documents these tensors are small, and the heap reuses
+them for
 the next chunk. All chunks pass before the next layer is visited, so a layer's weights are still read once per
 pass.
 """

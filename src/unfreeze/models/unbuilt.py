@@ -47,7 +47,8 @@ NAMED: dict[str, str] = {
     "mimo": "a decoder that only the release's own code describes",
     "step3p7": "a decoder that only the release's own code describes",
 }
-"""model_type -> what is missing, for a config whose fields don't say it. docs/families.md has them."""
+"""model_type -> what is missing, for a config whose fields don't say it. docs/reference/families.md has
+them."""
 
 SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers with a recurrent state (Mamba)", ("mamba_d_state", "state_size", "ssm_cfg")),

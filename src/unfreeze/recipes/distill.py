@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.config.distill import Config
 from unfreeze.config.parse import parse
 from unfreeze.core.command import Common
-from unfreeze.core.errors import ConfigError
 from unfreeze.core.metrics import OF_TEACHER
 from unfreeze.job import job
 from unfreeze.job.end.folder import typed
@@ -24,7 +23,7 @@ from unfreeze.job.parts import Parts
 from unfreeze.job.planning.residency import refuse_answers
 from unfreeze.job.source import own_answers
 from unfreeze.recipes import sft
-from unfreeze.teach.address import is_url, refuse_without_library
+from unfreeze.teach.address import is_url, refuse_while_training
 from unfreeze.teach.chosen import teacher_of
 from unfreeze.teach.on_policy import OnPolicy
 
@@ -56,12 +55,7 @@ def parts(config: Config) -> Parts:
     """The Parts of sft, with a teacher whose probabilities are the loss; a server is for --prepare alone."""
     same = sft.parts(config)
     if is_url(config.teacher):
-        if not config.prepare:
-            raise ConfigError(
-                f"{config.teacher} is a server, which is asked once and not while training",
-                next="add --prepare FOLDER; then train with --teacher FOLDER",
-            )
-        refuse_without_library(config.teacher)
+        refuse_while_training(config.teacher, prepare=config.prepare)
         return replace(same, recipe="distill")
     teacher = teacher_of(config)
 

@@ -1,6 +1,7 @@
 """Experts that are dead or overloaded: the warning while a run goes on, and the report's pictures of it.
 
-docs/trust.md M3. E experts, K chosen per token, T tokens, n_e tokens given to expert e. Formulas of balance:
+docs/why/trust.md M3. E experts, K chosen per token, T tokens, n_e tokens given to expert e. Formulas of
+balance:
 core/balance.py.
 """
 

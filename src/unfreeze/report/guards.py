@@ -22,12 +22,13 @@ from unfreeze.report.tables import left_out, standing_still
 GUARD_HEAD = ("guard", "state", "set to", "said", "what to do")
 MOSTLY = 0.9  # share of clipped steps after warm-up: above it clipping sets the size of nearly every update
 GAP_FLOAT32 = 1e-4  # nats at any token; evaluate/gap.py has the reason
-# nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/events.md), and the
+# nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/reference/events.md),
+# and the
 # limits: some three times that, as another model's logits may be larger
 ROUNDING_BFLOAT16 = (0.008, 0.3)
 GAP_BFLOAT16 = (0.024, 1.0)
 
-# how far planned and measured may be apart: docs/plan_checked.md
+# how far planned and measured may be apart: docs/measured/plan_checked.md
 OFF_BYTES, OFF_SECONDS = 0.10, 0.25
 
 State = Literal["ok", "look", "fault"]

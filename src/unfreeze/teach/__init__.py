@@ -8,7 +8,8 @@ store.py        what a teacher said, on disk: the likeliest words of each superv
 coding.py       how such an entry is written
 endpoint.py     a server's likeliest words of each token, checked; address.py says what a server's address is,
                 client.py asks it, budget.py prices it, served.py writes them into the store
-inside.py       the one way to a teacher's layers and to the corrector (docs/inside.md: seldom of use)
+inside.py       the one way to a teacher's layers and to the corrector (docs/howto/teacher_layers.md: seldom
+of use)
 on_policy.py    steps on the student's own answers
 answers.py      what a teacher writes, as rows for sft; chat.py asks a server for it
 reference.py    the model as it was when training began, which a policy is compared with;

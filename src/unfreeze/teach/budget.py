@@ -1,7 +1,7 @@
 """What calls to a server may cost: the worst case is said before the first, and no call goes beyond a budget.
 
 Every try that was sent counts as billed, whether an answer came or not, and the count is kept on disk before
-the try: a run that is broken off and goes on stays within the same budget (docs/trust.md R6).
+the try: a run that is broken off and goes on stays within the same budget (docs/why/trust.md R6).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What of a teacher's layers a student is compared with, beside the words that it says.
 
 The one way to these objectives, and to the corrector's: nothing else of the package imports their files, and
-what they read of a model are taps (core/taps.py). docs/inside.md says when they help, which is seldom.
+what they read of a model are taps (core/taps.py). docs/howto/teacher_layers.md says when they help, which is
+seldom.
 The terms are objectives/intermediate.py's; here they are made for two models, and counted.
 T tokens of a micro-batch, D and E widths of the student and of the teacher.
 """
@@ -171,7 +172,7 @@ def attach_projections(model: Decoder, width: int, pairs: tuple[Pair, ...], seed
     class Projection(nn.Linear):
         """Left out where a model's tensors are listed for a checkpoint."""
 
-        def _save_to_state_dict(self, *_: object) -> None:
+        def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
             pass
 
     found = nn.ModuleDict()

@@ -1,4 +1,4 @@
-"""The contract of two vocabularies: the same word under every id (docs/trust.md N5).
+"""The contract of two vocabularies: the same word under every id (docs/why/trust.md N5).
 
 Rows of a head beyond the tokenizer's ids are padding; they may be more or fewer, and no divergence looks at
 them.

@@ -32,7 +32,8 @@ class LossFreeBalance:
 
     The bias is e_score_correction_bias, fp32 [E].
     Called by train/fit.py after the update of the weights, with the tokens per expert of *all* micro-batches
-    of the step: not once per micro-batch, not in evaluation, and a recomputation doesn't count (docs/trust.md
+    of the step: not once per micro-batch, not in evaluation, and a recomputation doesn't count
+    (docs/why/trust.md
     M2). `num_updates` says how often it acted in this process.
     A rate of 0.001 moves a sigmoid score's rank slowly; tiny models trained for few steps need about 0.01.
     """

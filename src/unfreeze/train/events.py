@@ -52,7 +52,7 @@ def train_fields(
 
 
 def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
-    """Tokens per expert, and how evenly they fall (docs/trust.md M3).
+    """Tokens per expert, and how evenly they fall (docs/why/trust.md M3).
 
     For each layer: max violation, entropy and the number of dead experts.
     """

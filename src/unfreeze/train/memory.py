@@ -12,7 +12,7 @@ import torch
 def memory_fields(device: torch.device) -> dict[str, int]:
     """peak_bytes; on CUDA also fragmentation_bytes.
 
-    Fragmentation: reserved by the allocator minus allocated, so held and not in use (docs/trust.md L2).
+    Fragmentation: reserved by the allocator minus allocated, so held and not in use (docs/why/trust.md L2).
     """
     fields = {"peak_bytes": peak_bytes(device)}
     if device.type == "cuda":

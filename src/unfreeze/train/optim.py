@@ -116,7 +116,7 @@ class AdamW:
 
     @property
     def learning_rate(self) -> float:
-        """What the last update used, not what was meant (docs/trust.md R4).
+        """What the last update used, not what was meant (docs/why/trust.md R4).
 
         On a CPU, where reading costs nothing, it is measured by a probe of known gradient (_probe).
         Elsewhere it is what the kernel was given.
@@ -167,7 +167,7 @@ class AdamW:
         """Sum the gradients in fp32 over the processes that hold the same rows, in the parameters' order.
 
         A parameter that no token of this process reached (an expert) takes part with zeros, so every process
-        makes the same calls (docs/trust.md M1).
+        makes the same calls (docs/why/trust.md M1).
         -> for each parameter, whether this process has a gradient; [] for one process. The step sums these
         over the processes with its other numbers, and gives the sums to `keep_reached`.
         """

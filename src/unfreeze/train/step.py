@@ -2,7 +2,7 @@
 
 loss = sum_m loss_m / sum_m count_m: sums of losses, divided once by the supervised tokens of all of them.
 The count is added up on the host before the first backward, so each micro-batch's gradient already carries
-its share. Accumulation over any cut of the same tokens gives the same gradient (docs/trust.md N3), and a
+its share. Accumulation over any cut of the same tokens gives the same gradient (docs/why/trust.md N3), and a
 micro-batch without supervised tokens adds 0 (N2).
 Processes divide the micro-batches of a step among them. Each knows all of them, so the count needs no
 exchange.
@@ -153,7 +153,8 @@ def forward_backward(
     stop: whether this process was asked to end the run; called once, just before the read.
     save: whether this process finds that a save is due; called then too. One that does is enough for all.
 
-    Raises NonFinite if the loss, a hidden state (supervised or not, docs/trust.md N1) or a gradient is not
+    Raises NonFinite if the loss, a hidden state (supervised or not, docs/why/trust.md N1) or a gradient is
+    not
     finite, ConfigError for micro-batches that are no multiple of the processes, DataError if the processes
     read different data, ValueError if the objective counts other tokens than the batches' weights.
     """
@@ -168,7 +169,7 @@ def forward_backward(
     count = sum(batch.count for batch in micro_batches)
     divisor = max(count, 1.0)
     optimizer.zero_grad()
-    clear_expert_load(model)  # an evaluation since the last step counts nowhere (docs/trust.md M2)
+    clear_expert_load(model)  # an evaluation since the last step counts nowhere (docs/why/trust.md M2)
     tokens_read = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
     own: dict[str, float | Tensor] = {
         "loss": 0.0,

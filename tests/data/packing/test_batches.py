@@ -53,7 +53,7 @@ def test_shift_by_hand():
 
 
 def test_copy_model_has_loss_zero_and_a_wrong_shift_does_not():
-    """docs/trust.md N4. What follows a position is read off the documents themselves, not off `targets_T`."""
+    """docs/why/trust.md N4. What follows a position is read off the documents themselves, not off `targets_T`."""
     examples = documents(40)
     batch = pack(examples)
     following = torch.tensor([t for e in examples for t in [*e.tokens[1:], 0]])
@@ -226,7 +226,7 @@ def test_best_fit_equals_its_definition_and_fills_more_than_one_by_one():
 
 
 def test_supervision_is_the_weights_and_nothing_else():
-    """docs/trust.md N7: no partial logits, no ignored ids. The loss over all positions with weights is that
+    """docs/why/trust.md N7: no partial logits, no ignored ids. The loss over all positions with weights is that
     over the supervised ones alone."""
     from pathlib import Path
 

@@ -18,7 +18,7 @@ TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 
 
 def test_every_form_stands_in_the_one_list_of_them():
-    text = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
     listed = text.partition("| given | read |")[2].partition("\n\n")[0]
     assert [ending for ending in (*FORMS, ".gz") if f"{ending}`" not in listed] == []
     assert ".docx`" not in listed  # control arm
@@ -385,7 +385,7 @@ def test_a_binary_file_is_called_one(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["large.jsonl", "large.txt"])
 def test_a_row_beyond_the_limit_is_named_and_not_held(name, tmp_path, monkeypatch):
-    """docs/trust.md R7: no line is read whole before its length is known. The control arm has a limit that it
+    """docs/why/trust.md R7: no line is read whole before its length is known. The control arm has a limit that it
     meets."""
     monkeypatch.setattr(lines, "MAX_ROW_BYTES", 1000)
     body = {"large.jsonl": json.dumps({"text": "x" * 3000}), "large.txt": "\n".join(["y" * 900] * 4)}[name]

@@ -1,4 +1,4 @@
-"""docs/trust.md N6 end to end: pad = eos, and a trained model still ends its answers. The control arm masks
+"""docs/why/trust.md N6 end to end: pad = eos, and a trained model still ends its answers. The control arm masks
 targets by the pad id, and never ends one."""
 
 from dataclasses import replace

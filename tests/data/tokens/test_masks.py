@@ -93,7 +93,7 @@ def test_mask_covers_the_answers_and_their_end_token_and_nothing_else(
     tokens, weights = encode_whole(Conversation(messages), tokenizer)
     assert proof(tokenizer, tokens, weights, full, spans) == []
     supervised = [token for token, weight in zip(tokens, weights, strict=True) if weight]
-    # docs/trust.md N6
+    # docs/why/trust.md N6
     assert supervised[-1] == tokenizer.token_id(ENDS[name]) and supervised[-1] in tokenizer.eos_ids
 
 
@@ -252,7 +252,7 @@ def test_truncation_cuts_refuses_or_drops_and_says_so(json_folder, templates):
     with pytest.raises(
         Dropped, match=rf"row 17: 0 of {prompt} tokens supervised \(truncated before the answer\?"
     ):
-        encode_row(row, tokenizer, prompt)  # docs/trust.md N2
+        encode_row(row, tokenizer, prompt)  # docs/why/trust.md N2
     assert encode_row(row, tokenizer, size, "split").cut == 0
     with pytest.raises(DataError, match=r"row 17: .* a conversation is not split"):
         encode_row(row, tokenizer, size - 1, "split")
@@ -311,7 +311,7 @@ def test_head_cuts_the_beginning_keeps_bos_and_what_lost_its_context_is_no_targe
 
 
 def test_the_end_of_every_answer_is_a_target_also_where_pad_is_eos(json_folder, templates):
-    """docs/trust.md N6. Packed batches have no padding; nothing is masked by its id. Control arm: masking by
+    """docs/why/trust.md N6. Packed batches have no padding; nothing is masked by its id. Control arm: masking by
     the pad id loses every end."""
     tokenizer = load_tokenizer(json_folder(templates["deepseek"], pad_token="<|eos|>"))
     end = tokenizer.eos_id
@@ -323,7 +323,7 @@ def test_the_end_of_every_answer_is_a_target_also_where_pad_is_eos(json_folder, 
 
 
 def test_a_mask_that_covers_everything_is_refused_per_row(json_folder, templates):
-    """docs/trust.md N4. Control arm: with the same marks where they belong, and for `supervise` "all", which
+    """docs/why/trust.md N4. Control arm: with the same marks where they belong, and for `supervise` "all", which
     asks for it, nothing is refused."""
     forced = (  # prompts that are no prefix: marks are read
         "{%- if add_generation_prompt -%}{{- '?' -}}{%- endif -%}"

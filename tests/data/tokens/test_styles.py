@@ -273,7 +273,7 @@ def test_kimi_style_is_the_real_kimi_template(name, kimi_folder):
 
 @pytest.mark.parametrize("name", [name for name in CONVERSATIONS if "reasoning" not in name])
 def test_mask_of_the_real_kimi_tokenizer_and_template(name, kimi_folder, proof):
-    """docs/trust.md N4 on published files: spans from the marked style, tokens and mask from Kimi-K2's own
+    """docs/why/trust.md N4 on published files: spans from the marked style, tokens and mask from Kimi-K2's own
     tokenizer and template."""
     real = load_tokenizer(kimi_folder)
     messages, tools = CONVERSATIONS[name]
@@ -282,7 +282,7 @@ def test_mask_of_the_real_kimi_tokenizer_and_template(name, kimi_folder, proof):
 
 
 def test_a_template_whose_marks_cover_the_user_is_refused_and_good_ones_pass(tokenizer_of):
-    """docs/trust.md N4, "mask all ones". Control arm: the same template with its marks where they belong
+    """docs/why/trust.md N4, "mask all ones". Control arm: the same template with its marks where they belong
     passes."""
     row = Conversation(CONVERSATIONS["single"][0])
     everywhere = "{% generation %}" + without_marks(MARKED["chatml"]) + "{% endgeneration %}"

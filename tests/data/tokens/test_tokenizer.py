@@ -242,7 +242,7 @@ def test_vocabulary_larger_than_the_embedding_is_refused(json_folder, tiktoken_f
 
 
 def test_embedding_config_and_tokenizer_must_agree(json_folder):
-    """docs/trust.md N5. Control arms: equal numbers, and more rows than ids (padding), are fine."""
+    """docs/why/trust.md N5. Control arms: equal numbers, and more rows than ids (padding), are fine."""
     tokenizer = load_tokenizer(json_folder())
     size = tokenizer.named_size
     names = ("model.embed_tokens.weight", "lm_head.weight")
@@ -256,7 +256,7 @@ def test_embedding_config_and_tokenizer_must_agree(json_folder):
 
 
 def test_end_tokens_outside_the_tokenizer_are_refused(json_folder):
-    """docs/trust.md N5: ids of another model's end tokens. One that fits among several is enough (control
+    """docs/why/trust.md N5: ids of another model's end tokens. One that fits among several is enough (control
     arm)."""
     folder = json_folder(config={"eos_token_id": 5000, "vocab_size": 6000}, eos_token=None)
     with pytest.raises(CheckpointError, match=r"the end tokens \[5000\] .* an answer would never end"):

@@ -1,6 +1,6 @@
 """Compiles this room's Triton kernels for an H100/H200 (sm_90a), which needs no GPU.
 
-    python tests/kernels/loops/compile_triton.py [--ptxas] [--write docs/ptxas.md] [--only NAME …] [--planted]
+    python tests/kernels/loops/compile_triton.py [--ptxas] [--write docs/measured/ptxas.md] [--only NAME …] [--planted]
 
 The launchers are called with tensors on meta of true size, and what they would launch is compiled: their own
 constants, warps, and which arguments are multiples of 16 or 1. Prints a line FAULT per kernel that does
@@ -338,7 +338,7 @@ def main() -> int:
         head = [
             "# What ptxas says of the Triton kernels",
             "",
-            "`python tests/kernels/loops/compile_triton.py --ptxas --write docs/ptxas.md`,"
+            "`python tests/kernels/loops/compile_triton.py --ptxas --write docs/measured/ptxas.md`,"
             f" {date.today()}, triton {triton.__version__}, sm_90a, at Kimi-K2's sizes. No GPU was used: this"
             " is what a kernel needs, not how fast it is.",
             "",

@@ -95,7 +95,7 @@ def test_an_all_zero_row_stays_finite_and_inputs_stay_as_they_were(part):
 
 
 def test_control_arm_the_mean_in_half_precision_is_nan_at_an_all_zero_row():
-    """Why the mean is taken in float32: eps 1e-8 is 0 in float16, and 0 · rsqrt(0) is NaN (docs/trust.md
+    """Why the mean is taken in float32: eps 1e-8 is 0 in float16, and 0 · rsqrt(0) is NaN (docs/why/trust.md
     N1)."""
     x = torch.zeros(1, 8, dtype=torch.float16)
     assert (

@@ -261,7 +261,7 @@ CPU = Rates("here", 7e10, 55.0, 8e10, 3e10, 8e10, 5e10, math.inf, math.inf, 4e6,
 @pytest.mark.parametrize("recompute", ["layers", "selective", "elementwise", "nothing"])
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_of_processes_of_this_cpu_is_the_sum_of_its_terms(recompute, processes):
-    """The seconds that docs/plan_checked.md compares with measured steps. Norms are slow here, so that every term
+    """The seconds that docs/measured/plan_checked.md compares with measured steps. Norms are slow here, so that every term
     shows."""
     here, given = Fleet("here", processes, 2**36, kind="cpu"), {"tokens": 4096, "length": 512}
     time = seconds(MOE, here, CPU, RESIDENT.but(recompute=recompute), Step(trained=TRAINED, **given))

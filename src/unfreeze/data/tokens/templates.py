@@ -37,7 +37,7 @@ PLAIN_TEMPLATE = (
 )
 """For a checkpoint without a template: `User:⏎question⏎⏎Assistant:⏎answer</s>`. Turns are named in plain
 words because a base model has
-no tokens for them; the end token closes an answer, so that the end is learned (docs/trust.md N6)."""
+no tokens for them; the end token closes an answer, so that the end is learned (docs/why/trust.md N6)."""
 
 SPAN_OPEN, SPAN_CLOSE = "\U000f0002", "\U000f0003"
 """Private-use characters put around what stands between {% generation %} and {% endgeneration %} while spans
@@ -191,7 +191,8 @@ class ChatTemplate:
 
         None where that is not known: it tells more than the day, by the clock.
         """
-        now, told = self.now or datetime.now(), []
+        now = self.now or datetime.now()
+        told: list[tuple[str, str]] = []
         for formats in self._formats:
             if formats is None or (self.now is None and not all(map(_DAY.fullmatch, formats))):
                 return None if self.now is None else repr(self.now)

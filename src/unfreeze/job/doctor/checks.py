@@ -139,7 +139,7 @@ def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Finding]:
-    """docs/trust.md L7 and L8: every tensor of the model is covered exactly once by the files.
+    """docs/why/trust.md L7 and L8: every tensor of the model is covered exactly once by the files.
 
     No tensor is read for it.
     """
@@ -178,7 +178,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
 
 
 def vocabulary_finding(subject: Subject) -> Iterator[Finding]:
-    """Every id has a row in the embedding, and texts have an end (docs/trust.md N5 and N6)."""
+    """Every id has a row in the embedding, and texts have an end (docs/why/trust.md N5 and N6)."""
     from unfreeze.job.data import check_vocabulary as refuse_mismatch
 
     tokenizer, rows = subject.tokenizer, subject.shape.vocab_size
@@ -222,7 +222,7 @@ def check_second(subject: Subject) -> Iterator[Finding]:
 
 
 def check_template(subject: Subject) -> Iterator[Finding]:
-    """docs/trust.md N4 and N6: what the template's mask teaches of a conversation of known words."""
+    """docs/why/trust.md N4 and N6: what the template's mask teaches of a conversation of known words."""
     from unfreeze.data import Conversation
     from unfreeze.data.tokens.masks import renderer
 
@@ -283,7 +283,7 @@ def check_template(subject: Subject) -> Iterator[Finding]:
 
 
 def check_data(subject: Subject) -> Iterator[Finding]:
-    """Rows that are bad, without loss, cut or doubled, and a lost mask (docs/trust.md R7, N2, N4)."""
+    """Rows that are bad, without loss, cut or doubled, and a lost mask (docs/why/trust.md R7, N2, N4)."""
     if not subject.has_data:
         yield Finding("data", "skip", "no data file given (--data F)")
         return
@@ -383,7 +383,7 @@ def disk_finding(subject: Subject) -> Iterator[Finding]:
 
 
 def check_run(subject: Subject) -> Iterator[Finding]:
-    """docs/trust.md R2 and R8: what already lies in the run folder."""
+    """docs/why/trust.md R2 and R8: what already lies in the run folder."""
     from unfreeze.train.run import changed_fields, latest, plain_json, read_record
 
     folder = subject.config.run_dir

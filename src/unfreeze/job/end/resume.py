@@ -1,6 +1,6 @@
 """What may differ when a run goes on: the fields of --save.allow-changed.
 
-Some fields can't differ, whatever is allowed (docs/trust.md R2).
+Some fields can't differ, whatever is allowed (docs/why/trust.md R2).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def set_allocator() -> None:
 
 
 def allocator_line() -> tuple[str, bool]:
-    """(what the plan says of the CUDA allocator, whether segments can grow). docs/trust.md L2."""
+    """(what the plan says of the CUDA allocator, whether segments can grow). docs/why/trust.md L2."""
     chosen = next((f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ), "")
     if SEGMENTS in chosen:
         return f"allocator: expandable segments ({chosen})", True
@@ -58,7 +58,8 @@ def pick_device(name: str, threads: int = 0) -> torch.device:
     """The device of a name; "auto": CUDA if there is one. `threads` CPU threads from here on, 0: all cores.
 
     Under torchrun "cuda" is this process's own GPU.
-    Expandable segments are set before CUDA starts, so that its allocator doesn't fragment (docs/trust.md L2).
+    Expandable segments are set before CUDA starts, so that its allocator doesn't fragment (docs/why/trust.md
+    L2).
     Raises ConfigError for a device that isn't here.
     """
     set_allocator()

@@ -236,7 +236,7 @@ def emit_plan(
     disk       what the run writes; a run that goes on knows how long a save took
     note       export_note
 
-    On CUDA the plan says how the allocator was set (docs/trust.md L2).
+    On CUDA the plan says how the allocator was set (docs/why/trust.md L2).
     """
     from unfreeze.parallel.plan import plan_fields, refuse_if_too_large
 

@@ -2,7 +2,7 @@
 
 The best save is kept, and prompts are answered in between. Gradients, random numbers and expert counts are
 unchanged afterwards. The loss, perplexity and bits per byte are those of evaluate/perplexity.py
-(docs/trust.md N8).
+(docs/why/trust.md N8).
 """
 
 from __future__ import annotations

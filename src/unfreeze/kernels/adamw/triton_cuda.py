@@ -22,7 +22,7 @@ from unfreeze.kernels.adamw.rule import AdamWRule, AdamWUpdate, numbers_of, refu
 
 BLOCK = 4096  # numbers of a program: few enough that a tensor of an adapter fills several multiprocessors
 TABLES = 256  # kept: of each pair of dtypes; of moments in host memory of each 64 MiB, in either of two slots
-WARPS = 16  # 8 numbers a thread: ptxas spills at 4 warps (docs/ptxas.md)
+WARPS = 16  # 8 numbers a thread: ptxas spills at 4 warps (docs/measured/ptxas.md)
 DTYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,

@@ -56,7 +56,7 @@ def in_runs(parts: int, workers: int, work: Callable[[int, int], object]) -> Non
     each other one in a thread of its own.
 
     Short runs are not worth handing over; a ThreadPoolExecutor takes several times as long for it
-    (docs/decisions.md, 77). An error is raised once all have stopped.
+    (docs/why/decisions.md, 77). An error is raised once all have stopped.
     """
     cuts = [parts * worker // workers for worker in range(workers + 1)]
     answers: list[BaseException | None] = []

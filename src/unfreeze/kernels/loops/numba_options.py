@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = dict(nogil=True, boundscheck=False, error_model="numpy
 LINKED: dict[str, Any] = OPTIONS | dict(no_cpython_wrapper=True)
 
 # Loops of fewer elements run on one thread: handing a part to a second one takes about as long as they do
-# (docs/decisions.md, 77).
+# (docs/why/decisions.md, 77).
 SERIAL = 1 << 18
 
 
@@ -80,7 +80,7 @@ class Kernel:
     there are few elements, or torch.get_num_threads() is 1, the calling thread does all parts. Otherwise each
     thread does a run of consecutive parts.
 
-    numba's `prange` would do the same, but compiles a loop three times over (docs/decisions.md, 77).
+    numba's `prange` would do the same, but compiles a loop three times over (docs/why/decisions.md, 77).
     """
 
     def __init__(self, function: Loop):

@@ -2,7 +2,7 @@
 
 Order: resolve names and shapes (no memory taken) → allocate → stream → check → only then hand the tensors to
 the modules. So after an error the model is untouched.
-Packed weights go from file to memory as bytes (docs/trust.md L1); nothing is left uninitialised (L8).
+Packed weights go from file to memory as bytes (docs/why/trust.md L1); nothing is left uninitialised (L8).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.resolve import Params, Placement, resolve
 from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import CheckpointError
+from unfreeze.core.torch_types import buffers_of, parameters_of
 from unfreeze.models import Decoder
 from unfreeze.parallel.placement.dispatch import split_experts
 from unfreeze.parallel.placement.owned import fill_owned, held_here, owned
@@ -176,7 +177,7 @@ def _check_fillable(model: nn.Module, filled: Collection[str]) -> None:
 
 
 def check_coverage(placements: Sequence[Placement], params: Params) -> None:
-    """Every element of every parameter is written exactly once (docs/trust.md L8).
+    """Every element of every parameter is written exactly once (docs/why/trust.md L8).
 
     resolve promises it; this proves it for each load.
     Raises CheckpointError naming the first parameter with a hole or an overlap.
@@ -209,11 +210,11 @@ def _hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device
     """
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, old in list(module._parameters.items()):
+        for name, old in list(parameters_of(module).items()):
             if old is not None and id(old) in new:
                 if id(old) not in parameters:
                     parameters[id(old)] = nn.Parameter(new[id(old)], requires_grad=old.requires_grad)
-                module._parameters[name] = parameters[id(old)]
+                parameters_of(module)[name] = parameters[id(old)]
             elif old is not None:
                 old.data = old.data.to(device)
     _hand_over_buffers(model, new, device)
@@ -221,9 +222,9 @@ def _hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device
 
 def _hand_over_buffers(model: nn.Module, new: Mapping[int, Tensor], device: torch.device | str) -> None:
     for module in model.modules():
-        for name, old in list(module._buffers.items()):
+        for name, old in list(buffers_of(module).items()):
             if old is not None:
-                module._buffers[name] = new[id(old)] if id(old) in new else old.to(device)
+                buffers_of(module)[name] = new[id(old)] if id(old) in new else old.to(device)
 
 
 def _check_materialised(model: nn.Module) -> None:

@@ -161,7 +161,7 @@ class Plan:
 def plan(sizes: Sizes, layout: Layout, work: Work, hardware: Hardware) -> Plan:
     """Bytes per term, of one process. Weights, adapter, gradients and optimizer are exact.
 
-    A step's activations are within 10 % at true size (docs/peak.md).
+    A step's activations are within 10 % at true size (docs/measured/peak.md).
     sizes: where processes share the experts, those of one (places.of_one).
     """
     come = units(sizes, layout.buffer_bytes)
