@@ -116,9 +116,7 @@ def test_factors_of_router_head_and_embeddings_are_named(tiny, saved, place, wha
     for read in (lambda: load_adapter(tiny.model("deepseek"), saved), lambda: lora_of(saved)):
         with pytest.raises(AdapterError, match=f"2 of .* tensors adapt {what}") as error:
             read()
-        assert (
-            error.value.next == f"train the adapter in peft with exclude_modules=['{place.split('.')[-1]}']"
-        )
+        assert f"that name each module, without {place.split('.')[-1]}:" in error.value.next
 
 
 def test_an_adapter_of_another_model_and_missing_or_damaged_files(tiny, saved, tmp_path):

@@ -306,3 +306,16 @@ def test_control_an_emptied_list_lets_them_through(monkeypatch):
     models.shape({**LLAMA, "is_causal": False})
     models.shape({**DEEPSEEK, "scoring_func": "softmax"})
     assert models.not_followed({**LLAMA, "clip_qkv": 8.0}) == ""
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "minimax_m2", "phi3"])
+def test_proportional_tables_are_refused_where_a_part_of_the_head_turns(model_type):
+    """transformers turns half of the pairs of a whole head there; a table of half the head halved is another."""
+    theirs = transformers.CONFIG_MAPPING[model_type](head_dim=64).to_dict()
+    models.shape(theirs)
+    theirs["rope_parameters"] = {
+        "rope_type": "proportional",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    }
+    assert "'proportional' is not built" in refused(theirs)

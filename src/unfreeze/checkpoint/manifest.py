@@ -35,7 +35,8 @@ MAX_DIMS = 64  # dimensions of a tensor; PyTorch's own limit
 MAX_SIZE = 2**62  # elements or bytes: no file has more, and int64 counters would overflow
 MAX_TEXT = 4096  # bytes of a format's text about one weight; bitsandbytes' have 170
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
 MERGE = "merge.json"  # progress of unfreeze merge in a folder; config.json comes last
 MODELOPT = "hf_quant_config.json"
 BESIDE = (MODELOPT, "quantize_config.json", "quant_config.json", "quantization_config.json")
@@ -281,6 +282,12 @@ def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[
     index = folder / INDEX
     weight_map = _weight_map(index) if index.is_file() else None
     names = sorted(set(weight_map.values())) if weight_map is not None else [_single_file(folder)]
+    if weight_map is not None and SINGLE not in names and (folder / SINGLE).is_file():
+        raise CheckpointError(
+            f"{folder} holds weights twice: {SINGLE}, and the files that {INDEX} names. One may be of an"
+            " earlier save; transformers reads the first",
+            next=f"move {SINGLE} out of the folder, or {INDEX}, whichever is not the one you mean",
+        )
     present = [name for name in names if (folder / name).is_file()]
     for name in sorted(set(names) - set(present)):
         faults.add(
@@ -344,8 +351,8 @@ def _single_file(folder: Path) -> str:
     files = sorted(
         entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors" and entry.is_file()
     )
-    if "model.safetensors" in files:
-        return "model.safetensors"
+    if SINGLE in files:
+        return SINGLE
     if len(files) == 1:
         return files[0]
     if files:

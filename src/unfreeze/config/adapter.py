@@ -230,7 +230,9 @@ def check_places(names: Iterable[str], path: Path) -> None:
         raise AdapterError(
             f"{path}: {len(found)} of {len(modules)} tensors adapt {what}, which has no adapter here; first:"
             f" {next(iter(found))}",
-            next=f"train the adapter in peft with exclude_modules={sorted(set(found.values()))}",
+            # exclude_modules does not keep a router from peft 0.21's all-linear, which adapts parameters too
+            next="train the adapter in peft with target_modules and target_parameters that name each module,"
+            f" without {', '.join(sorted(set(found.values())))}: not all-linear",
         )
 
 

@@ -339,8 +339,8 @@ def num_steps(training: Training, source: Source) -> int:
     return max(1, steps)
 
 
-def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> int:
-    """The steps of a run on these documents; what validation_fraction holds out of them is not trained on."""
+def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> tuple[int, int | None]:
+    """Steps of a run on these documents, and of an epoch; what validation_fraction holds out is left out."""
     from unfreeze.data import Dataset, Examples, Stats, split_by_content
 
     if config.data.validation_fraction:
@@ -353,19 +353,22 @@ def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> int:
         packing=config.training.packing,
         micro_batches=config.memory.micro_batches,
     )
-    return num_steps(config.training, batches)
+    return num_steps(config.training, batches), batches.len_steps(1)
 
 
-def few_steps(training: Training, steps: int) -> tuple[str, str]:
-    """(what is wrong, the remedy) where epochs give fewer than ENOUGH_STEPS, else two empty texts."""
+def few_steps(training: Training, steps: int, in_one: int | None) -> tuple[str, str]:
+    """(what is wrong, the remedy) where epochs give fewer than ENOUGH_STEPS, else two empty texts.
+
+    in_one: the steps of one epoch. The last step of a part of one is whole, so `steps` does not tell them.
+    """
     if training.steps is not None or steps >= ENOUGH_STEPS:
         return "", ""
     made = "1 step" if steps == 1 else f"{steps} steps"
     return (
         f"only {made} of {training.tokens_per_step:,} tokens ({training.epochs:g} epochs of this data),"
         f" {TEACH_LITTLE}",
-        f"--epochs {math.ceil(training.epochs * ENOUGH_STEPS / steps)}, or --tokens-per-step"
-        f" {max(2, training.tokens_per_step // 8)}",
+        f"--epochs {math.ceil(ENOUGH_STEPS / (in_one or steps / training.epochs))}, or fewer"
+        " --tokens-per-step",
     )
 
 
