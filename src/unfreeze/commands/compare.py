@@ -40,8 +40,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     runs: a row of results each, best first; differences: field -> values; html: path of the page.
     """
     config = parse(Config, arguments, command="compare", description=__doc__ or "", positional=True)
-    refuse_folder_of_runs(config.runs)
-    runs = compare.ranked(compare.read_runs(config.runs))
+    given = [name for name in config.runs if not name.endswith(".html")]  # a page of before, by runs/*
+    refuse_folder_of_runs(given or config.runs)
+    runs = compare.ranked(compare.read_runs(given or config.runs))
     names = [name.replace("/", "-") for name in compare.run_names(runs)]
     target = (
         Path(config.html)

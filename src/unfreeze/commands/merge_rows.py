@@ -1,7 +1,7 @@
 """The held-out rows of `unfreeze merge`: those that the run held out, or --data, read as the run read them.
 
 A run that reads large files in windows draws a row's side from its bytes, any other from what it says
-(docs/howto/data.md); so rows are found by the rule that the run used.
+(docs/reference/data.md); so rows are found by the rule that the run used.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def _served(config: Config) -> str:
 def _name(teacher: Asked) -> str:
     """Who it is: its name and a hash of what its files are: their headers, some of the bytes of SAMPLED
     tensors, and an adapter's bytes. Two saves of one run have the same name and headers."""
-    found, manifest = teacher.open()
+    found, manifest = teacher.opened
     infos = sorted(manifest.tensors.values(), key=lambda info: info.name)
     tensors = [(info.name, info.dtype, info.shape, info.offset) for info in infos]
     digest = hashlib.sha256(json.dumps([manifest.config, tensors], sort_keys=True, default=str).encode())

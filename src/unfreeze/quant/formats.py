@@ -1,7 +1,7 @@
 """Recognises the quantized format of a checkpoint, by its config.json or a tensor's name.
 
 An unreadable format is refused, and the error names it. torch is not imported: a refusal must not wait for
-it. To add a format: CONTRIBUTING.md, row "a quantized format".
+it. To add a format: CONTRIBUTING.md, "Add a quantized format".
 """
 
 from __future__ import annotations

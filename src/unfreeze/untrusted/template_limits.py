@@ -41,6 +41,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     `begin` before each rendering.
     """
 
+    filters: dict[str, Any]  # which jinja2 leaves without types
+    globals: dict[str, Any]
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, *args: Any, **settings: Any):
