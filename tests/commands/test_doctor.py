@@ -154,7 +154,7 @@ def test_what_needs_a_broken_part_is_skipped_with_the_reason(sandbox):
     cut_file(folder)
     found = findings(model=folder, data=sandbox.rows())
     assert (
-        found["numerics skip"].line == "needs the checkpoint, which has a fault"
+        found["numerics skip"].line == "not checked: checkpoint has a fault"
         and "template skip" in found
         and "data skip" in found
     )

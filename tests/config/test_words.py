@@ -139,7 +139,7 @@ def test_the_readmes_file_is_a_run(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["chat", str(TINY_K2), "What?"], "'What?' stands where no word is read; a question is no argument"),
+        (["chat", str(TINY_K2), "What?"], "'What?' stands where no word is read; chat takes no question as an argument"),
         (["generate", str(TINY_K2), "Once upon"], 'next: unfreeze generate RUN --prompt "…"'),
         (["data", "show", "qa.csv"], "next: unfreeze data show qa.csv --model MODEL"),
         (["distill", "--model", "m"], "next: unfreeze distill --model m --data FILE --teacher DIR_OR_RUN"),
