@@ -82,7 +82,7 @@ def test_what_is_not_built_is_said_first(tmp_path, capsys):
     """And it ends as what does not fit: a script would start the run."""
     (tmp_path / "dense.json").write_text(json.dumps(LLAMA))
     found, lines = said(capsys, "--model", str(tmp_path / "dense.json"), "--hardware", "1xH100+1TB")
-    assert found["fits"] and found["not_built"] == ["the frozen rest streamed from host memory"]
+    assert found["fits"] and found["not_built"] == ["other frozen weights streamed from host memory"]
     assert found["exit_code"] == 2
     assert lines[0].endswith(f": not built yet: {', '.join(found['not_built'])}; it would fit")
     assert "not built" not in "".join(lines[1:])

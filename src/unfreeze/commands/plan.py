@@ -47,29 +47,29 @@ class Config(Frozen):
     model: ModelName = Field(
         default="",
         description="checkpoint folder, Hugging Face id, or a config.json",
-        json_schema_extra=about("What", first=True),
+        json_schema_extra=about("Model and data", first=True),
     )
     hardware: tuple[str, ...] = Field(
         default=(),
         description="8xH200, 1xH200+768GB (host memory), cpu:24GB …, one or several; default: this machine",
-        json_schema_extra=about("Where", first=True),
+        json_schema_extra=about("Hardware", first=True),
     )
     machines: Folder = Field(
-        default="", description="TOML table of devices of your own", json_schema_extra=about("Where")
+        default="", description="TOML table of devices of your own", json_schema_extra=about("Hardware")
     )
     usd_per_hour: float | None = Field(
         default=None,
         gt=0,
         le=1e6,
         description="price per hour of all the hardware; unset: no costs",
-        json_schema_extra=about("Where", first=True),
+        json_schema_extra=about("Hardware", first=True),
     )
     waiting: float = Field(
         default=0.25,
         ge=0,
         le=1,
         description="largest share of a step spent waiting for transfers",
-        json_schema_extra=about("Where"),
+        json_schema_extra=about("Hardware"),
     )
     tokens_per_step: int | None = Field(
         default=None,
@@ -95,7 +95,9 @@ class Config(Frozen):
         json_schema_extra=about("How long", name="data.sequence_length", alias="sequence_length", first=True),
     )
     train: Literal["adapters", "all"] = Field(
-        default="adapters", description="adapters (LoRA) or all weights", json_schema_extra=about("What")
+        default="adapters",
+        description="adapters (LoRA) or all weights",
+        json_schema_extra=about("Model and data"),
     )
     lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
