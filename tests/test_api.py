@@ -222,7 +222,7 @@ def test_tables_of_other_libraries_are_rows():
 @pytest.mark.parametrize(
     "data, says, next",
     [
-        ({"prompt": "Q", "completion": "A"}, "data is one dict", "data=[row]"),
+        ({"prompt": "Q", "completion": "A"}, "data is a single dict", "data=[row]"),
         ({"train": Hub()}, "several splits: train", 'data=data["train"]'),
         ([], "data is empty", "data=[{"),
         ((row for row in [{"prompt": "Q", "completion": "A"}]), "data is a generator", "data=list(data)"),
