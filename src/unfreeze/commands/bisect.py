@@ -50,8 +50,7 @@ class Config(Frozen):
         gt=0,
         description=(
             "largest |ours - reference| / largest |reference| allowed in a module; random models of"
-            " every family"
-            " stay under 1e-6"
+            " every family stay under 1e-6"
         ),
     )
     seed: int = Field(default=0, ge=0, description="seed of the random token ids")
@@ -325,7 +324,6 @@ def show_differences(
     if worst is not None:
         verdict = (
             f"first difference: {worst.module} ({worst.kind}), {worst.relative:.2g} of the reference's"
-            " largest"
-            f" value, tolerance {tolerance:g}"
+            f" largest value, tolerance {tolerance:g}"
         )
     print(verdict, file=sys.stderr if to_stderr else sys.stdout)

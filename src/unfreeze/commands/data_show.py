@@ -93,8 +93,7 @@ class Config(Frozen):
         default="auto",
         description=(
             "kind of rows: taught (sft), pairs (prefer), labels (prefer --loss kto); auto: the kind of"
-            " most of"
-            " the first rows"
+            " most of the first rows"
         ),
     )
     turns: Literal["auto", "whole", "each", "last"] = Field(

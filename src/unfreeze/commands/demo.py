@@ -53,12 +53,10 @@ class Config(Frozen):
         description="run folder; an unfinished demo in it is resumed, a finished one replaced",
     )
     epochs: float = Field(
-        default=10.0,
-        gt=0,
-        description="passes over the training rows; tuned on questions set aside from them",
+        default=10.0, gt=0, description="passes over the training rows; tuned on entities set aside from them"
     )
     learning_rate: float = Field(
-        default=1e-3, gt=0, description="peak learning rate of the adapters, tuned on the same questions"
+        default=1e-3, gt=0, description="peak learning rate of the adapters, tuned on the same entities"
     )
     rank: int = Field(default=16, ge=1, description="LoRA rank of every linear layer and expert")
     seed: int = Field(default=0, ge=0, description="seed of adapters and data order")

@@ -46,8 +46,7 @@ class Config(Frozen):
         default="",
         description=(
             "TOML file of a run (sft, distill, prefer); default: the defaults of sft, or of prefer if"
-            " the data"
-            " are pairs or labels"
+            " the data are pairs or labels"
         ),
     )
 

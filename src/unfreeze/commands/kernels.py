@@ -65,8 +65,7 @@ class MeasureConfig(Listed):
         le=600,
         description=(
             "seconds to time one op, shape and dtype; at least 9 samples each, fewer seconds once the"
-            " result is"
-            " clear"
+            " result is clear"
         ),
     )
 

@@ -56,8 +56,7 @@ class Config(Frozen):
         default="refit",
         description=(
             "scales of a quantized weight. refit: recomputed for W + ΔW; keep: the published ones where"
-            " W + ΔW"
-            " fits them"
+            " W + ΔW fits them"
         ),
     )
     base: ModelName = Field(

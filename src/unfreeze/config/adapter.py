@@ -231,8 +231,7 @@ def check_places(names: Iterable[str], path: Path) -> None:
         what = " and ".join(dict.fromkeys(WITHOUT[leaf] for leaf in unusable.values()))
         raise AdapterError(
             f"{path}: {len(unusable)} of {len(modules)} tensors adapt {what}, which unfreeze cannot"
-            " adapt; first:"
-            f" {next(iter(unusable))}",
+            f" adapt; first: {next(iter(unusable))}",
             next=f"train the adapter in peft with exclude_modules={sorted(set(unusable.values()))}",
         )
 

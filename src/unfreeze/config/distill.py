@@ -91,8 +91,7 @@ class Distillation(Frozen):
         gt=0,
         description=(
             "train the student to correct the teacher: p ∝ teacher · student^gamma, with the data's"
-            " likelihood"
-            " as loss; unset: distillation"
+            " likelihood as loss; unset: distillation"
         ),
         json_schema_extra=about("Teacher", was="gamma"),
     )
@@ -199,8 +198,7 @@ class Config(sft.Config):
         if of_own and not fields.get("distillation.on_policy"):
             raise ValueError(
                 "distillation.answer_temperature needs on_policy: give --distillation.on-policy 0.5, or"
-                " remove"
-                " distillation.answer_temperature"
+                " remove distillation.answer_temperature"
             )
         if fields.get("distillation.on_policy") and fields.get("distillation.alpha"):
             raise ValueError(
@@ -226,8 +224,7 @@ class Config(sft.Config):
             if fields.get("train") == "all":
                 raise ValueError(
                     f"teacher = {BASE} is the model with its adapters off, but train = all has no"
-                    " adapters: give"
-                    " another teacher, or train adapters"
+                    " adapters: give another teacher, or train adapters"
                 )
             if not (corrects or fields.get("distillation.alpha") or fields.get("adapter")):
                 raise ValueError(

@@ -172,9 +172,8 @@ def _hint(config: type[BaseModel], key: str, near: list[str], *, inside: bool = 
     """
     plain, there = key.replace("-", "_"), fields(config)
     home = (earlier(config) | spellings(config)).get(plain)
-    if (
-        home is None and plain not in config.model_fields
-    ):  # a table's own name is never looked up in another table
+    # a table's own name is never looked up in another table
+    if home is None and plain not in config.model_fields:
         home = next((name for name in there if name.endswith(f".{plain}")), None)
     if home:
         table = home.rpartition(".")[0]

@@ -35,8 +35,7 @@ class Data(tables.Data):
         default="auto",
         description=(
             "treatment of reasoning_content. auto: trained on in the template's format, refused if it"
-            " has none;"
-            " inline: as <think>…</think> in the answer; drop: left out"
+            " has none; inline: as <think>…</think> in the answer; drop: left out"
         ),
         json_schema_extra=about("Model and data", was="reasoning", since="0.2"),
     )

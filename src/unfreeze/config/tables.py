@@ -67,8 +67,7 @@ class Data(Frozen):
         default="tail",
         description=(
             "documents longer than sequence_length: cut the tail or head, stop with an error, drop the"
-            " row, or"
-            " split (texts). The run reports the counts"
+            " row, or split (texts). The run reports the counts"
         ),
         json_schema_extra=about("How long", was="truncation"),
     )

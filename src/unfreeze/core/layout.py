@@ -63,7 +63,7 @@ class Layout(BaseModel):
         default="auto",
         description=(
             "with adapters: frozen weights other than experts. device: each process holds all; peers: each"
-            " holds a shard, and layers are all-gathered; host: not built, for plans only; auto: device if"
+            " holds a shard, layers are all-gathered; host: not built, for plans only; auto: device if"
             " that fits. Results are bit-identical"
         ),
         json_schema_extra=about("Memory and machine", was="rest", computes=False),

@@ -297,8 +297,7 @@ def partial_logits(sandbox: Sandbox) -> Outcome:
     off = relative(gradient(sandbox, [last]), gradient(sandbox, [batch]))
     line = (
         f"loss over {loss.count:.0f} of {len(supervised)} supervised tokens; over the last one alone"
-        " the gradient"
-        f" would be {100 * off:.0f} % off"
+        f" the gradient would be {100 * off:.0f} % off"
     )
     return measured(cross_entropy, line, holds=float(loss.count) == len(supervised) and off > 0.1)
 
@@ -317,8 +316,7 @@ def perplexity_by_batch(sandbox: Sandbox) -> Outcome:
     wrong = abs(torch.tensor(means).mean().exp() / perplexities[1] - 1)
     line = (
         f"perplexity in batches of 1, 4, 16: {perplexities[1]:.4f}, spread {spread:.1g} (limit 1e-6); a"
-        " mean of"
-        f" batch means would be {100 * wrong:.1f} % off"
+        f" mean of batch means would be {100 * wrong:.1f} % off"
     )
     return measured(heldout, line, holds=spread <= 1e-6)
 

@@ -67,8 +67,7 @@ def half_a_save(sandbox: Sandbox) -> Outcome:
         fate = "kept" if half.exists() else "removed"
         line = (
             f"there is an unfinished save of step 9: the run resumes from step {opened.step}, and the"
-            " partial save is"
-            f" {fate}"
+            f" partial save is {fate}"
         )
         return measured(Run, line, holds=opened.step == 3 and not half.exists())
 

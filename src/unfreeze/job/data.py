@@ -145,9 +145,7 @@ def encode(
         held_out = read(data.held_out)
         dataset = replace(dataset, validation=held_out.examples)
         leaked_N = dataset.leaked()
-        if (
-            stream is not None
-        ):  # rows with the same bytes; rows written differently are found when they are encoded
+        if stream is not None:  # rows with the same bytes; others are found when they are encoded
             repeated = json.dumps(sorted(look.found) if look is not None else []).encode()
             leaked_N = held_out.examples.made_of(json.loads(group.of_first(repeated)))
         if leaked_N.any():
@@ -345,8 +343,7 @@ def num_steps(training: Training, source: Source) -> int:
     if (steps := source.len_steps(training.epochs)) is None:
         raise ConfigError(
             f"cannot resume with {training.epochs:g} epochs: this run reads its rows in windows, so its"
-            " length"
-            " must be given in steps",
+            " length must be given in steps",
             next="give --steps, with --save.allow-changed steps",
         )
     return max(1, steps)

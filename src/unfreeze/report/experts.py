@@ -71,8 +71,7 @@ class ExpertWatch:
                     (
                         f"layer {layer}: {num_dead} of {num_experts} experts got no token in {steps} and"
                         f" learn nothing ({first}; the fair share is {share:,.0f} tokens). Broader data"
-                        " or, in"
-                        " pretrain, a higher balance_rate reaches them"
+                        " or, in pretrain, a higher balance_rate reaches them"
                     ),
                 )
             )

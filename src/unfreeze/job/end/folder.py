@@ -229,8 +229,7 @@ def refuse_other_data(data: Data, folder: Run) -> None:
     if changed:
         raise ConfigError(
             f"{folder.path} is finished, but {', '.join(changed)} has changed since: the run was not"
-            " trained on"
-            " the new contents",
+            " trained on the new contents",
             next="give another folder with --out",
         )
 

@@ -91,8 +91,7 @@ def settle_kernels(
         more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
         words = (
             f"this CPU ({cpu_class()}) cannot run {len(cannot)} of the {len(rows)} choices that the run"
-            " started"
-            f" with: {', '.join(kinds[:SHOWN])}{more}"
+            f" started with: {', '.join(kinds[:SHOWN])}{more}"
         )
         folder.events.emit("warning", folder.step, message=f"{words}; numbers may differ in their last bits")
 

@@ -119,6 +119,5 @@ def saved_before(state: State, keep: int, streamed: bool, group: Group) -> Gener
         raise DataError(
             f"{error.message}; step {state.step} is saved",
             next="--data.on-bad-row skip --save.allow-changed data.on_bad_row continues from there; a"
-            " corrected"
-            " file needs another --out",
+            " corrected file needs another --out",
         ) from error
