@@ -5,7 +5,7 @@
 PYTHON ?= $(firstword $(foreach v,python3.11 python3.12 python3.13 python3,$(if $(shell $(v) -c 'import sys; print((3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null | grep True),$(v))))
 BIN := .venv/bin
 
-.PHONY: demo test lint nightly clean
+.PHONY: demo test lint docs nightly clean
 demo: .venv/installed
 	$(BIN)/unfreeze demo
 
@@ -20,6 +20,9 @@ lint: .venv/installed
 	$(BIN)/ruff check src tests examples benchmarks
 	$(BIN)/ruff format --check --quiet src tests examples benchmarks conftest.py
 	$(BIN)/pyright
+
+docs: .venv/installed   # the site, into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 nightly: .venv/installed   # an hour: what is too long for every change; its last result is docs/measured/nightly.md
 	$(BIN)/python benchmarks/nightly.py --write docs/measured/nightly.md

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from unfreeze.commands.plan import Config, plan_on
 from unfreeze.config.lora import LoraConfig
+from unfreeze.core.errors import UserError
 from unfreeze.core.units import format_of
 from unfreeze.parallel.plan.fleet import fleet
 
@@ -21,7 +22,41 @@ MACHINES = {
     "Qwen--Qwen3-30B-A3B": ("1xRTX4090+128GB", "1xL40S+128GB", "1xH100", "1xH200", "8xH100"),
 }
 RANKS = (8, 16)
+NEEDED = (
+    "Qwen--Qwen3-0.6B",
+    "Qwen--Qwen3-8B",
+    "gpt-oss-20b",
+    "Qwen--Qwen3-30B-A3B",
+    "Qwen--Qwen3-235B-A22B-FP8",
+    "Kimi-K2-Thinking",
+)
+SMALLEST_FIRST = ("1xRTX4090+128GB", "1xH100", "1xH200+768GB", "8xH100", "8xH200", "16xH200")
 HEAD = "| machine | rank | fits | tokens a step | a device | host memory | tokens/s | longest term | layout |"
+
+
+def needed(configs: Path) -> list[str]:
+    """The table of README: for each release the first of SMALLEST_FIRST on which a run fits."""
+    lines = ["| release | adapters on every layer, rank 16 | every weight |", "|---|---|---|"]
+    for release in NEEDED:
+        cells: list[str] = []
+        for train in ("adapters", "all"):
+            cell = "–"
+            for words in SMALLEST_FIRST:
+                config = Config(model=str(configs / f"{release}.json"), train=train, tokens_per_step=16_384)
+                try:
+                    planned = plan_on(config, fleet(words))
+                except UserError:  # packed weights are not trained
+                    cell = "packed: adapters only"
+                    break
+                places = planned.choice.places
+                if planned.fits:
+                    host = sum(places.host.values())
+                    more = f" + {host / 2**30:,.0f} GiB of host memory" if host else ""
+                    cell = f"{words}: {sum(places.device.values()) / 2**30:,.0f} GiB a GPU{more}"
+                    break
+            cells.append(cell)
+        lines.append(f"| {release.rpartition('--')[2]} | {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:
@@ -29,7 +64,8 @@ def main() -> None:
     options.add_argument("configs", type=Path)
     options.add_argument("--write", type=Path)
     given = options.parse_args()
-    page = ["# Plans", "", (__doc__ or "").strip()]
+    page = ["# Plans", "", (__doc__ or "").strip(), "", "## The smallest machine that fits", ""]
+    page += ["16,384 tokens a step; of " + ", ".join(SMALLEST_FIRST) + ".", "", *needed(given.configs)]
     for release, machines in MACHINES.items():
         plans = []
         page += [

@@ -1,7 +1,7 @@
 """What becomes of eight kinds of conversation under each chat template of a folder: taught, in how many
 examples, or refused and why.
 
-    python benchmarks/templates.py FOLDER_OF_JINJA_FILES [--show NAME] [--write docs/howto/data.md]
+    python benchmarks/templates.py FOLDER_OF_JINJA_FILES [--show NAME] [--write docs/reference/data.md]
 
 --show prints what one template teaches, in [[ ]]; --write puts the table into a page, between the lines that
 name this script.

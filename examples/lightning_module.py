@@ -6,7 +6,7 @@
 
 Under "ddp" each process reads the whole model and holds it; Lightning averages the gradients. With the same
 settings its losses are those of `unfreeze sft --train all`, within 1e-5. On a CPU Lightning refuses its FSDP
-and DeepSpeed strategies (its words: docs/howto/several_machines.md); deepspeed_zero3.py does without
+and DeepSpeed strategies (its words: docs/howto/other_trainers.md); deepspeed_zero3.py does without
 Lightning.
 """
 

@@ -3,7 +3,6 @@
 import ast
 import io
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,8 +26,8 @@ def test_help_imports_no_torch():
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def forgotten(files: dict[str, str], manual: str, tests: set[str]) -> list[str]:
-    """What the command files (name -> source) lack in cli.py, docs/using.md and tests/commands.
+def forgotten(files: dict[str, str], tests: set[str]) -> list[str]:
+    """What the command files (name -> source) lack in cli.py and tests/commands.
 
     Each with how to mend it. A file without `main` is a part of another command.
     """
@@ -48,35 +47,25 @@ def forgotten(files: dict[str, str], manual: str, tests: set[str]) -> list[str]:
         for name in mains
         if not {f"test_{name}.py", f"test_{name}_command.py"} & tests
     ]
-    return bad + [
-        f"docs/using.md, 'Commands', has no line `unfreeze {'dev ' * (name in cli.DEV)}{name} …`"
-        for name in cli.COMMANDS
-        if not re.search(rf"^unfreeze {'dev ' * (name in cli.DEV)}{name}\b", manual, flags=re.M)
-    ]
+    return bad
 
 
 FILES = {
     path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "src/unfreeze/commands").glob("*.py")
 }
 TESTS = {path.name for path in (ROOT / "tests/commands").glob("test_*.py")}
-MANUAL = (ROOT / "docs/using.md").read_text(encoding="utf-8")
 
 
-def test_every_command_has_its_line_its_words_in_the_manual_and_its_test():
-    bad = forgotten(FILES, MANUAL, TESTS)
+def test_every_command_has_its_line_and_its_test():
+    bad = forgotten(FILES, TESTS)
     assert not bad, "\n".join(bad)
 
 
 def test_control_arm_what_a_new_command_forgets_is_seen():
     new = {"made_up": "def main(arguments, common):\n    return {}\n", "part": "def help_(): ..."}
-    assert [line.split()[0] for line in forgotten(new, MANUAL, set())] == [
+    assert [line.split()[0] for line in forgotten(new, set())] == [
         "commands/made_up.py",
         "tests/commands/test_made_up.py",
-    ]
-    page = MANUAL.replace("unfreeze dev drill ", "").replace("unfreeze chat ", "")
-    assert forgotten({}, page, set()) == [
-        "docs/using.md, 'Commands', has no line `unfreeze chat …`",
-        "docs/using.md, 'Commands', has no line `unfreeze dev drill …`",
     ]
 
 

@@ -1,5 +1,5 @@
 """The house keeps its rooms: imports go downward only, rooms of a layer don't know each other, nothing is
-called utils (README.md, the house)."""
+called utils (docs/why/design.md)."""
 
 import ast
 import re
@@ -197,25 +197,24 @@ def test_every_room_is_on_the_map():
     }
     unknown = rooms - LAYER.keys()
     assert not unknown, (
-        f"rooms without a layer: {sorted(unknown)}; give each a layer in tests/test_layout.py and in README's"
-        " room tree"
+        f"rooms without a layer: {sorted(unknown)}; give each a layer in tests/test_layout.py and in docs/why/design.md"
     )
 
 
-def on_the_map(readme: str) -> dict[str, int]:
-    """room -> layer, as README's room tree has them."""
-    return {room: int(layer) for layer, room in re.findall(r"^ L(\d+) +(\w+)(?:/|\.py) ", readme, flags=re.M)}
+def on_the_map(page: str) -> dict[str, int]:
+    """room -> layer, as the page of the design has them."""
+    return {room: int(layer) for layer, room in re.findall(r"^ L(\d+) +(\w+)(?:/|\.py) ", page, flags=re.M)}
 
 
-def test_the_readmes_room_tree_is_the_house():
+def test_the_room_tree_of_the_design_is_the_house():
     rooms = {
         path.name
         for path in PACKAGE.iterdir()
         if path.is_dir() and path.name not in ("assets", "__pycache__")
     }
-    readme = (PACKAGE.parents[1] / "README.md").read_text(encoding="utf-8")
-    assert on_the_map(readme) == {room: LAYER[room] for room in rooms | {"cli", "api"}}, (
-        "README's room tree and LAYER differ"
+    page = (PACKAGE.parents[1] / "docs" / "why" / "design.md").read_text(encoding="utf-8")
+    assert on_the_map(page) == {room: LAYER[room] for room in rooms | {"cli", "api"}}, (
+        "the tree of docs/why/design.md and LAYER differ"
     )
 
 
@@ -253,7 +252,7 @@ def test_no_page_names_a_file_that_is_not_there(page):
 
 
 def test_control_arm_a_lost_link_and_a_lost_path_are_seen():
-    text = "[a](docs/gone.md) [b](docs/using.md#x) `train/fit.py` `train/gone.py` `objectives/<loss>.py`"
+    text = "[a](docs/gone.md) [b](docs/index.md#x) `train/fit.py` `train/gone.py` `objectives/<loss>.py`"
     assert lost("README.md", text) == [
         "README.md: docs/gone.md is not there",
         "README.md: train/gone.py is not there",
@@ -321,6 +320,7 @@ ROOT = {
     "docker",
     "docs",
     "examples",
+    "mkdocs.yml",
     "pyproject.toml",
     "setup.py",
     "src",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from unfreeze.api import prepare as prepare
     from unfreeze.api import pretrain as pretrain
     from unfreeze.api import sft as sft
-    from unfreeze.commands.demo import TINY_K2 as TINY_K2
+    from unfreeze.core.built_in import TINY_K2 as TINY_K2
     from unfreeze.generate.model import Model as Model
     from unfreeze.generate.model import load as load
 
@@ -45,7 +45,7 @@ __all__ = [
 _HOME = {
     "load": "unfreeze.generate.model",
     "Model": "unfreeze.generate.model",
-    "TINY_K2": "unfreeze.commands.demo",
+    "TINY_K2": "unfreeze.core.built_in",
     **dict.fromkeys(("FinishedRun", "distill", "prefer", "prepare", "pretrain", "sft"), "unfreeze.api"),
 }
 

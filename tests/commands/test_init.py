@@ -17,10 +17,9 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, DoesNotFit
 from unfreeze.data import encode_file, load_tokenizer
 from unfreeze.drill.sandbox import Sandbox
-from unfreeze.job.data import ENOUGH_STEPS
 from unfreeze.job.planning import proposal
 from unfreeze.job.planning.plan import Planning
-from unfreeze.job.planning.proposal import Proposal
+from unfreeze.job.planning.proposal import AIM_STEPS, Proposal
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ def test_the_file_is_what_sft_takes_and_its_reasons_are_true(
     assert config.data.validation_fraction == 0 and all("# " in line for line in text.splitlines() if " = " in line[:40] and "[" not in line and not line.startswith(("model", "files", "columns")))  # fmt: skip
     # it trains, unchanged
     result = unfreeze_json("sft", "run.toml", "--watch.samples", 0)
-    assert result["finished"] and result["steps"] == round(config.training.epochs) == ENOUGH_STEPS
+    assert result["finished"] and result["steps"] == round(config.training.epochs) == AIM_STEPS
 
 
 def test_a_file_that_is_there_is_left_alone(checkpoint, tmp_path, monkeypatch, capsys):
@@ -131,7 +130,7 @@ def proposed(checkpoint, tmp_path):
 def test_more_data_has_more_tokens_a_step_fewer_passes_and_held_out_rows(proposed):
     small, why = proposed(6)
     large, _ = proposed(900)
-    assert small["training.epochs"] == ENOUGH_STEPS and "the data is small" in why["training.epochs"]
+    assert small["training.epochs"] == AIM_STEPS and "the data is small" in why["training.epochs"]
     assert large["training.epochs"] == 3 and large["data.validation_fraction"] == proposal.HELD_OUT
     assert large["training.tokens_per_step"] >= small["training.tokens_per_step"] == 512
     assert small["optimizer.learning_rate"] == 2e-4

@@ -4,7 +4,6 @@ answered with ours."""
 import io
 import re
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 
@@ -75,69 +74,6 @@ def test_every_field_has_a_heading_and_those_that_most_people_set_come_first(mod
         group = text.partition(f"\n{heading}:\n")[2].partition("\n\n")[0]
         first = [of[flag] for flag in re.findall(r"^  --([\w.-]+)", group, re.MULTILINE)]
         assert first and first == sorted(first, reverse=True), (heading, group)
-
-
-MANUAL = (Path(__file__).resolve().parents[2] / "docs" / "using.md").read_text(encoding="utf-8")
-
-
-def rows(heading: str, page: str) -> dict[str, str]:
-    """First cell -> second cell of the table of docs/using.md with this heading."""
-    table = page.partition(heading)[2].partition("\n\n")[0]
-    cells = [line.strip("| ").split(" | ", 1) for line in table.splitlines() if line.startswith("| ")]
-    return {first: second for first, second in cells}
-
-
-def flags_listed(page: str) -> dict[str, list[str]]:
-    """Group -> flags, as docs/using.md lists those of sft."""
-    return {
-        group: re.findall("`--([a-z._-]+)`", flags)
-        for group, flags in rows("| group | flags |", page).items()
-    }
-
-
-def flags_there() -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for known in sorted(fields(sft.Config).values(), key=lambda known: not known.about.first):
-        groups.setdefault(known.about.heading.lower(), []).append(known.short.replace("_", "-"))
-    return groups
-
-
-def keys_listed(page: str) -> set[tuple[str, str]]:
-    """(dotted name, alias or "") of every key, as docs/using.md lists them by table."""
-    found = set()
-    for table, keys in rows("| table | keys |", page).items():
-        prefix = f"{table.strip('`[]')}." if "`[" in table else ""
-        pattern = r"(\*\*)?`(\w+)`(?: \(`(\w+)`\))?"
-        names = [(key, key if bold else alias) for bold, key, alias in re.findall(pattern, keys)]
-        recipes = ("pretrain", "distill", "prefer")
-        found |= {(f"{prefix}{key}", alias) for key, alias in names if key not in recipes}
-    return found
-
-
-def keys_there() -> set[tuple[str, str]]:
-    return {
-        (name, known.about.alias)
-        for module in (sft, distill, prefer, pretrain)
-        for name, known in fields(module.Config).items()
-    }
-
-
-def test_the_manual_lists_every_flag_and_every_key():
-    listed, there = flags_listed(MANUAL), flags_there()
-    wrong = {group: there[group] for group in there if listed.get(group) != there[group]}
-    assert not wrong, f"docs/using.md, 'The flags of `unfreeze sft`, by group': these rows must read {wrong}"
-    listed, there = keys_listed(MANUAL), keys_there()
-    assert listed == there, (
-        f"docs/using.md, table of keys by table: add {sorted(there - listed)}, remove {sorted(listed - there)}"
-        " (name, alias)"
-    )
-
-
-def test_control_arm_a_flag_or_a_key_that_the_manual_forgets_is_seen():
-    less = MANUAL.replace(" `--optimizer.warmup`", "")
-    assert "optimizer.warmup" not in flags_listed(less)["learning"]
-    assert ("optimizer.warmup", "") not in keys_listed(MANUAL.replace(" `warmup`", ""))
-    assert keys_listed(MANUAL.replace("(`save_every`)", "")) - keys_listed(MANUAL) == {("save.every", "")}
 
 
 @pytest.mark.parametrize(

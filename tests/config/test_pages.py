@@ -18,6 +18,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
     if path.suffix in (".md", ".py", ".sh", ".toml", ".yaml", ".ipynb", "") and path.is_file()
     if path.name not in ("CHANGELOG.md", "decisions.md")  # they tell what was
+    if path.name not in ("commands.md", "errors.md")  # made of what the program says
 )
 OWN = {  # a command's own flag of such a name
     "samples": r"data show|`--samples`: documents",

@@ -1,8 +1,7 @@
-"""What a newcomer types wrong is answered in plain words: values, flags, commands; README's file can be read."""
+"""What a newcomer types wrong is answered in plain words: values, flags, commands."""
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -128,14 +127,6 @@ def test_swapped_letters_of_a_command_find_it(word, said, capsys):
 def test_control_arm_a_word_that_is_near_nothing_gets_no_suggestion(capsys):
     assert cli.main(["xyzzy"]) == 2
     assert capsys.readouterr().err.startswith("ConfigError: there is no command 'xyzzy'\n")
-
-
-def test_the_readmes_file_is_a_run(tmp_path):
-    readme = Path(cli.__file__).resolve().parents[2] / "README.md"
-    (block,) = re.findall(r"```toml\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "run.toml").write_text(block)
-    config = parse(Config, [str(tmp_path / "run.toml")], command="sft", description="")
-    assert len(block.splitlines()) <= 8 and config.data.files == ("chat.jsonl",)
 
 
 @pytest.mark.parametrize(

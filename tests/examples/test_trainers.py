@@ -22,7 +22,7 @@ from unfreeze.drill.sandbox import TINY_K2
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES, HERE = ROOT / "examples", Path(__file__).parent / "trainers"
-PAGE = ROOT / "docs" / "howto" / "several_machines.md"
+PAGE = ROOT / "docs" / "howto" / "other_trainers.md"
 SCRIPTS = ("torch_ddp", "deepspeed_zero3", "lightning_module")
 STEPS = 4
 SETTINGS = {"steps": STEPS, "tokens_per_step": 1024, "micro_batches": 2, "learning_rate": 1e-3, "seed": 3}

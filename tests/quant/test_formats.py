@@ -225,30 +225,34 @@ def test_control_arm_a_forgotten_line_and_a_forgotten_test_are_seen() -> None:
 
 
 REFUSED_TOO = {"other bit widths", "pickle files"}
-"""What docs/using.md lists as refused beside the formats of FOREIGN."""
+"""What docs/reference/formats.md lists as refused beside the formats of FOREIGN."""
 
 
 def wrong_in_the_manual(page: str, readable: Collection[Format], others: Collection[str]) -> list[str]:
-    """What is wrong in the two rows of docs/using.md that list the formats, each with how to mend it."""
+    """What is wrong in the two rows of docs/reference/formats.md that list the formats, each with how to mend it."""
     read, refused = (
         re.search(rf"^\| {row} \| (.*) \|$", page, re.M) for row in ("formats", "refused by name")
     )
-    assert read and refused, "docs/using.md has no rows 'formats' and 'refused by name'"
+    assert read and refused, "docs/reference/formats.md has no rows 'formats' and 'refused by name'"
     names = {word.strip() for word in re.split("[,;]", refused[1])}
     titles = [title.partition(" (")[0].partition(" with ")[0] for title in others]
     foreign = {name for title in titles for name in title.split(" or ")}
     bad = [
-        f"row 'formats' of docs/using.md does not name {format.key.split()[-1]}"
+        f"row 'formats' of docs/reference/formats.md does not name {format.key.split()[-1]}"
         for format in readable
         if format.key.split()[-1].lower() not in read[1].lower()
     ]
     extra, missing = sorted(names - foreign - REFUSED_TOO), sorted(foreign - names)
-    bad += [f"row 'refused by name' of docs/using.md: remove {extra}, or add it to FOREIGN"] if extra else []
-    return bad + ([f"row 'refused by name' of docs/using.md: add {missing}"] if missing else [])
+    bad += (
+        [f"row 'refused by name' of docs/reference/formats.md: remove {extra}, or add it to FOREIGN"]
+        if extra
+        else []
+    )
+    return bad + ([f"row 'refused by name' of docs/reference/formats.md: add {missing}"] if missing else [])
 
 
 def test_the_manual_lists_what_is_read_and_what_is_refused() -> None:
-    page = (ROOT / "docs/using.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/formats.md").read_text(encoding="utf-8")
     bad = wrong_in_the_manual(page, FORMATS.values(), FOREIGN.values())
     assert not bad, "\n".join(bad)
 
@@ -257,8 +261,8 @@ def test_control_arm_a_format_that_the_manual_forgets_is_seen() -> None:
     page = "| formats | INT4 (pack-quantized), FP8 |\n| refused by name | NVFP4; pickle files |"
     assert wrong_in_the_manual(page, [integers.FORMAT[0], fp8_scaled.FORMAT[0]], ["NVFP4 (x)"]) == []
     assert wrong_in_the_manual(page, [ROW_SCALED], ["NVFP4 (x)", "MXFP4 with blocks"]) == [
-        "row 'formats' of docs/using.md does not name row-scaled",
-        "row 'refused by name' of docs/using.md: add ['MXFP4']",
+        "row 'formats' of docs/reference/formats.md does not name row-scaled",
+        "row 'refused by name' of docs/reference/formats.md: add ['MXFP4']",
     ]
     assert "remove ['NVFP4']" in wrong_in_the_manual(page, [], [])[0]
 
@@ -370,7 +374,7 @@ def test_without_its_line_the_format_is_refused_and_its_variants_are_with_it(mon
 
 def missing_in_the_table(page: str, keys: Collection[str]) -> list[str]:
     """The formats that docs/reference/formats.md has no row of, and the tests it names that are not there."""
-    rows = re.findall(r"^\| (.*) \|$", page, re.M)
+    rows = re.findall(r"^\| (.*) \|$", page[max(0, page.find("| format, as config.json")) :], re.M)
     last = (row.rpartition("| ")[2] for row in rows[2:] if "tests/" not in row)
     named = {name for cell in last for name in cell.split(", ")} - {"---", "test"}
     lost = [f"no tests/quant/test_{name}.py" for name in sorted(named) if f"test_{name}.py" not in HERE]

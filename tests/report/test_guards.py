@@ -260,7 +260,7 @@ def test_whatever_a_guard_asks_to_look_at_it_says_what_to_do(tmp_path: Path):
     assert named == set(guards.REMEDY)
     rows_of(tmp_path / "r", CLEAN)
     assert not any(row.remedy for row in guard_rows(read_run(tmp_path / "r")))
-    assert not any("see report.html for what to do" in line for line in summary_lines(tmp_path / "r"))
+    assert not any("report.html says what to do" in line for line in summary_lines(tmp_path / "r"))
     clipped = [{**TRAIN, "step": step, "loss": 3.0, "grad_norm": 9.0} for step in range(4, 60)]
     rows = rows_of(tmp_path / "clipped", [*CLEAN, *clipped])
     assert rows["Gradient norm clipped"].remedy == guards.REMEDY["Gradient norm clipped"]

@@ -48,7 +48,7 @@ def train(*losses: float) -> list[dict[str, Any]]:
 
 
 FALLS = train(3, 3, 2, 2, 2, 2, 1, 1)
-QUARTERS = " (mean of the first and the last quarter)"
+QUARTERS = " (mean of the first and the last quarter; no rows were held out)"
 
 
 def evals(error: float = 0.01, rows: int = 40, **scores: tuple[float, float]) -> list[dict[str, Any]]:
@@ -84,19 +84,23 @@ SAID = [
         TRAINED + "held-out loss 2.500 → 2.750. It got worse on unseen rows: held-out loss rose by"
         " 0.250. Lower --learning-rate, or train on more rows.",
     ),
-    ([*FALLS, END], LEARNT + "loss 3.000 → 1.000" + QUARTERS + "."),
-    ([*train(1, 1, 2, 2, 2, 2, 3, 3), END], TRAINED + "loss 1.000 → 3.000" + QUARTERS + "."),
+    ([*FALLS, END], LEARNT + "training loss 3.000 → 1.000" + QUARTERS + "."),
+    ([*train(1, 1, 2, 2, 2, 2, 3, 3), END], TRAINED + "training loss 1.000 → 3.000" + QUARTERS + "."),
     ([*train(3, 2, 1), END], TRAINED + "loss 3.000 → 1.000."),  # a step is no mean
     (
         [*FALLS, *answers(("a", "a"), ("b", "b")), END],
-        TRAINED + f"loss 3.000 → 1.000{QUARTERS}; its 2 sample answers are the same as before.",
+        TRAINED + f"training loss 3.000 → 1.000{QUARTERS}; its 2 sample answers are the same as before.",
     ),
     (
         [*FALLS, *evals(loss=(2.5, 1.75)), *answers(("a", "a")), END],
         TRAINED + "held-out loss 2.500 → 1.750; its sample answer is the same as before.",
     ),
     # control arm: one answer that changed
-    ([*FALLS, *answers(("a", "a"), ("b", "c")), END], LEARNT + f"loss 3.000 → 1.000{QUARTERS}."),
+    ([*FALLS, *answers(("a", "a"), ("b", "c")), END], LEARNT + f"training loss 3.000 → 1.000{QUARTERS}."),
+    (
+        [*FALLS, *answers(("a", "a"), ("b", "b"), ("b", "c")), END],
+        TRAINED + f"training loss 3.000 → 1.000{QUARTERS}; 2 of its 3 sample answers are the same as before.",
+    ),
     (
         [*FALLS, *evals(loss=(0.69, 0.1), accuracy=(0.5, 1.0), margin=(0.0, 8.4)), END],  # 0.5 is not 0
         LEARNT + "held-out loss 0.690 → 0.100, accuracy 0.50 → 1.00, margin 0.00 → 8.40.",
@@ -130,7 +134,10 @@ def made(folder: Path, events: list[dict[str, Any]], config: dict[str, Any] | No
 @pytest.mark.parametrize(
     "tokens, said",
     [
-        (40, "tiny-k2 saw about 390 of 1,219 answers of yoda.jsonl once in 1 min 30 s of training: loss"),
+        (
+            40,
+            "tiny-k2 saw about 390 of 1,219 answers of yoda.jsonl once in 1 min 30 s of training: training loss",
+        ),
         (125, "tiny-k2 learnt 1,219 answers of"),
         (1000, "tiny-k2 learnt 1,219 answers of"),
     ],
@@ -147,7 +154,7 @@ def test_a_run_within_its_first_epoch_says_how_much_it_saw(tokens, said, tmp_pat
         # batches of labelled answers take twice their tokens: 800 of 2,000 are no whole epoch
         (
             {"recipe": "prefer", "loss": "kto"},
-            "tiny-k2 saw about 488 of 1,219 answers with a label of yoda.jsonl once in",
+            "tiny-k2 saw about 488 of 1,219 labelled answers of yoda.jsonl once in",
         ),
         ({"data_weights": [2.0, 0.25]}, "tiny-k2 saw 800 tokens, mixed from 1,219 answers of yoda.jsonl, in"),
     ],
@@ -319,7 +326,7 @@ def test_of_too_few_steps_no_run_learns_and_the_remedy_is_said(steps, learnt, tm
     warned = {"kind": "warning", "step": 0, "message": few}
     losses, end = [*[3] * 2, *[2] * (steps - 4), *[1] * 2], {**END, "step": steps}
     said = verdict(read_run(made(tmp_path / "r", [START, DATA, RECEIPT, warned, *train(*losses), end])))
-    assert said.endswith("quarter)." if learnt else "quarter). Too few steps to learn much: --epochs 40.")
+    assert said.endswith("held out)." if learnt else "held out). Too few steps to learn much: --epochs 40.")
     assert ("was trained on" in said) != learnt and ("learnt" in said) == learnt
 
 

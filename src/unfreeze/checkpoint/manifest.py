@@ -20,6 +20,7 @@ from typing import Any, cast
 from unfreeze.checkpoint import hub
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.checkpoint.nested import in_model, prefix_of
+from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError, looked_in, nearest
 from unfreeze.core.events import RESOLVED
@@ -152,9 +153,11 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
     config_file = folder / "config.json"
     if not config_file.is_file():
         if (folder / RESOLVED).is_file():
+            whole = folder / "model"
+            ways = f"--model {whole}" if whole.is_dir() else f"continue it with --adapter {folder}"
             raise CheckpointError(
                 f"{folder} is a training run, not a checkpoint",
-                next=f"unfreeze report {folder}    unfreeze chat {folder}",
+                next=f"{ways}; or unfreeze report {folder}, unfreeze chat {folder}",
             )
         if (folder / MERGE).is_file():
             raise CheckpointError(
@@ -259,9 +262,9 @@ def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
             next=f"give {path.parent}" if path.name == "config.json" else "give the folder of a model",
         )
     text = str(source)
-    siblings = (
-        [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
-    )
+    if text == TINY_K2.name:
+        return TINY_K2
+    siblings = [entry.name for entry in path.parent.glob("*/")]
     hint = nearest(path.name, siblings)
     if hub.is_id(text):
         try:

@@ -40,8 +40,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     runs: one row of results each, best first; differences: field -> values; html: path of the page.
     """
     config = parse(Config, arguments, command="compare", description=__doc__ or "", positional=True)
-    refuse_folder_of_runs(config.runs)
-    runs = compare.ranked(compare.read_runs(config.runs))
+    folders = [
+        name for name in config.runs if not name.endswith(".html")
+    ]  # runs/* can also match an earlier page
+    refuse_folder_of_runs(folders or config.runs)
+    runs = compare.ranked(compare.read_runs(folders or config.runs))
     names = [name.replace("/", "-") for name in compare.run_names(runs)]
     target = (
         Path(config.html)

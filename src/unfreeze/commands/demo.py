@@ -25,6 +25,7 @@ from unfreeze.config import sft as fields
 from unfreeze.config.lora import LoraConfig
 from unfreeze.config.parse import Frozen, parse, writing
 from unfreeze.config.tables import Memory, Training, Watch
+from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.events import RESOLVED, EventLog
@@ -40,7 +41,6 @@ from unfreeze.untrusted.json_object import read_object
 if TYPE_CHECKING:
     from unfreeze.evaluate.gap import Gap
 
-TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 SHOWN = 8
 HELD_OUT: PromptSource = "held-out data"
 

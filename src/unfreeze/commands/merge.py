@@ -29,7 +29,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import about
 from unfreeze.core.torchrun import started
-from unfreeze.job.end.card import hub_id, license_of
+from unfreeze.job.end.card import hub_id, license_of, usage
 from unfreeze.job.opening.device import say
 from unfreeze.tracking.live import LoadProgress
 
@@ -342,6 +342,7 @@ def write_card(
             ]
             lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", f"{words[0].upper()}{words[1:]}." if words else "Not measured on held-out rows.", ""]
+    lines += usage("FOLDER_OR_ID_OF_THIS_MODEL", str(manifest.config.get("model_type")))
     lines += [f"`{RECORD}` has each module's rounding and the files' SHA-256.", ""]
     if BASE_CARD in record.more["carried"]:
         lines += [f"The base's own card is [{BASE_CARD}]({BASE_CARD}).", ""]

@@ -1,7 +1,7 @@
 """Held-out rows for `unfreeze merge`: those that the run held out, or --data, read as the run read them.
 
 A run that reads large files in windows splits rows by a hash of their bytes, any other run by a hash of their
-content (docs/howto/data.md). Rows are split here by the rule that the run used.
+content (docs/reference/data.md). Rows are split here by the rule that the run used.
 """
 
 from __future__ import annotations

@@ -70,10 +70,10 @@ def _entry(known: Known, everything: bool) -> Iterator[str]:
     flag = (
         f"  {placeholder}"
         if placeholder
-        else f"  --{name.replace('_', '-')} {_kind(info.annotation)}".rstrip()
+        else f"  --{name.replace('_', '-')} {kind_of(info.annotation)}".rstrip()
     )
     whole = f" [{known.name}]" if everything and name != known.name else ""
-    body = textwrap.wrap(f"{info.description or ''}{_default(info)}{whole}", WIDTH - INDENT)
+    body = textwrap.wrap(f"{info.description or ''}{default_of(info)}{whole}", WIDTH - INDENT)
     if len(flag) + 2 > INDENT:
         yield flag
     else:
@@ -81,20 +81,20 @@ def _entry(known: Known, everything: bool) -> Iterator[str]:
     yield from (" " * INDENT + line for line in body)
 
 
-def _kind(annotation: Any) -> str:
+def kind_of(annotation: Any) -> str:
     origin, inner = get_origin(annotation), get_args(annotation)
     if annotation in KINDS:
         return KINDS[annotation]
     if origin is Literal:
         return "|".join(map(str, inner))
     if origin in (Union, UnionType):
-        return "|".join(_kind(kind) for kind in inner if kind is not NoneType)
+        return "|".join(kind_of(kind) for kind in inner if kind is not NoneType)
     if origin is tuple:
-        return f"{_kind(inner[0])} …"
-    return _kind(inner[0]) if inner else ""  # Annotated
+        return f"{kind_of(inner[0])} …"
+    return kind_of(inner[0]) if inner else ""  # Annotated
 
 
-def _default(info: FieldInfo) -> str:
+def default_of(info: FieldInfo) -> str:
     """ " (default 0.0002)", or "" if the description must say it.
 
     That is: an empty text or list, or no default value.

@@ -33,6 +33,7 @@ from unfreeze.config.help import text as help_text
 from unfreeze.config.names import Known, by_path, earlier, fields, nested, short_name, spellings
 from unfreeze.config.synonyms import field_hint, field_next
 from unfreeze.config.words import fault_of, wrong, wrong_flag
+from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.errors import FULL, ConfigError
 from unfreeze.core.torchrun import first_process
 
@@ -145,6 +146,8 @@ def is_model(name: str) -> bool:
     path = Path(name).expanduser()
     if path.exists():
         return (path / "config.json").is_file()
+    if name == TINY_K2.name:
+        return True
     plain = name.count("/") == 1 and name[0] not in "~/." and not path.parent.exists()
     return plain and path.suffix not in (".toml", ".yaml", ".yml")
 

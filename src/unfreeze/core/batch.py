@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 from torch import Tensor
+
+from unfreeze.core.torch_types import ints
 
 
 def send(host: Tensor, device: torch.device | str) -> Tensor:
@@ -96,7 +97,7 @@ class Batch:
 
     def lengths(self) -> list[int]:
         """Lengths of the S documents; they sum to T."""
-        starts = cast("list[int]", self.starts_S.tolist())  # pyright: ignore[reportUnknownMemberType]
+        starts = ints(self.starts_S)
         return [end - start for start, end in zip(starts, [*starts[1:], self.num_tokens], strict=True)]
 
 

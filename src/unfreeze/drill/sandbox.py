@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.command import Common
 from unfreeze.core.schema import Event
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from unfreeze.data import Tokenizer
     from unfreeze.models import Decoder
 
-TINY_K2 = Path(__file__).resolve().parents[1] / "assets" / "tiny-k2"
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json", "generation_config.json")
 VOCAB = 1536  # ids of tiny-k2's tokenizer, which every sandbox model uses
 

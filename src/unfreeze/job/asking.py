@@ -185,7 +185,7 @@ def _name(teacher: Asked) -> str:
 
     The headers alone are not enough: two saves of one run have the same.
     """
-    source, manifest = teacher.open()
+    source, manifest = teacher.opened
     infos = sorted(manifest.tensors.values(), key=lambda info: info.name)
     tensors = [(info.name, info.dtype, info.shape, info.offset) for info in infos]
     digest = hashlib.sha256(json.dumps([manifest.config, tensors], sort_keys=True, default=str).encode())

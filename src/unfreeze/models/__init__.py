@@ -3,7 +3,7 @@
 `shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters. The code
 that makes modules is imported on first use, so that a config is refused without importing torch.
 
-To add a family: CONTRIBUTING.md, row "a model family".
+To add a family: CONTRIBUTING.md, "Add a model family".
 Module and parameter names are the checkpoint's own; routed experts are stacked (see deepseek_v3.RULES).
 """
 
@@ -160,7 +160,7 @@ def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") 
     raise CheckpointError(
         f"config.json: model_type {str(model_type)!r}{beside}{what}; {len(FAMILIES)} families are"
         " (docs/reference/families.md)",
-        next=f"take a release of one of them; or see CONTRIBUTING.md, row 'a model family'{_near(config)}",
+        next=f"take a release of one of them; or see CONTRIBUTING.md, 'Add a model family'{_near(config)}",
     )
 
 
@@ -191,10 +191,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise CheckpointError(
             f"config.json: model_type {outer!r} around a text_config is not built, though its text part"
             f" {inner!r} is. Known around a text_config: {', '.join(WRAPPERS)}",
-            next=(
-                "give the text model's own release, if there is one; or see CONTRIBUTING.md, row 'a model"
-                " family'"
-            ),
+            next="give the text model's own release; or see CONTRIBUTING.md, 'Add a model family'",
         )
     for name in ("tie_word_embeddings", "quantization_config"):
         if config.get(name) is not None and text.get(name) is not None and config[name] != text[name]:

@@ -2,7 +2,7 @@
 
 A format that cannot be read is refused, and the error names it. torch is not imported: a refusal must not
 wait for it.
-To add a format: CONTRIBUTING.md, row "a quantized format".
+To add a format: CONTRIBUTING.md, "Add a quantized format".
 """
 
 from __future__ import annotations

@@ -447,7 +447,7 @@ def summary_lines(run_dir: Path | str) -> list[str]:
         words = f"Busiest expert: {worst[2]:.2f}× its fair share (layer {worst[0]}). {used}"
         lines.append(f"  {'Experts'.ljust(width)}  {words}")
     if loud := [f"{row.guard} ({row.state})" for row in guard_rows(run) if row.state != "ok"]:
-        words = f"{', '.join(loud)}: see report.html for what to do"
+        words = f"{', '.join(loud)}: report.html says what to do"
         lines += folded(words, f"  {'Guards'.ljust(width)}  ", indent)
     lines += [f"  requested but did not move: {group}" for group in standing_still(run.groups)]
     lines += [f"  {line}" for line in left_out(run.exceptions)]

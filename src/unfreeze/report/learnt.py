@@ -3,8 +3,8 @@
 "Learnt" requires that the held-out loss fell by more than two standard errors of the difference, paired by
 row, and by at least a hundredth of its value at step 0. For preferences, accuracy must also have risen as
 clearly. Without held-out rows, the same must hold for the mean training loss of whole epochs, or of the first
-and last quarter of the steps, and the receipt must show that the output moved far enough. Pairs need held-out
-rows: random preferences can be memorised.
+and last quarter of the steps; the receipt must show that the output moved far enough; and at least half of
+the sample answers must have changed. Pairs need held-out rows: random preferences can be memorised.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def finding(run: RunFolder) -> Evidence:
     else:
         learnt, note = bool(trained and trained.clear) and moved(run, trained), _rambles(run)
         measured, note = _trained_words(run, trained), note or _by_heart(run)
-    same = _unchanged(run)
+    same = _unchanged(run, most=not evals and not words)
     return Evidence(learnt and not (same or note), measured + same, note)
 
 
@@ -318,7 +318,8 @@ def _scores(run: RunFolder) -> dict[str, list[float]]:
 
 def _trained_words(run: RunFolder, trained: Fall | None) -> str:
     if trained:
-        return f"loss {change([trained.before, trained.after], 3)} ({trained.of})"
+        values = change([trained.before, trained.after], 3)
+        return f"training loss {values} ({trained.of}; no rows were held out)"
     losses = series(run.events, "train", "loss")[1]
     return f"loss {change(losses, 3)}" if losses else ""
 
@@ -331,10 +332,17 @@ def _answers_changed(run: RunFolder) -> bool:
     return any(was != now for was, now in _answers(run))
 
 
-def _unchanged(run: RunFolder) -> str:
-    """'; its 4 sample answers are the same as before' if all of them are, else ""."""
-    count = len(_answers(run))
-    if not count or _answers_changed(run):
+def _unchanged(run: RunFolder, *, most: bool) -> str:
+    """'; its 4 sample answers are the same as before' if all of them are, else "".
+
+    most: more than half of them suffice. That is required if only the training loss speaks for a run: it
+    falls long before answers to the trained rows change.
+    """
+    answers = _answers(run)
+    count, same = len(answers), sum(was == now for was, now in answers)
+    if most and count / 2 < same < count:
+        return f"; {same} of its {count} sample answers are the same as before"
+    if not count or same < count:
         return ""
     return f"; its {'sample answer is' if count == 1 else f'{count} sample answers are'} the same as before"
 

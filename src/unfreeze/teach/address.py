@@ -6,6 +6,7 @@ The standard library alone: a recipe asks `is_url` before anything heavy is impo
 from __future__ import annotations
 
 import ipaddress
+from importlib import import_module
 from urllib.parse import urlsplit
 
 from unfreeze.core.errors import ConfigError, UserError
@@ -29,7 +30,7 @@ class EndpointError(UserError):
 def refuse_without_library(url: str) -> None:
     """Raise ConfigError where the library that asks servers is not installed."""
     try:
-        import openai  # noqa: F401  # an extra, and a second
+        import_module("openai")  # an extra, and a second
     except ImportError:
         raise ConfigError(
             f"{url}: a server is asked with the library openai (extra [teach]), which is not installed",

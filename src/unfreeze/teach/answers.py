@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.row import Conversation, Message, content_digest
 from unfreeze.teach.address import WORDS, EndpointError
-from unfreeze.untrusted.json_object import parse_object
+from unfreeze.untrusted.json_object import is_object, parse_object
 
 TOGETHER = 8  # rows of one batch. A local model answers the same batch again after a break, so it is fixed
 LEFT_OUT = ".left-out.jsonl"
@@ -34,7 +34,7 @@ class Answer:
     text: str
     ended: str
     reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     @property
     def usable(self) -> bool:
@@ -135,7 +135,7 @@ class TeacherAnswers:
         for number, line in enumerate(_whole_lines(path), 1):
             record = parse_object(line, f"{path.name}, line {number}", DataError, next="another --out")
             about = record.get("source")
-            if not isinstance(about, dict) or not isinstance(about.get("row"), int):
+            if not is_object(about) or not isinstance(about.get("row"), int):
                 raise DataError(
                     f"{path}, line {number} was not written by this command", next="another --out"
                 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unfreeze.data.rows.row import Conversation
 from unfreeze.teach.address import EndpointError
 from unfreeze.teach.answers import Answer
+from unfreeze.untrusted.json_object import is_list
 
 if TYPE_CHECKING:
     from unfreeze.teach.client import Client
@@ -66,7 +67,7 @@ class ChatEndpoint:
                 next="see that the address is of an OpenAI-compatible server",
             ) from None
         text, thought = (value if isinstance(value, str) else "" for value in (text, thought))
-        return Answer(text, str(ended or "stop"), thought, calls if isinstance(calls, list) else [])
+        return Answer(text, str(ended or "stop"), thought, calls if is_list(calls) else [])
 
 
 def _as_openai(message: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import httpx2
 import openai
 
 from unfreeze.teach.address import KEY, WORDS, EndpointError, base_url, is_here
-from unfreeze.untrusted.json_object import MAX_BYTES, parse_object
+from unfreeze.untrusted.json_object import MAX_BYTES, is_object, parse_object
 
 OF_BODY = ("content-encoding", "content-length", "transfer-encoding")  # headers that end with the reading
 FROM_ENVIRONMENT = ("openai-organization", "openai-project")  # headers that the library takes from there
@@ -156,7 +156,7 @@ def _message(body: object) -> str:
     """The words inside {"message": …} and its kin, of which the library has taken off "error"; cut."""
     found: Any = body
     for name in ("message", "detail"):
-        found = found.get(name, found) if isinstance(found, dict) else found
+        found = found.get(name, found) if is_object(found) else found
     return (found if isinstance(found, str) else json.dumps(found) if found else "")[:WORDS]
 
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import UserError
 from unfreeze.teach.address import EndpointError
+from unfreeze.untrusted.json_object import is_list, is_object
 
 if TYPE_CHECKING:
     from unfreeze.data.tokens.tokenizer import Tokenizer
@@ -123,7 +124,7 @@ class Endpoint:
     def _read(self, answer: dict[str, Any], documents: Sequence[Sequence[int]]) -> Iterator[Scored]:
         """The choices in the order of the documents, each checked when its turn comes."""
         choices = answer.get("choices")
-        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        if not is_list(choices) or not all(is_object(choice) for choice in choices):
             raise self._wrong("its answer has no list of choices")
         by_index = {repr(choice.get("index", place)): choice for place, choice in enumerate(choices)}
         if len(choices) != len(documents) or by_index.keys() != {repr(i) for i in range(len(documents))}:
@@ -132,13 +133,13 @@ class Endpoint:
 
     def _document(self, choice: dict[str, Any], tokens: Sequence[int]) -> Scored:
         echoed = choice.get("prompt_token_ids")
-        if isinstance(echoed, list) and echoed != list(tokens):
+        if is_list(echoed) and echoed != list(tokens):
             raise self._wrong(
                 f"the prompt came back as {len(echoed)} other tokens than the {len(tokens)} sent"
             )
         if (found := choice.get("prompt_logprobs")) is not None:
             positions = self._by_id(found, tokens)
-        elif isinstance(found := choice.get("logprobs"), dict):
+        elif is_object(found := choice.get("logprobs")):
             positions = self._by_text(found, tokens)
         else:
             raise self._wrong("its answer has no log-probabilities of the prompt", NO_LOGPROBS)
@@ -150,17 +151,17 @@ class Endpoint:
 
     def _by_id(self, found: Any, tokens: Sequence[int]) -> list[tuple[dict[int, float], float]]:
         """vLLM's: per position an object id -> {logprob, rank, decoded_token}."""
-        if not isinstance(found, list) or len(found) < len(tokens):
+        if not is_list(found) or len(found) < len(tokens):
             raise self._wrong(f"log-probabilities for {_len(found)} of {len(tokens)} tokens")
         positions: list[tuple[dict[int, float], float]] = []
         for place in range(1, len(tokens)):
             entries = found[place]
-            if not isinstance(entries, dict):
+            if not is_object(entries):
                 raise self._wrong(f"token {place}: its log-probabilities are {_short(entries)}")
             self._enough(len(entries), place)
             words: dict[int, float] = {}
             for written, entry in entries.items():
-                if not _is_id(written) or not isinstance(entry, dict):
+                if not _is_id(written) or not is_object(entry):
                     raise self._wrong(f"token {place}: {written!r} is no token id with a log-probability")
                 said = self._number(entry.get("logprob"), place)
                 if self._same_word(int(written), entry.get("decoded_token"), place):
@@ -192,7 +193,7 @@ class Endpoint:
         """
         lists: list[Any] = [found.get(name) for name in ("tokens", "token_logprobs", "top_logprobs")]
         texts, owns, tops = lists
-        if not all(isinstance(each, list) and len(each) >= len(tokens) for each in lists):
+        if not all(is_list(each) and len(each) >= len(tokens) for each in lists):
             counts = ", ".join(str(_len(each)) for each in lists)
             raise self._wrong(
                 f"{len(tokens)} tokens were sent, and tokens, token_logprobs and top_logprobs have {counts}:"
@@ -203,7 +204,7 @@ class Endpoint:
         for place in range(1, len(tokens)):
             self._same_word(tokens[place], texts[place], place)
             own, entries = self._number(owns[place], place), tops[place]
-            if not isinstance(entries, dict):
+            if not is_object(entries):
                 raise self._wrong(f"token {place}: its top_logprobs are {_short(entries)}")
             words: dict[int, float] = {}
             for text, said in entries.items():
@@ -307,4 +308,4 @@ def _short(value: object) -> str:
 
 
 def _len(value: object) -> int:
-    return len(value) if isinstance(value, list) else 0
+    return len(value) if is_list(value) else 0

@@ -172,7 +172,7 @@ def attach_projections(model: Decoder, width: int, pairs: tuple[Pair, ...], seed
     class Projection(nn.Linear):
         """Left out where a model's tensors are listed for a checkpoint."""
 
-        def _save_to_state_dict(self, *_: object) -> None:
+        def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
             pass
 
     found = nn.ModuleDict()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from unfreeze.core.errors import CheckpointError, ConfigError, DataError
+from unfreeze.core.torch_types import floats, from_numpy, ints
 from unfreeze.teach.reference import Kind, asked, compares
 from unfreeze.teach.second import Beginning, Filled, Second
 from unfreeze.untrusted.json_object import read_object
@@ -56,7 +57,7 @@ LIVE = "--preference.reference live asks it in each step"
 def keys_of(batch: Batch) -> list[bytes]:
     """16 bytes over the tokens and the weights of each document."""
     tokens_T, weights_T = batch.tokens_T.cpu().numpy(), batch.weights_T.cpu().numpy()
-    starts = [*cast("list[int]", batch.starts_S.tolist()), batch.num_tokens]
+    starts = [*ints(batch.starts_S), batch.num_tokens]
     return [
         hashlib.blake2b(
             tokens_T[first:end].tobytes() + weights_T[first:end].tobytes(), digest_size=16
@@ -209,7 +210,7 @@ class Kept(Second):
                 said_S[ends[place] - each[place] : ends[place]] = l_S
         group.sum_([said_S])  # the others added zeros, so these are the bits of who was asked
         new: dict[bytes, float] = {}
-        for key, logp in zip(chain(*(keys for _, keys in waiting)), said_S.tolist(), strict=True):
+        for key, logp in zip(chain(*(keys for _, keys in waiting)), floats(said_S), strict=True):
             if key not in self.kept:
                 new.setdefault(key, logp)
         self.kept |= new
@@ -222,7 +223,7 @@ class Kept(Second):
     def _refuse_other(
         self, model: Decoder, batch: Batch, keys: list[bytes], same: float, group: Group, path: Path
     ) -> None:
-        l_S = self._asked(model, batch).tolist()
+        l_S = floats(self._asked(model, batch))
         pairs = [(logp, self.kept[key]) for key, logp in zip(keys, l_S, strict=True) if key in self.kept]
         other = [(logp, kept) for logp, kept in pairs if not abs(logp - kept) <= same * max(1.0, abs(logp))]
         if group.any(bool(other)):
@@ -259,7 +260,8 @@ def _parts(path: Path) -> list[Path]:
 
 def _read(path: Path) -> bytes:
     """All parts, 24 bytes a document: its key and l_ref."""
-    from safetensors.numpy import load_file
+    # its PathLike is of nothing said
+    from safetensors.numpy import load_file  # pyright: ignore[reportUnknownVariableType]
 
     rows: list[bytes] = []
     for part in _parts(path):
@@ -287,7 +289,7 @@ def _write(path: Path, said: dict[bytes, float]) -> None:
         write_safetensors(
             path / f"part-{len(_parts(path)) + 1:05d}.safetensors",
             {
-                "keys": torch.from_numpy(keys.copy()),
+                "keys": from_numpy(keys.copy()),
                 "l_ref": torch.tensor(list(said.values()), dtype=torch.float64),
             },
         )

@@ -16,7 +16,9 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
+
+from unfreeze.core.torch_types import ints
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
@@ -139,9 +141,9 @@ def prompts(batch: Batch) -> Iterator[tuple[list[int], int]]:
 
     A document without supervised targets is all prompt, and 0.
     """
-    starts = cast("list[int]", batch.starts_S.tolist())  # pyright: ignore[reportUnknownMemberType]
+    starts = ints(batch.starts_S)
     for start, length in zip(starts, batch.lengths(), strict=True):
-        tokens = cast("list[int]", batch.tokens_T[start : start + length].tolist())  # pyright: ignore
+        tokens = ints(batch.tokens_T[start : start + length])
         supervised = batch.weights_T[start : start + length].gt(0)
         first = int(supervised.int().argmax()) + 1 if bool(supervised.any()) else length
         yield tokens[:first], length - first
@@ -168,7 +170,7 @@ def _with_answers(batch: Batch, answers: Sequence[Sequence[int]]) -> Batch:
     from unfreeze.data.packing.batches import pack
     from unfreeze.data.store.examples import Example
 
-    starts = cast("list[int]", batch.starts_S.tolist())  # pyright: ignore[reportUnknownMemberType]
+    starts = ints(batch.starts_S)
     examples: list[Example] = []
     for start, (prompt, _), answer in zip(starts, prompts(batch), answers, strict=True):
         weight = float(batch.weights_T[start + len(prompt) - 1]) if answer else 0.0

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from unfreeze.core.errors import CheckpointError, ConfigError, DataError, printable
+from unfreeze.core.torch_types import from_numpy
 from unfreeze.teach.coding import Coding
 from unfreeze.teach.second import Beginning, Beside, Filled, Second
 from unfreeze.teach.vocabulary import Vocabulary, refuse_other, vocabulary
@@ -197,10 +198,10 @@ class StoreWriter:
         write_safetensors(
             self.folder / f"part-{self._number:05d}.safetensors",
             {
-                "keys": torch.from_numpy(keys.copy()),
+                "keys": from_numpy(keys.copy()),
                 "counts": torch.tensor([len(rows) for rows in self._rows]),
                 "checks": torch.tensor([zlib.crc32(rows.tobytes()) for rows in self._rows]),
-                "rows": torch.from_numpy(np.concatenate(self._rows)),
+                "rows": from_numpy(np.concatenate(self._rows)),
             },
         )
         self._keys, self._rows = [], []
@@ -292,7 +293,6 @@ class Stored(Second):
 
     def fill(self, batch: Batch, examples: Sequence[Example]) -> Batch:
         """The batch with what the teacher said at its supervised tokens; zeros at the others."""
-        import torch
 
         coding, parts = self.opened
         raw: list[np.ndarray] = []
@@ -304,7 +304,7 @@ class Stored(Second):
         said = coding.decode(np.concatenate(raw))
         rows_N, extras = batch.supervised(), dict(batch.extras)
         for name, values in zip((IDS, LOG_Q, REST), said, strict=True):
-            values_N = torch.from_numpy(values)
+            values_N = from_numpy(values)
             extras[name] = values_N.new_zeros((batch.num_tokens, *values_N.shape[1:]))
             extras[name][rows_N] = values_N
         return replace(batch, extras=extras)

@@ -66,17 +66,24 @@ class Asked(Second):
         self._meta: dict[torch.dtype, Decoder] = {}
         self._opened: tuple[ModelSource, Manifest] | None = None
 
-    def open(self, say: Callable[[str], None] | None = None) -> tuple[ModelSource, Manifest]:
-        """What the name stands for; a Hub id is downloaded. Raises UserError where it cannot be read."""
+    def open(self, say: Callable[[str], None] | None = None) -> None:
+        """Find what the name stands for; a Hub id is downloaded. Raises UserError where it cannot be read."""
+        self._opened = self._found(say)
+
+    @property
+    def opened(self) -> tuple[ModelSource, Manifest]:
+        """What the name stands for."""
+        self._opened = self._found()
+        return self._opened
+
+    def _found(self, say: Callable[[str], None] | None = None) -> tuple[ModelSource, Manifest]:
         from unfreeze.generate.source import open_source
 
-        if self._opened is None:
-            self._opened = open_source(self.name, say)
-        return self._opened
+        return open_source(self.name, say) if self._opened is None else self._opened
 
     def check(self, start: Manifest, tokenizer: Tokenizer) -> None:
         """Raise CheckpointError for another vocabulary, ConfigError for the model itself as a teacher."""
-        found, manifest = self.open()
+        found, manifest = self.opened
         self._start = start
         own = self._vocabulary(manifest)
         refuse_other(vocabulary(tokenizer), own, self.name)
@@ -110,7 +117,7 @@ class Asked(Second):
         from unfreeze.models import shape
         from unfreeze.report.run import decimal_bytes
 
-        found, manifest = self.open()
+        found, manifest = self.opened
         size = decimal_bytes(manifest.nbytes + adapter_bytes(found.adapter))
         kind = shape(manifest.config).model_type
         if self._on_the_same(start):
@@ -119,13 +126,13 @@ class Asked(Second):
 
     def _on_the_same(self, start: Manifest) -> bool:
         """Whether it is an adapter on the model's own base: where adapters train, one base serves both."""
-        found, manifest = self.open()
+        found, manifest = self.opened
         same = found.adapter is not None and manifest.path.resolve() == start.path.resolve()
         return same and self.shares
 
     def aside(self, beside: Beside) -> Aside:
         """What it takes, for the plan."""
-        found, manifest = self.open()
+        found, manifest = self.opened
         adds = {"more": adapter_bytes(found.adapter), "shared": self._on_the_same(beside.start)}
         return self._aside(manifest, beside, **adds)
 
@@ -155,7 +162,7 @@ class Asked(Second):
         """Load it, frozen, and give what is minimised; of an adapter on the model's own base, it alone."""
         if self._start is None or not self._on_the_same(self._start):
             return self._minimised(model, self._loaded(device, dtype))
-        adapter = self.open()[0].adapter
+        adapter = self.opened[0].adapter
         assert adapter is not None  # _on_the_same found one
         return self._minimised(model, model, own=True, adapters=adapters_of(model, adapter))
 
@@ -180,7 +187,7 @@ class Asked(Second):
         from unfreeze.generate.open import dtype_of, open_model
         from unfreeze.models.finite import bad_weight
 
-        found, manifest = self.open()
+        found, manifest = self.opened
         teacher = open_model(manifest, dtype_of(dtype), device, as_stored=True)
         if found.adapter is not None:
             load_adapter(teacher, found.adapter)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from unfreeze.core.errors import UserError
 
@@ -41,6 +41,16 @@ def parse_object(raw: bytes, what: str, error: type[UserError], *, next: str = D
     if not isinstance(value, dict):
         raise error(f"{what} holds a JSON {type(value).__name__}, not an object", next=next)
     return value
+
+
+def is_object(value: object) -> TypeGuard[dict[str, Any]]:
+    """True if a JSON value is an object, with str keys and values of any type."""
+    return isinstance(value, dict)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    """True if a JSON value is a list."""
+    return isinstance(value, list)
 
 
 def one_value_per_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

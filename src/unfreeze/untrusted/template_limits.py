@@ -40,6 +40,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     Call `begin` before each rendering.
     """
 
+    filters: dict[str, Any]  # jinja2 has no types for these
+    globals: dict[str, Any]
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def __init__(self, *args: Any, **settings: Any):

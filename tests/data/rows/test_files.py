@@ -18,7 +18,7 @@ TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
 
 
 def test_every_form_stands_in_the_one_list_of_them():
-    text = (Path(__file__).parents[3] / "docs" / "howto" / "data.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
     listed = text.partition("| given | read |")[2].partition("\n\n")[0]
     assert [ending for ending in (*FORMS, ".gz") if f"{ending}`" not in listed] == []
     assert ".docx`" not in listed  # control arm

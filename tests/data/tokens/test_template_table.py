@@ -1,7 +1,7 @@
 """Releases' own chat templates (../shared/data/tokens/templates, not kept here): what is taught, held against
 transformers' rendering.
 
-The table in docs/howto/data.md is made by benchmarks/templates.py; these tests hold it to the page, and each taught
+The table in docs/reference/data.md is made by benchmarks/templates.py; these tests hold it to the page, and each taught
 cell to the oracle.
 """
 
@@ -111,7 +111,7 @@ def prompts(name: str, case: str, turn: int) -> set[str]:
     return made
 
 
-PAGE = (ROOT / "docs" / "howto" / "data.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "data.md").read_text(encoding="utf-8")
 CELLS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in PAGE.partition(templates.BEGIN)[2].partition(templates.END)[0].splitlines()[2:]
@@ -128,7 +128,7 @@ TAUGHT = [
 
 def test_the_page_holds_the_table_that_the_script_makes():
     assert templates.BEGIN + templates.table(FOLDER) + templates.END in PAGE, (
-        "python benchmarks/templates.py FOLDER --write docs/howto/data.md"
+        "python benchmarks/templates.py FOLDER --write docs/reference/data.md"
     )
 
 

@@ -18,6 +18,7 @@ import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, DataError
+from unfreeze.core.torch_types import from_numpy
 from unfreeze.data.packing.answers import laid_out
 from unfreeze.data.packing.order import Order, Shuffled
 from unfreeze.data.packing.packers import PACKERS, Packing, PackingPlan
@@ -63,7 +64,7 @@ def pack(examples: Sequence[Example], extras: Mapping[str, Sequence[Sequence[flo
     targets = np.zeros(total, dtype=np.int64)
     weights = np.zeros(total, dtype=np.float32)
     compared["extras"] = {
-        name: torch.from_numpy(_shifted(name, values, lengths)) for name, values in (extras or {}).items()
+        name: from_numpy(_shifted(name, values, lengths)) for name, values in (extras or {}).items()
     }
     for example, start, length in zip(examples, starts, lengths, strict=True):
         if len(example.weights) != length:
@@ -72,11 +73,11 @@ def pack(examples: Sequence[Example], extras: Mapping[str, Sequence[Sequence[flo
         targets[start : start + length - 1] = example.tokens[1:]
         weights[start : start + length - 1] = example.weights[1:]
     return Batch(
-        tokens_T=torch.from_numpy(tokens),
-        targets_T=torch.from_numpy(targets),
-        weights_T=torch.from_numpy(weights),
-        positions_T=torch.from_numpy(np.arange(total) - np.repeat(starts, lengths)),
-        starts_S=torch.from_numpy(starts.astype(np.int64)),
+        tokens_T=from_numpy(tokens),
+        targets_T=from_numpy(targets),
+        weights_T=from_numpy(weights),
+        positions_T=from_numpy(np.arange(total) - np.repeat(starts, lengths)),
+        starts_S=from_numpy(starts.astype(np.int64)),
         **compared,
     )
 
@@ -133,7 +134,8 @@ class Batches:
         self.tokens_per_step, self.micro_batches, self._seed = tokens_per_step, micro_batches, seed
         self.packing: Packing = packing
         self.documents: list[list[Example]] = []
-        self.examples, self._fingerprint, self._made_of = Examples.of(()), "", ""  # until the first is open
+        self.examples: Examples = Examples.of(())  # until the first window is open
+        self._fingerprint = self._made_of = ""
         # what a cursor is compared with: its numbers mean the same place only under these
         self._identity = {
             **self._windows.identity,

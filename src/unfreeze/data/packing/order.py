@@ -61,7 +61,7 @@ class Mixed:
             )
         self._members = [np.flatnonzero(sources_N == file) for file in range(len(weights_F))]
         self._weights = list(weights_F)
-        self.identity = {"seed": seed, "data_weights": self._weights}
+        self.identity: dict[str, Any] = {"seed": seed, "data_weights": self._weights}
 
     def __call__(self, epoch: int) -> list[int]:
         seed = self.identity["seed"]

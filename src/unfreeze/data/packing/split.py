@@ -16,6 +16,7 @@ import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError
+from unfreeze.core.torch_types import from_numpy
 from unfreeze.data.packing.answers import order_of
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.store.examples import NO_CONTENT, Example, Examples
@@ -98,4 +99,4 @@ def _of_rows(group: Sequence[Example], rows_N: np.ndarray) -> Batch:
     ordered = rows_N[order_of(group)]
     numbers_S = batch.documents.get("example", torch.arange(len(group))).numpy()
     row_S = np.where(numbers_S < 0, -1, ordered[numbers_S])
-    return replace(batch, documents={**batch.documents, "row": torch.from_numpy(row_S)})
+    return replace(batch, documents={**batch.documents, "row": from_numpy(row_S)})

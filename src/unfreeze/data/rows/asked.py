@@ -12,6 +12,7 @@ from dataclasses import replace
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.row import Conversation
 from unfreeze.data.rows.shapes import Fields, row_from_dict
+from unfreeze.untrusted.json_object import is_list, is_object
 
 PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"))
 STAND_IN = "-"  # for the answer that is to come, and is cut off again
@@ -26,8 +27,8 @@ def asked_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | N
     there = {name: value for name, value in fields.items() if value is not None}
     for name, (who, answer) in LISTS.items():
         turns = there.get(name)
-        last = turns[-1] if isinstance(turns, list) and turns else None
-        if isinstance(turns, list) and isinstance(last, dict) and last.get(who) not in ("assistant", "gpt"):
+        last = turns[-1] if is_list(turns) and turns else None
+        if is_list(turns) and is_object(last) and last.get(who) not in ("assistant", "gpt"):
             there[name] = [*turns, answer]
     for asked, answered in PAIRS:
         if asked in there and answered not in there:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any, NoReturn, cast
 
 from unfreeze.core.errors import DataError
+from unfreeze.untrusted.json_object import is_list, is_object
 
 MAX_DEPTH = 200
 """Lists and objects within one another; a tool's schema has a dozen. Rendering and quoting a row takes two
@@ -14,7 +16,7 @@ frames of the stack a level."""
 
 
 def list_of(value: object, row: int, where: str, *, empty: bool = False) -> list[object]:
-    if not isinstance(value, list):
+    if not is_list(value):
         raise DataError(f"row {row}: field {where} is {json_type(value)}, expected a list")
     if not value and not empty:
         raise DataError(f"row {row}: field {where} is empty")
@@ -22,7 +24,7 @@ def list_of(value: object, row: int, where: str, *, empty: bool = False) -> list
 
 
 def object_of(value: object, row: int, where: str) -> dict[str, object]:
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise DataError(f"row {row}: field {where} is {json_type(value)}, expected an object")
     return value
 
@@ -51,7 +53,7 @@ def text_of(value: object, row: int, where: str, *, empty: bool = False) -> str:
 
 
 def json_type(value: object) -> str:
-    names = {
+    names: dict[type[Any], str] = {
         dict: "an object",
         list: "a list",
         str: "a text",
@@ -92,7 +94,7 @@ def deeper_than(value: object, most: int) -> bool:
         level = [
             item
             for node in level
-            for item in (node.values() if isinstance(node, dict) else node)
+            for item in cast("Iterable[Any]", node.values() if isinstance(node, dict) else node)
             if isinstance(item, dict | list)
         ]
         if not level:

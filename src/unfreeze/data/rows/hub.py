@@ -38,8 +38,8 @@ def hub_files(written: str, field: str) -> list[Path]:
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():
         raise DataError(f"{field} = {written!r}: there is no folder {name}", next=f"--{field} {HUB}FOLDER")
     try:
-        import datasets  # an extra, and 1 s
-        from datasets.exceptions import DatasetNotFoundError, DatasetsError
+        import datasets  # pyright: ignore[reportMissingTypeStubs]  # an extra, and 1 s
+        from datasets.exceptions import DatasetNotFoundError, DatasetsError  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
         raise DataError(
             f"{field} = {written!r} is read with the library datasets, which is not installed",

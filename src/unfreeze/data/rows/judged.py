@@ -34,6 +34,7 @@ from unfreeze.data.rows.shapes import (
     refuse_other_senses,
     with_input,
 )
+from unfreeze.untrusted.json_object import is_object
 
 LABEL_VALUES = {"true": True, "1": True, "1.0": True, "chosen": True} | {
     "false": False, "0": False, "0.0": False, "rejected": False
@@ -242,7 +243,7 @@ def _talk(asked: Sequence[Item], answer: object, row: int, name: str) -> list[It
                 next="write the list itself (jsonl, parquet), or in a csv as JSON",
             )
         return [*asked, (name, {"role": "assistant", "content": text_of(answer, row, name)})]
-    items = _items([answer] if isinstance(answer, dict) else answer, row, name)
+    items = _items([answer] if is_object(answer) else answer, row, name)
     if not asked or _role(items[0][1]) in ("assistant", "tool"):
         return [*asked, *items]
     before = [item for _, item in asked]
@@ -259,7 +260,7 @@ def _items(value: object, row: int, name: str) -> list[Item]:
     """Messages with their places; those of ShareGPT (from, value) under our names."""
     items: list[Item] = []
     for i, item in enumerate(list_of(value, row, name)):
-        if isinstance(item, dict) and "from" in item and "role" not in item:
+        if is_object(item) and "from" in item and "role" not in item:
             role = SHAREGPT_ROLES.get(str(item["from"]), str(item["from"]))
             item = {"role": role, "content": item.get("value")}
         items.append((f"{name}[{i}]", item))
@@ -290,8 +291,8 @@ def _transcript(text: str, row: int, name: str) -> list[Item]:
 
 
 def _role(item: object) -> str:
-    return str(item.get("role")) if isinstance(item, dict) else ""
+    return str(item.get("role")) if is_object(item) else ""
 
 
 def _said(item: object) -> str:
-    return str(item.get("content")).strip() if isinstance(item, dict) else ""
+    return str(item.get("content")).strip() if is_object(item) else ""

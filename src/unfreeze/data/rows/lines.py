@@ -20,6 +20,7 @@ from unfreeze.data.rows.columns import renamed
 from unfreeze.data.rows.fields import json_type, refuse_constant
 from unfreeze.data.rows.row import Build, RowPlace, Text
 from unfreeze.data.rows.shapes import row_from_dict
+from unfreeze.untrusted.json_object import is_object
 
 DOCUMENT_MARK = "<|endoftext|>"
 """A line that holds only this separates the documents of a .txt file (the TinyStories convention)."""
@@ -237,7 +238,7 @@ def json_object(raw: bytes, row: int) -> dict[str, Any]:
         RecursionError,
     ) as error:  # duplicate keys, NaN, numbers of thousands of digits, endless nesting
         raise DataError(f"row {row}: broken JSON: {str(error) or type(error).__name__}") from None
-    if not isinstance(value, dict):
+    if not is_object(value):
         raise DataError(f"row {row}: expected a JSON object, got {json_type(value)}")
     return value
 

@@ -12,6 +12,7 @@ from typing import TypeGuard
 from unfreeze.core.errors import DataError, near_word, nearest
 from unfreeze.data.rows.fields import half_surrogate, json_of, json_type, list_of, object_of, text_of
 from unfreeze.data.rows.row import REASONING_NAMES, Message, Tool
+from unfreeze.untrusted.json_object import is_list, is_object
 
 ROLES = ("system", "user", "assistant", "tool")
 ELSEWHERE = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
@@ -116,7 +117,7 @@ def _unknown_role(role: str, row: int, where: str) -> DataError:
 
 def _is_plain(item: object) -> TypeGuard[dict[str, str]]:
     """Whether it is a role and a text and nothing else, as most are: nothing is left to check."""
-    if not isinstance(item, dict) or len(item) != 2:
+    if not is_object(item) or len(item) != 2:
         return False
     content = item.get("content")
     if item.get("role") not in ROLES or type(content) is not str or not content.strip():
@@ -177,7 +178,7 @@ def _content(value: object, row: int, where: str, *, empty: bool) -> object:
 
     Other kinds of part are refused: there is no model here that sees them.
     """
-    if not isinstance(value, list):
+    if not is_list(value):
         return text_of(value, row, where, empty=empty)
     for i, item in enumerate(list_of(value, row, where, empty=empty)):
         part = object_of(item, row, f"{where}[{i}]")

@@ -23,6 +23,7 @@ from unfreeze.core.errors import DataError, near_word, nearest
 from unfreeze.data.rows.fields import MAX_DEPTH, deeper_than, json_of, list_of, object_of, text_of
 from unfreeze.data.rows.messages import carries_loss, message_of, tool_call_of, tools_of
 from unfreeze.data.rows.row import Answers, Conversation, Message, Row, Text, Tool
+from unfreeze.untrusted.json_object import is_list, is_object
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -138,8 +139,8 @@ def _refuse_within(fields: Fields, row: int) -> None:
             next="jq -c '{messages: .}' FILE > rows.jsonl (if a line is a list of messages)",
         )
     for name, value in fields.items():
-        first = value[0] if isinstance(value, list) and value else None
-        if not isinstance(first, dict):
+        first = value[0] if is_list(value) and value else None
+        if not is_object(first):
             continue
         for shape, keys in (("messages", {"role", "content"}), ("conversations", {"from", "value"})):
             if keys <= first.keys():
@@ -264,7 +265,7 @@ def _pair_row(first: str, second: str) -> Callable[[Fields, int, str], Row]:
 
     def build(fields: Fields, row: int, shape: str) -> Row:
         asked, taught = fields[first], fields[second]
-        if isinstance(asked, list) and isinstance(taught, list):
+        if is_list(asked) and is_list(taught):
             items = [(f"{first}[{i}]", item) for i, item in enumerate(asked)]
             items += [(f"{second}[{i}]", item) for i, item in enumerate(taught)]
             return conversation_of(items, fields, row, shape, prompt=len(asked))
@@ -320,8 +321,10 @@ SHAPES: dict[str, tuple[tuple[str, ...], Callable[[Fields, int, str], Row]]] = {
 
 NEEDED = frozenset(name for needed, _ in SHAPES.values() for name in needed)
 """Fields that make a shape."""
-BESIDE = "input system history tools functions chosen rejected label completions labels".split()
-BESIDE += [name for sense in SENSES for name in (sense, f"{sense}s")]
+BESIDE = [
+    *"input system history tools functions chosen rejected label completions labels".split(),
+    *(name for sense in SENSES for name in (sense, f"{sense}s")),
+]
 NAMES = (*sorted(NEEDED), *BESIDE)
 """Fields that are read."""
 
@@ -348,8 +351,7 @@ def _function_calls(value: str, row: int, where: str) -> list[Tool]:
     """ShareGPT's function_call: one {"name", "arguments"} or a list of them, as JSON text."""
     calls = json_of(value, row, f"{where} (function_call)")
     return [
-        tool_call_of(call, row, where)
-        for call in (list_of(calls, row, where) if isinstance(calls, list) else [calls])
+        tool_call_of(call, row, where) for call in (list_of(calls, row, where) if is_list(calls) else [calls])
     ]
 
 

@@ -10,8 +10,9 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, cast
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from unfreeze.data.rows.columns import refuse_missing_columns, renamed
 from unfreeze.data.rows.fields import json_of
 from unfreeze.data.rows.row import Build, RowPlace
 from unfreeze.data.rows.shapes import NAMES, check_names, row_from_dict
+from unfreeze.untrusted.json_object import is_list, is_object
 
 ROWS = 256
 """Rows of a Parquet file that are held as Python objects at a time."""
@@ -170,16 +172,30 @@ class _Counted:
             raise
 
 
+class _ParquetFile(Protocol):
+    """What is called of pyarrow's, which comes without types."""
+
+    @property
+    def schema_arrow(self) -> Any: ...
+    @property
+    def metadata(self) -> Any: ...
+    @property
+    def num_row_groups(self) -> int: ...
+    def iter_batches(self, batch_size: int, *, columns: list[str]) -> Iterator[Any]: ...
+    def read_row_group(self, i: int, columns: list[str]) -> Any: ...
+
+
 class Parquet:
     """A Parquet file, a page at a time; a row's number is its place in the file, from 1."""
 
     def __init__(self, path: Path, renames: Mapping[str, str]):
         pyarrow = needs_pyarrow(path)
-        from pyarrow import parquet
+        from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
 
         self.path = path
         with _readable(path, "Parquet"):
-            self._file = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+            file = parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+            self._file = cast("_ParquetFile", file)
             self._schema = self._file.schema_arrow
         self._keep = _kept(path, self._schema.names, renames)
         self._plain = _converters(pyarrow, self._schema)
@@ -253,13 +269,12 @@ class Arrow:
 def needs_pyarrow(path: Path) -> Any:
     """The library, or how to install it."""
     try:
-        import pyarrow  # an extra, and 0.2 s
-        import pyarrow.ipc
+        import_module("pyarrow.ipc")  # an extra, and 0.2 s
+        return import_module("pyarrow")
     except ImportError:
         raise DataError(
             f"{path.name}: {path.suffix} files are read with pyarrow, which is not installed", next=EXTRA
         ) from None
-    return pyarrow
 
 
 class _readable:
@@ -333,7 +348,7 @@ def _messages(value: object) -> list[Any] | None:
         found = json.loads(value)
     except ValueError:
         return None
-    same = isinstance(found, list) and all(isinstance(item, dict) and "role" in item for item in found)
+    same = is_list(found) and all(is_object(item) and "role" in item for item in found)
     return found if same else None
 
 
@@ -392,7 +407,11 @@ def _converter(pyarrow: Any, kind: Any) -> Callable[[Any], Any]:
     if getattr(kind, "extension_name", "") == "arrow.json":
         return lambda value: json.loads(value) if isinstance(value, str) else value
     # a date, a decimal, a duration: no row holds one
-    return lambda value: value if isinstance(value, str | bytes | int | float | dict) else str(value)
+    return _as_a_row_holds
+
+
+def _as_a_row_holds(value: Any) -> object:
+    return cast("object", value) if isinstance(value, str | bytes | int | float | dict) else str(value)
 
 
 def _lists(types: Any) -> list[Callable[[Any], bool]]:

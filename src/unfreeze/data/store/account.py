@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -59,12 +59,12 @@ class Stats:
     packing: str = ""
     efficiency: float | None = None
     reading: Reading = "memory"
-    listed: list[BadRow] = field(default_factory=list)
-    cuts: list[BadRow] = field(default_factory=list)
-    repeats: list[BadRow] = field(default_factory=list)
-    shapes: Counter[str] = field(default_factory=Counter)
-    files: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)
+    listed: list[BadRow] = field(default_factory=list[BadRow])
+    cuts: list[BadRow] = field(default_factory=list[BadRow])
+    repeats: list[BadRow] = field(default_factory=list[BadRow])
+    shapes: Counter[str] = field(default_factory=Counter[str])
+    files: Counter[str] = field(default_factory=Counter[str])
+    notes: Counter[str] = field(default_factory=Counter[str])
 
     @property
     def supervised_fraction(self) -> float:
@@ -192,7 +192,8 @@ class Account:
         repeated = duplicates(np.frombuffer(self._row_digests, dtype="V16")[order])
         stats.duplicates = len(repeated)
         for place, first in repeated[:ROWS_LISTED]:
-            (source, row), (first_source, first_row) = places[place].tolist(), places[first].tolist()
+            source, row = cast("tuple[int, int]", places[place].tolist())
+            first_source, first_row = cast("tuple[int, int]", places[first].tolist())
             where = f"row {first_row}" + (
                 f" of {self._paths[first_source].name}" if first_source != source else ""
             )

@@ -130,7 +130,7 @@ class OnDemand:
             pieces = self._encoder(self._files[source](RowPlace(row, offset, size))).examples
         except DataError:
             raise changed from None
-        checksum = self.columns.checksums[16 * index : 16 * index + 16]
+        checksum = bytes(self.columns.checksums[16 * index : 16 * index + 16])
         if piece >= len(pieces) or pieces[piece].checksum != checksum:
             raise changed
         return replace(pieces[piece], source=source)

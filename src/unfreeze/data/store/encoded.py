@@ -310,7 +310,7 @@ class _Mapped(Documents):
     def fetch(self, index: int) -> Example:
         """Document `index`. Raises DataError where its tokens are not those that were written."""
         example = super().fetch(index)
-        if example.checksum != self.columns.checksums[16 * index : 16 * index + 16]:
+        if example.checksum != bytes(self.columns.checksums[16 * index : 16 * index + 16]):
             shutil.rmtree(self._folder, ignore_errors=True)
             raise DataError(
                 f"{self._folder}: encoded row {example.row} is damaged on disk; the folder was removed",

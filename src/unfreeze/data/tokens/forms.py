@@ -17,6 +17,7 @@ from typing import Literal
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.row import REASONING_NAMES, JsonObject, Message, Tool
 from unfreeze.data.tokens.releases import Release, ThinkMarks
+from unfreeze.untrusted.json_object import is_list
 
 Reasoning = Literal["auto", "inline", "drop"]
 """auto: taught as the template or the release's marks write it, else refused; inline: `<think>…</think>`
@@ -39,7 +40,7 @@ class Prepared:
     messages: list[Message]
     tools: list[Tool] | None
     notes: tuple[str, ...] = ()
-    spelled: Mapping[int, ThinkMarks] = field(default_factory=dict)
+    spelled: Mapping[int, ThinkMarks] = field(default_factory=dict[int, ThinkMarks])
     written: list[Message] | None = None
 
 
@@ -79,7 +80,7 @@ def as_template_reads(
         else:
             written.append(turn)
         prepared.append(turn)
-    notes = []
+    notes: list[str] = []
     # ids in the release's own form, since the model will write them so
     left_in = cuts and spelled and reasoning != "drop"
     if release.call_id is not None and _rewrite_ids(prepared, release.call_id):
@@ -103,7 +104,7 @@ def _text(content: object) -> object:
 
     A template that only takes strings would write the list as Python does.
     """
-    return "".join(part["text"] for part in content) if isinstance(content, list) else content
+    return "".join(part["text"] for part in content) if is_list(content) else content
 
 
 def _taken_apart(message: Message) -> tuple[Message, ThinkMarks] | None:
@@ -148,7 +149,8 @@ def _rewrite_ids(messages: list[Message], form: Callable[[str, int], str]) -> bo
     for place, message in enumerate(messages):
         # calls: a new id each, remembered under the row's own
         if message.get("tool_calls"):
-            calls, waiting = [], []
+            calls: list[Tool] = []
+            waiting = []
             for call in message["tool_calls"]:
                 new = form(call["function"]["name"], index)
                 index += 1

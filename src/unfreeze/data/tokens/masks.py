@@ -151,10 +151,13 @@ def renderer(
 ) -> Renderer:
     """The tokenizer's chat template with its end tokens, quoting its special tokens in messages."""
 
+    def quote(value: V) -> V:
+        return quote_specials(value, tokenizer)
+
     return Renderer(
         tokenizer.chat,
         end_texts(tokenizer),
-        lambda value: quote_specials(value, tokenizer),
+        quote,
         turns=turns,
         reasoning=reasoning,
         supervise_all=supervise_all,
@@ -253,9 +256,11 @@ def quote_specials(value: V, tokenizer: Tokenizer) -> V:
         quoted = specials.sub(_quoted, value) if specials else value
         return cast(V, quoted)
     if isinstance(value, dict | Mapping):  # a dict is told sooner than a Mapping
-        return cast(V, {key: quote_specials(item, tokenizer) for key, item in value.items()})
+        fields = cast("Mapping[str, object]", value)
+        return cast(V, {key: quote_specials(item, tokenizer) for key, item in fields.items()})
     if isinstance(value, list | tuple):
-        return cast(V, [quote_specials(item, tokenizer) for item in value])
+        items = cast("Sequence[object]", value)
+        return cast(V, [quote_specials(item, tokenizer) for item in items])
     return value
 
 

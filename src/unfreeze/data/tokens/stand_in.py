@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from unfreeze.data.rows.row import REASONING_NAMES, Conversation, JsonObject, Message, Tool
+from unfreeze.untrusted.json_object import is_list
 
 RowShape = tuple[Any, ...]
 
@@ -69,7 +70,7 @@ class _Writing:
         made: Message = {}
         for field, value in message.items():
             if field in ("content", *REASONING_NAMES):
-                parts = "".join(part["text"] for part in value) if isinstance(value, list) else value
+                parts = "".join(part["text"] for part in value) if is_list(value) else value
                 made[field] = self._text(parts) if isinstance(parts, str) else value
             elif field == "tool_calls":
                 made[field] = [self._call(call) for call in value]
@@ -105,9 +106,10 @@ class _Writing:
 
     def _value(self, value: object) -> object:
         if isinstance(value, Mapping):
-            return {name: self._value(item) for name, item in value.items()}
+            fields = cast("Mapping[str, object]", value)
+            return {name: self._value(item) for name, item in fields.items()}
         if isinstance(value, list | tuple):
-            return [self._value(item) for item in value]
+            return [self._value(item) for item in cast("Sequence[object]", value)]
         if isinstance(value, str):
             return self._text(value)
         if isinstance(value, bool) or value is None:

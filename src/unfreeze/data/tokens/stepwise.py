@@ -162,7 +162,7 @@ def _only_known_uses(tree: nodes.Template, loop: nodes.For, names: frozenset[str
         if isinstance(node.target, nodes.Name) and _sequence(node.node, names) is not None:
             known.update((id(node.target), *_leaf(node.node)))
     for node in tree.find_all(nodes.Getitem):
-        first = isinstance(node.arg, nodes.Const) and node.arg.value == 0 and node.arg.value is not False
+        first = isinstance(node.arg, nodes.Const) and node.arg.value is not False and node.arg.value == 0
         if first and isinstance(node.node, nodes.Name):
             known.add(id(node.node))
     inside = {

@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from markupsafe import escape
 
@@ -79,10 +80,10 @@ def words_of(message: JsonObject, turn: int) -> Iterator[Word]:
 
 def _leaves(value: object, turn: int, field: str) -> Iterator[Word]:
     if isinstance(value, Mapping):
-        for key, item in value.items():
+        for key, item in cast("Mapping[str, object]", value).items():
             yield from _leaves(item, turn, f"{field}.{key}")
     elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
+        for i, item in enumerate(cast("Sequence[object]", value)):
             yield from _leaves(item, turn, f"{field}[{i}]")
     elif not isinstance(value, str) or value.strip():
         yield Word(turn, field, value)
@@ -221,9 +222,11 @@ class Marks:
 
     def _inside(self, value: object, turn: int, field: str) -> object:
         if isinstance(value, Mapping):
-            return {key: self._inside(item, turn, f"{field}.{key}") for key, item in value.items()}
+            fields = cast("Mapping[str, object]", value)
+            return {key: self._inside(item, turn, f"{field}.{key}") for key, item in fields.items()}
         if isinstance(value, list | tuple):
-            return [self._inside(item, turn, f"{field}[{i}]") for i, item in enumerate(value)]
+            items = cast("Sequence[object]", value)
+            return [self._inside(item, turn, f"{field}[{i}]") for i, item in enumerate(items)]
         return self._mark(value, Word(turn, field, value)) if isinstance(value, str) else value
 
     def _mark(self, text: str, word: Word) -> str:

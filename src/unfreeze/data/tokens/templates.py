@@ -191,7 +191,8 @@ class ChatTemplate:
 
         None where that is not known: it tells more than the day, by the clock.
         """
-        now, told = self.now or datetime.now(), []
+        now = self.now or datetime.now()
+        told: list[tuple[str, str]] = []
         for formats in self._formats:
             if formats is None or (self.now is None and not all(map(_DAY.fullmatch, formats))):
                 return None if self.now is None else repr(self.now)

@@ -161,7 +161,7 @@ class TiktokenBackend:
         return found
 
     def decode(self, ids: Sequence[int], *, skip_specials: bool) -> str:
-        return b"".join(map(self._bytes, self._kept(ids, skip_specials))).decode("utf-8", errors="replace")
+        return b"".join(map(self.bytes_of, self._kept(ids, skip_specials))).decode("utf-8", errors="replace")
 
     def stream(self, *, skip_specials: bool) -> TiktokenStream:
         return TiktokenStream(self, skip_specials)
@@ -173,12 +173,12 @@ class TiktokenBackend:
         )
 
     def token_text(self, id: int) -> str:
-        return self._bytes(id).decode("utf-8", errors="replace")
+        return self.bytes_of(id).decode("utf-8", errors="replace")
 
     def _kept(self, ids: Sequence[int], skip_specials: bool) -> Sequence[int]:
         return [id for id in ids if id not in self.special_ids] if skip_specials else ids
 
-    def _bytes(self, id: int) -> bytes:
+    def bytes_of(self, id: int) -> bytes:
         return self._encoding.decode_single_token_bytes(id)
 
 
@@ -205,7 +205,7 @@ class TiktokenStream:
     def push(self, id: int) -> str:
         if self._skip and id in self._backend.special_ids:
             return ""
-        return self._utf8.decode(self._backend._bytes(id))
+        return self._utf8.decode(self._backend.bytes_of(id))
 
     def finish(self) -> str:
         """What is left when the text ends inside a character (U+FFFD), else ""."""

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from unfreeze.core.errors import CheckpointError, DataError
 from unfreeze.data.tokens.templates import ChatTemplate, plain_template
 from unfreeze.data.tokens.tiktoken_bpe import TiktokenBackend
 from unfreeze.data.tokens.tokenizer_json import TokenizerJson
-from unfreeze.untrusted.json_object import read_object
+from unfreeze.untrusted.json_object import is_list, is_object, read_object
 
 TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -207,7 +207,7 @@ def load_tokenizer(
     config = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json")
     inner = config.get("text_config")
-    text_config = inner if isinstance(inner, dict) else config
+    text_config = inner if is_object(inner) else config
     added = _added_tokens(settings)
     if (folder / "tokenizer.json").is_file():
         backend = TokenizerJson(folder / "tokenizer.json", added)
@@ -346,13 +346,13 @@ def _encodable(text: str) -> str:
 def _token_text(value: object) -> str | None:
     """A special token is written as its text or as {"content": text, …}."""
     if isinstance(value, Mapping):
-        value = value.get("content")
+        value = cast("Mapping[str, object]", value).get("content")
     return _encodable(value) if isinstance(value, str) and value else None
 
 
 def _additional(settings: Mapping[str, object]) -> dict[str, object]:
-    items = settings.get("additional_special_tokens") or []
-    if not isinstance(items, list):
+    items: object = settings.get("additional_special_tokens") or list[object]()
+    if not is_list(items):
         raise CheckpointError(
             "tokenizer_config.json: additional_special_tokens is not a list", next=PUBLISHED
         )
@@ -384,7 +384,7 @@ def _vocab_size(config: Mapping[str, object]) -> int:
 def _as_ids(config: Mapping[str, object], field: str, file: str) -> list[int]:
     """An id field that may be absent, null, a number or a list of numbers."""
     value = config.get(field)
-    values = value if isinstance(value, list) else [] if value is None else [value]
+    values: list[object] = value if is_list(value) else [] if value is None else [value]
     ids = [id for id in values if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
     if len(ids) < len(values):
         raise CheckpointError(f"{file}: {field} is {value!r}, expected an id or a list of ids")
@@ -415,11 +415,11 @@ def _template(
         source = own.get("chat_template")
     if source is None:
         return None
-    if isinstance(source, list) and all(isinstance(item, dict) for item in source):
+    if is_list(source) and all(is_object(item) for item in source):
         source = {item.get("name"): item.get("template") for item in source}
     if isinstance(source, str):
         source = {"default": source}
-    if not isinstance(source, dict) or not isinstance(source.get("default"), str):
+    if not is_object(source) or not isinstance(source.get("default"), str):
         raise CheckpointError(
             "chat_template is neither a text nor a list of named templates with one called 'default'"
         )

@@ -59,7 +59,8 @@ class TokenizerJson:
             text, special = added[id]
             if id in present or self._backend.token_to_id(text) == id:
                 continue
-            self._backend.add_tokens([tokenizers.AddedToken(text, special=special, normalized=False)])
+            token = tokenizers.AddedToken(text, special=special, normalized=False)
+            self._backend.add_tokens([token])  # pyright: ignore[reportUnknownMemberType]
             if self._backend.token_to_id(text) != id:
                 raise CheckpointError(
                     f"tokenizer_config.json gives {text!r} the id {id}, tokenizer.json makes it"

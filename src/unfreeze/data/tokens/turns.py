@@ -42,6 +42,7 @@ from unfreeze.data.tokens.taught import (
 )
 from unfreeze.data.tokens.templates import ChatTemplate, TemplateRefusal
 from unfreeze.data.tokens.think import USUAL_MARKS, ThinkBlock, common_length, parting
+from unfreeze.untrusted.json_object import is_object
 
 Turns = Literal["auto", "whole", "each", "last"]
 """auto: whole where the template is stable, else each. whole: one example per row. each: one per supervised
@@ -270,7 +271,7 @@ class Renderer:
                 f"the {{% generation %}} marks of the chat template made {len(marked)} spans for"
                 f" {len(speakers)} turns of the assistant"
             )
-        spans = []
+        spans: list[tuple[int, int, int]] = []
         for (start, end), turn in zip(marked, speakers, strict=True):
             following = next((text for text in self.ends if full.startswith(text, end)), "")
             closed = (
@@ -350,7 +351,7 @@ class Renderer:
         names = [
             name
             for tool in row.tools or ()
-            if isinstance(name := (tool.get("function") or {}).get("name"), str)
+            if is_object(function := tool.get("function")) and isinstance(name := function.get("name"), str)
         ]
         if names and names[0] not in samples[0][0].text:
             notes.append("tools are left out by this chat template")
@@ -390,7 +391,7 @@ class Renderer:
         )
 
     def _notes(self, samples: list[Sample], row: Conversation) -> list[str]:
-        notes = []
+        notes: list[str] = []
         if len(samples) > 1 and self.turns == "auto":
             notes.append("one example per turn of the assistant, as the chat template rewrites earlier turns")
         said = [segment.text for sample in samples for segment in sample if segment.supervised]

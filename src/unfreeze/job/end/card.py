@@ -34,16 +34,7 @@ PEFT = """Training further in peft makes another model: gate and up of a routed 
 peft also trains the zeros beside their blocks. `unfreeze sft --adapter FOLDER` continues this
 adapter exactly.
 """
-USE = """## Use
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{base}")
-model = PeftModel.from_pretrained(model, "FOLDER_OR_ID_OF_THIS_ADAPTER")
-```
-"""
+ADAPTER = "FOLDER_OR_ID_OF_THIS_ADAPTER"
 
 
 def write_beside(
@@ -70,7 +61,15 @@ def write_beside(
         if (manifest.path / name).is_file():
             write_file(folder / name, inside(manifest.path / name).read_bytes())
     has_experts = any(".experts." in name for name in manifest.tensors)
-    text = card(base, manifest.path, run, has_experts=has_experts, reader=reader, base_id=base_id)
+    text = card(
+        base,
+        manifest.path,
+        run,
+        has_experts=has_experts,
+        reader=reader,
+        base_id=base_id,
+        model_type=str(manifest.config.get("model_type")),
+    )
     if folder.name == BEST:
         text += (
             "This adapter is the step with the lowest held-out loss. The figures above are for the"
@@ -115,6 +114,7 @@ def card(
     has_experts: bool,
     reader: str = "peft",
     base_id: str = "",
+    model_type: str = "",
 ) -> str:
     """Text of README.md. It shows how to load the adapter in peft, not in other readers."""
     identity = base_id or hub_id(base)
@@ -130,9 +130,29 @@ def card(
         lines += _of_run(run)
     if reader != "peft":
         return "\n".join([*lines, f"The files have the layout of {reader}.", ""])
-    lines += [USE.format(base=name)]
+    lines += usage(name, model_type, adapter=ADAPTER)
     lines += [PEFT] if has_experts else []
     return "\n".join(lines)
+
+
+def usage(base: str, model_type: str, *, adapter: str = "") -> list[str]:
+    """Section of a card on loading `base` in transformers, with an adapter in peft.
+
+    transformers knows kimi_k2 only as DeepSeek-V3 and refuses the name.
+    """
+    load = [f'model = AutoModelForCausalLM.from_pretrained("{base}")']
+    names = "AutoModelForCausalLM"
+    if model_type == "kimi_k2":
+        names = "DeepseekV3Config, DeepseekV3ForCausalLM"
+        load = [
+            f'config = DeepseekV3Config.from_pretrained("{base}")',
+            'config.model_type = "deepseek_v3"  # transformers does not know kimi_k2',
+            f'model = DeepseekV3ForCausalLM.from_pretrained("{base}", config=config)',
+        ]
+    lines = ["## Use", "", "```python", *(["from peft import PeftModel"] if adapter else [])]
+    lines += [f"from transformers import {names}", "", *load]
+    lines += [f'model = PeftModel.from_pretrained(model, "{adapter}")'] if adapter else []
+    return [*lines, "```", ""]
 
 
 def _of_run(folder: Path) -> Iterator[str]:

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.rows import Rows
+from unfreeze.core.torch_types import buffers_of, parameters_of
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
@@ -102,7 +103,7 @@ class RowsDispatch:
             return self._home(ids_TK)
 
         home: Home = find() if once is None else once(find)
-        rows_ND, weights_N1 = _There.apply(x_TD, weights_TK, home)
+        rows_ND, weights_N1 = cast("tuple[Tensor, Tensor]", _There.apply(x_TD, weights_TK, home))
         if home.ids_N1.numel():
             y_ND = experts.here(rows_ND, home.ids_N1, weights_N1, reuse)
         else:
@@ -123,7 +124,7 @@ class RowsDispatch:
         sizes = [len(rows) for rows in self.parts]
         arriving_pe = self.group.exchange(counts_E, sizes, [own] * len(sizes)).view(len(sizes), own)
         leaving_p = torch.stack([part.sum() for part in counts_E.split(sizes)])
-        send, receive = torch.stack([leaving_p, arriving_pe.sum(1)]).tolist()
+        send, receive = cast("list[list[int]]", torch.stack([leaving_p, arriving_pe.sum(1)]).tolist())
         local_e = torch.arange(own, device=device).repeat(len(sizes))
         ids_N = local_e.repeat_interleave(arriving_pe.flatten(), output_size=sum(receive))
         token_n = torch.div(order_n, ids_TK.shape[1], rounding_mode="floor")
@@ -141,8 +142,9 @@ class _There(torch.autograd.Function):
         return home.there(x_TD.index_select(0, home.token_n)), home.there(weights_n1)
 
     @staticmethod
-    def backward(ctx: Any, drows_ND: Tensor, dweights_N1: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         home: Home = ctx.home
+        drows_ND, dweights_N1 = gradients
         need_x, need_weights = ctx.needs_input_grad[:2]
         dx_TD = home.combine(home.back(drows_ND)) if need_x else None
         dweights_TK = None
@@ -165,8 +167,9 @@ class _Back(torch.autograd.Function):
         return home.combine(home.back(y_ND))
 
     @staticmethod
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         home: Home = ctx.home
+        (dy_TD,) = gradients
         return home.there(dy_TD.index_select(0, home.token_n)), None, None
 
 
@@ -203,13 +206,13 @@ def split_experts(model: Decoder, mesh: Mesh) -> None:
             )
         experts.dispatch = RowsDispatch(mesh.experts, parts)
         for module in experts.modules():
-            for name, tensor in list(module._parameters.items()):
+            for name, tensor in list(parameters_of(module).items()):
                 if tensor is not None:
                     part = _part(tensor.detach(), mesh.rows)
-                    module._parameters[name] = nn.Parameter(part, requires_grad=tensor.requires_grad)
-            for name, buffer in list(module._buffers.items()):
+                    parameters_of(module)[name] = nn.Parameter(part, requires_grad=tensor.requires_grad)
+            for name, buffer in list(buffers_of(module).items()):
                 if buffer is not None:
-                    module._buffers[name] = _part(buffer, mesh.rows)
+                    buffers_of(module)[name] = _part(buffer, mesh.rows)
 
 
 def _part(tensor: Tensor, rows: Rows) -> Tensor:

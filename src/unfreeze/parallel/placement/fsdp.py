@@ -31,6 +31,7 @@ from unfreeze.checkpoint.resolve import Params, Placement
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.process import give_back_freed
 from unfreeze.core.rows import Rows, here
+from unfreeze.core.torch_types import buffers_of, parameters_of
 from unfreeze.kernels.loops.numba_options import lend_memory
 from unfreeze.models import Decoder
 from unfreeze.parallel.placement.owned import Owned, Shared, cut_placement, divide, spans_of
@@ -87,9 +88,9 @@ class Sharded:
     def zero_buffers(self, device: torch.device | str) -> None:
         """Zeros in place of buffers on "meta", for a model that begins with random weights."""
         for module in self.model.modules():
-            for name, old in module._buffers.items():
+            for name, old in buffers_of(module).items():
                 if old is not None and old.is_meta:
-                    module._buffers[name] = torch.zeros_like(old, device=device)
+                    buffers_of(module)[name] = torch.zeros_like(old, device=device)
 
     def round_(self) -> int:
         """Round what was read to the computation's dtype, as on one process. -> how many weights changed."""
@@ -200,15 +201,26 @@ def _materialise(model: Decoder, device: torch.device) -> None:
 
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, old in module._parameters.items():
+        for name, old in parameters_of(module).items():
             if old is None:
                 continue
             if id(old) not in made:
                 assert isinstance(old, DTensor)
                 local = torch.zeros(old.to_local().shape, dtype=old.dtype, device=device)
-                whole = {"run_check": False, "shape": old.shape, "stride": old.stride()}
                 made[id(old)] = nn.Parameter(
-                    DTensor.from_local(local, old.device_mesh, old.placements, **whole)
+                    DTensor.from_local(
+                        local,
+                        old.device_mesh,
+                        old.placements,
+                        run_check=False,
+                        shape=old.shape,
+                        stride=old.stride(),
+                    )
                 )
-            module._parameters[name] = made[id(old)]
-    model._apply(lambda tensor: tensor)  # fully_shard looks at its parameters again, and pads them
+            parameters_of(module)[name] = made[id(old)]
+    # fully_shard looks at its parameters again, and pads them; it listens to this call, which is torch's own
+    model._apply(_unchanged)  # pyright: ignore[reportPrivateUsage]
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor

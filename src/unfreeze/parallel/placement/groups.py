@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from unfreeze.core.rows import Rows
+from unfreeze.core.torch_types import buffers_of, ints, named_modules, parameters_of, split
 from unfreeze.kernels.expert_mlp import SWIGLU, ExpertFactors
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.models.blocks.experts import Experts
@@ -67,15 +68,16 @@ def part_of(experts: Experts, rows: Rows, tensors: dict[str, Tensor]) -> Experts
         device="meta",
         activation=experts.activation,
     )
-    for name, module in part.named_modules():
+    for name, module in named_modules(part):
         theirs = experts.get_submodule(name)
-        for leaf in [*module._parameters, *module._buffers]:
+        parameters, buffers = parameters_of(module), buffers_of(module)
+        for leaf in [*parameters, *buffers]:
             full = f"{name}.{leaf}" if name else leaf
             held = tensors[full] if full in tensors else getattr(theirs, leaf).detach()[rows.slice]
-            if leaf in module._parameters:
-                module._parameters[leaf] = nn.Parameter(held, requires_grad=False)
+            if leaf in parameters:
+                parameters[leaf] = nn.Parameter(held, requires_grad=False)
             else:
-                module._buffers[leaf] = held
+                buffers[leaf] = held
     part.impl = experts.impl
     return part
 
@@ -146,7 +148,7 @@ class _Call:
         adapter = self.experts.adapter
         given = ExpertFactors() if adapter is None else adapter.factors()
         cuts = torch.tensor([rows.first for rows, _ in self.groups.parts], device=ids_n1.device)
-        ends = [*torch.searchsorted(ids_n1[:, 0], cuts).tolist(), len(ids_n1)]
+        ends = [*ints(torch.searchsorted(ids_n1[:, 0], cuts)), len(ids_n1)]
         spans = [slice(a, b) for a, b in pairwise(ends)]
         # of each group, what its op keeps for backward; with `reuse` the layer's second visit finds it again
         kept: list[Saved] = []
@@ -181,7 +183,7 @@ class _Run:
         # does follows from all rows, so that the bits are those of all experts at once.
         if not self.codes:
             return part.product(x_nD, ids_n1, weights_n1, _computed)
-        few = (each.split(FEW) for each in (x_nD, ids_n1, weights_n1))
+        few = (split(each, FEW) for each in (x_nD, ids_n1, weights_n1))
         return torch.cat([part.product(*given) for given in zip(*few, strict=True)])
 
 
@@ -198,7 +200,7 @@ def _multiplies_codes(part: Experts, ids_n1: Tensor) -> bool:
         return False
     from unfreeze.kernels.expert_mlp.decode_cpu import reads
 
-    return reads(len(ids_n1), len(ids_n1.unique()), gate_up, down)
+    return reads(len(ids_n1), len(cast("Tensor", ids_n1.unique())), gate_up, down)
 
 
 class _InGroups(torch.autograd.Function):
@@ -219,8 +221,9 @@ class _InGroups(torch.autograd.Function):
         return y_nD
 
     @staticmethod
-    def backward(ctx: Any, dy_nD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
+        (dy_nD,) = dy
         x_nD, weights_n1, *factors = ctx.saved_tensors
         need_x, need_weights, _, *need = ctx.needs_input_grad
         dx_nD, dweights_n1 = torch.empty_like(x_nD), torch.empty_like(weights_n1)

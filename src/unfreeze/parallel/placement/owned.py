@@ -24,6 +24,7 @@ from unfreeze.checkpoint.stream import LoadStats, Progress, stream
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError, UserError
 from unfreeze.core.rows import Rows
+from unfreeze.core.torch_types import split
 from unfreeze.parallel.processes.collectives import BUCKET, Group
 from unfreeze.parallel.processes.mesh import Mesh
 
@@ -50,8 +51,8 @@ class Owned:
     """
 
     mine: list[Placement]
-    shared: list[Shared] = field(default_factory=list)
-    bytes_by_rank: list[int] = field(default_factory=list)
+    shared: list[Shared] = field(default_factory=list[Shared])
+    bytes_by_rank: list[int] = field(default_factory=list[int])
     expanded_bytes: int = 0
 
 
@@ -264,7 +265,7 @@ def give(shared: Shared, tensors: Mapping[str, Tensor]) -> None:
             together = torch.cat(bucket)
             shared.group.broadcast(together, source)
             if source != shared.group.rank:
-                for part, value in zip(bucket, together.split([len(b) for b in bucket]), strict=True):
+                for part, value in zip(bucket, split(together, [len(b) for b in bucket]), strict=True):
                     part.copy_(value)
 
 

@@ -19,6 +19,7 @@ from unfreeze.checkpoint.manifest import Manifest
 from unfreeze.checkpoint.resolve import Params, Placement, resolve
 from unfreeze.checkpoint.stream import LoadStats
 from unfreeze.core.errors import CheckpointError
+from unfreeze.core.torch_types import buffers_of, parameters_of
 from unfreeze.models import Decoder
 from unfreeze.parallel.placement.dispatch import split_experts
 from unfreeze.parallel.placement.owned import fill_owned, held_here, owned
@@ -209,11 +210,11 @@ def _hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device
     """
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, old in list(module._parameters.items()):
+        for name, old in list(parameters_of(module).items()):
             if old is not None and id(old) in new:
                 if id(old) not in parameters:
                     parameters[id(old)] = nn.Parameter(new[id(old)], requires_grad=old.requires_grad)
-                module._parameters[name] = parameters[id(old)]
+                parameters_of(module)[name] = parameters[id(old)]
             elif old is not None:
                 old.data = old.data.to(device)
     _hand_over_buffers(model, new, device)
@@ -221,9 +222,9 @@ def _hand_over(model: nn.Module, new: Mapping[int, Tensor], device: torch.device
 
 def _hand_over_buffers(model: nn.Module, new: Mapping[int, Tensor], device: torch.device | str) -> None:
     for module in model.modules():
-        for name, old in list(module._buffers.items()):
+        for name, old in list(buffers_of(module).items()):
             if old is not None:
-                module._buffers[name] = new[id(old)] if id(old) in new else old.to(device)
+                buffers_of(module)[name] = new[id(old)] if id(old) in new else old.to(device)
 
 
 def _check_materialised(model: nn.Module) -> None:

@@ -33,6 +33,7 @@ from unfreeze.checkpoint.stream import stream
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.process import give_back_freed
 from unfreeze.core.rows import Rows
+from unfreeze.core.torch_types import named_modules
 from unfreeze.core.units import format_bytes
 from unfreeze.models.blocks.experts import Experts, ExpertWeight
 from unfreeze.models.blocks.moe import NormedMoE
@@ -86,7 +87,7 @@ def streamed_names(layer: nn.Module, name: str) -> list[str]:
     """Names of a layer's tensors that stream: weights of its routed experts, without biases and adapters."""
     return [
         f"{name}.{inner}.{leaf}"
-        for inner, experts in layer.named_modules()
+        for inner, experts in named_modules(layer)
         if isinstance(experts, Experts)
         for projection, weight in experts.named_children()
         if isinstance(weight, ExpertWeight)
@@ -360,7 +361,7 @@ class Streaming:
         self, place: str, layer: nn.Module, units: Sequence[Unit], views: Sequence[Mapping[str, Tensor]]
     ) -> None:
         """Let the layer's experts go through its rows group by group."""
-        inner, experts = next((name, m) for name, m in layer.named_modules() if isinstance(m, Experts))
+        inner, experts = next((name, m) for name, m in named_modules(layer) if isinstance(m, Experts))
         reads = come_whole([layer])
         if reads or experts.dispatch is not None:
             why = "a norm reads what its experts made" if reads else "place.split divides its experts"
@@ -394,7 +395,7 @@ class Streaming:
 
 def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, layer) of a decoder's layers in their order."""
-    name, layers = next((name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    name, layers = next((name, m) for name, m in named_modules(model) if isinstance(m, nn.ModuleList))
     return [(f"{name}.{index}", layer) for index, layer in enumerate(layers)]
 
 

@@ -231,7 +231,7 @@ def _changed(fleet: Fleet, asked: PlanRequest, changes: Mapping[str, Any]) -> tu
 
 def _words_of(fleet: Fleet, asked: PlanRequest, changes: Mapping[str, Any]) -> str:
     """'--lora.rank 4 --tokens-per-step 512': what differs from what was asked."""
-    words = []
+    words: list[str] = []
     if changes["rank"] != asked.work.rank:
         words.append(f"--lora.rank {changes['rank']}")
     if changes["moments"] != asked.work.optimizer_moments:

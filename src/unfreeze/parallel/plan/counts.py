@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from unfreeze.core.torch_types import named_modules
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
@@ -86,7 +87,7 @@ def counts(model: Decoder) -> Counts:
         packed=any(m.gate_up_proj.codec is not None for m in model.modules() if isinstance(m, Experts)),
         dense=sum(
             m.in_features * m.out_features
-            for name, m in model.named_modules()
+            for name, m in named_modules(model)
             if isinstance(m, Linear) and name != "lm_head"
         ),
         router=sum(p.numel() for name, p in model.named_parameters() if group_of(name) == "router"),

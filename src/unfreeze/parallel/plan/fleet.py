@@ -81,8 +81,8 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
     if name.lower() not in names:
         raise ConfigError(
             f"hardware: no facts of a device {name[:60]!r}{nearest(name, known)}; known: {', '.join(known)}",
-            next=f"write [{name[:20]}] with {', '.join(DeviceFacts.model_fields)} of its data sheet into a"
-            " file, and give --machines FILE",
+            next="a computer without a GPU is cpu:24GB; for another GPU write"
+            f" [{name[:20]}] with {', '.join(DeviceFacts.model_fields)} into a file: --machines FILE",
         )
     if count is not None and (len(count) > 9 or not 1 <= int(count) <= MOST_DEVICES):
         raise ConfigError(

@@ -17,16 +17,17 @@ which all of this does nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.core.torch_types import ints, split
 from unfreeze.core.torchrun import started
 from unfreeze.parallel.processes.roll import Roll, Told, coming, has_agent, store_at
 
@@ -173,6 +174,37 @@ class Alone:
 ALONE = Alone()
 
 
+class _Gather(Protocol):
+    def __call__(
+        self, whole: Tensor, part: Tensor, /, *, group: dist.ProcessGroup | None, async_op: bool
+    ) -> dist.Work | None: ...
+
+
+class _Exchanges(Protocol):
+    """What is called of torch.distributed and has no types there."""
+
+    @property
+    def all_gather_into_tensor(self) -> _Gather: ...
+    def new_group(self, ranks: list[int], timeout: timedelta) -> object: ...
+    def all_reduce(
+        self, tensor: Tensor, op: dist.ReduceOp.RedOpType = ..., group: dist.ProcessGroup | None = None
+    ) -> object: ...
+    def all_gather(
+        self, tensor_list: list[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None
+    ) -> object: ...
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        group: dist.ProcessGroup | None = None,
+    ) -> object: ...
+
+
+_exchanges: _Exchanges = dist
+
+
 class Processes:
     """The processes that torch.distributed knows, or some of them.
 
@@ -191,7 +223,7 @@ class Processes:
 
     def among(self, ranks: Sequence[int]) -> Processes | None:
         """The group of these of all processes; None in the others. All call it, in the same order."""
-        made = dist.new_group(list(ranks), timeout=TIMEOUT)
+        made = _exchanges.new_group(list(ranks), timeout=TIMEOUT)
         return Processes(self._device, made) if isinstance(made, dist.ProcessGroup) else None
 
     def share(self, items: Sequence[Item]) -> list[Item]:
@@ -205,16 +237,16 @@ class Processes:
         """Sum bucket by bucket (`buckets`), in the order given: every process makes the same calls."""
         for bucket in buckets(tensors):
             if len(bucket) == 1 and bucket[0].is_contiguous():
-                dist.all_reduce(bucket[0], group=self._group)
+                _exchanges.all_reduce(bucket[0], group=self._group)
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            dist.all_reduce(flat, group=self._group)
-            for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            _exchanges.all_reduce(flat, group=self._group)
+            for tensor, part in zip(bucket, split(flat, [tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
     def any(self, value: bool) -> bool:
         flag = torch.tensor([int(value)], device=self._device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        _exchanges.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
     def on_rank0(self, action: Callable[[], Item]) -> Item | None:
@@ -247,13 +279,13 @@ class Processes:
         data = text.encode()
         length = torch.tensor([len(data)], device=self._device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length, group=self._group)
+        _exchanges.all_gather(lengths, length, group=self._group)
         room = max(1, *(int(n.item()) for n in lengths))
         padded = torch.zeros(room, dtype=torch.uint8, device=self._device)
         padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         every = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(every, padded, group=self._group)
-        return [bytes(t[: int(n.item())].tolist()).decode() for t, n in zip(every, lengths, strict=True)]
+        _exchanges.all_gather(every, padded, group=self._group)
+        return [bytes(ints(t[: int(n.item())])).decode() for t, n in zip(every, lengths, strict=True)]
 
     def of_first(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
@@ -268,9 +300,9 @@ class Processes:
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         low = torch.stack([fingerprint(tensor).to(self._device) for tensor in tensors.values()])
         high = low.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
-        dist.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
-        different = low.ne(high).nonzero().flatten().tolist()
+        _exchanges.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
+        _exchanges.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
+        different = ints(low.ne(high).nonzero().flatten())
         if different:
             raise UserError(
                 f"the {self.size} processes hold different values: {len(different)} of {len(tensors)} tensors"
@@ -281,7 +313,9 @@ class Processes:
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """With uneven splits; gloo knows int64, float32 and bfloat16 here."""
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=self._group)
+        _exchanges.all_to_all_single(
+            received, rows.contiguous(), list(receive), list(send), group=self._group
+        )
         return received
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -290,9 +324,9 @@ class Processes:
         dist.broadcast(flat, group=self._group, group_src=source)
 
     def gather(self, whole: Tensor, part: Tensor) -> Callable[[], object]:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work: Any = gather(whole, part, group=self._group, async_op=True)
-        return work.wait
+        gather: _Gather = getattr(dist, "all_gather_single", None) or _exchanges.all_gather_into_tensor
+        work = gather(whole, part, group=self._group, async_op=True)
+        return cast("dist.Work", work).wait  # None is for processes outside of the group
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -325,7 +359,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def open_group(device: torch.device) -> Iterator[Group]:
+def open_group(device: torch.device) -> Generator[Group]:
     """The group that torchrun set up, or ALONE. gloo on CPU, nccl on CUDA.
 
     torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in the environment. A process that is lost within is told
@@ -363,7 +397,8 @@ def _met() -> tuple[dist.Store, int, int]:
     at = f"{said.get('MASTER_ADDR')}:{said.get('MASTER_PORT')}"
     try:
         if has_agent():
-            store, rank, size = next(iter(dist.rendezvous("env://", timeout=coming())))
+            met = dist.rendezvous("env://", timeout=coming())  # pyright: ignore[reportUnknownMemberType]
+            store, rank, size = next(iter(met))
         else:
             for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
                 if not said.get(name):
@@ -398,7 +433,10 @@ def _attempt(store: dist.Store, rank: int) -> int:
 
 def local_device(device: torch.device) -> torch.device:
     """cuda -> cuda:LOCAL_RANK under torchrun, so that each process has a GPU of its own."""
-    local = os.environ.get("LOCAL_RANK")
-    if local is None or device.type != "cuda" or device.index is not None:
+    local, index = (
+        os.environ.get("LOCAL_RANK"),
+        cast("int | None", device.index),
+    )  # torch's types leave out None
+    if local is None or device.type != "cuda" or index is not None:
         return device
     return torch.device("cuda", int(local))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsInt, cast
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class HostLane:
         pass
 
     @contextmanager
-    def copying(self, after: float) -> Iterator[None]:
+    def copying(self, after: float) -> Generator[None]:
         yield
 
     def settle(self) -> None:
@@ -97,7 +97,7 @@ class CudaLane:
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     @contextmanager
-    def copying(self, after: torch.cuda.Event) -> Iterator[None]:
+    def copying(self, after: torch.cuda.Event) -> Generator[None]:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             yield
@@ -114,6 +114,13 @@ def lane_of(device: torch.device) -> Lane:
     return CudaLane(device) if device.type == "cuda" else HostLane()
 
 
+class _Cudart(Protocol):
+    """What is called of CUDA's runtime, which torch leaves without types. Each returns an error, or 0."""
+
+    def cudaHostRegister(self, start: int, nbytes: int, flags: int, /) -> SupportsInt: ...
+    def cudaHostUnregister(self, start: int, /) -> SupportsInt: ...
+
+
 def pinned(nbytes: int, dtype: torch.dtype = torch.uint8, device: torch.device | str = "cpu") -> Tensor:
     """Page-locked host memory of exactly so many bytes.
 
@@ -122,7 +129,7 @@ def pinned(nbytes: int, dtype: torch.dtype = torch.uint8, device: torch.device |
     Raises DoesNotFit where CUDA refuses.
     """
     memory = torch.empty(nbytes, dtype=dtype, device=device)
-    cudart: Any = torch.cuda.cudart()
+    cudart = cast("_Cudart", torch.cuda.cudart())
     result = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if result != 0:
         raise DoesNotFit(

@@ -66,8 +66,7 @@ def store_at(host: str, port: int, *, first: bool) -> dist.TCPStore:
 
     It waits for nobody: who has not come is known to the Roll, which says it.
     """
-    more = {"timeout": coming(), "wait_for_workers": False, "multi_tenant": True}
-    return dist.TCPStore(host, port, None, first, **more)
+    return dist.TCPStore(host, port, None, first, timeout=coming(), wait_for_workers=False, multi_tenant=True)
 
 
 Item = TypeVar("Item")
