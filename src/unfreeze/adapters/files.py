@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unfreeze.checkpoint.manifest import conversion, inside
+from unfreeze.checkpoint.folder import conversion
+from unfreeze.checkpoint.manifest import inside
 from unfreeze.config.adapter import (
     AGAIN,
     CONFIG,

@@ -18,12 +18,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from unfreeze.checkpoint import hub
 from unfreeze.checkpoint.faults import Faults
+from unfreeze.checkpoint.folder import PICKLES, conversion, folder_of
 from unfreeze.checkpoint.nested import in_model, prefix_of
-from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.dtypes import ITEMSIZE
-from unfreeze.core.errors import CheckpointError, looked_in, nearest
+from unfreeze.core.errors import CheckpointError
 from unfreeze.core.events import RESOLVED
 from unfreeze.quant.codec import Codec, Texted, as_table
 from unfreeze.quant.formats import is_part, recognise
@@ -43,7 +42,6 @@ BESIDE = (MODELOPT, "quantize_config.json", "quant_config.json", "quantization_c
 """Files beside config.json with the quantization of older releases: NVIDIA's, AutoGPTQ's, autoawq's,
 AutoRound's."""
 AWQ_WORDS = {"w_bit", "q_group_size", "zero_point"}  # autoawq's names for GPTQ's bits, group_size
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +147,7 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
     progress: called with one line about what is fetched. Raises CheckpointError: nothing there, not a
     checkpoint, or damaged (missing shard, truncated file, an index that disagrees).
     """
-    folder = _folder(source, progress)
+    folder = folder_of(source, progress)
     config_file = folder / "config.json"
     if not config_file.is_file():
         if (folder / RESOLVED).is_file():
@@ -246,37 +244,6 @@ def inside(path: Path) -> Path:
     return path
 
 
-def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
-    """The local folder of `source`."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file() and path.suffix in _PICKLES:
-        raise CheckpointError(
-            f"{path} is a pickle; unpickling can run any code, so it is not read",
-            next=conversion(path.parent, path.name, "model.safetensors"),
-        )
-    if path.is_file():
-        raise CheckpointError(
-            f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors",
-            next=f"give {path.parent}" if path.name == "config.json" else "give the folder of a model",
-        )
-    text = str(source)
-    if text == TINY_K2.name:
-        return TINY_K2
-    siblings = [entry.name for entry in path.parent.glob("*/")]
-    hint = nearest(path.name, siblings)
-    if hub.is_id(text):
-        try:
-            return hub.download(text, progress)
-        except CheckpointError as error:  # "models/tinyk2" may be a mistyped path as well as an id
-            raise CheckpointError(error.message + hint, next=error.next) from error
-    raise CheckpointError(
-        f"{text} does not exist{looked_in(text)}{hint}",
-        next='give an existing folder, or a Hugging Face id written "org/name"',
-    )
-
-
 def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[Path]]:
     """Every tensor of the folder's weight files, checked against the index if there is one."""
     index = folder / INDEX
@@ -360,7 +327,7 @@ def _single_file(folder: Path) -> str:
             f"{folder} has {len(files)} .safetensors files but no {INDEX}; first: {files[0]}",
             next=f"download {INDEX} from the publisher",
         )
-    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES)
+    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
     if pickles:
         raise CheckpointError(
             f"{folder} holds pickled weights only ({pickles[0]}); unpickling can run any code, so they are"
@@ -370,23 +337,6 @@ def _single_file(folder: Path) -> str:
     raise CheckpointError(
         f"{folder} holds no .safetensors file",
         next="give the folder that holds config.json and *.safetensors",
-    )
-
-
-def conversion(folder: Path, pickle: str, target: str) -> str:
-    """The command that converts pickled weights to safetensors.
-
-    It uses torch's own loader, which with weights_only runs no code from the file.
-    """
-    match = re.match(r"pytorch_model.*\.bin$", pickle)
-    if match and len(list(folder.glob("pytorch_model*.bin"))) > 1:
-        glob, of, file = "glob, ", f" for f in glob.glob({str(folder / 'pytorch_model*.bin')!r})", "f"
-    else:
-        glob, of, file = "", "", repr(str(folder / pickle))
-    target = str(folder / target)
-    return (
-        f'python -c "import {glob}torch, safetensors.torch as s; s.save_file({{k: v.clone().contiguous()'
-        f"{of} for k, v in torch.load({file}, 'cpu', weights_only=True).items()}}, {target!r})\""
     )
 
 
