@@ -57,12 +57,12 @@ def test_control_arm_a_family_that_the_page_forgets_is_seen():
     assert unlisted(page.replace("`qwen2`", "")) == ["qwen2"]
 
 
-def test_an_error_that_points_to_contributing_names_a_row_that_is_there():
+def test_an_error_that_points_to_contributing_names_a_section_that_is_there():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     with pytest.raises(CheckpointError) as caught:
         models.shape({"model_type": "made_up"})
-    row = re.search(r"CONTRIBUTING\.md, row '(.*)'", caught.value.next)
-    assert row and f"| **{row[1]}** |" in page
+    section = re.search(r"CONTRIBUTING\.md, '(.*?)'", caught.value.next)
+    assert section and f"\n## {section[1]}\n" in page
 
 
 @pytest.mark.parametrize("name", CASES)

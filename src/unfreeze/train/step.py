@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -85,7 +85,7 @@ class StepResult:
     learning_rate: float
     grad_norm: float
     clip_scale: float
-    expert_load: dict[int, list[int]]
+    expert_load: dict[int, list[int]] = field(repr=False)
     peak_bytes: int = 0
     applied: bool = True
     warning: str = ""
@@ -102,11 +102,11 @@ class Gradients:
     peak_bytes, stop, save   as in StepResult.
     """
 
-    micro_batches: Sequence[Batch]
+    micro_batches: Sequence[Batch] = field(repr=False)  # a notebook shows the rest
     loss: float
     metrics: dict[str, float]
     norm: float
-    expert_load: dict[int, list[int]]
+    expert_load: dict[int, list[int]] = field(repr=False)
     peak_bytes: int = 0
     stop: bool = False
     save: bool = False
