@@ -216,7 +216,7 @@ def not_followed(config: Mapping[str, object]) -> str:
     fields = unknown(text, _family(text).FIELDS)
     if text is not config:
         fields += [f"{field} (outside text_config)" for field in unknown(_outer(config), Fields({}))]
-    return f"config.json: {', '.join(fields)}: not known here and not followed" if fields else ""
+    return f"config.json: {', '.join(fields)}: unknown and ignored" if fields else ""
 
 
 def notes(config: Mapping[str, object]) -> list[str]:

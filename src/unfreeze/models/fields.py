@@ -254,7 +254,10 @@ def check_sizes(shape: Shape) -> None:
     heads, groups = shape.num_heads, shape.num_kv_heads
     width = shape.mla.rope if shape.mla else shape.head_dim
     wrong = [
-        (heads % groups, f"num_attention_heads {heads:,} is no multiple of num_key_value_heads {groups:,}"),
+        (
+            heads % groups,
+            f"num_attention_heads {heads:,} is not a multiple of num_key_value_heads {groups:,}",
+        ),
         (width % 2, f"a rotary width of {width} is odd; elements are rotated in pairs"),
         (
             width < 1,

@@ -60,8 +60,8 @@ def chosen_by(config: LoraConfig, model: nn.Module) -> dict[str, tuple[TargetCan
         )
         raise AdapterError(
             f"lora.experts_rank = {config.experts_rank}, but no routed expert gets an adapter: {why}",
-            next="leave --lora.experts-rank away"
-            + (", or add experts to --lora.targets" if has_experts else "; --lora.rank is for the rest"),
+            next="remove --lora.experts-rank"
+            + (", or add experts to --lora.targets" if has_experts else "; --lora.rank sets all other ranks"),
         )
     return chosen
 

@@ -141,13 +141,13 @@ def not_followed(config: Table) -> str:
     else:
         more = modelopt.ADDED if _adds_layers(table) else frozenset[str]()
         fields = unknown_fields(table, FORMATS[method].known | {"quant_method"} | more, "")
-    notes = [f"{', '.join(fields)}: not known here and not followed"] if fields else []
+    notes = [f"{', '.join(fields)}: unknown and ignored"] if fields else []
     if activations := _activations(table):
         notes.append(
             f"{activations}: a server rounds activations to it; training and generation here round none"
         )
     if table.get("quantization_status") == compressed.FROZEN:
-        notes.append("quantization_status frozen: weights that lie unpacked in the files stay unrounded")
+        notes.append("quantization_status frozen: weights that the files hold unpacked stay unrounded")
     if name := next((field for field in KV_CACHE if table.get(field)), ""):
         notes.append(
             f"{name} is for a server's cache: training and generation here keep the cache unquantized"

@@ -53,10 +53,10 @@ Origin = Literal[
 """What decided: a timing on this machine, the user's own record, a committed record of this device class,
 counted bytes, nothing (the reference runs), a promise beyond speed or the only one that can run, a name."""
 SAID: dict[Origin, str] = {
-    "predicted, not measured": "on {} some ops run as counted bytes predict, not measured; unfreeze kernels"
-    " measure --to user measures them, about 5 minutes",
-    "not measured": "{} has no records for some ops, which run as their references; unfreeze kernels measure"
-    " makes them",
+    "predicted, not measured": "on {} some kernels are chosen by predicted memory traffic, not measured; to"
+    " measure them (about 5 minutes): unfreeze kernels measure --to user",
+    "not measured": "{} has no records for some ops, which run as plain torch; to measure them:"
+    " unfreeze kernels measure",
 }
 """Origin -> line that is logged once per device class; other origins log nothing."""
 

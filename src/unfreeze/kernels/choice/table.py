@@ -114,7 +114,7 @@ def read(file: Path, remedy: str = "delete it: they are chosen anew") -> list[Ke
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
-            raise ValueError("it is no list of choices")
+            raise ValueError("it is not a list of choices")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} does not say which kernels run: {error}", next=remedy) from error
     return rows

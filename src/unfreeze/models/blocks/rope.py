@@ -157,8 +157,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 def rotary_width(config: Mapping[str, Any], head_dim: int, absent: float = 1.0) -> int:
     """R = partial_rotary_factor · head_dim; the factor is the table's, else the config's, else `absent`.
 
-    Raises CheckpointError if R is not an even number from 2 to head_dim, and for "proportional": there the
-    factor says which pairs of a whole head turn. No release of the families that call this has it.
+    Raises CheckpointError if R is not an even number from 2 to head_dim, and for "proportional", where the
+    factor says which pairs of a whole head rotate: no release of the families that call this has it.
     """
     parameters = rope_parameters(config)
     if parameters["rope_type"] == "proportional":
