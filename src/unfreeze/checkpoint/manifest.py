@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from unfreeze.checkpoint import hub
-from unfreeze.checkpoint.faults import Faults, refuse_twice
+from unfreeze.checkpoint.faults import Faults
 from unfreeze.checkpoint.nested import in_model, prefix_of
 from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.dtypes import ITEMSIZE
@@ -282,7 +282,12 @@ def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[
     index = folder / INDEX
     weight_map = _weight_map(index) if index.is_file() else None
     names = sorted(set(weight_map.values())) if weight_map is not None else [_single_file(folder)]
-    refuse_twice(folder, names, INDEX)
+    if weight_map is not None and SINGLE not in names and (folder / SINGLE).is_file():
+        raise CheckpointError(
+            f"{folder} holds weights twice: {SINGLE}, and the files that {INDEX} names. One may be of an"
+            " earlier save; transformers reads the first",
+            next=f"move {SINGLE} out of the folder, or {INDEX}, whichever is not the one you mean",
+        )
     present = [name for name in names if (folder / name).is_file()]
     for name in sorted(set(names) - set(present)):
         faults.add(
@@ -346,8 +351,8 @@ def _single_file(folder: Path) -> str:
     files = sorted(
         entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors" and entry.is_file()
     )
-    if "model.safetensors" in files:
-        return "model.safetensors"
+    if SINGLE in files:
+        return SINGLE
     if len(files) == 1:
         return files[0]
     if files:
