@@ -82,7 +82,7 @@ def test_a_misfit_is_counted_and_named_and_the_model_stays_as_it_was(tiny, saved
         ({"r": None}, "r is None"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"init_lora_weights": "lora_ga"}, "changed the base's weights too"),
-        ({"r": 8}, "rank 8 by adapter_config"),
+        ({"r": 8}, "rank 8 in adapter_config"),
     ],
 )
 def test_a_config_of_another_kind_is_refused_by_name(tiny, saved, change, said):

@@ -7,6 +7,7 @@ missing shard of 62 has tens of thousands of missing tensors; a person needs one
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,3 +41,13 @@ class Faults:
         counted = "; ".join(f"{count:,}{of_total} {kind}" for kind, count in self.counts.items())
         cause = f". Likely cause: {self.cause}" if self.cause else ""
         raise CheckpointError(f"{self.where}: {counted}; first: {self.first}{cause}", next=next)
+
+
+def refuse_twice(folder: Path, names: Sequence[str], single: str, index: str) -> None:
+    """Raise CheckpointError where weights are in `single` and also in `names`, the files of the index."""
+    if single not in names and (folder / single).is_file():
+        raise CheckpointError(
+            f"{folder} holds weights twice: {single}, and the files that {index} names. One may be of an"
+            " earlier save; transformers reads the first",
+            next=f"move {single} out of the folder, or {index}, whichever is not the one you mean",
+        )

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from unfreeze.checkpoint.faults import Faults
+from unfreeze.checkpoint.faults import Faults, refuse_twice
 from unfreeze.checkpoint.folder import PICKLES, conversion, folder_of
 from unfreeze.checkpoint.nested import in_model, prefix_of
 from unfreeze.core.dtypes import ITEMSIZE
@@ -249,12 +249,7 @@ def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[
     index = folder / INDEX
     weight_map = _weight_map(index) if index.is_file() else None
     names = sorted(set(weight_map.values())) if weight_map is not None else [_single_file(folder)]
-    if weight_map is not None and SINGLE not in names and (folder / SINGLE).is_file():
-        raise CheckpointError(
-            f"{folder} holds weights twice: {SINGLE}, and the files that {INDEX} names. One may be of an"
-            " earlier save; transformers reads the first",
-            next=f"move {SINGLE} out of the folder, or {INDEX}, whichever is not the one you mean",
-        )
+    refuse_twice(folder, names, SINGLE, INDEX)
     present = [name for name in names if (folder / name).is_file()]
     for name in sorted(set(names) - set(present)):
         faults.add(
