@@ -2,6 +2,7 @@
 leaves the model as it was."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -138,3 +139,15 @@ def test_an_attached_adapter_that_differs_is_refused_and_untouched(tiny, saved, 
     ):
         load_adapter(model, saved)
     assert not any(p.any() for s in sites(model) for n, p in s.adapter.named_parameters() if n.endswith("B"))
+
+
+def test_a_layer_that_the_file_lost_is_named_and_one_that_was_never_adapted_is_not(tiny, saved):
+    """Control arm: layers_to_transform says that only some layers are adapted."""
+    edit(saved, lambda t: [t.pop(f"{O_PROJ}.lora_{half}.weight") for half in "AB"])
+    with pytest.warns(UserWarning, match=r"1 modules of target_modules have no factors.*model\.layers\.1\."):
+        load_adapter(tiny.model("deepseek"), saved)
+    path = saved / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layers_to_transform": [0]}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_adapter(tiny.model("deepseek"), saved)

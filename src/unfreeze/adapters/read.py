@@ -6,8 +6,11 @@ Everything is decoded and checked before the model changes: an adapter is loaded
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +22,8 @@ from unfreeze.adapters.layouts import projections
 from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.linear import Linear
+
+_LAYER = re.compile(r"\.\d+\.")
 
 
 def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
@@ -32,6 +37,7 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
     """
     config, tensors = read_files(Path(directory))
     decoded = decode(model, config, tensors)
+    _warn_of_lost_layers(model, config, decoded, Path(directory))
     present = {site.name: site.adapter for site in sites(model)}
     if present:
         _check_same(decoded, present, Path(directory))
@@ -44,6 +50,28 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
             for parameter, value in _held(site).items():
                 getattr(present[name], parameter).copy_(value)
     return sites(model)
+
+
+def _warn_of_lost_layers(
+    model: nn.Module, config: Mapping[str, Any], decoded: Mapping[str, Decoded], directory: Path
+) -> None:
+    """Warn if a module has factors in some layers of the file and none in others: a tensor may be lost.
+
+    Only where target_modules names it by its last name alone, which peft applies to every layer.
+    """
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or config.get("layers_to_transform") or config.get("exclude_modules"):
+        return
+    leaves = {name.rpartition(".")[2] for name in decoded} & set(map(str, cast(list[object], targets)))
+    kinds = {_LAYER.sub(".*.", name) for name in decoded if name.rpartition(".")[2] in leaves}
+    linears = (name for name, module in model.named_modules() if isinstance(module, Linear))
+    lost = [name for name in linears if name not in decoded and _LAYER.sub(".*.", name) in kinds]
+    if lost:
+        warnings.warn(
+            f"{directory}: {len(lost)} modules of target_modules have no factors in the file and stay as in"
+            f" the base; first: {lost[0]}",
+            stacklevel=3,
+        )
 
 
 def untrainable(model: nn.Module) -> list[str]:

@@ -443,7 +443,7 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     if balance:
         worst = max(balance, key=lambda row: row[2])
         unused = sum(row[3] for row in balance)
-        used = f"{unused:,} without a token." if unused else "Every expert is used."
+        used = f"{unused:,} without a token." if unused else "Every expert got tokens."
         words = f"Busiest expert: {worst[2]:.2f}× its fair share (layer {worst[0]}). {used}"
         lines.append(f"  {'Experts'.ljust(width)}  {words}")
     if loud := [f"{row.guard} ({row.state})" for row in guard_rows(run) if row.state != "ok"]:

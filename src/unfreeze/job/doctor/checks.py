@@ -413,7 +413,8 @@ def check_run(subject: Subject) -> Iterator[Finding]:
         )
         yield Finding("run", "fault", line, "restore these fields, or give another --out")
     else:
-        yield Finding("run", "ok", f"{folder} resumes from step {record['step']}")
+        ends = "is finished at" if record["step"] >= record["schedule"]["steps"] else "resumes from"
+        yield Finding("run", "ok", f"{folder} {ends} step {record['step']}")
 
 
 def check_numerics(subject: Subject) -> Iterator[Finding]:
