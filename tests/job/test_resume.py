@@ -384,3 +384,28 @@ def test_another_base_under_the_same_path_is_refused_and_one_in_other_files_is_n
     assert weights_digest(open_checkpoint(resharded)) == digest
     record.write_text(json.dumps(saved))
     assert cli.main(longer) == 0
+
+
+def test_other_rows_are_refused_before_a_weight_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Control arm: with the rows as they were the same call loads and goes on."""
+    rows = (TINY_K2 / "yoda_train.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+    def run(steps: int) -> None:
+        fields = {"data": str(data), "out": str(tmp_path / "run"), "tokens_per_step": 256, "dtype": "float32"}
+        more = {"save.allow_changed": ["steps"], "watch.samples": 0, "threads": 1, "quiet": True}
+        unfreeze.sft(model=str(TINY_K2), steps=steps, **fields, **more)
+
+    def loads() -> int:
+        events = (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        return sum(json.loads(line)["kind"] == "load" for line in events)
+
+    run(1)
+    data.write_text("\n".join(rows[:-1]) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot resume: the data changed"):
+        run(2)
+    assert loads() == 1
+    data.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    run(2)
+    assert loads() == 2

@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 
 def encoded_rows(setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None) -> Batches:
     """The documents of the data files, packed, from the cursor `start` on."""
+    return _batches(setup, rows, start)
+
+
+def refuse_changed_rows(setup: Setup, rows: EncodedData) -> None:
+    """Raise ConfigError if the rows of a resumed run changed, before any weight is loaded.
+
+    Rows that come in windows are compared when the first window is there.
+    """
+    if (cursor := setup.folder.cursor) and rows.dataset.stream is None:
+        _batches(setup, rows, cursor)
+
+
+def _batches(setup: Setup, rows: EncodedData, start: Cursor | None) -> Batches:
     config = setup.config
     return batches_in(
         config.data,
