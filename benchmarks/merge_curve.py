@@ -43,8 +43,6 @@ explained in [merge](../reference/merge.md#rounding-figures). Yoda and facts: pe
 held-out questions that the merged folder answers, through transformers' `DeepseekV3ForCausalLM`, with one
 Yoda sentence, and with the right fact (before training: 0 % and 100 %).
 
-
-
 """
 COLUMNS = (
     "adapters on",

@@ -53,9 +53,9 @@ def written(config: Config, run: Run):
         return "–" if name == ALONE else f"{100 * sum(gains) / len(gains):.1f} %"
 
     found = taught(config, run, arms)
-    what = f"An order-2 Markov source over {config.words} words with exact conditional probabilities q. In every"
-    what += f" row the student trains on {config.documents} documents of {config.length} tokens for {config.steps}"
-    what += " steps. The columns have KL(q ‖ student) on 64 other documents, in nats a token. Gap recovered:"
+    what = f"An order-2 Markov source over {config.words} words with exact conditional probabilities q."
+    what += f" In every row the student trains on {config.documents} documents of {config.length} tokens"
+    what += f" for {config.steps} steps. The columns have KL(q ‖ student) on 64 other documents, in nats a token. Gap recovered:"
     what += " 1 - KL / KL of cross entropy alone."
     title = "Distillation from a teacher with known probabilities"
     return page(run, title, what, ("loss", "gap recovered"), gain, found)

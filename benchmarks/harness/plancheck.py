@@ -253,8 +253,8 @@ NOTES = """
 A row names model, trained weights, dtype, documents x length and recompute. Bold exceeds the limits (10 %
 of memory, 25 % of seconds). Models have random weights.
 
-- Alive at once: peak of the process while the C library returns every freed block, minus its memory before
-  the model is built and after the model is gone. The plan's terms add up to it.
+- Alive at once: peak of the process while the C library returns every freed block, minus what it
+  held before the model was built and what it keeps after the model is gone. The plan's terms add up to it.
 - Peak of the process: as in a normal run. Besides the plan and the process at its start it includes code
   that numba and oneDNN compile, and heap that the C library keeps for reuse. `unfreeze doctor` puts this at
   0.3 to 0.8 GiB.
