@@ -75,7 +75,7 @@ def test_the_same_run_to_the_bit(resident, chat_rows, tmp_path):
     assert [event["step"] for event in came] == [1, 2, 3, 4] and not of(wanted, "stream")
     assert all(event["source"] == "disk" and 0 <= event["hidden"] <= 1 for event in came)
     shown = dict(facts(read_run(out)))["Experts from disk"]
-    assert "of the transfers under computation" in shown and "layers a step" in shown
+    assert "of transfers hidden" in shown and "layers per step" in shown
     assert scalars(came[0])["stream/reads"] == came[0]["reads"]
     assert not of(events, "sample")
     (said,) = [e["message"] for e in of(events, "warning") if "samples" in e["message"]]

@@ -213,7 +213,7 @@ def test_an_earlier_versions_folder_has_no_errors_and_needs_the_training_loss_to
         ("6 of 20 {}", False),  # of an earlier version, which measured them
         ("1 of 20 {}", True),
         (f"{AT_LEAST}1 of 20 {{}}", False),  # how many there are is not known
-        ("6 of 20 {}, so validation leaves them out", True),
+        ("6 of 20 {}, so they are left out of validation", True),
     ],
 )
 def test_held_out_rows_that_were_trained_on_prove_nothing(leaked, learnt, tmp_path):
