@@ -152,7 +152,7 @@ def test_a_rise_after_the_lowest_point_is_overfitting_and_names_the_step_to_take
         assert found(tmp_path, [*whole, *slight]) == Evidence(True, judged.measured)
 
 
-# the means of docs/reference/preference.md: dpo alone, whose chosen answer becomes likely and is still not said; dpo with nll
+# the means of docs/measured/prefer.md: dpo alone, whose chosen answer becomes likely and is still not said; dpo with nll
 RAMBLES, SPEAKS = (-1.0, -9.7), (-1.0, -0.5)
 
 
