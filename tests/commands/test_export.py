@@ -196,5 +196,5 @@ def test_a_tokenizer_of_another_model_is_not_taken_for_the_bases(run_dir, capsys
     for make in (lambda path: path.write_text("{}"), lambda path: path.symlink_to(tmp_path / "secret")):
         make(out / "tokenizer.json")  # tiny-k2 has tiktoken.model
         assert cli.main(given) == 2
-        assert "tokenizer.json is of another model" in capsys.readouterr().err
+        assert "tokenizer.json belongs to another model" in capsys.readouterr().err
         (out / "tokenizer.json").unlink()
