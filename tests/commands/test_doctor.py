@@ -245,7 +245,7 @@ def test_a_field_that_is_not_followed_is_said_by_doctor_inspect_load_and_the_run
 
     folder = sandbox.checkpoint("llama")
     change_json(folder / "config.json", clip_qkv=8.0)
-    note = "config.json: clip_qkv = 8.0: not known here and not followed"
+    note = "config.json: clip_qkv = 8.0: unknown and ignored"
     found = findings(model=folder)
     assert found["checkpoint warn"].line == note and not [f for f in found.values() if f.level == "fault"]
     assert inspect(str(folder))["notes"] == [note]

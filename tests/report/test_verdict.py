@@ -335,6 +335,9 @@ def test_the_warning_that_the_verdict_knows_is_the_one_that_a_run_emits():
     from unfreeze.job.data import few_steps
     from unfreeze.report.events import TEACH_LITTLE
 
-    words, remedy = few_steps(Training(epochs=3), 3)
+    words, remedy = few_steps(Training(epochs=3), 3, 1)
     assert TEACH_LITTLE in words and "only 3 steps of" in words
-    assert remedy.startswith("--epochs 40, or ")
+    # no number of tokens: an eighth gave nine steps of forty rows, and cut rows that are longer
+    assert remedy == "--epochs 40, or fewer --tokens-per-step"
+    # one step is 0.01 epochs as asked, but a third of one in truth
+    assert few_steps(Training(epochs=0.01), 1, 3)[1].startswith("--epochs 14, or ")

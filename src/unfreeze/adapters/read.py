@@ -1,6 +1,6 @@
-"""Adapters on disk, the reading side: a folder's adapter onto a model.
+"""Adapters on disk, the reading side: load a folder's adapter onto a model.
 
-Everything is decoded and checked before the model is touched: an adapter is loaded whole or not at all.
+Everything is decoded and checked before the model changes: an adapter is loaded whole or not at all.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from unfreeze.models.blocks.linear import Linear
 
 
 def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
-    """Put the adapter of a folder on the model; float32 whatever the file's dtype. -> the sites.
+    """Load the adapter of a folder onto the model; float32 whatever the file's dtype. -> the sites.
 
-    A model without adapters gets them (base frozen, factors trainable); one that has them must have the same
-    sites, ranks and scales, and its factors are overwritten in place (so an optimizer keeps its references).
+    A model without adapters gets them (base frozen, factors trainable). One with adapters must have the same
+    sites, ranks and scales; its factors are overwritten in place, so an optimizer keeps its references.
+
     Raises AdapterError: folder or field missing, another adapter type, unknown, missing or mismatched tensors
-    (counted, the first named).
-    Warns where the file has the swapped dimensions of peft 0.18.
+    (counted, the first named). Warns if the file has the swapped dimensions of peft 0.18.
     """
     config, tensors = read_files(Path(directory))
     decoded = decode(model, config, tensors)
@@ -47,20 +47,20 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
 
 
 def untrainable(model: nn.Module) -> list[str]:
-    """Names of adapted matrices whose A and B are zeros only: each gets its gradient through the other."""
-    found: list[str] = []
+    """Names of adapted matrices whose A and B are both zero: each gets its gradient through the other."""
+    names: list[str] = []
     for site in sites(model):
         adapter = site.adapter
         if isinstance(adapter, LowRank):
             pairs = {site.name: (adapter.A, adapter.B)}
         else:
             pairs = {f"{site.name}.{name}": pair[:2] for name, pair in projections(adapter).items()}
-        found += [name for name, (A, B) in pairs.items() if not A.any() and not B.any()]
-    return found
+        names += [name for name, (A, B) in pairs.items() if not A.any() and not B.any()]
+    return names
 
 
 def _held(site: Decoded) -> Mapping[str, Tensor]:
-    """The site's tensors; of experts that are split over processes those held here."""
+    """The site's tensors; if experts are split over processes, those held here."""
     owner = site.candidate.owner
     if isinstance(owner, Linear):
         return site.state
@@ -68,9 +68,9 @@ def _held(site: Decoded) -> Mapping[str, Tensor]:
 
 
 def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
-    """Put an adapter of the decoded shapes at its site, trainable, on the base's device.
+    """Attach an adapter of the decoded shapes to its site, trainable, on the base's device.
 
-    On the host where the base is on meta.
+    On the host if the base is on meta.
     """
     owner, state = site.candidate.owner, site.state
     tensor = next((t for t in (*owner.parameters(), *owner.buffers())), torch.empty(0))
@@ -96,7 +96,7 @@ def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
 def _check_same(
     decoded: Mapping[str, Decoded], present: Mapping[str, LowRank | ExpertLowRank], directory: Path
 ) -> None:
-    """The attached adapters must be the file's: same sites, shapes and scales."""
+    """Check that the attached adapters are the file's: same sites, shapes and scales."""
     faults = [f"{name} is in the file and not attached" for name in decoded if name not in present]
     faults += [f"{name} is attached and not in the file" for name in present if name not in decoded]
     for name in decoded.keys() & present.keys():

@@ -232,7 +232,9 @@ def check_places(names: Iterable[str], path: Path) -> None:
         raise AdapterError(
             f"{path}: {len(unusable)} of {len(modules)} tensors adapt {what}, which unfreeze cannot"
             f" adapt; first: {next(iter(unusable))}",
-            next=f"train the adapter in peft with exclude_modules={sorted(set(unusable.values()))}",
+            # exclude_modules does not keep a router from peft 0.21's all-linear, which adapts parameters too
+            next="train the adapter in peft with target_modules and target_parameters that name each module,"
+            f" without {', '.join(sorted(set(unusable.values())))}: not all-linear",
         )
 
 

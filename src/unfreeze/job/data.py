@@ -349,8 +349,8 @@ def num_steps(training: Training, source: Source) -> int:
     return max(1, steps)
 
 
-def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> int:
-    """Number of steps of a run on these documents, without those that validation_fraction holds out."""
+def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> tuple[int, int | None]:
+    """Steps of a run on these documents and steps of an epoch, without the rows of validation_fraction."""
     from unfreeze.data import Dataset, Examples, Stats, split_by_content
 
     if config.data.validation_fraction:
@@ -363,19 +363,22 @@ def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> int:
         packing=config.training.packing,
         micro_batches=config.memory.micro_batches,
     )
-    return num_steps(config.training, batches)
+    return num_steps(config.training, batches), batches.len_steps(1)
 
 
-def few_steps(training: Training, steps: int) -> tuple[str, str]:
-    """Return (warning, remedy) if the epochs give fewer than ENOUGH_STEPS, else two empty texts."""
+def few_steps(training: Training, steps: int, in_one: int | None) -> tuple[str, str]:
+    """Return (warning, remedy) if the epochs give fewer than ENOUGH_STEPS, else two empty texts.
+
+    in_one: steps of one epoch. A part of an epoch still ends in a whole step, so `steps` does not tell.
+    """
     if training.steps is not None or steps >= ENOUGH_STEPS:
         return "", ""
     counted = "1 step" if steps == 1 else f"{steps} steps"
     return (
         f"only {counted} of {training.tokens_per_step:,} tokens ({training.epochs:g} epochs of this data),"
         f" {TEACH_LITTLE}",
-        f"--epochs {math.ceil(training.epochs * ENOUGH_STEPS / steps)}, or --tokens-per-step"
-        f" {max(2, training.tokens_per_step // 8)}",
+        f"--epochs {math.ceil(ENOUGH_STEPS / (in_one or steps / training.epochs))}, or fewer"
+        " --tokens-per-step",
     )
 
 

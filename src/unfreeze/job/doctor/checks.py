@@ -343,8 +343,8 @@ def check_steps(subject: Subject) -> Iterator[Finding]:
     if not subject.has_data:
         yield Finding("steps", "skip", "no data file given (--data F)")
         return
-    training, steps = subject.config.training, steps_of(subject.config, subject.dataset.examples)
-    few, remedy = few_steps(training, steps)
+    training, (steps, in_one) = subject.config.training, steps_of(subject.config, subject.dataset.examples)
+    few, remedy = few_steps(training, steps, in_one)
     parts = subject.config.memory.micro_batches
     counts = ", ".join(map(str, sharers(parts)))
     shared = f" in {parts} micro-batches; possible numbers of processes: {counts}" if parts > 1 else ""

@@ -154,7 +154,7 @@ class Proposal:
         examples = (self._encoded(int(values["data.sequence_length"])) if cut else self.dataset).examples
 
         def steps(epochs: float) -> int:
-            return steps_of(self.config({**values, "training.epochs": epochs}), examples)
+            return steps_of(self.config({**values, "training.epochs": epochs}), examples)[0]
 
         epochs = 3.0 if stats.tokens < 20e6 else 1.0
         why = "usual for some thousand rows" if epochs == 3 else "with this much data one pass teaches most"
