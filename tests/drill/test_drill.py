@@ -478,5 +478,5 @@ def test_an_unnamed_fault_ends_it_with_1(monkeypatch, capsys):
 
 
 def test_an_unknown_row_is_refused():
-    with pytest.raises(ConfigError, match="'R6' is no row of the drill"):
+    with pytest.raises(ConfigError, match="'R6' is not a row of the drill"):
         drill.main(["--only", "R6"], Common(quiet=True))
