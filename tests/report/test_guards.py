@@ -237,7 +237,7 @@ def test_the_limits_of_the_gap_are_those_it_is_measured_with(tmp_path: Path):
     means, token = guards.ROUNDING_BFLOAT16
     assert all(limit >= 3 * made for limit, made in zip(guards.GAP_BFLOAT16, (means, token), strict=True))
     assert (
-        f"a mean of 0.0005 to {means:g} and sometimes {token:g}"
+        f"a mean of 0.0005 to {means:g}, and sometimes {token:g}"
         in (ROOT / "docs" / "reference" / "events.md").read_text()
     )
 
