@@ -34,14 +34,14 @@ TARGETS = ("all-linear", "experts")
 WAYS = (("same", "refit"), ("same", "keep"), ("bf16", "refit"))
 EPOCHS = 4
 QUESTIONS = [json.loads(line) for line in (TINY_K2 / "held_out.jsonl").read_text().splitlines()]
-HEAD = """# What a merge keeps of what was learned
+HEAD = """# Merge: how much of the training survives
 
 `python benchmarks/merge_curve.py --write docs/measured/merge.md`, {date}, {machine}: tiny-k2 (Kimi-K2's
-architecture, INT4 experts in groups of 32, the rest bf16), taught to answer like Yoda as in `unfreeze demo`
-({epochs} epochs, a tenth of the rows held out, LoRA of rank 16), then merged. What the columns mean:
-[merge.md](merge.md). Yoda and facts: per cent of {questions} held-out questions that the merged folder
-answers through transformers' `DeepseekV3ForCausalLM` as one Yoda sentence, and with the right fact (before
-training: 0 % and 100 %).
+architecture, INT4 experts in groups of 32, other weights bf16), trained to answer like Yoda as in `unfreeze
+demo` ({epochs} epochs, a tenth of the rows held out, LoRA of rank 16), then merged. The columns are
+explained in [merge](../reference/merge.md#rounding-figures). Yoda and facts: per cent of {questions}
+held-out questions that the merged folder answers, through transformers' `DeepseekV3ForCausalLM`, with one
+Yoda sentence, and with the right fact (before training: 0 % and 100 %).
 
 """
 COLUMNS = (

@@ -123,7 +123,7 @@ def main() -> int:
             rows.append((name, shown(command, Path(folder)), how, f"{minutes:.1f}", words))
             print(*rows[-1], "" if code == 0 else f"log: {log}", sep="  ", flush=True)
     page = [
-        "# The last nightly",
+        "# Last nightly run",
         "",
         f"`make nightly`, {today}, commit {commit()}, {here.name}, {here.cores} cores, torch"
         f" {here.versions['torch']}, Python {here.python}.",

@@ -1,9 +1,9 @@
-"""docs/measured/plans.md: memory and speed of well-known releases on machines people rent, planned.
+"""Planned memory and speed of well-known releases on machines for rent (docs/measured/plans.md).
 
     python benchmarks/plans.py FOLDER_OF_CONFIGS --write docs/measured/plans.md
 
-FOLDER_OF_CONFIGS holds Kimi-K2-Thinking.json and Qwen--Qwen3-30B-A3B.json as published. Every figure is
-predicted from facts of the devices (src/unfreeze/parallel/plan/machines.toml); none was measured on a GPU.
+FOLDER_OF_CONFIGS has Kimi-K2-Thinking.json and Qwen--Qwen3-30B-A3B.json as published. Every figure is
+predicted from facts of the devices (src/unfreeze/parallel/plan/machines.toml). Nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def main() -> None:
     options.add_argument("configs", type=Path)
     options.add_argument("--write", type=Path)
     given = options.parse_args()
-    page = ["# Plans", "", (__doc__ or "").strip(), "", "## The smallest machine that fits", ""]
+    page = ["# Plans for well-known releases", "", (__doc__ or "").strip(), ""]
+    page += ["## Smallest machine that fits", ""]
     page += ["16,384 tokens a step; of " + ", ".join(SMALLEST_FIRST) + ".", "", *needed(given.configs)]
     for release, machines in MACHINES.items():
         plans = []

@@ -138,7 +138,9 @@ def field_table() -> str:
             alias = f", alias `{known.about.alias}`" if known.about.alias not in ("", name) else ""
             only = "" if len(recipes) == len(CONFIGS) or table in recipes else f" (in {', '.join(recipes)})"
             default = default_of(known.info).strip(" ()").removeprefix("default ")
-            text = " ".join((known.info.description or "").split()).replace("|", "\\|")
+            text = " ".join((known.info.description or "").split())
+            for mark in "|<>":
+                text = text.replace(mark, f"\\{mark}")
             lines += [f"| `{key}`{alias}{only} | {_values(known)} | {default} | {text} |"]
     return "\n".join(lines) + "\n"
 

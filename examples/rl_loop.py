@@ -101,6 +101,8 @@ class Rollouts:
 
         # Reward, and the advantage within each group; a group whose answers are all alike teaches nothing.
         rewards_PG = torch.tensor([float(self.reward(each.text)) for each in done]).view(-1, config.answers)
+        if not rewards_PG.isfinite().all():
+            raise SystemExit(f"a reward is not finite: {rewards_PG.tolist()}; mend the reward function")
         self.mean_reward = float(rewards_PG.mean())
         if config.shuffle:
             order_PG = torch.rand(rewards_PG.shape, generator=draw).argsort(1)

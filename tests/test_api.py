@@ -222,7 +222,7 @@ def test_tables_of_other_libraries_are_rows():
 @pytest.mark.parametrize(
     "data, says, next",
     [
-        ({"prompt": "Q", "completion": "A"}, "data is one dict", "data=[row]"),
+        ({"prompt": "Q", "completion": "A"}, "data is a single dict", "data=[row]"),
         ({"train": Hub()}, "several splits: train", 'data=data["train"]'),
         ([], "data is empty", "data=[{"),
         ((row for row in [{"prompt": "Q", "completion": "A"}]), "data is a generator", "data=list(data)"),
@@ -269,7 +269,7 @@ def test_a_finished_run_whose_data_changed_is_not_taken_for_done(tmp_path, chat_
     # control arm: the same data, nothing trained
     assert unfreeze.sft(**given).losses == unfreeze.sft(**given).losses
     data.write_text(data.read_text().replace("Paris", "Lyon"))
-    with pytest.raises(ConfigError, match=r"is finished, and .*chat.jsonl has changed since"):
+    with pytest.raises(ConfigError, match=r"is finished, but .*chat.jsonl has changed since"):
         unfreeze.sft(**given)
 
 

@@ -82,7 +82,7 @@ REFUSED = {
     "sft --model /nowhere --data data.jsonl --learning-rat 1": "learning-rate",
     "distill --model tiny --teacher /nowhere --data data.jsonl": "/nowhere does not exist",
     "prefer --model /nowhere --data data.jsonl": "/nowhere does not exist",
-    "prefer --model tiny --data data.jsonl --preference.gamma 1": "preference.gamma is of loss = simpo alone",
+    "prefer --model tiny --data data.jsonl --preference.gamma 1": "preference.gamma needs loss = simpo",
     "pretrain --model /nowhere --data data.jsonl": "/nowhere does not exist",
     "pretrain --model packed --data data.jsonl": 'quant_method "made-up"',
     "chat /nowhere": "/nowhere does not exist",

@@ -55,6 +55,9 @@ def written(config: Config, run: Run):
         return "–" if name == WORDS else f"{statistics.mean(apart):+.4f} ± {spread:.4f}"
 
     found = taught(config, run, arms)
-    what = f"{config.documents} documents of {config.length} tokens, {config.steps} steps. Last layers are"
-    what += " compared. KL(q ‖ student) on 64 others, nats a token; last column: mean ± standard deviation."
-    return page(run, "Layers compared with a teacher's", what, ("loss", "less words alone"), less, found)
+    what = f"{config.documents} documents of {config.length} tokens, {config.steps} steps. The last layers"
+    what += (
+        " of both are compared. The columns have KL(q ‖ student) on 64 other documents, in nats a token; last"
+    )
+    what += " column: mean ± standard deviation of the difference of the same seed."
+    return page(run, "Losses on a teacher's layers", what, ("loss", "less words alone"), less, found)

@@ -53,8 +53,9 @@ def written(config: Config, run: Run):
         return "–" if name == ALONE else f"{100 * sum(gains) / len(gains):.1f} %"
 
     found = taught(config, run, arms)
-    what = f"An order-2 Markov source over {config.words} words with exact conditionals q. The student sees"
-    what += f" {config.documents} documents of {config.length} tokens for {config.steps} steps in every row."
-    what += " KL(q ‖ student) on 64 others, nats a token. Gap recovered: 1 - KL / KL of cross entropy alone."
-    title = "A teacher whose probabilities are known"
+    what = f"An order-2 Markov source over {config.words} words with exact conditional probabilities q."
+    what += f" In every row the student trains on {config.documents} documents of {config.length} tokens"
+    what += f" for {config.steps} steps. The columns have KL(q ‖ student) on 64 other documents, in nats a"
+    what += " token. Gap recovered: 1 - KL / KL of cross entropy alone."
+    title = "Distillation from a teacher with known probabilities"
     return page(run, title, what, ("loss", "gap recovered"), gain, found)

@@ -238,7 +238,7 @@ def page(stamp: Stamp, rows: Sequence[Mapping[str, Any]]) -> str:
     slow = sum(beyond(seconds, SECONDS) for seconds in timed)
     machine, rates = stamp.machine, next((row["rates"] for row in rows if row["rates"]), "none")
     lines = [
-        "# The plan, checked",
+        "# Plan compared with measurement",
         f"`{stamp.command}` on {machine.name}, {machine.threads} of {machine.cores} cores, {stamp.run[:10]}.",
         NOTES.strip(),
         f"Memory: {len(rows) - outside} of {len(rows)} within {MEMORY:.0%}. Seconds:"
@@ -250,18 +250,20 @@ def page(stamp: Stamp, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 NOTES = """
-A run is its model, what trains, dtype, documents x length and what is recomputed; bold is beyond the limits
-(10 % of memory, 25 % of seconds). Models have random weights.
+A row names model, trained weights, dtype, documents x length and recompute. Bold exceeds the limits (10 %
+of memory, 25 % of seconds). Models have random weights.
 
-- Alive at once: peak of the process while the C library gives every freed block back, less what the process
-  had before the model was built and what it keeps when the model is gone. The plan's terms add up to it.
-- Peak of the process: as a run is. Beside the plan and the process as it began there is code that numba and
-  oneDNN compile, and heap that the C library keeps to use again: `unfreeze doctor` calls it 0.3 to 0.8 GiB.
+- Alive at once: peak of the process while the C library returns every freed block, minus what it
+  held before the model was built and what it keeps after the model is gone. The plan's terms add up to it.
+- Peak of the process: as in a normal run. Besides the plan and the process at its start it includes code
+  that numba and oneDNN compile, and heap that the C library keeps for reuse. `unfreeze doctor` puts this at
+  0.3 to 0.8 GiB.
 - Seconds: CPU time of the median step on one core, which other processes of the machine disturb least.
-  Planned by the closed formula.
+  Planned with the closed formula.
 """
 REASONS = """
-Where seconds are missing, no rate was measured: int8 moments have no record, and tiny-k2 is narrower than
-half of the narrowest measured model (its matrices of 64 to 384 numbers reach a fraction of the rate). What is
-just outside moves between runs: other processes share the machine's caches and memory.
+If planned seconds are missing, no rate was measured: int8 moments have no record, and tiny-k2 is narrower
+than half of the narrowest measured model (its matrices of 64 to 384 numbers reach a fraction of the rate).
+Values just outside the limits change between runs, because other processes share the machine's caches and
+memory.
 """

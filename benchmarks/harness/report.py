@@ -166,16 +166,16 @@ def page(runs: Sequence[Run], profiles: Sequence[str] = ()) -> str:
     parts = [
         "# Performance",
         (
-            "Made by `unfreeze dev bench report` from the rows in `benchmarks/results/`; edit nothing here."
-            " A row holds the machine, all settings and the commit; the sides of a run are processes that"
-            " step in turn. Speeds are medians; a peak on a CPU is the process's resident memory at its"
-            " highest after loading, interpreter and libraries included. An absolute time is this machine's;"
-            " ratios are of one run. Errors are relative, against float64, unless the table says otherwise."
+            "Made by `unfreeze dev bench report` from the rows in `benchmarks/results/`; do not edit."
+            " Each row has the machine, all settings and the commit. The compared programs run as processes"
+            " that step in turn. Speeds are medians. On a CPU, peak memory is the process's peak resident"
+            " memory after loading, with interpreter and libraries. Absolute times hold for this machine;"
+            " ratios are from one run. Errors are relative to float64, unless the table says otherwise."
         ),
         "## Targets",
         targets_table(runs),
-        "## Where we lose",
-        "\n".join(f"- {line}" for line in losses(runs)) or "Nowhere among what was measured.",
+        "## Missed targets, and where others are better",
+        "\n".join(f"- {line}" for line in losses(runs)) or "None among the measured benchmarks.",
     ]
     for run in latest(runs):
         parts += [
@@ -426,8 +426,10 @@ def format_tables(rows: Sequence[Row]) -> list[str]:
     """Whole steps; then the expert op, of rows that have it."""
     parts = ["A step with experts in each format, in turn:", table(STEPPED, timed(rows))]
     if experts := [row for row in rows if "bytes_per_weight" in row.results]:
-        said = "One layer's experts, forward and backward; dequantizing in plain torch takes so many times as"
-        said += " long:"
+        said = (
+            "One layer's experts, forward and backward. Plain torch: the time of dequantizing in plain torch,"
+        )
+        said += " relative to ours:"
         parts += [said, table(EXPERTS, experts)]
     return parts
 

@@ -57,8 +57,8 @@ def not_measured(benchmarks: Sequence[str], devices: Collection[str]) -> list[st
     return [
         *(f"- `unfreeze dev bench {name}`" for name in benchmarks),
         *(
-            f"- `{name}`: no machine of this class was at hand; tests emulate it (`UNFREEZE_CPU_CLASS`), and"
-            " such times are never written down"
+            f"- `{name}`: no machine of this class was available. Tests emulate it (`UNFREEZE_CPU_CLASS`),"
+            " and such times are never recorded"
             for name in X86[1:]
             if name not in devices
         ),
@@ -213,7 +213,7 @@ CPU = {
     "experts from disk, 12 GB of INT4 at 2,048 tokens: peak memory": most(
         "beyond", beyond_peak, 3.0, "{:.2f} GB"
     ),
-    "experts from disk, 2 GB of INT4 at 16,384 tokens, beside experts in memory": least(
+    "experts from disk, 2 GB of INT4 at 16,384 tokens, compared with experts in memory": least(
         "beyond", field("experts in memory", "first_side_speed", tokens_per_step=16384), 0.7, TIMES
     ),
     "float32 on several processes, experts split or not: the worst difference from one process": most(

@@ -1,10 +1,10 @@
-"""Python as a way in: the same runs as the command line's, with results to look at.
+"""The Python API: the same runs as on the command line, with results as objects.
 
 run = unfreeze.sft(model="…", data="chat.jsonl", rank=16, epochs=2)
 run.loss, run.receipt, run.events
 run.chat("What is the capital of France?"); run.report()
 
-job = unfreeze.prepare("run.toml")                                  # one's own loop
+job = unfreeze.prepare("run.toml")                                  # your own training loop
 for batch in job.batches:
     job.forward_backward(batch)
     job.optim_step()
@@ -50,63 +50,63 @@ C = TypeVar("C", bound=TrainingConfig)
 
 
 class FinishedRun:
-    """What a run left behind, read from its folder: numbers, tables, answers, the report."""
+    """Results of a run, read from its folder: numbers, tables, answers, the report."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
     @cached_property
     def events(self) -> list[Event]:
-        """Everything that was written while it ran, in order: dicts with "kind", "step", "time", and more.
+        """All events of the run, in order: dicts with "kind", "step", "time" and more.
 
-        docs/reference/events.md lists them.
+        docs/reference/events.md describes them.
         """
         return read_events(self.path / "events.jsonl")
 
     @property
     def losses(self) -> list[float]:
-        """The loss of each step, in nats per supervised token."""
+        """Loss of each step, in nats per supervised token."""
         return [loss for event in of_kind(self.events, TrainEvent) if (loss := event.get("loss")) is not None]
 
     @property
     def loss(self) -> float | None:
-        """The loss of the last step, in nats per supervised token; None before there is one."""
+        """Loss of the last step, in nats per supervised token; None before the first."""
         return self.losses[-1] if self.losses else None
 
     @property
     def receipt(self) -> Receipt:
-        """group -> what learned in it (adapters/receipt.py: make_receipt); empty where none was taken."""
+        """Receipt: group -> its learning (adapters/receipt.py: make_receipt); empty if there is none."""
         return Receipt(read_run(self.path).groups)
 
     @property
     def finished(self) -> bool:
-        """Whether it reached its last step."""
+        """True if the run reached its last step."""
         return read_run(self.path).state == "done"
 
     @cached_property
     def model(self) -> Model:
-        """The trained model, loaded once, in the dtype it was trained in, on CUDA if there is one."""
+        """The trained model, loaded once, in its training dtype, on CUDA if there is one."""
         from unfreeze.generate.model import load
 
         return load(self.path, dtype=read_run(self.path).config.get("memory.dtype", "auto"), device="auto")
 
     def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
-        """The trained model's answer; as Model.chat."""
+        """Answer of the trained model; see Model.chat."""
         return self.model.chat(messages, **options)
 
     def generate(self, prompt: str, **options: Any) -> str:
-        """The trained model's continuation of a text; as Model.generate."""
+        """Continuation of a text by the trained model; see Model.generate."""
         return self.model.generate(prompt, **options)
 
     def report(self) -> Report:
-        """Write report.html; shown inline where a notebook asks for it."""
+        """Write report.html; a notebook shows it inline."""
         write_report(self.path)
         return Report(self.path / "report.html", page(read_run(self.path)))
 
     def export(self, reader: exporting.Reader = "peft", out: str | Path = "") -> Path:
-        """The adapter as another program reads it, read again and compared. -> the folder.
+        """Export the adapter for another program, read it back and compare. -> the folder.
 
-        As `unfreeze export --for READER`.
+        Same as `unfreeze export --for READER`.
         """
         config = exporting.Config(run=str(self.path), reader=reader, out=str(out))
         return Path(exporting.export(config, Common(quiet=True))["path"])
@@ -119,17 +119,17 @@ class FinishedRun:
 
 
 class Receipt(dict[str, GroupReceipt]):
-    """group -> what learned in it; shown as the table that ends a run."""
+    """Receipt (group -> its learning), displayed as a table."""
 
     def __repr__(self) -> str:
-        return receipt_text(self) if self else "no receipt was taken"
+        return receipt_text(self) if self else "no receipt"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 class Report:
-    """A run's page: `path` on disk; in a notebook it shows itself, in a frame of its own."""
+    """HTML report of a run: `path` on disk; a notebook shows it in a frame."""
 
     def __init__(self, path: Path, source: str):
         self.path, self._source = path, source
@@ -150,15 +150,15 @@ def sft(
     quiet: bool = False,
     **fields: Any,
 ) -> FinishedRun:
-    """Fine-tune, as `unfreeze sft`.
+    """Fine-tune, like `unfreeze sft`.
 
     config     a TOML file.
-    fields     any field of it, on top; rank=16 stands for lora.rank. data may be rows: a list of dicts, a
-               pandas DataFrame, a datasets.Dataset.
-    objective  (hidden_TD, lm_head, batch) -> Loss, in place of cross entropy.
+    fields     config fields, overriding the file; rank=16 means lora.rank. data can be rows: a list of dicts,
+               a pandas DataFrame, or a datasets.Dataset.
+    objective  (hidden_TD, lm_head, batch) -> Loss, instead of cross entropy.
     on_step    called with (state, result) after each step.
 
-    A run that was interrupted goes on with the same call. Raises UserError: one line, and what to do next.
+    The same call resumes an interrupted run. Raises UserError with a one-line message and the next step.
     """
     return _run(fine_tuning.Config, fine_tuning.parts, "sft", config, fields, objective, on_step, quiet)
 
@@ -171,20 +171,20 @@ def pretrain(
     quiet: bool = False,
     **fields: Any,
 ) -> FinishedRun:
-    """Train every weight on text, as `unfreeze pretrain`; arguments as of sft."""
+    """Train every weight on text, like `unfreeze pretrain`. Arguments as for sft."""
     return _run(pretraining.Config, pretraining.parts, "pretrain", config, fields, objective, on_step, quiet)
 
 
 def distill(
     config: str | Path | None = None, *, on_step: Sequence[OnStep] = (), quiet: bool = False, **fields: Any
 ) -> FinishedRun:
-    """Learn a teacher's next-token probabilities, as `unfreeze distill`; arguments as of sft.
+    """Learn a teacher's next-token probabilities, like `unfreeze distill`. Arguments as for sft.
 
     unfreeze.distill(model="DIR", teacher="DIR_OR_RUN", data="chat.jsonl", temperature=2.0)
     """
     if fields.get("prepare"):
         raise ConfigError(
-            "prepare asks a teacher and trains nothing: it is the command's",
+            "prepare only runs the teacher and trains nothing; use the command line for it",
             next="unfreeze distill --model M --teacher T --data F --prepare FOLDER",
         )
     return _run(distilling.Config, distilling.parts, "distill", config, fields, None, on_step, quiet)
@@ -193,7 +193,7 @@ def distill(
 def prefer(
     config: str | Path | None = None, *, on_step: Sequence[OnStep] = (), quiet: bool = False, **fields: Any
 ) -> FinishedRun:
-    """Learn to prefer one answer to another, as `unfreeze prefer`; arguments as of sft.
+    """Learn to prefer one answer to another, like `unfreeze prefer`. Arguments as for sft.
 
     unfreeze.prefer(model="DIR", data=[{"prompt": "…", "chosen": "…", "rejected": "…"}], loss="dpo", beta=0.1)
     """
@@ -207,15 +207,15 @@ def prepare(
     quiet: bool = False,
     **fields: Any,
 ) -> Loop:
-    """A fine-tuning run whose loop is the caller's (job/loop.py).
+    """Open a fine-tuning run whose loop the caller writes (job/loop.py).
 
-    It has job.batches, job.forward_backward and job.optim_step. Arguments as of sft.
+    It has job.batches, job.forward_backward and job.optim_step. Arguments as for sft.
     """
     from unfreeze.job.loop import Loop
 
-    with _said_in_python(fine_tuning.Config):
-        made = _config(fine_tuning.Config, fields, "prepare", config)
-        return Loop(made, _with(fine_tuning.parts(made), objective, ()), Common(quiet=quiet))
+    with _with_python_remedies(fine_tuning.Config):
+        built = _config(fine_tuning.Config, fields, "prepare", config)
+        return Loop(built, _with(fine_tuning.parts(built), objective, ()), Common(quiet=quiet))
 
 
 def _run(
@@ -228,15 +228,15 @@ def _run(
     on_step: Sequence[OnStep],
     quiet: bool,
 ) -> FinishedRun:
-    with _said_in_python(kind):
+    with _with_python_remedies(kind):
         config = _config(kind, fields, name, file)
         result = job.run(config, _with(parts(config), objective, on_step), Common(quiet=quiet), SAME_CALL)
     return FinishedRun(result.get("run", config.run_dir))
 
 
 @contextmanager
-def _said_in_python(kind: type[TrainingConfig]) -> Generator[None]:
-    """Remedies name keywords, not flags."""
+def _with_python_remedies(kind: type[TrainingConfig]) -> Generator[None]:
+    """Rewrite flags in an error's remedy as keywords."""
     try:
         yield
     except UserError as error:
@@ -245,9 +245,10 @@ def _said_in_python(kind: type[TrainingConfig]) -> Generator[None]:
 
 
 def _rows(data: Any) -> Any:
-    """`data` as a list of rows where it is a pandas DataFrame (absent cells left out) or a datasets.Dataset.
+    """Convert a pandas DataFrame (without its empty cells) or a datasets.Dataset to a list of rows.
 
-    Anything else as it is. Raises DataError for one row, several splits, no rows, and what is read once.
+    Anything else is returned unchanged. Raises DataError for a single row, several splits, no rows, or an
+    iterator.
     """
     if isinstance(data, dict):
         parts = cast(dict[str, Any], data)
@@ -255,7 +256,7 @@ def _rows(data: Any) -> Any:
         raise DataError(
             f"data has several splits: {', '.join(map(str, parts))}"
             if split
-            else "data is one dict; rows are a list of dicts",
+            else "data is a single dict; give a list of dicts",
             next=f'data=data["{split}"]' if split else "data=[row]",
         )
     if hasattr(data, "to_list") and hasattr(data, "column_names"):
@@ -265,7 +266,7 @@ def _rows(data: Any) -> Any:
         data = [{name: cell for name, cell in row.items() if not _absent(cell)} for row in records]
     if isinstance(data, Iterator) or type(data).__name__ == "IterableDataset":
         kind = type(cast(object, data)).__name__
-        raise DataError(f"data is a {kind}; rows are a list of dicts", next="data=list(data)")
+        raise DataError(f"data is a {kind}; give a list of dicts", next="data=list(data)")
     if isinstance(data, list) and not data:
         raise DataError(
             "data is empty: there is no row in it",
@@ -275,15 +276,15 @@ def _rows(data: Any) -> Any:
 
 
 def _absent(cell: Any) -> bool:
-    """Whether a table's cell is empty: None, or NaN, which is not equal to itself."""
+    """True if a table's cell is empty: None, or NaN, which is not equal to itself."""
     return cell is None or (isinstance(cell, float) and cell != cell)
 
 
 def _config(kind: type[C], fields: dict[str, Any], function: str, file: str | Path | None) -> C:
-    """from_keywords, where a FinishedRun is its folder, and `data` may be rows: a file of the run folder.
+    """Build a Config from keywords. A FinishedRun stands for its folder; rows in `data` become a file.
 
-    A file, because a run that goes on, its report and its card look rows up again. It is named after what it
-    holds, so other rows are another file and, where `out` is not given, another run.
+    The file is in the run folder, because a resumed run, its report and its card read rows again. Its name is
+    a hash of its contents, so other rows make another file and, without `out`, another run.
     """
     fields = {name: str(v.path) if isinstance(v, FinishedRun) else v for name, v in fields.items()}
     rows = _rows(fields.get("data"))
@@ -293,7 +294,8 @@ def _config(kind: type[C], fields: dict[str, Any], function: str, file: str | Pa
         lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"data: a row is not JSON: {error}", next="texts, numbers, lists and dicts; or give a file"
+            f"data: a row is not JSON: {error}",
+            next="use only texts, numbers, lists and dicts, or give a file",
         ) from None
     name = f"rows-{hashlib.sha256(lines).hexdigest()[:8]}.jsonl"
     config = from_keywords(kind, {**fields, "data": name}, function=function, file=file)

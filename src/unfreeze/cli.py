@@ -1,10 +1,10 @@
 """unfreeze COMMAND …: parse, dispatch, print a UserError without a traceback.
 
 `unfreeze --help` imports no torch. Exit codes:
-    0    done; also a training run that Ctrl-C ended after a step: it is saved, its result says
+    0    done; also a training run stopped by Ctrl-C after a step: it is saved, and its result has
          "finished": false
-    1    a fault of the program or machine, such as a process that others wait for and that is gone
-    2    something the user can mend
+    1    a fault of the program or machine, such as a lost process
+    2    an error that the user can fix
     130  interrupted by Ctrl-C anywhere else
 """
 
@@ -29,7 +29,7 @@ from unfreeze.core.torchrun import started
 
 
 class Command(NamedTuple):
-    """`module` has `main(arguments: list[str], common: Common) -> dict`, the result that --json prints."""
+    """A command. `module` has `main(arguments: list[str], common: Common) -> dict`, the result for --json."""
 
     module: str
     usage: str
@@ -47,16 +47,20 @@ TRAIN = {
 }
 LOOK = {
     "chat": Command("unfreeze.commands.chat", "chat MODEL_OR_RUN", "talk with a checkpoint or a run"),
-    "generate": Command("unfreeze.commands.generate", "generate MODEL_OR_RUN", "continue a text"),
-    "report": Command("unfreeze.commands.report", "report RUN", "the page of a run, and a summary"),
+    "generate": Command(
+        "unfreeze.commands.generate", "generate MODEL_OR_RUN", "continue a text, answer a question"
+    ),
+    "report": Command("unfreeze.commands.report", "report RUN", "HTML report and summary of a run"),
     "compare": Command("unfreeze.commands.compare", "compare RUN RUN …", "several runs side by side"),
     "data": Command(
-        "unfreeze.commands.data_show", "data show F --model M", "what of the data will be taught"
+        "unfreeze.commands.data_show", "data show F --model M", "the data as the model will see it"
     ),
-    "init": Command("unfreeze.commands.init", "init MODEL DATA", "write a run.toml for them, with reasons"),
-    "inspect": Command("unfreeze.commands.inspect", "inspect MODEL", "what is in a checkpoint"),
-    "plan": Command("unfreeze.commands.plan", "plan --model M", "what a run takes and costs, anywhere"),
-    "doctor": Command("unfreeze.commands.doctor", "doctor MODEL --data F", "look for faults before training"),
+    "init": Command("unfreeze.commands.init", "init MODEL DATA", "write a run.toml, with reasons"),
+    "inspect": Command(
+        "unfreeze.commands.inspect", "inspect MODEL", "layers, formats, bytes of a checkpoint"
+    ),
+    "plan": Command("unfreeze.commands.plan", "plan --model M", "memory, time and cost on any machine"),
+    "doctor": Command("unfreeze.commands.doctor", "doctor MODEL --data F", "check files and machine first"),
 }
 SHIP = {
     "export": Command(
@@ -66,30 +70,30 @@ SHIP = {
 }
 DEV = {
     "bench": Command(
-        "unfreeze.commands.bench", "bench WHAT", "measure beside peers, from a clone: moe dense load decode …"
+        "unfreeze.commands.bench", "bench NAME", "compare with other libraries, from a clone: moe dense …"
     ),
     "kernels": Command(
-        "unfreeze.commands.kernels", "kernels measure | list", "which implementation of each op runs here"
+        "unfreeze.commands.kernels", "kernels measure | list", "list or time the implementations of each op"
     ),
     "bisect": Command(
         "unfreeze.commands.bisect",
         "bisect MODEL --against hf",
-        "the first module that differs from transformers",
+        "find the first module that differs from transformers",
     ),
-    "drill": Command("unfreeze.drill", "drill", "plant every known fault and show the line that names it"),
+    "drill": Command("unfreeze.drill", "drill", "plant every known fault and show how it is reported"),
 }
 HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
 COMMANDS = {**TRAIN, **LOOK, **SHIP, **DEV}
-SWEPT = ("sft", "distill", "prefer", "pretrain")  # of which `--sweep FIELD=A,B` makes several runs
+SWEPT = ("sft", "distill", "prefer", "pretrain")  # commands with `--sweep FIELD=A,B`
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 
 def usage() -> str:
-    """The text of `unfreeze --help`: at most 24 lines of 80 columns."""
+    """Text of `unfreeze --help`: at most 24 lines of 80 columns."""
     lines = ["unfreeze trains open-weight language models in the format they came in."]
     for heading, commands in HEADINGS.items():
         lines += ["", heading, *_listed(commands, "unfreeze")]
-    return "\n".join([*lines, f"unfreeze COMMAND --help: its flags   unfreeze dev: {', '.join(DEV)}"])
+    return "\n".join([*lines, f"Flags: unfreeze COMMAND --help   unfreeze dev: {', '.join(DEV)}"])
 
 
 def _listed(commands: Mapping[str, Command], prefix: str) -> list[str]:
@@ -97,17 +101,17 @@ def _listed(commands: Mapping[str, Command], prefix: str) -> list[str]:
 
 
 def dev_usage() -> str:
-    """The text of `unfreeze dev`."""
+    """Text of `unfreeze dev`."""
     rows = [f"  unfreeze dev {command.usage:<26} {command.summary}" for command in DEV.values()]
-    return "\n".join(["For those who work on unfreeze itself:", "", *rows])
+    return "\n".join(["For developers of unfreeze:", "", *rows])
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code."""
+    """Run one command line and return its exit code."""
     command_begins()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     common = Common(**{field: flag in arguments for flag, field in FLAGS.items()})
-    if process():  # under torchrun the first process speaks for all; errors are said by each
+    if process():  # under torchrun only the first process prints; each prints its errors
         common = common._replace(json=False, quiet=True)
     arguments = [argument for argument in arguments if argument not in FLAGS]
     speak_here()
@@ -119,14 +123,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def speak_here() -> None:
-    """What a terminal has no sign for is shown as "?": one of Windows, or a pipe, may know no arrow."""
+    """Print characters that stdout cannot encode as "?", such as arrows on Windows or in a pipe."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
 
 def process() -> int:
-    """Which of torchrun's processes this is; 0 without torchrun."""
-    with suppress(ConfigError):  # said where a run starts; --help answers
+    """Rank of this process under torchrun; 0 without torchrun."""
+    with suppress(ConfigError):  # reported when a run starts; --help still works
         return started().rank
     return 0
 
@@ -153,7 +157,7 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
     if name not in COMMANDS:
         hint = command_hint(name, COMMANDS)
         raise ConfigError(f"there is no command {name!r}{hint.text}", next=hint.next)
-    cpu_class()  # a class that this machine can't be is refused here
+    cpu_class()  # refuses a class that this machine cannot run
     result: dict[str, Any]
     if name in SWEPT and "--sweep" in {argument.partition("=")[0] for argument in arguments}:
         result = importlib.import_module("unfreeze.commands.sweep").sweep(name, arguments, common)
@@ -165,7 +169,7 @@ def _dispatch(name: str, arguments: list[str], common: Common) -> int:
 
 
 def _guarded(run: Callable[[], int], common: Common) -> int:
-    """Errors end in one clear line on stderr; the traceback only if it was asked for."""
+    """Run, and turn errors into one line on stderr; with --traceback show the traceback."""
     try:
         return run()
     except UserError as error:
@@ -176,16 +180,16 @@ def _guarded(run: Callable[[], int], common: Common) -> int:
             print(f"{speaker}{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        print(f"interrupted: {str(interrupt) or 'give the same command again'}", file=sys.stderr)
+        print(f"interrupted: {str(interrupt) or 'run the same command again'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone (… | head); nothing is left to say
+        sys.stderr.close()  # our output pipe was closed (… | head)
         return 0
     except Exception as error:
         if common.traceback:
             traceback.print_exc()
         elif what := ran_out(error):
-            remedy = "end other programs, raise ulimit -v, or take a smaller model"
+            remedy = "end other programs, raise ulimit -v, or use a smaller model"
             print(f"DoesNotFit: memory ran out: {what}\n  next: {remedy}", file=sys.stderr)
             return DoesNotFit.exit_code
         else:

@@ -2,6 +2,7 @@
 leaves the model as it was."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def cut(name):
         (lambda t: [t.pop(f"{EXPERT}.lora_{h}.weight") for h in "AB"], ["experts.2.up_proj is missing"]),
         (cut(f"{O_PROJ}.lora_A.weight"), ["o_proj has A (4, 15)", "maps 16 -> 32"]),
         (cut(f"{EXPERT}.lora_A.weight"), ["experts.2.up_proj has A (4, 31)", "maps 32 -> 24"]),
-        (cut(f"{O_PROJ}.lora_B.weight"), ["rank 4 by adapter_config.json"]),
+        (cut(f"{O_PROJ}.lora_B.weight"), ["rank 4 in adapter_config.json"]),
         (rename(EXPERT, EXPERT.replace(".2.", ".7.")), ["experts.7.up_proj", "is unknown"]),
         (
             lambda t: t.update({f"{O_PROJ}.lora_magnitude_vector.weight": torch.ones(32)}),
@@ -81,8 +82,8 @@ def test_a_misfit_is_counted_and_named_and_the_model_stays_as_it_was(tiny, saved
         ({"bias": "all"}, "bias = 'all'"),
         ({"r": None}, "r is None"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "lora_ga"}, "changed the weights of the base too"),
-        ({"r": 8}, "rank 8 by adapter_config"),
+        ({"init_lora_weights": "lora_ga"}, "changed the base's weights too"),
+        ({"r": 8}, "rank 8 in adapter_config"),
     ],
 )
 def test_a_config_of_another_kind_is_refused_by_name(tiny, saved, change, said):
@@ -116,9 +117,7 @@ def test_factors_of_router_head_and_embeddings_are_named(tiny, saved, place, wha
     for read in (lambda: load_adapter(tiny.model("deepseek"), saved), lambda: lora_of(saved)):
         with pytest.raises(AdapterError, match=f"2 of .* tensors adapt {what}") as error:
             read()
-        assert (
-            error.value.next == f"train the adapter in peft with exclude_modules=['{place.split('.')[-1]}']"
-        )
+        assert f"that name each module, without {place.split('.')[-1]}:" in error.value.next
 
 
 def test_an_adapter_of_another_model_and_missing_or_damaged_files(tiny, saved, tmp_path):
@@ -140,3 +139,15 @@ def test_an_attached_adapter_that_differs_is_refused_and_untouched(tiny, saved, 
     ):
         load_adapter(model, saved)
     assert not any(p.any() for s in sites(model) for n, p in s.adapter.named_parameters() if n.endswith("B"))
+
+
+def test_a_layer_that_the_file_lost_is_named_and_one_that_was_never_adapted_is_not(tiny, saved):
+    """Control arm: layers_to_transform says that only some layers are adapted."""
+    edit(saved, lambda t: [t.pop(f"{O_PROJ}.lora_{half}.weight") for half in "AB"])
+    with pytest.warns(UserWarning, match=r"1 modules of target_modules have no factors.*model\.layers\.1\."):
+        load_adapter(tiny.model("deepseek"), saved)
+    path = saved / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"layers_to_transform": [0]}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_adapter(tiny.model("deepseek"), saved)

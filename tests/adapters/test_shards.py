@@ -150,8 +150,8 @@ BROKEN = {
     "experts is [4, 'x']": lambda index: index | {"experts": [4, "x"]},
     "do not fit each other": lambda index: index | {"experts": [1, 6]},
     "no weight_map": lambda index: index | {"weight_map": []},
-    "no shard's name": lambda index: index | {"weight_map": {"a": "../../secret.safetensors"}},
-    "shards are not there": lambda index: (
+    "not a shard's name": lambda index: index | {"weight_map": {"a": "../../secret.safetensors"}},
+    "shards are missing": lambda index: (
         index | {"weight_map": {"a": "adapter_model-00009-of-00009.safetensors"}}
     ),
     "not in the shard that the index names": lambda index: (

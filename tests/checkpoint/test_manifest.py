@@ -131,6 +131,21 @@ def test_index_pointing_to_a_file_that_is_not_there(tmp_path: Path, kimi) -> Non
     assert "model-00001-of-00009.safetensors is missing (1 of 2 shards present)" in refusal(folder)
 
 
+@pytest.mark.parametrize("shards_are_there", [True, False])
+def test_weights_that_are_there_twice_are_refused(tmp_path: Path, kimi, shards_are_there: bool) -> None:
+    """transformers' save_pretrained leaves both where a folder is written in shards, then whole, or the reverse:
+    it then reads model.safetensors, whatever the index says."""
+    folder = kimi.write(tmp_path / "m", kimi.tensors(), shards=2)
+    kimi.write(tmp_path / "whole", kimi.tensors())
+    (tmp_path / "whole" / "model.safetensors").rename(folder / "model.safetensors")
+    if not shards_are_there:
+        for file in folder.glob("model-*-of-*.safetensors"):
+            file.unlink()
+    assert "holds weights twice" in refusal(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    assert [file.name for file in open_checkpoint(folder).files] == ["model.safetensors"]
+
+
 def test_index_and_files_disagree(tmp_path: Path, kimi) -> None:
     folder = kimi.write(tmp_path / "m", kimi.tensors(), shards=2)
     index = folder / "model.safetensors.index.json"

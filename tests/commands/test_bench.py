@@ -35,5 +35,5 @@ def test_a_clone_has_them(words, tmp_path):
 def test_an_installed_package_has_none_and_says_the_next_command(tmp_path):
     shutil.copytree(SOURCE / "unfreeze", tmp_path / "site" / "unfreeze")
     code, text = said(["-m", "unfreeze", "dev", "bench", "moe"], tmp_path, tmp_path / "site")
-    assert code == 2 and "no part of an installed package" in text
+    assert code == 2 and "an installed package has no benchmarks" in text
     assert "next: git clone" in text and "unfreeze dev bench" in text

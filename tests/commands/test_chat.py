@@ -58,7 +58,7 @@ def test_chat_streams_to_stdout_and_says_why_an_answer_ended(monkeypatch, capsys
         said.out.strip()
         == unfreeze.load(TINY_K2).chat("What is the capital of France?", max_new_tokens=2).strip()
     )
-    assert "the answer ends here" in said.err
+    assert "the answer stops here" in said.err
 
 
 @pytest.mark.parametrize("line", ["/help", "/halp", "/", "/etc/passwd is a file", "/reset now", "/save"])
@@ -67,10 +67,10 @@ def test_a_line_that_begins_with_a_slash_never_goes_to_the_model(say, capsys, li
     error = capsys.readouterr().err
     assert code == 0 and model.sent == []
     if line in ("/reset now", "/save"):
-        assert error.startswith(f"it is: {line.split()[0]}")
+        assert error.startswith(f"usage: {line.split()[0]}")
     else:
         assert all(name in error for name in (*chat.COMMANDS, "/exit"))
-        assert error.startswith(f"there is no {line.split()[0]};") == (line != "/help")
+        assert error.startswith(f"there is no command {line.split()[0]}.") == (line != "/help")
 
 
 @pytest.mark.parametrize("word", ["exit", "/exit", "/quit"])
@@ -93,7 +93,7 @@ def test_system_holds_from_here_on_and_through_a_reset(say):
 def test_regenerate_answers_the_same_question_from_another_seed(say, capsys):
     _, model = say(["/regenerate", "Hello.", "/regenerate", "Go on."], "--temperature", "1")
     said = capsys.readouterr()
-    assert model.sent[:2] == [["Hello."]] * 2 and "nothing was asked" in said.err
+    assert model.sent[:2] == [["Hello."]] * 2 and "no question yet" in said.err
     assert said.out.split("\n")[:2] == ["1 messages, seed 0", "1 messages, seed 1"]
     assert model.sent[2] == ["Hello.", "1 messages, seed 1", "Go on."]  # the first answer is forgotten
     say(["Hello.", "/regenerate"])
@@ -151,6 +151,6 @@ def test_use_names_what_is_there(run_dir, monkeypatch, capsys):
     assert cli.main(["chat", str(run_dir), "--device", "cpu"]) == 0
     error = capsys.readouterr().err
     assert "there is no 'bas' here; nearest: 'base'" in error
-    assert "adapters: base (now), three steps; the conversation goes on" in error
+    assert "adapters: base (now), three steps; the conversation continues" in error
     assert "(adapters: base (now), three steps)\n" in error
     assert error.rstrip().endswith("adapters: base (now), three steps") and "  /use [NAME] " in error

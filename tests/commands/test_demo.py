@@ -116,7 +116,7 @@ def test_what_is_in_the_way_of_the_old_demo_is_not_touched(tmp_path, monkeypatch
     assert (way / "thesis.txt").read_text() == "years of work" and (out / "state").is_dir()
     shutil.rmtree(way)
     monkeypatch.chdir(out)
-    with pytest.raises(ConfigError, match="where you are"):
+    with pytest.raises(ConfigError, match="it is the current directory"):
         move_finished(Path())
 
 

@@ -138,7 +138,7 @@ def change_json(path, **fields):
         ),
         (fewer_rows, "vocabulary fault", "36 ids have no embedding"),
         (drops_answers, "template fault", "content"),
-        (no_end, "template warn", "does not close with an end token"),
+        (no_end, "template warn", "does not stop with an end token"),
     ],
 )
 def test_a_fault_planted_in_the_checkpoint_is_found(sandbox, plant, key, says):
@@ -154,7 +154,7 @@ def test_what_needs_a_broken_part_is_skipped_with_the_reason(sandbox):
     cut_file(folder)
     found = findings(model=folder, data=sandbox.rows())
     assert (
-        found["numerics skip"].line == "needs the checkpoint, which has a fault"
+        found["numerics skip"].line == "not checked: checkpoint has a fault"
         and "template skip" in found
         and "data skip" in found
     )
@@ -164,7 +164,7 @@ def test_what_needs_a_broken_part_is_skipped_with_the_reason(sandbox):
     "rows, key, says",
     [
         ([ROWS[0], "{broken", ROWS[1]], "data fault", "1 of 3 rows cannot be read: row 2: broken JSON"),
-        ([ROWS[0], ROWS[1], ROWS[0]], "data warn", "1 of 3 rows stood before"),
+        ([ROWS[0], ROWS[1], ROWS[0]], "data warn", "1 of 3 rows are duplicates"),
         (
             [ROWS[0], {"question": "frog " * 600, "answer": "Hmm."}],
             "data warn",
@@ -212,7 +212,7 @@ def test_too_little_memory_and_disk_are_faults_with_the_arithmetic(sandbox, monk
     )
     found = findings(model=model)
     assert "usable on small" in found["memory fault"].line and found["numerics skip"].line.startswith(
-        "needs the memory"
+        "not checked: memory"
     )
 
 
@@ -245,7 +245,7 @@ def test_a_field_that_is_not_followed_is_said_by_doctor_inspect_load_and_the_run
 
     folder = sandbox.checkpoint("llama")
     change_json(folder / "config.json", clip_qkv=8.0)
-    note = "config.json: clip_qkv = 8.0: not known here and not followed"
+    note = "config.json: clip_qkv = 8.0: unknown and ignored"
     found = findings(model=folder)
     assert found["checkpoint warn"].line == note and not [f for f in found.values() if f.level == "fault"]
     assert inspect(str(folder))["notes"] == [note]

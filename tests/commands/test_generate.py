@@ -76,9 +76,9 @@ def test_ids_go_in_and_out_without_a_tokenizer(no_tokenizer, unfreeze_json, caps
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "prompt or tokens is needed"),
-        (["--prompt", "a", "--tokens", "1"], "prompt or tokens is needed"),
-        (["--tokens", "1", "--mode", "chat"], "mode chat takes a text"),
+        ([], "give either prompt or tokens"),
+        (["--prompt", "a", "--tokens", "1"], "give either prompt or tokens"),
+        (["--tokens", "1", "--mode", "chat"], "mode chat needs a text"),
         (["--prompt", "a", "--device", "gpu"], "--device = 'gpu': should be auto, cpu, cuda or cuda:N"),
         (["--prompt", "a", "--top-p", "0"], "--top-p 0: must be more than 0.0"),
     ],
@@ -98,7 +98,7 @@ def test_full_positions_are_one_plain_line_and_none_when_quiet(tmp_path, capsys)
     assert cli.main(arguments) == 0
     error = capsys.readouterr().err
     # what is loaded at once has no line of its own
-    assert error == "ended after 5 tokens: the model's 8 positions are full\n"
+    assert error == "stopped after 5 tokens: the model's 8 positions are full\n"
     assert cli.main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
 

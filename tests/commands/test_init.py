@@ -76,7 +76,7 @@ def test_a_file_that_is_there_is_left_alone(checkpoint, tmp_path, monkeypatch, c
     rows(tmp_path, 3)
     (tmp_path / "run.toml").write_text("mine")
     assert cli.main(["init", str(checkpoint), "chat.csv", "--columns", COLUMNS]) == 2
-    assert "run.toml exists and is left as it is" in capsys.readouterr().err
+    assert "run.toml exists and is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "run.toml").read_text() == "mine"
     assert (
         cli.main(["init", str(checkpoint), "chat.csv", "--columns", COLUMNS, "--file", "b.toml", "--quiet"])
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_made_smaller_step_by_step(proposed, monkeypatch):
     assert (
         values["lora.rank"] == 4
         and values["lora.alpha"] == 8
-        and "more memory than is here" in why["lora.rank"]
+        and "more memory than this machine has" in why["lora.rank"]
     )
     tiny = SimpleNamespace(fits=False)
     monkeypatch.setattr(Planning, "first", lambda planning: (0, tiny))

@@ -113,11 +113,11 @@ def test_the_best_step_is_named_and_knows_its_run(held_out_run, tmp_path, capsys
 def test_what_cannot_be_merged_is_refused(run_dir, tmp_path, capsys):
     for words, says in (
         ([str(TINY_K2)], "has no adapter to merge; it is a whole model"),
-        ([str(TINY_K2), "--to", "int4"], "a model alone is not quantized here; llama.cpp"),
+        ([str(TINY_K2), "--to", "int4"], "quantizing a model is not built; llama.cpp"),
         ([str(tmp_path / "gone")], "is not a folder"),
-        ([str(run_dir), "--no-check", "--out", str(TINY_K2)], "is what is merged"),
+        ([str(run_dir), "--no-check", "--out", str(TINY_K2)], "is the folder being merged"),
         ([str(run_dir), "--to", "bf16", "--scales", "keep"], "bf16 has no scales"),
-        ([str(run_dir), "--columns", "prompt=q"], "columns are those of --data"),
+        ([str(run_dir), "--columns", "prompt=q"], "columns needs --data"),
     ):
         assert cli.main(["merge", *words]) == 2
         assert says in capsys.readouterr().err
@@ -128,8 +128,8 @@ def test_several_processes_are_refused(run_dir, monkeypatch, capsys):
         monkeypatch.setenv(name, str(value))
     assert cli.main(["merge", str(run_dir)]) == 2
     said = capsys.readouterr().err
-    assert "the work of one process, and torchrun started 2" in said
-    assert f"next: without torchrun: unfreeze merge {run_dir}" in said
+    assert "merge runs in one process, but torchrun started 2" in said
+    assert f"next: without torchrun (also for a run that was split): unfreeze merge {run_dir}" in said
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_ctrl_c_says_how_to_go_on(run_dir, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr("unfreeze.compress.merge.write_weight", stopped)
     assert cli.main(["merge", str(run_dir), "--no-check", "--out", str(tmp_path / "out")]) == 130
-    assert "give the same command again" in capsys.readouterr().err
+    assert "to continue, run the same command again" in capsys.readouterr().err
     monkeypatch.undo()
     assert cli.main(["merge", str(run_dir), "--no-check", "--out", str(tmp_path / "out"), "--quiet"]) == 0
 
@@ -314,7 +314,7 @@ def test_pairs_of_a_run_that_went_on_from_an_adapter_are_compared_with_that(
     assert gain["adapter"] == pytest.approx(measured[-1], abs=1e-5) and gain["base"] > measured[0] + 0.01
     shutil.rmtree(begun)
     result = unfreeze_json("merge", run, "--to", "bf16", "--out", tmp_path / "out")
-    assert result["gain"] is None and "the adapter it began with" in result["not_measured"]
+    assert result["gain"] is None and "the adapter it started from" in result["not_measured"]
 
 
 def test_a_validation_file_is_read_with_the_columns_of_the_run(unfreeze_json, tmp_path, capsys):

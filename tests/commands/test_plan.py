@@ -82,7 +82,7 @@ def test_what_is_not_built_is_said_first(tmp_path, capsys):
     """And it ends as what does not fit: a script would start the run."""
     (tmp_path / "dense.json").write_text(json.dumps(LLAMA))
     found, lines = said(capsys, "--model", str(tmp_path / "dense.json"), "--hardware", "1xH100+1TB")
-    assert found["fits"] and found["not_built"] == ["the frozen rest streamed from host memory"]
+    assert found["fits"] and found["not_built"] == ["other frozen weights streamed from host memory"]
     assert found["exit_code"] == 2
     assert lines[0].endswith(f": not built yet: {', '.join(found['not_built'])}; it would fit")
     assert "not built" not in "".join(lines[1:])
@@ -217,7 +217,7 @@ def test_tokens_that_the_plan_chose_are_said_beside_a_runs_own(config, tmp_path,
     file = tmp_path / "run.toml"
     file.write_text(f'model = "{config}"\ndata = "chat.jsonl"\n')
     for arguments, said in (
-        (["--model", config], "tokens a step (chosen; a run has 4,096 where"),
+        (["--model", config], "tokens a step (chosen; a run takes 4,096 unless"),
         (["--model", config, "--tokens-per-step", "4096"], "  4,096 tokens a step,"),
         ([str(file)], "  4,096 tokens a step,"),  # the run's own
     ):
@@ -240,7 +240,7 @@ def test_a_run_file_and_flags_over_it(config, tmp_path):
 
 
 def test_every_weight_of_packed_experts_is_refused_as_the_run_refuses_it():
-    with pytest.raises(ConfigError, match="is packed: its codes"):
+    with pytest.raises(ConfigError, match="is packed: gradients"):
         planned("--model", str(TINY_K2), "--train", "all", "--hardware", "1xH200")
 
 
@@ -352,12 +352,12 @@ def test_micro_batches_are_dealt_to_the_devices(config):
 
 def test_a_run_on_several_devices_is_told_how_many_micro_batches_it_needs(config, capsys):
     """A run of eight processes and one micro-batch, or twelve, is refused before anything is loaded."""
-    needs = "  as many micro-batches for each device: a run needs --micro-batches 8 or 16"
+    needs = "  each device needs the same number of micro-batches: a run takes --micro-batches 8 or 16"
     arguments = "--model", config, "--hardware"
     assert needs in said(capsys, *arguments, "8xH200")[1]
     assert needs in said(capsys, *arguments, "8xH200", "--micro-batches", "12")[1]
     for enough in (["8xH200", "--micro-batches", "8"], ["1xH200"]):
-        assert not any("a run needs" in line for line in said(capsys, *arguments, *enough)[1])
+        assert not any("each device needs" in line for line in said(capsys, *arguments, *enough)[1])
 
 
 def test_documents_are_no_longer_than_the_model_and_a_micro_batch_take(config):
@@ -365,7 +365,7 @@ def test_documents_are_no_longer_than_the_model_and_a_micro_batch_take(config):
     arguments = "--model", config, "--hardware", "1xH200", "--tokens-per-step", str(4 * positions)
     longest = planned(*arguments, "--sequence-length", str(positions))
     longer = planned(*arguments, "--sequence-length", str(100 * positions))
-    assert longer["notes"] == ["documents have at most 40,960 tokens: the model takes no longer ones"]
+    assert longer["notes"] == ["documents have at most 40,960 tokens: the model takes no longer documents"]
     assert longer | {"notes": []} == longest
     shorter = planned(*arguments, "--sequence-length", str(positions // 2))
     assert shorter["tokens_per_second"] > longest["tokens_per_second"]
@@ -378,7 +378,7 @@ def test_a_device_has_a_whole_document_where_the_plan_chooses(config):
     assert chosen["tokens_per_step"] >= 64 * 8192 and chosen["notes"] == []
     given = planned(*arguments, "--tokens-per-step", "65536")
     assert given["notes"] == [
-        "documents are cut to 1,024 tokens, a device's at once; whole ones of 8,192: --tokens-per-step 524288"
+        "documents are cut to 1,024 tokens, the micro-batch of a device; to keep 8,192: --tokens-per-step 524288"
     ]
     assert planned(*arguments, "--tokens-per-step", "524288")["notes"] == []
     # what does not fit is shown at its least, and nobody asked for that

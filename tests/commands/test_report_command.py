@@ -127,5 +127,5 @@ def test_ctrl_c_ends_the_watch_and_leaves_a_page_that_stays(
     monkeypatch.setattr(report.time, "sleep", pressed)
     with locked(tmp_path):
         assert report.main([str(tmp_path), "--watch"], Common())["report"] == str(tmp_path / "report.html")
-    assert "watched no longer" in capsys.readouterr().err
+    assert "stopped watching" in capsys.readouterr().err
     assert 'http-equiv="refresh"' not in (tmp_path / "report.html").read_text()

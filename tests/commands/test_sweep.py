@@ -86,11 +86,11 @@ def test_several_fields_are_multiplied_and_nothing_else_changes(line, tmp_path):
         (["learning_rate=1e-4"], "makes 1 run; 2 to 12"),
         (["seed=" + ",".join(map(str, range(13)))], "makes 13 runs; 2 to 12"),
         (["seed=1,2", "clip=" + ",".join(map(str, range(7)))], "makes 14 runs"),
-        (["seed=1,1"], "names a value twice"),
+        (["seed=1,1"], "repeats a value"),
         (["seed=1,2", "seed=3,4"], "seed is given twice"),
         (["steps=3,4"], "steps is given twice"),
         (["out=a,b"], "out cannot be swept: each run has a folder of its own"),
-        (["lora.targets=experts,attention"], "one run takes several values of it"),
+        (["lora.targets=experts,attention"], "a single run takes several values"),
     ],
 )
 def test_bad_fields_and_values_are_refused_before_any_run(line, words, said):
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_the_sweep_and_says_how_to_go_on(line):
         raise KeyboardInterrupt
 
     with pytest.raises(
-        KeyboardInterrupt, match="in run 1 of 2, seed=1; give the same command again: unfreeze"
+        KeyboardInterrupt, match="in run 1 of 2, seed=1; to continue, run the same command again: unfreeze"
     ):
         sweep.sweep("sft", [*line, "--sweep", "seed=1,2"], QUIET, launch)
 
@@ -130,5 +130,5 @@ def test_each_run_is_a_process_of_its_own():
 
 def test_under_torchrun_it_is_refused(line, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="one by one under torchrun"):
+    with pytest.raises(ConfigError, match="start one torchrun for each value"):
         sweep.planned_points("sft", [*line, "--sweep", "seed=1,2"])

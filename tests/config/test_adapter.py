@@ -78,7 +78,7 @@ def test_patterns_of_whole_names_are_matched_as_peft_matches_them(layer, pattern
         ({"trainable_token_indices": [1]}, "trainable_token_indices = [1]"),
         ({"bias": "lora_only"}, "bias = 'lora_only'"),
         ({"lora_bias": True}, "lora_bias = True"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changed the weights of the base too"),
+        ({"init_lora_weights": "pissa_niter_4"}, "changed the base's weights too"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"use_qalora": True}, "use_qalora"),
@@ -97,7 +97,7 @@ def test_what_is_not_plain_lora_is_refused_by_name(change, said, tmp_path):
 
 
 def test_a_folder_without_an_adapter_and_a_damaged_one_are_refused(tmp_path):
-    with pytest.raises(AdapterError, match=r"is no run and has no adapter_config\.json"):
+    with pytest.raises(AdapterError, match=r"is not a run and has no adapter_config\.json"):
         adapter_folder(tmp_path / "nowhere")
     (tmp_path / "resolved_config.json").write_text("{}")
     with pytest.raises(AdapterError, match=r"has no adapter/adapter_config\.json"):

@@ -83,7 +83,7 @@ def test_every_field_has_a_heading_and_those_that_most_people_set_come_first(mod
         (["--max-seq-length", "512"], "it is called --sequence-length here (tokens)"),
         (
             ["--per_device_train_batch_size", "4"],
-            "it is called --tokens-per-step here (tokens of one optimizer step",
+            "it is called --tokens-per-step here (tokens per optimizer step",
         ),
         (["--lora-r", "8"], "it is called --rank here"),
         (["--output-dir", "x"], "it is called --out here"),
@@ -92,7 +92,7 @@ def test_every_field_has_a_heading_and_those_that_most_people_set_come_first(mod
             "And there is no flag --lora_r; it is called --rank here",
         ),
         (["--batch-size", "4", "--lora_r", "8"], "no flag --batch-size; it is called --tokens-per-step here"),
-        (["--load_in_4bit"], "a 4-bit or 8-bit checkpoint is trained as it is"),
+        (["--load_in_4bit"], "a 4-bit or 8-bit checkpoint is trained in its own format"),
         (["--learning-rat", "1"], "nearest: '--learning-rate'"),
     ],
 )

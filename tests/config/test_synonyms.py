@@ -17,15 +17,15 @@ from unfreeze.config.sft import Config
 from unfreeze.core.errors import ConfigError
 
 FLAGS = [
-    ("--qlora", "a 4-bit or 8-bit checkpoint is trained as it is"),
+    ("--qlora", "a 4-bit or 8-bit checkpoint is trained in its own format"),
     ("--resume-from-checkpoint", "the same command resumes its run"),
     ("--use-dora", "DoRA is not built, LoRA and rsLoRA are"),
     ("--neftune-noise-alpha", "NEFTune is not built"),
     ("--flash-attn", "kernels are chosen for the machine"),
     ("--attn-implementation", "kernels are chosen for the machine"),
     ("--use-liger", "kernels are chosen for the machine"),
-    ("--fsdp", "torchrun starts one process a GPU"),
-    ("--deepspeed", "torchrun starts one process a GPU"),
+    ("--fsdp", "torchrun starts one process per GPU"),
+    ("--deepspeed", "torchrun starts one process per GPU"),
     ("--push-to-hub", "a finished run is uploaded by export"),
     ("--hub-model-id", "a finished run is uploaded by export"),
     ("--chat-template", "chat_template.jinja in its folder"),
@@ -35,7 +35,7 @@ FLAGS = [
     ("--resize-token-embeddings", "adding tokens is not built; transformers does it"),
     ("--group-by-length", "packing fills batches"),
     ("--rope-scaling", "rotary scaling is read from the model's config.json"),
-    ("--completion-only-loss", "only answers are trained on, always"),
+    ("--completion-only-loss", "only answers are trained on"),
 ]
 RUN = ["sft", "--model", "m", "--data", "d.jsonl"]
 
@@ -83,7 +83,7 @@ VALUES = [
 def test_a_value_of_another_tool_is_answered_with_ours(arguments, says, capsys):
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
-    assert "is none of" in error and says in error
+    assert "is not one of" in error and says in error
 
 
 def test_a_value_in_a_file_and_in_python_is_answered_too(tmp_path, capsys):
@@ -99,13 +99,13 @@ def test_a_value_in_a_file_and_in_python_is_answered_too(tmp_path, capsys):
     "word, says, remedy",
     [
         ("eval", "benchmarks are not built", "lm_eval --model hf --model_args pretrained=RUN/merged-bf16"),
-        ("quantise", "a model alone is not quantized here", "convert_hf_to_gguf.py MODEL"),
+        ("quantise", "quantizing a model is not built", "convert_hf_to_gguf.py MODEL"),
         ("serve", "a server is not built", "vllm serve BASE --enable-lora"),
         ("tokenizer", "training a tokenizer is not built", "train_new_from_iterator"),
         ("grpo", "reinforcement learning is not built", "TRL's GRPOTrainer"),
         ("resize", "adding tokens is not built", "model.resize_token_embeddings"),
         ("ollama", "llama.cpp writes GGUF", "convert_hf_to_gguf.py RUN/merged-bf16"),
-        ("perplexity", "is measured in a run", "--validation FILE"),
+        ("perplexity", "a run measures the perplexity", "--validation FILE"),
     ],
 )
 def test_a_command_that_is_not_here_names_the_tool_that_has_it(word, says, remedy, capsys):

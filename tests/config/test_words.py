@@ -25,17 +25,17 @@ PYDANTIC = re.compile(r"Input should|valid (integer|number|tuple|string)|type_er
             ["--optimizer.schedule"],
             "--optimizer.schedule needs a value: one of cosine, linear, constant, wsd",
         ),
-        (["--steps", "3", "4"], "--steps takes one value; '4' is one more"),
+        (["--steps", "3", "4"], "--steps takes one value, got also '4'"),
         (["--learning-rate", "fast"], "--learning-rate = 'fast' is not a number"),
         (["--lora.rank", "x"], "--lora.rank = 'x' is not a whole number"),
         (["--data.weights", "1", "two"], "--data.weights = 'two' is not a number"),
         (
             ["--optimizer.schedule", "cosin"],
-            "--optimizer.schedule = 'cosin' is none of 'cosine', 'linear', 'constant', 'wsd'",
+            "--optimizer.schedule = 'cosin' is not one of 'cosine', 'linear', 'constant', 'wsd'",
         ),
         (
             ["--watch.track", "wandb", "foo"],
-            "--watch.track = 'foo' is none of 'tensorboard', 'wandb', 'trackio'",
+            "--watch.track = 'foo' is not one of 'tensorboard', 'wandb', 'trackio'",
         ),
         (["--model", "m", "--data", "d", "--steps", "0"], "--steps 0: must be at least 1"),
         (
@@ -83,7 +83,9 @@ def test_every_weight_beside_lora_is_answered_with_what_to_remove(tmp_path):
     given = [str(tmp_path / "run.toml"), "--train", "all"]
     with pytest.raises(ConfigError, match=r"no adapters, but lora\.rank is given") as caught:
         parse(Config, given, command="sft", description="")
-    assert "the whole table [lora]" in caught.value.next and "learning_rate = 0.0002 too" in caught.value.next
+    assert (
+        "the whole table [lora]" in caught.value.next and "also learning_rate = 0.0002" in caught.value.next
+    )
     # control arm: without it the file is a run
     (tmp_path / "run.toml").write_text(text)
     assert parse(Config, given, command="sft", description="").lora is None
@@ -97,7 +99,7 @@ def test_every_weight_beside_lora_is_answered_with_what_to_remove(tmp_path):
         ({"data_weights": "x"}, "data_weights = 'x' is not a list"),
         ({"data_weights": [1, "x"]}, "data_weights = [1, 'x']: 'x' is not a number"),
         ({"prompts": [1]}, "prompts = [1]: 1 is not text"),
-        ({"track": ["foo"]}, "track = ['foo']: 'foo' is none of 'tensorboard', 'wandb', 'trackio'"),
+        ({"track": ["foo"]}, "track = ['foo']: 'foo' is not one of 'tensorboard', 'wandb', 'trackio'"),
         ({"rank": "x"}, "unfreeze.sft: rank = 'x' is not a whole number"),
         ({"save_minutes": -1}, "save_minutes = -1: must be at least 0"),
     ],
@@ -130,12 +132,12 @@ def test_control_arm_a_word_that_is_near_nothing_gets_no_suggestion(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["chat", str(TINY_K2), "What?"], "'What?' stands where no word is read; a question is no argument"),
+        (["chat", str(TINY_K2), "What?"], "'What?' is unexpected; chat takes no question as an argument"),
         (["generate", str(TINY_K2), "Once upon"], 'next: unfreeze generate RUN --prompt "…"'),
         (["data", "show", "qa.csv"], "next: unfreeze data show qa.csv --model MODEL"),
         (["distill", "--model", "m"], "next: unfreeze distill --model m --data FILE --teacher DIR_OR_RUN"),
         (["plan", str(TINY_K2), "--hardware", "4090"], "nearest: '1xRTX4090'"),
-        (["sft", "--gpus", "2"], "torchrun starts one process a GPU"),
+        (["sft", "--gpus", "2"], "torchrun starts one process per GPU"),
         (["sft", "--zero3"], "--place.weights sharded"),
         (["sft", "--accelerator", "gpu"], "it is called --device here"),
         (["sft", "--unsloth"], "kernels are chosen for the machine"),

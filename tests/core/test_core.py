@@ -89,7 +89,7 @@ def test_in_a_run_a_field_that_does_not_conform_is_left_out_and_said_once(tmp_pa
     ]
     assert lines[0]["loss"] == 2.5 and lines[0]["tokens"] == 8 and "grad_norm" not in lines[0]
     message = lines[1]["message"]
-    assert "training goes on" in message and f"train.grad_norm is {value!r}: Input should be" in message
+    assert "training continues" in message and f"train.grad_norm is {value!r}: Input should be" in message
     assert [damage(line) for line in lines] == [[]] * 4
 
 

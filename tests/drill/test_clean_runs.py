@@ -36,7 +36,7 @@ def test_a_clean_run_raises_no_alarm(sandbox, run):
 def test_control_arm_planted_faults_raise_alarms(sandbox, monkeypatch):
     monkeypatch.setattr(clean_runs, "ROWS", [*ROWS, ROWS[0], {"question": "frog " * 600, "answer": "Hmm."}])
     alarms = alarms_of(CleanRun("llama", "float32"), sandbox)
-    assert any("stood before" in alarm for alarm in alarms) and any("0 of" in alarm for alarm in alarms)
+    assert any("are duplicates" in alarm for alarm in alarms) and any("0 of" in alarm for alarm in alarms)
 
 
 def test_an_alarm_ends_the_command_with_1(sandbox, monkeypatch):

@@ -34,9 +34,9 @@ from unfreeze.train.run import Run
 
 FAULTS = {f"{fault.row} {fault.title}": fault for fault in drill.faults()}
 TWINS = {  # of those that start processes and take 5 s or more: nightly, and here a test of the same guard
-    "M1 experts without tokens, where processes wait for each other": "parallel/test_collectives.py::test_control_arm_collectives_that_depend_on_routing_hang",
+    "M1 experts without tokens, while processes wait for each other": "parallel/test_collectives.py::test_control_arm_collectives_that_depend_on_routing_hang",
     "R1 kill -9 in the middle of training and saving": "train/test_kill.py::test_unfreeze_sft_killed_often_gives_the_losses_of_the_uninterrupted_run",
-    "R3 a run that goes on with another number of processes": "parallel/test_collectives.py::test_resume_on_one_then_two_then_one_process",
+    "R3 a run resumed with another number of processes": "parallel/test_collectives.py::test_resume_on_one_then_two_then_one_process",
 }
 
 
@@ -340,13 +340,13 @@ CONTROLS = {
     "L1 a 4-bit checkpoint expanded or packed again on load": expand_on_load,
     "L2 the CUDA allocator left to fragment": out(loading, "pick_device"),
     "L2 an allocator setting without expandable segments": out(loading, "allocator_line", lambda: ("", True)),
-    "L3 one device given twice the weights": twice_the_weights,
+    "L3 one device with twice the weights": twice_the_weights,
     "L4 an adapter target that matches nothing": out(
         import_module("unfreeze.adapters.attach"), "chosen_by", lambda config, model: {}
     ),
     **dict.fromkeys([name for name in FAULTS if name.startswith("L4") and "target" not in name], no_receipt),
-    "L5 a gate that does not train, or routes otherwise in training": router_detached,
-    "L6 expanded weights piling up over the steps": leak_each_step,
+    "L5 a gate that does not train, or routes differently in training": router_detached,
+    "L6 expanded weights that accumulate over the steps": leak_each_step,
     **dict.fromkeys([name for name in FAULTS if name.startswith("L7") and "8-bit" not in name], no_faults),
     "L7 4-bit words declared as 8-bit": read_as_four_bits,
     "L8 a tensor of size zero": no_faults,
@@ -355,41 +355,41 @@ CONTROLS = {
         "unfreeze.parallel.placement.place._check_fillable", nothing
     ),
     "L9 a tokenizer that brings code to run": run_what_lies_there,
-    "L9 a tokenizer that is nothing but code": run_what_lies_there,
+    "L9 a tokenizer that is only code": run_what_lies_there,
     "N1 a zero row and a tiny norm eps": norm_in_half,
-    "N1 NaN only where nothing is supervised": replay_left_out,
+    "N1 NaN only at unsupervised positions": replay_left_out,
     "N2 a row cut before its answer": out(Account, "_list"),
     "N2 a micro-batch without supervised tokens": each_its_own_mean,
-    "N3 accumulation as a mean of means": each_its_own_mean,
+    "N3 gradient accumulation as a mean of means": each_its_own_mean,
     "N4 labels shifted twice, or not at all": unshifted,
     "N4 a loss mask lost in a refactor": supervise_all,
-    "N4 a template that rewrites what was said": trust_the_template,
+    "N4 a template that rewrites earlier turns": trust_the_template,
     "N4 a mask of all ones": lambda patch: patch.setattr(
         "unfreeze.data.tokens.turns.check_marks", lambda *arguments: []
     ),
     "N5 a tokenizer with more ids than the embedding": no_vocabulary_check,
     "N5 padded rows of the head sampled": sample_every_row,
     "N6 pad = eos, so that the end is never learned": end_masked,
-    "N7 num_logits_to_keep asked for in training": unknown_keys_pass,
+    "N7 num_logits_to_keep in the training config": unknown_keys_pass,
     "N7 num_logits_to_keep in the checkpoint's config": last_logits_only,
     "N8 perplexity that depends on the batch size": mean_of_batch_means,
     "N9 cached decoding that differs from uncached": stale_cache,
-    "M1 experts without tokens, where processes wait for each other": no_patience,
-    "M1 experts without tokens, left out of what is added up": only_reached_experts,
+    "M1 experts without tokens, while processes wait for each other": no_patience,
+    "M1 experts without tokens, left out of the all-reduce": only_reached_experts,
     "M2 balancing per micro-batch, per recomputation or in evaluation": lambda patch: patch.setattr(
         "unfreeze.train.step.clear_expert_load", nothing
     ),
     "M3 dead experts unnoticed": dead_experts_hidden,
-    "M4 routing that changes between forward and recomputation": route_again,
+    "M4 routing that changes between forward and recompute": route_again,
     "M4 routing that differs between trainer and sampler": stale_cache,
     "R1 kill -9 in the middle of training and saving": resume_from_fresh,
-    "R1 half a save left behind": half_saves_count,
+    "R1 a partial save left behind": half_saves_count,
     "R2 a save that lost its optimizer": lambda patch: patch.setattr(
         "unfreeze.train.state._load_tensors", nothing
     ),
     "R2 another configuration in the same folder": out(Run, "refuse_changes"),
     "R2 other data behind the same cursor": out(Batches, "_refuse_other"),
-    "R3 a run that goes on with another number of processes": resume_from_fresh,
+    "R3 a run resumed with another number of processes": resume_from_fresh,
     "R4 a learning rate that is not the schedule's": rate_as_meant,
     "R5 an exported adapter that lost one expert": no_verification,
     **dict.fromkeys([name for name in FAULTS if name.startswith("R7")], bad_rows_vanish),
@@ -446,7 +446,7 @@ def test_silence_a_wrong_line_and_a_traceback_are_all_unnamed(sandbox):
         raise ConfigError("rank = 0")
 
     plants = {
-        "it went through in silence": lambda s: must_refuse(lambda: None, says="x"),
+        "it passed in silence": lambda s: must_refuse(lambda: None, says="x"),
         "does not say 'x'": lambda s: must_refuse(wrong, says="x"),
         "a user would see a traceback: ZeroDivisionError": lambda s: 1 / 0,
         "5 of 4": lambda s: measured(drill.plant, "5 of 4", holds=False),
@@ -478,5 +478,5 @@ def test_an_unnamed_fault_ends_it_with_1(monkeypatch, capsys):
 
 
 def test_an_unknown_row_is_refused():
-    with pytest.raises(ConfigError, match="'R6' is no row of the drill"):
+    with pytest.raises(ConfigError, match="'R6' is not a row of the drill"):
         drill.main(["--only", "R6"], Common(quiet=True))

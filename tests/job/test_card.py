@@ -23,7 +23,7 @@ def test_a_runs_adapter_has_a_card_that_the_hub_reads_and_the_tokenizer(run_dir)
     assert "Held-out" in text or "Loss" in text
     assert "chat" in text and "lora.rank" in text and "unfreeze sft --model tiny-k2" in text
     assert str(run_dir.parent) not in text and str(TINY_K2.parent) not in text
-    assert "Training on in peft makes another model" in text
+    assert "Training further in peft makes another model" in text
     assert (folder / "tiktoken.model").read_bytes() == (TINY_K2 / "tiktoken.model").read_bytes()
 
 
@@ -49,7 +49,7 @@ def test_an_id_that_is_given_is_an_id_though_a_folder_has_its_name(run_dir, tmp_
     given = ["export", str(run_dir), "--out", "out", "--quiet", "--base-id"]
     assert cli.main([*given, "org/base"]) == 0
     assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model == "org/base"
-    assert cli.main([*given, "base"]) == 2 and "is no id of the Hub" in capsys.readouterr().err
+    assert cli.main([*given, "base"]) == 2 and "is not a Hub id" in capsys.readouterr().err
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -154,7 +154,7 @@ def test_nothing_is_uploaded_without_a_yes_a_base_that_others_have_or_a_right_na
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("sys.stdin.readline", lambda: "n\n", raising=False)
     assert export(run_dir, tmp_path, *given) == 0
-    assert "Go on? [y/N]" in (said := capsys.readouterr().err) and "not uploaded" in said
+    assert "Continue? [y/N]" in (said := capsys.readouterr().err) and "not uploaded" in said
     assert not hub.asked
     hub.status = 403
     assert export(run_dir, tmp_path, *given, "--yes") == 2
@@ -200,7 +200,7 @@ def test_the_card_of_an_export_is_about_its_reader_and_what_it_leaves_out(run_di
         cli.main(["export", str(run_dir), "--for", "vllm", "--out", str(tmp_path / "vllm"), "--quiet"]) == 0
     )
     text = (tmp_path / "vllm" / "README.md").read_text()
-    assert "PeftModel" not in text and "library_name: peft" not in text and "laid out for vllm" in text
+    assert "PeftModel" not in text and "library_name: peft" not in text and "have the layout of vllm" in text
     assert (
         "does not apply" in text and "kv_b_proj" in text and ModelCard(text).data.tags == ["lora", "unfreeze"]
     )

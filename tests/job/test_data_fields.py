@@ -83,7 +83,7 @@ def test_rows_of_a_validation_file_that_are_trained_on_are_left_out_of_it(sft, f
     held = tmp_path / "both.jsonl"
     held.write_text(files[1].read_text() + "".join(json.dumps(row) + "\n" for row in rows(3, "held")))
     data, warnings = sft("--validation", held)
-    said = "6 of 9 validation documents are also in the training data, so validation leaves them out"
+    said = "6 of 9 validation documents are also in the training data, so they are left out of validation"
     assert data["held_out"] == 3 and warnings == [said]
 
 
@@ -134,7 +134,7 @@ def test_one_path_or_a_list_in_toml(tmp_path, files):
     "more, says",
     [
         (["--data.weights", "1", "2", "3"], "data.weights has 3 numbers for 2 data files"),
-        (["--validation", "v.jsonl", "--validation-fraction", "0.1"], "give one of them"),
+        (["--validation", "v.jsonl", "--validation-fraction", "0.1"], "exclude each other"),
         (["--validation-fraction", "1"], "--validation-fraction 1: must be less than 1.0"),
         (["--validation-fraction", "-0.5"], "--validation-fraction -0.5: must be at least 0.0"),
     ],
@@ -166,7 +166,7 @@ def test_a_pattern_and_a_folder_are_kept_as_written_and_a_new_file_is_refused(
     assert resolved["data_files"] == dict.fromkeys(map(str, files), "*.jsonl")
     command = ["sft", "--model", str(TINY_K2), "--data", "*.jsonl", "--data.weights", "0.5", "--out", "run"]
     command += "--tokens-per-step 128 --steps 1 --watch.samples 1 --lora.rank 1 --dtype float32".split()
-    assert cli.main(command) == 0 and "was finished before" in capsys.readouterr().err
+    assert cli.main(command) == 0 and "is already finished" in capsys.readouterr().err
     (tmp_path / "c.jsonl").write_text(files[0].read_text())
     assert cli.main(command) == 2
     assert f'data_files.{tmp_path / "c.jsonl"}: absent -> "*.jsonl"' in capsys.readouterr().err

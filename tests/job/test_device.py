@@ -76,7 +76,7 @@ def test_control_arm_after_cuda_has_started_it_is_too_late_and_the_plan_warns(
         emit_plan(run, small, ALONE)
     (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert event["warning"].startswith(
-        "allocator: CUDA had started before expandable segments could be set"
+        "allocator: CUDA started before expandable segments could be set"
     ) and event["lines"] == [*plan_lines(small), event["lines"][-1]]
 
 

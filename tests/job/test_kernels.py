@@ -114,7 +114,9 @@ def test_a_choice_that_cannot_run_here_is_said_and_looked_up(tmp_path, chat_rows
     monkeypatch.setenv("UNFREEZE_KERNELS", str(file))
     assert trained(tmp_path / "run", chat_rows)[0] == 0
     warned = [event["message"] for event in read_events(tmp_path / "run", "warning")]
-    said = r"cannot run \d+ of the \d+ choices that the run began with: swiglu as triton;"  # not one a bucket
+    said = (
+        r"cannot run \d+ of the \d+ choices that the run started with: swiglu as triton;"  # not one a bucket
+    )
     assert any(re.search(said, text) for text in warned)
     used = [c for event in read_events(tmp_path / "run", "kernels") for c in event["choices"]]
     assert {c["runs"] for c in used if c["op"] == "swiglu"} <= {"numba", "reference"}

@@ -127,7 +127,7 @@ def test_a_run_keeps_its_dtype_elsewhere_and_says_that_it_is_slow(tmp_path, data
     command = ["sft", "--model", str(TINY_K2), "--data", str(data), "--out", str(out), "--steps", "2"]
     command += [*QUICK[2:-1]]
     assert cli.main([*command, "--steps", "3", "--save.allow-changed", "steps"]) == 0
-    assert "dtype: bfloat16 (as the run began)" in capsys.readouterr().err
+    assert "dtype: bfloat16 (as when the run started)" in capsys.readouterr().err
     command += ["--steps", "4", "--dtype", "float32"]
     assert cli.main(command) == 2
     assert cli.main([*command, "--save.allow-changed", "dtype", "steps"]) == 0

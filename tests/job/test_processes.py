@@ -34,7 +34,7 @@ def config(parts: int, **fields: object) -> Config:
 def test_the_two_nearest_multiples_are_named(parts, size, near):
     with pytest.raises(ConfigError) as refused:
         refuse_uneven(config(parts), size)
-    assert f"{size} processes share {parts} micro_batches" in refused.value.message
+    assert f"{parts} micro_batches per step is no multiple of {size} processes" in refused.value.message
     assert refused.value.next == " or ".join(f"--micro-batches {count}" for count in near)
     for count in near:
         refuse_uneven(config(count), size)
@@ -50,7 +50,9 @@ def test_a_run_that_goes_on_names_the_numbers_of_processes_that_share_it(tmp_pat
         json.dumps({**record, "optimizer": {}, "cursor": None}), encoding="utf-8"
     )
     goes_on = config(4, out=str(tmp_path))
-    with pytest.raises(ConfigError, match="cuts each step into 4 micro_batches, no multiple of 3") as refused:
+    with pytest.raises(
+        ConfigError, match="has 4 micro_batches per step, which is no multiple of 3"
+    ) as refused:
         refuse_uneven(goes_on, 3)
     assert refused.value.next.endswith("(torchrun --nproc-per-node): 1, 2, 4")
     for size in sharers(4):
@@ -70,7 +72,7 @@ def test_it_is_refused_before_the_data_is_looked_at_and_before_torch(tmp_path, m
     monkeypatch.setenv("RANK", "0")
     line = f"sft --model no/where --data d.jsonl --micro-batches 4 --out {tmp_path / 'run'}"
     assert cli.main(line.split()) == 2
-    assert "3 processes share 4 micro_batches of a step" in capsys.readouterr().err
+    assert "4 micro_batches per step is no multiple of 3 processes" in capsys.readouterr().err
     assert not Path(tmp_path / "run").exists()
 
 
@@ -86,10 +88,10 @@ def test_what_torchrun_says(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', which is no number"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', which is not a number"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0: a run has at least one process"),
-        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is '-1', which is no number"),
-        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK is 5, and WORLD_SIZE 2: there is no such process"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is '-1', which is not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK is 5, but WORLD_SIZE is 2: there is no such process"),
         ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is 0: a run has at"),
     ],
 )
@@ -127,7 +129,7 @@ def test_the_spike_guard_of_every_process_has_the_steps_before_that_only_process
     ("steps", "said"),
     [
         (3, "gone in step 4; saved: nothing yet"),
-        (4, "gone after the last step, 4, while its results were written; saved: nothing yet"),
+        (4, "gone after the last step, 4, while writing its results; saved: nothing yet"),
     ],
 )
 def test_one_that_goes_while_results_are_written_is_in_no_step(steps, said, tmp_path):

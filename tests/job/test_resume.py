@@ -57,18 +57,15 @@ def test_what_follows_from_a_field_is_allowed_with_it():
         (
             "lora.rank",
             (
-                "allow_changed names lora.rank, which can never change within a run: it is the shape of the"
+                "allow_changed names lora.rank, which can never change within a run: it decides the shape of the"
                 " trained tensors"
             ),
         ),
-        (
-            "seed",
-            "seed, which can never change within a run: the saved place in the data would be another place",
-        ),
+        ("seed", "seed, which can never change within a run: the saved position in the data would be wrong"),
         (
             "learning-rat",
             (
-                "allow_changed names 'learning-rat', which is no field of a run's configuration; nearest:"
+                "allow_changed names 'learning-rat', which is not a field of a run's configuration; nearest:"
                 " 'learning_rate'"
             ),
         ),
@@ -232,7 +229,7 @@ def test_steps_and_epochs_together_say_which_decides(tmp_path: Path, chat_rows: 
     command += ["--tokens-per-step", "128", "--watch.samples", "0", "--lora.rank", "1", "--threads", "1"]
     assert cli.main([*command, "--steps", "1", "--epochs", "2"]) == 0
     said = [event["message"] for event in read_events(tmp_path / "run", "warning")]
-    assert "steps 1 and epochs 2 are both given: steps decides" in said
+    assert "steps 1 and epochs 2 are both given; steps is used" in said
 
 
 def test_epochs_are_those_of_the_data_trained_on_in_every_session(
@@ -258,7 +255,7 @@ def test_a_fixed_field_is_refused_with_its_reason(
     said = capsys.readouterr().err
     assert (
         code == 2
-        and "lora.rank: 1 -> 2; lora.rank can never change within a run: it is the shape of the trained tensors"
+        and "lora.rank: 1 -> 2; lora.rank can never change within a run: it decides the shape of the trained tensors"
         in said
     )
     assert "--save.allow-changed" not in said
@@ -339,13 +336,13 @@ def test_a_run_that_this_version_cannot_go_on_with_is_refused_by_name_and_versio
     said = capsys.readouterr().err.splitlines()
     version = unfreeze.__version__
     assert said == [
-        f"ConfigError: {out} cannot be resumed by unfreeze {version}: it is a run of unfreeze {version} with"
+        f"ConfigError: {out} cannot be resumed by unfreeze {version}: unfreeze {version} started it with"
         " optimizer.momentum, which this version does not have",
-        f"  next: another folder with --out, or unfreeze {version}, which began it",
+        f"  next: give another folder with --out, or use unfreeze {version}",
     ]
     (out / "resolved_config.json").unlink()  # which says the version
     assert cli.main([*interrupted[:at], str(out), *interrupted[at + 1 :]]) == 2
-    assert "it is a run of another version with" in capsys.readouterr().err
+    assert "another version started it with" in capsys.readouterr().err
 
 
 def test_another_base_under_the_same_path_is_refused_and_one_in_other_files_is_not(
@@ -368,7 +365,7 @@ def test_another_base_under_the_same_path_is_refused_and_one_in_other_files_is_n
         file.write(bytes([byte[0] ^ 1]))
     assert weights_digest(open_checkpoint(model)) != digest, name
     assert cli.main(longer) == 2
-    assert "holds other weights than those that this run began with" in capsys.readouterr().err
+    assert "has other weights than when this run started" in capsys.readouterr().err
 
     # the same weights in other files are the same; and an earlier version's save says nothing of them
     (record,) = run.glob("state/*/state.json")
@@ -384,3 +381,28 @@ def test_another_base_under_the_same_path_is_refused_and_one_in_other_files_is_n
     assert weights_digest(open_checkpoint(resharded)) == digest
     record.write_text(json.dumps(saved))
     assert cli.main(longer) == 0
+
+
+def test_other_rows_are_refused_before_a_weight_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Control arm: with the rows as they were the same call loads and goes on."""
+    rows = (TINY_K2 / "yoda_train.jsonl").read_text(encoding="utf-8").splitlines()[:30]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+    def run(steps: int) -> None:
+        fields = {"data": str(data), "out": str(tmp_path / "run"), "tokens_per_step": 256, "dtype": "float32"}
+        more = {"save.allow_changed": ["steps"], "watch.samples": 0, "threads": 1, "quiet": True}
+        unfreeze.sft(model=str(TINY_K2), steps=steps, **fields, **more)
+
+    def loads() -> int:
+        events = (tmp_path / "run" / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        return sum(json.loads(line)["kind"] == "load" for line in events)
+
+    run(1)
+    data.write_text("\n".join(rows[:-1]) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot resume: the data changed"):
+        run(2)
+    assert loads() == 1
+    data.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    run(2)
+    assert loads() == 2

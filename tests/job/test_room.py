@@ -53,11 +53,11 @@ def test_a_run_that_goes_on_is_not_asked_and_knows_how_long_a_save_took(sft):
     assert code == 0
     plan, save = (next(event for event in events if event["kind"] == kind) for kind in ("plan", "save"))
     assert plan["save_bytes"] == pytest.approx(save["bytes"], abs=20_000)  # random numbers, a step a matrix
-    assert "every 10 min" in plan["lines"][-1] and "the last time" not in str(plan["lines"])
+    assert "every 10 min" in plan["lines"][-1] and "the last one took" not in str(plan["lines"])
     code, said, events = sft(0, "--steps", 4, "--save.allow-changed", "steps")
     assert code == 0, said
     assert "the run writes at most" not in said
-    assert "the last time" in [event for event in events if event["kind"] == "plan"][-1]["lines"][-1]
+    assert "the last one took" in [event for event in events if event["kind"] == "plan"][-1]["lines"][-1]
     assert any(line.startswith("  Saves") for line in summary_lines(sft.out))
 
 

@@ -31,7 +31,7 @@ def test_a_run_without_memory_does_not_fit_and_names_flags_that_take_less(chat_r
             model=TINY_K2, data=chat_rows, out=tmp_path / "run", quiet=True, objective=allocates, **FIELDS
         )
     assert re.search(
-        r"memory ran out: 1048576.0 TiB could not be allocated; planned were .*B of ", str(raised.value)
+        r"memory ran out: 1048576.0 TiB could not be allocated; the plan was .*B of ", str(raised.value)
     )
     assert re.match(
         r"place=\{\"(recompute|keep_layers|experts)\"|micro_batches|tokens_per_step", raised.value.next
@@ -63,7 +63,7 @@ def test_what_onednn_says_of_a_shortage_is_one(words, short):
 
 def test_a_start_says_where_compiling_may_need_more_than_there_is():
     mib = 2**20
-    assert room_words(347 * mib, 391 * mib, "cpu") == "391.0 MiB (compiling may need more than there is)"
+    assert room_words(347 * mib, 391 * mib, "cpu") == "391.0 MiB (compiling may need more)"
     assert room_words(347 * mib, 2000 * mib, "cpu") == room_words(347 * mib, 2000 * mib, "cuda") == "2.0 GiB"
 
 

@@ -49,7 +49,7 @@ def test_samples_are_refused_with_the_arithmetic_where_layers_are_gathered():
     plan = SimpleNamespace(layout=layout, work=work, sizes=SimpleNamespace(rest=(2**20,) * 4, streamed=()))
     refuse_samples(run, plan, 2, [], held_out=True)  # type: ignore[arg-type]
     assert "samples = 2): layers are gathered from peers" in said[0]
-    assert "gathers all 3.0 MiB of them, an answer of 64 tokens 192.0 MiB; the held-out" in said[0]
+    assert "gathers all 3.0 MiB of them, and an answer of 64 tokens 192.0 MiB; the held-out" in said[0]
 
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -117,7 +117,7 @@ def test_cold_warm_and_killed_it_is_the_same_run(rows, tmp_path, monkeypatch):
     begun, whole = events(cold, "data")
     assert begun["step"] == 0 and begun["rows_in_files"] == 80 and begun["rows"] < 40
     assert whole["step"] == 4 and "rows_in_files" not in whole and whole["rows"] == 80
-    assert begun["summary"].startswith("of 80 rows in the files the first that training needs: ")
+    assert begun["summary"].startswith("the first rows of 80 in the files, as many as training needs: ")
     warm = run(rows, tmp_path / "warm", *flags)
     assert [event["rows"] for event in events(warm, "data")] == [80]
     early = killed(cold, 2, tmp_path / "early")
@@ -292,7 +292,7 @@ def test_rows_held_out_beside_windows_that_are_trained_on_are_found_before_they_
     later = [message for message in told if message.startswith(AT_LEAST)]
     assert events(out, "data")[0]["held_out"] == (4 if looked else 15) + looked
     if looked:
-        assert told[0] == f"10 of 15 {LEAKED}, so validation leaves them out"
+        assert told[0] == f"10 of 15 {LEAKED}, so they are left out of validation"
         assert later[-1] == f"{AT_LEAST}1 of 5 {LEAKED}"
         assert events(out, "eval")[0]["rows"] == 5
     else:

@@ -120,7 +120,7 @@ def test_every_weight_learns_and_the_result_is_a_checkpoint(
     assert unfreeze_json(*command(llama, chat_rows, run, "--steps", 12, "--dtype", dtype))["already_finished"]
     assert unfreeze_json("generate", run, "--tokens", "1", "5", "--max-new-tokens", "3")["tokens"]
     assert cli.main(["export", str(run), "--quiet"]) == 2
-    assert f"use {run / 'model'} as it is" in capsys.readouterr().err
+    assert f"use {run / 'model'} directly" in capsys.readouterr().err
     assert cli.main(command(llama, chat_rows, run, "--steps", 12, "--dtype", dtype)) == 0
     assert "next: unfreeze chat" in (said := capsys.readouterr().err) and "unfreeze export" not in said
 
@@ -170,7 +170,7 @@ def test_what_it_refuses_before_work(llama, chat_rows, tmp_path, capsys):
     # the default, but asked for
     assert 'train = "all"' in refused(*command(llama, chat_rows, tmp_path / "c", "--lora.rank", 16))
     (tmp_path / "run.toml").write_text('train = "all"\n[lora]\nrank = 16\n')
-    assert "in a file the whole table [lora]" in refused(
+    assert "in a file: the whole table [lora]" in refused(
         "sft", tmp_path / "run.toml", "--model", llama, "--data", chat_rows
     )
     assert not any(

@@ -401,13 +401,13 @@ def test_early_stop_ends_after_so_many_validations_without_gain_and_resumes_with
 def test_validate_every_is_refused_where_nothing_is_held_out(rows: tuple[Path, Path], tmp_path: Path, capsys):
     words = ["sft", "--model", str(TINY_K2), "--data", str(rows[0]), "--out", str(tmp_path / "r")]
     assert cli.main([*words, "--watch.validate-every", "3"]) == 2
-    assert "validate_every measures the held-out loss, and nothing is held out" in capsys.readouterr().err
+    assert "validate_every measures the held-out loss, but nothing is held out" in capsys.readouterr().err
 
 
 def test_early_stop_is_refused_before_work_without_validations(rows: tuple[Path, Path], tmp_path: Path):
     for flags, said in (
         ([], "nothing is held out"),
-        (["--validation", rows[1]], "say by watch.validate_every"),
+        (["--validation", rows[1]], "also give watch.validate_every"),
     ):
         with pytest.raises(ConfigError, match=said):
             parse(
@@ -445,7 +445,7 @@ def test_other_held_out_rows_are_refused_on_resume_or_compared_anew(
     sft(rows, run, *flags, *more, code=2)
     said = capsys.readouterr().err
     assert (
-        "are others than those of the saved held-out loss" in said
+        "differ from those of the saved held-out loss" in said
         and "--save.allow-changed training.steps data.validation" in said
     )
     assert [event["step"] for event in events(run, "eval")] == [0, 2, 4]

@@ -78,9 +78,7 @@ PUBLISHED_INSTEAD = {
 
 
 NAMED = {  # what a config class has by default and nobody follows here
-    "seed_oss": (
-        "config.json: attention_dropout = 0.1, residual_dropout = 0.1: not known here and not followed"
-    )
+    "seed_oss": ("config.json: attention_dropout = 0.1, residual_dropout = 0.1: unknown and ignored")
 }
 
 
@@ -150,7 +148,7 @@ def test_absent_and_null_are_told_apart_where_null_says_something():
     assert "num_key_value_heads 128 is not built" in refused(headless)
     bare = {name: value for name, value in QWEN3.items() if name != "num_key_value_heads"}
     assert (
-        "no multiple of num_key_value_heads 32" in refused(bare)
+        "not a multiple of num_key_value_heads 32" in refused(bare)
         and models.shape({**bare, "num_attention_heads": 64}).num_kv_heads == 32
     )
     # Qwen3's class has a width, Qwen3-MoE's takes hidden over heads
@@ -172,8 +170,7 @@ def test_an_unknown_field_is_named_and_a_known_one_is_not():
     )
     assert (
         said
-        == "config.json: clip_qkv = 8.0, attention_dropout = 0.1, rope_scaling.beta = 3: not known here and"
-        " not followed"
+        == "config.json: clip_qkv = 8.0, attention_dropout = 0.1, rope_scaling.beta = 3: unknown and ignored"
     )
     assert models.not_followed({**QWEN3, "sliding_window": 4096, "max_window_layers": 28}) == ""
     assert "sliding_window = 4,096" in models.not_followed({**LLAMA, "sliding_window": 4096})
@@ -266,7 +263,7 @@ def test_the_outer_fields_are_judged_too():
     models.shape(WRAPPED)
     assert models.not_followed(WRAPPED) == ""
     assert models.not_followed({**WRAPPED, "logits_scaling": 8.0}).startswith(
-        "config.json: logits_scaling = 8.0 (outside text_config): not known"
+        "config.json: logits_scaling = 8.0 (outside text_config): unknown"
     )
     assert "is_causal false" in refused({**WRAPPED, "is_causal": False})
     assert "tie_word_embeddings and text_config.tie_word_embeddings differ" in refused(
@@ -306,3 +303,16 @@ def test_control_an_emptied_list_lets_them_through(monkeypatch):
     models.shape({**LLAMA, "is_causal": False})
     models.shape({**DEEPSEEK, "scoring_func": "softmax"})
     assert models.not_followed({**LLAMA, "clip_qkv": 8.0}) == ""
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "minimax_m2", "phi3"])
+def test_proportional_tables_are_refused_where_a_part_of_the_head_turns(model_type):
+    """transformers turns half of the pairs of a whole head there; a table of half the head halved is another."""
+    theirs = transformers.CONFIG_MAPPING[model_type](head_dim=64).to_dict()
+    models.shape(theirs)
+    theirs["rope_parameters"] = {
+        "rope_type": "proportional",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    }
+    assert "'proportional' is not built" in refused(theirs)

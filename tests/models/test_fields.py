@@ -49,7 +49,7 @@ def test_the_rotary_tables_too(field, value):
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "no multiple of num_key_value_heads 2"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "not a multiple of num_key_value_heads 2"),
         ({"head_dim": 7}, "odd"),
         ({"num_attention_heads": 32}, "leaves no head_dim"),
         ({"rope_scaling": {"type": "linear"}}, "has no factor"),

@@ -327,6 +327,6 @@ def test_auto_divides_where_memory_asks_for_it_and_says_why(monkeypatch: pytest.
     assert roomy.fits and not roomy.layout.sharded and not roomy.why_layout
     assert tight.fits and tight.layout.sharded
     assert tight.why_layout.startswith("everything on the device; recompute layers would take ")
-    assert any("in 2 parts, one of them here" in line for line in plan_fields(tight)["lines"])
+    assert any("are sharded over 2 processes" in line for line in plan_fields(tight)["lines"])
     with pytest.raises(DoesNotFit, match="gathered weights"):
         refuse_if_too_large(planned(0.5))

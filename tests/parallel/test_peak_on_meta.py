@@ -309,13 +309,14 @@ def main() -> None:
     import live
 
     lines = [
-        "# The plan against counted bytes at true size",
+        "# Planned peak compared with counted bytes at true size",
         "",
         f"`python tests/parallel/test_peak_on_meta.py --write docs/measured/peak.md`, {date.today()}, torch"
-        f" {torch.__version__}. No GPU was used: a step of two layers on torch's meta device with the code of CUDA,"
-        " every tensor counted. Adapters of rank 16, bf16; without weights, moments and the head's loss.",
-        "Kernels: those that run on a GPU nobody measured, which the plan is for. References: of all ops but the"
-        " experts' products; one runs where its kernel fails the check at its first use, and takes what it takes.",
+        f" {torch.__version__}. No GPU was used: a step of two layers runs on torch's meta device with the CUDA"
+        " code, and every tensor is counted. Adapters of rank 16, bf16; without weights, moments and the head's loss.",
+        "",
+        "Kernels: those that run on a GPU without measurements, which the plan assumes. References: the references of"
+        " all ops except the experts' products. A reference runs if its kernel fails the check at first use.",
         "",
         "| model | tokens | recompute | planned, GB | kernels, GB | planned / counted | references, GB |",
         "|---|---:|---|---:|---:|---:|---:|",

@@ -46,7 +46,7 @@ def loaded(name: str, case: dict[str, torch.Tensor]) -> Packed:
     parts = {canonical(f"m.{part}").removeprefix("m."): tensor for part, tensor in case.items()}
     shape, codec = parts.pop("expanded").shape, Bits4(name.split()[0], "double" in name)
     raw = bytes(parts[codec.text].tolist())
-    codec = codec.told(raw, "x")
+    codec = codec.with_text(raw, "x")
     parts[codec.text] = torch.tensor(codec.parse(raw, "x", *shape))
     parts["weight"] = parts["weight"].view(shape[0], -1)
     assert {part: tuple(tensor.shape) for part, tensor in parts.items()} == {
@@ -123,12 +123,12 @@ def test_parts_that_do_not_belong_together_are_refused(cases):
 
 def test_a_text_is_read():
     codec = Bits4("nf4", double=False)
-    assert codec.told(json.dumps(STATE).encode(), "x") == codec
+    assert codec.with_text(json.dumps(STATE).encode(), "x") == codec
     assert codec.parse(json.dumps(STATE).encode(), "x", 24, 64) == [0.0]
     other = json.dumps(STATE | {"blocksize": 128, "dtype": "float16"}).encode()
-    assert codec.told(other, "x") == Bits4("nf4", double=False, block=128, dtype="F16")
+    assert codec.with_text(other, "x") == Bits4("nf4", double=False, block=128, dtype="F16")
     nested = json.dumps(STATE | DOUBLE).encode()
-    assert Bits4().parse(nested, "x", 24, 64) == [0.05] and Bits4().told(nested, "x") == Bits4()
+    assert Bits4().parse(nested, "x", 24, 64) == [0.05] and Bits4().with_text(nested, "x") == Bits4()
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_text_of_another_weight_or_format_is_refused(change):
 def test_a_text_that_is_none_is_refused():
     for raw in (b"", b"[]", b"\xff", b'{"blocksize": 64, "blocksize": 32}', b"[" * 4000):
         with pytest.raises(CheckpointError, match="q_proj"):
-            Bits4().told(raw, "q_proj")
+            Bits4().with_text(raw, "q_proj")
     with pytest.raises(
         CheckpointError, match="q_proj"
     ):  # without double quantization, beside a codec with it

@@ -140,8 +140,8 @@ def test_fields_without_effect_are_taken_and_unknown_ones_named() -> None:
     assert recognise({"quantization_config": loud}) is not None
     assert (
         not_followed({"text_config": {"quantization_config": loud}})
-        == "quantization_config: smooth = 0.5, config_groups.group_0.weights.rounding = 'up': not known here"
-        " and not followed; kv_cache_scheme is for a server's cache: training and generation here keep the"
+        == "quantization_config: smooth = 0.5, config_groups.group_0.weights.rounding = 'up': unknown and"
+        " ignored; kv_cache_scheme is for a server's cache: training and generation here keep the"
         " cache unquantized"
     )
 

@@ -119,7 +119,7 @@ def test_without_a_g_idx_groups_follow_one_another(cases):
         assert torch.equal(codec.dequantize(codec.rows(parts, codec.rows_at, 24)), found[codec.rows_at :])
         assert codec.nbytes(24, 64) == indexed.nbytes(24, 64) - 4 * 64
     assert equal == 3
-    with pytest.raises(ConfigError, match="fill no whole words"):
+    with pytest.raises(ConfigError, match="not fill whole words"):
         Gptq(4, 32, indexed=False).parts(20, 36)
 
 

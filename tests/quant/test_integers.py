@@ -149,6 +149,6 @@ def test_parts_that_disagree_are_refused():
         codec.dequantize(parts | {"weight_zero_point": parts["weight_zero_point"][:1]})
     with pytest.raises(ConfigError, match="groups of 32"):
         codec.parts(4, 40)
-    with pytest.raises(ConfigError, match="no whole 32-bit words"):
+    with pytest.raises(ConfigError, match="not fill whole 32-bit words"):
         Integers(4, ROW).parts(4, 30)
     assert theirs("pack-quantized", weight_of(16, 64, torch.bfloat16), num_bits=4, strategy="channel")

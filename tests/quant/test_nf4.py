@@ -31,7 +31,7 @@ def file_of(name: str, case: dict[str, torch.Tensor]) -> tuple[Bits4, dict[str, 
     parts = {canonical(f"m.{part}").removeprefix("m."): part_ for part, part_ in case.items()}
     shape, codec = parts.pop("expanded").shape, Bits4(name.split()[0], "double" in name)
     raw = bytes(parts[codec.text].tolist())
-    codec = codec.told(raw, "x")
+    codec = codec.with_text(raw, "x")
     return codec, parts | {codec.text: torch.tensor(codec.parse(raw, "x", *shape))}
 
 

@@ -154,7 +154,7 @@ def test_a_frozen_release_is_read_by_its_files_and_said():
     groups = {"group_0": grouped(["Linear"], 32)}
     config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     said = not_followed({"quantization_config": config | {"quantization_status": "frozen"}})
-    assert "quantization_status frozen: weights that lie unpacked" in said
+    assert "quantization_status frozen: weights that the files hold unpacked" in said
     assert not_followed({"quantization_config": config | {"quantization_status": "compressed"}}) == ""
 
 

@@ -120,9 +120,9 @@ def test_it_resumes_and_another_adapter_is_not_resumed(first, again, capsys, tmp
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--lora.rank", 8], "lora.rank = 8, but the adapter of"),
+        (["--lora.rank", 8], "lora.rank = 8, but the adapter in"),
         (["--train", "all"], "remove adapter"),
-        (["--adapter", "nowhere"], "nowhere is no run and has no adapter_config.json"),
+        (["--adapter", "nowhere"], "nowhere is not a run and has no adapter_config.json"),
     ],
 )
 def test_what_contradicts_it_is_refused_without_a_folder(more, said, first, again, capsys):
@@ -150,8 +150,8 @@ def test_the_zeros_that_an_export_needs_are_named_as_such(rows, capsys, tmp_path
         assert cli.main(["export", str(run), "--for", reader, "--out", str(out), "--quiet"]) == 0
     asked = [*given, "--out", tmp_path / "again", "--adapter"]
     said = sft(capsys, *asked, tmp_path / "sglang", code=2)
-    assert "A and B of 4 of its matrices (kv_a_proj_with_mqa) are zeros only" in said
-    assert "with the run itself, or with its export for peft" in said
+    assert "A and B of 4 of its matrices (kv_a_proj_with_mqa) are all zeros" in said
+    assert "the run itself, or its export for peft" in said
     assert sft(capsys, *asked, tmp_path / "peft")["finished"]  # control arm
 
 

@@ -139,11 +139,11 @@ def test_broken_off_and_resumed_it_is_the_same_to_the_bit(distill, run_dir, tmp_
     [
         (["--teacher", TINY_K2], "is the model itself, so nothing would be learned"),
         (["--teacher", "base"], "the model is its own teacher"),
-        (["--teacher", "base", "--train", "all", "--alpha", "0.5"], "has none"),
+        (["--teacher", "base", "--train", "all", "--alpha", "0.5"], "has no adapters"),
         (["--teacher", "/nowhere"], "/nowhere does not exist"),
         (
             ["--teacher", "base", "--alpha", "0.5", "--distillation.beta", "0.3"],
-            "beta is of divergence = jsd alone",
+            "beta needs divergence = jsd",
         ),
         (["--teacher", "base", "--alpha", "1.5"], "alpha"),
     ],

@@ -212,7 +212,7 @@ def test_bad_rows_end_in_one_line_before_a_weight_is_read(name, prefer, tmp_path
 
 
 def test_fields_of_another_loss_and_python(rows, tmp_path):
-    with pytest.raises(UserError, match="gamma is of loss = simpo alone"):
+    with pytest.raises(UserError, match="gamma needs loss = simpo"):
         unfreeze.prefer(model=TINY_K2, data=str(rows), gamma=1.0, out=str(tmp_path / "a"), quiet=True)
     run = unfreeze.prefer(
         model=TINY_K2, data=some(4), loss="simpo", steps=1, rank=2, dtype="float32", out=str(tmp_path / "b"), samples=1,

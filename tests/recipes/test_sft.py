@@ -232,7 +232,7 @@ def test_bad_rows_are_skipped_counted_and_never_sampled(capsys, tmp_path, read_e
     )
     assert "data: 6 rows" in error and "left out: row 1: broken JSON" in error
     assert (
-        "sequence_length 2000 is bounded to 256 by tokens_per_step" in error
+        "sequence_length 2000 is limited to 256 by tokens_per_step" in error
         and "sequence_length 2000" in (run / "report.html").read_text()
     )
     before = [event for event in read_events(run, "sample") if event["when"] == "before"]
@@ -266,7 +266,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer_is_a_warning(capsys, tmp_pat
         capsys.readouterr().err
     )
     assert not read_events(run, "sample")
-    assert "leaves less than 64" in read_events(run, "warning")[0]["message"]
+    assert "leaves fewer than 64" in read_events(run, "warning")[0]["message"]
 
 
 @pytest.mark.parametrize("out", ["file", "file/inside"])

@@ -225,8 +225,8 @@ def test_a_run_goes_on_another_day_with_the_same_losses(dated, rows, tmp_path, m
 
 def test_a_date_or_variable_that_is_none_is_refused(dated, rows, tmp_path, capsys):
     for flag, value, says in (
-        ("date", "tomorrow", "it takes a date such as"),
-        ("variables", "thinking", "it takes NAME=VALUE"),
+        ("date", "tomorrow", "expected a date such as"),
+        ("variables", "thinking", "expected NAME=VALUE"),
     ):
         assert (
             cli.main(

@@ -218,7 +218,7 @@ def disagreements(run: RunFolder, told: RunFolder) -> list[str]:
     source, rows, found = page(run), {row.guard: row for row in guard_rows(told)}, []
     for guard, check in CHECKS.items():
         try:
-            check(source, rows[guard].said, rows[guard].state)
+            check(source, rows[guard].result, rows[guard].state)
         except AssertionError:
             found.append(guard)
     return found
@@ -227,10 +227,10 @@ def disagreements(run: RunFolder, told: RunFolder) -> list[str]:
 def test_the_words_of_every_guard_with_a_picture_are_the_pictures_numbers(run: RunFolder):
     source, rows = page(run), {row.guard: row for row in guard_rows(run)}
     for guard, check in CHECKS.items():
-        check(source, rows[guard].said, rows[guard].state)
+        check(source, rows[guard].result, rows[guard].state)
     assert disagreements(run, run) == []
     assert (
-        rows["Expert load"].said
+        rows["Expert load"].result
         == "1 of 24 experts got no token; layer 1: 60 times an expert got no token over 2 steps where 10 or"
         " more were due (expert 0), 13 more in 2 other layers; max violation 0.11 in steps 1 to 2, 0.68 in"
         " steps 119 to 120, mean of the layers"

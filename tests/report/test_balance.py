@@ -66,7 +66,7 @@ def test_idle_experts_are_counted_apart_where_too_little_was_due():
     assert (
         made.unused == 1
         and made.unused_words()
-        == "2 of 4 experts got no token (1 of them in layers with less than 10 tokens due to each)"
+        == "2 of 4 experts got no token (1 of them in layers with a fair share below 10 tokens)"
     )
 
 

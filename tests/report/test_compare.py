@@ -100,7 +100,7 @@ def test_control_arm_a_comparison_by_the_first_runs_fields_would_miss_one(
 
 def test_losses_over_other_data_carry_a_caution(tmp_path: Path):
     runs = read_runs([made(tmp_path / "a", [1.0], {}), made(tmp_path / "b", [2.0], {"data": "other"})])
-    assert caution(runs) == "Different data: the losses may not measure the same thing."
+    assert caution(runs) == "Different data: the losses may not be comparable."
     assert caution(runs) in compare.comparison_page(runs) and as_dict(runs)["caution"] == caution(runs)
 
 
@@ -171,7 +171,7 @@ def test_runs_on_other_data_are_not_ranked(tmp_path: Path, first, second, valida
     assert told["ranked_by"] == ranked_by and "effective.contents" not in told["differences"]
     assert [run.name for run in compare.ranked(runs)] == (["b", "a"] if ranked_by else ["a", "b"])
     assert ("Different data" in told["caution"]) == (first != second)
-    assert ("As given: different data" in compare.comparison_page(runs)) == (ranked_by is None)
+    assert ("Not ranked: different data" in compare.comparison_page(runs)) == (ranked_by is None)
 
 
 @pytest.mark.parametrize("other, ranked", [("b", False), ("a", True), ("", True)])
@@ -184,7 +184,7 @@ def test_losses_on_other_held_out_rows_are_not_ranked(tmp_path: Path, other, ran
         path.write_text("".join(json.dumps(event) + "\n" for event in events))
     found = compare.ranking(read_runs([tmp_path / "first", tmp_path / "second"]))
     assert found.field == ("best_validation" if ranked else "")
-    assert ranked or found.words == "as given: different held-out rows"
+    assert ranked or found.words == "not ranked: different held-out rows"
 
 
 def test_answers_stand_side_by_side_those_asked_of_all_first(tmp_path: Path):
@@ -232,9 +232,8 @@ def test_losses_of_other_kinds_are_not_ranked(tmp_path: Path):
         (folder / "resolved_config.json").write_text(json.dumps(config))
         runs.append(run.read_run(folder))
     for other in (runs[0], runs[2]):
-        assert compare.ranking([other, runs[1]]) == ("", "as given: different losses")
+        assert compare.ranking([other, runs[1]]) == ("", "not ranked: different loss functions")
         assert (
-            compare.caution([other, runs[1]])
-            == "Different losses: the losses may not measure the same thing."
+            compare.caution([other, runs[1]]) == "Different loss functions: the losses may not be comparable."
         )
     assert compare.ranking([runs[3], runs[1]]).field == "loss_last"

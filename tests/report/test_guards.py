@@ -63,7 +63,7 @@ def rows_of(folder: Path, events: list[dict], config: dict = CONFIG) -> dict[str
 
 def test_a_clean_run_shows_every_guard_and_nothing_to_look_at(tmp_path: Path):
     rows = rows_of(tmp_path, CLEAN)
-    assert {name: (row.setting, row.said) for name, row in rows.items()} == {
+    assert {name: (row.setting, row.result) for name, row in rows.items()} == {
         "Memory plan": ("1.0 GiB usable", "planned 1.0 MiB"),
         "Data rows": (
             "data.on_bad_row error, data.truncation tail",
@@ -73,7 +73,7 @@ def test_a_clean_run_shows_every_guard_and_nothing_to_look_at(tmp_path: Path):
         "Loss and gradients finite": ("always", "finite in all 3 steps"),
         "Loss and gradient spikes": ("skip", "none in 3 steps"),
         "Gradient norm clipped": ("at 1", "in 1 of 3 steps, largest 3"),
-        "Supervised tokens": ("always", "50 at least in every step"),
+        "Supervised tokens": ("always", "at least 50 in every step"),
         "Expert load": (
             "always",
             (
@@ -90,7 +90,7 @@ def test_a_clean_run_shows_every_guard_and_nothing_to_look_at(tmp_path: Path):
     assert {row.state for row in rows.values()} == {"ok"}
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert re.findall(r'<li class="(\w+)"><i></i>([^<]+)</li>', page) == [("ok", name) for name in rows]
-    assert "Guards to look at" not in page and all(row.said in page for row in rows.values())
+    assert "Guards to look at" not in page and all(row.result in page for row in rows.values())
 
 
 GAP = {"kind": "gap", "step": 4, "when": "after"}
@@ -147,7 +147,7 @@ SAID = [  # one event more, the guard that speaks of it, its state, what it says
         {"kind": "receipt", "step": 1, "groups": {"mlp": {"trained": 4, "moved": 0.0}}},
         "Receipt of the first step",
         "fault",
-        "asked for, and not moved: mlp",
+        "requested but did not move: mlp",
     ),
     ({"kind": "data", "step": 0, "rows": 10, "bad": 3}, "Data rows", "look", "10 rows: 3 bad"),
     (
@@ -176,7 +176,7 @@ def test_what_a_guard_said_marks_its_row_alone(
     tmp_path: Path, event: dict, guard: str, state: str, words: str
 ):
     rows = rows_of(tmp_path, [*CLEAN, event])
-    assert words in rows[guard].said and {
+    assert words in rows[guard].result and {
         name: row.state for name, row in rows.items() if row.state != "ok"
     } == {guard: state}
     page = write_report(tmp_path).read_text(encoding="utf-8")
@@ -187,7 +187,7 @@ def test_what_a_guard_said_marks_its_row_alone(
     )
     open_at_first = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
     assert words in open_at_first and not any(
-        row.said in open_at_first for row in rows.values() if row.state == "ok"
+        row.result in open_at_first for row in rows.values() if row.state == "ok"
     )
     assert re.findall(r'<li class="(?!ok)(\w+)"><i></i>([^<]+)</li>', page) == [(state, f"{guard}: {state}")]
 
@@ -211,7 +211,7 @@ def test_clipping_is_a_fact_unless_nearly_all_is_cut_and_nothing_gained(tmp_path
     count = sum(norm > 1 for norm in norms)
     said = f"in {count} of {len(norms)} steps, largest 9"
     look = f"{said}: nearly every update is cut, and the loss did not fall"
-    assert (row.state, row.said) == (state, look if state == "look" else said)
+    assert (row.state, row.result) == (state, look if state == "look" else said)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_the_limits_of_the_gap_are_those_it_is_measured_with(tmp_path: Path):
     means, token = guards.ROUNDING_BFLOAT16
     assert all(limit >= 3 * made for limit, made in zip(guards.GAP_BFLOAT16, (means, token), strict=True))
     assert (
-        f"a mean of 0.0005 to {means:g} and at times {token:g}"
+        f"a mean of 0.0005 to {means:g}, and sometimes {token:g}"
         in (ROOT / "docs" / "reference" / "events.md").read_text()
     )
 
@@ -245,7 +245,7 @@ def test_the_limits_of_the_gap_are_those_it_is_measured_with(tmp_path: Path):
 def test_many_are_counted(tmp_path: Path):
     spikes = [{**TRAIN, "step": step, "warning": "high"} for step in range(4, 9)]
     row = rows_of(tmp_path, [*CLEAN, *spikes])["Loss and gradient spikes"]
-    assert row.setting == "skip" and row.said.endswith("step 6: high; and 2 more, see events.jsonl")
+    assert row.setting == "skip" and row.result.endswith("step 6: high; and 2 more, see events.jsonl")
     assert "  warning, step 4: high" in summary_lines(tmp_path)
 
 

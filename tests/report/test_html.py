@@ -375,7 +375,7 @@ def test_header_captions_and_expert_numbers_equal_the_events(run_dir: Path):
         ["2", "640", "0.00", "1.000", "0", "0.00", "0.0"],
         ["10", "640", "0.75", "0.773", "1", "0.75", "1.0"],
     ]
-    assert "1.75 times at most, in layer 10. 1 of 8 experts got no token." in source
+    assert "at most 1.75, in layer 10. 1 of 8 experts got no token." in source
     assert parsed.tables["Evaluations"] == [
         ["what", "unit", "first", "last", "best"],
         ["held-out loss", "nats per token", "–", "0.4321", "–"],

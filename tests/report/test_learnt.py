@@ -152,7 +152,7 @@ def test_a_rise_after_the_lowest_point_is_overfitting_and_names_the_step_to_take
         assert found(tmp_path, [*whole, *slight]) == Evidence(True, judged.measured)
 
 
-# the means of docs/reference/preference.md: dpo alone, whose chosen answer becomes likely and is still not said; dpo with nll
+# the means of docs/measured/prefer.md: dpo alone, whose chosen answer becomes likely and is still not said; dpo with nll
 RAMBLES, SPEAKS = (-1.0, -9.7), (-1.0, -0.5)
 
 
@@ -213,7 +213,7 @@ def test_an_earlier_versions_folder_has_no_errors_and_needs_the_training_loss_to
         ("6 of 20 {}", False),  # of an earlier version, which measured them
         ("1 of 20 {}", True),
         (f"{AT_LEAST}1 of 20 {{}}", False),  # how many there are is not known
-        ("6 of 20 {}, so validation leaves them out", True),
+        ("6 of 20 {}, so they are left out of validation", True),
     ],
 )
 def test_held_out_rows_that_were_trained_on_prove_nothing(leaked, learnt, tmp_path):

@@ -1,6 +1,6 @@
 """Real runs of tiny-k2, in make nightly: what learns is called so with every seed, and what doesn't never is.
 
-The settings of Yoda rows and Yoda pairs are those of docs/reference/preference.md, with a tenth of the rows held out.
+The settings of Yoda rows and Yoda pairs are those of docs/measured/prefer.md, with a tenth of the rows held out.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def test_the_row_says_plainly_what_was_planned_and_what_it_took(tmp_path):
     states(tmp_path, 2.0, 6 * GIB)
     row = next(row for row in guard_rows(read_run(tmp_path)) if row.guard == "Planned peak")
     assert row.setting == "between 5.5 GiB and 6.3 GiB, at most 10% more"
-    assert row.said == (
-        "took 6.0 GiB at most; planned were 5.0 GiB for a step + 512.0 MiB for the process itself + up to"
+    assert row.result == (
+        "peak 6.0 GiB; planned 5.0 GiB for a step + 512.0 MiB for the process itself + up to"
         " 0.8 GiB of compiled code"
     )
 

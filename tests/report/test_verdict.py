@@ -81,8 +81,7 @@ SAID = [
     ([*FALLS, *evals(loss=(2.5, 1.75)), END], LEARNT + "held-out loss 2.500 → 1.750."),
     (
         [*FALLS, *evals(loss=(2.5, 2.75)), END],
-        TRAINED
-        + "held-out loss 2.500 → 2.750. It got worse on rows that it did not see: held-out loss rose by"
+        TRAINED + "held-out loss 2.500 → 2.750. It got worse on unseen rows: held-out loss rose by"
         " 0.250. Lower --learning-rate, or train on more rows.",
     ),
     ([*FALLS, END], LEARNT + "training loss 3.000 → 1.000" + QUARTERS + "."),
@@ -155,7 +154,7 @@ def test_a_run_within_its_first_epoch_says_how_much_it_saw(tokens, said, tmp_pat
         # batches of labelled answers take twice their tokens: 800 of 2,000 are no whole epoch
         (
             {"recipe": "prefer", "loss": "kto"},
-            "tiny-k2 saw about 488 of 1,219 answers with a label of yoda.jsonl once in",
+            "tiny-k2 saw about 488 of 1,219 labelled answers of yoda.jsonl once in",
         ),
         ({"data_weights": [2.0, 0.25]}, "tiny-k2 saw 800 tokens, mixed from 1,219 answers of yoda.jsonl, in"),
     ],
@@ -209,7 +208,7 @@ def test_the_loss_of_preference_is_no_loss_of_tokens(tmp_path: Path):
     steps = [event | {"margin": 0.5} for event in train(3, 2)]
     evaluated = [{"kind": "eval", "step": 1, "loss": 0.69}]
     (row,) = evaluation_rows(read_run(made(tmp_path, [*steps, *evaluated])))
-    assert row[:2] == ("held-out loss", "mean over pairs, or answers with a label")
+    assert row[:2] == ("held-out loss", "mean over pairs, or over labelled answers")
 
 
 def test_evaluations_have_units_and_steps(tmp_path: Path):
@@ -336,6 +335,9 @@ def test_the_warning_that_the_verdict_knows_is_the_one_that_a_run_emits():
     from unfreeze.job.data import few_steps
     from unfreeze.report.events import TEACH_LITTLE
 
-    words, remedy = few_steps(Training(epochs=3), 3)
+    words, remedy = few_steps(Training(epochs=3), 3, 1)
     assert TEACH_LITTLE in words and "only 3 steps of" in words
-    assert remedy.startswith("--epochs 40, or ")
+    # no number of tokens: an eighth gave nine steps of forty rows, and cut rows that are longer
+    assert remedy == "--epochs 40, or fewer --tokens-per-step"
+    # one step is 0.01 epochs as asked, but a third of one in truth
+    assert few_steps(Training(epochs=0.01), 1, 3)[1].startswith("--epochs 14, or ")

@@ -309,7 +309,7 @@ def test_every_weight_trained_the_checkpoint_has_none_of_them(distill, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--distillation.layers", "1:1"], "layers is of relations and hidden"),
+        (["--distillation.layers", "1:1"], "layers needs relations or hidden"),
         (["--distillation.relations", 1, "--distillation.layers", "1-1"], "layers"),
         (["--distillation.relations", 1, "--distillation.layers", "1:99"], "the student has the layers 1 to"),
         (["--distillation.relations", -1], "relations"),

@@ -160,7 +160,7 @@ def dense(tmp_path_factory) -> Path:
 
 
 def test_fields_of_another_loss(prefer):
-    assert "reference is of loss = dpo or ipo or kto alone" in prefer("cached", "--loss", "simpo", code=2)
+    assert "reference needs loss = dpo or ipo or kto" in prefer("cached", "--loss", "simpo", code=2)
 
 
 def test_a_process_without_a_held_out_batch_needs_no_number():

@@ -264,14 +264,14 @@ def test_lambda_1_is_the_teacher_s_view_of_the_student_s_own_words(distill, tmp_
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (["--distillation.on-policy", 0.5, "--alpha", 0.5], "give one of the two"),
-        (["--distillation.answer-temperature", 0.5], "is of on_policy alone"),
+        (["--distillation.on-policy", 0.5, "--alpha", 0.5], "give only one of the two"),
+        (["--distillation.answer-temperature", 0.5], "needs on_policy"),
         (
             ["--distillation.on-policy", 0.5, "--place.experts", "host"],
-            "each token would need every layer anew",
+            "each token would transfer every layer",
         ),
-        (["--distillation.gamma", 1, "--temperature", 2], "without temperature"),
-        (["--distillation.gamma", 1, "--distillation.on-policy", 0.5], "without on_policy"),
+        (["--distillation.gamma", 1, "--temperature", 2], "cannot be combined with temperature"),
+        (["--distillation.gamma", 1, "--distillation.on-policy", 0.5], "cannot be combined with on_policy"),
     ],
 )
 def test_what_does_not_go_together_is_refused(distill, tmp_path, arguments, says):

@@ -184,7 +184,7 @@ def test_what_cannot_be_is_refused(distill, tmp_path, completions):
     assert "what it costs was not said" in distill(remote, "--prepare", said, code=2)
     priced = ["--prepare", said, "--endpoint.price-read", 2, "--endpoint.price-written", 8]
     assert "the budget is $0" in distill(remote, *priced, code=2)
-    assert "probabilities at 1" in distill(remote, *priced, "--temperature", 2, code=2)
+    assert "probabilities at temperature 1 only" in distill(remote, *priced, "--temperature", 2, code=2)
     server = completions()
     distill(server.url, "--prepare", said, "--distillation.top-k", 4)
     assert "another top_k" in distill(server.url, "--prepare", said, "--distillation.top-k", 5, code=2)

@@ -311,7 +311,7 @@ def test_another_teacher_does_not_go_on_in_the_folder(store, run_dir, rows, tmp_
     )
     assert "belongs to another top_k" in capsys.readouterr().err
     command("--teacher", store, "--prepare", tmp_path / "x", rows=rows, code=2)
-    assert "--prepare asks a teacher" in capsys.readouterr().err
+    assert "--prepare needs a teacher" in capsys.readouterr().err
 
 
 def test_bytes_that_changed_on_disk_are_refused_when_they_are_read(store, rows, tmp_path, capsys):
@@ -374,7 +374,7 @@ def test_a_teacher_that_says_nan_is_refused_with_the_row_and_impossible_words_ar
             _, log_q, _ = coding.decode(StoreParts(folder, coding).rows(examples[0].checksum))
             assert np.isfinite(log_q).all() and log_q[0, 0] == pytest.approx(0) and (log_q[0, 1:] < -30).all()
             log_q_NV[2, 5] = torch.nan
-            with pytest.raises(CheckpointError, match="NaN of a token of row 8"):
+            with pytest.raises(CheckpointError, match="NaN at a token of row 8"):
                 ask(writing, says, examples, pack(examples))
 
 

@@ -247,7 +247,7 @@ def test_a_run_starts_in_five_lines_and_the_whole_plan_is_there_on_request():
         for event in (data, plan, load):
             progress(event)
         said[whole] = out.getvalue().splitlines()
-    assert len(said[False]) == 5 and said[False][0] == "data: 60 rows, 1.47 K tokens, 48 % taught; 2 bad"
+    assert len(said[False]) == 5 and said[False][0] == "data: 60 rows, 1.47 K tokens, 48 % supervised; 2 bad"
     assert said[False][1:4] == plan["start"] and "preparing step 1" in said[False][4]
     assert said[True][1:17] == plan["lines"]
 

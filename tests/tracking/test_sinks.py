@@ -270,7 +270,7 @@ def test_a_sink_that_fails_says_so_once_and_stops_nothing(tmp_path: Path, capsys
     failing.close()
     events = read_events(tmp_path / "events.jsonl")
     said = (
-        "track wandb failed: OSError: No space left on device; training goes on, and events.jsonl has"
+        "track wandb failed: OSError: No space left on device; training continues, and events.jsonl has"
         " everything"
     )
     assert warnings(events) == [(1, said), (3, "mind the gap")]

@@ -32,7 +32,7 @@ def test_any_bytes_are_an_object_or_one_error(raw):
 
 def test_a_field_that_stands_twice(tmp_path):
     assert parse_object(b'{"a": 1, "a": 1}', "x", DataError) == {"a": 1}
-    with pytest.raises(DataError, match="field 'a' stands twice with different values"):
+    with pytest.raises(DataError, match="field 'a' occurs twice with different values"):
         parse_object(b'{"a": 1, "a": 2}', "x", DataError)
     assert json.loads('{"a": 1, "a": 2}') == {"a": 2}  # control: the library takes the last in silence
     (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')

@@ -1,8 +1,7 @@
 """L5, LoRA on Linear and on stacked experts, over a dense or a packed base.
 
-Attach, the receipt, save, load and verify.
-To add a layout: a branch in layouts.py (writing), one in read.py, its formula in verify.py, and a test
-against its own reader.
+Attach, the receipt, save, load and verify. To add a layout: a branch in layouts.py (writing), one in read.py,
+its formula in verify.py, and a test against its own reader.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Put an adapter at every target, and freeze everything else.
+"""Attach an adapter to every target, and freeze everything else.
 
 A site is one Linear, or the stacked Experts of one layer.
 """
@@ -22,7 +22,7 @@ from unfreeze.models.targets import TargetCandidate, candidates, chosen_by
 
 @dataclass(frozen=True)
 class Site:
-    """A place where an adapter sits.
+    """A place that has an adapter.
 
     name   of the module: "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts".
     group  as in the receipt and in lora.targets (models/groups.py).
@@ -36,7 +36,7 @@ class Site:
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """The adapters a model carries now."""
+    """The adapters that a model has now."""
     return [
         Site(c.name, c.group, c.owner, c.owner.adapter)
         for c in candidates(model)
@@ -47,14 +47,14 @@ def sites(model: nn.Module) -> list[Site]:
 def attach(
     model: nn.Module, config: LoraConfig, seed: int, *, device: torch.device | str | None = None
 ) -> list[Site]:
-    """Freeze every parameter, then put a fresh adapter at every target.
+    """Freeze every parameter, then attach a new adapter to every target.
 
-    The output is unchanged, because B is zero. The same (seed, name) gives the same A, whatever else is
-    attached.
-    Works on a model on "meta" (before parallel.place fills it): adapters are real from the start.
-    device: of the adapters; default: the model's, or the host where the model is on meta.
-    Raises AdapterError for a target that matches nothing, for an experts_rank without experts, or where an
-    adapter already sits.
+    The output is unchanged, because B is zero. The same (seed, name) gives the same A, independent of other
+    adapters. Works on a model on "meta" (before parallel.place fills it): adapters have memory from the
+    start. device: of the adapters; default: the model's, or the host if the model is on meta.
+
+    Raises AdapterError for a target that matches nothing, for an experts_rank without experts, or if a target
+    already has an adapter.
     """
     chosen = chosen_by(config, model)
     taken = [name for name, (candidate, _) in chosen.items() if candidate.owner.adapter is not None]
@@ -80,7 +80,7 @@ def put_adapter(
     scale_of: Callable[[str], float],
     device: torch.device,
 ) -> LowRank | ExpertLowRank:
-    """Put an uninitialised adapter of the right shapes at a candidate, and return it."""
+    """Attach an uninitialised adapter of the right shapes to a candidate, and return it."""
     owner, rank, scale = candidate.owner, rank_of(candidate.group), scale_of(candidate.group)
     if isinstance(owner, Linear):
         owner.adapter = LowRank(owner.in_features, owner.out_features, rank, scale, device)
@@ -99,21 +99,21 @@ def put_adapter(
 
 
 def detach(model: nn.Module) -> None:
-    """Remove every adapter; the base stays as it is."""
+    """Remove every adapter; the base is unchanged."""
     for site in sites(model):
         site.owner.adapter = None
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The base alone: inside, no adapter is attached; afterwards each is where it was. No tensor moves."""
+    """Context in which the base has no adapters; afterwards each is restored. No tensor moves."""
     with with_adapters(model, {}):
         yield
 
 
 @contextmanager
 def with_adapters(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Others in the place of the model's own adapters, by names of modules (Site.name). No tensor moves."""
+    """Replace the model's own adapters by `others`, by module name (Site.name). No tensor moves."""
     taken = sites(model)
     detach(model)
     try:
@@ -127,7 +127,7 @@ def with_adapters(model: nn.Module, others: Mapping[str, nn.Module]) -> Iterator
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of the adapters alone, in the model's order."""
+    """(name, parameter) of the adapters only, in the model's order."""
     return ((name, parameter) for name, parameter in model.named_parameters() if ".adapter." in name)
 
 

@@ -29,7 +29,7 @@ EXPERT = re.compile(r"(?P<site>.+\.experts)\.(?P<number>\d+)\.(?P<projection>gat
 
 @dataclass(frozen=True)
 class FactorPair:
-    """The two tensors of one name in the file, and the scale that adapter_config.json gives them."""
+    """The two tensors of one name in the file, and their scale from adapter_config.json."""
 
     A: Tensor
     B: Tensor
@@ -38,7 +38,7 @@ class FactorPair:
 
 @dataclass
 class Decoded:
-    """What one site of the model gets: the adapter's parameters by name, its ranks and scales."""
+    """The adapter of one site: its parameters by name, its ranks and scales."""
 
     candidate: TargetCandidate
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -47,15 +47,15 @@ class Decoded:
 
 
 def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Decoded]:
-    """site name -> its factors in our form. Raises one AdapterError for everything that does not fit."""
+    """site name -> its factors in our form. Raises one AdapterError for all factors that do not fit."""
     config = in_ours(model, config)
-    # A and B by the module they belong to
+    # A and B by their module
     known = {c.name: c for c in candidates(model)}
     halves, unknown = _halves({ours(model, key): tensor for key, tensor in tensors.items()}, known)
     experts = max((c.owner.num_experts for c in known.values() if not isinstance(c.owner, Linear)), default=1)
     faults = [f"{name} is unknown{nearest(name, known)}" for name in unknown]
 
-    # pairs whose rank is that of adapter_config.json
+    # pairs whose rank agrees with adapter_config.json
     pairs: dict[str, FactorPair] = {}
     for name, half in halves.items():
         if set(half) != {"A", "B"}:
@@ -67,13 +67,13 @@ def decode(model: nn.Module, config: Mapping[str, Any], tensors: Mapping[str, Te
         if not matrices or half["A"].shape[0] != rows or half["B"].shape[1] != rows:
             shapes = f"A {tuple(half['A'].shape)}, B {tuple(half['B'].shape)}"
             faults.append(
-                f"{name} has {shapes}, but rank {rank} by adapter_config.json asks for {rows} rows in A and"
+                f"{name} has {shapes}, but rank {rank} in adapter_config.json needs {rows} rows in A and"
                 " columns in B"
             )
             continue
         pairs[name] = FactorPair(half["A"], half["B"], scale)
 
-    # pairs of a site together; everything that does not fit is one error
+    # join the pairs of a site; all that do not fit are one error
     decoded = _assemble(config, pairs, known, faults, always_swapped=swapped(model))
     if faults:
         raise AdapterError(
@@ -122,7 +122,7 @@ def _expert_site(name: str, known: Mapping[str, TargetCandidate]) -> str | None:
 def _pattern_name(
     config: Mapping[str, Any], known: Mapping[str, TargetCandidate], name: str, half: Mapping[str, Tensor]
 ) -> str:
-    """The name that peft matches rank_pattern with: the targeted parameter's, else the module's."""
+    """The name that peft matches with rank_pattern: the targeted parameter's, else the module's."""
     targets = config.get("target_parameters") or []
     site = _fused_site(name, known)
     if site is not None:
@@ -134,10 +134,10 @@ def _pattern_name(
 def _fused_projection(
     config: Mapping[str, Any], known: Mapping[str, TargetCandidate], name: str, half: Mapping[str, Tensor]
 ) -> str:
-    """Which stacked weight a fused pair adapts: gate_up_proj or down_proj.
+    """The stacked weight that a fused pair adapts: gate_up_proj or down_proj.
 
-    Where both are adapted, peft nests two wrappers, and base_layer is gate_up. Where one is, the config names
-    it, for this layer or for all, or the shapes decide.
+    If both are adapted, peft nests two wrappers, and base_layer is gate_up. If one is, the config names it,
+    for this layer or for all, or the shapes decide.
     """
     if name.endswith(".base_layer"):
         return "gate_up_proj"
@@ -204,7 +204,7 @@ def _mismatch(name: str, pair: FactorPair, in_features: int, out_features: int) 
 def _is_swapped(
     config: Mapping[str, Any], pairs: Mapping[str, FactorPair], known: Mapping[str, TargetCandidate]
 ) -> bool:
-    """Whether the fused experts' A is (E·r, out) and B (in, r·E), as peft 0.18 wrote them.
+    """True if the fused experts' A is (E·r, out) and B (in, r·E), as peft 0.18 wrote them.
 
     The shapes of square layers are the same either way; then peft_version decides.
     """
@@ -229,7 +229,7 @@ def _fused_sizes(candidate: TargetCandidate, projection: str) -> tuple[int, int]
 
 
 def _fused(target: Decoded, projection: str, pair: FactorPair, swapped: bool, faults: list[str]) -> None:
-    """A (E·r, in), the expert slowest, and B (out, r·E), the expert fastest -> [E, r, in] and [E, out, r]."""
+    """A (E·r, in), expert slowest, and B (out, r·E), expert fastest -> [E, r, in] and [E, out, r]."""
     owner: Any = target.candidate.owner
     E = owner.num_experts
     in_features, out_features = _fused_sizes(target.candidate, projection)
@@ -252,8 +252,8 @@ def _fused(target: Decoded, projection: str, pair: FactorPair, swapped: bool, fa
 def _split_gate_up(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
     """[E, r, D], [E, 2I, r] -> our gate_up_A [E, 2R, D], gate_up_B [E, 2I, R] with the same ΔW.
 
-    Block-diagonal B (gate uses the first half of the rank, up the second; what layouts.py writes): R = r / 2.
-    Otherwise gate and up share A (what peft trains): R = r and A stands twice.
+    Block-diagonal B (gate uses the first half of the rank, up the second, as layouts.py writes it): R = r /
+    2. Otherwise gate and up share A (as peft trains it): R = r and A is repeated.
     """
     R, rest = divmod(A.shape[1], 2)
     gate, up = B.chunk(2, dim=1)
@@ -265,8 +265,8 @@ def _split_gate_up(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
 def _used_rank(A: Tensor, B: Tensor) -> int:
     """The rank without its zero padding (layouts.py): A […, r, in], B [..., out, r].
 
-    That is, without trailing rows of A whose columns of B are zero too, for every expert. Such a pair adds
-    nothing, and no gradient ever reaches it.
+    This drops trailing rows of A whose columns of B are zero too, for every expert. Such a pair adds nothing,
+    and no gradient ever reaches it.
     """
     if A.dim() == 2:
         A, B = A[None], B[None]

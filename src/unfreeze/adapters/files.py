@@ -10,7 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from unfreeze.checkpoint.manifest import conversion, inside
+from unfreeze.checkpoint.folder import conversion
+from unfreeze.checkpoint.manifest import inside
 from unfreeze.config.adapter import (
     AGAIN,
     CONFIG,
@@ -28,7 +29,7 @@ from unfreeze.untrusted.json_object import read_object
 def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(adapter_config.json, tensors by name without PEFT's prefix) of a folder.
 
-    Raises AdapterError where something is missing or of another kind.
+    Raises AdapterError for a missing file or a wrong type.
     """
     in_shards = not (directory / WEIGHTS).is_file() and (directory / INDEX).is_file()
     for name in (CONFIG, INDEX if in_shards else WEIGHTS):
@@ -58,7 +59,7 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. Raises AdapterError where it is damaged."""
+    """The tensors of a safetensors file. Raises AdapterError if it is damaged."""
     try:
         return load_file(inside(path))
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
@@ -69,9 +70,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_shards(directory: Path) -> dict[str, Tensor]:
-    """The tensors of an adapter in shards (shards.py), those of experts put together.
+    """The tensors of an adapter in shards (shards.py), with those of experts joined.
 
-    Raises AdapterError where the shards are not those of the index, or do not fit each other.
+    Raises AdapterError if the shards do not match the index or each other.
     """
     files = shard_files(directory)
     index = read_object(inside(directory / INDEX), AdapterError)
@@ -87,13 +88,15 @@ def read_shards(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, places in cast(dict[str, Any], weight_map).items():
         parts = [shards[file].pop(name, None) for file in (places if isinstance(places, list) else [places])]
-        found = [part for part in parts if part is not None]
-        if len(found) < len(parts):
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts):
             raise AdapterError(
                 f"{directory}: {name:.200} is not in the shard that the index names", next=AGAIN
             )
         try:
-            tensors[name] = together(name, found, cast(list[int], counts)) if len(found) > 1 else found[0]
+            tensors[name] = (
+                together(name, present, cast(list[int], counts)) if len(present) > 1 else present[0]
+            )
         except (RuntimeError, ValueError) as error:
             raise AdapterError(
                 f"{directory}: the parts of {name:.200} do not fit each other: {error}", next=AGAIN
@@ -104,7 +107,7 @@ def read_shards(directory: Path) -> dict[str, Tensor]:
 
 
 def together(name: str, parts: list[Tensor], counts: list[int]) -> Tensor:
-    """Parts of a fused pair, of counts[i] experts -> of all. The expert is slowest in A, fastest in B."""
+    """Join the parts of a fused pair, counts[i] experts each. The expert is slowest in A, fastest in B."""
     if len(parts) != len(counts):
         raise ValueError(f"{len(parts)} parts in {len(counts)} shards")
     if ".lora_A." in name:
@@ -114,7 +117,7 @@ def together(name: str, parts: list[Tensor], counts: list[int]) -> Tensor:
 
 
 def _refuse_pickle(directory: Path, name: str) -> None:
-    """An adapter saved as adapter_model.bin is refused with the command that converts it."""
+    """Refuse an adapter saved as adapter_model.bin, with the command that converts it."""
     pickle = directory / "adapter_model.bin"
     if name == WEIGHTS and pickle.is_file():
         raise AdapterError(

@@ -1,18 +1,20 @@
-"""Adapters on disk, the writing side: which tensors, under which names, with which adapter_config.json.
+"""Adapters on disk, the writing side: the tensors, their names and adapter_config.json.
 
 Two layouts, both in adapter_model.safetensors under PEFT's prefix "base_model.model.":
-  peft         one fused pair per stacked parameter (`target_parameters`, peft >= 0.19); the expert is slowest
-               in A and *fastest* in B
-               gate_up: ….experts.base_layer.lora_A (E·r, D), lora_B (2I, r·E)
-               down:    ….experts.lora_A (E·r, I), lora_B (D, r·E)
-               Where ranks or scales differ, rank_pattern and alpha_pattern say so: peft follows them.
-  per-expert   every routed expert has its own two-dimensional pairs:
-               ….experts.{e}.{gate,up,down}_proj.lora_{A,B}.weight (vLLM, SGLang, prime-rl)
-               One r and one lora_alpha for all, because its readers know no patterns, or not all of them:
-               lower ranks are padded with zeros, and a scale other than lora_alpha / r is multiplied into B.
-The scale is always written as lora_alpha / r, the rule every reader knows. The layout's name stands in the
-safetensors header. In adapter_config.json it stands for per-expert only, because peft warns about keys it
-does not know.
+
+peft         one fused pair per stacked parameter (`target_parameters`, peft >= 0.19); the expert is the
+             slowest index in A and the *fastest* in B
+             gate_up: ….experts.base_layer.lora_A (E·r, D), lora_B (2I, r·E)
+             down:    ….experts.lora_A (E·r, I), lora_B (D, r·E)
+             If ranks or scales differ, rank_pattern and alpha_pattern list them: peft follows them.
+
+per-expert   every routed expert has its own two-dimensional pairs:
+             ….experts.{e}.{gate,up,down}_proj.lora_{A,B}.weight (vLLM, SGLang, prime-rl)
+             One r and one lora_alpha for all, because not all of its readers know patterns: lower ranks
+             are padded with zeros, and a scale other than lora_alpha / r is multiplied into B.
+
+The scale is always written as lora_alpha / r, the rule every reader knows. The safetensors header has the
+layout's name. adapter_config.json has it for per-expert only, because peft warns about keys it does not know.
 
 E experts, D model width, I expert width, R rank of gate and of up, r rank of a fused pair (2R for gate_up).
 """
@@ -43,8 +45,8 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.targets import candidates
 
-# In a mixture-of-experts model, peft 0.21 with transformers 5 takes target_modules that end in these names
-# for the routed experts, doubles their rank and forgets the dense and shared MLPs
+# In an MoE model, peft 0.21 with transformers 5 takes target_modules that end in these names for the routed
+# experts, doubles their rank and skips the dense and shared MLPs
 # (peft/utils/transformers_weight_conversion.py). Targeting the weight as a parameter gives the same tensors
 # under the same names, and peft does not rewrite it.
 REWRITTEN = ("gate_proj", "up_proj", "down_proj")
@@ -52,15 +54,15 @@ REWRITTEN = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Entry:
-    """One pair of factors as a file holds it.
+    """One pair of factors, as in a file.
 
-    A [r, in] and B [out, r], or stacked A [E, r, in] and B [E, out, r]. What is written of them, `tensor`,
-    has `pad` more ranks of zeros, and B times `factor`.
+    A [r, in] and B [out, r], or stacked A [E, r, in] and B [E, out, r]. The written form, `tensor`, has `pad`
+    more ranks of zeros, and B times `factor`.
     """
 
     key: str  # name in the file between PREFIX and ".lora_A.weight"
     target: str  # full name for target_modules or target_parameters
-    parameter: bool  # which of the two
+    parameter: bool  # True: target_parameters
     site: str
     A: Tensor
     B: Tensor
@@ -74,11 +76,11 @@ class Entry:
 
     @property
     def alpha(self) -> float:
-        # scale was alpha / rank: the division's rounding is undone
+        # scale was alpha / rank: undo the division's rounding
         return float(f"{self.scale * self.rank:.15g}")
 
     def tensor(self, half: str) -> Tensor:
-        """A or B as the file holds it; stacked: flattened with the expert slowest in A and fastest in B."""
+        """A or B as written; stacked: flattened with the expert slowest in A and fastest in B."""
         matrix = (self.A if half == "A" else self.B).detach()
         if half == "B" and self.factor != 1.0:
             matrix = (matrix.double() * self.factor).float()
@@ -90,8 +92,10 @@ class Entry:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """The tensors of a file, each made when it is asked for: all padded ones at once may take several times
-    what the adapter takes."""
+    """The tensors of a file, each computed on access.
+
+    All padded ones at once may take several times the memory of the adapter.
+    """
 
     def __init__(self, entries: Sequence[Entry], prefix: str):
         self._of = {
@@ -120,15 +124,13 @@ def save_adapter(
     prefix: str = "",
     reader: Reader | None = None,
 ) -> Path:
-    """Write the model's adapters as adapter_model.safetensors and adapter_config.json.
+    """Write the model's adapters as adapter_model.safetensors and adapter_config.json. -> the directory.
 
-    Factors are float32; each file is written atomically, and a new folder is there whole or not at all.
-    -> the directory.
+    Factors are float32; each file is written atomically, and a new folder is complete or absent. `base_name`
+    goes into base_model_name_or_path. `prefix` is the one before the names of the checkpoint's text model
+    (Manifest.prefix). `reader`: a program whose rules are followed (readers.py), including its layout.
 
-    `base_name` goes into base_model_name_or_path. `prefix` is the checkpoint's own before the
-    names of its text model (Manifest.prefix). `reader`: a program whose rules are followed (readers.py), its
-    layout included.
-    Raises AdapterError where the model has no adapter, or none that the reader applies. Call
+    Raises AdapterError if the model has no adapter, or none that the reader applies. Call
     verify.verify_adapter afterwards: it re-reads the file.
     """
     layout = reader.layout if reader else layout
@@ -141,7 +143,7 @@ def save_adapter(
         write_safetensors(directory / WEIGHTS, tensors, {"format": "pt", "layout": layout})
         write_file(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     except OSError:
-        if new:  # no empty folder, and no half adapter in a new one
+        if new:  # leave no empty folder, and no half adapter in a new one
             shutil.rmtree(new[-1], ignore_errors=True)
         raise
     return directory
@@ -170,7 +172,7 @@ def entries_of(
 
 
 def dropped(model: nn.Module, reader: Reader) -> dict[str, Drop]:
-    """Name of a site -> why the reader doesn't apply its adapter."""
+    """Name of a site -> the reason why the reader doesn't apply its adapter."""
     linear = [c.name for c in candidates(model) if isinstance(c.owner, Linear)]
     return reader.dropped([site.name for site in sites(model) if isinstance(site.owner, Linear)], linear)
 
@@ -196,28 +198,28 @@ def _per_expert_entries(adapted: list[Site], model: nn.Module, reader: Reader | 
 
 
 def _zero_siblings(entries: list[Entry], model: nn.Module, reader: Reader) -> list[Entry]:
-    """Adapters of zeros for the linear layers that the reader fuses with adapted ones."""
+    """Zero adapters for the linear layers that the reader fuses with adapted ones."""
     owners = {c.name: c.owner for c in candidates(model) if isinstance(c.owner, Linear)}
     known = {entry.site for entry in entries}
-    made: dict[str, Entry] = {}
+    entries_of_zeros: dict[str, Entry] = {}
     for entry in entries:
         parent, _, leaf = entry.site.rpartition(".")
         group = next((group for group in reader.together if leaf in group), ())
         for name in (f"{parent}.{other}" for other in group):
-            if name in known or name in made or name not in owners or entry.site not in owners:
+            if name in known or name in entries_of_zeros or name not in owners or entry.site not in owners:
                 continue
             owner = owners[name]
             A, B = _zeros(entry.rank, owner.in_features), _zeros(owner.out_features, entry.rank)
-            made[name] = Entry(name, name, False, name, A, B, entry.scale)
-    return list(made.values())
+            entries_of_zeros[name] = Entry(name, name, False, name, A, B, entry.scale)
+    return list(entries_of_zeros.values())
 
 
 def _zero_projections(
     there: Mapping[str, tuple[Tensor, Tensor, float]],
 ) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """projection -> a pair of zeros for every expert, for those that are not adapted."""
+    """projection -> a pair of zeros for every expert, for projections without an adapter."""
     (A, B, scale), down = next(iter(there.values())), "down_proj" in there
-    # D model width and I expert width, from the shapes of what is there
+    # D model width and I expert width, from the shapes of the existing pairs
     D, I = (B.shape[1], A.shape[2]) if down else (A.shape[2], B.shape[1])
     E, R = A.shape[:2]
     sizes = {"gate_proj": (D, I), "up_proj": (D, I), "down_proj": (I, D)}
@@ -229,15 +231,15 @@ def _zero_projections(
 
 
 def _zeros(*sizes: int) -> Tensor:
-    """One zero seen as many."""
+    """One zero, expanded to the sizes."""
     return torch.zeros(()).expand(*sizes)
 
 
 def _uniform(entries: list[Entry]) -> list[Entry]:
-    """The same ΔW with one rank and one scale for all: the largest rank, and the commonest scale.
+    """The same ΔW with one rank and one scale for all: the largest rank, and the most common scale.
 
     A lower rank is padded with zeros. Another scale s' becomes B · (s' / s), which rounds B once to float32
-    (not at all where the ratio is a power of two).
+    (not at all if the ratio is a power of two).
     """
     rank = max(entry.rank for entry in entries)
     scale = Counter(entry.scale for entry in entries).most_common(1)[0][0]
@@ -248,7 +250,7 @@ def _uniform(entries: list[Entry]) -> list[Entry]:
 
 
 def projections(adapter: ExpertLowRank) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """projection -> (A [E, R, in], B [E, out, R], scale) of what an expert adapter adapts; views."""
+    """projection -> (A [E, R, in], B [E, out, R], scale) for each adapted projection; views."""
     result: dict[str, tuple[Tensor, Tensor, float]] = {}
     if adapter.gate_up_A is not None and adapter.gate_up_B is not None:
         (gate_A, up_A), (gate_B, up_B) = adapter.gate_up_A.chunk(2, dim=1), adapter.gate_up_B.chunk(2, dim=1)
@@ -301,7 +303,7 @@ def _peft_entries(adapted: list[Site], model: nn.Module) -> list[Entry]:
 def block_diagonal(gate_up_B: Tensor, activation: Activation = SWIGLU) -> Tensor:
     """[E, 2I, R] -> [E, 2I, 2R]: gate's rows use the first R columns, up's the last R.
 
-    So B · [A_gate; A_up] is ΔW / scale, whose rows lie as `activation` has them in the base.
+    So B · [A_gate; A_up] is ΔW / scale, with rows in `activation`'s order, as in the base.
     """
     gate, up = gate_up_B.detach().chunk(2, dim=1)
     E, width, R = gate_up_B.shape
@@ -333,7 +335,7 @@ def _padded(entries: list[Entry]) -> list[Entry]:
 def _default(entries: list[Entry]) -> Entry:
     """The entry whose rank and alpha become `r` and `lora_alpha`.
 
-    The fused gate_up where there is one, else the commonest.
+    The fused gate_up if there is one, else the most common.
     """
     for entry in entries:
         if entry.parameter and entry.target.endswith(".gate_up_proj"):
@@ -394,7 +396,7 @@ def _patterns(
 
 
 def _short_names(entries: list[Entry], model: nn.Module) -> dict[str, str]:
-    """target -> its shortest suffix that matches no weight without an adapter, or of other rank or alpha."""
+    """target -> its shortest suffix that matches no unadapted weight, and none of other rank or alpha."""
     groups = {entry.target: (entry.rank, entry.alpha) for entry in entries}
     names = [p for c in candidates(model) for p in c.projections]
     universe = {name: groups.get(name) for n in names for name in (n, f"{n}.weight")}
@@ -412,6 +414,6 @@ def _short_names(entries: list[Entry], model: nn.Module) -> dict[str, str]:
 
 
 def _expert_number(target: str) -> bool:
-    """Is this "….experts.17.up_proj"?"""
+    """True if this is "….experts.17.up_proj"."""
     parts = target.split(".")
     return len(parts) > 2 and parts[-3] == "experts" and parts[-2].isdigit()

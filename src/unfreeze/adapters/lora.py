@@ -1,7 +1,7 @@
 """The low-rank modules: LowRank beside one Linear, ExpertLowRank beside the E stacked experts of one layer.
 
-ΔW = scale · B A (Hu et al. 2021, LoRA). At the start A is random and B zero: a fresh adapter changes nothing.
-A and B are float32 parameters. The arithmetic is in the activations' dtype; gradients arrive in float32.
+ΔW = scale · B A (Hu et al. 2021, LoRA). At the start A is random and B zero: a new adapter changes nothing. A
+and B are float32 parameters. The arithmetic is in the activations' dtype; gradients arrive in float32.
 
 T tokens, E experts, D model width, I expert width, R rank of gate and of up, Rd rank of down.
 """
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from unfreeze.kernels.expert_mlp import ExpertFactors
 from unfreeze.kernels.loops.cores import spread
 
-NUMBERS_PER_CORE = 1 << 20  # fewer are drawn sooner than a thread is handed them
+NUMBERS_PER_CORE = 1 << 20  # drawing fewer takes less time than starting a thread
 
 
 class LowRank(nn.Module):
     """y_TO + scale · (x Aᵀ) Bᵀ; A fp32 [R, in], B fp32 [out, R].
 
-    The scale is applied to the thin [T, R] product: fewer multiplications than on [T, out].
-    `scale` 0 switches the adapter off without changing which kernels run (the receipt does that).
+    The scale is applied to the thin [T, R] product: fewer multiplications than on [T, out]. `scale` 0
+    switches the adapter off without changing the kernels that run (the receipt does that).
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class LowRank(nn.Module):
     def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
         """x [..., T, in], y [..., T, out] -> y + scale · (x Aᵀ) Bᵀ.
 
-        The sum is part of the GEMM: a separate addition would pass over three [T, out] tensors and round once
-        more.
+        The sum is part of the GEMM: a separate addition would pass over three [T, out] tensors and round
+        again.
         """
         thin_TR = F.linear(x_TI, self.A.to(x_TI.dtype)) * self.scale
         sum_TO = torch.addmm(y_TO.flatten(0, -2), thin_TR.flatten(0, -2), self.B.to(x_TI.dtype).t())
@@ -54,7 +54,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int, name: str) -> None:
-        """A as PEFT initialises it (kaiming_uniform, a = sqrt 5: uniform within ±1/sqrt(in)), B zero."""
+        """Initialise A as in PEFT (kaiming_uniform, a = sqrt 5: uniform within ±1/sqrt(in)), B to zero."""
         _draw(self.A, seed, [(name, ...)])
         self.B.zero_()
 
@@ -63,14 +63,14 @@ class LowRank(nn.Module):
 
 
 class ExpertLowRank(nn.Module):
-    """A and B of its own for gate, up and down of every expert.
+    """Separate A and B for gate, up and down of every expert.
 
-    A pair that is None: that projection is not adapted.
+    A pair is None if its projection is not adapted.
 
-    gate_up_A [E, 2R, D]   rows 0:R are gate's A, rows R:2R up's
-    gate_up_B [E, 2I, R]   rows 0:I are gate's B, rows I:2I up's
-    down_A    [E, Rd, I]
-    down_B    [E, D, Rd]
+    gate_up_A  [E, 2R, D], rows 0:R are gate's A, rows R:2R up's
+    gate_up_B  [E, 2I, R], rows 0:I are gate's B, rows I:2I up's
+    down_A     [E, Rd, I]
+    down_B     [E, D, Rd]
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ExpertLowRank(nn.Module):
         self.down_B = parameter(down_rank, E, D, down_rank or 0)
 
     def factors(self) -> ExpertFactors:
-        """The factors in the form kernels/expert_mlp takes them."""
+        """The factors in the form of kernels/expert_mlp."""
         return ExpertFactors(
             gate_up_A=self.gate_up_A,
             gate_up_B=self.gate_up_B,
@@ -113,10 +113,10 @@ class ExpertLowRank(nn.Module):
 
     @torch.no_grad()
     def reset(self, seed: int, name: str, first: int = 0) -> None:
-        """Each A from a generator of its own, B zero. first: the number of the first expert held here.
+        """Draw each A from its own generator, set B to zero. first: the number of the first expert held here.
 
-        A generator is named as on disk ("….experts.17.up_proj"): the same A on any number of devices.
-        The cores share a layer's matrices, and a device is given them in one copy.
+        A generator is named as on disk ("….experts.17.up_proj"): the same A on any number of devices. The
+        cores share a layer's matrices, and a device receives them in one copy.
         """
         if self.gate_up_A is not None and self.gate_up_B is not None and self.gate_up_rank is not None:
             rank = self.gate_up_rank
@@ -143,7 +143,7 @@ class ExpertLowRank(nn.Module):
 def _draw(A: Tensor, seed: int, parts: Sequence[tuple[str, Any]]) -> None:
     """kaiming_uniform(a = sqrt 5) in each part of A (its name, its index), from a generator of (seed, name).
 
-    Attaching in another order, elsewhere, or on another number of cores gives the same numbers.
+    The numbers do not depend on the order of attaching, the device, or the number of cores.
     """
     host = A.detach() if A.device.type == "cpu" else torch.empty(A.shape, dtype=torch.float32)
 

@@ -1,6 +1,6 @@
-"""Module names in adapter files: transformers', which peft's files go by, where ours differ.
+"""Module names in adapter files: peft's files use transformers' names, which may differ from ours.
 
-A family says so in RENAMED, (ours, transformers') parts of names; one without it has transformers' names.
+A family with other names lists them in RENAMED as (ours, transformers') parts; without it both are the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ours(model: nn.Module, name: str) -> str:
 
 
 def prefix_in(model: nn.Module, prefix: str) -> str:
-    """transformers' prefix of a language model inside a larger one; `prefix` is that of the files."""
+    """transformers' prefix of a language model inside a larger one; `prefix` is the files'."""
     shape = getattr(model, "shape", None)
     wrapper = shape.wrapper if isinstance(shape, models.Shape) else ""
     return (models.WRAPPERS[wrapper].inside if wrapper else "") or prefix
@@ -48,15 +48,15 @@ def in_ours(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def swapped(model: nn.Module) -> bool:
-    """Whether peft has A and B of fused experts the other way round: ΔWᵀ = Aᵀ Bᵀ."""
+    """True if peft has A and B of fused experts swapped: ΔWᵀ = Aᵀ Bᵀ."""
     shape = getattr(model, "shape", None)
     return isinstance(shape, models.Shape) and models.swapped_by_peft(shape)
 
 
 def check_per_expert(model: nn.Module, site: str) -> None:
-    """Raise AdapterError where the checkpoint has no matrix per expert named gate_proj, up_proj, down_proj.
+    """Raise AdapterError if the checkpoint has no matrix per expert named gate_proj, up_proj, down_proj.
 
-    Which names the readers of the per-expert layout want then is not known here.
+    The names that readers of the per-expert layout would need then are unknown.
     """
     shape = getattr(model, "shape", None)
     if not isinstance(shape, models.Shape):

@@ -1,4 +1,4 @@
-"""What each group's training does to the model's output, measured on a probe.
+"""The effect of each group's training on the model's output, measured on a probe.
 
 T tokens, V vocabulary.
 """
@@ -25,14 +25,15 @@ from unfreeze.models.groups import group_of
 from unfreeze.models.layer import Layer
 
 PROBE_TOKENS = 256  # enough to reach most experts, small enough to cost less than a step
-# A change of 0 may be too small to show in bf16. A connected adapter that is 4,096 times as strong must show.
+# A change of 0 may be too small to show in bf16. A connected adapter must show when it is 4,096 times as
+# strong.
 AMPLIFY = 4096.0
 Groups = dict[str, dict[str, Any]]
 Sums = Callable[[Sequence[float]], list[float]]
 
 
 def first_tokens(batch: Batch, count: int = PROBE_TOKENS) -> Batch:
-    """The first `count` tokens of a packed batch; the document at the end may be cut."""
+    """The first `count` tokens of a packed batch; the last document may be cut."""
     return Batch(
         tokens_T=batch.tokens_T[:count],
         targets_T=batch.targets_T[:count],
@@ -47,13 +48,14 @@ def output_changes(
 ) -> Groups:
     """group -> {output_change, rounding, connected}, as in receipt.py: make_receipt.
 
-    Compared are the logits with only this group's training in effect and with none of it. Each layer is run
-    for all groups before the next, so that weights which stream come once; where a group changed nothing,
-    twice.
-    sums: numbers -> each summed over the processes, which go through the model together. So none goes
-    through it for a reason that the others don't have.
+    Compares the logits with only this group's training in effect to those with no training. Each layer is run
+    for all groups before the next one, so that streamed weights are loaded once (twice if a group changed
+    nothing).
+
+    sums: sums each number over the processes. All processes run the model together, so no process may run it
+    for a reason that the others don't have.
     """
-    # what can be taken out: adapters, by their scale; weights trained in full, where all were copied
+    # what can be switched off: adapters, by their scale; fully trained weights, if all were copied
     adapted = {site.group for site in sites(model)}
     sampled = {
         group_of(name)
@@ -70,7 +72,7 @@ def output_changes(
         rounding = nothing_TV.abs().max().item() * torch.finfo(model.lm_head.dtype).eps / 2
         changes = [(each_TV - nothing_TV).abs().max().item() for each_TV in logits]
 
-        # what changed nothing once more, amplified
+        # groups that changed nothing again, amplified
         shows = sums([float(change > 0) for change in changes])
         silent = [g for g, count in zip(tried, shows, strict=True) if not count and g in adapted]
         louder = passes.logits([_Variant(group, AMPLIFY) for group in silent])
@@ -97,8 +99,7 @@ class _Variant:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the model that is run at once: its adapters with their groups, and the trained weights that
-    can be exchanged with their copies."""
+    """A part of the model that runs at once: its adapters by group, its trained weights with copies."""
 
     adapters: list[tuple[LowRank | ExpertLowRank, str]]
     exchanged: list[tuple[str, nn.Parameter]]
@@ -107,13 +108,13 @@ class _Part:
 class _Passes:
     """Forward passes of several variants side by side: each layer is run for all of them before the next.
 
-    So its weights are needed once, wherever they come from. The numbers are those of one pass after another.
+    So its weights are loaded once, wherever they are. The numbers equal those of one pass after another.
     """
 
     def __init__(self, model: Decoder, before: Snapshot, copied: set[str], probe: Batch):
         self._model, self._before, self._probe = model, before, probe
         self._same_experts = _SameExperts()
-        model.reshard()  # so that its parameters are those that are held
+        model.reshard()  # so that its parameters are the local shards
         adapters = [(site.adapter, site.group) for site in sites(model)]
         trained = [(name, p) for name, p in trained_parameters(model) if group_of(name) in copied]
 
@@ -152,7 +153,7 @@ class _Passes:
 
 
 class _SameExperts:
-    """A recompute policy that sends every token to the experts it had in the first pass.
+    """A recompute policy that sends every token to the experts of the first pass.
 
     In bf16 nearly any change of earlier weights changes some router's choice, and another expert changes the
     output more than a first step does (2.6 against 0.04 on tiny-k2).
@@ -174,10 +175,10 @@ class _SameExperts:
 
 @contextmanager
 def _only(model: Decoder, part: _Part, before: Snapshot, variant: _Variant) -> Iterator[None]:
-    """Leave only the variant's training in effect in a part of the model, while the context lasts.
+    """Context in which only the variant's training is in effect in a part of the model.
 
     Other adapters get scale 0 instead of being removed: the same kernels run in both arms, so a difference
-    comes from the adapter alone. Weights trained in full are exchanged with their copies.
+    comes from the adapter alone. Fully trained weights are swapped with their copies.
     """
     scales = [(adapter.scale, getattr(adapter, "down_scale", 0.0)) for adapter, _ in part.adapters]
     exchanged = [(name, p) for name, p in part.exchanged if group_of(name) != variant.group]
@@ -202,14 +203,14 @@ def _set_scale(adapter: LowRank | ExpertLowRank, scale: float, down_scale: float
 def _exchange(model: Decoder, parameters: list[tuple[str, nn.Parameter]], before: Snapshot) -> None:
     """Swap each parameter's memory with its copy; twice is the identity.
 
-    Of divided ones the rows here are swapped by value, and what was gathered before is dropped.
+    For sharded parameters the local rows are swapped by value, and all-gathered copies are dropped.
     """
     model.reshard()
     for name, parameter in parameters:
-        kept, own = before.kept[name], here(parameter)
+        copy, own = before.kept[name], here(parameter)
         if own is not parameter:
             before.kept[name] = own.clone()
-            own.copy_(torch.zeros_like(own) if kept is None else kept)
+            own.copy_(torch.zeros_like(own) if copy is None else copy)
             continue
         before.kept[name] = parameter.data
-        parameter.data = torch.zeros_like(parameter.data) if kept is None else kept.to(parameter.dtype)
+        parameter.data = torch.zeros_like(parameter.data) if copy is None else copy.to(parameter.dtype)

@@ -1,11 +1,13 @@
-"""Which matrices a gradient reached: seen at the outputs of their modules while backward runs.
+"""Tracks the matrices that a gradient reached, at their modules' outputs during backward.
 
 A weight's gradient is a sum over tokens of (gradient of its output) x (its input). A zero gradient of the
-weight is right where one of the two is zero for every token:
+weight is correct if one of the two is zero for every token:
+
     the output's gradient   an expert without tokens, or one of the last layer whose tokens are unsupervised
-    the input               a weight behind a norm or a matrix of zeros (a bias has no input)
-Where a token has both and the weight's gradient is zero all the same, something left the weight out. Only
-outputs and inputs can tell the two cases apart, so they are watched.
+    the input               a weight after a norm or a matrix of zeros (a bias has no input)
+
+If a token has both and the weight's gradient is still zero, something left the weight out. Only outputs and
+inputs can distinguish the two cases, so they are watched.
 
 T tokens, K experts per token, E experts.
 """
@@ -25,15 +27,15 @@ from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.layer import Layer
 
 Sum = Callable[[list[Tensor]], Any]
-"""Adds tensors up over all processes, in place (parallel.collectives.Group.sum_)."""
+"""Sums tensors over all processes, in place (parallel.collectives.Group.sum_)."""
 
 
 class Reach:
-    """Watches the backward passes of a model from here until `close`; `of` answers.
+    """Watches the backward passes of a model until `close`; `of` returns the results.
 
     A forward hook on every module that owns a trained parameter puts a hook on its output, so recomputed
-    layers are seen too. Costs one pass over each input and each output's gradient; no gradient is changed,
-    and nothing waits for the device.
+    layers are covered too. It costs one pass over each input and each output's gradient; no gradient is
+    changed, and nothing waits for the device.
     """
 
     def __init__(self, model: Decoder):
@@ -59,7 +61,7 @@ class Reach:
 
     @torch.no_grad()
     def _whole(self, name: str, fed_T: Tensor | None, dy: Tensor) -> None:
-        """Two numbers: does any token have a gradient at the output; does any have a nonzero input too."""
+        """Record two flags: some token has a gradient at the output; some token has a nonzero input too."""
         alive_T = _alive(dy)
         both_T = alive_T if fed_T is None else alive_T & fed_T
         self._add(name, torch.stack([alive_T.any(), both_T.any()]).double())
@@ -68,7 +70,7 @@ class Reach:
     def _experts(
         self, name: str, num_experts: int, fed_T: Tensor, ids_TK: Tensor, weights_TK: Tensor, dy_TD: Tensor
     ) -> None:
-        """A token reaches an expert where x_t, dy_t and the weight are not zero.
+        """A token reaches an expert if x_t, dy_t and the weight are not zero.
 
         Its output adds weight · expert(x_t) to y_t.
         """
@@ -80,11 +82,11 @@ class Reach:
         self._seen[name] = self._seen[name] + hits if name in self._seen else hits
 
     def of(self, module: str, count: int, device: torch.device, *, bias: bool = False) -> Tensor:
-        """bool [count]: which of a module's sites (E experts, or 1) were reached.
+        """bool [count]: True for each of a module's sites (E experts, or 1) that was reached.
 
-        A site is reached if it had a gradient at its output and, but for a bias, an input at the same token.
-        A module whose call was not seen (part of a larger op, or left out) counts as reached where its
-        layer's output was. Outside of the layers it always does: the loss passes through embedding and head.
+        A site is reached if it had a gradient at its output and, except for a bias, an input at the same
+        token. A module whose call was not seen (part of a larger op, or left out) counts as reached if its
+        layer's output was. Outside the layers it always does: the loss passes through embedding and head.
         """
         if module in self._seen:
             seen = self._seen[module].gt(0)
@@ -96,7 +98,7 @@ class Reach:
         return torch.full((count,), reached, device=device)
 
     def over_processes(self, sum_: Sum, device: torch.device) -> None:
-        """The same answers on every process: each saw its own share of the micro-batches."""
+        """Combine the results of all processes: each saw its own share of the micro-batches."""
         hits = [torch.zeros(1 + sites, dtype=torch.float64, device=device) for sites in self._sites.values()]
         for name, hits_1S in zip(self._sites, hits, strict=True):
             if name in self._seen:
@@ -107,11 +109,11 @@ class Reach:
         }
 
     def forget(self) -> None:
-        """Start again: what was seen so far belongs to a step without an update."""
+        """Start again: the results so far belong to a step without an update."""
         self._seen.clear()
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -124,7 +126,7 @@ def _alive(x: Tensor) -> Tensor:
 
 
 def _trains(module: nn.Module) -> bool:
-    """Whether it owns a trained parameter: one of its own, of its adapter, or of its stacked experts."""
+    """True if it owns a trained parameter: its own, its adapter's, or its stacked experts'."""
     inner = [module, getattr(module, "adapter", None)]
     if isinstance(module, Experts):
         inner += [module.gate_up_proj, module.down_proj]

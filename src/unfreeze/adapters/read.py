@@ -1,13 +1,16 @@
-"""Adapters on disk, the reading side: a folder's adapter onto a model.
+"""Adapters on disk, the reading side: load a folder's adapter onto a model.
 
-Everything is decoded and checked before the model is touched: an adapter is loaded whole or not at all.
+Everything is decoded and checked before the model changes: an adapter is loaded whole or not at all.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +23,21 @@ from unfreeze.adapters.lora import ExpertLowRank, LowRank
 from unfreeze.core.errors import AdapterError
 from unfreeze.models.blocks.linear import Linear
 
+_LAYER = re.compile(r"\.\d+\.")
+
 
 def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
-    """Put the adapter of a folder on the model; float32 whatever the file's dtype. -> the sites.
+    """Load the adapter of a folder onto the model; float32 whatever the file's dtype. -> the sites.
 
-    A model without adapters gets them (base frozen, factors trainable); one that has them must have the same
-    sites, ranks and scales, and its factors are overwritten in place (so an optimizer keeps its references).
+    A model without adapters gets them (base frozen, factors trainable). One with adapters must have the same
+    sites, ranks and scales; its factors are overwritten in place, so an optimizer keeps its references.
+
     Raises AdapterError: folder or field missing, another adapter type, unknown, missing or mismatched tensors
-    (counted, the first named).
-    Warns where the file has the swapped dimensions of peft 0.18.
+    (counted, the first named). Warns if the file has the swapped dimensions of peft 0.18.
     """
     config, tensors = read_files(Path(directory))
     decoded = decode(model, config, tensors)
+    _warn_of_lost_layers(model, config, decoded, Path(directory))
     present = {site.name: site.adapter for site in sites(model)}
     if present:
         _check_same(decoded, present, Path(directory))
@@ -46,21 +52,43 @@ def load_adapter(model: nn.Module, directory: str | Path) -> list[Site]:
     return sites(model)
 
 
+def _warn_of_lost_layers(
+    model: nn.Module, config: Mapping[str, Any], decoded: Mapping[str, Decoded], directory: Path
+) -> None:
+    """Warn if a module has factors in some layers of the file and none in others: a tensor may be lost.
+
+    Only where target_modules names it by its last name alone, which peft applies to every layer.
+    """
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or config.get("layers_to_transform") or config.get("exclude_modules"):
+        return
+    leaves = {name.rpartition(".")[2] for name in decoded} & set(map(str, cast(list[object], targets)))
+    kinds = {_LAYER.sub(".*.", name) for name in decoded if name.rpartition(".")[2] in leaves}
+    linears = (name for name, module in model.named_modules() if isinstance(module, Linear))
+    lost = [name for name in linears if name not in decoded and _LAYER.sub(".*.", name) in kinds]
+    if lost:
+        warnings.warn(
+            f"{directory}: {len(lost)} modules of target_modules have no factors in the file and stay as in"
+            f" the base; first: {lost[0]}",
+            stacklevel=3,
+        )
+
+
 def untrainable(model: nn.Module) -> list[str]:
-    """Names of adapted matrices whose A and B are zeros only: each gets its gradient through the other."""
-    found: list[str] = []
+    """Names of adapted matrices whose A and B are both zero: each gets its gradient through the other."""
+    names: list[str] = []
     for site in sites(model):
         adapter = site.adapter
         if isinstance(adapter, LowRank):
             pairs = {site.name: (adapter.A, adapter.B)}
         else:
             pairs = {f"{site.name}.{name}": pair[:2] for name, pair in projections(adapter).items()}
-        found += [name for name, (A, B) in pairs.items() if not A.any() and not B.any()]
-    return found
+        names += [name for name, (A, B) in pairs.items() if not A.any() and not B.any()]
+    return names
 
 
 def _held(site: Decoded) -> Mapping[str, Tensor]:
-    """The site's tensors; of experts that are split over processes those held here."""
+    """The site's tensors; if experts are split over processes, those held here."""
     owner = site.candidate.owner
     if isinstance(owner, Linear):
         return site.state
@@ -68,9 +96,9 @@ def _held(site: Decoded) -> Mapping[str, Tensor]:
 
 
 def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
-    """Put an adapter of the decoded shapes at its site, trainable, on the base's device.
+    """Attach an adapter of the decoded shapes to its site, trainable, on the base's device.
 
-    On the host where the base is on meta.
+    On the host if the base is on meta.
     """
     owner, state = site.candidate.owner, site.state
     tensor = next((t for t in (*owner.parameters(), *owner.buffers())), torch.empty(0))
@@ -96,7 +124,7 @@ def _put_shell(site: Decoded) -> LowRank | ExpertLowRank:
 def _check_same(
     decoded: Mapping[str, Decoded], present: Mapping[str, LowRank | ExpertLowRank], directory: Path
 ) -> None:
-    """The attached adapters must be the file's: same sites, shapes and scales."""
+    """Check that the attached adapters are the file's: same sites, shapes and scales."""
     faults = [f"{name} is in the file and not attached" for name in decoded if name not in present]
     faults += [f"{name} is attached and not in the file" for name in present if name not in decoded]
     for name in decoded.keys() & present.keys():

@@ -1,7 +1,7 @@
-"""What other programs do with an adapter: facts about each reader, with their source and version.
+"""Facts about other programs that read adapters, each with its source and version.
 
-No torch. The facts are read in the loading code of the version named, and tests/adapters/test_readers.py
-holds them against what that very code made of our files (benchmarks/reader_vectors.py).
+No torch. The facts come from the loading code of the named version. tests/adapters/test_readers.py compares
+them with what that code produced from our files (benchmarks/reader_vectors.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Layout = Literal["peft", "per-expert"]
 class Drop:
     """Adapters that a reader never applies, by the last part of their names.
 
-    beside, without   only in a model that has linear layers of these names, and none of those
+    beside, without   only in a model that has linear layers named `beside`, and none named `without`
     """
 
     names: tuple[str, ...]
@@ -27,7 +27,7 @@ class Drop:
     without: tuple[str, ...] = ()
 
     def applies(self, leaves: frozenset[str]) -> bool:
-        """Whether a model with linear layers of these names is meant."""
+        """True if it applies to a model with linear layers of these names."""
         return leaves.issuperset(self.beside) and leaves.isdisjoint(self.without)
 
 
@@ -36,13 +36,13 @@ class Reader:
     """A program that reads adapters.
 
     version    the one whose loading code was read
-    source     the files of it that were read
+    source     its files that were read
     layout     of adapter_model.safetensors (layouts.py)
-    drops      what it loads and never applies, or cannot load: left out of the file, and said
-    together   linear layers that it fuses: where one of them has an adapter, the others get one of zeros
+    drops      adapters that it ignores or cannot load: left out of the file, and reported
+    together   linear layers that it fuses: if one of them has an adapter, the others get one of zeros
     experts_whole   as `together`, for gate, up and down of routed experts
-    ranks      the ranks it makes room for; the flag that sets it is `rank_flag`
-    refuses    model_type -> the issue, where it loads no adapter at all
+    ranks      the ranks it allocates memory for; the flag that sets it is `rank_flag`
+    refuses    model_type -> the issue, for models whose adapters it cannot load at all
     """
 
     name: str
@@ -57,17 +57,19 @@ class Reader:
     refuses: Mapping[str, str] | None = None
 
     def dropped(self, adapted: Iterable[str], linear: Iterable[str]) -> dict[str, Drop]:
-        """Name of an adapted linear layer -> why this reader doesn't apply it.
+        """Name of an adapted linear layer -> the reason why this reader doesn't apply it.
 
         linear: the names of all linear layers of the model.
         """
         leaves = frozenset(name.rsplit(".", 1)[-1] for name in linear)
         rules = [drop for drop in self.drops if drop.applies(leaves)]
-        found = {name: [drop for drop in rules if name.rsplit(".", 1)[-1] in drop.names] for name in adapted}
-        return {name: drops[0] for name, drops in found.items() if drops}
+        drops_of = {
+            name: [drop for drop in rules if name.rsplit(".", 1)[-1] in drop.names] for name in adapted
+        }
+        return {name: drops[0] for name, drops in drops_of.items() if drops}
 
     def room_for(self, rank: int) -> str:
-        """The flag that makes room for a rank, "" where the reader's default does or it has none."""
+        """The flag that allocates memory for a rank; "" if the default is enough or there is no flag."""
         fitting = [room for room in self.ranks if room >= rank]
         if not self.rank_flag or not fitting or fitting[0] <= 16:
             return ""
@@ -119,6 +121,6 @@ SGLANG = Reader(
     ),
     # LoRAAdapter.normalize_qkv_proj, normalize_gate_up_proj, normalize_fused_qkv_a_proj
     together=(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa")),
-    experts_whole=True,  # they are wrapped where gate_up_proj and down_proj are targets, both
+    experts_whole=True,  # they are wrapped if gate_up_proj and down_proj both are targets
 )
 READERS = {reader.name: reader for reader in (PEFT, VLLM, SGLANG)}

@@ -1,16 +1,17 @@
-"""The receipt: proof, from the first step that has a gradient, that what was asked for learned.
+"""The receipt: proof, from the first step that has a gradient, that everything meant to train has learned.
 
 See docs/why/trust.md L4 and L5.
 
-    receipt = Receipt(model)       before the step: notes the weights' values, and watches which outputs get
-                                   gradients
-    taken = receipt.take(probe)    after the update, while the step's gradients are still there
-    check(taken)                   raises AdapterError where a trained matrix was left out
+    receipt = Receipt(model)       before the step: records the weights' values, and watches which outputs
+                                   get gradients
+    taken = receipt.take(probe)    after the update, while the step's gradients still exist
+    check(taken)                   raises AdapterError if a trained matrix was left out
 
-A site is one matrix; an expert has three (gate, up, down) in every layer. Where the weight itself trains, its
-own gradient counts. Where an adapter trains, the gradients of A and B count together: A's is zero at the
-first step, because B is zero then.
-Weight decay moves every weight, used or not, so movement counts only where there was a gradient.
+A site is one matrix; an expert has three (gate, up, down) in every layer. If the weight itself trains, its
+own gradient counts. If an adapter trains, the gradients of A and B count together: A's is zero at the first
+step, because B is zero then.
+
+Weight decay moves every weight, used or not, so movement counts only with a gradient.
 
 T tokens, E experts, V vocabulary.
 """
@@ -39,10 +40,10 @@ from unfreeze.models.groups import GROUPS, group_of
 # AdamW's epsilon: a smaller gradient moves a weight by less than half the learning rate, which may round away
 TINY = 1e-8
 NO_GRADIENT, NOT_MOVED, TOO_SMALL = "no gradient", "not moved", "gradient below 1e-8, no movement"
-NAMES_IN_MESSAGE = 4  # of exceptions; all of them are in receipt.json
+NAMES_IN_MESSAGE = 4  # names of exceptions; receipt.json has all of them
 Gradient = Callable[[str], Tensor | None]
 Part = Callable[[str], tuple[Rows | None, int]]
-"""The name of a trained parameter -> (its rows held here, None: all; how many processes hold the same)."""
+"""Name of a trained parameter -> (its local rows, None: all; number of processes that hold the same)."""
 
 
 @dataclass
@@ -58,9 +59,9 @@ class Taken:
 
 
 class Receipt:
-    """Watches a model from here on, until `take`.
+    """Watches a model until `take`.
 
-    weights   name -> what the optimizer updates, if that is not the parameter itself: the fp32 master of a
+    weights   name -> the tensor that the optimizer updates, if not the parameter itself: the fp32 master of a
               half precision weight, in which a first movement may round away
     gradient  name -> the last step's gradient; default: the parameter's `grad`
     """
@@ -74,13 +75,13 @@ class Receipt:
         self._before, self._reach = snapshot(self._weights), Reach(model)
 
     def pass_over(self) -> None:
-        """The last step had no gradient, or no update: it proves nothing, so wait for the next."""
+        """Skip the last step, which had no gradient or no update and proves nothing; wait for the next."""
         self._reach.forget()
 
     def take(self, probe: Batch | None, sum_: Sum | None = None, part: Part | None = None) -> Taken:
-        """Measure, then stop watching. sum_: adds over the processes that share the step, all of which call.
+        """Measure, then stop watching. sum_: sums over the processes that share the step; all of them call.
 
-        part: what this process holds of a parameter; None: all of each. The receipt is the same on all.
+        part: this process's part of a parameter; None: all of each. The receipt is the same on all.
         """
         if sum_ is not None:
             self._reach.over_processes(sum_, self._model.device)
@@ -94,13 +95,13 @@ class Receipt:
 
 
 class Over:
-    """The processes that a receipt is of; by default each holds all of everything."""
+    """The processes of a receipt; by default each holds everything."""
 
     def __init__(self, sum_: Sum | None = None, part: Part | None = None, device: torch.device | str = "cpu"):
         self._sum, self._part, self._device = sum_, part, device
 
     def part(self, name: str) -> tuple[Rows | None, int]:
-        """(rows of the parameter held here, copies); of one that all hold the same one counts it."""
+        """(local rows of the parameter, copies); a replicated parameter is counted by one process."""
         return (None, 1) if self._part is None else self._part(name)
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
@@ -112,7 +113,7 @@ class Over:
         return total.tolist()
 
     def any(self, masks: Sequence[Tensor]) -> list[Tensor]:
-        """Each mask, true where it is so in one process at least."""
+        """Each mask, true where it is true in at least one process."""
         if self._sum is None or self._part is None:
             return list(masks)
         together = torch.cat([mask.double() for mask in masks]) if masks else torch.zeros(0)
@@ -122,7 +123,7 @@ class Over:
 
 @dataclass
 class ReceiptSite:
-    """What is known of a site, or of one projection of all E experts of a layer.
+    """Results for a site, or for one projection of all E experts of a layer.
 
     Tensors are bool [1], or [E]; then `name` has a * for the expert.
     """
@@ -145,31 +146,32 @@ def make_receipt(
     probe: Batch | None,
     over: Over | None = None,
 ) -> Taken:
-    """Make the receipt as plain JSON values; it judges nothing (see `check`).
+    """Make the receipt as plain JSON values, without judging them (see `check`).
 
     Per group:
+
     parameters     base weights of the group (logical count: a packed 4-bit weight is one)
     trained        parameters that train (adapter factors, or the weights themselves); 0: frozen
-    sites          trained matrices; sites_reached: those whose output had a gradient; sites_moved: those of
-                   them that had a gradient and moved
+    sites          trained matrices; sites_reached: those whose output had a gradient; sites_moved: those that
+                   also had a gradient and moved
     grad_norm      L2 norm of the step's gradient, before clipping
-    moved          L2 norm of the change of the trained parameters where they had a gradient, so without what
-                   weight decay alone moved; extrapolated from a sample where no copy was affordable
+    moved          L2 norm of the change of the trained parameters that had a gradient, without movement by
+                   weight decay alone; extrapolated from a sample if no copy was affordable
     experts        routed experts over all layers; experts_reached: those that had a gradient
-    output_change  max |Δ logit| over at most 256 tokens, with only this group's training in effect against
-                   none of it. Every token goes to the same experts in both. None without a probe, or where
-                   weights were too large to copy
-    rounding       how large rounding alone may make output_change: half a unit in the last place of the
+    output_change  max |Δ logit| over at most 256 tokens, with only this group's training in effect against no
+                   training. Every token goes to the same experts in both. None without a probe, or if weights
+                   were too large to copy
+    rounding       the output_change that rounding alone may cause: half a unit in the last place of the
                    largest logit, in the computation's dtype
-    connected      False where the logits stay the same even with the adapter multiplied by 4,096. None where
-                   that is not known: no probe, no matrix of the group reached, or weights trained in full
-                   whose first step changes no logit
+    connected      False if the logits stay the same even with the adapter multiplied by 4,096. None if
+                   unknown: no probe, no matrix of the group reached, or fully trained weights whose first
+                   step changes no logit
     """
     over = over or Over()
     groups: Groups = {name: _empty(count) for name, count in _base_parameters(model).items()}
     sites, squares = _measured(weights, gradient, before, reach, over)
 
-    # over the processes: sums, and what is so of one part is so of the site
+    # over the processes: add the numbers; a flag of one part is a flag of the site
     numbers = iter(over.sums([number for own in squares.values() for number in own]))
     for group in squares:
         entry = groups.setdefault(group, _empty(0))
@@ -183,13 +185,13 @@ def make_receipt(
         site.reached = site.reached & ~pruned
 
     _count(groups, list(sites.values()))
-    # per group: what its training does to the output
+    # per group: the effect of its training on the output
     trained_groups = sorted({site.group for site in sites.values()})
     if probe is not None and trained_groups:
         tokens = first_tokens(probe)
         for group, change in output_changes(model, before, trained_groups, tokens, over.sums).items():
             groups[group].update(change)
-            if not groups[group]["sites_reached"]:  # no gradient was due, so nothing could move
+            if not groups[group]["sites_reached"]:  # no gradient was expected, so nothing could move
                 groups[group]["connected"] = None
     ordered = {name: groups[name] for name in GROUPS if name in groups}
     in_order = [site for name in ordered for site in sites.values() if site.group == name]
@@ -199,9 +201,9 @@ def make_receipt(
 def _measured(
     weights: Mapping[str, Tensor], gradient: Gradient, before: Snapshot, reach: Reach, over: Over
 ) -> tuple[dict[str, ReceiptSite], dict[str, list[float]]]:
-    """Gradient and movement of what trains here: (its sites, its groups).
+    """Gradient and movement of this process's trained parameters: (its sites, its groups).
 
-    Of a group [trained parameters, gradient², movement²], of which several processes may hold the same.
+    A group has [trained parameters, gradient², movement²]; several processes may hold the same.
     """
     squares: dict[str, list[float]] = {}
     sites: dict[str, ReceiptSite] = {}
@@ -234,8 +236,8 @@ def _measured(
 
 
 def _count(groups: Groups, sites: Sequence[ReceiptSite]) -> None:
-    """Into the groups: sites, those reached and moved, and experts that had a gradient in any matrix."""
-    experts: dict[str, Tensor] = {}  # layer -> which
+    """Add to the groups: sites, those reached and moved, and experts that had a gradient in any matrix."""
+    experts: dict[str, Tensor] = {}  # layer -> mask
     for site in sites:
         entry = groups[site.group]
         entry["sites"] += site.reached.numel()
@@ -252,7 +254,7 @@ def _count(groups: Groups, sites: Sequence[ReceiptSite]) -> None:
 
 
 def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-    """(site, module whose output it makes, its elements [E, …] or [1, …]) of a trained parameter.
+    """(site, module that computes its output, its elements [E, …] or [1, …]) of a trained parameter.
 
     Stacked experts have gate and up in one parameter: two sites.
     """
@@ -269,10 +271,9 @@ def _parts(name: str, weight: Tensor) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _silent(site: ReceiptSite, model: Decoder, before: Snapshot, over: Over) -> Tensor:
-    """Of the experts held here those that have another matrix of zeros only (pruned ones), where one has no
-    gradient.
+    """Mask of local experts that cannot have a gradient, because another of their matrices is zero.
 
-    Each of its three matrices gets its gradient through the other two, so no gradient could reach this one.
+    Such experts were pruned: each of the three matrices gets its gradient through the other two.
     """
     pruned = torch.zeros_like(site.reached)
     missing = site.reached & ~site.had
@@ -292,16 +293,16 @@ def _silent(site: ReceiptSite, model: Decoder, before: Snapshot, over: Over) -> 
 
 
 def _all_zero(experts: Experts, name: str, part: str, e: int, before: Snapshot) -> bool:
-    """Whether `part` of expert `e` was zero before the step: its weight, and the adapter's part beside it."""
+    """True if `part` of expert `e` was zero before the step: its weight, and its adapter."""
     stack = "down" if part == "down_proj" else "gate_up"
     if before.kept.get(f"{name}.adapter.{stack}_B") is not None:
         return False
     trained, held = f"{name}.{stack}_proj.weight", getattr(experts, f"{stack}_proj").value()
     if trained in before.kept:
-        kept = before.kept[trained]
-        if kept is None:
+        before_step = before.kept[trained]
+        if before_step is None:
             return True
-        weight = kept[e]
+        weight = before_step[e]
     else:
         weight = held[e] if isinstance(held, Tensor) else held[e].dequantize()
     if stack == "gate_up":
@@ -338,14 +339,14 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 SHOWS = 1e-8
-"""A learning rate below which one step's change of the output may be lost in rounding, amplified or not."""
+"""Learning rate below which rounding may hide one step's change of the output, amplified or not."""
 
 
 def check(taken: Taken, learning_rate: float | None = None) -> None:
-    """Raise AdapterError where a trained matrix was left out.
+    """Raise AdapterError if a trained matrix was left out.
 
     That is: no gradient though its output had one, a gradient and no movement, or no effect on the output.
-    learning_rate: of the step, which is named where it is the likelier cause of no effect.
+    learning_rate: of the step; the error names it if it is the likelier cause of no effect.
     """
     for name, entry in taken.groups.items():
         if entry["trained"] and not math.isfinite(entry["grad_norm"]):
@@ -354,8 +355,8 @@ def check(taken: Taken, learning_rate: float | None = None) -> None:
                 next="look at the batch's rows, or try --learning-rate lower",
             )
     for why, next_ in (
-        (NO_GRADIENT, "report it with the model's config.json; all names stand in receipt.json"),
-        (NOT_MOVED, "check --learning-rate and the warm-up; all names stand in receipt.json"),
+        (NO_GRADIENT, "report it with the model's config.json; receipt.json has all names"),
+        (NOT_MOVED, "check --learning-rate and the warm-up; receipt.json has all names"),
     ):
         if line := _sentence(taken, why):
             raise AdapterError(line, next=next_)
@@ -372,7 +373,7 @@ def check(taken: Taken, learning_rate: float | None = None) -> None:
                 " forward pass bypasses these adapters",
                 next=(
                     "report it with the model's config.json; --lora.targets without this group trains the"
-                    " rest"
+                    " other groups"
                 ),
             )
 
@@ -390,7 +391,7 @@ CAUSES = {
 
 
 def _sentence(taken: Taken, why: str) -> str:
-    """One sentence on all sites of a kind: per group how many of how many, then the first names."""
+    """One sentence on all sites of a kind: affected and total sites per group, then the first names."""
     of_kind = [exception for exception in taken.exceptions if exception["why"] == why]
     if not of_kind:
         return ""
@@ -431,7 +432,7 @@ def _empty(parameters: int) -> dict[str, Any]:
 def _base_parameters(model: nn.Module) -> dict[str, int]:
     """group -> weights of the model without adapters; tied ones once, packed ones by their logical shape.
 
-    Of experts that are split over processes those of all.
+    Experts that are split over processes are all counted.
     """
     held = {name: module.held for name, module in model.named_modules() if isinstance(module, Experts)}
     counts: dict[str, int] = {}

@@ -1,13 +1,13 @@
-"""An adapter of experts that are split over processes, on disk: a shard of each process, and an index.
+"""An adapter of experts that are split over processes, on disk: one shard per process, and an index.
 
-    adapter_model-00001-of-00002.safetensors   the experts of the first process, and all that is no expert's
-    adapter_model-00002-of-00002.safetensors   the experts of the second
+    adapter_model-00001-of-00002.safetensors   the first process's experts, and all other adapters
+    adapter_model-00002-of-00002.safetensors   the second process's experts
     adapter_model.safetensors.index.json       {"metadata": {"total_size"}, "experts": [8, 8], "weight_map"}
 
-Each has the fused pairs of peft's layout (layouts.py) under the same names, of its own experts: A (E_i r, in)
-and B (out, r E_i). So weight_map names the file of a tensor, or where it is in parts their files in the order
-of the experts. Our readers put them together (files.py); peft reads no shards, and `unfreeze export` writes
-one file.
+Each has the fused pairs of peft's layout (layouts.py) under the same names, for its own experts: A (E_i r,
+in) and B (out, r E_i). weight_map names the file of a tensor or, if it is in parts, their files in the order
+of the experts. Our readers join the parts (files.py); peft reads no shards, and `unfreeze export` writes one
+file.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from unfreeze.models.blocks.linear import Linear
 
 
 def shard_name(index: int, count: int) -> str:
-    """The file of shard `index` of `count`, from 0 on."""
+    """File name of shard `index` of `count`, counted from 0."""
     return f"adapter_model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def save_shard(model: nn.Module, directory: Path, index: int, count: int, prefix: str = "") -> Verified:
     """Write this process's shard, read it again and compare it with the model's own experts.
 
-    prefix: the checkpoint's own before the names of its text model (Manifest.prefix).
-    Raises AdapterError where it is not the model's.
+    prefix: the one before the names of the checkpoint's text model (Manifest.prefix). Raises AdapterError if
+    it differs from the model.
     """
     entries, config = entries_of(model)
     path = directory / shard_name(index, count)
@@ -52,7 +52,7 @@ def save_shard(model: nn.Module, directory: Path, index: int, count: int, prefix
 def save_index(
     model: nn.Module, directory: Path, experts: list[int], base_name: str | None = None, prefix: str = ""
 ) -> None:
-    """Write the index and adapter_config.json, which make the shards an adapter. An earlier one goes then.
+    """Write the index and adapter_config.json, which make the shards an adapter. Removes an earlier one.
 
     experts: of each shard, in order.
     """
@@ -78,5 +78,5 @@ def remove_shards(directory: Path, but: list[str] | None = None) -> None:
 
 
 def _own(entries: list[Entry], index: int) -> list[Entry]:
-    """What shard `index` has: the pairs of stacked experts; the first also all others."""
+    """The entries of shard `index`: the pairs of stacked experts; for the first also all others."""
     return [entry for entry in entries if index == 0 or entry.A.dim() == 3]

@@ -1,8 +1,7 @@
-"""Proof after every save: the file holds the same ΔW per expert and per linear as the model.
+"""Proof after every save: the file holds the same ΔW as the model, per expert and per linear layer.
 
-The file is read anew and by its own arithmetic (docs/why/trust.md R5).
-It shares no decoding with read.py: an error made the same way in writing and reading would cancel there and
-be seen here.
+The file is read again, with separate arithmetic (docs/why/trust.md R5). It shares no decoding with read.py:
+the same error in writing and reading would cancel there, but shows here.
 
 E experts, R rank, N probe vectors.
 """
@@ -29,14 +28,14 @@ from unfreeze.core.errors import AdapterError
 
 NUM_PROBES = 4  # one random vector already misses a wrong ΔW with probability 0
 TOLERANCE = 1e-9  # float64 sums of at most some thousand products, relative to the size of ΔW
-# the same where the file has another scale than the model, so that B was multiplied by their ratio and
-# rounded to float32 once (2^-24 an element, against which probes cancel a little)
+# the same if the file has another scale than the model, so that B was multiplied by their ratio and rounded
+# to float32 once (2^-24 an element, against which probes cancel a little)
 ROUNDED = 1e-6
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was compared, and the largest relative difference.
+    """The number of comparisons, and the largest relative difference.
 
     A matrix is one linear, or one projection of one expert. nonzero: matrices that are not zero.
     """
@@ -56,13 +55,13 @@ def verify_adapter(
 ) -> Verified:
     """Compare ΔW = scale · B A of the file with the model's, in float64.
 
-    It does so for every linear and every projection of every expert.
-    ΔW is compared through ΔW·V with V [in, 4] random normal: equal ΔW give equal products, different ones
-    give different products almost surely, and no [out, in] matrix is made (K2's would be 69,120 matrices of
-    117 MB).
-    without: names of sites that were left out of the file on purpose.
-    files: adapter_config.json and the tensors, where they are read already (adapters/shards.py).
-    Raises AdapterError that counts what differs and names the first.
+    For every linear and every projection of every expert. ΔW is compared through ΔW·V with V [in, 4] random
+    normal: equal ΔW give equal products, different ones almost surely different products, and no [out, in]
+    matrix is computed (K2's would be 69,120 matrices of 117 MB).
+
+    without: names of sites that were left out of the file on purpose. files: adapter_config.json and the
+    tensors, if they are read already (adapters/shards.py). Raises AdapterError that counts the differences
+    and names the first.
     """
     config, tensors = files or read_files(Path(directory))
     config = in_ours(model, config)
@@ -80,7 +79,7 @@ def verify_adapter(
         wanted = scale * (B_OR.double().cpu() @ (A_RI.double().cpu() @ V_IN))
         try:
             experts = _experts(model, name)
-            found, in_file = _product(name, config, plain, V_IN, used, experts, swapped(model))
+            product, in_file = _product(name, config, plain, V_IN, used, experts, swapped(model))
         except KeyError as error:
             faults.append(f"{name}: the file has no {error.args[0]!r}")
             continue
@@ -88,10 +87,10 @@ def verify_adapter(
             faults.append(f"{name}: {error}")
             continue
 
-        # |wanted - found| / |wanted| of each matrix
+        # |wanted - product| / |wanted| of each matrix
         count, nonzero = count + wanted.shape[0], nonzero + int(wanted.flatten(1).any(1).sum())
         size = wanted.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
-        difference = (wanted - found).flatten(1).norm(dim=1) / size
+        difference = (wanted - product).flatten(1).norm(dim=1) / size
         worst = max(worst, difference.max().item())
         limit = TOLERANCE if math.isclose(scale, in_file, rel_tol=1e-12) else ROUNDED
         wrong = (difference > limit).nonzero().flatten().tolist()
@@ -101,7 +100,7 @@ def verify_adapter(
             for e in wrong
         ]
 
-    # what only the file has; a pair of zeros stands beside the adapted layers that a reader fuses it with
+    # entries only in the file; a pair of zeros belongs to layers that a reader fuses with adapted ones
     zero = {name for name in names - used if "lora_B" in name and not plain[name].any()}
     extra = sorted(names - used - zero - {name.replace("lora_B", "lora_A") for name in zero})
     faults += [f"{name} is in the file and belongs to no adapter of the model" for name in extra]
@@ -141,7 +140,7 @@ def _product(
     experts: Any,
     turned: bool,
 ) -> tuple[Tensor, float]:
-    """(ΔW·V from the file, [E or 1, out, N]; the scale it has there, the first expert's)."""
+    """(ΔW·V from the file, [E or 1, out, N]; its scale in the file, the first expert's)."""
     if experts is None:
         parameter = f"{name}.weight"
         targeted = any(
@@ -177,8 +176,8 @@ def _fused_product(
 ) -> tuple[Tensor, float]:
     """peft's own formula: ΔW[e] = B.reshape(out, r, E)[:, :, e] · A.reshape(E, r, in)[e].
 
-    turned: peft takes the base's [E, in, out] for [E, out, in], so this ΔW is the transposed one.
-    Its rows lie as those of the base: gate's first, or gate and up in turn (gpt-oss).
+    turned: peft reads the base's [E, in, out] as [E, out, in], so this ΔW is transposed. Its rows have the
+    base's order: gate's first, or gate and up in turn (gpt-oss).
     Source: peft 0.21, ParamWrapper.get_delta_weight.
     """
     stacked = "down_proj" if projection == "down_proj" else "gate_up_proj"

@@ -1,12 +1,13 @@
-"""Faults of a checkpoint, gathered and then raised as one CheckpointError.
+"""Faults of a checkpoint, collected and then raised as one CheckpointError.
 
-Counted by kind, with the first one, the cause and the next command. A folder with one missing shard of 62 has
-tens of thousands of missing tensors. A person needs one line.
+The error counts them by kind, and has the first one, the cause and the next command. A folder with one
+missing shard of 62 has tens of thousands of missing tensors; a person needs one line.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +19,13 @@ class Faults:
     """Collects (kind, detail). `kind` is a phrase that follows a count: "tensors are missing"."""
 
     where: Path
-    total: int = 0  # how many tensors were looked at
+    total: int = 0  # number of tensors checked
     counts: Counter[str] = field(default_factory=Counter)
     first: str = ""
     cause: str = ""
 
     def add(self, kind: str, detail: str, *, cause: str = "") -> None:
-        """One fault. The first detail is shown; the first cause given is, too."""
+        """Add one fault. The first detail and the first cause are shown."""
         self.counts[kind] += 1
         self.first = self.first or detail
         self.cause = self.cause or cause
@@ -33,10 +34,20 @@ class Faults:
         return bool(self.counts)
 
     def raise_if_any(self, *, next: str) -> None:
-        """One CheckpointError for all of them, or nothing."""
+        """Raise one CheckpointError for all of them, if there are any."""
         if not self:
             return
         of_total = f" of {self.total:,}" if self.total else ""
         counted = "; ".join(f"{count:,}{of_total} {kind}" for kind, count in self.counts.items())
         cause = f". Likely cause: {self.cause}" if self.cause else ""
         raise CheckpointError(f"{self.where}: {counted}; first: {self.first}{cause}", next=next)
+
+
+def refuse_twice(folder: Path, names: Sequence[str], single: str, index: str) -> None:
+    """Raise CheckpointError where weights are in `single` and also in `names`, the files of the index."""
+    if single not in names and (folder / single).is_file():
+        raise CheckpointError(
+            f"{folder} holds weights twice: {single}, and the files that {index} names. One may be of an"
+            " earlier save; transformers reads the first",
+            next=f"move {single} out of the folder, or {index}, whichever is not the one you mean",
+        )

@@ -1,8 +1,7 @@
 """Checkpoints from the Hugging Face Hub: a snapshot in the usual cache.
 
-A download is resumable, with huggingface_hub's own progress bars.
-Only weights in safetensors, JSON, tokenizer and template files of the top folder are fetched: never .bin, .pt
-or .py.
+A download is resumable, with huggingface_hub's own progress bars. Only weights in safetensors, JSON,
+tokenizer and template files of the top folder are fetched: never .bin, .pt or .py.
 """
 
 from __future__ import annotations
@@ -14,28 +13,26 @@ from pathlib import Path
 from unfreeze.core.errors import CheckpointError
 
 TEXT_FILES = ["*.json", "tiktoken.model", "*.tiktoken", "*.jinja"]
-"""What is small: configuration, tokenizer, chat template."""
+"""Small files: configuration, tokenizer, chat template."""
 ALLOW = ["*.safetensors", *TEXT_FILES]
 # sub-folders hold other formats; "consolidated" is a second copy of the same weights
 IGNORE = ["*/*", "consolidated*", "*.onnx*"]
 
 
 def is_id(source: str) -> bool:
-    """Whether `source` is written like a Hub id: exactly "org/name"."""
+    """True if `source` is written like a Hub id: exactly "org/name"."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None
 
 
 def download(
     repo_id: str, progress: Callable[[str], None] | None = None, allow: Sequence[str] = tuple(ALLOW)
 ) -> Path:
-    """The local snapshot of `repo_id`, its files that match `allow`.
+    """The local snapshot of `repo_id`, limited to files that match `allow`.
 
-    A second call finds it in the cache, also offline.
-
-    Raises CheckpointError in one line: no such repository, access refused, or no connection and not in the
-    cache.
+    A second call finds it in the cache, also offline. Raises CheckpointError in one line: no such repository,
+    access refused, or no connection and not in the cache.
     """
-    # imports the HTTP stack, 0.3 s that a local folder need not pay
+    # imports the HTTP stack: 0.3 s that a local folder should not pay
     needs_hub(f"{repo_id} is fetched")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -45,8 +42,8 @@ def download(
         RepositoryNotFoundError,
     )
 
-    # Through the hub's module, because the HTTP library under it goes by different names in different
-    # releases (httpx, httpx2).
+    # From the hub's module, because the HTTP library under it has different names in different releases
+    # (httpx, httpx2).
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  # isort: skip
 
     if progress is not None:
@@ -77,7 +74,7 @@ def download(
 
 
 def needs_hub(what: str) -> None:
-    """Raises CheckpointError with how to install the library."""
+    """Raise CheckpointError with the install command if huggingface_hub is missing."""
     try:
         import huggingface_hub  # noqa: F401  # its parts are imported when they are used
     except ImportError:

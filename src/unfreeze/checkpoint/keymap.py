@@ -1,9 +1,9 @@
-"""The key-map interpreter: which tensor on disk fills which region of which parameter, and back.
+"""The key-map interpreter: maps each tensor on disk to the region of a parameter that it fills, and back.
 
 Most names on disk are parameter names. Routed experts are not: a release stores 384 small matrices per
-projection, the model holds one stacked parameter. Model files state that as data (a few StackRules);
+projection, the model holds one stacked parameter. Model files declare that as data (a few StackRules).
 `tensor_sources` interprets it for loading, `unstack` (save.py) the other way, so that adding a family never
-edits checkpoint code.
+changes checkpoint code.
 
 Shapes: E experts, I expert width, D model width. A stacked gate_up_proj is [E, 2I, D], gate rows first;
 down_proj [E, D, I].
@@ -19,31 +19,31 @@ from functools import lru_cache
 from unfreeze.quant.halves import HALVES
 
 Index = tuple[int | slice, ...]
-"""Into a parameter: () all of it, (e,) one expert, (e, slice(a, b)) rows of one expert."""
+"""Index into a parameter: () all of it, (e,) one expert, (e, slice(a, b)) rows of one expert."""
 
 _NUMBERS = ("layer", "expert")
 
 
 @dataclass(frozen=True)
 class StackRule:
-    """One kind of tensor on disk and the parameter it is a part of.
+    """One kind of tensor on disk and the parameter that it is part of.
 
     disk   "model.layers.{layer}.mlp.experts.{expert}.gate_proj.{part}"
     param  "model.layers.{layer}.mlp.experts.gate_up_proj.{part}"
-    half   None: the tensor is param[expert]; 0: param[expert, :rows]; 1: param[expert, rows:], rows being
-           half of the parameter's. A part of its own for each half (quant/halves.py), "gate_qweight" for
-           qweight, is as if half were None.
+    half   None: the tensor is param[expert]; 0: param[expert, :rows]; 1: param[expert, rows:], where rows is
+           half of the parameter's. Parts kept separately per half (quant/halves.py), "gate_qweight" for
+           qweight, are mapped as if half were None.
     transposed   the tensor on disk has the last two dimensions of the parameter swapped: [E, in, out], as
-           gpt-oss, Llama 4 and Qwen3-VL publish fused experts
-    either  it may also be there the other way round, which its shape tells: Qwen3-VL's as transformers writes
-           them. Saving goes by `transposed`
-    instead  of a rule with {expert}: the names that quantizers give the experts of a family that is published
-           fused. They count for packed parts, and where the files have them
+                 gpt-oss, Llama 4 and Qwen3-VL publish fused experts
+    either  the tensor may also have the other orientation, which its shape tells: Qwen3-VL's as written by
+           transformers. Saving follows `transposed`
+    instead  on a rule with {expert}: the names that quantizers give the experts of a family that is published
+           fused. Used for packed parts, if the files have these names
 
-    {layer} and {expert} are numbers, any other field is one name component ("weight"). Without
-    {expert} the tensor is the whole parameter under another name: a router that is block_sparse_moe.gate on
-    disk, or fused experts [E, 2I, D], which transformers can write as "….experts.gate_up_proj". Where a
-    parameter also has rules with {expert}, such a rule is an alternative for reading, and saving uses those.
+    {layer} and {expert} are numbers, any other field is one name component ("weight"). Without {expert} the
+    tensor is the whole parameter under another name: a router that is block_sparse_moe.gate on disk, or fused
+    experts [E, 2I, D], which transformers can write as "….experts.gate_up_proj". If a parameter also has
+    rules with {expert}, such a rule is an alternative for reading, and saving uses those with {expert}.
     """
 
     disk: str
@@ -60,9 +60,9 @@ class StackRule:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor on disk that fills `index` of a parameter; `shape` is what it must have.
+    """A tensor on disk that fills `index` of a parameter; `shape` is its required shape.
 
-    transposed: its last two dimensions are swapped there. either: or not, as its shape says.
+    transposed: its last two dimensions are swapped on disk. either: its shape tells the orientation.
     """
 
     name: str
@@ -72,7 +72,7 @@ class TensorSource:
     either: bool = False
 
     def turned(self) -> TensorSource:
-        """The same with the last two dimensions the other way round."""
+        """The same with the last two dimensions swapped."""
         *lead, rows, columns = self.shape
         return replace(self, shape=(*lead, columns, rows), transposed=not self.transposed)
 
@@ -89,13 +89,11 @@ def _pattern(template: str) -> re.Pattern[str]:
 def tensor_sources(
     param: str, shape: Sequence[int], rules: Sequence[StackRule], disk: Mapping[str, object] | None = None
 ) -> list[TensorSource]:
-    """The tensors on disk that make `param`, whose shape is [E, …] where rules stack it.
+    """The tensors on disk that make up `param`, whose shape is [E, …] if rules stack it.
 
-    A parameter without rules is its own source.
-
-    With `disk` (name -> TensorInfo), a rule without {expert} is preferred where that name is there, then the
-    parameter's own name; otherwise the per-expert names are what is expected, or where there are none the
-    first rule's.
+    A parameter without rules is its own source. With `disk` (name -> TensorInfo), a rule without {expert} is
+    preferred if that name exists, then the parameter's own name. Otherwise the per-expert names are expected,
+    or if there are none the first rule's.
     """
     matching = [
         (rule, match.groupdict()) for rule in rules if (match := _pattern(rule.param).fullmatch(param))
@@ -141,23 +139,23 @@ def _whole(rule: StackRule, name: str, shape: Sequence[int]) -> TensorSource:
 
 
 def disk_module(module: str, rules: Sequence[StackRule]) -> str:
-    """The name on disk of the module that holds `module`'s weight; of stacked experts the first one's.
+    """Name on disk of the module that holds `module`'s weight; for stacked experts, of the first expert.
 
-    What quantization_config's lists of modules are about.
+    The lists of modules in quantization_config use these names.
     """
     return disk_modules(module, rules)[0]
 
 
 def disk_modules(module: str, rules: Sequence[StackRule]) -> list[str]:
-    """`disk_module`, and the name that it may have instead (`StackRule.instead`)."""
+    """`disk_module`, and its alternative name (`StackRule.instead`)."""
     param = f"{module}.weight"
     plain = tensor_sources(param, (1, 2), [rule for rule in rules if not rule.instead])
     other = tensor_sources(param, (1, 2), [rule for rule in rules if rule.instead])
-    return list(dict.fromkeys(found[0].name.removesuffix(".weight") for found in (plain, other)))
+    return list(dict.fromkeys(sources[0].name.removesuffix(".weight") for sources in (plain, other)))
 
 
 def _region(half: int | None, expert: int, shape: Sequence[int]) -> tuple[Index, tuple[int, ...]]:
-    """(index into the parameter, shape of the tensor on disk) for one expert, or a half of it."""
+    """(index into the parameter, shape of the tensor on disk) for one expert, or half of it."""
     if half is None:
         return (expert,), tuple(shape[1:])
     rows = shape[1] // 2

@@ -1,8 +1,9 @@
-"""Manifest: what is in a checkpoint, known without reading a tensor.
+"""Manifest: the contents of a checkpoint, without reading a tensor.
 
-That is the name, dtype, shape, bytes and place of each tensor, from config.json, the index and the header of
-each safetensors file. It is strict: every byte of a file belongs to exactly one tensor.
-No code from a checkpoint is run, pickles (.bin, .pt) are refused, and no name may lead outside the folder.
+The name, dtype, shape, bytes and place of each tensor, from config.json, the index and the header of each
+safetensors file. It is strict: every byte of a file belongs to exactly one tensor. No code from a checkpoint
+is run, pickles (.bin, .pt) are refused, and no name may lead outside the folder.
+
 Source: https://github.com/huggingface/safetensors. A file is 8 bytes of header length (little-endian), a JSON
 header, then the tensors' bytes.
 """
@@ -17,12 +18,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, cast
 
-from unfreeze.checkpoint import hub
-from unfreeze.checkpoint.faults import Faults
+from unfreeze.checkpoint.faults import Faults, refuse_twice
+from unfreeze.checkpoint.folder import PICKLES, conversion, folder_of
 from unfreeze.checkpoint.nested import in_model, prefix_of
-from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.dtypes import ITEMSIZE
-from unfreeze.core.errors import CheckpointError, looked_in, nearest
+from unfreeze.core.errors import CheckpointError
 from unfreeze.core.events import RESOLVED
 from unfreeze.quant.codec import Codec, Texted, as_table
 from unfreeze.quant.formats import is_part, recognise
@@ -30,18 +30,18 @@ from unfreeze.quant.scheme import Scheme, is_unread
 from unfreeze.quant.spelling import canonical
 from unfreeze.untrusted.json_object import read_object
 
-MAX_DIMS = 64  # of a tensor; PyTorch's own limit
+MAX_DIMS = 64  # dimensions of a tensor; PyTorch's own limit
 MAX_SIZE = 2**62  # elements or bytes: no file has more, and int64 counters would overflow
-MAX_TEXT = 4096  # bytes of what a format writes about one weight; bitsandbytes' have 170
+MAX_TEXT = 4096  # bytes of a format's text about one weight; bitsandbytes' have 170
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-INDEX = "model.safetensors.index.json"
-MERGE = "merge.json"  # what unfreeze merge has done in a folder; config.json comes last
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+MERGE = "merge.json"  # progress of unfreeze merge in a folder; config.json comes last
 MODELOPT = "hf_quant_config.json"
 BESIDE = (MODELOPT, "quantize_config.json", "quant_config.json", "quantization_config.json")
-"""Files beside config.json that hold the quantization in older releases: NVIDIA's, AutoGPTQ's, autoawq's,
+"""Files beside config.json with the quantization of older releases: NVIDIA's, AutoGPTQ's, autoawq's,
 AutoRound's."""
-AWQ_WORDS = {"w_bit", "q_group_size", "zero_point"}  # autoawq's words for what GPTQ calls bits, group_size
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+AWQ_WORDS = {"w_bit", "q_group_size", "zero_point"}  # autoawq's names for GPTQ's bits, group_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Manifest:
     """A checkpoint folder.
 
     tensors  by name on disk.
-    prefix   what stands before the text model's names where a release holds more (nested.py), or "".
+    prefix   prefix of the text model's names in a release that holds more (nested.py), or "".
     """
 
     path: Path
@@ -77,30 +77,29 @@ class Manifest:
         return sum(info.nbytes for info in self.tensors.values())
 
     def by_model_name(self) -> dict[str, TensorInfo]:
-        """The tensors keyed by the model's name, parts of packed weights as in quant/spelling.py."""
+        """The tensors by the model's names, parts of packed weights spelled as in quant/spelling.py."""
         return {canonical(in_model(self.prefix, name)): info for name, info in self.tensors.items()}
 
     def is_packed(self) -> bool:
-        """Whether a weight is stored in a quantized format that is read here, whatever config.json says."""
+        """True if a weight is stored in a readable quantized format, whatever config.json says."""
         return any(map(is_part, self.by_model_name()))
 
     def scheme(self) -> Scheme | None:
-        """Which module is in which format, by config.json; None for a checkpoint that isn't quantized.
+        """The format of each module, from config.json; None for a checkpoint that isn't quantized.
 
-        Scales have the dtype that the files hold them in. Names are those of `by_model_name`.
-        Raises ConfigError for a format that cannot be read, CheckpointError where scales have several
-        dtypes.
+        Scales have the dtype of the files. Names are those of `by_model_name`. Raises ConfigError for a
+        format that cannot be read, CheckpointError if scales have several dtypes.
         """
-        found = recognise(self.config)
-        if found is None:
+        recognised = recognise(self.config)
+        if recognised is None:
             return None
         disk = self.by_model_name()
-        scheme = found.as_stored({name: info.dtype for name, info in disk.items()})
+        scheme = recognised.as_stored({name: info.dtype for name, info in disk.items()})
         texts = {codec: codec.text for codec in scheme.codecs if isinstance(codec, Texted)}
         for codec, text in texts.items():
             first = next((info for name, info in disk.items() if name.endswith(f".{text}")), None)
             if first is not None:
-                scheme = scheme.replaced({codec: codec.told(_text(first), first.name)})
+                scheme = scheme.replaced({codec: codec.with_text(_text(first), first.name)})
         return scheme
 
 
@@ -116,10 +115,10 @@ def _text(info: TensorInfo) -> bytes:
 
 
 def count_weights(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> int:
-    """The number of weights in these tensors: a packed weight counts as what its codes stand for.
+    """The number of weights in these tensors: a packed weight counts by its codes.
 
-    A codec knows that number from the shapes of the parts. Scales of activations count nothing.
-    Raises CheckpointError for a packed weight without one of its parts.
+    A codec derives that number from the shapes of the parts. Scales of activations do not count. Raises
+    CheckpointError for a packed weight that lacks one of its parts.
     """
     packed: dict[str, tuple[Codec, dict[str, tuple[int, ...]]]] = {}
     count = 0
@@ -145,11 +144,10 @@ def count_weights(tensors: Mapping[str, TensorInfo], scheme: Scheme | None) -> i
 def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | None = None) -> Manifest:
     """The manifest of a folder, or of a Hugging Face id "org/name", which is downloaded first.
 
-    progress: is told in one line what is fetched.
-    Raises CheckpointError: nothing there, not a checkpoint, or damaged (missing shard, truncated file, an
-    index that disagrees).
+    progress: called with one line about what is fetched. Raises CheckpointError: nothing there, not a
+    checkpoint, or damaged (missing shard, truncated file, an index that disagrees).
     """
-    folder = _folder(source, progress)
+    folder = folder_of(source, progress)
     config_file = folder / "config.json"
     if not config_file.is_file():
         if (folder / RESOLVED).is_file():
@@ -169,7 +167,7 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
         )
     config = read_config(folder)
 
-    # headers and index; all that is wrong with them is one error
+    # headers and index; all their faults are one error
     generation = folder / "generation_config.json"
     faults = Faults(folder)
     tensors, files = _tensors(folder, faults)
@@ -192,7 +190,7 @@ def open_checkpoint(source: str | Path, *, progress: Callable[[str], None] | Non
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a folder, or the file itself, with the quantization that older releases put beside it.
 
-    That is the first file of BESIDE that is there, or NAME.<it> beside NAME.json.
+    That is the first existing file of BESIDE, or NAME.<it> beside NAME.json.
     """
     file = path if path.is_file() else path / "config.json"
     config = read_json(file)
@@ -207,7 +205,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _beside(name: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file of BESIDE says, as a quantization_config. Those of 2023 name no quant_method."""
+    """The content of a file of BESIDE as a quantization_config. Those of 2023 name no quant_method."""
     if name == MODELOPT:
         inner = table.get("quantization")
         return {"quant_method": "modelopt", "source": name, **(inner if isinstance(inner, dict) else {})}
@@ -219,17 +217,17 @@ def _beside(name: str, table: Mapping[str, Any]) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of a checkpoint.
 
-    Raises CheckpointError with line and column where it is not one, and for a link that leads elsewhere.
+    Raises CheckpointError with line and column if it is not one, and for a link that leads elsewhere.
     """
     return read_object(inside(path), CheckpointError)
 
 
 def inside(path: Path) -> Path:
-    """`path` itself, after checking where it leads if it is a link.
+    """`path` itself, after checking its target if it is a link.
 
-    A checkpoint that someone else packed must not make us read other files of this machine.
-    Allowed: a target in the same folder, and the links of the Hub's cache (snapshots/<revision>/x ->
-    blobs/<hash> of the same repository). A link to the folder itself is not allowed. Raises CheckpointError.
+    A checkpoint packed by someone else must not make us read other files of this machine. Allowed: a target
+    in the same folder, and the links of the Hub's cache (snapshots/<revision>/x -> blobs/<hash> of the same
+    repository). A link to the folder itself is not allowed. Raises CheckpointError.
     """
     if not path.is_symlink():
         return path
@@ -246,42 +244,12 @@ def inside(path: Path) -> Path:
     return path
 
 
-def _folder(source: str | Path, progress: Callable[[str], None] | None) -> Path:
-    """The local folder of `source`."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file() and path.suffix in _PICKLES:
-        raise CheckpointError(
-            f"{path} is a pickle; unpickling can run any code, so it is not read",
-            next=conversion(path.parent, path.name, "model.safetensors"),
-        )
-    if path.is_file():
-        raise CheckpointError(
-            f"{path} is a file; a checkpoint is a folder with config.json and *.safetensors",
-            next=f"give {path.parent}" if path.name == "config.json" else "give the folder of a model",
-        )
-    text = str(source)
-    if text == TINY_K2.name:
-        return TINY_K2
-    siblings = [entry.name for entry in path.parent.glob("*/")]
-    hint = nearest(path.name, siblings)
-    if hub.is_id(text):
-        try:
-            return hub.download(text, progress)
-        except CheckpointError as error:  # "models/tinyk2" may be a mistyped path as well as an id
-            raise CheckpointError(error.message + hint, next=error.next) from error
-    raise CheckpointError(
-        f"{text} does not exist{looked_in(text)}{hint}",
-        next='give an existing folder, or a Hugging Face id written "org/name"',
-    )
-
-
 def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[Path]]:
-    """Every tensor of the folder's weight files, checked against the index where there is one."""
+    """Every tensor of the folder's weight files, checked against the index if there is one."""
     index = folder / INDEX
     weight_map = _weight_map(index) if index.is_file() else None
     names = sorted(set(weight_map.values())) if weight_map is not None else [_single_file(folder)]
+    refuse_twice(folder, names, SINGLE, INDEX)
     present = [name for name in names if (folder / name).is_file()]
     for name in sorted(set(names) - set(present)):
         faults.add(
@@ -294,7 +262,7 @@ def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[
         for info in read_header(inside(folder / name), faults):
             if info.name in tensors:
                 faults.add(
-                    "tensors stand in two files", f"{info.name} in {tensors[info.name].file.name} and {name}"
+                    "tensors are in two files", f"{info.name} in {tensors[info.name].file.name} and {name}"
                 )
             tensors[info.name] = info
     if weight_map is not None:
@@ -305,16 +273,16 @@ def _tensors(folder: Path, faults: Faults) -> tuple[dict[str, TensorInfo], list[
 def _compare_with_index(
     weight_map: dict[str, str], tensors: dict[str, TensorInfo], present: set[str], faults: Faults
 ) -> None:
-    """Each tensor must be in the file the index names, and the index must name each tensor.
+    """Each tensor must be in the file that the index names, and the index must name each tensor.
 
-    Where a file is damaged, only that is reported: the tensors it should hold would all be missing too.
+    If a file is damaged, only that is reported: the tensors it should hold would all be missing too.
     """
     damaged, other = bool(faults), f"{INDEX} is of another release"
     for name, file in weight_map.items():
         if file in present and not damaged and (name not in tensors or tensors[name].file.name != file):
-            found = f"it is in {tensors[name].file.name}" if name in tensors else "it is in no file"
+            place = f"it is in {tensors[name].file.name}" if name in tensors else "it is in no file"
             faults.add(
-                "tensors are not where the index says", f"{name}: the index says {file}, {found}", cause=other
+                "tensors are not where the index says", f"{name}: the index says {file}, {place}", cause=other
             )
     for name in tensors.keys() - weight_map.keys():
         faults.add("tensors are not in the index", f"{name} in {tensors[name].file.name}", cause=other)
@@ -345,8 +313,8 @@ def _single_file(folder: Path) -> str:
     files = sorted(
         entry.name for entry in folder.iterdir() if entry.suffix == ".safetensors" and entry.is_file()
     )
-    if "model.safetensors" in files:
-        return "model.safetensors"
+    if SINGLE in files:
+        return SINGLE
     if len(files) == 1:
         return files[0]
     if files:
@@ -354,7 +322,7 @@ def _single_file(folder: Path) -> str:
             f"{folder} has {len(files)} .safetensors files but no {INDEX}; first: {files[0]}",
             next=f"download {INDEX} from the publisher",
         )
-    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES)
+    pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
     if pickles:
         raise CheckpointError(
             f"{folder} holds pickled weights only ({pickles[0]}); unpickling can run any code, so they are"
@@ -367,27 +335,10 @@ def _single_file(folder: Path) -> str:
     )
 
 
-def conversion(folder: Path, pickle: str, target: str) -> str:
-    """The command that turns pickled weights into safetensors.
-
-    It uses torch's own loader, which with weights_only runs no code from the file.
-    """
-    match = re.match(r"pytorch_model.*\.bin$", pickle)
-    if match and len(list(folder.glob("pytorch_model*.bin"))) > 1:
-        glob, of, file = "glob, ", f" for f in glob.glob({str(folder / 'pytorch_model*.bin')!r})", "f"
-    else:
-        glob, of, file = "", "", repr(str(folder / pickle))
-    target = str(folder / target)
-    return (
-        f'python -c "import {glob}torch, safetensors.torch as s; s.save_file({{k: v.clone().contiguous()'
-        f"{of} for k, v in torch.load({file}, 'cpu', weights_only=True).items()}}, {target!r})\""
-    )
-
-
 def read_header(file: Path, faults: Faults) -> list[TensorInfo]:
     """The tensors of one safetensors file, in file order.
 
-    What is wrong with it is added to `faults`; then the list is empty or partial.
+    Faults are added to `faults`; then the list is empty or partial.
     """
     # 8 bytes of length, then the header
     size = file.stat().st_size
@@ -410,7 +361,7 @@ def read_header(file: Path, faults: Faults) -> list[TensorInfo]:
     # the header: one JSON object, name -> entry, and perhaps __metadata__
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and endless nesting
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, and deep nesting
         faults.add(
             "files have a damaged header",
             f"{file.name}: {error}",
@@ -426,7 +377,7 @@ def read_header(file: Path, faults: Faults) -> list[TensorInfo]:
     ):
         faults.add("files have a damaged header", f"{file.name}: __metadata__ is not a table of texts")
 
-    # each entry by itself, then all of them together
+    # check each entry, then all of them together
     infos = [info for name, entry in header.items() if (info := _info(file, name, entry, 8 + length, faults))]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     if len(infos) == len(header):
@@ -440,12 +391,12 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         raise ValueError("a name occurs twice in the header")
     for key, value in pairs:
         text = key + value if isinstance(value, str) else key
-        text.encode()  # half a surrogate pair is no text: UnicodeEncodeError, a ValueError
+        text.encode()  # half a surrogate pair is not text: UnicodeEncodeError, a ValueError
     return keys
 
 
 def _info(file: Path, name: str, entry: object, data_start: int, faults: Faults) -> TensorInfo | None:
-    """One entry of a header, checked by itself."""
+    """One entry of a header, checked on its own."""
     where = f"{name} in {file.name}"
     fields = as_table(entry) or {}
     dtype = fields.get("dtype")
@@ -467,7 +418,7 @@ def _info(file: Path, name: str, entry: object, data_start: int, faults: Faults)
 
 
 def _naturals(value: object) -> list[int] | None:
-    """`value` if it is a list of at most MAX_DIMS whole numbers from 0 up to MAX_SIZE; JSON true isn't."""
+    """`value` if it is a list of at most MAX_DIMS whole numbers from 0 to MAX_SIZE; JSON true is not one."""
     if not isinstance(value, list) or len(value) > MAX_DIMS:
         return None
     items = cast("list[object]", value)
@@ -476,7 +427,7 @@ def _naturals(value: object) -> list[int] | None:
 
 
 def _check_layout(file: Path, infos: list[TensorInfo], start: int, size: int, faults: Faults) -> None:
-    """Tensors must follow each other without gap or overlap from the header to the end of the file."""
+    """Tensors must be contiguous, without gap or overlap, from the header to the end of the file."""
     end = start
     for info in infos:
         if info.offset != end:

@@ -1,12 +1,12 @@
-"""Reader: parts of a checkpoint that are read again and again, into memory that is used again.
+"""Reader: parts of a checkpoint that are read repeatedly, into the same memory.
 
     reader = Reader()
     part = reader.part(placements, tensors)     # once
-    part.read()                                 # as often as it is needed
+    part.read()                                 # as often as needed
 
-Files stay open, and what to read is worked out once. No file is mapped: how much of a mapped file is resident
-is the kernel's choice. What was read stays in the page cache, which the kernel takes back where memory is
-short; `forget` gives it back at once.
+Files stay open, and the reads are planned once. Files are not mapped: the kernel decides how much of a mapped
+file is resident. Data stays in the page cache, which the kernel reclaims if memory is short; `forget` drops
+it at once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from unfreeze.checkpoint.stream import THREADS, ByteRun, Files, Loader, runs_of
 class TensorReader:
     """Files that stay open, and the threads that read them.
 
-    forget  whether the page cache drops what was read: for weights that do not fit into it, which would push
-            everything else out of it and be gone before they are read again.
+    forget  drop what was read from the page cache: for weights that do not fit into it. They would evict
+            everything else, and be evicted themselves before they are read again.
     """
 
     def __init__(self, *, forget: bool = False):
@@ -36,7 +36,7 @@ class TensorReader:
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="read")
 
     def part(self, placements: Sequence[Placement], tensors: Mapping[str, Tensor]) -> ReaderPart:
-        """What is read together. tensors: name of a parameter -> the memory it is read into, contiguous."""
+        """Placements to read together. tensors: parameter name -> the contiguous memory to read into."""
         return ReaderPart(self, list(runs_of(placements)), Loader(tensors, self.buffers))
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class TensorReader:
 
 
 class ReaderPart:
-    """Placements of a Reader and the memory that they fill. `nbytes`: on disk."""
+    """Placements of a Reader and their destination memory. `nbytes`: on disk."""
 
     def __init__(self, reader: TensorReader, runs: list[ByteRun], loader: Loader):
         self._reader, self._runs, self._loader = reader, runs, loader
@@ -57,13 +57,13 @@ class ReaderPart:
     def read(self) -> None:
         """Fill the tensors.
 
-        Raises CheckpointError where a file cannot be read, ends early, or was written to since it was opened.
+        Raises CheckpointError if a file cannot be read, ends early, or was written to since it was opened.
         The tensors' contents are then undefined.
         """
         files = self._reader.files
         for _ in self._loader.load(self._runs, files, self._reader.pool):
             pass
-        self._loader.rounding = False  # known after the first time
+        self._loader.rounding = False  # known after the first read
         for file in self._files:
             files.check(file)
         if self._reader.forget and hasattr(os, "posix_fadvise"):

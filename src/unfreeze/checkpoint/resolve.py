@@ -1,7 +1,7 @@
-"""resolve: every tensor of a checkpoint gets its one place in the model, or there is one error and no model.
+"""resolve: every tensor of a checkpoint gets its place in the model, or there is one error and no model.
 
-It decides from names, dtypes and shapes alone, before any memory is taken. Nothing is missing, left over,
-twice, or of another shape or kind (docs/why/trust.md L7, L8). There is no option to ignore mismatches.
+It decides from names, dtypes and shapes alone, before allocating memory. Nothing may be missing, left over,
+duplicated, or of another shape or dtype (docs/why/trust.md L7, L8). There is no option to ignore mismatches.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Params = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One tensor on disk, and the place in the model where it belongs.
+    """One tensor on disk, and its place in the model.
 
-    index           where the tensor belongs: params[param][index].
+    index           place of the tensor: params[param][index].
     start, stop     the same place as elements start:stop of the flattened parameter.
-    expanded_bytes  bytes of the weight if expanded to bf16. Of a packed weight its first part has them all,
+    expanded_bytes  bytes of the weight if expanded to bf16. For a packed weight its first part has them all,
                     the others have 0.
     expected        None: read the tensor into that place. Otherwise: read it, compare with these whole
                     numbers, keep nothing (a codec's extras).
-    variants        the likely causes where the numbers differ from `expected`, for the message.
-    transposed      the last two dimensions of the tensor on disk are the parameter's swapped.
-    parse           makes the numbers to put there of the bytes on disk (quant.codec.Texted).
+    variants        the likely causes if the numbers differ from `expected`, for the message.
+    transposed      the last two dimensions of the tensor on disk are swapped relative to the parameter.
+    parse           converts the bytes on disk to the numbers to store (quant.codec.Texted).
     alias           True: `param` was filled from another tensor; read this one and compare (a tied head that
                     is stored too).
     """
@@ -69,21 +69,20 @@ def resolve(
 ) -> list[Placement]:
     """Placements that cover every element of every parameter exactly once.
 
-    params   name -> (dtype, shape) of what the model wants filled (parameters and persistent buffers)
-    rules    how stacked parameters are stored; every other tensor on disk has the name of its parameter,
-             as manifest.by_model_name() has it
+    params   name -> (dtype, shape) of the tensors to fill (parameters and persistent buffers)
+    rules    how stacked parameters are stored; every other tensor on disk has the name of its parameter, as
+             in manifest.by_model_name()
     ignore   regular expressions (matched from the start of a name) of tensors that are not part of this model
     tied     alias -> name in `params`: the alias may be on disk too, or instead
 
-    Floats may be BF16, F16 or F32 on disk whatever the model computes in; a codec's extras I32 or I64;
-    anything else must agree exactly.
-    Raises one CheckpointError that counts all faults and shows the first.
+    Floats may be BF16, F16 or F32 on disk for any dtype of the model; a codec's extras I32 or I64; anything
+    else must agree exactly. Raises one CheckpointError that counts all faults and shows the first.
     """
     disk = manifest.by_model_name()
     work = _Work(manifest, disk, manifest.scheme(), Faults(manifest.path, total=len(disk)), params)
     tied = tied or {}
 
-    # each parameter from its sources; a tied one that is not on disk from its alias
+    # fill each parameter from its sources, and a tied one that is not on disk from its alias
     stand_ins = {name: alias for alias, name in tied.items() if name not in disk and alias in disk}
     for param, (dtype, shape) in params.items():
         for source in tensor_sources(param, shape, rules, disk):
@@ -92,7 +91,7 @@ def resolve(
         if alias in disk and alias not in work.used and name in params:
             work.alias(alias, name, params[name][1])
 
-    # what is left on disk must be ignored by rule; then all faults at once
+    # the remaining tensors must be ignored by rule; then report all faults at once
     _check_left_over(work, [re.compile(pattern) for pattern in ignore])
     work.faults.raise_if_any(
         next=(
@@ -104,7 +103,7 @@ def resolve(
 
 
 class _Work:
-    """The state of one resolve: what is placed, which names are used up, which faults were found."""
+    """The state of one resolve: placements, used names, and faults."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class _Work:
     def place(
         self, param: str, dtype: torch.dtype, shape: tuple[int, ...], source: TensorSource, name: str
     ) -> None:
-        """Put tensor `name` at source.index of `param`, or note what keeps it from there."""
+        """Place tensor `name` at source.index of `param`, or add the fault that prevents it."""
         info = self.disk.get(name)
         base, _, suffix = name.rpartition(".")
         codec = self.scheme.part_of(name, self.disk) if self.scheme is not None else None
@@ -154,7 +153,7 @@ class _Work:
     def _text(
         self, codec: Texted, param: str, shape: tuple[int, ...], source: TensorSource, info: TensorInfo
     ) -> None:
-        """Place what is kept of a text beside a packed weight, whose shape the text says too."""
+        """Place the kept numbers of a text beside a packed weight; the text also has the weight's shape."""
         if info.dtype != "U8" or len(info.shape) != 1 or info.nbytes > MAX_TEXT:
             detail = f"{info.name} is {info.dtype} {list(info.shape)}, expected a text of U8 [n]"
             self.faults.add("tensors have the wrong dtype or shape", detail)
@@ -175,10 +174,10 @@ class _Work:
             return 0
 
         # the weight's shape [..., out, in] follows from the shapes of its parts
-        kept_ones = kept_suffixes(codec)
-        names = {kept: f"{base}.{kept}" for kept in kept_ones}
-        parts = {kept: self.disk[name].shape for kept, name in names.items() if name in self.disk}
-        if len(parts) < len(kept_ones) or not all(parts.values()) or len(codec.shape(parts)) < 2:
+        model_parts = kept_suffixes(codec)
+        names = {part: f"{base}.{part}" for part in model_parts}
+        parts = {part: self.disk[name].shape for part, name in names.items() if name in self.disk}
+        if len(parts) < len(model_parts) or not all(parts.values()) or len(codec.shape(parts)) < 2:
             return 0  # the missing or misshapen one is reported under its own parameter
         *lead, out_features, in_features = codec.shape(parts)
 
@@ -203,7 +202,7 @@ class _Work:
         return prod(lead) * out_features * in_features * 2
 
     def zero_bias(self, name: str, info: TensorInfo) -> bool:
-        """Whether this is a bias beside a packed weight of a layer without: placed to be compared with zeros.
+        """True for a bias beside a packed weight of a layer without bias; placed to be compared with zeros.
 
         GPTQ's older writers put one beside every layer they packed.
         """
@@ -216,7 +215,7 @@ class _Work:
         return True
 
     def alias(self, alias: str, name: str, shape: tuple[int, ...]) -> None:
-        """`alias` is stored although it is tied to `name`: loading compares the bytes of the two."""
+        """Place an `alias` that is stored although tied to `name`: loading compares the bytes of the two."""
         info = self.disk[alias]
         self.used.add(alias)
         if info.shape != shape or info.dtype not in FLOATS:
@@ -229,7 +228,7 @@ class _Work:
 
 
 def _check_left_over(work: _Work, ignore: Sequence[re.Pattern[str]]) -> None:
-    """Every tensor on disk is used, or ignored by rule, or about the activations of a quantized model."""
+    """Each tensor on disk must be used, or ignored by rule, or about a quantized model's activations."""
     for name, info in work.disk.items():
         if work.scheme is not None and is_unread(name):
             continue
@@ -245,7 +244,7 @@ def _check_left_over(work: _Work, ignore: Sequence[re.Pattern[str]]) -> None:
 def flat_range(shape: Sequence[int], index: Index) -> tuple[int, int]:
     """(start, stop) of params[index] in the flattened parameter.
 
-    An index is (), (e,) or (e, slice): of a contiguous tensor each is one range.
+    An index is (), (e,) or (e, slice): each is one range of a contiguous tensor.
     """
     numel = prod(shape)
     if not index:
@@ -261,12 +260,12 @@ def flat_range(shape: Sequence[int], index: Index) -> tuple[int, int]:
 
 
 def _one_number(*shapes: tuple[int, ...]) -> bool:
-    """Whether all are [], [1] or [1, 1]: writers differ in how they store one scale for a matrix."""
+    """True if all are [], [1] or [1, 1]: writers differ in how they store one scale for a matrix."""
     return all(shape in ((), (1,), (1, 1)) for shape in shapes)
 
 
 def _fits(info: TensorInfo, dtype: torch.dtype) -> bool:
-    """A float may be read into another float dtype; codes, FP8 among them, only into their own."""
+    """True if the dtypes agree: floats fit other float dtypes, codes (FP8 too) only their own."""
     if dtype.is_floating_point and dtype.itemsize > 1:
         return info.dtype in FLOATS
     return TORCH_DTYPE.get(info.dtype) == dtype

@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same weights, from their headers and less than a megabyte."""
+"""Compare the weights of two checkpoints, from their headers and less than a megabyte of data."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from unfreeze.checkpoint.manifest import Manifest, TensorInfo
 
-MOST = 1 << 20  # bytes read of each of the two
-OF_A_KIND = 64  # tensors compared of those whose names differ in numbers alone
-OF_A_DIGEST = 8  # of them in a digest, which is made at every start: some 200 reads of a large model
+MOST = 1 << 20  # bytes read from each of the two
+OF_A_KIND = 64  # tensors compared per kind, that is per name without its numbers
+OF_A_DIGEST = 8  # per kind in a digest, which is computed at every start: some 200 reads of a large model
 PIECE = 1024
 
 
 def same_weights(one: Manifest, other: Manifest) -> bool:
-    """The same folder; or the same names, dtypes and shapes, and the same bytes wherever it is looked.
+    """True for the same folder, or the same names, dtypes and shapes and the same sampled bytes.
 
-    Looked at is the middle of up to 64 tensors of each kind, spread over the layers: what was trained is seen
-    unless it is in a few of very many, or moved few numbers.
+    The sample is the middle of up to 64 tensors of each kind, spread over the layers. It detects training,
+    unless only a few of very many tensors were trained, or few of their numbers moved.
     """
     if one.path.resolve() == other.path.resolve():
         return True
@@ -34,16 +34,16 @@ def same_weights(one: Manifest, other: Manifest) -> bool:
 
 
 def weights_digest(manifest: Manifest) -> str:
-    """16 hex digits over what same_weights compares, of fewer tensors; however they lie in files.
+    """16 hex digits over the data that same_weights compares, from fewer tensors and for any file layout.
 
-    "" of a folder without weights.
+    "" for a folder without weights.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for info in sorted(manifest.tensors.values(), key=lambda info: info.name):
-        found.update(f"{info.name} {info.dtype} {tuple(info.shape)} {info.nbytes};".encode())
+        digest.update(f"{info.name} {info.dtype} {tuple(info.shape)} {info.nbytes};".encode())
     for info in _spread(manifest, OF_A_DIGEST):
-        found.update(_middle(info, PIECE))
-    return found.hexdigest()[:16] if manifest.tensors else ""
+        digest.update(_middle(info, PIECE))
+    return digest.hexdigest()[:16] if manifest.tensors else ""
 
 
 def _spread(manifest: Manifest, of_a_kind: int = OF_A_KIND) -> list[TensorInfo]:

@@ -1,8 +1,8 @@
 """save: a checkpoint folder that other programs read (safetensors with index, per-expert names).
 
-Whenever the process is killed, the folder is there complete or not at all (docs/why/trust.md R1).
-A file is written under a temporary name, flushed to the disk and renamed. A folder is written under a
-temporary name beside its final one, then renamed as a whole. No reader looks for the temporary names.
+Whenever the process is killed, the folder is complete or absent (docs/why/trust.md R1). A file is written
+under a temporary name, flushed to the disk and renamed. A folder is written under a temporary name beside its
+final one, then renamed as a whole. No reader looks for the temporary names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from unfreeze.quant.codec import Texted, kept_suffixes
 from unfreeze.quant.scheme import CodecFor, nothing_packed
 from unfreeze.quant.spelling import on_disk
 
-# the usual size of published shards; a save needs no more memory than this beyond the model itself
+# the usual size of published shards; a save needs at most this much memory beyond the model
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -35,12 +35,12 @@ def write_safetensors(
 ) -> None:
     """Write one safetensors file atomically.
 
-    Tensors are written as they are (any device, contiguous or not), one at a time, and asked for twice: a
-    mapping may make each when it is asked for.
-    Order and padding are the safetensors library's: wide dtypes first, then by name, header padded with
-    spaces to 8 bytes.
-    Raises CheckpointError for a dtype the format does not have, and OSError that says the bytes needed and
-    free where the disk is full. An existing file is replaced.
+    Tensors are written unchanged (any device, contiguous or not), one at a time. Each is accessed twice, so a
+    mapping may compute it on access. Order and padding are the safetensors library's: wide dtypes first, then
+    by name, header padded with spaces to 8 bytes.
+
+    Raises CheckpointError for a dtype the format does not have, and OSError with the needed and free bytes if
+    the disk is full. An existing file is replaced.
     """
     sizes: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -83,9 +83,10 @@ def save_checkpoint(
     """Write config.json, the weights and `extra` files into a new folder, all or nothing.
 
     The weights are model.safetensors, or shards with an index.
-    tensors  (name on disk, tensor); for a model: disk_tensors(model.state_dict().items(), rules,
-             codec_for)
+
+    tensors  (name on disk, tensor); for a model: disk_tensors(model.state_dict().items(), rules, codec_for)
     extra    file name -> content, or a path to copy (tokenizer, chat template, generation_config.json)
+
     Raises CheckpointError if `folder` exists and is not empty.
     """
     temporary = begin(folder)
@@ -97,7 +98,7 @@ def save_checkpoint(
 
 
 def unstack(param: str, tensor: Tensor, rules: Sequence[StackRule]) -> Iterator[tuple[str, Tensor]]:
-    """The inverse of loading: (name on disk, view of `tensor`) for each tensor `param` is stored as."""
+    """The inverse of loading: (name on disk, view of `tensor`) for each tensor that `param` is stored as."""
     for source in tensor_sources(param, tensor.shape, rules):
         part = tensor[source.index] if source.index else tensor
         yield source.name, part.mT if source.transposed else part
@@ -108,8 +109,8 @@ def disk_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """All of a model's tensors as they are stored.
 
-    Experts are unstacked, and each packed weight is followed by its codec's extras.
-    codec_for  a module's name on disk -> its codec, of which the parts are among `params`
+    Experts are unstacked, and each packed weight is followed by its codec's extras. codec_for: a module's
+    name on disk -> its codec, whose parts are among `params`.
     """
     held: dict[str, dict[str, tuple[int, ...]]] = {}
     for param, tensor in params:
@@ -134,7 +135,7 @@ def disk_tensors(
 
 @dataclass(frozen=True)
 class ShardPart:
-    """A file of weights under a temporary name, and what it holds."""
+    """A file of weights under a temporary name, and its contents."""
 
     file: str
     names: list[str]
@@ -148,9 +149,9 @@ def write_parts(
     stem: str = "shard",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[ShardPart]:
-    """Files of at most max_shard_bytes, in the order the tensors come, for `name_parts`.
+    """Write files of at most max_shard_bytes, in the order of the tensors, for `name_parts`.
 
-    Several processes write theirs into one folder, each with a stem of its own.
+    Several processes write theirs into one folder, each with its own stem.
     """
     parts: list[ShardPart] = []
     held = 0
@@ -178,7 +179,7 @@ def write_parts(
 
 
 def name_parts(folder: Path, parts: Sequence[ShardPart]) -> None:
-    """Give files their names, which contain their number: model.safetensors, or shards with an index."""
+    """Give the files their final names with their number: model.safetensors, or shards with an index."""
     if len(parts) == 1:
         os.replace(folder / parts[0].file, folder / "model.safetensors")
         return
@@ -198,23 +199,23 @@ def finish_folder(
     config: Mapping[str, object],
     extra: Mapping[str, Path | bytes | str] | None,
 ) -> None:
-    """What stands beside the weights; then the folder takes its name."""
+    """Write the files beside the weights; then rename the folder."""
     write_file(temporary / "config.json", json.dumps(dict(config), indent=2) + "\n")
     for name, content in (extra or {}).items():
         write_file(temporary / name, content.read_bytes() if isinstance(content, Path) else content)
     sync_folder(temporary)  # the shards have their final names now
-    os.replace(temporary, folder)  # there is no such folder, or an empty one
+    os.replace(temporary, folder)  # the target does not exist, or is empty
     sync_folder(folder.parent)
 
 
 def begin(folder: Path) -> Path:
-    """The temporary folder of a checkpoint to be.
+    """The temporary folder of a new checkpoint.
 
     Raises CheckpointError if `folder` exists and is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(
-            f"{folder} exists and is not empty; a checkpoint is written into a folder of its own",
+            f"{folder} exists and is not empty; a checkpoint is written into a new folder",
             next="choose another folder",
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -240,7 +241,7 @@ def _header(tensors: Mapping[str, Tensor], order: list[str], metadata: Mapping[s
 
 
 def _raw(tensor: Tensor) -> memoryview | bytes:
-    """The tensor's bytes, without a copy where it is contiguous on the CPU."""
+    """The tensor's bytes, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 

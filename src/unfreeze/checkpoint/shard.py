@@ -1,6 +1,6 @@
-"""One safetensors file written piece by piece, in any order: names, dtypes and shapes are known beforehand.
+"""One safetensors file written piece by piece, in any order, with names, dtypes and shapes known beforehand.
 
-A file of any size is written with the memory of its largest piece. It has a temporary name until it is whole.
+A file of any size is written with the memory of its largest piece. It has a temporary name until complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def header_of(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int]]:
     """(the header with its length before it, name -> first byte in the file).
 
     Order and padding are the safetensors library's: wide dtypes first, then by name, so that every tensor
-    begins at a multiple of its item size.
+    starts at a multiple of its item size.
     """
     order = sorted(parts, key=lambda name: (-ITEMSIZE[parts[name][0]], name))
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -65,8 +65,8 @@ def sha256_of(path: Path) -> str:
 class Shard:
     """with Shard(path, {name: (dtype, shape)}) as shard: put and copy every tensor, then close().
 
-    Left without close(), by an error or Ctrl-C, nothing is left of it; killed, a file that begins with
-    ".<name>.unfinished-".
+    If it is left without close(), by an error or Ctrl-C, the file is removed. If the process is killed, a
+    file named ".<name>.unfinished-…" remains.
     """
 
     def __init__(self, path: Path, parts: Mapping[str, Part]):
@@ -87,16 +87,16 @@ class Shard:
         self._temporary.unlink(missing_ok=True)
 
     def put(self, name: str, tensor: Tensor, first: int = 0) -> None:
-        """Write `tensor` into the tensor `name`, from its element `first` on."""
+        """Write `tensor` into the tensor `name`, starting at its element `first`."""
         dtype = self._parts[name][0]
         if NAME.get(tensor.dtype) != dtype:
-            raise CheckpointError(f"{name} is made as {tensor.dtype}, and was planned as {dtype}")
+            raise CheckpointError(f"{name} is {tensor.dtype}, but was planned as {dtype}")
         flat = tensor.detach().cpu().contiguous().view(-1)
         if flat.numel():
             self._put(name, flat.view(torch.uint8).numpy().data, first * ITEMSIZE[dtype])
 
     def copy(self, name: str, source: TensorInfo) -> None:
-        """Write the bytes that another file has of a tensor, as they are."""
+        """Copy a tensor's bytes from another file, unchanged."""
         with source.file.open("rb") as file:
             file.seek(source.offset)
             for done in range(0, source.nbytes, CHUNK):

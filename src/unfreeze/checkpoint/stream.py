@@ -1,16 +1,14 @@
 """stream: read placed tensors into the memory of the parameters, each byte once, in file order.
 
-On CPU a tensor whose dtype the model keeps goes from the page cache into the parameter's own memory
-(os.preadv into a slice of it), with no copy between. Another float dtype is converted through a buffer of at
-most CHUNK bytes. For CUDA the buffer is pinned memory, which is then copied to the device.
-So peak host memory is the parameters plus CHUNK bytes per thread, whatever the shards weigh
-(docs/why/trust.md
-L1).
+On CPU a tensor whose dtype the model keeps goes from the page cache directly into the parameter's memory
+(os.preadv into a slice of it), without an intermediate copy. Another float dtype is converted through a
+buffer of at most CHUNK bytes. For CUDA the buffer is pinned memory, which is then copied to the device. So
+peak host memory is the parameters plus CHUNK bytes per thread, for shards of any size (docs/why/trust.md L1).
 
 Reading from the page cache into new memory is bound by page faults, the first touch of each 4 KiB page: 1 to
-2 GB/s here, against 5 to 12 into a buffer that was used before. So two threads beat one; os.preadv releases
-the GIL. Huge pages for the destination were tried and dropped: 3 GB/s at best, 0.2 where a virtual machine
-must first get the memory from its host.
+2 GB/s here, against 5 to 12 into a buffer that was used before. So two threads are faster than one; os.preadv
+releases the GIL. Huge pages for the destination were tried and dropped: 3 GB/s at best, 0.2 if a virtual
+machine must first get the memory from its host.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from unfreeze.core.errors import CheckpointError
 # bytes of one read: enough to make the cost of a system call negligible; the buffers (one per thread) stay
 # small
 CHUNK = 4 * 2**20
-MAX_PIECES = 512  # buffers of one preadv; Linux takes at most 1024 (IOV_MAX)
+MAX_PIECES = 512  # buffers of one preadv; Linux allows at most 1024 (IOV_MAX)
 THREADS = 2
 
 Progress = Callable[[int, int], None]
@@ -44,12 +42,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class LoadStats:
-    """What loading did.
+    """Statistics of a load.
 
     expanded_bytes  bytes of the same weights if the packed ones were expanded to bf16.
     rounded         number of tensors that lost precision: a value on disk (F32 or F16) has no equal in the
-                    model's dtype (bf16). Where processes read parts of one, each counts it.
-    bytes_by_rank   of these bytes what each process read; () for one process.
+                    model's dtype (bf16). If several processes read parts of one, each counts it.
+    bytes_by_rank   bytes that each process read; () for one process.
     """
 
     bytes: int
@@ -74,7 +72,7 @@ class _Piece:
 
 @dataclass(slots=True)
 class ByteRun:
-    """Pieces that lie one after another in a file: one read."""
+    """Pieces that are consecutive in a file: one read."""
 
     file: Path
     offset: int
@@ -87,8 +85,8 @@ def stream(
 ) -> LoadStats:
     """Fill params (contiguous tensors on one device) from their files.
 
-    Raises CheckpointError where a file ends early, a packed weight disagrees with the shape stored beside it,
-    or a tied tensor differs. The contents of params are then undefined, and the caller drops them
+    Raises CheckpointError if a file ends early, a packed weight disagrees with the shape stored beside it, or
+    a tied tensor differs. The contents of params are then undefined, and the caller drops them
     (parallel/placement/place.py never lets a model see them).
     """
     started = time.perf_counter()
@@ -96,7 +94,7 @@ def stream(
     loader = Loader(params)
     done = 0
     with Files() as files, ThreadPoolExecutor(THREADS, thread_name_prefix="load") as pool:
-        # Aliases are compared with what was loaded, so they come after everything else.
+        # Aliases are compared with the loaded tensors, so they come last.
         for alias in (False, True):
             runs = runs_of([placement for placement in placements if placement.alias == alias])
             for nbytes in loader.load(runs, files, pool):
@@ -114,7 +112,7 @@ class Files:
         self._open: dict[Path, tuple[int, tuple[int, int]]] = {}
 
     def descriptor(self, file: Path) -> int:
-        """Raises CheckpointError where the file cannot be opened."""
+        """Open the file once and return its descriptor. Raises CheckpointError if it cannot be opened."""
         if file not in self._open:
             try:
                 descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -124,12 +122,11 @@ class Files:
         return self._open[file][0]
 
     def check(self, file: Path) -> None:
-        """Raise CheckpointError where the file was written to since it was opened."""
+        """Raise CheckpointError if the file was written to since it was opened."""
         descriptor, before = self._open[file]
         if _identity(descriptor) != before:
             raise CheckpointError(
-                f"{file} was written to while it was in use: what was read of it is no longer one model's"
-                " weights",
+                f"{file} was written to while it was in use: the weights read from it may mix two versions",
                 next="let nothing write to it while a run reads it; the same command resumes the run",
             )
 
@@ -149,15 +146,15 @@ class Files:
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
-    """What changes when a file is written to: its size, and when it was last."""
-    found = os.fstat(descriptor)
-    return found.st_size, found.st_mtime_ns
+    """Values that change when a file is written to: its size and its modification time."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def _unreadable(file: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{file} cannot be read: {error.strerror or error}",
-        next="look after the disk (dmesg, df), or get the file again; the same command resumes the run",
+        next="check the disk (dmesg, df), or get the file again; the same command resumes the run",
     )
 
 
@@ -179,7 +176,7 @@ def runs_of(placements: Iterable[Placement]) -> Iterator[ByteRun]:
 
 
 def _pieces(placements: Iterable[Placement]) -> Iterator[_Piece]:
-    """Each tensor in file order, cut where it is larger than CHUNK."""
+    """Each tensor in file order, split if it is larger than CHUNK."""
     for placement in sorted(placements, key=lambda placement: (placement.info.file, placement.info.offset)):
         itemsize = ITEMSIZE[placement.info.dtype]
         numel, step = placement.info.nbytes // itemsize, CHUNK // itemsize
@@ -196,7 +193,7 @@ class Loader:
     """Reads runs into params with a few threads.
 
     buffers   the threads' own, which several loaders may share (`threading.local`).
-    rounding  whether values that lose precision are looked for.
+    rounding  True to check for values that lose precision.
     """
 
     def __init__(self, params: Mapping[str, Tensor], buffers: threading.local | None = None):
@@ -210,7 +207,7 @@ class Loader:
         self._local = buffers or threading.local()
 
     def load(self, runs: Iterable[ByteRun], files: Files, pool: Executor) -> Iterator[int]:
-        """Yield the bytes of each run once it is read; at the end raise what the checks found."""
+        """Yield the bytes of each run once it is read; finally raise an error if a check failed."""
         runs = list(runs)
         descriptors = {run.file: files.descriptor(run.file) for run in runs}
         yield from pool.map(lambda run: self._read(run, descriptors[run.file]), runs)
@@ -218,7 +215,7 @@ class Loader:
 
     def _read(self, run: ByteRun, descriptor: int) -> int:
         """Read one run, then convert, copy or compare the pieces that went through a buffer."""
-        # where each piece goes: straight into the parameter, or into a slice of the thread's buffer
+        # target of each piece: directly the parameter, or a slice of the thread's buffer
         targets: list[memoryview] = []
         buffered: list[tuple[_Piece, Tensor]] = []
         staging = self._staging(run)
@@ -238,7 +235,7 @@ class Loader:
         return run.nbytes
 
     def _direct(self, piece: _Piece) -> memoryview | None:
-        """The slice of the parameter's memory that this piece is read into; None where it needs a buffer."""
+        """The slice of the parameter's memory to read this piece into; None if it needs a buffer."""
         placement = piece.placement
         if placement.expected is not None or placement.alias or placement.transposed or placement.parse:
             return None
@@ -251,7 +248,7 @@ class Loader:
         return self.memory[placement.param][first * itemsize : last * itemsize]
 
     def _staging(self, run: ByteRun) -> Tensor:
-        """A byte buffer of this thread, pinned where it feeds a GPU.
+        """A byte buffer of this thread, pinned if it feeds a GPU.
 
         It is reused: pinning and page faults cost more than the copy.
         """
@@ -266,7 +263,7 @@ class Loader:
     def _finish(self, piece: _Piece, buffer: Tensor) -> None:
         """Convert a buffered piece into its place, or compare it."""
         placement = piece.placement
-        # A view in a wider dtype must begin at a multiple of its itemsize: a slice that does not is cloned.
+        # A view in a wider dtype must start at a multiple of its itemsize: other slices are cloned.
         itemsize = ITEMSIZE[placement.info.dtype]
         aligned = buffer if buffer.storage_offset() % itemsize == 0 else buffer.clone()
         source = aligned.view(TORCH_DTYPE[placement.info.dtype])
@@ -277,8 +274,8 @@ class Loader:
                 self.wrong_shape.append((placement, source.tolist()))
             return
         if placement.parse is not None:
-            kept = torch.tensor(placement.parse(bytes(source.tolist())))
-            self.flat[placement.param][placement.start : placement.stop].copy_(kept)
+            numbers = torch.tensor(placement.parse(bytes(source.tolist())))
+            self.flat[placement.param][placement.start : placement.stop].copy_(numbers)
             return
         target = self.flat[placement.param][placement.start + piece.first : placement.start + piece.last]
         if placement.transposed:
@@ -288,7 +285,7 @@ class Loader:
                 self.differs.add(placement.info.name)
             return
 
-        # a weight: convert, and see whether that rounded
+        # a weight: convert, and check if that rounded
         target.copy_(source)  # for CUDA: returns when the pinned buffer may be reused
         bf16_and_f16 = {target.dtype, source.dtype} == {torch.float16, torch.bfloat16}
         may_round = self.rounding and (target.dtype.itemsize < itemsize or bf16_and_f16)
@@ -296,7 +293,7 @@ class Loader:
             self.rounded.add(placement.info.name)
 
     def _turned(self, piece: _Piece, source: Tensor) -> tuple[Tensor, Tensor]:
-        """(where the rows on disk belong in the parameter, those rows): columns of one of its matrices."""
+        """(place in the parameter of the rows on disk, those rows): columns of one of its matrices."""
         placement = piece.placement
         *_, rows, columns = placement.info.shape
         matrix, first = divmod(piece.first // columns, rows)
@@ -332,7 +329,7 @@ class Loader:
 
 
 def _few(numbers: Sequence[float]) -> str:
-    """A list as a message has it: of many numbers the first."""
+    """A list for a message: if long, its first numbers."""
     return (
         str(list(numbers)) if len(numbers) <= 8 else f"{list(numbers[:4])!s:.60} and {len(numbers) - 4} more"
     )
@@ -344,9 +341,9 @@ def _bytes_of(flat: Tensor) -> memoryview:
 
 
 def _read_fully(descriptor: int, run: ByteRun, targets: list[memoryview]) -> None:
-    """Fill `targets` one after another from run.offset on.
+    """Fill `targets` one after another, starting at run.offset.
 
-    A read may return less than asked for; zero bytes mean that the file ends.
+    A read may return less than requested; zero bytes mean the end of the file.
     """
     offset = run.offset
     while targets:

@@ -1,4 +1,4 @@
-"""Tensors of a file as torch has them: what a dtype's name means there, and one tensor, memory-mapped."""
+"""Tensors of a file in torch: torch's names of dtypes, and one tensor, memory-mapped."""
 
 from __future__ import annotations
 

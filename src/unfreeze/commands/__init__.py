@@ -1,4 +1,4 @@
-"""L10, what the command line does beside training: talk, look, export, compare.
+"""Level 10: the commands other than training, such as chat, inspect, export and compare.
 
-A file per command, each with `main`.
+One file per command, each with `main`.
 """

@@ -1,4 +1,4 @@
-"""`unfreeze generate MODEL_OR_URL --data F --out G`: the answers of a model or a server, as rows for sft."""
+"""`unfreeze generate MODEL_OR_URL --data F --out G`: write a model's or server's answers as rows for sft."""
 
 from __future__ import annotations
 
@@ -20,42 +20,48 @@ if TYPE_CHECKING:
     from unfreeze.commands.generate import Config
     from unfreeze.data.rows.row import Conversation
 
-SAY_EVERY = 10.0  # seconds between two lines of progress
+SAY_EVERY = 10.0  # seconds between progress lines
 
 
 def answer_rows(config: Config, common: Common) -> dict[str, Any]:
-    """Ask for every row's answer that isn't in `out` yet. -> path, answered, left_out (cut or empty)."""
+    """Generate every answer that `out` does not have yet.
+
+    -> path, answered, left_out (cut, empty or refused).
+    """
     if not (config.data and config.out) or config.prompt or config.tokens:
         raise ConfigError(
-            "data and out go together, and without prompt and tokens",
+            "data and out must be given together, without prompt or tokens",
             next="--data rows.jsonl --out answers.jsonl",
         )
     out = Path(config.out)
     if out.suffix != ".jsonl":
-        raise ConfigError(f"out = {out}: answers are JSON lines", next=f"--out {out.with_suffix('.jsonl')}")
+        raise ConfigError(
+            f"out = {out}: answers are written as JSON lines", next=f"--out {out.with_suffix('.jsonl')}"
+        )
     if url := is_url(config.model):
         refuse_without_library(config.model)
     rows = _rows(Path(config.data))
-    if not url:  # the dtype itself stands in each record
+    if not url:  # each record names the dtype itself, not "auto"
         config = config.model_copy(update={"dtype": _dtype(config)})
     answers = TeacherAnswers(out, _source(config, url))
     missing = answers.missing(rows)
-    tell = say(common)
+    show = say(common)
     if missing and len(missing) < len(rows):
-        tell(f"{out} has answers to {len(rows) - len(missing)} of {len(rows)} rows; going on")
+        show(f"{out} has answers to {len(rows) - len(missing)} of {len(rows)} rows; continuing")
     if missing:
         ask = _from_server(config, missing, common) if url else _from_model(config, common)
-        said = time.monotonic()
+        last_shown = time.monotonic()
         with writing(out.parent, "out"):
             for written in answers.write(rows, ask, again=not url):
-                if time.monotonic() - said > SAY_EVERY:
-                    said = time.monotonic()
-                    tell(f"{written.answered + written.left_out} of {len(rows)} rows are answered")
+                if time.monotonic() - last_shown > SAY_EVERY:
+                    last_shown = time.monotonic()
+                    show(f"{written.answered + written.left_out} of {len(rows)} rows answered")
     count = answers.count
     if count.left_out:
-        tell(
+        show(
             f"warning: {count.left_out} of {len(rows)} answers were cut, empty or refused; they are in"
-            f" {answers.beside} and are not taught (--max-new-tokens {2 * config.max_new_tokens} cuts fewer)"
+            f" {answers.beside} and will not be trained on (--max-new-tokens"
+            f" {2 * config.max_new_tokens} cuts fewer)"
         )
     if not common.json:
         print(f"{out}: {count.answered} rows. next: unfreeze sft --model STUDENT --data {out}")
@@ -67,12 +73,12 @@ def _rows(data: Path) -> list[Conversation]:
 
     rows = list(read_rows(data, answers="asked"))
     if not rows:
-        raise DataError(f"{data} has no rows", next='a row asks something: {"prompt": "…"}')
+        raise DataError(f"{data} has no rows", next='each row needs a question, such as {"prompt": "…"}')
     return rows
 
 
 def _dtype(config: Config) -> str:
-    """The dtype that the model answers in, on this machine."""
+    """Name of the dtype that the model computes in on this machine."""
     from unfreeze.job.opening.device import pick_device
     from unfreeze.kernels.precision import precision
 
@@ -80,7 +86,7 @@ def _dtype(config: Config) -> str:
 
 
 def _source(config: Config, url: bool) -> dict[str, Any]:
-    """Who answers and how, as it stands in each record. The address of a server, never its key."""
+    """Return each record's source fields: model or server address (never its key), and settings."""
     names = ["max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed", *([] if url else ["dtype"])]
     settings = {name: getattr(config, name) for name in names}
     served = {"served_name": config.endpoint.served_name} if url else {}
@@ -88,15 +94,19 @@ def _source(config: Config, url: bool) -> dict[str, Any]:
 
 
 def _from_server(config: Config, missing: Sequence[Conversation], common: Common) -> Ask:
-    """The server's answers, once it is known what they cost at most."""
+    """Return a function that asks the server. First print the most that the answers can cost."""
     if config.top_k:
-        raise ConfigError("top_k is no field of OpenAI's chat", next="--top-p, or without --top-k")
+        raise ConfigError(
+            "top_k: OpenAI's chat API has no such field", next="use --top-p, or leave --top-k out"
+        )
     from unfreeze.teach.client import Client  # the library openai: an extra, and a second
 
-    asked = config.endpoint
-    client = Client(config.model, timeout=asked.timeout)
+    endpoint = config.endpoint
+    client = Client(config.model, timeout=endpoint.timeout)
     out = Path(config.out)
-    budget = Budget(out.parent, asked.budget_usd, Price(asked.price_read, asked.price_written), out.name)
+    budget = Budget(
+        out.parent, endpoint.budget_usd, Price(endpoint.price_read, endpoint.price_written), out.name
+    )
     read, written = sum(map(most_tokens, missing)), config.max_new_tokens * len(missing)
     if line := budget.worst(client.url, read, written):
         say(common)(f"{len(missing)} rows: {line}")
@@ -107,11 +117,14 @@ def _from_server(config: Config, missing: Sequence[Conversation], common: Common
         "seed": config.seed,
         **({"stop": list(config.stop)} if config.stop else {}),
     }
-    return ChatEndpoint(client, asked.served_name, settings, budget.reserve)
+    return ChatEndpoint(client, endpoint.served_name, settings, budget.reserve)
 
 
 def _from_model(config: Config, common: Common) -> Ask:
-    """A model's answers, in memory here. A batch's draws depend on the seed and its first row alone."""
+    """Return a function that asks a model in this process.
+
+    A batch is sampled with a seed made of the configured seed and its first row number.
+    """
     model = load_shown(config.model, config.dtype, config.device, common, config.base)
     options: Any = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "stop"})
 
@@ -121,18 +134,20 @@ def _from_model(config: Config, common: Common) -> Ask:
 
         tokenizer = model.tokenizer
         if tokenizer is None:
-            raise ConfigError(f"{config.model} has no tokenizer, so it writes no texts", next="another model")
+            raise ConfigError(
+                f"{config.model} has no tokenizer, so it cannot write text", next="use another model"
+            )
         prompts = [encode_chat(tokenizer, row.messages, row.tools) for row in rows]
         room = model.decoder.shape.max_positions
         answers: list[Answer | Exception] = [
-            Answer("", f"no room: the prompt has {len(prompt)} tokens, the model {room} positions")
+            Answer("", f"no room: the prompt has {len(prompt)} tokens, the model only {room} positions")
             for prompt in prompts
         ]
-        fit = [i for i, prompt in enumerate(prompts) if len(prompt) < room]
+        fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < room]
         options["seed"] = config.seed * 1_000_003 + rows[0].row
-        drawn = sampling(options)
-        done = model.engine.generate([prompts[i] for i in fit], drawn)
-        for i, answer in zip(fit, done, strict=True):
+        settings = sampling(options)
+        completions = model.engine.generate([prompts[i] for i in fitting], settings)
+        for i, answer in zip(fitting, completions, strict=True):
             answers[i] = Answer(answer.text, answer.finish_reason)
         return answers
 

@@ -1,9 +1,9 @@
-"""unfreeze bisect MODEL --against hf: the first module that differs from transformers' on the same input.
+"""unfreeze bisect MODEL --against hf: find the first module that differs from transformers'.
 
 Both models hold the same weights in float32. transformers runs once over a few tokens while hooks record
-every module's input and output; then each of our modules is given the recorded input, so an error in one
-doesn't spoil those after it. Needs transformers, a development dependency: this is the one file of the
-package that imports it (tests/test_layout.py names it), because comparing is what the command is for.
+every module's input and output. Then each of our modules gets the recorded input, so an error in one does
+not spread to the next. Needs transformers, a development dependency. This is the only file of the package
+that imports it (tests/test_layout.py names it).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ WHOLE = "logits of the whole model"
 
 
 class Config(Frozen):
-    """What to compare, and how closely."""
+    """Options of bisect."""
 
     model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(
         description="checkpoint folder, or Hugging Face id org/name"
     )
     against: Literal["hf"] = Field(
-        default="hf", description="the oracle: hf, transformers in float32 with eager attention"
+        default="hf", description="the reference: hf is transformers in float32 with eager attention"
     )
     tokens: int = Field(
         default=32,
         ge=2,
         description=(
-            "tokens of the one document both models see; 32 activates every module and takes a second"
+            "length of the one document that both models read; 32 activates every module and takes a second"
         ),
     )
     tolerance: float = Field(
         default=2e-5,
         gt=0,
         description=(
-            "largest |ours - oracle| over largest |oracle| of a module; random models of every family stay"
-            " under 1e-6"
+            "largest |ours - reference| / largest |reference| allowed in a module; random models of"
+            " every family stay under 1e-6"
         ),
     )
     seed: int = Field(default=0, ge=0, description="seed of the random token ids")
@@ -58,10 +58,10 @@ class Config(Frozen):
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of one module's output, or of the whole model's logits.
+    """Difference in one module's output, or in the whole model's logits.
 
-    max_abs   the largest absolute difference.
-    relative  max_abs over the oracle's largest absolute value.
+    max_abs   largest absolute difference
+    relative  max_abs divided by the oracle's largest absolute value
     """
 
     module: str
@@ -71,7 +71,7 @@ class Difference:
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> first (module or None), modules (module, kind, max_abs, relative), exit_code 1 where one differs."""
+    """-> first (module or None), modules (module, kind, max_abs, relative), exit_code 1 if one differs."""
     config = parse(Config, arguments, command="bisect", description=__doc__ or "", positional=True)
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.generate.source import refuse_unread_model
@@ -91,19 +91,19 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     ids = torch.randint(
         0, ours.shape.vocab_size, (config.tokens,), generator=torch.Generator().manual_seed(config.seed)
     )
-    found = compare_modules(ours, theirs, ids)
-    worst = first(found, config.tolerance)
+    differences = compare_modules(ours, theirs, ids)
+    worst = first(differences, config.tolerance)
     if not common.quiet:
-        show_differences(found, worst, config.tolerance, to_stderr=common.json)
+        show_differences(differences, worst, config.tolerance, to_stderr=common.json)
     return {
         "first": worst and worst.module,
-        "modules": [asdict(difference) for difference in found],
+        "modules": [asdict(difference) for difference in differences],
         "exit_code": 1 if worst else 0,
     }
 
 
 def load_oracle_library() -> Any:
-    """transformers, or a refusal with the command that installs it."""
+    """Import transformers. Raises ConfigError with the command that installs it."""
     try:
         import transformers
     except ImportError:
@@ -114,29 +114,27 @@ def load_oracle_library() -> Any:
 
 
 def refuse_too_large(manifest: Manifest) -> None:
-    """Raise DoesNotFit where two models in float32 need more than the free memory."""
+    """Raise DoesNotFit if two models in float32 need more than the free memory."""
     from unfreeze import models
     from unfreeze.checkpoint.manifest import count_weights
     from unfreeze.parallel.machine import hardware
 
-    models.shape(manifest.config)  # an unknown family is refused before anything is counted
+    models.shape(manifest.config)  # refuses an unknown family before counting
     weights = count_weights(manifest.by_model_name(), manifest.scheme())
     needed, free = 2 * 4 * weights, hardware("cpu").available
     if needed > free:
         raise DoesNotFit(
-            f"two models of {weights:,} weights in float32 need {format_bytes(needed)}, {format_bytes(free)}"
+            f"two models of {weights:,} weights in float32 need {format_bytes(needed)}; {format_bytes(free)}"
             " are free",
-            next="bisect a smaller model of the same family: the modules are the same",
+            next="bisect a smaller model of the same family: its modules are the same",
         )
 
 
 def oracle(manifest: Manifest, ours: Decoder) -> nn.Module:
-    """transformers' model of the checkpoint in float32, eager.
+    """Load the checkpoint in transformers: float32, eager attention, no code from the checkpoint.
 
-    Where the checkpoint is packed, it gets our weights, expanded.
-
-    Kimi's config.json says kimi_k2, which transformers knows as deepseek_v3. No code from the checkpoint is
-    run.
+    If the checkpoint is packed, the model gets our dequantized weights.
+    Kimi's config.json says kimi_k2, which transformers calls deepseek_v3.
     """
     import torch
 
@@ -160,9 +158,9 @@ def oracle(manifest: Manifest, ours: Decoder) -> nn.Module:
 
 
 def expanded(model: Decoder) -> dict[str, Tensor]:
-    """Our weights under transformers' names, packed ones in floating point.
+    """Return our weights under transformers' names, dequantized.
 
-    In memory both stack the experts, so only a suffix differs.
+    Both stack the experts in memory, so only a suffix differs.
     """
     from unfreeze.models.blocks.linear import PackedHolder
 
@@ -180,11 +178,11 @@ def expanded(model: Decoder) -> dict[str, Tensor]:
 
 
 def compare_modules(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Difference]:
-    """Compare every module that both models name alike, then the whole model.
+    """Compare every module that has the same name in both models, then the whole model.
 
-    In the order in which the oracle finished them: a part before its whole.
-    ids [T], one document. Ours are given the oracle's inputs; the last entry compares the logits of both
-    models run by themselves.
+    Modules come in the order in which the oracle finished them, so a part precedes the module around it.
+    Our modules get the oracle's inputs. For the last entry, each model runs on its own and logits are
+    compared. ids [T], one document.
     """
     import torch
 
@@ -194,7 +192,7 @@ def compare_modules(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Diffe
 
     positions_T, starts_S = torch.arange(len(ids)), torch.zeros(1, dtype=torch.int64)
     batch = Batch(ids, ids, torch.ones(len(ids)), positions_T, starts_S)
-    found = []
+    differences = []
     with torch.no_grad():
         calls, logits_TV = record(theirs, ids, {name for name, _ in ours.named_modules()})
         for name, inputs, output in calls:
@@ -204,25 +202,25 @@ def compare_modules(ours: Decoder, theirs: nn.Module, ids: Tensor) -> list[Diffe
             run = PackedPass(*tables, layout=layout, named=named)
             pair = answer(module, inputs, output, run)
             if pair is not None:
-                found.append(difference(name, type(module).__name__, *pair))
-        found.append(difference(WHOLE, "Decoder", ours.logits(ours.hidden(batch)), logits_TV))
-    return found
+                differences.append(difference(name, type(module).__name__, *pair))
+        differences.append(difference(WHOLE, "Decoder", ours.logits(ours.hidden(batch)), logits_TV))
+    return differences
 
 
 def record(
     model: nn.Module, ids: Tensor, names: set[str]
 ) -> tuple[list[tuple[str, list[Tensor], Any]], Tensor]:
-    """([(module, its tensor inputs, its output)] in the order the modules ended, logits [T, V])."""
+    """Return ([(module, its tensor inputs, its output)] in the order the modules finished, logits [T, V])."""
     import torch
 
     calls: list[tuple[str, list[Tensor], Any]] = []
 
     def hook(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            given = [
+            tensors = [
                 value for value in (*args, kwargs.get("hidden_states")) if isinstance(value, torch.Tensor)
             ]
-            calls.append((name, [unbatched(value) for value in given], output))
+            calls.append((name, [unbatched(value) for value in tensors], output))
 
         return note
 
@@ -240,14 +238,14 @@ def record(
 
 
 def unbatched(value: Tensor) -> Tensor:
-    """[1, T, ...] -> [T, ...]; what has no batch dimension stays."""
+    """Drop a batch dimension of 1: [1, T, ...] -> [T, ...]. Anything else is returned unchanged."""
     return value[0] if value.dim() > 1 and value.shape[0] == 1 else value
 
 
 def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tuple[Tensor, Tensor] | None:
-    """(our output, the oracle's) of one module on the oracle's input.
+    """Return (our output, the oracle's) of one module for the oracle's input.
 
-    None for a module that only contains others (`model`, `layers`).
+    None if the module only contains others (`model`, `layers`).
     """
     from unfreeze.models.blocks.attention import Attending
     from unfreeze.models.blocks.experts import Experts
@@ -272,17 +270,17 @@ def answer(module: nn.Module, inputs: list[Tensor], output: Any, run: Any) -> tu
         return module(inputs[0], run), theirs
     if isinstance(module, Experts):
         return module(*inputs[:3]), theirs
-    # a softcap or a factor on the logits is no part of the oracle's head
+    # the oracle's head has no softcap or factor on the logits
     return (module.product if isinstance(module, Head) else module)(inputs[0]), theirs
 
 
 def by_expert(like_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    """Routing weights [T, E], 0 for experts not chosen: the same whatever the order of the K."""
+    """Routing weights [T, E], 0 for experts not chosen. They do not depend on the order of the K."""
     return like_TE.new_zeros(like_TE.shape).scatter_(1, ids_TK, weights_TK.to(like_TE.dtype))
 
 
 def difference(name: str, kind: str, ours: Tensor, theirs: Tensor) -> Difference:
-    """max |ours - theirs|, and that over max |theirs|; NaN on one side only counts as infinitely far."""
+    """Return max |ours - theirs|, also relative to max |theirs|. A NaN on either side counts as infinite."""
     import torch
 
     far = float(torch.nan_to_num((ours.float() - theirs.float()).abs(), nan=float("inf")).max())
@@ -290,25 +288,25 @@ def difference(name: str, kind: str, ours: Tensor, theirs: Tensor) -> Difference
     return Difference(name, kind, far, far / size if size else far)
 
 
-def first(found: list[Difference], tolerance: float) -> Difference | None:
-    """The first module beyond the tolerance.
+def first(differences: list[Difference], tolerance: float) -> Difference | None:
+    """Return the first module beyond the tolerance.
 
-    The whole model comes last: it is named only where every module by itself agrees.
+    The whole model comes last, so it is named only if every module agrees on its own.
     """
-    return next((entry for entry in found if not entry.relative <= tolerance), None)
+    return next((entry for entry in differences if not entry.relative <= tolerance), None)
 
 
 def show_differences(
-    found: list[Difference], worst: Difference | None, tolerance: float, *, to_stderr: bool
+    differences: list[Difference], worst: Difference | None, tolerance: float, *, to_stderr: bool
 ) -> None:
-    """The table: everything up to the first module that differs, or the five largest differences."""
+    """Print everything up to the first module that differs, or the five largest differences."""
     from rich.console import Console
     from rich.table import Table
 
     rows = (
-        sorted(found, key=lambda entry: -entry.relative)[:5]
+        sorted(differences, key=lambda entry: -entry.relative)[:5]
         if worst is None
-        else found[: found.index(worst) + 1]
+        else differences[: differences.index(worst) + 1]
     )
     table = Table(box=None, pad_edge=False)
     for column in ("module", "kind", "max abs", "relative"):
@@ -322,10 +320,10 @@ def show_differences(
             style="bold red" if entry is worst else "",
         )
     Console(stderr=to_stderr).print(table)
-    verdict = f"all {len(found) - 1} modules and the logits agree within {tolerance:g}"
+    verdict = f"all {len(differences) - 1} modules and the logits agree within {tolerance:g}"
     if worst is not None:
         verdict = (
-            f"first difference: {worst.module} ({worst.kind}), {worst.relative:.2g} of the oracle's largest"
-            f" value, tolerance {tolerance:g}"
+            f"first difference: {worst.module} ({worst.kind}), {worst.relative:.2g} of the reference's"
+            f" largest value, tolerance {tolerance:g}"
         )
     print(verdict, file=sys.stderr if to_stderr else sys.stdout)

@@ -1,6 +1,6 @@
 """unfreeze chat MODEL_OR_RUN: talk with a checkpoint or a run in the terminal.
 
-/help lists what a line may say besides a question; exit or Ctrl-D leaves.
+/help lists the commands; exit or Ctrl-D leaves.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Config(Frozen):
         default=(), description="more runs or adapters of the same base; /use NAME switches between them"
     )
     system: str = Field(default="", description="system prompt; empty: none")
-    max_new_tokens: int = Field(default=400, ge=1, description="tokens of one answer at most")
-    temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
+    max_new_tokens: int = Field(default=400, ge=1, description="most tokens in one answer")
+    temperature: float = Field(default=0.0, ge=0, description="0: greedy")
     top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p"
@@ -54,9 +54,9 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Read a line, obey it or stream the answer, until the input ends. Returns the conversation."""
-    asks = "type it when chat asks, or: unfreeze generate RUN --mode chat --prompt …"
-    refuse_second(arguments, "a question is no argument", asks)
+    """Read lines until the input ends: run a command or stream an answer. Returns the conversation."""
+    asks = "type it at the prompt, or: unfreeze generate RUN --mode chat --prompt …"
+    refuse_second(arguments, "chat takes no question as an argument", asks)
     config = parse(Config, arguments, command="chat", description=__doc__ or "", positional=True)
     more = [(model_name(source), adapter_folder(source)) for source in config.adapters]
     model = load_shown(config.model, config.dtype, config.device, common, config.base)
@@ -81,7 +81,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def model_name(source: str) -> str:
-    """What an adapter is called: its run's folder, or its own."""
+    """Return an adapter's name: that of its run's folder, or its own folder."""
     path = Path(source).resolve()
     return path.parent.name if path.name == "adapter" else path.name
 
@@ -99,9 +99,9 @@ def _read(talk: TextIO) -> str | None:
 
 @dataclass
 class Dialogue:
-    """What was said, and the model that answers. The system prompt, where there is one, is the first message.
+    """A conversation and the model that answers. The system prompt, if any, is the first message.
 
-    out: where answers are printed as they come.
+    out: where answers are printed as they are generated.
     """
 
     model: Model
@@ -117,7 +117,7 @@ class Dialogue:
         return [message for message in self.messages if message["role"] != "system"]
 
     def set_system(self, text: str) -> None:
-        """Another system prompt from here on; "" for none."""
+        """Replace the system prompt from here on; "" for none."""
         system = [{"role": "system", "content": text}] if text else []
         self.messages = [*system, *self.turns]
 
@@ -126,19 +126,19 @@ class Dialogue:
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
     def ask(self, question: str) -> None:
-        """A question, and its answer."""
+        """Add a question, then answer it."""
         self.messages.append({"role": "user", "content": question})
         self.answer()
 
     def answer(self) -> None:
-        """Print the answer as it comes, and remember it, or what came of it before Ctrl-C.
+        """Print the answer as it is generated and remember it, or the part of it before Ctrl-C.
 
-        A conversation that has grown too long is an error on stderr, and the chat goes on.
+        If the conversation has grown too long, print an error to stderr and continue the chat.
         """
-        said, last = "", None
+        answer, last = "", None
         try:
             for last in self.model.stream_chat_pieces(self.messages, **self.settings):
-                said += last.text
+                answer += last.text
                 print(last.text, end="", file=self.out, flush=True)
         except KeyboardInterrupt:
             pass
@@ -146,12 +146,12 @@ class Dialogue:
             print(f"{error}\n(/reset forgets the conversation)", file=sys.stderr)
         print(file=self.out, flush=True)
         if last is not None and last.finish_reason == "length" and not self.quiet:
-            why = "max_new_tokens, or no position left; /reset forgets the conversation"
-            print(f"(the answer ends here: {why})", file=sys.stderr)
-        self.messages.append({"role": "assistant", "content": said})
+            why = "max_new_tokens reached, or no position left; /reset forgets the conversation"
+            print(f"(the answer stops here: {why})", file=sys.stderr)
+        self.messages.append({"role": "assistant", "content": answer})
 
 
-# Commands: functions of the conversation and of what was written behind their name -> what is said about it.
+# Each command takes the conversation and the text after its name, and returns a line to print.
 
 
 def _help(talk: Dialogue, text: str) -> str:
@@ -174,7 +174,7 @@ def _use(talk: Dialogue, text: str) -> str:
         talk.switch.use(text)
     except UserError as error:
         return str(error)
-    return f"({_adapters(talk.switch)}; the conversation goes on, /reset forgets it)"
+    return f"({_adapters(talk.switch)}; the conversation continues, /reset forgets it)"
 
 
 def _reset(talk: Dialogue, text: str) -> str:
@@ -184,35 +184,35 @@ def _reset(talk: Dialogue, text: str) -> str:
 
 def _system(talk: Dialogue, text: str) -> str:
     talk.set_system(text)
-    return "(the system prompt is set)" if text else "(no system prompt)"
+    return "(system prompt set)" if text else "(no system prompt)"
 
 
 def _regenerate(talk: Dialogue, text: str) -> str:
     if not talk.turns:
-        return "(nothing was asked yet)"
+        return "(no question yet)"
     talk.messages.pop()
     # the same seed would draw the same tokens
     talk.settings["seed"] += 1
     talk.answer()
-    greedy = "(without sampling an answer stays the same: unfreeze chat … --temperature 0.8)"
+    greedy = "(greedy answers do not change; to sample: unfreeze chat … --temperature 0.8)"
     return greedy if talk.settings["temperature"] == 0 else "(answered again)"
 
 
 def _save(talk: Dialogue, text: str) -> str:
-    """Write the conversation as a line of chat data. A file that exists is left as it is."""
+    """Write the conversation as a line of chat data. An existing file is not overwritten."""
     row = json.dumps({"messages": talk.messages}) + "\n"
     try:
         with open(os.path.expanduser(text), "x", encoding="utf-8") as file:
             file.write(row)
     except FileExistsError:
-        return f"{text}: File exists, and stays as it is; /save under another name"
+        return f"{text} exists and was not overwritten; /save under another name"
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        return f"{text} is not written: {getattr(error, 'strerror', None) or error}"
+        return f"{text} was not written: {getattr(error, 'strerror', None) or error}"
     return f"(saved: {text}, one line of `unfreeze sft --data`)"
 
 
 class ChatCommand(NamedTuple):
-    """argument: what follows the name, "" for nothing, in brackets where it may be left out."""
+    """argument: usage text after the name; "" if there is none, in brackets if it is optional."""
 
     argument: str
     does: str
@@ -222,10 +222,10 @@ class ChatCommand(NamedTuple):
 COMMANDS = {
     "/help": ChatCommand("", "this list", _help),
     "/reset": ChatCommand("", "forget the conversation; the system prompt stays", _reset),
-    "/system": ChatCommand("[TEXT]", "another system prompt from here on; without TEXT none", _system),
+    "/system": ChatCommand("[TEXT]", "set the system prompt from here on; without TEXT remove it", _system),
     "/regenerate": ChatCommand("", "answer the last question again", _regenerate),
     "/use": ChatCommand(
-        "[NAME]", "answer with this adapter (or base) from here on; without NAME list them", _use
+        "[NAME]", "answer with this adapter (or base) from here on; without NAME list the adapters", _use
     ),
     "/save": ChatCommand("FILE", "write the conversation as a row of data for `unfreeze sft`", _save),
 }
@@ -233,14 +233,14 @@ LEAVE = ("/exit", "/quit", "exit")
 
 
 def obey(talk: Dialogue, line: str) -> str:
-    """Do what a line /NAME TEXT says. -> what is said about it.
+    """Run the command in a line "/NAME TEXT". -> the line to print.
 
-    A name that is no command is answered with the list of them; the model doesn't see it.
+    An unknown command returns the list of commands; the model doesn't see it.
     """
     name, _, text = line.partition(" ")
     if name not in COMMANDS:
-        return f"there is no {name}; a line that begins with / is a command:\n{_help(talk, '')}"
+        return f"there is no command {name}. Commands:\n{_help(talk, '')}"
     argument = COMMANDS[name].argument
     if bool(text) != bool(argument) and not argument.startswith("["):
-        return f"it is: {name} {argument}".rstrip()
+        return f"usage: {name} {argument}".rstrip()
     return COMMANDS[name].run(talk, text.strip())

@@ -1,7 +1,7 @@
-"""unfreeze compare runs/a runs/b …: results best first, config differences, curves on one picture.
+"""unfreeze compare runs/a runs/b …: results best first, config differences, curves in one picture.
 
-In the terminal and as one HTML page. Best is the lowest validation loss of a run where all have one, else the
-last loss of training. Runs on different data are not ranked, but by one validation file.
+Prints tables and writes one HTML page. Runs are ranked by lowest validation loss if all have one, else by
+their last training loss. Runs on different data are ranked only if they share a validation file.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ class Config(Frozen):
         description="run folders, two to twelve, for example runs/a runs/b"
     )
     html: Folder = Field(
-        default="", description="the page; default compare-<names>.html beside the first run"
+        default="", description="HTML page to write; default compare-<names>.html beside the first run"
     )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Compare; -> runs, ranked_by, differences, caution, html.
+    """Compare runs. -> runs, ranked_by, differences, caution, html.
 
-    runs: a row of results each, best first; differences: field -> values; html: path of the page.
+    runs: one row of results each, best first; differences: field -> values; html: path of the page.
     """
     config = parse(Config, arguments, command="compare", description=__doc__ or "", positional=True)
-    given = [name for name in config.runs if not name.endswith(".html")]  # a page of before, by runs/*
-    refuse_folder_of_runs(given or config.runs)
-    runs = compare.ranked(compare.read_runs(given or config.runs))
+    folders = [
+        name for name in config.runs if not name.endswith(".html")
+    ]  # runs/* can also match an earlier page
+    refuse_folder_of_runs(folders or config.runs)
+    runs = compare.ranked(compare.read_runs(folders or config.runs))
     names = [name.replace("/", "-") for name in compare.run_names(runs)]
     target = (
         Path(config.html)
@@ -59,7 +61,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def refuse_folder_of_runs(runs: Sequence[str]) -> None:
-    """One folder that holds runs is answered with the command that compares them."""
+    """If the argument is one folder of runs, raise ConfigError with the command that compares them."""
     folder = Path(runs[0]) if len(runs) == 1 else None
     if folder is None or (folder / "events.jsonl").exists():
         return
@@ -68,7 +70,7 @@ def refuse_folder_of_runs(runs: Sequence[str]) -> None:
 
 
 def show_runs(runs: list[RunFolder], console: Console) -> None:
-    """Both tables, runs as columns so that two to four fit a terminal, and what to be careful with."""
+    """Print both tables, one column per run so that two to four fit a terminal, then the cautions."""
     names = compare.run_names(runs)
     results = [compare.result(run, name).cells() for run, name in zip(runs, names, strict=True)]
     rows = [(head, *(cells[i] for cells in results)) for i, head in enumerate(compare.RESULT_HEAD) if i]

@@ -1,8 +1,7 @@
-"""unfreeze data show F --model M: the data as the model will see it. Trains nothing, reads no weights.
+"""unfreeze data show F --model M: show the data as the model will see it. Trains nothing, reads no weights.
 
-Of pairs and of answers with a label (`unfreeze prefer`) each answer is shown with its mask.
-Samples with their tokens by loss weight, lengths, supervised share, truncations, exact duplicates, bad rows,
-and how full packing makes a step.
+Shows samples with their loss mask, lengths, supervised share, truncations, exact duplicates, bad rows, and
+how full packed batches are. For pairs and labelled answers (`unfreeze prefer`), each answer has its own mask.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ if TYPE_CHECKING:
 
 BAR = 40  # characters of the longest bar
 BINS = 8
-SHOWN_TOKENS = 400  # of a sample, on the terminal; --json gives all
+SHOWN_TOKENS = 400  # per sample in the terminal; --json has all
 NEWLINE = "\u23ce"
 
 
 class Config(Frozen):
-    """What a training run with the same flags would see."""
+    """Options of data show; a training run with the same flags sees the same data."""
 
     data: Annotated[Files, Positional, arg(metavar="F")] = Field(
-        min_length=1, description="data files, folders, patterns or hf:org/name, as sft's"
+        min_length=1, description="data files, folders, patterns or hf:org/name, as in sft"
     )
     columns: Columns = Field(
         default=(),
@@ -52,7 +51,7 @@ class Config(Frozen):
         description="checkpoint folder, or Hugging Face id org/name: its tokenizer and chat template are used"
     )
     samples: int = Field(
-        default=3, ge=0, description="documents shown token by token, from the first file's beginning"
+        default=3, ge=0, description="documents to show token by token, from the start of the first file"
     )
     row: tuple[int, ...] = Field(
         default=(), description="show every example of these rows (line numbers of the file) instead"
@@ -66,19 +65,20 @@ class Config(Frozen):
     tokens_per_step: int = Field(
         default=4096,
         ge=2,
-        description="tokens packed together; limits sequence_length",
+        description="tokens of a packed step; an upper limit for sequence_length",
         json_schema_extra=about("Options", name="training.tokens_per_step", alias="tokens_per_step"),
     )
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail",
         description=(
-            "documents over sequence_length: cut the tail or head, stop, drop the row, or split (texts)"
+            "documents over sequence_length: cut the tail or head, stop with an error, drop the row, or"
+            " split (texts)"
         ),
         json_schema_extra=about("Options", name="data.truncation", was="truncation"),
     )
     on_bad_row: Literal["error", "skip"] = Field(
         default="skip",
-        description="bad rows: stop at the first, as sft, or leave them out and list them",
+        description="bad rows: stop at the first (as sft does), or skip and list them",
         json_schema_extra=about("Options", name="data.on_bad_row", was="on_bad_row"),
     )
     packing: Literal["none", "first_fit", "best_fit"] = Field(
@@ -92,44 +92,44 @@ class Config(Frozen):
     answers: Literal["auto", "taught", "pairs", "labels"] = Field(
         default="auto",
         description=(
-            "kind of rows: taught (sft), pairs (prefer), labels (prefer --loss kto); auto: by most of the"
-            " first rows"
+            "kind of rows: taught (sft), pairs (prefer), labels (prefer --loss kto); auto: the kind of"
+            " most of the first rows"
         ),
     )
     turns: Literal["auto", "whole", "each", "last"] = Field(
         default="auto",
-        description="examples of a conversation, as sft's",
+        description="how a conversation becomes examples, as in sft",
         json_schema_extra=about("Options", name="data.turns", was="turns"),
     )
     reasoning: Literal["auto", "inline", "drop"] = Field(
         default="auto",
-        description="what happens to reasoning_content, as in sft",
+        description="treatment of reasoning_content, as in sft",
         json_schema_extra=about("Options", name="data.reasoning", was="reasoning"),
     )
     template_variables: tuple[str, ...] = Field(
         default=(),
-        description="NAME=VALUE for the chat template, as sft's",
+        description="NAME=VALUE for the chat template, as in sft",
         json_schema_extra=about("Options", name="data.template_variables", was="template_variables"),
     )
     template_date: str = Field(
         default="",
-        description="date the chat template writes, as sft's; default: now",
+        description="date for the chat template, as in sft; default: now",
         json_schema_extra=about("Options", name="data.template_date", was="template_date"),
     )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Show what a run would train on; -> stats, warnings, vocabulary, lengths, samples.
+    """Show a run's training data. -> stats, warnings, vocabulary, lengths, samples.
 
-    vocabulary: base, total, padded. lengths: min, median, p95, max, histogram. samples: row, tokens, texts,
-    weights of each; side (chosen, rejected) of answers that are compared.
+    vocabulary: base, total, padded. lengths: min, median, p95, max, histogram. samples: row, tokens, texts
+    and weights of each; also side (chosen, rejected) for preference data.
     """
     if arguments[:1] in (["-h"], ["--help"]):
         arguments = ["show", *arguments]
     if not arguments or arguments[0] != "show":
-        given = f"{arguments[0]!r}{nearest(arguments[0], ['show'])}" if arguments else "nothing"
+        got = f"{arguments[0]!r}{nearest(arguments[0], ['show'])}" if arguments else "nothing"
         raise ConfigError(
-            f"data takes the subcommand show, got {given}", next="unfreeze data show FILE.jsonl --model MODEL"
+            f"data takes the subcommand show, got {got}", next="unfreeze data show FILE.jsonl --model MODEL"
         )
     config = parse(Config, arguments[1:], command="data show", description=__doc__ or "", positional=True)
     say = partial(print, file=sys.stderr) if not common.quiet else lambda line: None
@@ -142,9 +142,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def data_account(
     config: Config, say: Callable[[str], None] = lambda line: None, *, quiet: bool = True
 ) -> dict[str, Any]:
-    """The account of the data as plain JSON. Bad rows are counted and listed, unless on_bad_row says error.
+    """Statistics of the data as plain JSON. Bad rows are counted and listed, unless on_bad_row is "error".
 
-    A document is no longer than tokens_per_step and the model's positions allow, as in a run.
+    As in a run, tokens_per_step and the model's positions limit a document's length.
     """
     from unfreeze.config.template import template_time, template_values
     from unfreeze.data.rows.columns import renames_of
@@ -190,7 +190,7 @@ def data_account(
 
 
 def model_folder(model: str) -> Path:
-    """The folder with the model's tokenizer; of a Hub id only the small files are downloaded."""
+    """Return the folder with the model's tokenizer. For a Hub id, only the small files are downloaded."""
     from unfreeze.checkpoint import hub
 
     folder = Path(model)
@@ -205,7 +205,7 @@ def model_folder(model: str) -> Path:
 
 
 def positions_of(folder: Path) -> int | None:
-    """Tokens of the longest document the model takes; None where the folder does not say."""
+    """Longest document in tokens that the model takes; None if config.json does not say."""
     from unfreeze.checkpoint.manifest import read_json
 
     if not (folder / "config.json").is_file():
@@ -218,7 +218,7 @@ def positions_of(folder: Path) -> int | None:
 def vocab_sizes(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
     """VocabSpec {base, total, padded} of tokenizer and config.json.
 
-    None where the folder has no config.json to hold it against.
+    None if the folder has no config.json to compare with.
     """
     from unfreeze.checkpoint.manifest import read_json
     from unfreeze.data import check_vocab
@@ -230,9 +230,9 @@ def vocab_sizes(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
 
 
 def lengths(examples: Examples) -> dict[str, Any]:
-    """Tokens per document before truncation: min, median, p95, max, and a histogram.
+    """Tokens per document before truncation: min, median, p95, max and a histogram.
 
-    At most BINS bins [from, to, documents].
+    The histogram has at most BINS bins [from, to, documents].
     """
     import numpy as np
 
@@ -246,7 +246,7 @@ def lengths(examples: Examples) -> dict[str, Any]:
 
 
 def chosen(dataset: Dataset, config: Config) -> list[Example]:
-    """The documents to show. Raises ConfigError for a row that became none."""
+    """Choose the documents to show. Raises ConfigError if a requested row has none."""
     examples = dataset.examples
     if not config.row:
         return examples[: config.samples]
@@ -262,7 +262,7 @@ def chosen(dataset: Dataset, config: Config) -> list[Example]:
 
 
 def samples_of(example: Example, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The documents of an example: what is taught, an answer with a label, or both answers of a pair."""
+    """Documents of an example: the conversation, the labelled answer, or both answers of a pair."""
     from unfreeze.data.store.examples import TAUGHT
 
     if example.chosen == TAUGHT:
@@ -275,9 +275,9 @@ def samples_of(example: Example, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def sample_document(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
-    """One document token by token; joined, the texts are the document.
+    """One document token by token. The joined texts are the document.
 
-    A character of several tokens stands at the last of them.
+    A character that takes several tokens is in the text of its last token.
     """
     decoder = tokenizer.stream_decoder(skip_specials=False)
     texts = [decoder.push(token) for token in example.tokens]
@@ -293,7 +293,7 @@ def sample_document(example: Example, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def pieces_by_weight(texts: Sequence[str], weights: Sequence[float]) -> list[tuple[str, bool]]:
-    """Neighbouring tokens of the same kind joined: (text, supervised)."""
+    """Join neighbouring tokens that are alike in supervision: (text, supervised)."""
     joined: list[tuple[str, bool]] = []
     for text, weight in zip(texts, weights, strict=True):
         if joined and joined[-1][1] == bool(weight):
@@ -304,9 +304,9 @@ def pieces_by_weight(texts: Sequence[str], weights: Sequence[float]) -> list[tup
 
 
 def coloured(shown: dict[str, Any], *, colour: bool) -> Line:
-    """A sample as one text: supervised tokens green, alternating shades where tokens part.
+    """A sample as one text: supervised tokens in green, in two shades to show where tokens start.
 
-    Without colours they stand in [[ ]].
+    Without colours, supervised tokens are in [[ ]].
     """
     line = Line()
     texts, weights = shown["texts"][:SHOWN_TOKENS], shown["weights"][:SHOWN_TOKENS]
@@ -328,7 +328,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     def say(text: str | Line, style: str = "") -> None:
         console.print(text, style=style, markup=False, soft_wrap=True)
 
-    # the account and the lengths, a bar per bucket
+    # summary, warnings, and lengths with a bar per bin
     say(facts["summary"], style="bold")
     for warning in facts["warnings"]:
         say(f"warning: {warning}")
@@ -341,7 +341,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
     for low, high, count in sizes["histogram"]:
         say(f"  {low:>7} to {high:<7} {'#' * -(-BAR * count // most)} {count}")
     stats = facts["stats"]
-    # what was lost or repeated: how many, and the first of them
+    # lost or repeated rows: the count and the first of them
     lists = {
         "dropped or bad": ("listed", stats["dropped"] + stats["bad"]),
         "truncated": ("cuts", stats["truncated"]),
@@ -354,7 +354,7 @@ def _print(facts: dict[str, Any], console: Console) -> None:
             )
         for item in stats[name]:
             say(f"  {item['file'] + ', ' if item['file'] else ''}{item['reason']}")
-    # samples, what is taught in colour or in brackets
+    # samples, with supervised tokens in colour or in brackets
     legend = "green: supervised" if console.is_terminal else "[[ ]]: supervised"
     for shown in facts["samples"]:
         cut = f", {shown['cut']} cut" if shown["cut"] else ""

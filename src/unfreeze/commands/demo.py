@@ -1,10 +1,9 @@
-"""unfreeze demo: the main job on the built-in tiny-k2, in two or three minutes on two CPU cores.
+"""unfreeze demo: fine-tune the built-in tiny-k2, in two or three minutes on two CPU cores.
 
-tiny-k2 has Kimi-K2-Thinking's format with INT4 experts.
-It asks tiny-k2 held-out questions, trains LoRA on every linear layer and all routed experts so that it
-answers like Yoda, and asks again.
-Every number it prints is computed from those answers. The questions asked are about things that occur nowhere
-in the training rows.
+tiny-k2 has Kimi-K2-Thinking's format with INT4 experts. The demo asks it held-out questions, trains LoRA on
+every linear layer and all routed experts so that it answers like Yoda, and asks again.
+Every number it prints is computed from those answers. The questions are about things that occur nowhere in
+the training rows.
 """
 
 from __future__ import annotations
@@ -43,30 +42,28 @@ if TYPE_CHECKING:
     from unfreeze.evaluate.gap import Gap
 
 SHOWN = 8
-HELD_OUT: PromptSource = "held-out data"  # of the samples
+HELD_OUT: PromptSource = "held-out data"
 
 
 class Config(Frozen):
-    """The demo's few knobs; the defaults are what `make demo` runs."""
+    """Options of the demo; `make demo` runs with the defaults."""
 
     out: str = Field(
         default="runs/demo",
         description="run folder; an unfinished demo in it is resumed, a finished one replaced",
     )
     epochs: float = Field(
-        default=10.0,
-        gt=0,
-        description="passes over the training rows; chosen on entities set aside from them",
+        default=10.0, gt=0, description="passes over the training rows; tuned on entities set aside from them"
     )
     learning_rate: float = Field(
-        default=1e-3, gt=0, description="peak learning rate of the adapters, chosen on the same entities"
+        default=1e-3, gt=0, description="peak learning rate of the adapters, tuned on the same entities"
     )
     rank: int = Field(default=16, ge=1, description="LoRA rank of every linear layer and expert")
     seed: int = Field(default=0, ge=0, description="seed of adapters and data order")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Run the demo; -> the scores before and after, the losses, the seconds and the run's folder.
+    """Run the demo. -> scores before and after, losses, seconds and the run's folder:
 
     style_before, style_after, facts_before, facts_after (per cent), known, asked, loss_first, loss_last,
     seconds, run.
@@ -96,11 +93,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         common,
     )
     if not trained["finished"]:
-        print(f"the demo goes on with: unfreeze demo --out {out}", file=sys.stderr)
+        print(f"to continue the demo: unfreeze demo --out {out}", file=sys.stderr)
         return trained
     after, gap_after = ask_heldout(out, items)
     measured = compare_style(before, after, items)
-    # answers and scores become events of the run; then a table and the last line
+    # write answers and scores to the run's events, then print a table and the last line
     write_samples(out, items, before, after, measured, (gap_before, gap_after), trained["steps"])
     if is_demo(kept_folder(out)):
         shutil.rmtree(kept_folder(out))
@@ -109,7 +106,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     if not common.quiet:
         print(
-            f"{seconds:.0f} s in all; look at {out}/report.html, talk with it: unfreeze chat {out}",
+            f"{seconds:.0f} s in all. Results: {out}/report.html. To talk with the model: unfreeze chat"
+            f" {out}",
             file=sys.stderr,
         )
     return {
@@ -120,10 +118,10 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def move_finished(out: Path) -> None:
-    """A finished demo in the folder makes room for a new one, an unfinished one stays and goes on.
+    """Move a finished demo in `out` aside. An unfinished one stays and is resumed.
 
-    The finished one is kept beside it (`kept_folder`) until the new one is finished.
-    Anything else is not touched.
+    The finished one is kept (in `kept_folder`) until the new one is finished.
+    Raises ConfigError for a folder that holds anything else.
     """
     if out.is_file():
         raise ConfigError(
@@ -141,22 +139,23 @@ def move_finished(out: Path) -> None:
     if record is None or record["step"] < record["schedule"]["steps"]:
         return
     old = kept_folder(out)
-    if is_demo(old):  # of a demo before that one
+    if is_demo(old):  # left by an earlier demo
         shutil.rmtree(old)
     if old.exists() or Path.cwd().is_relative_to(out.resolve()):
-        why = f"{old} is in the way" if old.exists() else "it is where you are"
+        why = f"{old} is in the way" if old.exists() else "it is the current directory"
         raise ConfigError(
             f"the finished demo in {out} cannot be moved: {why}", next="unfreeze demo --out ANOTHER_FOLDER"
         )
     with writing(out, "out"):
         out.rename(old)
     print(
-        f"the finished demo in {out} is now {old}, and removed when the new one is finished", file=sys.stderr
+        f"moved the finished demo in {out} to {old}; it is removed when the new one is finished",
+        file=sys.stderr,
     )
 
 
 def kept_folder(out: Path) -> Path:
-    """Where a finished demo waits for its successor."""
+    """Folder that keeps a finished demo until the next one is finished."""
     return Path(os.path.abspath(out) + ".before")
 
 
@@ -166,14 +165,14 @@ def is_demo(folder: Path) -> bool:
 
 
 def ask_heldout(source: Path, items: Sequence[dict[str, str]]) -> tuple[list[str], Gap]:
-    """The model's greedy answer to every held-out question, all in one batch.
+    """Return the model's greedy answers to all held-out questions, generated in one batch.
 
-    With it, how far sampler and trainer are apart on these answers.
+    Also return the gap between the sampler's and the trainer's log-probabilities of these answers.
     """
     import unfreeze
     from unfreeze.evaluate.gap import gap_of_answers
 
-    model = unfreeze.load(source, dtype="float32")  # as it is trained
+    model = unfreeze.load(source, dtype="float32")  # as in training
     answers = model.chat_batch([item["question"] for item in items], max_new_tokens=48)
     gap = gap_of_answers(model.engine, [model.encode_chat(item["question"]) for item in items], answers)
     return [answer.text for answer in answers], gap
@@ -188,7 +187,7 @@ def write_samples(
     gaps: tuple[Gap, Gap],
     step: int,
 ) -> None:
-    """Answers, scores and gaps as events of the run, so that the report shows them."""
+    """Write answers, scores and gaps to the run's events, so that the report shows them."""
     log = EventLog(run / "events.jsonl")
     for item, was, now in zip(items[:SHOWN], before, after, strict=False):
         log.emit("sample", 0, when="before", prompt=item["question"], text=was, source=HELD_OUT)
@@ -210,7 +209,7 @@ def show_answers(
     measured: dict[str, float],
     console: Console,
 ) -> None:
-    """Questions with the answers before and after, and the two scores."""
+    """Print the questions with their answers before and after training, and the two scores."""
     table = Table(title="held-out questions", title_justify="left", box=None, pad_edge=False)
     for column in ("question", "before", "after"):
         table.add_column(column, overflow="fold")
@@ -218,7 +217,7 @@ def show_answers(
         table.add_row(item["question"], was, f"[green]{now}[/green]")
     console.print(table)
     console.print(
-        f"on the {measured['known']:.0f} of {measured['asked']:.0f} held-out questions whose fact it knew: "
+        f"on the {measured['known']:.0f} of {measured['asked']:.0f} held-out questions whose answer it knew: "
         f"speaks like Yoda {measured['style_before']:.1f} % -> [bold]{measured['style_after']:.1f} %[/bold], "
         f"facts right {measured['facts_before']:.1f} % -> [bold]{measured['facts_after']:.1f} %[/bold]",
         highlight=False,

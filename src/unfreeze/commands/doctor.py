@@ -1,9 +1,9 @@
-"""unfreeze doctor MODEL [--data F] [--config run.toml]: look for known faults in your own files and machine.
+"""unfreeze doctor MODEL [--data F] [--config run.toml]: check your files and machine before training.
 
-`unfreeze doctor run.toml` takes the model from the file, too. Trains nothing, writes nothing.
+`unfreeze doctor run.toml` also takes the model from the file. Trains nothing, writes nothing.
 
-One line per check: ok, warn (it works, look at it), fault (with the remedy) or skip (with the reason). Exit
-code 2 if there is a fault, as of every command that meets something you can mend.
+One line per check: ok, warn (it works, but look at it), fault (with the remedy) or skip (with the reason).
+Exit code 2 if there is a fault that you can fix.
 The checks are the guards of a run; `unfreeze dev drill` shows what they catch.
 """
 
@@ -31,7 +31,7 @@ from unfreeze.recipes import prefer, sft
 
 
 class Config(Frozen):
-    """What to look at."""
+    """Options of doctor."""
 
     model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(
         description="checkpoint folder, or Hugging Face id org/name"
@@ -45,8 +45,8 @@ class Config(Frozen):
     config: Folder = Field(
         default="",
         description=(
-            "TOML file of a run (sft, distill, prefer); default: the defaults of sft, of prefer for files of"
-            " pairs or labels"
+            "TOML file of a run (sft, distill, prefer); default: the defaults of sft, or of prefer if"
+            " the data are pairs or labels"
         ),
     )
 
@@ -69,11 +69,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             print(as_text(finding), file=sys.stderr if common.json else sys.stdout, flush=True)
     count = {level: sum(finding.level == level for finding in findings) for level in ("fault", "warn")}
     if not common.quiet:
-        said = (
+        summary = (
             f"{counted(count['fault'], 'fault')}, {counted(count['warn'], 'warning')} in"
             f" {counted(len(findings), 'check')}"
         )
-        print(said, file=sys.stderr if common.json else sys.stdout)
+        print(summary, file=sys.stderr if common.json else sys.stdout)
     return {
         "findings": [asdict(finding) for finding in findings],
         "faults": count["fault"],
@@ -87,7 +87,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def as_text(finding: Finding) -> str:
-    """`ok     checkpoint  …`, the remedy on a line of its own."""
+    """Format a finding as `ok     checkpoint  …`, with the remedy on a second line."""
     line = f"{finding.level:<5}  {finding.check:<10}  {' '.join(finding.line.split())}"
     return line + (
         f"\n{'':<19}remedy: {finding.remedy}" if finding.remedy and finding.level in ("warn", "fault") else ""
@@ -95,7 +95,7 @@ def as_text(finding: Finding) -> str:
 
 
 def findings_of(config: Config, *, quiet: bool = True) -> Iterator[Finding]:
-    """The findings one by one; a config that cannot be read is the first and only one."""
+    """Yield the findings. If the config cannot be read, that is the only one."""
     try:
         examined, parts = run_config(config)
     except UserError as error:
@@ -106,7 +106,7 @@ def findings_of(config: Config, *, quiet: bool = True) -> Iterator[Finding]:
 
 
 def run_config(config: Config) -> tuple[TrainingConfig, Parts]:
-    """The run that is examined: of --config, with MODEL and --data on top; without a file one of sft."""
+    """Build the run to check: --config with MODEL and --data on top, or sft's defaults without a file."""
     on_top = ["--model", config.model, *(["--data", config.data] if config.data else [])]
     on_top += ["--columns", *config.columns] if config.columns else []
     needed = [] if config.data or config.config else ["--data", "none"]
@@ -121,13 +121,13 @@ def run_config(config: Config) -> tuple[TrainingConfig, Parts]:
 
 
 def recipe_for(config: Config) -> tuple[str, Any, list[str]]:
-    """(name, recipe, its flags) that the data is for: prefer where most of its first rows are compared."""
+    """Return (name, recipe, its flags) for the data: prefer if most of the first rows are pairs or labels."""
     from unfreeze.data.rows.kind import answers_in
     from unfreeze.data.rows.sources import files_of
 
     try:
         answers = answers_in(list(files_of(config.data)), config.columns) if config.data else "taught"
-    except UserError:  # a check says so, with the remedy
+    except UserError:  # a check reports it, with the remedy
         answers = "taught"
     if answers == "taught":
         return "sft", sft, []

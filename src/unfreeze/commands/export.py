@@ -1,9 +1,9 @@
-"""unfreeze export RUN --for peft|vllm|sglang: write a run's adapter as another program reads it.
+"""unfreeze export RUN --for peft|vllm|sglang: write a run's adapter for another program.
 
-What was written is read again and compared before it says done.
+The written file is read back and compared with the run's adapter.
 
-peft: one stacked pair per layer of experts, as peft >= 0.19 loads it over transformers. RUN/adapter is laid
-out like that already.
+peft: one stacked pair per layer of experts, as peft >= 0.19 loads it over transformers. RUN/adapter already
+has this layout.
 
 vllm, sglang: two-dimensional tensors per expert, with one r and one lora_alpha for all.
 """
@@ -49,7 +49,7 @@ class Config(Frozen):
         json_schema_extra=about("Options", name="for"),
     )
     layout: Literal["peft", "vllm", "sglang", "per-expert"] | None = Field(
-        default=None, description="earlier name of --for; per-expert means vllm"
+        default=None, description="old name of --for; per-expert means vllm"
     )
     base: ModelName = Field(
         default="", description="base checkpoint of an adapter, if the one it names is not on this machine"
@@ -63,11 +63,13 @@ class Config(Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        """`layout` is an earlier name of `for`."""
+        """Check base_id, and that `layout` (the earlier name of `for`) does not contradict `for`."""
         if self.base_id and not HUB_ID.fullmatch(self.base_id):
-            raise ValueError(f"base_id = {self.base_id!r} is no id of the Hub: org/name")
+            raise ValueError(f"base_id = {self.base_id!r} is not a Hub id (org/name)")
         if self.layout and "reader" in self.model_fields_set and self.reader != self.earlier:
-            raise ValueError(f"for {self.reader} and layout {self.layout} are two readers: give --for alone")
+            raise ValueError(
+                f"for {self.reader} and layout {self.layout} contradict each other: give --for alone"
+            )
         return self
 
     @property
@@ -81,16 +83,16 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """As `export`."""
+    """Parse the arguments and call `export`."""
     return export(
         parse(Config, arguments, command="export", description=__doc__ or "", positional=True), common
     )
 
 
 def export(config: Config, common: Common) -> dict[str, Any]:
-    """Load the run's adapter on its base, write it, verify ΔW of every site in the written file.
+    """Load the run's adapter on its base, write it, and verify ΔW of every module in the written file.
 
-    -> path, pushed, for, layout, verified, dropped (the names that the reader doesn't apply).
+    -> path, pushed, for, layout, verified, dropped (names that the reader doesn't apply).
     """
     from unfreeze.generate.source import open_source
 
@@ -104,18 +106,18 @@ def export(config: Config, common: Common) -> dict[str, Any]:
     source, manifest = open_source(config.run, say(common), config.base)
     if source.adapter is None:
         raise ConfigError(
-            f"{config.run} has no adapter to export; it is a whole model", next=f"use {source.base} as it is"
+            f"{config.run} has no adapter to export: it is a whole model", next=f"use {source.base} directly"
         )
     name = config.base_id or _named(source.adapter) or source.base
     if config.push and not (config.base_id or hub_id(name)):
         raise ConfigError(
-            f"the adapter names its base as {name}, which nobody else has",
+            f"the adapter names its base {name}, a folder that only this machine has",
             next="give the base's id on the Hub: --base-id org/name",
         )
     target = Path(config.out) if config.out else Path(config.run) / f"export-{config.read_by}"
     exported = (Path(config.run), source.adapter, manifest.path)
     if target.resolve() in [folder.resolve() for folder in exported]:
-        raise ConfigError(f"out = {target} is what is exported", next="give another folder")
+        raise ConfigError(f"out = {target} is the folder being exported", next="give another folder")
     refuse_other_files(target, manifest.path, TOKENIZER_FILES)
     from unfreeze.adapters import load_adapter, save_adapter, verify_adapter
     from unfreeze.adapters.layouts import dropped
@@ -144,8 +146,8 @@ def export(config: Config, common: Common) -> dict[str, Any]:
     for line in _said_of(reader, left_out, model, manifest, target):
         say(common)(line)
     say(common)(
-        f"{target}: for {reader.name}; {verified.matrices} matrices at {verified.sites} places read"
-        f" again and equal ({verified.nonzero} not zero, largest relative difference"
+        f"wrote {target} for {reader.name} and read it back: {verified.matrices} matrices of {verified.sites}"
+        f" modules are equal ({verified.nonzero} not zero, largest relative difference"
         f" {verified.max_difference:.1g})"
     )
     files = {"adapter_model.safetensors", "adapter_config.json", CARD, *TOKENIZER_FILES}
@@ -163,31 +165,31 @@ def export(config: Config, common: Common) -> dict[str, Any]:
 
 
 def _named(adapter: Path) -> str:
-    """The base that an adapter names."""
+    """Base model named in an adapter's config."""
     return str(read_json(adapter / "adapter_config.json").get("base_model_name_or_path") or "")
 
 
 def _said_of(
     reader: ReaderRules, left_out: Mapping[str, Drop], model: Decoder, manifest: Manifest, target: Path
 ) -> Iterator[str]:
-    """What the reader does not apply and why, what avoids it, and the flag that it needs."""
+    """Say which modules the reader ignores and why, how to avoid that, and which flag the reader needs."""
     from unfreeze.adapters import sites
     from unfreeze.models.targets import targets_of
 
-    of, kept = f"{reader.name} {reader.version}", sites(model)
+    program, adapted = f"{reader.name} {reader.version}", sites(model)
     model_type = str(manifest.config.get("model_type"))
     if issue := (reader.refuses or {}).get(model_type):
-        yield f"warning: {of} loads no adapters of {model_type}: {issue}"
+        yield f"warning: {program} cannot load adapters of {model_type}: {issue}"
     for drop in dict.fromkeys(left_out.values()):
         names = [name for name, why in left_out.items() if why is drop]
         leaves = sorted({name.rsplit(".", 1)[-1] for name in names})
         issue = f" ({drop.issue})" if drop.issue else ""
         yield (
-            f"warning: {of} does not apply {' and '.join(leaves)}: {drop.why}{issue}. {len(names)} of"
-            f" {len(kept)} adapted places are left out, so it answers as another model than you trained"
+            f"warning: {program} does not apply {' and '.join(leaves)}: {drop.why}{issue}. {len(names)} of"
+            f" {len(adapted)} adapted modules are left out, so its answers differ from the model you trained"
         )
     if left_out:
-        targets = " ".join(targets_of([site.name for site in kept if site.name not in left_out], model))
+        targets = " ".join(targets_of([site.name for site in adapted if site.name not in left_out], model))
         yield f"next time: --lora.targets {targets} trains what {reader.name} applies"
     rank = int(read_json(target / "adapter_config.json")["r"])
     if flag := reader.room_for(rank):

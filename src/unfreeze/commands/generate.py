@@ -1,7 +1,7 @@
-"""unfreeze generate MODEL_OR_RUN --prompt TEXT: continue a text as it is; --mode chat asks it as a question.
+"""unfreeze generate MODEL_OR_RUN --prompt TEXT: continue a text; --mode chat sends it as a question.
 
---tokens 1 403 407 takes token ids instead of a text. --data rows.jsonl --out answers.jsonl asks what all rows
-ask, and writes rows for `unfreeze sft`; there MODEL_OR_RUN may be the address of an OpenAI-compatible server.
+--tokens 1 403 407 takes token ids instead of a text. --data rows.jsonl --out answers.jsonl answers every row
+and writes rows for `unfreeze sft`; MODEL_OR_RUN can then be the address of an OpenAI-compatible server.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ if TYPE_CHECKING:
 
 class Config(Frozen):
     model: Annotated[ModelName, Positional, arg(metavar="MODEL_OR_RUN")] = Field(
-        description="checkpoint or run folder, adapter folder, or Hugging Face id; with --data also http(s)://…"
+        description="checkpoint or run folder, adapter folder, or Hugging Face id; with --data also"
+        " http(s)://…"
     )
     base: ModelName = Field(
         default="", description="base checkpoint of an adapter, if the one it names is not on this machine"
     )
     prompt: str = Field(default="", description="the text to continue, or the question")
     tokens: tuple[int, ...] = Field(
-        default=(),
-        description="the prompt as token ids, taken as they are; for checkpoints without a tokenizer",
+        default=(), description="the prompt as token ids; for checkpoints without a tokenizer"
     )
     data: Folder = Field(
-        default="",
-        description="rows whose last answer the model writes anew, or which have none yet; needs --out",
+        default="", description="rows to answer; an answer already there is replaced. Needs --out"
     )
     out: Folder = Field(default="", description="file for the answers; an existing one is continued")
     mode: Literal["auto", "text", "chat"] = Field(
@@ -47,13 +46,13 @@ class Config(Frozen):
             " checkpoint has a template"
         ),
     )
-    max_new_tokens: int = Field(default=200, ge=1, description="tokens to generate at most")
-    temperature: float = Field(default=0.0, ge=0, description="0 is greedy")
+    max_new_tokens: int = Field(default=200, ge=1, description="most tokens to generate")
+    temperature: float = Field(default=0.0, ge=0, description="0: greedy")
     top_k: int = Field(default=0, ge=0, description="keep the k likeliest tokens; 0: all")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p"
     )
-    stop: tuple[str, ...] = Field(default=(), description="texts that end the generation")
+    stop: tuple[str, ...] = Field(default=(), description="texts that stop generation")
     seed: int = Field(default=0, description="seed of the sampling")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
@@ -64,11 +63,11 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Print the continuation (its ids where the checkpoint has no tokenizer).
+    """Print the continuation (its token ids if the checkpoint has no tokenizer).
 
     -> text, tokens (every sampled id), finish_reason; with --data: path, answered, left_out.
     """
-    refuse_second(arguments, "a text to continue is --prompt", 'unfreeze generate RUN --prompt "…"')
+    refuse_second(arguments, "the text to continue goes in --prompt", 'unfreeze generate RUN --prompt "…"')
     config = parse(Config, arguments, command="generate", description=__doc__ or "", positional=True)
     if config.data or config.out:
         from unfreeze.commands.answers import answer_rows
@@ -76,20 +75,19 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         return answer_rows(config, common)
     if bool(config.prompt) == bool(config.tokens):
         raise ConfigError(
-            "prompt or tokens is needed, one of the two",
-            next='--prompt "Once upon a time", or --tokens 1 403 407',
+            "give either prompt or tokens", next='--prompt "Once upon a time", or --tokens 1 403 407'
         )
     if config.tokens and config.mode == "chat":
         raise ConfigError(
-            "mode chat takes a text; tokens are continued as they are", next="--prompt TEXT --mode chat"
+            "mode chat needs a text; tokens are continued directly", next="--prompt TEXT --mode chat"
         )
     model = load_shown(config.model, config.dtype, config.device, common, config.base)
     as_chat = config.mode == "chat" or (config.mode == "auto" and model.has_chat_template)
     if model.has_chat_template and not config.tokens:
         how = (
-            "asked as a chat turn (--mode text continues it as it is)"
+            "sent as a chat turn (--mode text continues it as plain text)"
             if as_chat
-            else "continued as text (--mode chat asks it as a question)"
+            else "continued as text (--mode chat sends it as a question)"
         )
         say(common)(f"the prompt is {how}")
     done = complete(model, config, as_chat)
@@ -97,14 +95,14 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         print(done.text if model.tokenizer is not None else " ".join(map(str, done.tokens)))
     if done.finish_reason == "length" and len(done.tokens) < config.max_new_tokens:
         say(common)(
-            f"ended after {len(done.tokens)} tokens: the model's {model.decoder.shape.max_positions}"
+            f"stopped after {len(done.tokens)} tokens: the model's {model.decoder.shape.max_positions}"
             " positions are full"
         )
     return {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
 
 
 def complete(model: Model, config: Config, as_chat: bool) -> Completion:
-    """The continuation of a prompt or of ids, or the answer to a chat turn."""
+    """Continue a prompt or token ids, or answer a chat turn."""
     settings: Any = config.model_dump(
         include={"max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed"}
     )

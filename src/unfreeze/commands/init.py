@@ -1,6 +1,6 @@
-"""unfreeze init MODEL DATA: write a run.toml for this model, this data and this machine, with its reasons.
+"""unfreeze init MODEL DATA: write a run.toml for this model, data and machine, with reasons.
 
-It looks at what `unfreeze doctor` looks at and trains nothing. `unfreeze sft run.toml` trains with it.
+It runs the checks of `unfreeze doctor` and trains nothing. `unfreeze sft run.toml` trains with it.
 """
 
 from __future__ import annotations
@@ -34,24 +34,28 @@ class Config(Frozen):
         description="checkpoint folder, or Hugging Face id org/name"
     )
     data: Annotated[Files, Positional, arg(metavar="DATA")] = Field(
-        min_length=1, description="data files, folders, patterns or hf:org/name, as sft's"
+        min_length=1, description="data files, folders, patterns or hf:org/name, as in sft"
     )
     columns: Columns = Field(
         default=(),
         description="column names in the files, FIELD=COLUMN",
         json_schema_extra=about("Options", name="data.columns", alias="columns"),
     )
-    file: Folder = Field(default="run.toml", description="file to write; an existing one is left alone")
+    file: Folder = Field(default="run.toml", description="file to write; an existing file is not overwritten")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Write the file. -> file, fields (place -> value), findings (what the doctor warns of), next."""
-    arguments = [re.sub(r"^--out(?==|$)", "--file", word) for word in arguments]  # as a run's folder is named
+    """Write the file. -> file, fields (key -> value), findings (the doctor's warnings), next."""
+    arguments = [
+        re.sub(r"^--out(?==|$)", "--file", word) for word in arguments
+    ]  # the name of this flag in other commands
     config = parse(Config, arguments, command="init", description=__doc__ or "", positional=True)
     refuse_swapped(config, arguments)
     path = Path(config.file)
     if path.exists():
-        raise ConfigError(f"{path} exists and is left as it is", next="give another name: --file other.toml")
+        raise ConfigError(
+            f"{path} exists and is not overwritten", next="give another name: --file other.toml"
+        )
     say = partial(print, file=sys.stderr) if not common.quiet else lambda line: None
     choices = proposal_of(config, common, say).choices()
     text = written(config, choices)
@@ -59,9 +63,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         partly = path.with_name(f".{path.name}.unfinished")
         partly.write_text(text, encoding="utf-8")
         try:
-            found = findings(str(partly))
-            if path.exists():  # it has appeared meanwhile
-                raise ConfigError(f"{path} exists and is left as it is", next="--file other.toml")
+            doctor_warnings = findings(str(partly))
+            if path.exists():  # it has appeared in the meantime
+                raise ConfigError(f"{path} exists and is not overwritten", next="--file other.toml")
             partly.replace(path)
         finally:
             partly.unlink(missing_ok=True)
@@ -69,15 +73,15 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     if not common.quiet:
         out = sys.stderr if common.json else sys.stdout
         print(text, end="", file=out)
-        for line in found:
+        for line in doctor_warnings:
             say(line)
         print(f"\nwritten: {path}\nnext: {again}", file=out)
     values = {choice.place: choice.value for choice in choices}
-    return {"file": str(path), "fields": values, "findings": found, "next": again}
+    return {"file": str(path), "fields": values, "findings": doctor_warnings, "next": again}
 
 
 def refuse_swapped(config: Config, arguments: Sequence[str]) -> None:
-    """DATA before MODEL is answered with the command that was meant."""
+    """If DATA comes before MODEL, raise ConfigError with the corrected command."""
     model = next(
         (name for name in config.data if (Path(name) / "config.json").is_file() or hub.is_id(name)), ""
     )
@@ -90,7 +94,7 @@ def refuse_swapped(config: Config, arguments: Sequence[str]) -> None:
 
 
 def proposal_of(config: Config, common: Common, say: Callable[[str], None]) -> Proposal:
-    """What is known of model and data before rows are read; data that isn't there is refused first."""
+    """Build the proposal from model and data, before any row is read. Missing data is refused first."""
     from unfreeze.commands.inspect import inspect
     from unfreeze.job.end.folder import with_files
     from unfreeze.job.job import open_weights
@@ -103,22 +107,22 @@ def proposal_of(config: Config, common: Common, say: Callable[[str], None]) -> P
 
 
 def findings(file: str) -> list[str]:
-    """The doctor's warnings of a run with this file. Raises ConfigError where it finds a fault.
+    """Return the doctor's warnings for a run with this file. Raises ConfigError for a fault.
 
-    A run folder that another run has is only a warning: --out names another.
+    A run folder that is already taken is only a warning: --out can name another.
     """
     examined = parse(sft_config.Config, [file], command="sft", description="")
-    said: list[str] = []
+    lines: list[str] = []
     for finding in examine(examined, sft.parts(examined), has_data=True):
         if finding.level == "fault" and finding.check != "run":
             raise ConfigError(f"{finding.check}: {finding.line}", next=finding.remedy)
         if finding.level in ("warn", "fault"):
-            said.append(f"warning: {finding.check}: {finding.line}: {finding.remedy}")
-    return said
+            lines.append(f"warning: {finding.check}: {finding.line}: {finding.remedy}")
+    return lines
 
 
 def written(config: Config, choices: Sequence[ProposedField]) -> str:
-    """The file: tables of keys, each with its reason beside it."""
+    """Text of the file: tables of keys, each with its reason as a comment."""
     files: Any = config.data[0] if len(config.data) == 1 else list(config.data)
     renames = dict(column.split("=", 1) for column in config.columns)
     tables: dict[str, list[str]] = {"data": [f"files = {_toml(files)}"]}
@@ -130,7 +134,7 @@ def written(config: Config, choices: Sequence[ProposedField]) -> str:
         tables.setdefault(table, []).append(f"{line:<28}# {choice.reason}")
     lines = [
         f"# unfreeze sft {_shown(config.file)}  (made by unfreeze init; every key: unfreeze sft --help-all)",
-        "# Paths count from the folder that the command is given in.",
+        "# Paths are relative to the directory where you run the command.",
         f"model = {_toml(config.model)}",
     ]
     for table, keys in tables.items():
@@ -139,12 +143,12 @@ def written(config: Config, choices: Sequence[ProposedField]) -> str:
 
 
 def _shown(name: str) -> str:
-    """A file's name within a comment: one line, whatever is in it."""
+    """Escape a file name so that it stays on one line of a comment."""
     return name if name.isprintable() else json.dumps(name)
 
 
 def _toml(value: object) -> str:
-    """A value as TOML: JSON's text, numbers and lists are TOML too, but for U+007F.
+    """Format a value as TOML. JSON's strings, numbers and lists are valid TOML, except for U+007F.
 
     Raises ConfigError for a name that is not UTF-8, which TOML cannot hold.
     """

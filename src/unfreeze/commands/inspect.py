@@ -1,6 +1,6 @@
-"""unfreeze inspect MODEL: what is in a checkpoint: family, layers, experts, formats, bytes.
+"""unfreeze inspect MODEL: show a checkpoint's family, layers, experts, formats and bytes.
 
-Only headers are read, no tensor. MODEL may be a config.json alone.
+Reads only headers, no tensors. MODEL can be a config.json alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from unfreeze.quant import Scheme
 
 OTHER = "other"
-OTHER_NAMES = (  # of a model without a family: other senses' towers
+OTHER_NAMES = (  # vision and audio towers of a model whose family is not built
     r"(^|\.)(vision|visual|audio|image|mm_projector|multi_modal_projector)"
 )
 
@@ -40,7 +40,7 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Print and return the facts."""
+    """Print and return the facts about a checkpoint."""
     config = parse(Config, arguments, command="inspect", description=__doc__ or "", positional=True)
     facts = inspect(config.model)
     if not common.quiet:
@@ -51,13 +51,13 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def inspect(source: str) -> dict[str, Any]:
     """Facts about a checkpoint as plain JSON, from config.json and file headers.
 
-    parameters      weights of the language model (not the words or scales they are packed in); None where a
-                    format cannot be read
-    bytes, tensors  of the language model. What else lies there (a vision tower, heads for later tokens) is
-                    the group "other", in no total
-    notes           fields of config.json that are not followed, named; none where the family isn't built
-    family          "not built" where this model cannot be loaded; `reason` says why
-    format          "unsupported (…)" where its weights cannot be read
+    parameters      weights of the language model (not the packed words or scales); None if a format cannot
+                    be read
+    bytes, tensors  of the language model. Anything else in the files (a vision tower, multi-token prediction
+                    heads) is the group "other" and in no total
+    notes           fields of config.json that are ignored; empty if the family isn't built
+    family          "not built" if this model cannot be loaded; `reason` says why
+    format          "unsupported (…)" if its weights cannot be read
     """
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.data.tokens.tokenizer import has_tokenizer
@@ -92,7 +92,7 @@ def _is_config_alone(folder: Path) -> bool:
 
 
 def _of_config(path: Path) -> dict[str, Any]:
-    """`inspect` of a config.json without its files: what the sizes in it come to, on meta."""
+    """`inspect` for a config.json without weights: sizes of the model built on meta."""
     from unfreeze.checkpoint.manifest import read_config
     from unfreeze.models import notes
 
@@ -118,7 +118,7 @@ def _of_config(path: Path) -> dict[str, Any]:
 
 
 def _planned_groups(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """As `_groups`, of the model that config.json describes; its tensors are those in memory."""
+    """Like `_groups`, for the model that config.json describes. Tensors are counted as they are in memory."""
     import torch
 
     from unfreeze import models
@@ -126,11 +126,11 @@ def _planned_groups(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     from unfreeze.models.blocks.linear import PackedHolder
     from unfreeze.models.groups import GROUPS, group_of
 
-    found: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
 
     def count(name: str, parameters: int, tensors: Sequence[torch.Tensor], format: str) -> None:
         empty: dict[str, Any] = {"parameters": 0, "bytes": 0, "tensors": 0, "formats": []}
-        group = found.setdefault(group_of(name), empty)
+        group = groups.setdefault(group_of(name), empty)
         group["parameters"] += parameters
         group["bytes"] += sum(tensor.nbytes for tensor in tensors)
         group["tensors"] += len(tensors)
@@ -146,11 +146,11 @@ def _planned_groups(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if id(tensor) not in packed and not name.endswith("counts_E"):
             count(name, tensor.numel(), [tensor], NAME.get(tensor.dtype, str(tensor.dtype)))
-    return {group: found[group] for group in GROUPS if group in found}
+    return {group: groups[group] for group in GROUPS if group in groups}
 
 
 def _family(config: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], bool]]:
-    """(sizes from config.json, which tensor names are not the language model's)."""
+    """Return (sizes from config.json, predicate: True if a tensor name is not the language model's)."""
     from unfreeze import models
     from unfreeze.core.errors import CheckpointError
 
@@ -175,13 +175,16 @@ def _family(config: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[str], 
 
 
 def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
-    """The same fields for a model without a family, by the usual names in config.json; None for the rest."""
+    """The same fields for a model whose family is not built, from the usual keys of config.json.
+
+    A field without its key is None.
+    """
     text = config.get("text_config")
-    given = text if isinstance(text, Mapping) else config
+    fields = text if isinstance(text, Mapping) else config
 
     def field(name: str) -> Any:
-        """A whole number or a text; anything else is no fact about a model."""
-        return given.get(name) if type(given.get(name)) is (str if name == "model_type" else int) else None
+        """Return the value if it has the expected type (int, or str for model_type), else None."""
+        return fields.get(name) if type(fields.get(name)) is (str if name == "model_type" else int) else None
 
     heads = field("num_attention_heads")
     experts = [field(name) for name in ("n_routed_experts", "num_experts", "num_local_experts")]
@@ -202,7 +205,7 @@ def _not_built(config: Mapping[str, Any], reason: str) -> dict[str, Any]:
 
 
 def _format(config: Mapping[str, Any]) -> tuple[str, Scheme | None]:
-    """(names of the weights' formats, their scheme); "dense" has none, nor has one that is not supported."""
+    """Return (names of the weights' formats, their scheme). The scheme is None if dense or not supported."""
     from unfreeze.core.errors import ConfigError
     from unfreeze.quant.formats import recognise
 
@@ -216,9 +219,9 @@ def _format(config: Mapping[str, Any]) -> tuple[str, Scheme | None]:
 def _groups(
     manifest: Manifest, is_other: Callable[[str], bool], scheme: Scheme | None, format_name: str
 ) -> dict[str, dict[str, Any]]:
-    """group -> parameters, bytes, tensors, formats.
+    """Return group -> parameters, bytes, tensors, formats.
 
-    Groups are those of the receipt and of --lora.targets; "other" is last.
+    The groups are those of the receipt and of --lora.targets; "other" is last.
     """
     from unfreeze.models.groups import GROUPS, group_of
     from unfreeze.quant.scheme import is_unread
@@ -228,7 +231,7 @@ def _groups(
         members.setdefault(OTHER if is_other(name) else group_of(name), {})[name] = info
 
     countable = not format_name.startswith("unsupported")
-    found: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for group in (group for group in (*GROUPS, OTHER) if group in members):
         tensors = members[group]
         codecs = {name: scheme.part_of(name, tensors) if scheme else None for name in tensors}
@@ -237,20 +240,19 @@ def _groups(
             for name, info in tensors.items()
             if scheme is None or not is_unread(name)
         }
-        found[group] = {
+        groups[group] = {
             "parameters": _parameters(tensors, scheme, countable=countable),
             "bytes": sum(info.nbytes for info in tensors.values()),
             "tensors": len(tensors),
             "formats": sorted(formats),
         }
-    return found
+    return groups
 
 
 def _parameters(tensors: Mapping[str, TensorInfo], scheme: Scheme | None, *, countable: bool) -> int | None:
-    """Weights in these tensors (count_weights).
+    """Number of weights in these tensors (count_weights).
 
-    None where a tensor is of an unreadable format (not countable): its elements may be several weights, or
-    the scales of some.
+    None if the format is unreadable (not countable): an element may then hold several weights, or a scale.
     """
     from unfreeze.checkpoint.manifest import count_weights
 
@@ -271,7 +273,7 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 
 def _print(facts: dict[str, Any], console: Console) -> None:
-    # sizes, and what of the model is not followed
+    # sizes, and fields of config.json that are ignored
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     say(facts["path"], style="bold")
     layers = "layers" if facts["moe_layers"] is None else f"layers, {facts['moe_layers']} of them"
@@ -286,14 +288,14 @@ def _print(facts: dict[str, Any], console: Console) -> None:
         f" {_number(facts['vocabulary'])}, {_number(facts['max_positions'])} positions"
     )
     if "reason" in facts:
-        say(f"it cannot be loaded: {facts['reason']}")
+        say(f"cannot be loaded: {facts['reason']}")
     for note in facts["notes"]:
         say(f"warning: {note}")
 
     if not facts["groups"]:
         return
 
-    # a row per group of modules
+    # one row per group of modules
     table = Table(box=None, pad_edge=False)
     for column in ("group", "parameters", "bytes", "tensors", "format"):
         table.add_column(column, justify="left" if column in ("group", "format") else "right")
@@ -310,12 +312,12 @@ def _print(facts: dict[str, Any], console: Console) -> None:
 
     expanded = ""
     if facts["expanded_bytes"] is not None:
-        expanded = f"; in bf16 it would be {format_bytes(facts['expanded_bytes'])}"
+        expanded = f"; {format_bytes(facts['expanded_bytes'])} if expanded to bf16"
     here = (
         f"{facts['files']} files{expanded}; format {facts['format']}; tokenizer"
         f" {'present' if facts['tokenizer'] else 'absent (token ids only)'}"
         if facts["files"]
-        else f"by config.json alone{expanded}; format {facts['format']}"
+        else f"from config.json alone{expanded}; format {facts['format']}"
     )
     say(f"total {_count(facts['parameters'])} parameters in {format_bytes(facts['bytes'])}, {here}")
 

@@ -1,11 +1,11 @@
 """unfreeze kernels list|measure: which implementation of each op runs here, and why.
 
-list shows them. measure times them, and writes the records that decide.
+list shows them. measure times them and writes the records that decide.
 
-On a CPU a training run times what it needs against plain torch, once per machine, for at most 2 seconds. What
-was not timed goes by records: a candidate runs where one says that it is exact enough, forward and backward,
-and at least 5 % faster than plain torch beyond the spread of both. Records come with the package for some
-machines; measure makes them for yours.
+On a CPU, a training run times the implementations it needs against plain torch, once per machine, for at most
+2 seconds. Everything else is decided by records. An implementation runs if its record shows that it is exact
+enough, forward and backward, and at least 5 % faster than plain torch beyond the spread of both. The package
+has records for some machines; measure makes them for yours.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ Cell = tuple["Op", "Case", "torch.dtype"]
 
 
 class Listed(Frozen):
-    """What to list."""
+    """Options of list: which ops, on which device."""
 
-    op: tuple[str, ...] = Field(default=(), description="ops, such as rms_norm attention; default: all")
+    op: tuple[str, ...] = Field(default=(), description="op names, such as rms_norm attention; default: all")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one")
-    threads: int = Field(default=0, ge=0, description="CPU threads of torch and numba; 0: as many as cores")
+    threads: int = Field(default=0, ge=0, description="CPU threads of torch and numba; 0: all cores")
 
 
 class Shown(Listed):
-    """And how much of it."""
+    """Options of list, with `all`."""
 
-    all: bool = Field(default=False, description="a row for each shape bucket and dtype, with the reasons")
+    all: bool = Field(default=False, description="one row per shape bucket and dtype, with the reason")
 
 
 class MeasureConfig(Listed):
-    """What to measure, and where the records go."""
+    """Options of measure: which ops, and where records are written."""
 
     to: Literal["package", "user"] = Field(
         default="package",
         description=(
-            "package: the records that are committed; user: your own, which win over them"
+            "package: the committed records; user: your own, which take precedence"
             " (~/.cache/unfreeze/kernels)"
         ),
     )
-    out: Folder = Field(default="", description="a file of your choice instead; nothing reads it by itself")
+    out: Folder = Field(default="", description="write to this file instead; runs do not read it")
     seconds: float = Field(
         default=1.0,
         gt=0,
         le=600,
         description=(
-            "timing of one op, shape and dtype, in seconds; at least 9 samples of each, no more once it is"
-            " clear"
+            "seconds to time one op, shape and dtype; at least 9 samples each, fewer seconds once the"
+            " result is clear"
         ),
     )
 
@@ -73,14 +73,14 @@ class MeasureConfig(Listed):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """measure -> device, file, rows, unmeasured, finished, seconds. list -> device, records, ops.
 
-    ops: op, bucket, dtype, runs, why, origin, candidates of each.
+    Each of ops: op, bucket, dtype, runs, why, origin, candidates.
     """
     if arguments[:1] in (["-h"], ["--help"]):
         arguments = ["measure", *arguments]
     if not arguments or arguments[0] not in ("measure", "list"):
-        given = f"{arguments[0]!r}{nearest(arguments[0], ['measure', 'list'])}" if arguments else "nothing"
+        got = f"{arguments[0]!r}{nearest(arguments[0], ['measure', 'list'])}" if arguments else "nothing"
         raise ConfigError(
-            f"kernels takes the subcommand measure or list, got {given}", next="unfreeze kernels list"
+            f"kernels takes the subcommand measure or list, got {got}", next="unfreeze kernels list"
         )
     config = parse(
         MeasureConfig if arguments[0] == "measure" else Shown,
@@ -92,7 +92,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def chosen_ops(config: Listed) -> dict[str, Op]:
-    """The ops by name, all of them if none is named. Raises ConfigError for an unknown name."""
+    """Return the chosen ops by name, or all. Raises ConfigError for an unknown name."""
     from unfreeze.kernels.choice import ops
 
     return {name: ops.import_op(name) for name in config.op or ops.OPS}
@@ -104,7 +104,7 @@ def measurable_cells(ops: dict[str, Op]) -> list[Cell]:
 
 
 def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
-    """Measure cell by cell; what is done is written after each op, also when Ctrl-C ends it."""
+    """Measure cell by cell. Records are written after each op, and on Ctrl-C."""
     import torch
 
     from unfreeze.job.opening.device import pick_device
@@ -131,7 +131,7 @@ def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
     )
     say(
         f"{device_key(device)}, torch {torch.__version__}, {how}; forward and backward together, medians (±"
-        " interquartile range), sampled in turn"
+        " interquartile range), samples interleaved"
     )
     rows: list[Row] = []
     unmeasured: list[dict[str, str]] = []
@@ -141,14 +141,13 @@ def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
             name = f"{op.name}, {case.bucket}, {str(dtype).removeprefix('torch.')}"
             try:
                 new = kernels.measure(op, case, device, dtype, config.seconds)
-            # the reference itself fails (out of memory, say): nothing to compare with, but the next cell may
-            # do
+            # the reference itself fails (out of memory, say): skip this cell, the next one may work
             except Exception as error:
                 unmeasured.append(
                     {"cell": name, "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
                 )
                 say(
-                    f"{number:>3}/{len(wanted)}  {name}: not measured, the reference fails:"
+                    f"{number:>3}/{len(wanted)}  {name}: not measured; the reference failed:"
                     f" {unmeasured[-1]['reason']}"
                 )
                 continue
@@ -161,10 +160,8 @@ def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
         finished = False
         save_records(file, rows, ops)
     seconds = time.perf_counter() - begun
-    say(
-        f"{len(rows)} rows in {file},"
-        f" {format_seconds(seconds)}{'' if finished else '; interrupted: the rest keeps its former records'}"
-    )
+    interrupted = "" if finished else "; interrupted: ops not measured keep their old records"
+    say(f"{len(rows)} rows in {file}, {format_seconds(seconds)}{interrupted}")
     return {
         "device": device_key(device),
         "file": str(file),
@@ -176,7 +173,7 @@ def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
 
 
 def cell_line(rows: list[Row]) -> str:
-    """What one cell's rows say, in one line."""
+    """Summarise one cell's rows in one line."""
     if not rows:
         return "no candidate runs here"
     timed = [row for row in rows if "refused" not in row]
@@ -194,7 +191,7 @@ def cell_line(rows: list[Row]) -> str:
 
 
 def destination(config: MeasureConfig, key: str) -> Path:
-    """The file of records that is added to."""
+    """Return the records file to update."""
     from unfreeze.kernels.choice import record
 
     if config.out:
@@ -203,7 +200,7 @@ def destination(config: MeasureConfig, key: str) -> Path:
 
 
 def writable(file: Path) -> None:
-    """Refuse before the work, not after it. Raises ConfigError where the file's folder cannot be written."""
+    """Raise ConfigError if the file's folder cannot be written. Called before measuring, not after."""
     import tempfile
 
     try:
@@ -235,7 +232,7 @@ def save_records(file: Path, rows: list[Row], ops: dict[str, Op]) -> None:
 
 
 def listing(config: Shown, common: Common) -> dict[str, Any]:
-    """What runs here and why, for every op, shape bucket and dtype."""
+    """List which implementation runs here and why, for every op, shape bucket and dtype."""
     from unfreeze.job.opening.device import pick_device
     from unfreeze.kernels.choice.choose import by_record
     from unfreeze.kernels.choice.record import device_key
@@ -244,7 +241,7 @@ def listing(config: Shown, common: Common) -> dict[str, Any]:
     ops, device = chosen_ops(config), pick_device(config.device, config.threads)
     listed, packed = [], packed_op()
     if "expert_mlp" in ops:
-        ops[packed.name] = packed  # what computes it where experts are packed
+        ops[packed.name] = packed  # computes expert_mlp if experts are packed
     for op, case, dtype in measurable_cells(ops):
         runs, why, origin = by_record(op, device, dtype, case.bucket)
         listed.append(
@@ -265,45 +262,45 @@ def listing(config: Shown, common: Common) -> dict[str, Any]:
 
 
 def standing(op: Op, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Each candidate: why it cannot run here, or what its record says."""
+    """Return candidate -> the reason it cannot run here, or a summary of its record."""
     from unfreeze.kernels.choice.record import record_rows
 
     rows = {row["candidate"]: row for row in record_rows(op, device, dtype, case.bucket)}
-    said = {}
+    words = {}
     for name, candidate in op.candidates.items():
         refused, row = candidate.refuses(device.type, dtype), rows.get(name)
         if refused:
-            said[name] = f"cannot run: {refused}"
+            words[name] = f"cannot run: {refused}"
         elif row is None:
-            said[name] = "no record"
+            words[name] = "no record"
         elif "refused" in row:
-            said[name] = f"refused: {row['refused']}"
+            words[name] = f"refused: {row['refused']}"
         else:
-            said[name] = (
+            words[name] = (
                 f"{row['reference_median_us'] / row['median_us']:.2f} x, error"
                 f" {max(row['error_forward'], row['error_backward']):.1e}"
             )
-            said[name] += ", runs only where impl names it" * (device.type in candidate.named_on)
-    return said
+            words[name] += ", runs only if impl names it" * (device.type in candidate.named_on)
+    return words
 
 
 def show_ops(result: dict[str, Any]) -> None:
-    """A line per op: what runs, and for how many kinds of inputs."""
+    """Print one line per op: the implementations that run, each with its number of input kinds."""
     runs: dict[str, Counter[str]] = {}
     for entry in result["ops"]:
         runs.setdefault(entry["op"], Counter())[entry["runs"]] += 1
     width = max(map(len, runs), default=0)
-    print(f"{result['device']}: what runs, and for how many kinds of inputs")
+    print(f"{result['device']}: implementations that run, and for how many kinds of inputs")
     for op, counts in runs.items():
         words = ", ".join(f"{name} {count}" for name, count in counts.most_common())
         print(f"  {op:<{width}}  {words}")
     origins = Counter(entry["origin"] for entry in result["ops"])
     print("decided by: " + ", ".join(f"{origin} {count}" for origin, count in origins.most_common()))
-    print("why, kind by kind: unfreeze dev kernels list --all")
+    print("reasons for each kind: unfreeze dev kernels list --all")
 
 
 def show_rows(result: dict[str, Any]) -> None:
-    """The table, and below it which candidates cannot run on this device at all."""
+    """Print the table, then the candidates that cannot run on this device at all."""
     console = Console()
     table = Table(box=None, pad_edge=False, title=result["device"], title_justify="left")
     for name in ("op", "bucket", "dtype", "runs", "decided by", "why", "others"):
@@ -311,11 +308,11 @@ def show_rows(result: dict[str, Any]) -> None:
     cannot: dict[str, None] = {}
     for entry in result["ops"]:
         others = []
-        for name, said in entry["candidates"].items():
-            if said.startswith("cannot run: "):
-                cannot[f"{entry['op']} {name}: {said.removeprefix('cannot run: ')}"] = None
+        for name, words in entry["candidates"].items():
+            if words.startswith("cannot run: "):
+                cannot[f"{entry['op']} {name}: {words.removeprefix('cannot run: ')}"] = None
             elif name != entry["runs"]:
-                others.append(f"{name} {said}")
+                others.append(f"{name} {words}")
         columns = [
             *(entry[key] for key in ("op", "bucket", "dtype", "runs", "origin", "why")),
             "; ".join(others),

@@ -1,12 +1,12 @@
-"""unfreeze merge RUN --to same|bf16|int4 --out DIR: base and adapter as one checkpoint.
+"""unfreeze merge RUN --to same|bf16|int4 --out DIR: write base and adapter as one checkpoint.
 
-same: every weight in the format that the base has it in; what no adapter touches is copied byte for byte.
-bf16: a dense release. int4: Kimi-K2's INT4, of what the base quantizes; of a dense base linear layers and
-experts.
+same: each weight keeps the base's format; weights without an adapter are copied byte for byte. bf16: a dense
+checkpoint. int4: Kimi-K2's INT4 for the weights that the base quantizes, or for linear layers and experts of
+a dense base.
 
-It says how much of what was learned survives, on held-out rows; --verbose: what rounding left of the adapter
-in each group of modules. It works shard by shard: the same command
-continues where it stopped.
+It measures on held-out rows how much of the improvement survives. --verbose also shows how much of the
+adapter survives rounding in each group of modules. It works shard by shard: to continue an interrupted merge,
+run the same command again.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from unfreeze.compress.rounding import Row
     from unfreeze.evaluate.gain import Gain
 
-SHOWN = 3  # of the modules, the worst; merge.json has all
-ALL = 0.99  # kept of a change: what rounding then does to it is noise
-SMALL, LARGE = 0.1, 0.5  # errors √((1 − kept)² + noise²): less is not worth a word; more, a warning
+SHOWN = 3  # worst modules to show; merge.json has all
+ALL = 0.99  # share of a change that is kept; above it the rounding error is only noise
+SMALL, LARGE = 0.1, 0.5  # errors √((1 − kept)² + noise²): below SMALL unmentioned, above LARGE a warning
 
 
 class Config(Frozen):
@@ -55,15 +55,15 @@ class Config(Frozen):
     scales: Literal["refit", "keep"] = Field(
         default="refit",
         description=(
-            "scales of a quantized weight. refit: made anew for W + ΔW; keep: the published ones where they"
-            " can hold it"
+            "scales of a quantized weight. refit: recomputed for W + ΔW; keep: the published ones where"
+            " W + ΔW fits them"
         ),
     )
     base: ModelName = Field(
         default="", description="base checkpoint of an adapter, if the one it names is not on this machine"
     )
     data: Folder = Field(
-        default="", description="held-out rows to measure on; default: the rows that the run held out"
+        default="", description="held-out rows to measure on; default: those that the run held out"
     )
     columns: Columns = Field(
         default=(),
@@ -77,24 +77,24 @@ class Config(Frozen):
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """As `run_merge`."""
+    """Parse the arguments and call `run_merge`."""
     config = parse(Config, arguments, command="merge", description=__doc__ or "", positional=True)
     return run_merge(config, common)
 
 
 def run_merge(config: Config, common: Common) -> dict[str, Any]:
-    """Merge, say what rounding left, measure on held-out rows.
+    """Merge, report how much of the adapter survived rounding, and measure on held-out rows.
 
-    -> path, to, scales, modules, rounding (per group), gain (None where it was not measured: not_measured
-    says why), carried.
+    -> path, to, scales, modules, rounding (per group), gain (None if not measured: not_measured says why),
+    carried.
     """
     from unfreeze.generate.source import open_source
 
     run, processes = Path(config.run), started().size
     if processes > 1:
         raise ConfigError(
-            f"a merge is the work of one process, and torchrun started {processes}",
-            next=f"without torchrun: unfreeze merge {run} (of a split run, too)",
+            f"merge runs in one process, but torchrun started {processes}",
+            next=f"without torchrun (also for a run that was split): unfreeze merge {run}",
         )
     if not run.is_dir():
         raise ConfigError(f"{run} is not a folder", next="give a run's folder (runs/<name>), or an adapter's")
@@ -102,16 +102,18 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     if better := of_an_earlier_step(run):
         say(common)(better)
     if source.adapter is None:
-        as_it_is = Hint("it is a whole model", f"use {source.base} as it is")
+        as_it_is = Hint("it is a whole model", f"use {source.base} directly")
         hint = COMMANDS["quantize"] if config.to == "int4" else as_it_is
         raise ConfigError(f"{run} has no adapter to merge; {hint.text}", next=hint.next)
     out = Path(config.out) if config.out else run / f"merged-{config.to}"
     if out.resolve() in (run.resolve(), source.adapter.resolve(), manifest.path.resolve()):
-        raise ConfigError(f"out = {out} is what is merged", next="give another folder")
+        raise ConfigError(f"out = {out} is the folder being merged", next="give another folder")
     if config.columns and not config.data:
-        raise ConfigError("columns are those of --data, which is not given", next="give --data FILE")
+        raise ConfigError("columns needs --data", next="give --data FILE")
     if config.to == "bf16" and config.scales == "keep":
-        raise ConfigError("scales = keep: bf16 has no scales", next="leave --scales out, or --to same")
+        raise ConfigError(
+            "scales = keep, but bf16 has no scales", next="leave --scales out, or use --to same"
+        )
     rows = "--no-check" if config.no_check else heldout_rows(run, config.data, config.columns)
 
     import torch
@@ -121,7 +123,7 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     from unfreeze.compress.deltas import Deltas
     from unfreeze.compress.work import MergeWork
 
-    # everything that can be refused is, before a byte is written
+    # refuse everything that can be refused before writing a byte
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
     if isinstance(rows, HeldoutRows):
         examples = encode_as_run(rows, manifest, model.shape.max_positions, say(common))
@@ -134,14 +136,16 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         with writing(out, "out"), LoadProgress("merge", quiet=common.quiet) as progress:
             record = by_shards.merge(work, deltas, out, inputs, config.scales, progress)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"whole shards stay in {out}; give the same command again") from None
+        raise KeyboardInterrupt(
+            f"finished shards stay in {out}; to continue, run the same command again"
+        ) from None
 
-    found: Gain | str = "no row was read"
+    measured: Gain | str = "no row was read"
     if isinstance(examples, str):
-        found = examples
+        measured = examples
     elif isinstance(rows, HeldoutRows):
-        found = gain_of(manifest, source.adapter, out, examples, rows)
-    unmeasured, gain = (found, None) if isinstance(found, str) else ("", found)
+        measured = gain_of(manifest, source.adapter, out, examples, rows)
+    unmeasured, gain = (measured, None) if isinstance(measured, str) else ("", measured)
     groups = dict(summary(record.rows))
     settings = {"base": _name(source.base), "adapter": _name(str(run)), "ranks": _ranks(deltas.ranks)}
     record.more |= {
@@ -157,7 +161,7 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
         say(common)(line)
     if gain is not None and isinstance(rows, HeldoutRows) and rows.trained_on:
         say(common)(f"warning: {rows.trained_on}")
-    say(common)(f"{out}: a checkpoint; unfreeze chat {out}")
+    say(common)(f"wrote the checkpoint {out}. To talk with it: unfreeze chat {out}")
     return {
         "path": str(out),
         "to": config.to,
@@ -171,7 +175,7 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
 
 
 def of_an_earlier_step(run: Path) -> str:
-    """The line of a run whose held-out loss was lowest before its last step, which is what is merged."""
+    """Return a hint if an earlier step than the last (the one being merged) had a lower held-out loss."""
     from unfreeze.report.run import best_words, read_run
 
     best = best_words(read_run(run)) if (run / "events.jsonl").is_file() else ""
@@ -181,19 +185,19 @@ def of_an_earlier_step(run: Path) -> str:
 
 
 def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """group -> modules, ‖ΔW‖/‖W‖, and per way size, cosine, kept, noise: means over its modules."""
+    """Yield (group, its modules, ‖ΔW‖/‖W‖, and per way the means of size, cosine, kept and noise)."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
     for group, own in groups.items():
         ways: dict[str, dict[str, float]] = {}
         for way in dict.fromkeys(way for row in own for way in row.ways):
-            found = [row.ways[way] for row in own if way in row.ways]
+            roundings = [row.ways[way] for row in own if way in row.ways]
             ways[way] = {
-                name: sum(getattr(rounded, name) for rounded in found) / len(found)
+                name: sum(getattr(rounded, name) for rounded in roundings) / len(roundings)
                 for name in ("size", "cosine", "kept", "noise")
             }
-            ways[way]["anew"] = sum(rounded.anew for rounded in found)
+            ways[way]["anew"] = sum(rounded.anew for rounded in roundings)
         change = sum(row.delta / row.weight if row.weight else 0.0 for row in own) / len(own)
         written = sorted({row.written for row in own})
         yield group, {"modules": len(own), "change": change, "written": written, "ways": ways}
@@ -202,7 +206,7 @@ def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
 def sentences(
     record: Record, groups: dict[str, dict[str, Any]], gain: Gain | None, config: Config, unmeasured: str
 ) -> Iterator[str]:
-    """How much survives, the losses, the table where it is asked for, and what to do where much is lost."""
+    """Say how much survives, the losses, the table if requested, and a remedy if much is lost."""
     from unfreeze.evaluate.gain import ENOUGH
 
     share = None if gain is None else gain.share
@@ -227,7 +231,7 @@ def sentences(
 
 
 def rounding_remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
-    """What loses less: bf16 only where it keeps nearly all, the other scales only where they keep more."""
+    """Suggest flags that lose less: bf16 if it keeps nearly all, the other scales if they keep more."""
     from unfreeze.evaluate.gain import ENOUGH
 
     other = "keep" if config.scales == "refit" else "refit"
@@ -237,13 +241,13 @@ def rounding_remedy(groups: dict[str, dict[str, Any]], config: Config) -> str:
         if other in entry["ways"] and entry["written"] == [config.scales]
     ]
     wide = [entry["ways"]["BF16"]["kept"] for entry in groups.values() if "BF16" in entry["ways"]]
-    bf16 = config.to != "bf16" and all(kept >= ENOUGH for kept in wide)
+    bf16 = config.to != "bf16" and all(share >= ENOUGH for share in wide)
     ways = ["--to bf16"] * bf16 + [f"--scales {other}"] * (bool(better) and all(better))
     return ", or ".join([*ways, "serve the adapter beside the base (unfreeze export)"])
 
 
 def loses_most(groups: dict[str, dict[str, Any]]) -> str:
-    """The group in which rounding leaves least of the adapter; "" where it leaves nearly all everywhere."""
+    """Name the group that loses most of the adapter to rounding; "" if every group keeps nearly all."""
     errors = {group: _error(entry, entry["written"][0]) for group, entry in groups.items()}
     group = max(errors, key=lambda group: errors[group], default="")
     if not group or errors[group] < SMALL:
@@ -256,7 +260,7 @@ def loses_most(groups: dict[str, dict[str, Any]]) -> str:
 
 
 def in_bf16(groups: dict[str, dict[str, Any]], config: Config) -> str:
-    """What bf16 would keep of the adapter's change, of the group it keeps least of; "" if bf16 is written."""
+    """Share of the adapter that bf16 would keep in its worst group; "" if bf16 is written."""
     from unfreeze.compress.rounding import PLAIN
 
     ways = [entry["ways"][PLAIN] for entry in groups.values() if PLAIN in entry["ways"]]
@@ -271,32 +275,32 @@ def _error(entry: dict[str, Any], way: str) -> float:
 
 
 def _noise(of: Mapping[str, float]) -> str:
-    """Noise across ΔW, where it is the larger part of the error."""
+    """Noise orthogonal to ΔW, if it is the larger part of the error."""
     if of["noise"] < max(SMALL, abs(1 - of["kept"])):
         return ""
     return f", under noise of {100 * of['noise']:.0f} %"
 
 
 def _percent(share: float) -> str:
-    """Never more than was kept: 99.96 % is no 100 %."""
+    """Format a share as per cent, rounded down: 99.96 % is not 100 %."""
     return f"{max(0, math.floor(1000 * min(1.0, share) + 1e-6)) / 10:g} %"
 
 
 def table(record: Record, groups: dict[str, dict[str, Any]], config: Config) -> Iterator[str]:
-    """How much of the adapter survives, per group and in the worst modules."""
+    """Yield lines on how much of the adapter survives, per group and in the worst modules."""
     yield "how much of the adapter survives in the new format (kept 1.00, noise 0.00: all), per group:"
     for group, entry in groups.items():
         ways = "; ".join(
-            f"{way} {_shares(of)}" + (f", {of['anew']:,.0f} scales made anew" if of["anew"] else "")
+            f"{way} {_shares(of)}" + (f", {of['anew']:,.0f} scales recomputed" if of["anew"] else "")
             for way, of in entry["ways"].items()
         )
         wrote = f" (written: {', '.join(entry['written'])})" if len(entry["ways"]) > 1 else ""
         yield f"  {group}: {entry['modules']} modules, ‖ΔW‖/‖W‖ {entry['change']:.3f}; {ways}{wrote}"
     for row in record.rows[:SHOWN]:
-        found = row.ways[row.written]
-        shares = {name: getattr(found, name) for name in ("size", "cosine", "kept", "noise")}
+        rounding = row.ways[row.written]
+        shares = {name: getattr(rounding, name) for name in ("size", "cosine", "kept", "noise")}
         yield f"  worst: {row.module} {_shares(shares)} ({row.written})"
-    yield "  kept = size × cosine, size = ‖Q(W+ΔW)−W‖/‖ΔW‖, cosine that with ΔW; noise: what lies across ΔW"
+    yield "  kept = size × cosine, size = ‖Q(W+ΔW)−W‖/‖ΔW‖, cosine: with ΔW; noise: the part orthogonal to ΔW"
 
 
 def _shares(of: Mapping[str, float]) -> str:
@@ -307,7 +311,7 @@ def _shares(of: Mapping[str, float]) -> str:
 def write_card(
     out: Path, manifest: Manifest, base: str, config: Config, record: Record, gain: Gain | None
 ) -> None:
-    """README.md: what was merged, its figures, the base's licence. No path of this machine stands on it."""
+    """Write README.md: the merged models, the figures, the base's licence. It names no local paths."""
     from unfreeze.checkpoint.save import write_file
     from unfreeze.compress.released import BASE_CARD, CARD, RECORD
 
@@ -346,10 +350,10 @@ def write_card(
 
 
 def _ranks(ranks: dict[str, int]) -> dict[str, int]:
-    """rank -> how many modules have it."""
+    """Return rank -> number of modules."""
     return {str(rank): list(ranks.values()).count(rank) for rank in sorted(set(ranks.values()))}
 
 
 def _name(source: str) -> str:
-    """A base or a run without the folders it lies in; a Hub id as it is."""
+    """Name of a base or run without its parent folders; a Hub id is unchanged."""
     return hub_id(source) or Path(source).resolve().name

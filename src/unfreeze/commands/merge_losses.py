@@ -1,6 +1,6 @@
-"""The losses of `unfreeze merge` on held-out rows: of the base, with the adapter beside it, and merged.
+"""Losses on held-out rows for `unfreeze merge`: the base, the base with adapter, and the merged checkpoint.
 
-Each row's loss is known by itself, so the gain has a standard error, paired by row.
+The loss of each row is kept, so the gain has a standard error, paired by row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of each row its loss and what it counts: supervised tokens of a taught row, 1 of a pair or a label."""
+    """Loss and weight of each row. The weight is its supervised tokens, or 1 for a pair or a label."""
 
     sums: list[float] = field(default_factory=list[float])
     counts: list[float] = field(default_factory=list[float])
@@ -42,7 +42,7 @@ class Losses:
 
 
 def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, rows: HeldoutRows) -> Gain | str:
-    """The three losses in float32, one model in memory at a time; why not, where they cannot be measured."""
+    """Measure the three losses in float32, one model in memory at a time; return a reason if impossible."""
     from unfreeze.adapters import detach, load_adapter
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.data import validation_batches
@@ -51,30 +51,34 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
     from unfreeze.generate.open import open_model
 
     written = open_checkpoint(merged)
-    if lacking := _no_room(base) or _no_room(written):
-        return lacking
-    asked = rows.preference if int(examples.chosen_N[0]) != TAUGHT else None
-    begun = str(rows.resolved.get("adapter") or "") if asked and asked.loss not in WITHOUT_REFERENCE else ""
+    if no_room := _no_room(base) or _no_room(written):
+        return no_room
+    preference = rows.preference if int(examples.chosen_N[0]) != TAUGHT else None
+    start_name = (
+        str(rows.resolved.get("adapter") or "")
+        if preference and preference.loss not in WITHOUT_REFERENCE
+        else ""
+    )
     try:
-        start = adapter_folder(begun) if begun else None
+        start = adapter_folder(start_name) if start_name else None
     except AdapterError as error:
-        return f"the run's pairs are compared with the adapter it began with: {error.message}. {GIVE}"
-    batches = list(validation_batches(examples, _tokens(rows) if asked else TOKENS))
+        return f"the run compares its pairs with the adapter it started from: {error.message}. {GIVE}"
+    batches = list(validation_batches(examples, _tokens(rows) if preference else TOKENS))
 
     model = open_model(base, as_stored=True)
     reference: list[Tensor] = []
-    if asked is not None and asked.loss not in WITHOUT_REFERENCE:
+    if preference is not None and preference.loss not in WITHOUT_REFERENCE:
         if start is not None:
             load_adapter(model, start)
         reference = [_log_probabilities(model, batch) for batch in batches]
         if start is not None:
             detach(model)
-    without = row_losses(model, batches, asked, reference)
+    without = row_losses(model, batches, preference, reference)
     load_adapter(model, adapter)
-    with_adapter = row_losses(model, batches, asked, reference)
+    with_adapter = row_losses(model, batches, preference, reference)
     del model
     gc.collect()
-    after = row_losses(open_model(written, as_stored=True), batches, asked, reference)
+    after = row_losses(open_model(written, as_stored=True), batches, preference, reference)
     gains = [old - new for old, new in zip(without.sums, with_adapter.sums, strict=True)]
     return Gain(
         without.mean,
@@ -83,41 +87,41 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
         sum(int(batch.weights_T.gt(0).sum()) for batch in batches),
         len(examples),
         error_of(gains, without.counts) if len(gains) > 1 else 0.0,
-        compared_loss(asked) if asked else "",
+        compared_loss(preference) if preference else "",
     )
 
 
 def row_losses(
-    model: Decoder, batches: list[Batch], asked: Preference | None, reference: list[Tensor]
+    model: Decoder, batches: list[Batch], preference: Preference | None, reference: list[Tensor]
 ) -> Losses:
-    """The loss of each row: cross entropy, or what the run minimised over answers that are compared.
+    """Loss of each row: cross entropy, or the run's preference loss.
 
-    reference: l_ref of the documents of each batch, where the loss has one.
+    reference: l_ref of the documents of each batch; empty if the loss has no reference.
     """
     import torch
 
-    found = Losses()
+    losses = Losses()
     with torch.no_grad(), model.looking():
         for number, host_batch in enumerate(batches):
             batch = host_batch.to(model.device)
-            if asked is None:
+            if preference is None:
                 sums = (-_log_probabilities(model, host_batch)).tolist()
                 starts = batch.starts_S.tolist()
                 counts = [float(part.sum()) for part in host_batch.weights_T.tensor_split(starts[1:])]
             else:
-                objective = minimised(asked)
+                objective = minimised(preference)
                 if reference:
                     objective.keywords["reference"] = _known(reference[number])
                 each = objective(model.hidden(batch), model.lm_head, batch).each
                 assert each is not None
                 sums, counts = each.tolist(), [1.0] * len(each)
-            found.sums.extend(sums)
-            found.counts.extend(counts)
-    return found
+            losses.sums.extend(sums)
+            losses.counts.extend(counts)
+    return losses
 
 
 def _tokens(rows: HeldoutRows) -> int:
-    """Of a micro-batch of the run: an answer with a label is compared with others of its micro-batch."""
+    """Tokens of the run's micro-batch. KTO compares a labelled answer with others of its micro-batch."""
     of = rows.resolved
     return int(of.get("training.tokens_per_step") or TOKENS) // int(of.get("memory.micro_batches") or 1)
 
@@ -127,7 +131,7 @@ def _known(l_S: Tensor) -> Callable[[Batch], Tensor]:
 
 
 def _log_probabilities(model: Decoder, host_batch: Batch) -> Tensor:
-    """l of each document, float64 [S]."""
+    """Log-probability l of each document, float64 [S]."""
     import torch
 
     from unfreeze.objectives.log_p import log_probabilities
@@ -138,7 +142,7 @@ def _log_probabilities(model: Decoder, host_batch: Batch) -> Tensor:
 
 
 def _no_room(manifest: Manifest) -> str:
-    """What a model takes and what is free, where that is less; else ""."""
+    """Say that a model needs more memory than is free; "" if it fits."""
     import torch
 
     from unfreeze import models
@@ -147,4 +151,8 @@ def _no_room(manifest: Manifest) -> str:
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32, as_stored=True)
     needed = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     free = hardware("cpu").available
-    return f"{manifest.path} takes {format_bytes(needed)}, {format_bytes(free)} free" if needed > free else ""
+    return (
+        f"{manifest.path} needs {format_bytes(needed)}; {format_bytes(free)} are free"
+        if needed > free
+        else ""
+    )

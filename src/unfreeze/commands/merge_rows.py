@@ -1,7 +1,7 @@
-"""The held-out rows of `unfreeze merge`: those that the run held out, or --data, read as the run read them.
+"""Held-out rows for `unfreeze merge`: those that the run held out, or --data, read as the run read them.
 
-A run that reads large files in windows draws a row's side from its bytes, any other from what it says
-(docs/reference/data.md); so rows are found by the rule that the run used.
+A run that reads large files in windows splits rows by a hash of their bytes, any other run by a hash of their
+content (docs/reference/data.md). Rows are split here by the rule that the run used.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
     from unfreeze.data import Dataset, Examples, Tokenizer
     from unfreeze.data.rows.row import Answers
 
-TOKENS = 2048  # of a batch
+TOKENS = 2048  # per batch
 GIVE = "Give --data HELD_OUT.jsonl"
 PREFERENCE = {f"preference.{name}" for name in Preference.model_fields}
 
 
 @dataclass(frozen=True)
 class HeldoutRows:
-    """Held-out rows: whose, and how they are encoded (fields of resolved_config.json).
+    """Held-out rows and how to encode them (fields of resolved_config.json).
 
-    fraction    of `files` that was held out; 0: all of them
-    columns     of `files`, where they are the user's own
-    beside      what the run trained on, where it found rows of that among them: these are left out
-    trained_on  what is wrong with them: the run learned from a file among them; "" where none is known
-    own         whether the user named them: then what is wrong with them is an error
-    windows     whether the run read `files` in windows; None: its record does not say
+    fraction    share of `files` that was held out; 0: all rows
+    columns     column names in `files`
+    beside      training files of a run that found validation rows among them; these rows are left out
+    trained_on  warning that the run trained on one of the files; "" if not
+    own         True if the user named the files: then a fault in them is an error
+    windows     True if the run read `files` in windows; None if its record does not say
     """
 
     files: tuple[str, ...]
@@ -55,7 +55,7 @@ class HeldoutRows:
 
     @property
     def preference(self) -> Preference | None:
-        """What a run of `unfreeze prefer` minimised; None of the others."""
+        """Preference settings of a run of `unfreeze prefer`; None for other runs."""
         if self.resolved.get("recipe") != "prefer":
             return None
         own = {name.partition(".")[2]: value for name, value in self.resolved.items() if name in PREFERENCE}
@@ -63,7 +63,7 @@ class HeldoutRows:
 
 
 def heldout_rows(run: Path, data: str, columns: tuple[str, ...] = ()) -> HeldoutRows | str:
-    """The rows of `data`, or those that the run held out; else why there are none. No row is read."""
+    """Return the rows of `data`, or those that the run held out, or a reason for none. Reads no row."""
     from unfreeze.generate.source import run_of
 
     run = run_of(run)
@@ -75,12 +75,12 @@ def heldout_rows(run: Path, data: str, columns: tuple[str, ...] = ()) -> Heldout
         return f"{run} is an adapter without its run. {GIVE}"
     columns = tuple(resolved.get("data.columns") or ())
     if resolved.get("data.validation"):
-        found = _leaks(run)
-        later = "; ".join(words for words in found if words.startswith(AT_LEAST))
-        beside = _names(resolved.get("data.files") or []) if found else ()
+        leaks = _leaks(run)
+        later = "; ".join(words for words in leaks if words.startswith(AT_LEAST))
+        beside = _names(resolved.get("data.files") or []) if leaks else ()
         held = _names(resolved["data.validation"])
         return HeldoutRows(
-            held, 0.0, resolved, columns, beside, later, windows=_windows(run) if found else None
+            held, 0.0, resolved, columns, beside, later, windows=_windows(run) if leaks else None
         )
     fraction = resolved.get("data.validation_fraction")
     if not isinstance(fraction, float) or not 0 < fraction < 1:
@@ -89,13 +89,13 @@ def heldout_rows(run: Path, data: str, columns: tuple[str, ...] = ()) -> Heldout
 
 
 def _leaks(run: Path) -> list[str]:
-    """What the run said of held-out rows that it trained on."""
+    """Warnings of the run about held-out rows that it trained on."""
     path = run / "events.jsonl"
     return [words for _, words in warnings(read_events(path)) if LEAKED in words] if path.is_file() else []
 
 
 def _windows(run: Path) -> bool | None:
-    """Whether the run read its rows in windows, by its latest save; None where it has none."""
+    """True if the run read its rows in windows, by its latest save; None if it has no save."""
     from unfreeze.train.run import latest, read_record
 
     save = latest(run)
@@ -104,26 +104,26 @@ def _windows(run: Path) -> bool | None:
 
 
 def _trained_on(data: str, resolved: dict[str, Any]) -> str:
-    """What to warn of where a run's record names `data`, or a file of the same bytes, as what it learned."""
+    """Return a warning if the run trained on `data` or on a file with the same bytes, else ""."""
     own = Path(data)
     for name in _names(resolved.get("data.files") or []):
         other = Path(name)
         if name == data or (own.is_file() and other.is_file() and cmp(own, other, shallow=False)):
-            return f"the run trained on {name}: the loss on it shows what was learned by heart"
+            return f"the run trained on {name}: the loss on it shows what the model memorised"
     return ""
 
 
 def _names(value: object) -> tuple[str, ...]:
-    """One name or several, as resolved_config.json has them."""
+    """Names from resolved_config.json, which holds one name or a list."""
     return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
 
 
 def encode_as_run(
     rows: HeldoutRows, manifest: Manifest, max_positions: int, say: Callable[[str], None]
 ) -> Examples | str:
-    """The rows as the run encoded them; why not, where those that it held out cannot be had any more.
+    """Encode the rows as the run did; return a reason if the run's held-out rows are gone.
 
-    Raises ConfigError where --data is not there, DataError for a bad row in it.
+    Raises ConfigError if --data is missing, DataError for a bad row in it.
     """
     try:
         return _encoded(rows, manifest, max_positions, say)
@@ -139,30 +139,30 @@ def _encoded(
     from unfreeze.data import encoded_files, load_tokenizer, split_by_content
     from unfreeze.data.rows.sources import files_of
 
-    of = rows.resolved
+    resolved = rows.resolved
     try:
         files = [path for name in rows.files for path in files_of(name, "data", say)]
     except ConfigError as error:
         raise ConfigError(error.message, next=GIVE) from None
     names = ("truncation", "on_bad_row", "turns", "reasoning")
-    options: dict[str, Any] = {name: of[f"data.{name}"] for name in names if f"data.{name}" in of}
+    options: dict[str, Any] = {name: resolved[f"data.{name}"] for name in names if f"data.{name}" in resolved}
     options |= {"columns": rows.columns, "answers": answers_for(rows, files)}
     tokenizer = load_tokenizer(
         manifest.path,
-        now=template_time(str(of.get("data.template_date") or "")),
-        template_variables=template_values(of.get("data.template_variables") or ()),
+        now=template_time(str(resolved.get("data.template_date") or "")),
+        template_variables=template_values(resolved.get("data.template_variables") or ()),
     )
-    effective: dict[str, Any] = of.get("effective") or {}
+    effective: dict[str, Any] = resolved.get("effective") or {}
     length = min(int(effective.get("sequence_length") or TOKENS), max_positions)
-    if rows.fraction and (found := _of_windows(rows, files, tokenizer, length, options)) is not None:
-        return found
+    if rows.fraction and (heldout := _of_windows(rows, files, tokenizer, length, options)) is not None:
+        return heldout
     examples = encoded_files(files, tokenizer, length, **options).examples
     if rows.beside:
         taught = partial(encoded_files, tokenizer=tokenizer, sequence_length=length, **options)
         return _left_over(rows, examples, files, taught, say)
     if not rows.fraction:
         return examples
-    return split_by_content(examples, rows.fraction, int(of.get("seed") or 0))[1]
+    return split_by_content(examples, rows.fraction, int(resolved.get("seed") or 0))[1]
 
 
 def _left_over(
@@ -172,7 +172,7 @@ def _left_over(
     taught: Callable[[Sequence[Path]], Dataset],
     say: Callable[[str], None],
 ) -> Examples:
-    """Those that the run did not train on, found as it found them (job/data.py)."""
+    """Drop the rows that the run trained on, by the run's own rule (job/data.py)."""
     from unfreeze.data.rows.files import reader
     from unfreeze.data.rows.scan import Repeated
     from unfreeze.data.rows.sources import files_of
@@ -186,16 +186,16 @@ def _left_over(
         leaked_N = examples.made_of(look.found)
     else:
         leaked_N = replace(taught(trained), validation=examples).leaked()
-    said = f"{leaked_N.sum():,} of {len(leaked_N):,} {LEAKED}"
+    words = f"{leaked_N.sum():,} of {len(leaked_N):,} {LEAKED}"
     if leaked_N.all():
-        raise ConfigError(said)
+        raise ConfigError(words)
     if leaked_N.any():
-        say(f"{said}: left out")
+        say(f"{words}: left out")
     return examples.part(~leaked_N)
 
 
 def answers_for(rows: HeldoutRows, files: Sequence[Path]) -> Answers:
-    """How the run read its rows; rows of the user's own that have no pairs or labels are taught ones."""
+    """Return the row kind of the run; --data without pairs or labels counts as "taught"."""
     from unfreeze.data.rows.kind import answers_in
 
     if rows.preference is None:
@@ -208,16 +208,16 @@ def answers_for(rows: HeldoutRows, files: Sequence[Path]) -> Answers:
 def _of_windows(
     rows: HeldoutRows, files: Sequence[Path], tokenizer: Tokenizer, length: int, options: dict[str, Any]
 ) -> Examples | None:
-    """What was held out of files that the run read in windows; None where it read them whole.
+    """Rows held out of files that the run read in windows; None if it read them whole.
 
-    Where no save says which, as the run decided it: many rows, a number of steps, no weights of files.
+    If no save says which, decide as the run did: windows for many rows, given steps, and no file weights.
     """
     from unfreeze.data import Examples
     from unfreeze.data.store.streamed import streamed_files
 
-    of, windows = rows.resolved, rows.windows
+    resolved, windows = rows.resolved, rows.windows
     if windows is None:
-        windows = of.get("training.steps") is not None and not of.get("data.weights")
+        windows = resolved.get("training.steps") is not None and not resolved.get("data.weights")
     if not windows:
         return None
     stream = streamed_files(
@@ -226,7 +226,7 @@ def _of_windows(
         length,
         least=0 if rows.windows else MANY_ROWS,
         tokens_per_step=TOKENS,
-        seed=int(of.get("seed") or 0),
+        seed=int(resolved.get("seed") or 0),
         validation_fraction=rows.fraction,
         **options,
     )

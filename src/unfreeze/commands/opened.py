@@ -1,4 +1,4 @@
-"""The model that is planned, and the second one of a run that has one: shapes and dtypes, no memory."""
+"""The model to plan for, and a run's second model if it has one, on "meta": shapes and dtypes, no memory."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 
 
 Build = Callable[["torch.dtype", bool], "Decoder"]
-"""(dtype of the computation, whether frozen matrices stay as stored) -> the model on "meta"."""
+"""(dtype of the computation, True if frozen matrices stay as stored) -> the model on "meta"."""
 
 
 @dataclass
 class Opened:
-    """A model on "meta" (shapes, dtypes, no memory) and what its blocks say: the same in every plan of it.
+    """A model on "meta" (shapes, dtypes, no memory) and its sizes, shared by all plans for it.
 
-    One for each dtype that it is computed in, and on a CPU one whose frozen matrices stay as stored.
+    It is built once per dtype, and once more for CPUs with frozen matrices as stored.
     """
 
     build: Build
     start: Manifest
     second: Second | None = None
     models: dict[tuple[torch.dtype, bool], tuple[Decoder, Counts]] = field(default_factory=dict)
-    found: dict[tuple[torch.dtype, str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
+    known_sizes: dict[tuple[torch.dtype, str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
 
     def model(self, dtype: torch.dtype, lora: LoraConfig | None, kind: str) -> tuple[Decoder, Counts]:
-        """As it is held on a device of that kind, and what it counts."""
+        """Return (the model as a device of that kind holds it, its counts)."""
         from unfreeze.parallel.plan.counts import counts
 
         key = dtype, lora is not None and kind == "cpu"
@@ -52,24 +52,24 @@ class Opened:
         return self.models[key]
 
     def sizes(self, dtype: torch.dtype, lora: LoraConfig | None, kind: str) -> Sizes:
-        """For a device of that kind; the adapters' rank is not in it."""
+        """Sizes for a device of that kind. They do not depend on the adapters' rank."""
         from unfreeze.parallel.plan import measure_sizes
 
         key = dtype, kind, lora and lora.targets
-        if key not in self.found:
-            self.found[key] = measure_sizes(self.model(dtype, lora, kind)[0], lora, kind)
-        return self.found[key]
+        if key not in self.known_sizes:
+            self.known_sizes[key] = measure_sizes(self.model(dtype, lora, kind)[0], lora, kind)
+        return self.known_sizes[key]
 
     def aside(
         self, dtype: torch.dtype, kind: str, length: int, *, every_weight: bool
     ) -> Callable[[int], Aside] | None:
-        """Tokens of a device's micro-batch -> what the second model takes beside them."""
+        """Return a function: tokens of a device's micro-batch -> memory of the second model, if any."""
         import torch
 
         second = self.second
         if second is None:
             return None
-        # a GPU that is not here is taken to have this machine's block of logits, as work_of takes it
+        # assume this machine's block of logits for a GPU that is not here, as work_of does
         here = kind == "cpu" or torch.cuda.is_available()
         device = torch.device(kind if here else "cpu")
 
@@ -81,7 +81,7 @@ class Opened:
 
 
 def open_for_plan(config: Config) -> Opened:
-    """From a checkpoint's headers or a config.json alone."""
+    """Open the model from a checkpoint's headers, or from a config.json alone."""
     from unfreeze import models
     from unfreeze.checkpoint import open_checkpoint
     from unfreeze.checkpoint.manifest import Manifest, read_config
@@ -94,7 +94,7 @@ def open_for_plan(config: Config) -> Opened:
     if path.suffix == ".json" or ((path / "config.json").is_file() and not list(path.glob("*.safetensors"))):
         fields = read_config(path)
         start = Manifest(path=path, config=fields, tensors={}, prefix="", files=())
-        return Opened(lambda dtype, kept: models.from_config(fields, dtype, as_stored=kept), start)
+        return Opened(lambda dtype, as_stored: models.from_config(fields, dtype, as_stored=as_stored), start)
     start = open_checkpoint(config.model)
     shape = models.shape(start.config)
-    return Opened(lambda dtype, kept: models.meta_model(shape, start, dtype, as_stored=kept), start)
+    return Opened(lambda dtype, as_stored: models.meta_model(shape, start, dtype, as_stored=as_stored), start)

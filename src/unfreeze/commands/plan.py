@@ -1,12 +1,12 @@
-"""unfreeze plan MODEL --hardware 8xH200: what a run will take and cost, on any machine.
+"""unfreeze plan MODEL --hardware 8xH200: memory, time and cost of a run on any machine.
 
-MODEL is a checkpoint's folder, an id of the Hub, a config.json, or a run's TOML file.
+MODEL is a checkpoint folder, a Hub id, a config.json, or a run's TOML file.
 
-The machine need not be here, and no weights, GPU or network are needed: --model may be a config.json alone.
-The plan chooses where experts, adapters and activations lie, how experts are split, what is recomputed and
-how many tokens a step has, unless they are given; or it refuses with the arithmetic and with what would fit.
-Times are predicted: from facts of the devices (--machines FILE for a table of your own), and for this machine
-from its records (`unfreeze kernels measure --to user`). Nothing is measured here.
+It needs no weights, GPU or network, and not the machine itself: MODEL can be a config.json alone. It chooses
+every setting that you leave open: where experts, adapters and activations are held, how experts are split,
+what is recomputed, and tokens per step. If nothing fits, it shows the arithmetic and what would fit.
+Times are predicted, never measured: from data sheets (--machines FILE for a table of your own), and for this
+machine from its records (`unfreeze kernels measure --to user`).
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ DOES_NOT_FIT = 2
 
 
 class Config(Frozen):
-    """What is planned, and for which machines."""
+    """Options of plan."""
 
     model: ModelName = Field(
         default="",
         description="checkpoint folder, Hugging Face id, or a config.json",
-        json_schema_extra=about("What", first=True),
+        json_schema_extra=about("Model and data", first=True),
     )
     hardware: tuple[str, ...] = Field(
         default=(),
         description="8xH200, 1xH200+768GB (host memory), cpu:24GB …, one or several; default: this machine",
-        json_schema_extra=about("Where", first=True),
+        json_schema_extra=about("Hardware", first=True),
     )
     machines: Folder = Field(
-        default="", description="TOML table of devices of your own", json_schema_extra=about("Where")
+        default="", description="TOML table of devices of your own", json_schema_extra=about("Hardware")
     )
     usd_per_hour: float | None = Field(
         default=None,
         gt=0,
         le=1e6,
-        description="price of all the hardware per hour; unset: no price",
-        json_schema_extra=about("Where", first=True),
+        description="price per hour of all the hardware; unset: no costs",
+        json_schema_extra=about("Hardware", first=True),
     )
     waiting: float = Field(
         default=0.25,
         ge=0,
         le=1,
-        description="largest share of a step that may wait for transfers",
-        json_schema_extra=about("Where"),
+        description="largest share of a step spent waiting for transfers",
+        json_schema_extra=about("Hardware"),
     )
     tokens_per_step: int | None = Field(
         default=None,
         ge=2,
         le=10**12,
-        description="tokens of a step on all devices; unset: chosen",
+        description="tokens per step over all devices; unset: the plan chooses",
         json_schema_extra=about(
             "How long", name="training.tokens_per_step", alias="tokens_per_step", first=True
         ),
@@ -84,23 +84,25 @@ class Config(Frozen):
         default=1,
         ge=1,
         le=10**6,
-        description=("parts of a step, divided among the devices (at least one each)"),
+        description="micro-batches per step over all devices (at least one each)",
         json_schema_extra=about("Memory and machine", name="memory.micro_batches", alias="micro_batches"),
     )
     sequence_length: int = Field(
         default=2048,
         ge=2,
         le=10**9,
-        description="tokens of a document, at most what the model takes",
+        description="longest document in tokens; limited by the model's positions",
         json_schema_extra=about("How long", name="data.sequence_length", alias="sequence_length", first=True),
     )
     train: Literal["adapters", "all"] = Field(
-        default="adapters", description="what trains", json_schema_extra=about("What")
+        default="adapters",
+        description="adapters (LoRA) or all weights",
+        json_schema_extra=about("Model and data"),
     )
     lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="of the computation; auto: bfloat16 where the machine multiplies it",
+        description="number format of the computation; auto: bfloat16 where the machine multiplies it",
         json_schema_extra=about("Memory and machine", name="memory.dtype", alias="dtype"),
     )
     optimizer_moments: Literal["float32", "int8"] = Field(
@@ -108,13 +110,13 @@ class Config(Frozen):
         description="AdamW's moments: 8 bytes per trained parameter, or 2.03",
         json_schema_extra=about("Memory and machine", name="optimizer.moments", was="optimizer_moments"),
     )
-    place: Layout = Field(default_factory=lambda: Layout(), description="where parts must lie; auto: chosen")
+    place: Layout = Field(default_factory=lambda: Layout(), description="placement; auto: the plan chooses")
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> the plan of the first machine (Planned.fields). With several `plans` has all.
+    """-> the plan for the first machine (Planned.fields); for several machines `plans` has all.
 
-    exit_code 2 where it fits none of them with what is built: what a run would end with.
+    exit_code 2 if it fits none of them with what is built, as a run would return.
     """
     config, second = configured(arguments)
     if not config.model:
@@ -127,16 +129,15 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     console = PipeConsole(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not common.quiet:
         console.print("\n".join(line for planned in plans for line in planned.lines()))
-    found = plans[0].fields() | ({"plans": [p.fields() for p in plans]} if len(plans) > 1 else {})
-    return found | ({} if any(planned.runs for planned in plans) else {"exit_code": DOES_NOT_FIT})
+    result = plans[0].fields() | ({"plans": [p.fields() for p in plans]} if len(plans) > 1 else {})
+    return result | ({} if any(planned.runs for planned in plans) else {"exit_code": DOES_NOT_FIT})
 
 
 def configured(arguments: list[str]) -> tuple[Config, Second | None]:
-    """The Config: a run's TOML file gives model, adapters, step and places, and flags win over it.
+    """Return (config, the run's second model: a teacher or reference, else None).
 
-    With the second model of a run that has one: a teacher, a reference.
-
-    In its place may stand the model itself.
+    The first argument can be the model or a run's TOML file. The file gives model, adapters, step and
+    placement; flags override it.
     """
     if arguments and (is_model(arguments[0]) or arguments[0].endswith(".json")):
         if "--model" in {word.partition("=")[0] for word in arguments}:
@@ -148,55 +149,58 @@ def configured(arguments: list[str]) -> tuple[Config, Second | None]:
         return config, None
     _, recipe = recipe_of(arguments[0])
     run = from_keywords(recipe.Config, {}, function="plan", file=arguments[0])
-    given = parse(Config, arguments[1:], command="plan", description=__doc__ or "")
+    flags = parse(Config, arguments[1:], command="plan", description=__doc__ or "")
     of_run = {
         "model": run.model,
         "train": run.train,
-        "lora": _merged(run.lora, given.lora) if run.lora else given.lora,
-        "place": run.place.model_copy(update=given.place.model_dump(exclude_unset=True)),
+        "lora": _merged(run.lora, flags.lora) if run.lora else flags.lora,
+        "place": run.place.model_copy(update=flags.place.model_dump(exclude_unset=True)),
         "tokens_per_step": run.training.tokens_per_step,
         "sequence_length": run.data.sequence_length,
         "dtype": run.memory.dtype,
         "optimizer_moments": run.optimizer.moments,
         "micro_batches": run.memory.micro_batches,
     }
-    kept = given.model_fields_set - {"lora", "place"}  # its flags are in it already
-    config = given.model_copy(update={k: v for k, v in of_run.items() if k not in kept})
-    _refuse_without_effect(config, given.model_fields_set)
+    set_by_flags = flags.model_fields_set - {
+        "lora",
+        "place",
+    }  # lora and place are merged with their flags already
+    config = flags.model_copy(update={k: v for k, v in of_run.items() if k not in set_by_flags})
+    _refuse_without_effect(config, flags.model_fields_set)
     return config, recipe.parts(run).second
 
 
-def _refuse_without_effect(config: Config, given: Set[str]) -> None:
-    """What flags (`given`) ask for and would change nothing. Raises ConfigError that names it."""
+def _refuse_without_effect(config: Config, given_fields: Set[str]) -> None:
+    """Raise ConfigError for a flag (in `given_fields`) that would have no effect."""
     names = [words.strip().lower() for words in config.hardware]
     twice = next((words for words in config.hardware if names.count(words.strip().lower()) > 1), "")
     keeps = "selective", "elementwise"
-    for wrong, said, instead in (
+    for wrong, message, instead in (
         (
-            "hardware" in given and not names,
+            "hardware" in given_fields and not names,
             "hardware names no machine",
             "--hardware 8xH200, or leave it out",
         ),
         (bool(twice), f"hardware names {twice!r} twice", "give each machine once"),
         (
             bool(config.machines and names) and all(words.startswith("cpu:") for words in names),
-            "machines has no effect: it holds GPUs, and hardware names none",
+            "machines has no effect: it lists GPUs, and hardware names none",
             "leave --machines out",
         ),
         (
             "keep_layers" in config.place.model_fields_set
             and config.place.keep_layers is not None
             and config.place.recompute not in ("auto", *keeps),
-            f"place.keep_layers has no effect where place.recompute = {config.place.recompute!r}",
+            f"place.keep_layers has no effect if place.recompute = {config.place.recompute!r}",
             f"--place.recompute {' or '.join(keeps)}",
         ),
     ):
         if wrong:
-            raise ConfigError(said, next=instead)
+            raise ConfigError(message, next=instead)
 
 
 def _merged(file: LoraConfig, flags: LoraConfig) -> LoraConfig:
-    """The file's adapters with the fields that flags name."""
+    """The file's [lora] fields, overridden by flags."""
     return LoraConfig(**file.model_dump(exclude_unset=True) | flags.model_dump(exclude_unset=True))
 
 
@@ -219,16 +223,16 @@ def _fleet(words: str, table: str) -> Fleet:
 
 
 def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Planned:
-    """One model on one machine. opened: the model, where it is planned for several."""
+    """Plan one model on one machine. opened: the model, to share it between several machines."""
     from unfreeze.commands.planned import Planned
     from unfreeze.parallel.plan.choose import choose_plan, rates_of
 
     opened = opened or open_for_plan(config)
-    sizes, counts, asked = _measured(config, machine, opened)
-    choice, fits = choose_plan(sizes, counts, machine, asked)
-    others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, counts, asked)
-    notes = _cut(config, machine, asked, choice) if fits or config.tokens_per_step else []
-    rank, rates = asked.work.rank, rates_of(machine, asked)
+    sizes, counts, request = _measured(config, machine, opened)
+    choice, fits = choose_plan(sizes, counts, machine, request)
+    others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, counts, request)
+    notes = _cut(config, machine, request, choice) if fits or config.tokens_per_step else []
+    rank, rates = request.work.rank, rates_of(machine, request)
     return Planned(
         model=config.model,
         fleet=machine,
@@ -237,7 +241,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
         fits=fits,
         adapter_parameters=sizes.adapter_parameters(rank, config.lora.experts_rank),
         rank=rank or 0,
-        length=asked.length,
+        length=request.length,
         tokens_chosen=config.tokens_per_step is None,
         micro_batches=config.micro_batches,
         proposals=others,
@@ -250,38 +254,41 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
 
 
 def _instead(
-    config: Config, machine: Fleet, opened: Opened, sizes: Sizes, counts: Counts, asked: PlanRequest
+    config: Config, machine: Fleet, opened: Opened, sizes: Sizes, counts: Counts, request: PlanRequest
 ) -> tuple[list[str], str]:
-    """(what fits instead, why nothing does where that is so)."""
+    """Return (settings that would fit, the reason if there are none)."""
     from unfreeze.parallel.plan.choose import if_it_fits, proposals, too_large
 
-    found = proposals(sizes, counts, machine, asked)
+    fitting = proposals(sizes, counts, machine, request)
     if config.train == "all" and not counts.packed:
-        # adapters instead of every weight, at their default rank
+        # also try adapters of the default rank instead of all weights
         others = config.model_copy(update={"train": "adapters"})
         with_adapters, theirs, smaller = _measured(others, machine, opened)
-        given = with_adapters, theirs, machine, smaller
+        with_adapters_only = with_adapters, theirs, machine, smaller
         words = f"--train adapters --lora.rank {config.lora.rank}"
-        fewer = [f"--train adapters {line}" for line in proposals(*given)[:1]]
-        found = (if_it_fits(words, *given) or fewer) + found
-    return found, "" if found else too_large(sizes, counts, machine, asked)
+        fewer = [f"--train adapters {line}" for line in proposals(*with_adapters_only)[:1]]
+        fitting = (if_it_fits(words, *with_adapters_only) or fewer) + fitting
+    return fitting, "" if fitting else too_large(sizes, counts, machine, request)
 
 
-def _cut(config: Config, machine: Fleet, asked: PlanRequest, choice: PlanChoice) -> list[str]:
-    """That documents are shorter than asked for, where they are."""
+def _cut(config: Config, machine: Fleet, request: PlanRequest, choice: PlanChoice) -> list[str]:
+    """Note that documents are shorter than requested, if they are."""
     if not choice.whole:
-        parts = machine.count * asked.work.micro_batches
+        parts = machine.count * request.work.micro_batches
         return [
-            f"documents are cut to {choice.tokens // parts:,} tokens, a device's at once; whole ones of"
-            f" {asked.length:,}: --tokens-per-step {asked.length * parts}"
+            f"documents are cut to {choice.tokens // parts:,} tokens, the micro-batch of a device; to keep"
+            f" {request.length:,}: --tokens-per-step {request.length * parts}"
         ]
-    if config.sequence_length > asked.length:
-        return [f"documents have at most {asked.length:,} tokens: the model takes no longer ones"]
+    if config.sequence_length > request.length:
+        return [f"documents have at most {request.length:,} tokens: the model takes no longer documents"]
     return []
 
 
 def _dtype(config: Config, machine: Fleet) -> Precision:
-    """The dtype of the computation: as asked, or what that machine multiplies; other GPUs have bf16 units."""
+    """Dtype of the computation: as configured, else the machine's own.
+
+    GPUs that are not here have bf16 units.
+    """
     from unfreeze.kernels.precision import AUTO, as_asked, precision, precision_on
 
     if machine.here:
@@ -291,7 +298,7 @@ def _dtype(config: Config, machine: Fleet) -> Precision:
 
 
 def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Counts, PlanRequest]:
-    """(bytes of the parts, counts, what is asked)."""
+    """Return (bytes of the parts, counts, the request)."""
     import torch
 
     from unfreeze.adapters.snapshot import COPY_BYTES
@@ -303,16 +310,16 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
     if config.train == "all" and config.lora.model_fields_set:
         raise ConfigError(
             'train = "all" trains every weight and has no adapters',
-            next="leave --lora flags or --train all out",
+            next="leave out the --lora flags, or --train all",
         )
-    # what trains, in which numbers, and what a step does with it
+    # trained parts, their dtype, and the work of a step
     lora = config.lora if config.train == "adapters" else None
     dtype = getattr(torch, _dtype(config, machine).name)
     model, counted = opened.model(dtype, lora, machine.kind)
     if lora is None and counted.packed:
         raise ConfigError(
-            f"model = {config.model!r} is packed: its codes cannot be moved by gradients",
-            next="plan adapters: --train adapters",
+            f"model = {config.model!r} is packed: gradients cannot change its codes",
+            next="train adapters: --train adapters",
         )
     length = min(config.sequence_length, model.shape.max_positions)
     sizes = opened.sizes(dtype, lora, machine.kind)
@@ -327,8 +334,10 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
     )
     recomputes: tuple[Recompute, ...] = FASTEST_FIRST
     if config.place.keep_layers is not None:
-        recomputes = ("elementwise", "selective")  # the others keep all layers, or none
-    layouts(config.place, facts_of(machine, counted, every_weight=lora is None))  # what cannot be is refused
+        recomputes = ("elementwise", "selective")  # the other policies keep all layers or none
+    layouts(
+        config.place, facts_of(machine, counted, every_weight=lora is None)
+    )  # refuses an impossible placement
     rates = None
     if machine.here:
         rates = rates_here(
@@ -340,8 +349,10 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
             packed=counted.packed,
             optimizer_moments=config.optimizer_moments,
         )
-    asked = PlanRequest(work, config.tokens_per_step, length, config.place, recomputes, rates, config.waiting)
+    request = PlanRequest(
+        work, config.tokens_per_step, length, config.place, recomputes, rates, config.waiting
+    )
     if aside := opened.aside(dtype, machine.kind, length, every_weight=lora is None):
         own = rates_of_second(aside(length), dtype, torch.device(machine.kind), length) if rates else None
-        asked = replace(asked, aside=aside, second_rates=own)
-    return sizes, counted, asked
+        request = replace(request, aside=aside, second_rates=own)
+    return sizes, counted, request

@@ -1,4 +1,4 @@
-"""A plan in words and as JSON."""
+"""A plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from unfreeze.report.tables import align
 
 @dataclass(frozen=True)
 class Planned:
-    """One machine's plan, for people and as JSON.
+    """The plan for one machine, as text and as JSON.
 
-    tokens_chosen: the plan chose the tokens of a step; a run never does.
-    micro_batches: as asked for; a run refuses what is no multiple of the devices.
+    tokens_chosen: True if the plan chose the tokens per step; a run never does.
+    micro_batches: as configured; a run refuses a number that is no multiple of the devices.
     """
 
     model: str
@@ -45,18 +45,18 @@ class Planned:
 
     @property
     def runs(self) -> bool:
-        """Whether a run could begin: it fits, and all that its layout needs is built."""
+        """True if a run could start: it fits, and everything that its layout needs is built."""
         return self.fits and not self.choice.not_built
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """price an hour / (3,600 · tokens per second) · 1e6."""
+        """Price per hour / (3,600 · tokens per second) · 1e6."""
         rate, price = self.choice.tokens_per_second, self.usd_per_hour
         return None if rate is None or price is None else price * 1e6 / (3600 * rate)
 
     @property
     def experts_per_device(self) -> int:
-        """Bytes of the experts that a device owns, wherever they lie."""
+        """Bytes of the experts that a device owns, wherever they are held."""
         experts = max(1, self.counts.num_experts)
         return self.counts.experts_bytes * -(-experts // self.choice.layout.sharing) // experts
 
@@ -97,7 +97,7 @@ class Planned:
         }
 
     def lines(self) -> list[str]:
-        """For a terminal."""
+        """Lines for the terminal."""
         choice, places, time = self.choice, self.choice.places, self.choice.time
         weights = self.counts.experts_bytes + self.counts.rest_bytes
         adapters = (
@@ -118,9 +118,11 @@ class Planned:
 
         if self.micro_batches % self.fleet.count:
             near = " or ".join(map(str, nearest_multiples(self.micro_batches, self.fleet.count)))
-            lines.append(f"  as many micro-batches for each device: a run needs --micro-batches {near}")
+            lines.append(
+                f"  each device needs the same number of micro-batches: a run takes --micro-batches {near}"
+            )
 
-        # bytes of each place, the sum last
+        # bytes per place, then the sum
         for place, terms, usable in (
             ("a device", places.device, places.device_usable),
             ("host memory", places.host, places.host_usable),
@@ -135,10 +137,10 @@ class Planned:
             own = ", and this process" if self.fleet.here else ""
             lines.append(f"  not counted: {KERNELS}{own}")
 
-        # seconds, the longest first
+        # seconds, longest first
         if time is None:
             lines.append(
-                "  time: unknown for this machine; unfreeze dev kernels measure --to user measures it"
+                "  time: unknown for this machine; to measure it: unfreeze dev kernels measure --to user"
             )
         else:
             longest = sorted(time.terms.items(), key=lambda term: -term[1])[:5]
@@ -154,7 +156,7 @@ class Planned:
 
     def _chosen(self) -> str:
         usual = Training().tokens_per_step
-        return f" (chosen; a run has {usual:,} where --tokens-per-step is not given)" * self.tokens_chosen
+        return f" (chosen; a run takes {usual:,} unless you give --tokens-per-step)" * self.tokens_chosen
 
     def _price(self) -> str:
         usd = self.usd_per_million_tokens

@@ -1,4 +1,4 @@
-"""Which recipe a run's TOML file is for: it is not written there, the keys say it."""
+"""Infer the recipe of a run's TOML file from its keys; the file does not name it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPES = ("sft", "prefer", "distill")
 
 
 class Recipe(Protocol):
-    """A module of recipes/ whose fields are those of sft and its own."""
+    """A module of recipes/ that has the fields of sft and its own."""
 
     Config: type[sft.Config]
 
@@ -27,10 +27,10 @@ class Recipe(Protocol):
 
 
 def recipe_of(file: str | Path) -> tuple[str, Recipe]:
-    """The recipe that knows most of the file's keys, the first of RECIPES where several know as many.
+    """Return the recipe that knows most of the file's keys; on a tie, the first of RECIPES.
 
-    So a file with `teacher` is of distill, one with `loss` of prefer; one of prefer that names nothing of its
-    own is taken for one of sft.
+    So a file with `teacher` is for distill, and one with `loss` is for prefer. A prefer file without a key of
+    its own is taken for sft.
     """
     table = read_toml(Path(file).expanduser())
     name = max(RECIPES, key=lambda recipe: _known(CONFIGS[recipe], table))
@@ -38,7 +38,7 @@ def recipe_of(file: str | Path) -> tuple[str, Recipe]:
 
 
 def _known(config: type[BaseModel], table: Mapping[str, Any]) -> int:
-    """How many of the keys this config has, in any spelling."""
+    """Number of the keys that this config has, in any spelling."""
     known = {*spellings(config), *earlier(config)}
     written = (
         f"{key}.{inner}" if isinstance(value, Mapping) else key

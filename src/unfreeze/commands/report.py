@@ -1,4 +1,4 @@
-"""unfreeze report RUN: write report.html of a run folder, print its summary.
+"""unfreeze report RUN: write report.html for a run folder and print its summary.
 
 --watch follows a run while it trains.
 """
@@ -26,18 +26,19 @@ class Config(Frozen):
     )
     watch: bool = Field(
         default=False,
-        description="write it every 4 seconds until the run ends or Ctrl-C; the open page reloads itself",
+        description="rewrite the page every 4 seconds until the run ends or Ctrl-C; an open page"
+        " reloads itself",
     )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Write the page; returns its path."""
+    """Write the page and print the summary. -> report (path), summary (lines)."""
     config = parse(Config, arguments, command="report", description=__doc__ or "", positional=True)
     shown = not (common.quiet or common.json)
     with writing(config.run, "run", positional=True):
         if config.watch:
             watch(Path(config.run), quiet=not shown)
-        # the summary first: it needs no room on the disk
+        # print the summary first: it needs no disk space
         lines = summary_lines(config.run)
         if shown:
             print("\n".join(lines), flush=True)
@@ -50,14 +51,14 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 def watch(folder: Path, *, quiet: bool = False, seconds: float = RELOAD) -> None:
     """Rewrite the page whenever there are new events.
 
-    Until the run has ended, nobody writes to it, or Ctrl-C.
-    The last page, which doesn't reload itself, is the caller's to write.
+    Stop when the run has ended, when no process writes to it any more, or on Ctrl-C.
+    The caller writes the last page, which does not reload itself.
     """
     events, known = folder / "events.jsonl", -1
     try:
         while True:
             size = events.stat().st_size if events.is_file() else -1
-            # asked only of a silent run: for the moment of asking the lock is held here
+            # check only a silent run: the check itself holds the lock for a moment
             if size == known and not writer(folder):
                 say_line(f"no process writes to {folder} any more", quiet)
                 return
@@ -67,11 +68,11 @@ def watch(folder: Path, *, quiet: bool = False, seconds: float = RELOAD) -> None
                 if run.state != "unfinished":
                     return
                 if known < 0:
-                    say_line(f"watching {folder}; open {page}; Ctrl-C ends it, the run goes on", quiet)
+                    say_line(f"watching {folder}; open {page}; Ctrl-C stops watching, not the run", quiet)
                 known = size
             time.sleep(seconds)
     except KeyboardInterrupt:
-        say_line("watched no longer; the run goes on", quiet)
+        say_line("stopped watching; the run continues", quiet)
 
 
 def say_line(line: str, quiet: bool) -> None:

@@ -1,8 +1,7 @@
 """unfreeze sft … --sweep FIELD=A,B [FIELD=C,D]: a run for every combination of the values, then a comparison.
 
-Each run is a process of its own in <out>/FIELD=VALUE, one after the other. A run can be resumed like any
-other: the same command again goes on where the sweep stopped, and finished runs are not trained again. One
-that fails does not stop the rest.
+Runs are separate processes, one after the other, each in <out>/FIELD=VALUE. The same command again resumes
+the sweep where it stopped; finished runs are not trained again. A run that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from unfreeze.job.end.folder import with_files
 from unfreeze.job.end.result import next_command
 
 FLAG = "--sweep"
-MOST = 12  # runs: as many as `unfreeze compare` can tell apart
-NEVER = {"out": "each run has a folder of its own", "save.allow_changed": "it is of a run that goes on"}
+MOST = 12  # runs, the limit of `unfreeze compare`
+NEVER = {"out": "each run has a folder of its own", "save.allow_changed": "it is for resuming a run"}
 EXAMPLE = f"{FLAG} learning_rate=1e-4,2e-4"
 
 Launch = Callable[[list[str]], int]
@@ -38,7 +37,7 @@ Launch = Callable[[list[str]], int]
 
 @dataclass(frozen=True)
 class Point:
-    """One run of the sweep: its name, the arguments that make it, its folder."""
+    """One run of the sweep: its name, arguments and folder."""
 
     name: str
     arguments: list[str]
@@ -46,9 +45,9 @@ class Point:
 
 
 def run_process(arguments: list[str]) -> int:
-    """Run unfreeze in a process of its own; its exit code.
+    """Run unfreeze in a child process and return its exit code.
 
-    A Ctrl-C reaches it too: it saves, and this waits for it. A second one ends it at once.
+    Ctrl-C reaches the child too, which then saves while this waits. A second Ctrl-C kills it.
     """
     child = subprocess.Popen([sys.executable, "-m", "unfreeze", *arguments], stdout=subprocess.DEVNULL)
     interrupted = False
@@ -67,11 +66,11 @@ def run_process(arguments: list[str]) -> int:
 
 
 def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = run_process) -> dict[str, Any]:
-    """All runs, then the comparison of those that have steps.
+    """Run all combinations, then compare the runs that have steps.
 
-    -> sweep (field -> values), best (the folder of the best run, None where they are not ranked), failed (run
-    -> exit code), exit_code (the highest), and what `unfreeze compare` gives.
-    Raises ConfigError for a field or a value that is none, before any run starts.
+    -> sweep (field -> values), best (folder of the best run, None if they are not ranked), failed (run ->
+    exit code), exit_code (the highest), and the result of `unfreeze compare`. Raises ConfigError for an
+    invalid field or value, before any run starts.
     """
     fields, points = planned_points(recipe, arguments)
     flags = [f"--{name}" for name in ("quiet", "traceback", "plan") if getattr(common, name)]
@@ -83,37 +82,43 @@ def sweep(recipe: str, arguments: list[str], common: Common, launch: Launch = ru
             code = launch([recipe, *point.arguments, *flags])
         except KeyboardInterrupt:
             again = shlex.join(["unfreeze", recipe, *arguments])
-            said = f"in run {number} of {len(points)}, {point.name}; give the same command again: {again}"
-            raise KeyboardInterrupt(said) from None
+            message = (
+                f"in run {number} of {len(points)}, {point.name}; to continue, run the same"
+                f" command again: {again}"
+            )
+            raise KeyboardInterrupt(message) from None
         if code:
             failed[point.name] = code
-    made = [point.folder for point in points if (point.folder / "events.jsonl").is_file()]
-    compared = compare.main([str(folder) for folder in made], common) if len(made) > 1 else {"runs": []}
-    best = best_folder(made, compared)
+    folders = [point.folder for point in points if (point.folder / "events.jsonl").is_file()]
+    compared = compare.main([str(folder) for folder in folders], common) if len(folders) > 1 else {"runs": []}
+    best = best_folder(folders, compared)
     if best and not common.quiet:
         adapter = (best / "adapter").is_dir()
         print(f"best: {best.name}\n{next_command(best, {'finished': True}, '', adapter)}", file=sys.stderr)
     if failed and not common.quiet:
         words = ", ".join(f"{name} (exit code {code})" for name, code in failed.items())
-        print(f"failed: {words}; the same command again tries these once more", file=sys.stderr)
+        print(f"failed: {words}; the same command again retries them", file=sys.stderr)
     code, named = max(failed.values(), default=0), str(best) if best else None
     return {"sweep": fields, "best": named, "failed": failed, "exit_code": code, **compared}
 
 
-def best_folder(made: Sequence[Path], compared: dict[str, Any]) -> Path | None:
-    """The folder of the first finished run of a ranked comparison."""
+def best_folder(folders: Sequence[Path], compared: dict[str, Any]) -> Path | None:
+    """Folder of the first finished run of a ranked comparison."""
     if not compared.get("ranked_by"):
         return None
     names = [run["name"] for run in compared["runs"] if run["state"] == "done"]
-    return next((folder for name in names for folder in made if folder.name == name), None)
+    return next((folder for name in names for folder in folders if folder.name == name), None)
 
 
 def planned_points(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[Point]]:
-    """(field -> its values, every combination of them as a run), each checked as its command would be."""
+    """Return (field -> values, one run per combination).
+
+    Each run's arguments are checked as its command would.
+    """
     if started().size > 1:
         raise ConfigError(
-            f"{FLAG} starts a run after the other, and torchrun started this process for one run",
-            next=f"give the values of {FLAG} one by one under torchrun",
+            f"{FLAG} starts one run after the other, but torchrun starts processes for a single run",
+            next=f"start one torchrun for each value of {FLAG}",
         )
     if recipe not in CONFIGS:
         raise ConfigError(f"unfreeze {recipe} has no {FLAG}", next=f"unfreeze sft … {EXAMPLE}")
@@ -122,25 +127,27 @@ def planned_points(recipe: str, arguments: Sequence[str]) -> tuple[dict[str, lis
     combinations = list(product(*swept.values()))
     if not 2 <= len(combinations) <= MOST:
         raise ConfigError(
-            f"{FLAG} makes {len(combinations)} {'run' if len(combinations) == 1 else 'runs'}; 2 to {MOST} are"
-            " run and compared",
-            next="give fewer values, or one field after the other" if len(combinations) > MOST else EXAMPLE,
+            f"{FLAG} makes {len(combinations)} {'run' if len(combinations) == 1 else 'runs'}; 2 to {MOST} can"
+            " be compared",
+            next="give fewer values, or sweep one field at a time" if len(combinations) > MOST else EXAMPLE,
         )
     points: list[Point] = []
     for values in combinations:
         own = [word for name, value in zip(swept, values, strict=True) for word in (_flag(name), value)]
-        # names of earlier versions are told by each run
-        told = [*rest, *own]
-        config = parse(CONFIGS[recipe], told, command=recipe, description="", say=lambda renamed: None)
+        # each run reports names of earlier versions itself
+        run_arguments = [*rest, *own]
+        config = parse(
+            CONFIGS[recipe], run_arguments, command=recipe, description="", say=lambda renamed: None
+        )
         name = ",".join(f"{field}={value}" for field, value in zip(swept, values, strict=True))
         folder = config.run_dir / name.replace("/", "-")
-        points.append(Point(name, [*told, "--out", str(folder)], folder))
-    with_files(config)  # absent data is refused once, and here
+        points.append(Point(name, [*run_arguments, "--out", str(folder)], folder))
+    with_files(config)  # refuse missing data once, here
     return swept, points
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the other arguments, what stands after --sweep)."""
+    """Return (the other arguments, the words after --sweep)."""
     rest: list[str] = []
     written: list[str] = []
     inside = False
@@ -159,9 +166,9 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _swept(config: type[TrainingConfig], rest: Sequence[str], written: Sequence[str]) -> dict[str, list[str]]:
-    """Field -> values. Raises ConfigError for what is no FIELD=VALUE,VALUE, or cannot be swept."""
+    """Return field -> values. Raises ConfigError if not FIELD=VALUE,VALUE, or if it cannot be swept."""
     flags = [word.partition("=")[0].removeprefix("--") for word in rest if word.startswith("--")]
-    given = {name_of(config, flag) for flag in flags}
+    seen = {name_of(config, flag) for flag in flags}
     swept: dict[str, list[str]] = {}
     for each in written:
         name, equals, text = each.partition("=")
@@ -171,15 +178,15 @@ def _swept(config: type[TrainingConfig], rest: Sequence[str], written: Sequence[
             raise ConfigError(f"{FLAG} {each!r} is not FIELD=VALUE,VALUE", next=EXAMPLE)
         own = name_of(config, name)
         several = own in fields(config) and takes_several(fields(config)[own].info)
-        wrong = NEVER.get(own) or ("one run takes several values of it" if several else "")
+        wrong = NEVER.get(own) or ("a single run takes several values" if several else "")
         if wrong:
             raise ConfigError(f"{name} cannot be swept: {wrong}", next=EXAMPLE)
-        if own in given:
+        if own in seen:
             raise ConfigError(f"{name} is given twice", next=f"give it once, after {FLAG}")
         if len(set(values)) < len(values):
-            raise ConfigError(f"{FLAG} {each!r} names a value twice", next="give each value once")
+            raise ConfigError(f"{FLAG} {each!r} repeats a value", next="give each value once")
         swept[name] = values
-        given.add(own)
+        seen.add(own)
     if not swept:
         raise ConfigError(f"{FLAG} needs FIELD=VALUE,VALUE", next=EXAMPLE)
     return swept

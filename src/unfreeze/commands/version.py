@@ -7,18 +7,18 @@ from unfreeze.core.source import commit
 
 
 def version() -> dict[str, str | None]:
-    """What a bug report needs. torch and device: why there is none, where torch cannot be imported."""
+    """Facts for a bug report. If torch cannot be imported, "torch" says why and "device" is None."""
     known: dict[str, str | None] = {"version": unfreeze.__version__, "commit": commit()}
     try:
-        import torch  # all of this command's time
-    except (ImportError, OSError) as error:  # OSError: a library beside it is missing or of another system
+        import torch  # takes nearly all of this command's time
+    except (ImportError, OSError) as error:  # OSError: a shared library is missing or for another system
         reason = f"cannot be imported: {str(error).partition(chr(10))[0]}"
         return known | {"torch": reason, "device": None}
     return known | {"torch": torch.__version__, "device": device()}
 
 
 def device() -> str:
-    """The GPUs, else the processor with its class of instructions."""
+    """Name the GPUs, else the processor with its instruction set."""
     import torch
 
     from unfreeze.kernels.choice.record import device_key
@@ -33,7 +33,7 @@ def device() -> str:
 
 
 def line(known: dict[str, str | None]) -> str:
-    """Those facts for people."""
+    """Format the facts of `version` as text."""
     device = f", {known['device']}" if known["device"] else ""
     return (
         f"unfreeze {known['version']} (commit {known['commit'] or 'unknown'})\ntorch {known['torch']}{device}"

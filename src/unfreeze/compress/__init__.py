@@ -1,1 +1,1 @@
-"""L7, compress: a checkpoint made into another, shard by shard. Today: an adapter merged into its base."""
+"""L7, compress: converts a checkpoint, shard by shard. Today: merges an adapter into its base."""

@@ -1,6 +1,6 @@
 """ΔW = scale · B A of an adapter, one matrix at a time in float32, without the base's weights.
 
-The adapter's file is memory-mapped, and decoded a layer at a time: an adapter of every expert of Kimi-K2 at
+The adapter's file is memory-mapped, and decoded one layer at a time: an adapter of every expert of Kimi-K2 at
 rank 16 takes 40 GB.
 
 E experts, D model width, I expert width, R rank.
@@ -29,8 +29,10 @@ _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """Which matrix of the model: a linear layer, or of an expert its gate (half 0), up (half 1), both as they
-    lie in gate_up_proj (half None), or down."""
+    """Names one matrix of the model: a linear layer, or an expert's gate, up or down.
+
+    half: 0 for gate, 1 for up, None for both as in gate_up_proj.
+    """
 
     site: str
     projection: str = ""  # "": a linear layer; "gate_up_proj", "down_proj"
@@ -41,7 +43,7 @@ class MatrixPlace:
 class Deltas:
     """An adapter's ΔW by place.
 
-    Raises AdapterError, before anything is computed, where it does not fit the model.
+    Raises AdapterError, before anything is computed, if it does not fit the model.
     """
 
     def __init__(self, model: Decoder, folder: Path):
@@ -63,7 +65,7 @@ class Deltas:
         self._held: tuple[str, Mapping[str, Decoded]] = ("", {})
 
     def of(self, place: MatrixPlace) -> Tensor:
-        """ΔW float32 [out, in], rows as the base's weight has them."""
+        """ΔW float32 [out, in], with rows as in the base's weight."""
         decoded, owner = self._decoded(place.site), self._owner(place.site)
         state, e = decoded.state, place.expert
         if isinstance(owner, Linear):
@@ -93,7 +95,7 @@ class Deltas:
 
 
 def _projections(decoded: Decoded) -> tuple[str, ...]:
-    """What of a site is adapted: ("",) for a linear layer."""
+    """The adapted projections of a site: ("",) for a linear layer."""
     if "A" in decoded.state:
         return ("",)
     return tuple(name for name in ("gate_up_proj", "down_proj") if f"{name[:-5]}_B" in decoded.state)
@@ -104,6 +106,6 @@ def _product(A: Tensor, B: Tensor, scale: float) -> Tensor:
 
 
 def _layer(name: str) -> str:
-    """The number in "….layers.12.…", "none" where there is none."""
+    """The number in "….layers.12.…", "none" if there is none."""
     match = _LAYER.search(name)
     return match[1] if match else "none"

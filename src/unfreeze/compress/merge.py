@@ -1,8 +1,8 @@
 """merge: a base checkpoint and an adapter become one checkpoint, shard by shard.
 
-What is done stands in OUT/merge.json after every shard, with the shard's size and SHA-256, so a merge that
-was stopped goes on where it stopped. config.json and the index come last: before them no program takes the
-folder for a model. Memory is one matrix with its copies, whatever the shards weigh.
+OUT/merge.json records the progress after every shard, with the shard's size and SHA-256, so a merge that was
+stopped resumes there. config.json and the index come last: before them no program takes the folder for a
+model. Memory is one matrix with its copies, for shards of any size.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ VERSION = 1  # of merge.json
 SAMPLE = 2**16  # bytes read at three places of a file for its fingerprint
 
 Progress = Callable[[int, int], None]
-"""(bytes done, bytes in all)"""
+"""(bytes done, total bytes)"""
 
 
 @dataclass(frozen=True)
 class OutFile:
-    """One file to be written: its tensors, and the base's weights that they are made of."""
+    """One file to write: its tensors, and the base's weights that they come from."""
 
     name: str
     parts: dict[str, Part]
@@ -50,7 +50,7 @@ class OutFile:
 
 @dataclass
 class Record:
-    """merge.json: what is merged, which shards are whole, and the rounding of their matrices."""
+    """merge.json: the inputs, the finished shards, and the rounding of their matrices."""
 
     inputs: dict[str, Any]
     shards: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
@@ -59,9 +59,9 @@ class Record:
 
     @property
     def rows(self) -> list[Row]:
-        """The rounding of every adapted matrix, the worst first: the largest error beside ΔW."""
-        found = [_row(entry) for shard in self.shards.values() for entry in shard["rounding"]]
-        return sorted(found, key=lambda row: -row.ways[row.written].error)
+        """The rounding of every adapted matrix, the worst first: the largest error relative to ΔW."""
+        rows = [_row(entry) for shard in self.shards.values() for entry in shard["rounding"]]
+        return sorted(rows, key=lambda row: -row.ways[row.written].error)
 
     def write(self, out: Path) -> None:
         whole = {"version": VERSION, "finished": self.finished, "inputs": self.inputs, **self.more}
@@ -77,11 +77,11 @@ def merge(
     scales: Scales,
     progress: Progress | None,
 ) -> Record:
-    """Write the merged checkpoint into `out`, or what of it is missing there.
+    """Write the merged checkpoint into `out`, or the files that are still missing there.
 
-    inputs: what it is made of (`inputs_of`); a folder that was begun with others is refused.
-    Raises ConfigError for a format that cannot be written and for another folder's content, DoesNotFit where
-    the disk is too small: both before anything is written.
+    inputs: the sources (`inputs_of`); a folder that was started with others is refused. Raises ConfigError
+    for a format that cannot be written and for another folder's content, DoesNotFit if the disk is too small:
+    both before anything is written.
     """
     check_formats(work, scales)
     files = out_files(work)
@@ -119,7 +119,7 @@ def merge(
 
 
 def _finish(work: MergeWork, out: Path, files: list[OutFile], record: Record) -> None:
-    """The files beside the weights, config.json, then the index."""
+    """Write the files beside the weights, config.json, then the index."""
     record.more["carried"] = copy_beside(work, out)
     write_file(out / "config.json", config_of(work))
     if len(files) > 1:
@@ -134,7 +134,7 @@ def _finish(work: MergeWork, out: Path, files: list[OutFile], record: Record) ->
 def out_files(work: MergeWork, limit: int = MAX_SHARD_BYTES) -> list[OutFile]:
     """The files to write. `same`: the base's own, with the same tensors; else new ones of at most `limit`.
 
-    A weight that takes more has a file of its own.
+    A weight that takes more has its own file.
     """
     if work.to == "same":
         files: dict[str, OutFile] = {path.name: OutFile(path.name, {}, []) for path in work.manifest.files}
@@ -164,7 +164,7 @@ def out_files(work: MergeWork, limit: int = MAX_SHARD_BYTES) -> list[OutFile]:
 
 
 def check_formats(work: MergeWork, scales: Scales) -> None:
-    """Raise ConfigError where a format can only be read, or where its scales cannot be kept."""
+    """Raise ConfigError if a format can only be read, or if its scales cannot be kept."""
     import torch
 
     for codec, weight in work.codecs.items():
@@ -183,7 +183,7 @@ def check_formats(work: MergeWork, scales: Scales) -> None:
 
 
 def check_disk(out: Path, left: list[OutFile], files: int) -> None:
-    """Raise DoesNotFit where what is still to be written takes more than the disk has."""
+    """Raise DoesNotFit if the remaining files take more than the free disk space."""
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.is_dir())
     free, needed = shutil.disk_usage(existing).free, sum(file_bytes(file.parts) for file in left)
     if needed > free:
@@ -196,7 +196,7 @@ def check_disk(out: Path, left: list[OutFile], files: int) -> None:
 
 
 def merge_begun(out: Path, inputs: dict[str, Any]) -> Record:
-    """What a merge of these inputs has done in `out`; nothing yet where the folder is new or empty.
+    """The progress of a merge of these inputs in `out`; empty if the folder is new or empty.
 
     Raises ConfigError for a folder with anything else in it.
     """
@@ -207,13 +207,13 @@ def merge_begun(out: Path, inputs: dict[str, Any]) -> Record:
         if mine:
             raise ConfigError(f"{out} holds {mine[0].name} and no merge", next="give an empty or new folder")
         return Record(inputs)
-    found = read_object(out / RECORD, ConfigError)
+    stored = read_object(out / RECORD, ConfigError)
     damaged = ConfigError(f"{out / RECORD} is damaged", next="give another folder, or empty this one")
-    before, shards = as_table(found.get("inputs")) or {}, found.get("shards")
+    before, shards = as_table(stored.get("inputs")) or {}, stored.get("shards")
     if not isinstance(shards, dict) or not all(as_table(entry) for entry in shards.values()):
         raise damaged
     other = [name for name in inputs if before.get(name) != inputs[name]]
-    if other or found.get("version") != VERSION:
+    if other or stored.get("version") != VERSION:
         files = [f"of another {name}" for name in other if name in ("base", "adapter")]
         flags = [f"with --{name} {before.get(name)}" for name in other if name in ("to", "scales")]
         what = " and ".join(files + flags) or "by another version of this program"
@@ -222,10 +222,10 @@ def merge_begun(out: Path, inputs: dict[str, Any]) -> Record:
         )
     more = {
         name: value
-        for name, value in found.items()
+        for name, value in stored.items()
         if name not in ("version", "finished", "inputs", "shards")
     }
-    record = Record(inputs, dict(shards), bool(found.get("finished")), more)
+    record = Record(inputs, dict(shards), bool(stored.get("finished")), more)
     try:
         _ = record.rows
     except (KeyError, TypeError, AttributeError):
@@ -234,7 +234,7 @@ def merge_begun(out: Path, inputs: dict[str, Any]) -> Record:
 
 
 def inputs_of(manifest: Manifest, adapter: Path, to: str, scales: str) -> dict[str, Any]:
-    """What a merge is made of, as merge.json has it: equal for equal files, wherever they lie."""
+    """The inputs of a merge as recorded in merge.json: equal for equal files, at any path."""
     return {
         "base": files_fingerprint(manifest.path / "config.json", *manifest.files),
         "adapter": files_fingerprint(adapter / CONFIG, *weight_files(adapter)),
@@ -244,9 +244,9 @@ def inputs_of(manifest: Manifest, adapter: Path, to: str, scales: str) -> dict[s
 
 
 def files_fingerprint(*files: Path) -> str:
-    """SHA-256 over the files' names and sizes and, of each, 64 KiB at its beginning, middle and end.
+    """SHA-256 over the files' names and sizes and 64 KiB at the start, middle and end of each.
 
-    A base of 594 GB is not read twice; the beginning of a safetensors file says where every tensor lies.
+    A base of 594 GB is not read twice; the start of a safetensors file has the place of every tensor.
     """
     digest = hashlib.sha256()
     for path in files:
@@ -260,7 +260,7 @@ def files_fingerprint(*files: Path) -> str:
 
 
 def _is_whole(out: Path, name: str, record: Record) -> bool:
-    """Whether a file is there as the record has it."""
+    """True if a file exists as the record has it."""
     entry, path = record.shards.get(name), out / name
     if entry is None or not path.is_file() or path.stat().st_size != entry.get("bytes"):
         return False
@@ -269,7 +269,7 @@ def _is_whole(out: Path, name: str, record: Record) -> bool:
 
 @contextmanager
 def _alone(out: Path) -> Generator[None]:
-    """No other process merges into the folder meanwhile."""
+    """Hold a lock, so that no other process merges into the folder meanwhile."""
     descriptor = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -285,7 +285,7 @@ def _alone(out: Path) -> Generator[None]:
 
 
 def _entry(row: Row) -> dict[str, Any]:
-    ways = {way: asdict(found) for way, found in row.ways.items()}
+    ways = {way: asdict(rounded) for way, rounded in row.ways.items()}
     return {
         **{name: getattr(row, name) for name in ("module", "group", "weight", "delta", "written")},
         "ways": ways,
@@ -293,4 +293,4 @@ def _entry(row: Row) -> dict[str, Any]:
 
 
 def _row(entry: Mapping[str, Any]) -> Row:
-    return Row(**{**entry, "ways": {way: Rounded(**found) for way, found in entry["ways"].items()}})
+    return Row(**{**entry, "ways": {way: Rounded(**fields) for way, fields in entry["ways"].items()}})

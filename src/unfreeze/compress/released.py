@@ -21,8 +21,8 @@ CARRIED = (
     *("*.json", "*.jinja", "*.model", "*.tiktoken", "vocab.txt", "merges.txt", "*.py"),
     *("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "*.md"),
 )
-"""What of a release lies beside its weights and belongs to the model."""
-OWN = ("config.json", INDEX, RECORD)  # written anew
+"""Files beside a release's weights that belong to the model."""
+OWN = ("config.json", INDEX, RECORD)  # written by the merge
 INT4_WEIGHTS = {
     "num_bits": 4,
     "type": "int",
@@ -38,9 +38,10 @@ INT4_WEIGHTS = {
 
 
 def config_of(work: MergeWork) -> bytes:
-    """config.json of what is written: the base's bytes for `same`.
+    """config.json of the merged checkpoint: the base's bytes for `same`.
 
-    bf16: without quantization_config, dtype bfloat16. int4: with Kimi's, which lists what stays unquantized.
+    bf16: without quantization_config, dtype bfloat16. int4: with Kimi's, which lists the modules that stay
+    unquantized.
     """
     base = inside(work.manifest.path / "config.json").read_bytes()
     if work.to == "same":
@@ -97,10 +98,10 @@ def _ignored(work: MergeWork) -> Iterator[str]:
 
 
 def copy_beside(work: MergeWork, out: Path) -> list[str]:
-    """Copy what lies beside the base's weights: tokenizer, template, licence, … -> their names.
+    """Copy the files beside the base's weights: tokenizer, template, licence, … -> their names.
 
-    The base's README keeps the name README.base.md. Code that a release brings (*.py) is copied as any file
-    and run by nothing here. Sub-folders are not copied.
+    The base's README is renamed to README.base.md. Code in a release (*.py) is copied like any file and never
+    run here. Sub-folders are not copied.
     """
     carried: list[str] = []
     for path in sorted(work.manifest.path.iterdir()):

@@ -1,12 +1,12 @@
-"""W' = W + ΔW in float32, rounded once by the format, and what that rounding leaves of ΔW.
+"""W' = W + ΔW in float32, rounded once by the format, and how much of ΔW survives the rounding.
 
-    size      ‖Q(W + ΔW) − W‖ / ‖ΔW‖           1 where nothing is lost; a coarse grid gives any number
+    size      ‖Q(W + ΔW) − W‖ / ‖ΔW‖           1 if nothing is lost; a coarse grid gives any number
     cosine    of the angle between Q(W + ΔW) − W and ΔW
     kept      size · cosine: the share of ΔW that is in the merged weight, along ΔW
-    noise     size · √(1 − cosine²): what stands there across ΔW, as a share of it
+    noise     size · √(1 − cosine²): the part of the change that is across ΔW, relative to ‖ΔW‖
     error     ‖Q(W + ΔW) − W − ΔW‖ / ‖ΔW‖ = √((1 − kept)² + noise²)
 
-Norms are Frobenius', summed in float64. W is what the base's file stands for.
+Norms are Frobenius norms, summed in float64. W is the base's dequantized weight.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from unfreeze.quant.kept import by_rows, can_keep, kept, refitted
 
 Scales = Literal["refit", "keep"]
 PLAIN = "BF16"  # the format that --to bf16 writes
-BLOCK = 2**19  # weights that are rounded at once: a matrix of Kimi-K2's takes 0.4 s of a core so, 1.3 s whole
+BLOCK = 2**19  # weights rounded at once: a matrix of Kimi-K2 then takes 0.4 s of a core, 1.3 s as a whole
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """What one way of rounding leaves of ΔW. `anew`: of kept scales, those that could not be kept."""
+    """Result of one way of rounding ΔW. `anew`: number of scales that could not be kept."""
 
     size: float
     cosine: float
@@ -58,7 +58,7 @@ class Rounded:
 class Row:
     """The rounding of one matrix. delta, weight: ‖ΔW‖ and ‖W‖.
 
-    ways: "refit", "keep", or a dtype; "BF16" beside whatever is written, as what --to bf16 would leave.
+    ways: "refit", "keep", or a dtype; "BF16" is always included, as the result of --to bf16.
     """
 
     module: str
@@ -77,10 +77,10 @@ def write_weight(
     wanted: Mapping[str, object],
     scales: Scales,
 ) -> list[Row]:
-    """Put what becomes of a weight into the shard, those of its outputs that `wanted` names.
+    """Write a weight's outputs that `wanted` names into the shard.
 
-    One matrix at a time: of a stack each expert by itself. A weight whose parts lie in several files is made
-    for each of them, and its rounding is told once.
+    One matrix at a time: each expert of a stack separately. A weight whose parts are in several files is
+    computed for each of them, but its rounding is reported once.
     """
     if weight.to is None:
         for info in weight.parts.values():
@@ -91,27 +91,27 @@ def write_weight(
     for expert in weight.experts():
         W, parts = _read(weight, work, expert)
         change = deltas.of(_place(weight.home, expert)) if weight.adapted and weight.home else None
-        if change is not None and not change.any():  # an expert that no token met: as if not adapted
+        if change is not None and not change.any():  # an expert without tokens: as if not adapted
             change = None
         measured: dict[str, Rounded] = {}
         if weight.in_place and weight.codec is not None:
             way = scales
             if change is not None:
                 parts, measured = _requantized(weight.codec, W, change, parts, scales)
-            made = [(weight.parts[suffix].name, parts[suffix]) for suffix in _made(weight.codec)]
+            outputs = [(weight.parts[suffix].name, parts[suffix]) for suffix in _made(weight.codec)]
         else:
-            made, value, way = _rounded(weight, W if change is None else W + change, work, expert)
+            outputs, value, way = _rounded(weight, W if change is None else W + change, work, expert)
             if change is not None:
                 measured = {way: _measure(value - W, change)}
         if change is not None and PLAIN not in measured:
             measured[PLAIN] = _measure((W + change).bfloat16().float() - W, change)
-        for name, tensor in made:
+        for name, tensor in outputs:
             if name in wanted:
                 shard.put(name, tensor, expert * tensor.numel() if _stacked(weight, name) else 0)
         if change is not None and next(iter(weight.outputs)) in wanted:
             module = weight.name + (f"[{expert}]" if weight.home and weight.home.experts else "")
             rows.append(Row(module, weight.group, _norm(W), _norm(change), way, measured))
-    if weight.in_place and weight.codec is not None:  # what stands beside the codes, such as their shape
+    if weight.in_place and weight.codec is not None:  # the extras beside the codes, such as their shape
         for suffix, info in weight.parts.items():
             if suffix not in _made(weight.codec) and info.name in wanted:
                 shard.copy(info.name, info)
@@ -119,7 +119,7 @@ def write_weight(
 
 
 def _made(codec: Codec) -> tuple[str, ...]:
-    """The parts that are made anew: a text beside them stays true (quant/bitsandbytes.py: refit)."""
+    """The parts that are computed again: a text beside them stays valid (quant/bitsandbytes.py: refit)."""
     text = codec.text if isinstance(codec, Texted) else None
     return tuple(suffix for suffix in kept_suffixes(codec) if suffix != text)
 
@@ -139,8 +139,8 @@ def _read(weight: Weight, work: MergeWork, expert: int) -> tuple[Tensor, dict[st
         info, shape = weight.parts[suffix], weight.codec.parts(rows, columns)[suffix][1]
         stored = stored_tensor(info)
         if isinstance(weight.codec, Texted) and suffix == weight.codec.text:
-            told = weight.codec.parse(bytes(stored.tolist()), info.name, rows, columns)
-            parts[suffix] = torch.tensor(told).view(shape)
+            numbers = weight.codec.parse(bytes(stored.tolist()), info.name, rows, columns)
+            parts[suffix] = torch.tensor(numbers).view(shape)
             continue
         parts[suffix] = (stored[expert] if home and home.experts else stored).view(shape)
     return weight.codec.dequantize(parts).float(), parts
@@ -149,9 +149,9 @@ def _read(weight: Weight, work: MergeWork, expert: int) -> tuple[Tensor, dict[st
 def _requantized(
     codec: Codec, W: Tensor, change: Tensor, stored: dict[str, Tensor], scales: Scales
 ) -> tuple[dict[str, Tensor], dict[str, Rounded]]:
-    """(the parts of Q(W + ΔW) in the format that W has, what each way of scales leaves of ΔW).
+    """(the parts of Q(W + ΔW) in W's format, the rounding for each way of choosing scales).
 
-    Some rows at a time where rows are quantized by themselves: what lies between stays in the cores' caches.
+    Some rows at a time if rows are quantized independently: temporaries stay in the cores' caches.
     """
     chosen: list[dict[str, Tensor]] = []
     sums: dict[str, list[float]] = {}
@@ -161,10 +161,10 @@ def _requantized(
         ways: dict[str, tuple[dict[str, Tensor], int]] = {"refit": (fresh, 0)}
         if can_keep(codec):
             ways["keep"] = kept(codec, w + delta, parts, fresh)
-        for way, (made, anew) in ways.items():
-            moved = codec.dequantize(made).float() - w
-            found = _norm(moved) ** 2, float((moved * delta).sum(dtype=torch.float64)), anew
-            sums[way] = [old + new for old, new in zip(sums.get(way, [0.0, 0.0, 0]), found, strict=True)]
+        for way, (requantized, anew) in ways.items():
+            moved = codec.dequantize(requantized).float() - w
+            terms = _norm(moved) ** 2, float((moved * delta).sum(dtype=torch.float64)), anew
+            sums[way] = [old + new for old, new in zip(sums.get(way, [0.0, 0.0, 0]), terms, strict=True)]
         chosen.append(ways[scales][0])
     whole = chosen[0]
     if len(chosen) > 1:
@@ -181,7 +181,7 @@ def _requantized(
 def _blocks(
     codec: Codec, W: Tensor, stored: dict[str, Tensor]
 ) -> Iterator[tuple[int, int, dict[str, Tensor]]]:
-    """(first row, last, their parts), of some 2^19 weights; all rows where one scale is for all."""
+    """(first row, last, their parts), of some 2^19 weights; all rows if one scale covers all."""
     rows, columns = W.shape
     if not (isinstance(codec, ByRows) and by_rows(codec)):
         yield 0, rows, stored
@@ -193,38 +193,38 @@ def _blocks(
 
 
 def _below(blocks: list[Tensor]) -> Tensor:
-    """Tensors below each other, whatever their dtype."""
+    """Tensors concatenated by rows, for any dtype."""
     return torch.cat([block.contiguous().view(torch.uint8) for block in blocks]).view(blocks[0].dtype)
 
 
 def _rounded(
     weight: Weight, merged: Tensor, work: MergeWork, expert: int
 ) -> tuple[list[tuple[str, Tensor]], Tensor, str]:
-    """([(name, tensor to write)], what it stands for, the way): dense, or in another format than it had."""
+    """([(name, tensor to write)], its dequantized value, the way): dense, or in another format."""
     to = weight.to
     assert to is not None
     outs = _outs(weight, work, expert)
     if isinstance(to, str):
         whole = merged.to(TORCH_DTYPE[to])
-        made = [
+        outputs = [
             (name, half.t() if out.transposed else half)
             for name, out, half in _cut(work, weight, whole, outs)
         ]
-        return made, whole.float(), to
-    # into another format: scales are made, there are none to keep
-    made, pieces = [], []
+        return outputs, whole.float(), to
+    # into another format: all scales are new
+    outputs, pieces = [], []
     for name, _, half in _cut(work, weight, merged, outs):
         fresh = to.quantize(half)
         pieces.append(to.dequantize(fresh).float())
-        made += [(f"{name}.{suffix}", part) for suffix, part in fresh.items()]
+        outputs += [(f"{name}.{suffix}", part) for suffix, part in fresh.items()]
         extras = to.disk_extras(*half.shape)
-        made += [(f"{name}.{suffix}", torch.tensor(n, dtype=torch.int32)) for suffix, n in extras.items()]
+        outputs += [(f"{name}.{suffix}", torch.tensor(n, dtype=torch.int32)) for suffix, n in extras.items()]
     whole = pieces[0] if len(pieces) == 1 else _joined(work, weight, pieces)
-    return made, whole, "refit"
+    return outputs, whole, "refit"
 
 
 def _outs(weight: Weight, work: MergeWork, expert: int) -> list[Out]:
-    """Where the matrix is written, in place or under new names."""
+    """The outputs of the matrix, in place or under new names."""
     if not weight.in_place:
         return work.outs(weight, expert)
     transposed = weight.home is not None and weight.home.transposed
@@ -234,7 +234,7 @@ def _outs(weight: Weight, work: MergeWork, expert: int) -> list[Out]:
 def _cut(
     work: MergeWork, weight: Weight, whole: Tensor, outs: list[Out]
 ) -> Iterator[tuple[str, Out, Tensor]]:
-    """(name, where, rows) of each output of a matrix; gate and up apart where they are two."""
+    """(name, output, rows) for each output of a matrix; gate and up separately if they are two."""
     for out in outs:
         rows = whole if out.half is None else _halves(work, weight, whole)[out.half]
         dense = isinstance(weight.to, str) and not out.whole
@@ -242,7 +242,7 @@ def _cut(
 
 
 def _halves(work: MergeWork, weight: Weight, whole: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate's rows and up's of an expert's gate_up, as views."""
+    """Gate's and up's rows of an expert's gate_up, as views."""
     assert weight.home is not None
     owner = work.model.get_submodule(weight.home.place.site)
     assert isinstance(owner, Experts)
@@ -250,7 +250,7 @@ def _halves(work: MergeWork, weight: Weight, whole: Tensor) -> tuple[Tensor, Ten
 
 
 def _joined(work: MergeWork, weight: Weight, pieces: list[Tensor]) -> Tensor:
-    """Gate's and up's rows as they lie in the base."""
+    """Gate's and up's rows in the base's order."""
     whole = torch.empty(sum(len(piece) for piece in pieces), pieces[0].shape[1])
     for rows, piece in zip(_halves(work, weight, whole), pieces, strict=True):
         rows.copy_(piece)
@@ -258,14 +258,14 @@ def _joined(work: MergeWork, weight: Weight, pieces: list[Tensor]) -> Tensor:
 
 
 def _place(home: WeightHome, expert: int) -> MatrixPlace:
-    """The place of a matrix: of a stack's, by its number."""
+    """The place of a matrix; in a stack, by its number."""
     if home.experts is None:
         return home.place
     return MatrixPlace(home.place.site, home.place.projection, expert)
 
 
 def _stacked(weight: Weight, name: str) -> bool:
-    """Whether an output holds all experts, each at its number."""
+    """True if an output holds all experts, each at its number."""
     if weight.home is None or weight.home.experts is None:
         return False
     return weight.in_place or len(weight.outputs) == 1

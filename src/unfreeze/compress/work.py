@@ -1,9 +1,9 @@
-"""What a merge does with each weight on disk, known from names, dtypes and shapes alone.
+"""A merge's plan for each weight on disk, from names, dtypes and shapes alone.
 
-A weight is one tensor, or the parts of a packed one. It is copied byte for byte, or made anew: in the format
-it has ("same"), in bf16, or in Kimi's INT4. An adapter's ΔW goes into it on the way.
+A weight is one tensor, or the parts of a packed one. It is copied byte for byte, or written again: in its own
+format ("same"), in bf16, or in Kimi's INT4. An adapter's ΔW is added on the way.
 
-E experts, [out, in] a matrix as y = x Wᵀ has it.
+E experts, [out, in] a matrix in y = x Wᵀ.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from unfreeze.quant.scheme import Scheme, is_unread
 
 Format = Literal["same", "bf16", "int4"]
 KIMI = Int4(32)
-"""What `int4` makes: Kimi-K2-Thinking's format."""
+"""The format of `int4`: Kimi-K2-Thinking's."""
 _LAYER = re.compile(r"\.layers\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
 class WeightHome:
-    """Where a weight on disk belongs in the model.
+    """The place in the model of a weight on disk.
 
-    place       of the matrix; of a stack on disk that of expert 0
+    place       of the matrix; for a stack on disk, of expert 0
     shape       (out, in) of one matrix
-    experts     matrices in the tensor on disk; None: it is no stack
+    experts     matrices in the tensor on disk; None: not a stack
     transposed  the tensor on disk has in and out swapped
     """
 
@@ -53,9 +53,9 @@ class WeightHome:
 
 @dataclass(frozen=True)
 class Out:
-    """Where (a half of) a matrix is written: a module's name on disk with the prefix.
+    """An output of (a half of) a matrix: a module's name on disk with the prefix.
 
-    whole  the tensor's own name, without a part behind it, of stacked experts
+    whole  the tensor's own name, without a part after it, for stacked experts
     half   GATE or UP rows only; None: all rows
     """
 
@@ -67,14 +67,14 @@ class Out:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of the base, and what becomes of it.
+    """One weight of the base, and its plan.
 
     name     of its module on disk, without the prefix
     parts    suffix -> tensor on disk; "": a dense one
-    codec    that it has; None: dense
-    home     None: no linear layer and no expert of the language model
-    adapted  whether an adapter changes it
-    to       a codec, the dtype of a dense tensor, or None: copied as it is
+    codec    its present one; None: dense
+    home     None: not a linear layer or expert of the language model
+    adapted  True if an adapter changes it
+    to       a codec, the dtype of a dense tensor, or None: copied unchanged
     outputs  name in the new files -> (dtype, shape)
     """
 
@@ -92,12 +92,12 @@ class Weight:
 
     @property
     def file(self) -> str:
-        """The base's file that its first part lies in."""
+        """The base's file that holds its first part."""
         return next(iter(self.parts.values())).file.name
 
     @property
     def in_place(self) -> bool:
-        """Whether what is written has the names and shapes of what was read."""
+        """True if the output has the names and shapes of the input."""
         return (
             self.codec is None if isinstance(self.to, str) else self.to is not None and self.to == self.codec
         )
@@ -108,7 +108,7 @@ class Weight:
 
 
 class MergeWork:
-    """The weights of a base checkpoint with an adapter, and what is made of each."""
+    """The weights of a base checkpoint with an adapter, and the plan for each."""
 
     def __init__(self, manifest: Manifest, model: Decoder, deltas: Deltas, to: Format):
         self.manifest, self.model, self.to = manifest, model, to
@@ -116,15 +116,15 @@ class MergeWork:
         self.scheme = manifest.scheme()
         disk = manifest.by_model_name()
         self.homes = dict(_homes(self, disk))
-        found = _weights(disk, self.scheme, self.homes)
-        if to != "same":  # scales of activations belong to the format that is left
-            found = (weight for weight in found if self.scheme is None or not is_unread(weight.name))
-        self.weights = [self._planned(weight, deltas) for weight in found]
+        weights = _weights(disk, self.scheme, self.homes)
+        if to != "same":  # scales of activations belong to the old format
+            weights = (weight for weight in weights if self.scheme is None or not is_unread(weight.name))
+        self.weights = [self._planned(weight, deltas) for weight in weights]
         _check_all_found(self.weights, deltas)
 
     @property
     def codecs(self) -> dict[Codec, Weight]:
-        """What adapted or converted weights are written in, with the first such weight."""
+        """The codecs of adapted or converted weights, each with the first such weight."""
         first: dict[Codec, Weight] = {}
         for weight in self.weights:
             if weight.to is not None and not isinstance(weight.to, str):
@@ -132,15 +132,15 @@ class MergeWork:
         return first
 
     def outs(self, weight: Weight, expert: int) -> list[Out]:
-        """Where matrix `expert` of a weight that changes its names is written."""
+        """The outputs of matrix `expert` of a weight that changes its names."""
         home = weight.home
         if home is None or home.experts is None:
             return [Out(self._named(weight.name))]
         module = f"{home.place.site}.{home.place.projection}"
-        found = tensor_sources(f"{module}.weight", (home.experts, *home.shape), self.rules)
-        if not found[0].index:
-            return [Out(self._named(found[0].name), whole=True, transposed=found[0].transposed)]
-        own = [source for source in found if source.index[0] == expert]
+        sources = tensor_sources(f"{module}.weight", (home.experts, *home.shape), self.rules)
+        if not sources[0].index:
+            return [Out(self._named(sources[0].name), whole=True, transposed=sources[0].transposed)]
+        own = [source for source in sources if source.index[0] == expert]
         return [Out(self._named(_module(source)), _half(source)) for source in own]
 
     def _named(self, name: str) -> str:
@@ -148,7 +148,7 @@ class MergeWork:
         return nested.name_on_disk(self.manifest.prefix, spelling.on_disk(name))
 
     def _planned(self, weight: Weight, deltas: Deltas) -> Weight:
-        """The weight with what becomes of it."""
+        """The weight with its plan."""
         home = weight.home
         if home is not None:
             adapted = home.place.projection in deltas.projections.get(home.place.site, ())
@@ -177,12 +177,12 @@ class MergeWork:
         return weight.codec or dense
 
     def _inside(self, weight: Weight) -> bool:
-        """Whether a dense weight is the language model's; a vision tower beside it stays as it is."""
+        """True if a dense weight is the language model's; a vision tower beside it is unchanged."""
         prefix, name = self.manifest.prefix, weight.parts[""].name
         return name.startswith(prefix) or weight.group == "lm_head"
 
     def _quantizes(self, weight: Weight) -> bool:
-        """Whether `--to int4` packs it: what the base packs; of a dense base linear layers and experts."""
+        """True if `--to int4` packs it: if the base packs it; in a dense base, linear layers and experts."""
         if self.scheme is None and (weight.home is None or weight.group in ("lm_head", "router")):
             return False
         if self.scheme is not None and weight.codec is None:
@@ -203,7 +203,7 @@ class MergeWork:
         return rows, columns
 
     def _outputs(self, weight: Weight, to: Codec | str) -> Iterator[tuple[str, Part]]:
-        """(name, (dtype, shape)) of a weight that is written in another format than it has."""
+        """(name, (dtype, shape)) of a weight that is written in another format."""
         rows, columns = self.shape(weight)
         for expert in weight.experts():
             for out in self.outs(weight, expert):
@@ -243,7 +243,7 @@ def _homes(work: MergeWork, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[st
             for source in tensor_sources(f"{module}.weight", (E, *shape), work.rules, disk):
                 info = disk.get(source.name)
                 if source.either and info and info.shape == source.turned().shape != source.shape:
-                    source = source.turned()  # as checkpoint/resolve.py reads it
+                    source = source.turned()  # as in checkpoint/resolve.py
                 if not source.index:
                     yield (
                         _module(source),
@@ -262,21 +262,21 @@ def _homes(work: MergeWork, disk: Mapping[str, TensorInfo]) -> Iterator[tuple[st
 def _weights(
     disk: Mapping[str, TensorInfo], scheme: Scheme | None, homes: Mapping[str, WeightHome]
 ) -> Iterator[Weight]:
-    """Each tensor on disk once, parts of a packed weight together; by file, and in it by layer."""
+    """Each tensor on disk once, parts of a packed weight together; by file, then by layer."""
     packed: dict[str, Weight] = {}
-    found: list[Weight] = []
+    weights: list[Weight] = []
     for name, info in disk.items():
         codec = scheme.part_of(name, disk) if scheme is not None else None
         if codec is None:
             module = name.removesuffix(".weight")
-            found.append(Weight(module, {"": info}, home=homes.get(module)))
+            weights.append(Weight(module, {"": info}, home=homes.get(module)))
             continue
         module, _, suffix = name.rpartition(".")
         if module not in packed:
             packed[module] = Weight(module, {}, codec, homes.get(module))
-            found.append(packed[module])
+            weights.append(packed[module])
         packed[module].parts[suffix] = info
-    return iter(sorted(found, key=_order))
+    return iter(sorted(weights, key=_order))
 
 
 def _order(weight: Weight) -> tuple[str, int, str]:
@@ -285,7 +285,7 @@ def _order(weight: Weight) -> tuple[str, int, str]:
 
 
 def _is_matrix(weight: Weight) -> bool:
-    """A dense float tensor that a bf16 release has in bf16: no vector, and not the router's."""
+    """True for a dense float tensor that a bf16 release has in bf16: not a vector, not the router's."""
     info = weight.parts.get("")
     return info is not None and info.dtype in FLOATS and len(info.shape) > 1 and weight.group != "router"
 
@@ -301,16 +301,16 @@ def _half(source: TensorSource) -> int | None:
 
 
 def _check_all_found(weights: list[Weight], deltas: Deltas) -> None:
-    """Every adapted projection has its weights on disk, each expert once."""
+    """Check that every adapted projection has its weights on disk, each expert once."""
     wanted = {(site, name) for site, names in deltas.projections.items() for name in names}
-    found = {
+    present = {
         (weight.home.place.site, weight.home.place.projection)
         for weight in weights
         if weight.adapted and weight.home
     }
-    if wanted - found:
+    if wanted - present:
         raise ConfigError(
-            f"{len(wanted - found)} adapted modules have no weight in the base's files; first:"
-            f" {'.'.join(filter(None, min(wanted - found)))}",
+            f"{len(wanted - present)} adapted modules have no weight in the base's files; first:"
+            f" {'.'.join(filter(None, min(wanted - present)))}",
             next="report this: a key map is wrong",
         )

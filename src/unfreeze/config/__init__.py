@@ -1,4 +1,1 @@
-"""L2, the fields of a run: read from TOML, flags and Python, checked, with their units and ranges.
-
-Imports no torch.
-"""
+"""Level 2: the fields of a run, read from TOML, flags and Python and checked. Imports no torch."""

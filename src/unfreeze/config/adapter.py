@@ -1,6 +1,6 @@
-"""An adapter on disk without its tensors: its folder, its adapter_config.json, its settings as [lora].
+"""Read an adapter on disk without its tensors: folder, adapter_config.json, and settings as [lora].
 
-No torch: an adapter that cannot be trained on is refused before anything is imported.
+Without torch, so that an adapter that cannot be trained is refused before slow imports.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from unfreeze.untrusted.pattern import pattern
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 INDEX = f"{WEIGHTS}.index.json"
-"""Stands where an adapter of split experts is in shards, adapter_model-00001-of-00002.safetensors …"""
-MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no larger one
-AGAIN = "get the adapter again from its publisher, or export it again: unfreeze export RUN"
+"""Index of an adapter in shards (expert parallelism): adapter_model-00001-of-00002.safetensors …"""
+MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+AGAIN = "download the adapter again, or export it again: unfreeze export RUN"
 REFUSED = {
     "use_dora": False,
     "lora_bias": False,
@@ -28,7 +28,7 @@ REFUSED = {
     "modules_to_save": None,
     "trainable_token_indices": None,
 }
-# what these do to an adapter's meaning is not built; None, false and empty mean that they are off
+# these change how an adapter works, and are not built; None, false and empty mean off
 REFUSED_IF_SET = (
     "alora_invocation_tokens",
     "arrow_config",
@@ -39,41 +39,41 @@ REFUSED_IF_SET = (
     "use_qalora",
     "velora_config",
 )
-# ways to begin that change the base's weights too: the saved factors belong to that other base
+# initialisations that also change the base's weights: the saved adapter belongs to that other base
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 WITHOUT = {"gate": "a router", "lm_head": "the output head", "embed_tokens": "the embeddings"}
-"""Layers that peft can adapt and that get no adapter here, by the last part of their names."""
+"""Layers that peft can adapt but unfreeze cannot, by the last part of their names."""
 SHARD = re.compile(r"adapter_model-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _FACTOR = re.compile(r"\.(?:base_layer|lora_\w+)\b.*")
 
 
 def adapter_folder(source: str | Path) -> Path:
-    """The folder of an adapter: of a run RUN/adapter, else the folder itself.
+    """Return an adapter's folder: RUN/adapter for a run, else the folder itself.
 
-    Raises AdapterError where there is none.
+    Raises AdapterError if it holds no adapter.
     """
     folder = Path(source).expanduser()
     if (folder / RESOLVED).is_file():
         if (folder / "adapter" / CONFIG).is_file():
             return folder / "adapter"
         raise AdapterError(
-            f"run {folder} has no adapter/{CONFIG}: it has saved none, or trained every weight",
+            f"run {folder} has no adapter/{CONFIG}: it has not saved one, or it trained every weight",
             next="give a run that trained adapters, or an adapter's folder",
         )
     if not (folder / CONFIG).is_file():
         raise AdapterError(
-            f"{folder} is no run and has no {CONFIG}",
+            f"{folder} is not a run and has no {CONFIG}",
             next="give a run's folder, or a folder with adapter_config.json and adapter_model.safetensors",
         )
     return folder
 
 
 def lora_of(source: str | Path) -> dict[str, Any]:
-    """The fields of [lora] that describe an adapter: its own run's, or as read from its two files.
+    """Return the [lora] fields of an adapter, from its run or from its two files.
 
-    Where ranks differ within the dense layers or within the experts, the largest stands for all.
-    Raises AdapterError where the adapter is not plain LoRA, by the name of what it is.
+    If ranks differ among the dense layers, or among the experts, the largest is returned for all.
+    Raises AdapterError, naming the feature, if the adapter is not plain LoRA.
     """
     folder = adapter_folder(source)
     config = read_object(folder / CONFIG, AdapterError)
@@ -82,16 +82,16 @@ def lora_of(source: str | Path) -> dict[str, Any]:
     if resolved.is_file():
         run = read_object(resolved, AdapterError)
         own = {name.partition(".")[2]: value for name, value in run.items() if name.startswith("lora.")}
-        lora = own or run.get("lora")  # a table in runs of 0.1
+        lora = own or run.get("lora")  # runs of version 0.1 have a table
         if isinstance(lora, dict):
             return dict(cast(dict[str, Any], lora))
     return _from_files(folder, config)
 
 
 def base_of(source: str | Path) -> str:
-    """What a run or an adapter names as its base: a folder or a Hub id.
+    """Return the base named by a run or adapter: a folder or a Hub id.
 
-    Raises AdapterError where it names none.
+    Raises AdapterError if it names none.
     """
     folder = adapter_folder(source)
     run = Path(source).expanduser() / RESOLVED
@@ -99,7 +99,7 @@ def base_of(source: str | Path) -> str:
     named = read_object(file, AdapterError).get(key)
     if not isinstance(named, str) or not named:
         raise AdapterError(
-            f"{file} has no {key}, so the adapter's base is unknown", next="give it: --model DIR"
+            f"{file} has no {key}, so the adapter's base is unknown", next="give it with --model DIR"
         )
     return named
 
@@ -107,7 +107,7 @@ def base_of(source: str | Path) -> str:
 def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     dense: dict[str, int] = {}
     experts: dict[str, int] = {}
-    whole: dict[str, str] = {}  # target -> the name that peft matches patterns with, of the first layer
+    whole: dict[str, str] = {}  # target -> name in the first layer that peft matches patterns with
     ours = False
     parameters: list[str] = config.get("target_parameters") or []
     check_places(header := _header(folder), folder / WEIGHTS)
@@ -122,14 +122,16 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         rows = next((size for size in cast(list[Any], shape) if isinstance(size, int)), 0)
         fused = layer.endswith((".experts", ".experts.base_layer"))
         if not fused and not _is_rank(rows):
-            raise AdapterError(f"{folder / WEIGHTS}: {name} has {rows} rows, which is no rank", next=AGAIN)
+            raise AdapterError(
+                f"{folder / WEIGHTS}: {name} has {rows} rows, which is not a valid rank", next=AGAIN
+            )
         leaf = layer.rsplit(".", 1)[-1]
         if ".experts." not in f"{layer}.":
             target = f"*.{layer.split('.')[-2] if '.' in layer else '*'}.{leaf}"
             dense[target] = max(dense.get(target, 0), rows)
             as_parameter = any(f".{layer}.weight".endswith(f".{named}") for named in parameters)
             whole.setdefault(target, f"{layer}.weight" if as_parameter else layer)
-        elif fused:  # peft's rank stands in the config
+        elif fused:  # the config has peft's rank
             site = layer.removesuffix(".base_layer")
             alone = named_parameters(config, site) == {"gate_up_proj"}
             projection = "gate_up_proj" if alone or leaf == "base_layer" else "down_proj"
@@ -140,7 +142,7 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             projection = "down_proj" if leaf == "down_proj" else "gate_up_proj"
             experts[f"*.experts.{projection}"] = rows
             whole.setdefault(f"*.experts.{projection}", layer)
-    if ours and "*.experts.gate_up_proj" in experts:  # gate's and up's blocks lie side by side (layouts.py)
+    if ours and "*.experts.gate_up_proj" in experts:  # gate and up blocks are side by side (layouts.py)
         experts = dict.fromkeys(experts, experts["*.experts.gate_up_proj"] // 2)
     if not dense and not experts:
         raise AdapterError(f"{folder / WEIGHTS} has no LoRA factors", next=AGAIN)
@@ -156,7 +158,7 @@ def _from_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _header(folder: Path) -> dict[str, dict[str, Any]]:
-    """The header of adapter_model.safetensors: name -> {"shape": …}, and "__metadata__"."""
+    """Header of adapter_model.safetensors: name -> {"shape": …}, and "__metadata__"."""
     path = folder / WEIGHTS
     if not path.is_file() and (folder / INDEX).is_file():
         headers = [_header_of(folder / name) for name in shard_files(folder)]
@@ -168,35 +170,35 @@ def _header(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold an adapter's tensors: adapter_model.safetensors, or its index and shards."""
+    """Files with an adapter's tensors: adapter_model.safetensors, or the index and its shards."""
     if (folder / WEIGHTS).is_file() or not (folder / INDEX).is_file():
         return [folder / WEIGHTS]
     return [folder / INDEX, *(folder / name for name in shard_files(folder))]
 
 
 def shard_files(folder: Path) -> list[str]:
-    """The names of an adapter's shards in the order of their experts, as its index has them.
+    """Names of an adapter's shards from its index, in the order of their experts.
 
-    Raises AdapterError where the index is none, or a shard is not there.
+    Raises AdapterError if the index is invalid or a shard is missing.
     """
     path = folder / INDEX
     table = read_object(path, AdapterError).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise AdapterError(f"{path} has no weight_map", next=AGAIN)
-    found: dict[str, None] = {}
+    shards: dict[str, None] = {}
     for name, files in cast(dict[str, Any], table).items():
         for file in cast(list[Any], files if isinstance(files, list) else [files]):
             if not isinstance(file, str) or not SHARD.fullmatch(file):
                 raise AdapterError(
-                    f"{path}: {name:.80} is in {file!r:.80}, which is no shard's name", next=AGAIN
+                    f"{path}: {name:.80} is in {file!r:.80}, which is not a shard's name", next=AGAIN
                 )
-            found[file] = None
-    lost = [file for file in found if not (folder / file).is_file()]
+            shards[file] = None
+    lost = [file for file in shards if not (folder / file).is_file()]
     if lost:
         raise AdapterError(
-            f"{folder}: {len(lost)} of {len(found)} shards are not there; first: {lost[0]}", next=AGAIN
+            f"{folder}: {len(lost)} of {len(shards)} shards are missing; first: {lost[0]}", next=AGAIN
         )
-    return sorted(found)
+    return sorted(shards)
 
 
 def _header_of(path: Path) -> dict[str, dict[str, Any]]:
@@ -211,7 +213,7 @@ def _header_of(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def named_parameters(config: Mapping[str, Any], experts: str) -> set[str]:
-    """Which of gate_up_proj and down_proj of a layer's experts target_parameters names; peft's rule."""
+    """Subset of gate_up_proj and down_proj of a layer's experts named by target_parameters (peft's rule)."""
     targets = config.get("target_parameters") or ()
     return {
         name
@@ -221,23 +223,25 @@ def named_parameters(config: Mapping[str, Any], experts: str) -> set[str]:
 
 
 def check_places(names: Iterable[str], path: Path) -> None:
-    """Raise AdapterError where tensors belong to a router, the output head or the embeddings."""
+    """Raise AdapterError if tensors belong to a router, the output head or the embeddings."""
     modules = {name: _FACTOR.sub("", name) for name in names}
     leaves = {name: module.rpartition(".")[2] for name, module in modules.items() if module != name}
-    found = {name: leaf for name, leaf in leaves.items() if leaf in WITHOUT}
-    if found:
-        what = " and ".join(dict.fromkeys(WITHOUT[leaf] for leaf in found.values()))
+    unusable = {name: leaf for name, leaf in leaves.items() if leaf in WITHOUT}
+    if unusable:
+        what = " and ".join(dict.fromkeys(WITHOUT[leaf] for leaf in unusable.values()))
         raise AdapterError(
-            f"{path}: {len(found)} of {len(modules)} tensors adapt {what}, which has no adapter here; first:"
-            f" {next(iter(found))}",
-            next=f"train the adapter in peft with exclude_modules={sorted(set(found.values()))}",
+            f"{path}: {len(unusable)} of {len(modules)} tensors adapt {what}, which unfreeze cannot"
+            f" adapt; first: {next(iter(unusable))}",
+            # exclude_modules does not keep a router from peft 0.21's all-linear, which adapts parameters too
+            next="train the adapter in peft with target_modules and target_parameters that name each module,"
+            f" without {', '.join(sorted(set(unusable.values())))}: not all-linear",
         )
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
-    """adapter_config.json: plain LoRA, and every field of its type.
+    """Check that adapter_config.json is plain LoRA and that its fields have the right types.
 
-    Raises AdapterError naming the first that isn't.
+    Raises AdapterError, naming the first field that is wrong.
     """
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{path}: peft_type is {config.get('peft_type')!r}; only 'LORA' can be loaded")
@@ -250,8 +254,8 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise AdapterError(
-            f"{path}: init_lora_weights = {start!r:.60} changed the weights of the base too, so its factors"
-            " belong to another base",
+            f"{path}: init_lora_weights = {start!r:.60} changed the base's weights too, so the adapter"
+            " belongs to another base",
             next="convert it in peft: save_pretrained(…, path_initial_model_for_weight_conversion=…)",
         )
     if config.get("bias", "none") != "none":
@@ -289,7 +293,7 @@ def _is_alpha(value: object) -> bool:
 
 
 def rank_and_scale(config: Mapping[str, Any], name: str) -> tuple[int, float]:
-    """peft's rule: the first pattern that matches the end of `name`, else r and lora_alpha.
+    """Return (rank, scale) by peft's rule: first pattern matching the end of `name`, else r and lora_alpha.
 
     The scale is alpha / r, or alpha / sqrt(r) with use_rslora.
     """

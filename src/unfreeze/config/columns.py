@@ -1,4 +1,4 @@
-"""The form of --columns: FIELD=COLUMN, as flags, a TOML table or a dict."""
+"""Parse --columns: FIELD=COLUMN as flags, a TOML table or a dict."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import BeforeValidator
 
 
 class AsTable:
-    """Marks a field whose value may be given as a table: {field = "column"}."""
+    """Marks a field whose value can be given as a table: {field = "column"}."""
 
 
 def pairs(value: Any) -> Any:
-    """Any spelling -> ("prompt=instruction", "completion=output").
+    """Convert any spelling to ("prompt=instruction", "completion=output").
 
-    A comma parts two pairs only where a FIELD= follows, so that a column's name may have one.
-    Raises ValueError for what is no pair, and for a field or a column that is named twice.
+    A comma separates pairs only before a FIELD=, so a column name can contain one.
+    Raises ValueError for an invalid pair, and for a field or column named twice.
     """
     if isinstance(value, Mapping):
         value = [f"{field}={column}" for field, column in cast(Mapping[str, Any], value).items()]
@@ -24,20 +24,20 @@ def pairs(value: Any) -> Any:
         value = [value]
     if not isinstance(value, (list, tuple)):
         return value
-    found: list[str] = []
+    columns: list[str] = []
     for part in (part for item in cast(list[Any], value) for part in str(item).split(",")):
-        if "=" in part or not found:
-            found.append(part.strip())
+        if "=" in part or not columns:
+            columns.append(part.strip())
         else:
-            found[-1] += f",{part}"
-    if wrong := next((pair for pair in found if not all(pair.partition("="))), None):
+            columns[-1] += f",{part}"
+    if wrong := next((pair for pair in columns if not all(pair.partition("="))), None):
         raise ValueError(f"{wrong!r} is not FIELD=COLUMN, such as prompt=instruction")
     for place, what in ((0, "field"), (2, "column")):
-        names = [pair.partition("=")[place] for pair in found]
+        names = [pair.partition("=")[place] for pair in columns]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"the {what} {twice!r} is named twice")
-    return tuple(found)
+    return tuple(columns)
 
 
 Columns = Annotated[tuple[str, ...], BeforeValidator(pairs), AsTable()]
-"""A row's fields and the columns they are read from: ("prompt=instruction", …)."""
+"""Fields of a row and the columns to read them from: ("prompt=instruction", …)."""

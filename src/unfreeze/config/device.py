@@ -1,4 +1,4 @@
-"""The type of a field that names a device."""
+"""Type of a config field that names a device."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ def _built(name: str) -> str:
 
 
 Device = Annotated[str, AfterValidator(_built)]
-"""auto, cpu, cuda or cuda:N; what else torch knows is refused before anything is opened."""
+"""auto, cpu, cuda or cuda:N. torch's other devices are refused before anything is opened."""

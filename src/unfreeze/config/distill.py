@@ -1,4 +1,4 @@
-"""The fields of `unfreeze distill`: those of sft, the teacher, and how far from it is measured."""
+"""The fields of `unfreeze distill`: those of sft, the teacher, and the divergence from it."""
 
 # A Config is frozen, so its fields may be of narrower types; pyright takes every attribute for mutable.
 # pyright: reportIncompatibleVariableOverride=false
@@ -18,13 +18,13 @@ BASE = "base"
 
 
 class Distillation(Frozen):
-    """How far the student's next-token distribution is from the teacher's."""
+    """Loss between the student's next-token distribution and the teacher's."""
 
     divergence: Literal["forward", "reverse", "jsd"] = Field(
         default="forward",
         description=(
-            "forward: KL(teacher ‖ student), covers all that the teacher finds likely; reverse: KL(student ‖"
-            " teacher), keeps to its likeliest words (MiniLLM); jsd: between them, by beta"
+            "forward: KL(teacher ‖ student), covers everything likely for the teacher; reverse: KL(student ‖"
+            " teacher), keeps to its likeliest tokens (MiniLLM); jsd: between both, by beta"
         ),
         json_schema_extra=about("Teacher", was="divergence"),
     )
@@ -40,8 +40,8 @@ class Distillation(Frozen):
         gt=0,
         le=100,
         description=(
-            "of both softmaxes; the loss is multiplied by its square. 1: the models' own distributions; 2 to"
-            " 4 show more of unlikely words"
+            "temperature of both softmaxes; the loss is multiplied by its square. 1: the models' own"
+            " distributions; 2 to 4 give unlikely tokens more weight"
         ),
         json_schema_extra=about("Teacher", alias="temperature"),
     )
@@ -50,7 +50,7 @@ class Distillation(Frozen):
         ge=0,
         le=1,
         description=(
-            "share of cross entropy with the data's own words; 0: the teacher alone. loss = alpha · CE + (1"
+            "share of cross entropy with the data's tokens; 0: the teacher alone. loss = alpha · CE + (1"
             " - alpha) · temperature² · divergence"
         ),
         json_schema_extra=about("Teacher", alias="alpha"),
@@ -60,12 +60,13 @@ class Distillation(Frozen):
         default=32,
         ge=1,
         le=4096,
-        description="with prepare: the k likeliest words kept per token; the rest is kept as one",
+        description="with prepare: likeliest tokens stored per position; all others are stored as one sum",
         json_schema_extra=about("Teacher", was="top_k", of_run=False),
     )
     coding: Literal["compact", "float32"] = Field(
         default="compact",
-        description="with prepare: compact takes at most 120 bytes a token at top_k 32, float32 260",
+        description="with prepare: format on disk; at top_k 32 compact takes at most 120 bytes a token,"
+        " float32 260",
         json_schema_extra=about("Teacher", was="coding", of_run=False),
     )
 
@@ -82,15 +83,15 @@ class Distillation(Frozen):
     answer_temperature: float = Field(
         default=1.0,
         ge=0,
-        description="with on_policy: temperature of the student's answers; 0 is greedy",
+        description="with on_policy: temperature of the student's answers; 0: greedy",
         json_schema_extra=about("Teacher", was="answer_temperature"),
     )
     gamma: float | None = Field(
         default=None,
         gt=0,
         description=(
-            "the student as corrector of the teacher: p ∝ teacher · student^gamma, trained on the data's"
-            " likelihood; unset: distillation"
+            "train the student to correct the teacher: p ∝ teacher · student^gamma, with the data's"
+            " likelihood as loss; unset: distillation"
         ),
         json_schema_extra=about("Teacher", was="gamma"),
     )
@@ -98,8 +99,8 @@ class Distillation(Frozen):
         default=0.0,
         ge=0,
         description=(
-            "weight of the difference of relations among queries, keys and values (MiniLMv2); 0: none; 0.1"
-            " helps short runs. Widths and heads may differ"
+            "weight of the MiniLMv2 loss: relations among queries, keys and values; 0: none; 0.1 helps short"
+            " runs. Widths and heads of the models can differ"
         ),
         json_schema_extra=about("Teacher", was="relations"),
     )
@@ -107,8 +108,8 @@ class Distillation(Frozen):
         default=0.0,
         ge=0,
         description=(
-            "weight of the squared difference of hidden states, through a matrix trained with the model"
-            " (TinyBERT); 0: none"
+            "weight of the TinyBERT loss: squared difference of hidden states, through a trained projection;"
+            " 0: none"
         ),
         json_schema_extra=about("Teacher", was="hidden"),
     )
@@ -116,8 +117,8 @@ class Distillation(Frozen):
         default="",
         pattern=r"^(\d+:\d+(,\d+:\d+)*)?$",
         description=(
-            "for relations and hidden: STUDENT:TEACHER, counted from 1, several with commas; unset: the last"
-            " of each"
+            "for relations and hidden: layer pairs STUDENT:TEACHER, counted from 1, separated by commas;"
+            " unset: the last layers"
         ),
         json_schema_extra=about("Teacher", was="layers"),
     )
@@ -125,27 +126,34 @@ class Distillation(Frozen):
         default=None,
         ge=1,
         description=(
-            "parts that queries, keys and values are divided into; unset: parts of 16 numbers, at most 64"
+            "for relations: heads that queries, keys and values are divided into; unset: heads of 16 numbers,"
+            " at most 64 heads"
         ),
         json_schema_extra=about("Teacher", was="relation_heads"),
     )
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """`layers` as numbers."""
+        """`layers` as pairs of numbers."""
         pairs = [pair.split(":") for pair in self.layers.split(",") if pair]
         return tuple((int(own), int(their)) for own, their in pairs)
 
     @property
     def words(self) -> str:
-        """What is minimised, in words: 'forward KL, temperature 1'."""
+        """The loss in words, such as 'forward KL, temperature 1'."""
         if self.gamma is not None:
-            return f"the likelihood of the data where both speak, teacher · student^{self.gamma:g}"
+            return f"the data's likelihood under teacher · student^{self.gamma:g}"
         kind = {"forward": "forward KL", "reverse": "reverse KL", "jsd": f"JSD with beta {self.beta:g}"}
-        more = {"alpha": "of cross entropy", "relations": "of relations", "hidden": "of hidden states"}
-        given = [f"{getattr(self, name):g} {of}" for name, of in more.items() if getattr(self, name)]
+        names_of_weights = {
+            "alpha": "of cross entropy",
+            "relations": "of relations",
+            "hidden": "of hidden states",
+        }
+        weights = [
+            f"{getattr(self, name):g} {of}" for name, of in names_of_weights.items() if getattr(self, name)
+        ]
         own = [f"{self.on_policy:g} of the steps on its own answers"] * bool(self.on_policy)
-        return ", ".join([kind[self.divergence], f"temperature {self.temperature:g}", *given, *own])
+        return ", ".join([kind[self.divergence], f"temperature {self.temperature:g}", *weights, *own])
 
     @property
     def mixture(self) -> float:
@@ -154,7 +162,7 @@ class Distillation(Frozen):
 
 
 class Config(sft.Config):
-    """Everything a distillation depends on."""
+    """All fields of a distillation run."""
 
     teacher: ModelName = Field(
         description=(
@@ -167,7 +175,7 @@ class Config(sft.Config):
     prepare: Folder = Field(
         default="",
         description=(
-            "ask the teacher once and write its answers to this folder, without training. A later run takes"
+            "run the teacher once and store its outputs in this folder, without training. A later run takes"
             " the folder as its teacher"
         ),
         json_schema_extra=about("Teacher", of_run=False),
@@ -177,21 +185,24 @@ class Config(sft.Config):
 
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """As sft's. The base as a teacher has adapters to be switched off, and something else to learn."""
+        """As in sft, plus checks of the distillation fields.
+
+        The base as teacher needs adapters to switch off, and another term in the loss or a given adapter.
+        """
         if "distillation.beta" in fields and fields.get("distillation.divergence") != "jsd":
             raise ValueError(
-                "distillation.beta is of divergence = jsd alone: give --distillation.divergence jsd,"
-                " or remove it"
+                "distillation.beta needs divergence = jsd: give --distillation.divergence jsd, or remove"
+                " distillation.beta"
             )
         of_own = "distillation.answer_temperature" in fields
         if of_own and not fields.get("distillation.on_policy"):
             raise ValueError(
-                "distillation.answer_temperature is of on_policy alone: give --distillation.on-policy 0.5,"
-                " or remove it"
+                "distillation.answer_temperature needs on_policy: give --distillation.on-policy 0.5, or"
+                " remove distillation.answer_temperature"
             )
         if fields.get("distillation.on_policy") and fields.get("distillation.alpha"):
             raise ValueError(
-                "alpha is the share of the data's own words, and on_policy has others: give one of the two"
+                "alpha needs the data's answers, but on_policy replaces them: give only one of the two"
             )
         corrects = fields.get("distillation.gamma") is not None
         if corrects:
@@ -199,29 +210,30 @@ class Config(sft.Config):
             others = [name for name in others if name != "gamma"] + ["prepare"] * bool(fields.get("prepare"))
             if others:
                 raise ValueError(
-                    f"gamma trains the likelihood of teacher and student together, without {others[0]}:"
-                    " remove one of the two"
+                    f"gamma trains the joint likelihood of teacher and student and cannot be combined with"
+                    f" {others[0]}: remove one of the two"
                 )
         reads = [name for name in ("relations", "hidden") if fields.get(f"distillation.{name}")]
         unread = [name for name in ("layers", "relation_heads") if fields.get(f"distillation.{name}")]
         if unread and not reads:
             raise ValueError(
-                f"{unread[0]} is of relations and hidden alone: give --distillation.relations 1, or remove it"
+                f"{unread[0]} needs relations or hidden: give --distillation.relations 1, or remove"
+                f" {unread[0]}"
             )
         if fields.get("teacher") == BASE:
             if fields.get("train") == "all":
                 raise ValueError(
-                    f"teacher = {BASE} is the model with its adapters off, and train = all has none: give"
-                    " another teacher, or train adapters"
+                    f"teacher = {BASE} is the model with its adapters off, but train = all has no"
+                    " adapters: give another teacher, or train adapters"
                 )
             if not (corrects or fields.get("distillation.alpha") or fields.get("adapter")):
                 raise ValueError(
-                    f"teacher = {BASE} and alpha = 0: the model is its own teacher, and nothing would be"
-                    " learned; give alpha above 0, or an adapter to begin with"
+                    f"teacher = {BASE} and alpha = 0: the model is its own teacher and would learn"
+                    " nothing; give alpha above 0, or an adapter to start from"
                 )
         return super().completed(fields)
 
     def record(self) -> dict[str, Any]:
-        """As every run's; a teacher in a folder is found from any directory."""
+        """As for every run, with a teacher folder as absolute path."""
         fields = super().record()
         return fields | {"teacher": fields["teacher"] if self.teacher == BASE else portable(self.teacher)}

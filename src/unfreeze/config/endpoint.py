@@ -1,4 +1,4 @@
-"""The fields of a server that is asked: its model's name, how long to wait, and what it may cost."""
+"""Fields of a server that answers for a model: model name, timeout, prices and budget."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ class EndpointConfig(Frozen):
 
     served_name: str = Field(
         default="",
-        description="the model's name on the server, as its /v1/models lists it; empty: its own",
+        description="the model's name in the server's /v1/models; empty: the server's default",
         json_schema_extra=about("Server", was="served_name", of_run=False),
     )
     timeout: float = Field(
         default=120.0,
         gt=0,
-        description="seconds for one whole answer of the server; then it is asked again",
+        description="seconds to wait for a complete answer before asking again",
         json_schema_extra=about("Server", was="timeout", of_run=False),
     )
     price_read: float | None = Field(
         default=None,
         ge=0,
-        description="USD per million tokens that the server reads; needed for one beyond the own network",
+        description="USD per million tokens that the server reads; required for a server outside your"
+        " network",
         json_schema_extra=about("Server", was="price_read", of_run=False),
     )
     price_written: float | None = Field(
@@ -37,6 +38,6 @@ class EndpointConfig(Frozen):
     budget_usd: float = Field(
         default=0.0,
         ge=0,
-        description="USD that all calls may cost, tries that failed among them; 0 refuses every paid call",
+        description="most USD for all calls, failed ones included; 0 refuses every paid call",
         json_schema_extra=about("Server", was="budget_usd", of_run=False),
     )

@@ -1,6 +1,6 @@
-"""`--help` in our own words: the fields most people set, in groups.
+"""`--help` lists the fields that most people set, in groups; `--help-all` lists every field.
 
-All of them with `--help-all`. 80 columns.
+The text is 80 columns wide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = {int: "N", float: "X", str: "TEXT", bool: ""}
 
 
 def text(config: type[BaseModel], command: str, description: str, *, everything: bool) -> str:
-    """The help of a command."""
+    """Help text of a command."""
     groups: dict[str, list[Known]] = {heading: [] for heading in HEADINGS}
     for known in fields(config).values():
         groups[known.about.heading].append(known)
@@ -35,20 +35,20 @@ def text(config: type[BaseModel], command: str, description: str, *, everything:
         lines += [f"{heading}:", *entries, ""] if entries else []
     if hidden > 0:
         lines += [
-            f"{hidden} more: unfreeze {command} --help-all. Every flag is also a key of a TOML file, the"
+            f"{hidden} more: unfreeze {command} --help-all. Every flag is also a key of the TOML file, the"
             " first argument."
         ]
     if everything and any(known.about.alias for known in fields(config).values()):
-        lines += ["[table.key] is the whole name of a flag that is short for it; a file may use either."]
+        lines += ["[table.key] is the full name of a short flag; a file can use either."]
     lines += ["Also: --json (result as one JSON object)  --quiet  --traceback"]
     if {"epochs", "training.epochs"} & fields(config).keys():
-        lines += ["      --plan (shows the whole memory plan, then trains; `unfreeze plan` only plans)"]
-        lines += ["      --sweep FIELD=A,B … (a run for each combination, then their comparison)"]
+        lines += ["      --plan (show the full memory plan, then train; `unfreeze plan` only plans)"]
+        lines += ["      --sweep FIELD=A,B … (one run per combination, then a comparison)"]
     return "\n".join(lines)
 
 
 def _commonest(group: Sequence[Known]) -> list[Known]:
-    """Those that --help shows first, in the order of declaration."""
+    """Sort the fields of --help first, otherwise in the order of declaration."""
     return sorted(group, key=lambda known: not known.about.first)
 
 
@@ -62,7 +62,7 @@ def _wrapped(paragraphs: str) -> list[str]:
 def _entry(known: Known, everything: bool) -> Iterator[str]:
     """`  --learning-rate X         peak learning rate (default 0.0002)`.
 
-    The flag alone on its line where it is long. everything: with the dotted name that it is short for.
+    A long flag gets its own line. everything: add the dotted name if the flag is a short one.
     """
     name, info = known.short, known.info
     # a positional argument
@@ -95,9 +95,9 @@ def kind_of(annotation: Any) -> str:
 
 
 def default_of(info: FieldInfo) -> str:
-    """ " (default 0.0002)", or nothing where the description has to say it.
+    """ " (default 0.0002)", or "" if the description must say it.
 
-    Nothing for an empty text or list, or a default that is not given.
+    That is: an empty text or list, or no default value.
     """
     value = info.get_default(call_default_factory=True)
     if info.is_required() or value is PydanticUndefined:

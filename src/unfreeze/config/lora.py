@@ -1,4 +1,4 @@
-"""The fields of LoRA adapters."""
+"""Fields of LoRA adapters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Scaling = Literal["alpha/r", "alpha/sqrt(r)"]
 
 
 def scale_of(rank: int, alpha: float, scaling: Scaling) -> float:
-    """alpha / r, or alpha / sqrt(r) where rank-stabilised.
+    """alpha / r, or alpha / sqrt(r) if rank-stabilised.
 
-    Kalajdzievski 2023: there the update keeps its size as r grows.
+    With sqrt(r) the update keeps its size as r grows (Kalajdzievski 2023).
     """
     return alpha / rank if scaling == "alpha/r" else alpha / math.sqrt(rank)
 
@@ -47,7 +47,7 @@ class LoraConfig(BaseModel):
     )
     experts_rank: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         default=None,
-        description="rank of the routed experts' adapters; unset: as `rank`",
+        description="rank of the routed experts' adapters; unset: same as `rank`",
         json_schema_extra=about("Adapters", was="experts_rank"),
     )
     scaling: Scaling = Field(
@@ -57,9 +57,9 @@ class LoraConfig(BaseModel):
     )
 
     def rank_of(self, group: str) -> int:
-        """experts_rank for routed experts where it is set, else rank."""
+        """Return experts_rank for routed experts if it is set, else rank."""
         return self.experts_rank if group == "experts" and self.experts_rank is not None else self.rank
 
     def scale_of(self, group: str) -> float:
-        """The scale of a group's updates, by `scaling`."""
+        """Scale of a group's updates, by `scaling`."""
         return scale_of(self.rank_of(group), self.alpha, self.scaling)

@@ -1,10 +1,10 @@
-"""A field's name: dotted, one for TOML, flags, Python, errors and records.
+"""Names of config fields. The dotted name is the same in TOML, flags, Python, errors and records.
 
     optimizer.learning_rate   [optimizer] learning_rate = 1, --optimizer.learning-rate 1
-    learning_rate             its alias; a dozen fields that people type daily have one
-    weight_decay              of earlier versions: optimizer.weight_decay; it still runs, with a note
+    learning_rate             its alias; a dozen frequent fields have one
+    weight_decay              name in earlier versions of optimizer.weight_decay; still works, with a note
 
-All three are declared at the field (core/field.py). Everywhere else a field is called by its dotted name.
+All three are declared at the field (core/field.py). Everywhere else a field has its dotted name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.field import About, about_of
 
 Check = Callable[[str, FieldInfo, Any], Any]
-"""(as written, the field, its value) -> the value, or a ConfigError."""
+"""(name as written, the field, its value) -> the checked value, or raises ConfigError."""
 
 
 class Known(NamedTuple):
-    """A field: its dotted name, the way to its attribute (mostly the same), and what stands at it."""
+    """A field: dotted name, attribute path (mostly the same), pydantic info, and our own facts."""
 
     name: str
     path: str
@@ -35,7 +35,7 @@ class Known(NamedTuple):
 
     @property
     def short(self) -> str:
-        """Its alias; its dotted name where it has none."""
+        """The alias, or the dotted name if it has none."""
         return self.about.alias or self.name
 
 
@@ -45,20 +45,20 @@ def _leaves(config: type[BaseModel], prefix: str = "") -> Iterator[Known]:
         if table is not None:
             yield from _leaves(table, f"{prefix}{name}.")
             continue
-        # one that is declared again, with another default, is described where it is declared first
+        # a field redeclared with another default is described at its first declaration
         declared = (base.model_fields.get(name) for base in config.__mro__ if issubclass(base, BaseModel))
-        said = next((found for each in declared if each and (found := about_of(each))), About())
-        yield Known(said.name or prefix + name, prefix + name, info, said)
+        own = next((about_field for each in declared if each and (about_field := about_of(each))), About())
+        yield Known(own.name or prefix + name, prefix + name, info, own)
 
 
 @cache
 def fields(config: type[BaseModel]) -> dict[str, Known]:
-    """Dotted name -> field, of every field that holds a value, in the order of declaration."""
+    """Return dotted name -> field for every field with a value, in the order of declaration."""
     return {known.name: known for known in _leaves(config)}
 
 
 def table_in(annotation: Any) -> type[BaseModel] | None:
-    """The table in an annotation such as `LoraConfig` or `LoraConfig | None`."""
+    """Return the table in an annotation such as `LoraConfig` or `LoraConfig | None`."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
             return candidate
@@ -67,69 +67,73 @@ def table_in(annotation: Any) -> type[BaseModel] | None:
 
 @cache
 def spellings(config: type[BaseModel]) -> dict[str, str]:
-    """Every name that is valid today, dotted or alias -> the dotted name."""
+    """Return every current name, dotted or alias -> the dotted name."""
     known = fields(config)
     return {name: name for name in known} | {of.short: name for name, of in known.items()}
 
 
 @cache
 def earlier(config: type[BaseModel]) -> dict[str, str]:
-    """Every name of earlier versions -> the dotted name of today."""
+    """Return every name of earlier versions -> the current dotted name."""
     was = {word: name for name, of in fields(config).items() for word in of.about.was.split()}
     return {word: name for word, name in was.items() if word not in spellings(config)}
 
 
 def name_of(config: type[BaseModel], written: str) -> str:
-    """The dotted name for any spelling, with "-" or "_"; what is none is returned as it is."""
+    """Return the dotted name for any spelling, with "-" or "_". An unknown name is returned unchanged."""
     plain = written.replace("-", "_")
     return spellings(config).get(plain) or earlier(config).get(plain) or written
 
 
 def short_name(config: type[BaseModel], path: str) -> str:
-    """How messages call the field with this attribute; what is no field's is returned as it is."""
+    """Return the name used in messages for the field at this path. An unknown path is returned unchanged."""
     return next((known.short for known in fields(config).values() if known.path == path), path)
 
 
 def by_path(
     config: type[BaseModel],
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     where: str,
     check: Check = lambda written, info, value: value,
     renamed: MutableMapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """{field in any spelling: value} -> {path of its attribute: value}.
+    """Convert {field in any spelling: value} to {attribute path: value}.
 
-    A table may be a mapping or a Config. Of a Config only the fields that were set are taken.
-    renamed: gets {as written: dotted name} of those in a spelling of earlier versions.
-    Raises ConfigError for an unknown key, a table where a value belongs (and the reverse), and for two
-    spellings of one field.
+    A table can be a mapping or a Config; of a Config, only the fields that were set are used.
+    renamed: receives {as written: dotted name} for names of earlier versions.
+    Raises ConfigError for an unknown key, a table in place of a value (or the reverse), and two spellings of
+    one field.
     """
     known = fields(config)
-    found: dict[str, Any] = {}
+    by_attribute: dict[str, Any] = {}
     spelled: dict[str, str] = {}
-    for written, name, raw in _written(config, given, where):
-        if name not in known:  # a table that is empty, or None
-            found.setdefault(name, raw)
+    for written, name, raw in _written(config, values, where):
+        if name not in known:  # an empty table, or None
+            by_attribute.setdefault(name, raw)
             continue
         path, info = known[name].path, known[name].info
         if isinstance(raw, Mapping) and not any(isinstance(mark, AsTable) for mark in info.metadata):
-            raise ConfigError(f"{where}: {written} is a table; it should be a value", next="mend the key")
+            raise ConfigError(f"{where}: {written} is a table; it should be a value", next="correct the key")
         if name in spelled:
             raise ConfigError(
                 f"{where}: {spelled[name]} and {written} are one field, given twice",
                 next=f"give {known[name].short} alone",
             )
-        found[path], spelled[name] = check(written, info, raw), written
+        by_attribute[path], spelled[name] = check(written, info, raw), written
         if renamed is not None and written.replace("-", "_") in earlier(config):
             renamed[written] = name
-    return found
+    return by_attribute
 
 
-def _written(config: type[BaseModel], given: Mapping[str, Any], where: str) -> Iterator[tuple[str, str, Any]]:
-    """(as written, dotted name, value) of each entry of `given`."""
+def _written(
+    config: type[BaseModel], values: Mapping[str, Any], where: str
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield (as written, dotted name, value) of each entry of `values`."""
     every = earlier(config) | spellings(config)
-    tables = {name: made for name, info in config.model_fields.items() if (made := table_in(info.annotation))}
-    for key, value in given.items():
+    tables = {
+        name: table for name, info in config.model_fields.items() if (table := table_in(info.annotation))
+    }
+    for key, value in values.items():
         name = key.replace("-", "_")
         if name in tables and isinstance(value, BaseModel):
             value = {field: getattr(value, field) for field in value.model_fields_set}
@@ -143,7 +147,7 @@ def _written(config: type[BaseModel], given: Mapping[str, Any], where: str) -> I
                     hint = _hint(config, field, list(tables[name].model_fields), inside=True)
                     raise ConfigError(
                         f"{where}: unknown key {key}.{field}{hint}",
-                        next=field_next(field, "mend or remove the key"),
+                        next=field_next(field, "correct or remove the key"),
                     )
                 yield f"{key}.{field}", own, of
         elif name in every:
@@ -152,58 +156,59 @@ def _written(config: type[BaseModel], given: Mapping[str, Any], where: str) -> I
             yield key, name, None
         elif name in tables and not field_hint(key, ()):
             raise ConfigError(
-                f"{where}: {key} = {value!r:.60} should be a table [{key}]", next="mend the key"
+                f"{where}: {key} = {value!r:.60} should be a table [{key}]", next="correct the key"
             )
         else:
             hint = _hint(config, key, [*spellings(config), *tables])
             raise ConfigError(
-                f"{where}: unknown key {key}{hint}", next=field_next(key, "mend or remove the key")
+                f"{where}: unknown key {key}{hint}", next=field_next(key, "correct or remove the key")
             )
 
 
 def _hint(config: type[BaseModel], key: str, near: list[str], *, inside: bool = False) -> str:
-    """The end of an error about an unknown key: the table it belongs to, our name for it, or the nearest.
+    """End of an error about an unknown key: its table, our name for it, or the nearest name.
 
-    inside: within a table, where a field is called by its dotted name.
+    inside: True within a table, where fields have their dotted names.
     """
     plain, there = key.replace("-", "_"), fields(config)
     home = (earlier(config) | spellings(config)).get(plain)
-    if home is None and plain not in config.model_fields:  # a table's own name is sent into no other table
+    # a table's own name is never looked up in another table
+    if home is None and plain not in config.model_fields:
         home = next((name for name in there if name.endswith(f".{plain}")), None)
     if home:
         table = home.rpartition(".")[0]
-        return f"; it stands in [{table}]: {home}" if table else f"; it stands above the tables: {home}"
+        return f"; it belongs in [{table}]: {home}" if table else f"; it belongs above the tables: {home}"
     return field_hint(key, near, spellings(config) if inside else {})
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"optimizer.clip": 1.0} -> {"optimizer": {"clip": 1.0}}."""
-    made: dict[str, Any] = {}
+    """Nest dotted names: {"optimizer.clip": 1.0} -> {"optimizer": {"clip": 1.0}}."""
+    tables: dict[str, Any] = {}
     for path, value in values.items():
         table, _, name = path.rpartition(".")
         if table:
-            made.setdefault(table, {})[name] = value
+            tables.setdefault(table, {})[name] = value
         elif value == {}:
-            made.setdefault(name, {})
+            tables.setdefault(name, {})
         else:
-            made[name] = value
-    return made
+            tables[name] = value
+    return tables
 
 
 def flat(config: BaseModel) -> dict[str, Any]:
-    """Every field by its dotted name, as JSON values. Of a table that this run has not: table -> None."""
-    dumped, made = config.model_dump(mode="json"), dict[str, Any]()
+    """Return every field by its dotted name, as JSON values. A missing table gives table -> None."""
+    dumped, values = config.model_dump(mode="json"), dict[str, Any]()
     for name, known in fields(type(config)).items():
         table, _, field = known.path.rpartition(".")
         if table and dumped[table] is None:
-            made[table] = None
+            values[table] = None
         else:
-            made[name] = dumped[table][field] if table else dumped[field]
-    return made
+            values[name] = dumped[table][field] if table else dumped[field]
+    return values
 
 
 def given(config: BaseModel) -> list[str]:
-    """The names of the fields that are not at their default: the same flags make the same run again."""
+    """Names of the fields that are not at their default; these flags repeat the run."""
     names = dict[str, None]()
     for name, known in fields(type(config)).items():
         table, _, field = known.path.rpartition(".")
@@ -216,12 +221,12 @@ def given(config: BaseModel) -> list[str]:
 
 
 def of_today(config: type[BaseModel], record: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's record of any version -> by the dotted names of today; what is no field is kept as it is."""
-    made: dict[str, Any] = {}
+    """Convert a run's record of any version to current dotted names. Unknown keys are unchanged."""
+    renamed: dict[str, Any] = {}
     for key, value in record.items():
         if isinstance(value, Mapping) and key in config.model_fields and key not in fields(config):
             inner = cast(Mapping[str, Any], value)
-            made |= {name_of(config, f"{key}.{field}"): of for field, of in inner.items()}
+            renamed |= {name_of(config, f"{key}.{field}"): of for field, of in inner.items()}
         else:
-            made[name_of(config, key)] = value
-    return made
+            renamed[name_of(config, key)] = value
+    return renamed

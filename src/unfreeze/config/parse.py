@@ -1,6 +1,6 @@
-"""From a TOML file and flags to one frozen, validated Config.
+"""Parse a TOML file and flags into one frozen, validated Config.
 
-Every field is a TOML key and a flag of the same name (names.py). A flag wins over the file.
+Every field is a TOML key and a flag of the same name (names.py). A flag overrides the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from unfreeze.core.torchrun import first_process
 
 
 class Frozen(BaseModel):
-    """Base of every Config: immutable, an unknown key is an error, and so is a number that isn't finite."""
+    """Base of every Config: immutable. Unknown keys and non-finite numbers are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -51,15 +51,15 @@ def _path(text: str) -> str:
 
 
 Folder = Annotated[str, AfterValidator(_path)]
-"""A path as the user gives it; ~ and ~name are expanded here, once."""
+"""A path from the user; ~ and ~name are expanded here, once."""
 Files = Annotated[
     tuple[Folder, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)
 ]
 """One path or several."""
 ModelName = Folder
-"""A folder, or a Hugging Face id org/name, which never begins with ~."""
+"""A folder, or a Hugging Face id org/name, which never starts with ~."""
 
-# errors of the file system that the user can mend
+# file system errors that the user can fix
 USERS_OWN = (
     errno.EEXIST,
     errno.ENOENT,
@@ -74,7 +74,7 @@ USERS_OWN = (
 
 MAX_TOML = 1_000_000  # bytes
 
-MEANT = {"--data": "FILE", "--teacher": "DIR_OR_RUN"}  # what stands for a flag's value in a remedy
+MEANT = {"--data": "FILE", "--teacher": "DIR_OR_RUN"}  # placeholders for a flag's value in a remedy
 
 C = TypeVar("C", bound=BaseModel)
 
@@ -88,14 +88,14 @@ def parse(
     positional: bool = False,
     say: Callable[[Sequence[str]], None] | None = None,
 ) -> C:
-    """`unfreeze COMMAND [file.toml] [--flag value …]` -> Config.
+    """Parse `unfreeze COMMAND [file.toml] [--flag value …]` into a Config.
 
     positional: the first argument is a field of the Config (a model, a run), not a TOML file.
-    say: is told which names of earlier versions were given, and what they are now; by default stderr is.
+    say: called with notes about names of earlier versions; by default they go to stderr.
     Raises ConfigError that names the field and the nearest valid key.
     """
-    if asked := {"-h", "--help", "--help-all"} & set(arguments):
-        print(help_text(config, command, description, everything="--help-all" in asked))
+    if wants_help := {"-h", "--help", "--help-all"} & set(arguments):
+        print(help_text(config, command, description, everything="--help-all" in wants_help))
         raise SystemExit(0)
     values: dict[str, Any] = {}
     renamed: list[str] = []
@@ -119,13 +119,13 @@ def parse(
             if to_type
             else f"unfreeze {command} --help",
         )
-    made = _validated(config, values, f"unfreeze {command} --help")
+    validated = _validated(config, values, f"unfreeze {command} --help")
     (say or _note)(renamed)
-    return made
+    return validated
 
 
 def _note(renamed: Sequence[str]) -> None:
-    """One line on stderr about names of earlier versions; under torchrun by the first process."""
+    """Print a line to stderr about names of earlier versions; under torchrun only in the first process."""
     if renamed and first_process():
         print(f"note: {'; '.join(renamed)}", file=sys.stderr, flush=True)
 
@@ -135,14 +135,14 @@ def _as_flag(name: str) -> str:
 
 
 def refuse_second(arguments: Sequence[str], what: str, next: str) -> None:
-    """Raise ConfigError for a second word behind the first that is no flag: `what` it was meant to be."""
+    """Raise ConfigError for a second positional argument; `what` explains how to give it."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
     if len(words) > 1:
-        raise ConfigError(f"{words[1]!r} stands where no word is read; {what}", next=next)
+        raise ConfigError(f"{words[1]!r} is unexpected; {what}", next=next)
 
 
 def is_model(name: str) -> bool:
-    """Whether it is a checkpoint's folder, or written like org/name where no such path is."""
+    """True if the name is a checkpoint folder, or looks like org/name and is not a path."""
     path = Path(name).expanduser()
     if path.exists():
         return (path / "config.json").is_file()
@@ -153,7 +153,7 @@ def is_model(name: str) -> bool:
 
 
 def _model_first(arguments: Sequence[str], command: str) -> ConfigError:
-    """With the command that was meant: --model before the first word, --data before those after it."""
+    """Error with the intended command: --model before the first word, --data before the next ones."""
     files = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments[1:]))
     mended = ["--model", arguments[0], *(["--data", *files] if files else []), *arguments[1 + len(files) :]]
     return ConfigError(
@@ -163,15 +163,17 @@ def _model_first(arguments: Sequence[str], command: str) -> ConfigError:
 
 
 def from_keywords(
-    config: type[C], given: Mapping[str, Any], *, function: str, file: str | Path | None = None
+    config: type[C], keywords_given: Mapping[str, Any], *, function: str, file: str | Path | None = None
 ) -> C:
-    """unfreeze.sft("run.toml", rank=16, optimizer={"clip": 0.5}) -> Config; keywords win over the file.
+    """Build a Config from keywords: unfreeze.sft("run.toml", rank=16, optimizer={"clip": 0.5}).
 
-    Raises ConfigError that names the keyword and the nearest valid one.
+    Keywords override the file. Raises ConfigError that names the keyword and the nearest valid one.
     """
-    # refuse a keyword that is no field
+    # refuse an unknown keyword
     valid = {*spellings(config), *config.model_fields}
-    unknown = next((name for name in given if name.replace("-", "_") not in {*valid, *earlier(config)}), None)
+    unknown = next(
+        (name for name in keywords_given if name.replace("-", "_") not in {*valid, *earlier(config)}), None
+    )
     if unknown is not None:
         hint = field_hint(unknown, valid) or _elsewhere(config, unknown)
         raise ConfigError(
@@ -179,10 +181,10 @@ def from_keywords(
             next=field_next(unknown, f"help(unfreeze.{function}), or: unfreeze {function} --help"),
         )
 
-    # the file, then the keywords over it
+    # the file, overridden by keywords
     renamed: list[str] = []
     values = _given(config, read_toml(Path(file).expanduser()), str(file), renamed) if file else {}
-    keywords = {name: _plain(value) for name, value in given.items() if value is not None}
+    keywords = {name: _plain(value) for name, value in keywords_given.items() if value is not None}
     values |= _given(config, keywords, f"unfreeze.{function}", renamed)
     if missing := [known.short for known in _missing(config, values)]:
         others = "".join(f', {name}="…"' for name in missing if name not in ("model", "data"))
@@ -190,20 +192,20 @@ def from_keywords(
             f"unfreeze.{function} needs {' and '.join(missing)}",
             next=f'unfreeze.{function}(model="…", data="chat.jsonl"{others})',
         )
-    made = _validated(config, values, f"help(unfreeze.{function})")
+    validated = _validated(config, values, f"help(unfreeze.{function})")
     _note(renamed)
-    return made
+    return validated
 
 
 def _plain(value: Any) -> Any:
-    """Paths as text, also those in a list."""
+    """Convert paths to text, also in a list."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in cast(Sequence[Any], value)]
     return os.fspath(cast(os.PathLike[str], value)) if isinstance(value, os.PathLike) else value
 
 
 def _missing(config: type[BaseModel], values: Mapping[str, Any]) -> list[Known]:
-    """The required fields that nobody gave, and no other field says (SAID_BY)."""
+    """Required fields that are missing and that no other field provides (SAID_BY)."""
     said_by: Mapping[str, str] = getattr(config, "SAID_BY", {})
     return [
         known
@@ -222,9 +224,9 @@ def _validated(config: type[C], values: Mapping[str, Any], next: str) -> C:
 
 
 def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) -> dict[str, Any]:
-    """The flags that were given, in the spelling they were given in.
+    """Parse the flags; names stay as the user spelled them.
 
-    tyro's message about a wrong one, a box of many lines, becomes one ConfigError.
+    tyro's message about a wrong flag, a box of many lines, becomes one ConfigError.
     """
     _refuse_repeated(config, arguments)
     help = f"unfreeze {command} --help"
@@ -239,16 +241,16 @@ def _parse_flags(config: type[BaseModel], arguments: list[str], command: str) ->
         if ended.code == 0:
             raise
 
-    # tyro's message: the lines of its box that come before the flag's help
+    # tyro's message: the lines of its box before the flag's help
     words = [line.strip(" │") for line in captured.getvalue().splitlines() if not line.startswith(("╭", "╰"))]
     end = next((i for i, word in enumerate(words) if word.startswith("──")), len(words))
     raise ConfigError(" ".join(word for word in words[:end] if word) or "the flags cannot be read", next=help)
 
 
 def _refuse_absent(config: type[BaseModel], arguments: Sequence[str], command: str) -> None:
-    """Each unknown flag with ours, or with the nearest one.
+    """Raise ConfigError for unknown flags, each with our name for it or the nearest one.
 
-    Asked before tyro, which takes seconds to compare an unknown flag with every other.
+    Checked before tyro, which takes seconds to compare an unknown flag with all others.
     """
     dotted, short = list(fields(config)), [known.short for known in fields(config).values()]
     known = {*map(_as_flag, _every(config)), *(f"--no-{name.replace('_', '-')}" for name in short), "--"}
@@ -264,33 +266,33 @@ def _refuse_absent(config: type[BaseModel], arguments: Sequence[str], command: s
 
 
 def _elsewhere(config: type[BaseModel], word: str, *, flag: bool = False) -> str:
-    """Of a word that ends one dotted name, and one alone: "; it is called --optimizer.moments here"."""
+    """Hint "; it is called --optimizer.moments here" if the word is the last part of exactly one name."""
     word = word.lstrip("-").replace("-", "_")
-    found = [name for name in fields(config) if name.endswith(f".{word}")]
-    alone = len(found) == 1 and word not in config.model_fields
-    return f"; it is called {_as_flag(found[0]) if flag else found[0]} here" if alone else ""
+    matches = [name for name in fields(config) if name.endswith(f".{word}")]
+    alone = len(matches) == 1 and word not in config.model_fields
+    return f"; it is called {_as_flag(matches[0]) if flag else matches[0]} here" if alone else ""
 
 
 def _every(config: type[BaseModel]) -> dict[str, Known]:
-    """Every spelling, of earlier versions too -> its field."""
+    """Return every spelling, including those of earlier versions -> its field."""
     known = fields(config)
     return {word: known[name] for word, name in (spellings(config) | earlier(config)).items()}
 
 
 def _wrong_flag(config: type[BaseModel], arguments: Sequence[str]) -> str:
-    """The first flag whose values are none, or beyond its limits, in words as given; "" where each is one."""
+    """Message about the first flag with missing or invalid values; "" if all are valid."""
     known = {_as_flag(word): field.info for word, field in _every(config).items()}
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     at = [i for i, word in enumerate(words) if word.startswith("--")]
     for start, end in itertools.pairwise([*at, len(words)]):
         info = known.get(words[start].replace("_", "-"))
-        if info is not None and (said := wrong_flag(words[start], words[start + 1 : end], info)):
-            return said
+        if info is not None and (message := wrong_flag(words[start], words[start + 1 : end], info)):
+            return message
     return ""
 
 
 def _refuse_repeated(config: type[BaseModel], arguments: Sequence[str]) -> None:
-    """A flag of several values that is given twice would lose those of the first time."""
+    """Raise ConfigError for a multi-value flag given twice: the first values would be lost."""
     several = {_as_flag(word) for word, field in _every(config).items() if takes_several(field.info)}
     written = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
     twice = next((flag for flag in written if flag in several and written.count(flag) > 1), "")
@@ -299,34 +301,34 @@ def _refuse_repeated(config: type[BaseModel], arguments: Sequence[str]) -> None:
 
 
 def takes_several(info: FieldInfo) -> bool:
-    """Whether a field takes several values after its flag."""
+    """True if a field takes several values after its flag."""
     return any(get_origin(kind) is tuple for kind in (info.annotation, *get_args(info.annotation)))
 
 
 def _flags(config: type[BaseModel]) -> Any:
-    """A TypedDict of every flag in each of its spellings; tyro fills in those that were given.
+    """Make a TypedDict of every flag in every spelling; tyro fills in the flags given.
 
-    The Config checks the limits, so that errors are in our own words.
+    The Config checks limits, so that errors have our wording.
     """
-    make = cast(Any, TypedDict)  # a class made at run time, which a type checker cannot follow
+    make = cast(Any, TypedDict)  # a class made at run time; type checkers cannot follow it
     return make("Flags", {word: _kind(field.info) for word, field in _every(config).items()}, total=False)
 
 
 def _kind(info: FieldInfo) -> Any:
-    """A field's type with its limits."""
+    """Annotated type of a field, with its limits."""
     return Annotated[(info.annotation, *info.metadata, Field())]
 
 
 def _flag(known: Known) -> str:
-    """How a field is given on the command line: --model, or MODEL where it has no flag."""
+    """Command-line form of a field: --model, or MODEL for a positional one."""
     metavar = next((item.metavar for item in known.info.metadata if getattr(item, "metavar", None)), "")
     return metavar or _as_flag(known.short)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The file's table.
+    """Read a TOML file.
 
-    Raises ConfigError for a file that is absent, isn't TOML, or has more than MAX_TOML bytes.
+    Raises ConfigError if it is missing, isn't TOML, or has more than MAX_TOML bytes.
     """
     try:
         if path.stat().st_size > MAX_TOML:
@@ -340,19 +342,19 @@ def read_toml(path: Path) -> dict[str, Any]:
             f"{path} is not a file; the first argument is a TOML file, everything else is --flags",
             next="check the path",
         ) from None
-    # TOMLDecodeError and UnicodeDecodeError are ValueErrors; so is a number of thousands of digits
+    # ValueErrors: TOMLDecodeError, UnicodeDecodeError, a number with thousands of digits
     except (ValueError, RecursionError) as error:
-        yaml = ". YAML is not read: write KEY = VALUE" if path.suffix in (".yaml", ".yml") else ""
-        of_run = "report.html of a run has its command; a file of settings is TOML"
-        mend = of_run if path.suffix == ".json" else "mend that line"
+        yaml = ". YAML is not supported: write KEY = VALUE" if path.suffix in (".yaml", ".yml") else ""
+        of_run = "settings are a TOML file; a run's command is in its report.html"
+        mend = of_run if path.suffix == ".json" else "correct that line"
         raise ConfigError(f"{path} is not valid TOML: {error}{yaml}", next=mend) from error
 
 
 @contextmanager
 def writing(folder: Path | str, field: str, *, positional: bool = False) -> Generator[None]:
-    """Turn the file system's refusal to write under `folder` into a ConfigError that names `field`.
+    """Turn an OSError about writing under `folder` into a ConfigError that names `field`.
 
-    Such refusals: a file where a folder is needed, no permission, a read-only or a full disk.
+    Examples: a file in place of a folder, no permission, a read-only or full disk.
     """
     path, elsewhere = Path(folder), "" if positional else f"give another folder with --{field}"
     try:
@@ -377,29 +379,29 @@ def writing(folder: Path | str, field: str, *, positional: bool = False) -> Gene
         at = f" at {error.filename}" if error.filename and str(error.filename) != str(folder) else ""
         raise ConfigError(
             f"{field} = {str(folder)!r} cannot be written: {error.strerror}{at}",
-            next=elsewhere or f"make {path} a folder that you may write to",
+            next=elsewhere or f"make {path} a writable folder",
         ) from error
 
 
 def _given(
     config: type[BaseModel], table: Mapping[str, Any], where: str, renamed: list[str]
 ) -> dict[str, Any]:
-    """A TOML table as {path: value}, each value checked by its field's type and limits.
+    """Convert a TOML table to {path: value}, checking each value by its field's type and limits.
 
-    renamed: gets what to say of names of earlier versions.
-    The check is strict: true is not 1, and "5" is not 5. But a list may stand for a tuple, and a whole number
-    for a float.
+    renamed: receives notes about names of earlier versions.
+    The check is strict: true is not 1, and "5" is not 5. But a list counts as a tuple, and a whole number as
+    a float.
     """
 
     def check(written: str, info: FieldInfo, value: Any) -> Any:
         typed: TypeAdapter[Any] = TypeAdapter(_kind(info), config=ConfigDict(allow_inf_nan=False))
-        given = tuple(cast(Sequence[Any], value)) if isinstance(value, list) else value
+        typed_value = tuple(cast(Sequence[Any], value)) if isinstance(value, list) else value
         try:
-            return typed.validate_python(given, strict=True)
+            return typed.validate_python(typed_value, strict=True)
         except ValidationError as error:
             raise ConfigError(
                 f"{where}: {wrong(written, cast(object, value), fault_of(error.errors()))}",
-                next="mend the value",
+                next="correct the value",
             ) from None
 
     old: dict[str, str] = {}
@@ -410,13 +412,13 @@ def _given(
 
 
 def _explain(config: type[BaseModel], error: ValidationError) -> str:
-    """Each wrong field with the value tested and what it must be."""
+    """Describe each wrong field, with its value and the requirement."""
     lines: list[str] = []
     for item in error.errors():
-        if not item["loc"]:  # a check of several fields: its message says in words what is wrong
+        if not item["loc"]:  # a check of several fields has a complete message
             lines.append(item["msg"].partition(", ")[2])
             continue
         path = [str(part) for part in item["loc"] if not isinstance(part, int)]
-        whole: dict[str, Any] = {**item, "loc": ()}  # the item of a list that is wrong, without the list
+        whole: dict[str, Any] = {**item, "loc": ()}  # the wrong item of a list, without the list
         lines.append(wrong(short_name(config, ".".join(path)), item.get("input"), whole))
     return "; ".join(lines)

@@ -1,4 +1,4 @@
-"""The fields of `unfreeze prefer`: those of sft, and what is minimised over pairs or labels."""
+"""Fields of `unfreeze prefer`: those of sft, and the loss over pairs or labels."""
 
 # A Config is frozen, so its fields may be of narrower types; pyright takes every attribute for mutable.
 # pyright: reportIncompatibleVariableOverride=false
@@ -13,7 +13,7 @@ from unfreeze.config.parse import Files, Frozen
 from unfreeze.core.field import about
 
 BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
-"""Of each loss: DPO's and KTO's papers and TRL have 0.1; SimPO's authors 2.0 to 2.5; ORPO's lambda is 0.1."""
+"""Default beta per loss. The papers of DPO and KTO and TRL use 0.1; SimPO 2.0 to 2.5; ORPO's lambda 0.1."""
 ADAPTER_RATE, ALL_RATE = 2e-5, 1e-6
 ONLY = {
     "gamma": ("simpo",),
@@ -23,11 +23,11 @@ ONLY = {
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
-"""Fields of some losses alone."""
+"""Fields that only some losses have."""
 
 
 class Preference(Frozen):
-    """What is minimised over answers that are compared (objectives/preference.py has the formulas)."""
+    """The preference loss and its parameters (formulas: objectives/preference.py)."""
 
     loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = Field(
         default="dpo",
@@ -40,8 +40,8 @@ class Preference(Frozen):
     reference: Literal["live", "cached"] = Field(
         default="live",
         description=(
-            "for dpo, ipo and kto. live: the starting model is asked in each step; cached: once before the"
-            " first (faster, no copy of the model)"
+            "for dpo, ipo and kto. live: run the starting model in each step; cached: run it once before the"
+            " first step (faster, no copy of the model)"
         ),
         json_schema_extra=about("Preference", was="reference"),
     )
@@ -49,7 +49,7 @@ class Preference(Frozen):
         default=0.1,
         gt=0,
         description=(
-            "dpo, ipo, kto: strength of the reference; simpo, orpo: weight of the comparison. 0.1 as in the"
+            "dpo, ipo, kto: pull towards the reference; simpo, orpo: weight of the comparison. 0.1 as in the"
             " papers, 2.0 for simpo"
         ),
         json_schema_extra=about("Preference", was="beta"),
@@ -64,15 +64,15 @@ class Preference(Frozen):
         default=0.0,
         ge=0,
         lt=0.5,
-        description="for dpo: share of the pairs assumed to be swapped",
+        description="for dpo: share of the pairs assumed to have swapped answers",
         json_schema_extra=about("Preference", was="label_smoothing"),
     )
     nll: float = Field(
         default=0.0,
         ge=0,
         description=(
-            "for dpo, ipo and simpo: weight of the chosen answer's own loss, which keeps it likely. Llama 3"
-            " uses 0.2"
+            "for dpo, ipo and simpo: weight of the chosen answer's cross entropy, which keeps it likely."
+            " Llama 3 uses 0.2"
         ),
         json_schema_extra=about("Preference", was="nll"),
     )
@@ -85,13 +85,14 @@ class Preference(Frozen):
     undesirable_weight: float = Field(
         default=1.0,
         gt=0,
-        description="for kto: weight of answers whose label is false; balance it with the numbers of both",
+        description="for kto: weight of answers whose label is false; balance it by the counts of both"
+        " labels",
         json_schema_extra=about("Preference", was="undesirable_weight"),
     )
 
 
 class Data(sft.Data):
-    """Rows of two answers, or of an answer with a label."""
+    """Rows with two answers, or with one answer and a label."""
 
     files: Files = Field(
         min_length=1,
@@ -104,13 +105,14 @@ class Data(sft.Data):
     truncation: Literal["tail", "head", "error", "drop"] = Field(
         default="tail",
         description=(
-            "prompt and answer longer than sequence_length: cut the tail or head, stop, or drop the row"
+            "prompt and answer longer than sequence_length: cut the tail or head, stop with an error,"
+            " or drop the row"
         ),
     )
 
 
 class Optimizer(sft.Optimizer):
-    """With the rates of preference, a tenth of sft's and less."""
+    """Optimizer with default learning rates for preference: a tenth of sft's or less."""
 
     learning_rate: float = Field(
         default=ADAPTER_RATE, gt=0, description="peak learning rate; with train = all the default is 1e-6"
@@ -118,7 +120,7 @@ class Optimizer(sft.Optimizer):
 
 
 class Config(sft.Config):
-    """Everything a preference run depends on."""
+    """All fields of a preference run."""
 
     data: Data
     optimizer: Optimizer = Optimizer()
@@ -126,12 +128,12 @@ class Config(sft.Config):
 
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """As sft's, with beta and the learning rate of this loss. A field of another loss is an error."""
+        """As in sft, with this loss's beta and learning rate. A field of another loss is an error."""
         loss = fields.get("preference.loss", "dpo")
         for name, losses in ONLY.items():
             if f"preference.{name}" in fields and loss not in losses:
                 raise ValueError(
-                    f"preference.{name} is of loss = {' or '.join(losses)} alone: remove it, or change loss"
+                    f"preference.{name} needs loss = {' or '.join(losses)}: remove it, or change loss"
                 )
         rate = ALL_RATE if fields.get("train") == "all" else ADAPTER_RATE
         own = {"preference.beta": BETA.get(str(loss), 0.1), "optimizer.learning_rate": rate}

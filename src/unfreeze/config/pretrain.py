@@ -1,4 +1,4 @@
-"""The fields of `unfreeze pretrain`: those of every training, with the rates of training from nothing."""
+"""Fields of `unfreeze pretrain`: the common ones, with defaults for training from random weights."""
 
 # A Config is frozen, so its fields may be of narrower types; pyright takes every attribute for mutable.
 # pyright: reportIncompatibleVariableOverride=false
@@ -14,7 +14,7 @@ from unfreeze.core.field import about
 
 
 class Data(tables.Data):
-    """Texts are split where they are too long."""
+    """Data fields; texts that are too long are split."""
 
     truncation: Literal["tail", "error", "drop", "split"] = Field(
         default="split", description="texts longer than sequence_length are split"
@@ -22,7 +22,7 @@ class Data(tables.Data):
 
 
 class Optimizer(tables.Optimizer):
-    """With the rates of training from nothing, and the balancing of experts."""
+    """Optimizer with defaults for training from random weights, and load balancing of experts."""
 
     learning_rate: float = Field(
         default=3e-3,
@@ -41,19 +41,19 @@ class Optimizer(tables.Optimizer):
 
 
 class Memory(tables.Memory):
-    """Random weights begin in float32."""
+    """Memory fields; random weights start in float32."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description=(
             "number format of weights and computation. auto: float32 from random weights, else bfloat16 where"
-            " the hardware multiplies it; bfloat16 keeps float32 masters"
+            " the hardware multiplies it; bfloat16 keeps float32 master weights"
         ),
     )
 
 
 class Config(TrainingConfig):
-    """Everything a pretraining run depends on."""
+    """All fields of a pretraining run."""
 
     data: Data
     optimizer: Optimizer = Optimizer()

@@ -1,4 +1,4 @@
-"""A remedy written in flags, as a caller in Python writes it."""
+"""Rewrite a remedy with flags as Python keywords."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from unfreeze.config.names import fields, spellings
 from unfreeze.config.words import expected
 
 _FLAG = re.compile(r"(?<!\S)--([a-z][a-z_.-]*)(?: (\d[\d,]*\d(?=\W|$)|[^\s,;:]+(?:,[^\s,;:]+=[^\s,;:]+)*))?")
-"""--flag, and the word after it: one value, or FIELD=COLUMN pairs with commas."""
+"""--flag and the word after it: one value, or FIELD=COLUMN pairs separated by commas."""
 _COMMAND = re.compile(r"(\bunfreeze [a-z]+ [^,;:()]*)")
-"""A command to type within a text, up to the next comma, colon or bracket."""
+"""A command in a text, up to the next comma, colon or bracket."""
 
 
 def in_python(config: type[BaseModel], text: str) -> str:
-    """`--columns prompt=q` -> `columns={"prompt": "q"}`, `--steps 5 or more` -> `steps=5 or more`.
+    """Rewrite `--columns prompt=q` to `columns={"prompt": "q"}`, `--steps 5 or more` to `steps=5 or more`.
 
     `--optimizer.clip 1` -> `optimizer={"clip": 1}`.
-
-    A word that is no value of the flag stays beside it: `--sequence-length higher` -> `sequence_length
-    higher`. What is no flag of `config`, or part of a command to type, is left as it is.
+    A word that is not a value of the flag stays beside it: `--sequence-length higher` -> `sequence_length
+    higher`. Unknown flags and complete commands are unchanged.
     """
     known, names = fields(config), spellings(config)
 
-    def keyword(found: re.Match[str]) -> str:
-        written, word = found[1].replace("-", "_"), found[2]
+    def keyword(match: re.Match[str]) -> str:
+        written, word = match[1].replace("-", "_"), match[2]
         if written not in names:
-            return found[0]
+            return match[0]
         name, info = known[names[written]].short, known[names[written]].info
         if word is None:
             return name
@@ -44,7 +43,7 @@ def in_python(config: type[BaseModel], text: str) -> str:
         else:
             return f"{name} {word}"
         table, _, field = name.rpartition(".")
-        if table == "data":  # the keyword of this name is data.files
+        if table == "data":  # the keyword `data` means data.files
             return f'**{{"{name}": {value}}}'
         return f'{table}={{"{field}": {value}}}' if table else f"{name}={value}"
 

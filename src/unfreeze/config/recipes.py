@@ -1,4 +1,4 @@
-"""The Config of each training command, and a run's record of any version read by its names of today."""
+"""Config of each training command; read a run's record of any version with current field names."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ CONFIGS: dict[str, type[TrainingConfig]] = {
 
 
 def resolved(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """resolved_config.json of any version -> by the dotted names of today."""
+    """Convert resolved_config.json of any version to current dotted names."""
     config = CONFIGS.get(str(fields.get("recipe")), sft.Config)
-    made = of_today(config, fields)
-    effective: Any = made.get("effective")
-    given: Any = cast(dict[str, Any], effective).get("given") if isinstance(effective, dict) else None
-    if isinstance(given, list):
-        names = [name_of(config, str(name)) for name in cast(list[Any], given)]
-        made["effective"] = {**effective, "given": names}
-    return made
+    renamed = of_today(config, fields)
+    effective: Any = renamed.get("effective")
+    set_fields: Any = cast(dict[str, Any], effective).get("given") if isinstance(effective, dict) else None
+    if isinstance(set_fields, list):
+        names = [name_of(config, str(name)) for name in cast(list[Any], set_fields)]
+        renamed["effective"] = {**effective, "given": names}
+    return renamed
 
 
 def read_resolved(folder: Path, kind: type[UserError]) -> dict[str, Any]:
-    """`resolved` of a run's folder. Raises `kind` where the file is none."""
+    """Read and convert resolved_config.json of a run's folder. Raises `kind` if it is invalid."""
     return resolved(read_object(folder / RESOLVED, kind))

@@ -1,4 +1,4 @@
-"""The fields of `unfreeze sft`: of every training, of adapters, and how a conversation becomes examples."""
+"""Fields of `unfreeze sft`: the common ones, adapters, and the conversion of conversations to examples."""
 
 # A Config is frozen, so its fields may be of narrower types; pyright takes every attribute for mutable.
 # pyright: reportIncompatibleVariableOverride=false
@@ -21,28 +21,28 @@ ALL_RATE = 2e-5
 
 
 class Data(tables.Data):
-    """And how a conversation becomes examples."""
+    """Data fields, with the conversion of conversations to examples."""
 
     turns: Literal["auto", "whole", "each", "last"] = Field(
         default="auto",
         description=(
-            "examples per conversation. whole: one; each: one per turn of the assistant; last: the last turn"
-            " only; auto: whole, or each if the chat template rewrites earlier turns"
+            "examples per conversation. whole: one; each: one per assistant turn; last: the last turn only;"
+            " auto: whole, or each if the chat template rewrites earlier turns"
         ),
-        json_schema_extra=about("What", was="turns", since="0.2"),
+        json_schema_extra=about("Model and data", was="turns", since="0.2"),
     )
     reasoning: Literal["auto", "inline", "drop"] = Field(
         default="auto",
         description=(
-            "reasoning_content. auto: trained on as the release writes it, refused without such a form;"
-            " inline: as <think>…</think> in the answer; drop: left out"
+            "treatment of reasoning_content. auto: trained on in the template's format, refused if it"
+            " has none; inline: as <think>…</think> in the answer; drop: left out"
         ),
-        json_schema_extra=about("What", was="reasoning", since="0.2"),
+        json_schema_extra=about("Model and data", was="reasoning", since="0.2"),
     )
 
 
 class Optimizer(tables.Optimizer):
-    """With a rate for adapters, and a tenth of it for every weight."""
+    """Optimizer with a default learning rate for adapters, and a tenth of it for all weights."""
 
     learning_rate: float = Field(
         default=2e-4, gt=0, description="peak learning rate; with train = all the default is 2e-5"
@@ -50,14 +50,14 @@ class Optimizer(tables.Optimizer):
 
 
 class Config(TrainingConfig):
-    """Everything a fine-tuning run depends on."""
+    """All fields of a fine-tuning run."""
 
     SAID_BY: ClassVar[dict[str, str]] = {"model": "adapter"}
 
     train: Literal["adapters", "all"] = Field(
         default="adapters",
         description="adapters: LoRA beside the frozen base; all: every weight of an unpacked checkpoint",
-        json_schema_extra=about("What", first=True),
+        json_schema_extra=about("Model and data", first=True),
     )
     adapter: Folder = Field(
         default="",
@@ -65,7 +65,7 @@ class Config(TrainingConfig):
             "continue training this adapter (a run or adapter folder, ours or peft's). The [lora] fields"
             " come from it, and usually the model"
         ),
-        json_schema_extra=about("What", first=True, since="0.2"),
+        json_schema_extra=about("Model and data", first=True, since="0.2"),
     )
     data: Data
     optimizer: Optimizer = Optimizer()
@@ -73,7 +73,10 @@ class Config(TrainingConfig):
 
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """train = "all" has no adapters and another default rate. A field of [lora] beside it is an error."""
+        """Apply defaults of train = "all": no adapters, another learning rate.
+
+        A [lora] field is then an error.
+        """
         if fields.get("train") != "all":
             if fields.get("lora", True) is None:
                 raise ValueError('train = "adapters" needs [lora]; its defaults are an empty table')
@@ -83,14 +86,16 @@ class Config(TrainingConfig):
                 'train = "all" trains every weight and has no adapters: remove adapter, or give train ='
                 ' "adapters"'
             )
-        if given := [place for place in fields if place.startswith("lora") and fields[place] is not None]:
+        if lora_fields := [
+            place for place in fields if place.startswith("lora") and fields[place] is not None
+        ]:
             rate = fields.get("optimizer.learning_rate")
             raise ConfigError(
-                f'train = "all" trains every weight and has no adapters, but {", ".join(given)}'
-                f" {'is' if len(given) == 1 else 'are'} given",
-                next="remove them (in a file the whole table [lora])"
+                f'train = "all" trains every weight and has no adapters, but {", ".join(lora_fields)}'
+                f" {'is' if len(lora_fields) == 1 else 'are'} given",
+                next="remove them (in a file: the whole table [lora])"
                 + (
-                    f", and learning_rate = {rate:g} too, or choose it anew: the default of all is"
+                    f", and also learning_rate = {rate:g}, or choose another: the default for all is"
                     f" {ALL_RATE:g}"
                     if rate is not None
                     else ""
@@ -104,19 +109,19 @@ def _plain(value: Any) -> Any:
 
 
 def _continued(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` with the [lora] and the base of the adapter that is trained on, if there is one.
+    """Add [lora] and the base from the adapter to continue, if there is one.
 
-    A field of [lora] that is given beside it must say the same.
+    A [lora] field that is also configured must agree.
     """
     source = fields.get("adapter")
     if not isinstance(source, str) or not source:
         return fields
     own = {f"lora.{name}": value for name, value in lora_of(source).items()}
     for place in own.keys() & fields.keys():
-        given, has = fields[place], own[place]
-        if _plain(given) != _plain(has):
+        configured, has = fields[place], own[place]
+        if _plain(configured) != _plain(has):
             raise ValueError(
-                f"{place} = {given!r}, but the adapter of {source} has {has!r}; an adapter that is trained on"
-                f" keeps its own: remove {place}"
+                f"{place} = {configured!r}, but the adapter in {source} has {has!r} and keeps it when"
+                f" continued: remove {place}"
             )
     return {**({} if fields.get("model") else {"model": base_of(source)}), **fields, **own}

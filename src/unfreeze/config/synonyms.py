@@ -1,6 +1,6 @@
-"""The words of other tools, answered with ours.
+"""Names used by other tools, with our names for them.
 
-The tools: axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, Unsloth, torchtune.
+Tools: axolotl, LLaMA-Factory, TRL and the Hugging Face Trainer, Unsloth, torchtune.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ model | a folder or org/name | base_model model_name model_name_or_path model_id
 data | one or more files | dataset datasets dataset_name dataset_path train_file train_data data_path
 validation_fraction | a share, 0 to 1 | val_set_size eval_split validation_split test_size
 validation | a file | eval_file validation_file eval_dataset
-out | the run's folder | output_dir output run_dir save_dir
+out | run folder | output_dir output run_dir save_dir
 epochs | passes over the data | num_epochs num_train_epochs epoch n_epochs
 steps | optimizer steps | max_steps num_steps max_iters total_steps train_steps
-learning_rate | its peak | lr max_lr base_lr peak_lr
+learning_rate | peak value | lr max_lr base_lr peak_lr
 optimizer.schedule | cosine, linear, constant or wsd | lr_scheduler lr_scheduler_type scheduler
 optimizer.warmup | a share of the steps, 0.03 for 3 % | warmup_ratio warmup_steps lr_warmup
 optimizer.weight_decay | per unit of learning rate | wd
 optimizer.clip | limit of the global norm; 0: none | max_grad_norm gradient_clipping grad_clip clip_grad_norm
-tokens_per_step | tokens of one optimizer step: about rows x their mean length |
+tokens_per_step | tokens per optimizer step: about rows x their mean length |
     batch_size per_device_train_batch_size per_device_batch_size train_batch_size device_batch_size
     global_batch_size total_batch_size
-micro_batches | the number of parts a step is computed in | micro_batch_size
+micro_batches | number of micro-batches per step | micro_batch_size
     gradient_accumulation_steps grad_accum accumulation_steps
 sequence_length | tokens | max_seq_length max_seq_len sequence_len max_length cutoff_len seq_len block_size
     context_length model_max_length
 training.packing | none, first_fit or best_fit | sample_packing pack
-rank | the adapters' size | r lora_r lora_rank adapter_rank
+rank | size of the adapters | r lora_r lora_rank adapter_rank
 lora.alpha | the numerator of the scale alpha / rank | lora_alpha
 lora.targets | groups, names or globs | lora_target lora_target_modules target_modules
 lora.scaling | alpha/sqrt(r) | use_rslora rslora
 train | adapters or all | finetuning_type full_finetuning use_peft use_lora
-adapter | a run's or an adapter's folder, trained on | lora_model_dir adapter_name_or_path adapter_path
+adapter | folder of the run or adapter to continue | lora_model_dir adapter_name_or_path adapter_path
 dtype | auto, bfloat16 or float32 | bf16 fp16 fp32 torch_dtype precision compute_dtype
 device | auto, cpu or cuda | use_cpu no_cuda gpu accelerator
 place.recompute | auto, layers, selective, elementwise or nothing | gradient_checkpointing
@@ -46,7 +46,7 @@ place.recompute | auto, layers, selective, elementwise or nothing | gradient_che
 optimizer.moments | AdamW's moments: float32 or int8 | optim optimizer adam_8bit
 threads | CPU threads | num_threads num_workers
 save_every | steps | save_steps save_interval checkpoint_every save_strategy
-save.keep | how many | save_total_limit max_checkpoints
+save.keep | number of saves | save_total_limit max_checkpoints
 watch.validate_every | steps | eval_steps eval_every eval_interval val_every eval_strategy
     evaluation_strategy
 watch.early_stop | validations without gain | early_stopping early_stopping_patience patience
@@ -55,17 +55,17 @@ watch.track | tensorboard, wandb or trackio | report_to logger log_with use_wand
 seed | a whole number | random_seed data_seed
 columns | FIELD=COLUMN, such as prompt=question | dataset_text_field text_column prompt_column
     response_column field_messages
-teacher | a checkpoint, a run, base, or what --prepare wrote | teacher_model teacher_model_name_or_path
+teacher | a checkpoint, a run, base, or a folder from --prepare | teacher_model teacher_model_name_or_path
     teacher_model_path
-alpha | the share of cross entropy, 0 to 1 | kd_alpha cross_entropy_weight kd_ratio
-temperature | of both softmaxes | kd_temperature
+alpha | share of cross entropy, 0 to 1 | kd_alpha cross_entropy_weight kd_ratio
+temperature | temperature of both softmaxes | kd_temperature
 loss | dpo, ipo, kto, simpo or orpo | loss_type pref_loss rl
-preference.beta | of the loss that compares answers | pref_beta dpo_beta kto_beta rl_beta orpo_alpha cpo_beta
-preference.gamma | a margin of rewards; TRL's simpo_gamma | simpo_gamma
-preference.label_smoothing | a share of the pairs | dpo_label_smoothing
+preference.beta | beta of the preference loss | pref_beta dpo_beta kto_beta rl_beta orpo_alpha cpo_beta
+preference.gamma | margin of rewards; TRL's simpo_gamma | simpo_gamma
+preference.label_smoothing | share of the pairs | dpo_label_smoothing
 preference.reference | live, or cached: computed once | precompute_ref_log_probs
     precompute_reference_logps
-preference.nll | the weight of fine-tuning on the chosen answer | rpo_alpha cpo_alpha pref_ftx sft_weight
+preference.nll | weight of cross entropy on the chosen answer | rpo_alpha cpo_alpha pref_ftx sft_weight
     loss_weights
 preference.desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
 preference.undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
@@ -74,7 +74,8 @@ _NOT_HERE = """
 ref_model reference_model reference_free sync_ref_model | prefer compares with the starting model; --loss
     simpo and orpo need none | unfreeze prefer --model MODEL --data pairs.jsonl
 qlora load_in_4bit load_in_8bit quantization_bit bnb_4bit_quant_type bnb_4bit_compute_dtype | a 4-bit or 8-bit
-    checkpoint is trained as it is; a bf16 one is not quantized here | give a quantized checkpoint as --model
+    checkpoint is trained in its own format; a bf16 one is not quantized here |
+    give a quantized checkpoint as --model
 resume_from_checkpoint resume auto_resume auto_resume_from_checkpoints overwrite_output_dir | the same command
     resumes its run; a new run has another --out | the same command without this
 use_dora dora | DoRA is not built, LoRA and rsLoRA are; TRL has it |
@@ -87,9 +88,9 @@ flash_attn attn_implementation flash_attention use_flash_attention_2 use_liger u
     enable_liger_kernel torch_compile compile unsloth use_unsloth | attention and kernels are chosen for the
     machine; each choice is listed | unfreeze kernels list
 fsdp fsdp_config deepspeed ddp accelerate zero_stage zero2 zero3 gpus num_gpus n_gpus num_processes
-    nproc_per_node | torchrun starts one process a GPU; --place.weights sharded divides what trains |
+    nproc_per_node | torchrun starts one process per GPU; --place.weights sharded shards trained weights |
     torchrun --nproc-per-node 8 -m unfreeze sft --model MODEL --data FILE
-merge merge_adapter merge_lora merge_weights | a finished run is merged by a command of its own |
+merge merge_adapter merge_lora merge_weights | a separate command merges a finished run |
     unfreeze merge RUN --to bf16
 push_to_hub hub_model_id hub_token hub_private_repo | a finished run is uploaded by export |
     unfreeze export RUN --for peft --push org/name
@@ -105,76 +106,77 @@ new_tokens add_tokens added_tokens num_new_tokens additional_special_tokens resi
 rope_scaling rope_theta rope_factor yarn | rotary scaling is read from the model's config.json: rope_scaling
     there | unfreeze inspect MODEL
 train_on_inputs completion_only_loss assistant_only_loss train_on_responses_only mask_prompt train_on_prompt |
-    only answers are trained on, always; rows of text train every token |
+    only answers are trained on; rows of text train every token |
     unfreeze data show FILE --model MODEL
-max_samples max_train_samples num_samples | every row is read | head -n 1000 FILE.jsonl > part.jsonl
-adam_beta1 adam_beta2 adam_epsilon beta1 beta2 | AdamW's betas are 0.9 and 0.95, its
-    epsilon 1e-8, always | leave it out
-simulate trace | the replay of a step is gone: it differed from the formula by 0.0 % at most |
+max_samples max_train_samples num_samples | every row is used | head -n 1000 FILE.jsonl > part.jsonl
+adam_beta1 adam_beta2 adam_epsilon beta1 beta2 | AdamW's betas are always 0.9 and 0.95, its
+    epsilon 1e-8 | leave it out
+simulate trace | the replay of a step was removed: it differed from the formula by at most 0.0 % |
     unfreeze plan --model MODEL --hardware 8xH200
-sweep | plan takes several machines at once; of ranks and lengths it makes no table |
+sweep | plan takes several machines at once, but makes no table of ranks and lengths |
     unfreeze plan --model MODEL --hardware 8xH200 1xH200+768GB
 group_by_length length_grouped_sampling | packing fills batches with documents of any length |
     unfreeze sft --model MODEL --data FILE --training.packing best_fit
-run_name wandb_project project wandb_run_name | a run is called by its folder: --out; wandb's project is
+run_name wandb_project project wandb_run_name | a run is named by its folder, --out; wandb's project by
     WANDB_PROJECT | unfreeze sft --model MODEL --data FILE --out runs/NAME --watch.track wandb
-device_map max_memory cpu_offload offload offload_folder | --place.experts, .rest and .boundary move parts off
-    the device | unfreeze plan --model MODEL
+device_map max_memory cpu_offload offload offload_folder | --place.experts, .rest and .boundary offload parts
+    of the model | unfreeze plan --model MODEL
 """
 _COMMANDS = """
-train finetune fine-tune tune lora qlora sft-lora | fine-tuning is sft |
+train finetune fine-tune tune lora qlora sft-lora | the command for fine-tuning is sft |
     unfreeze sft --model MODEL --data chat.jsonl
 dpo ipo orpo simpo cpo preference | prefer learns from pairs of answers |
     unfreeze prefer --model MODEL --data pairs.jsonl
-kto | prefer learns from answers with a label, too |
+kto | prefer also learns from answers with a label |
     unfreeze prefer --loss kto --model MODEL --data FILE
 reward reward-model | reward models are not built; TRL trains them |
     trl reward --model_name_or_path MODEL --dataset_name DATA
-grpo ppo rl rlhf gspo rloo dapo | reinforcement learning is not built; TRL has it, over a merged model |
+grpo ppo rl rlhf gspo rloo dapo | reinforcement learning is not built; TRL has it, for a merged model |
     unfreeze merge RUN --to bf16, then TRL's GRPOTrainer on RUN/merged-bf16
 distillation kd gkd teach | distill learns a teacher's probabilities |
     unfreeze distill --model MODEL --teacher DIR_OR_RUN --data chat.jsonl
 merge-lora fuse bake merge-adapter merge-and-unload | merge writes base and adapter as one checkpoint |
     unfreeze merge RUN --to bf16
-gguf convert ollama llama.cpp llama-cpp lmstudio | llama.cpp writes GGUF, from a merged model |
+gguf convert ollama llama.cpp llama-cpp lmstudio | llama.cpp writes GGUF from a merged model |
     unfreeze merge RUN --to bf16, then: python convert_hf_to_gguf.py RUN/merged-bf16
-quantize quantise quantization quantisation int4 awq gptq | a model alone is not quantized here; llama.cpp and
+quantize quantise quantization quantisation int4 awq gptq | quantizing a model is not built; llama.cpp and
     llm-compressor do it |
-    python convert_hf_to_gguf.py MODEL --outtype q8_0; of a run: unfreeze merge RUN --to int4
+    python convert_hf_to_gguf.py MODEL --outtype q8_0; for a run: unfreeze merge RUN --to int4
 serve server api vllm endpoint | a server is not built; vLLM reads what export writes |
     unfreeze export RUN --for vllm, then: vllm serve BASE --enable-lora --lora-modules mine=RUN/export-vllm
 eval evaluate evaluation benchmark lm-eval | benchmarks are not built; lm-evaluation-harness reads a merged
     model |
     unfreeze merge RUN --to bf16, then: lm_eval --model hf --model_args pretrained=RUN/merged-bf16
     --tasks hellaswag
-perplexity ppl score | perplexity of held-out rows is measured in a run |
+perplexity ppl score | a run measures the perplexity of held-out rows |
     unfreeze sft --model MODEL --data FILE --validation FILE
 tokenizer train-tokenizer vocab | training a tokenizer is not built; transformers does it |
     AutoTokenizer.from_pretrained(ID).train_new_from_iterator(texts, 32000).save_pretrained(FOLDER)
 resize resize-embeddings add-tokens new-tokens | adding tokens is not built; transformers does it, and
     unfreeze trains them | tokenizer.add_tokens, model.resize_token_embeddings(len(tokenizer)), save both;
     then unfreeze sft --train all
-push upload push-to-hub | export uploads | unfreeze export RUN --for peft --push org/name --base-id org/base
+push upload push-to-hub | the command for uploads is export |
+    unfreeze export RUN --for peft --push org/name --base-id org/base
 new config wizard | init writes a run.toml with its reasons | unfreeze init MODEL DATA
-download fetch pull | inspect downloads what it reads, training the rest | unfreeze inspect org/name
+download fetch pull | inspect downloads headers, training downloads the weights | unfreeze inspect org/name
 infer inference run talk | chat talks with a model or a run | unfreeze chat MODEL_OR_RUN
-preprocess prepare tokenize | training encodes by itself; data show prints what is taught |
+preprocess prepare tokenize | training encodes the data itself; data show prints the supervised tokens |
     unfreeze data show FILE --model MODEL
 sweep search tune-lr hpo | --sweep runs and compares each combination |
     unfreeze sft --model MODEL --data FILE --sweep learning_rate=1e-4,2e-4
 resume continue | the same command resumes its run | the same command again
-estimate memory vram cost | plan says what a run takes and costs | unfreeze plan --model MODEL
-ui webui gui studio dashboard | a window is not built; each run writes a page | unfreeze report RUN
+estimate memory vram cost | plan predicts a run's memory, time and cost | unfreeze plan --model MODEL
+ui webui gui studio dashboard | there is no GUI; each run writes an HTML report | unfreeze report RUN
 """
 _VALUES = """
 for | gguf ollama llama.cpp lmstudio | GGUF: unfreeze merge RUN --to bf16, then llama.cpp's
     convert_hf_to_gguf.py RUN/merged-bf16
-for | hf huggingface transformers | transformers reads --for peft
-for | tgi mlx onnx tensorrt lmdeploy | merge RUN --to bf16 writes a model that it can convert
+for | hf huggingface transformers | for transformers use --for peft
+for | tgi mlx onnx tensorrt lmdeploy | it can convert a merged model: unfreeze merge RUN --to bf16
 to | gguf q4_k_m q5_k_m q8_0 q4_0 | GGUF: --to bf16, then llama.cpp's convert_hf_to_gguf.py RUN/merged-bf16
 to | fp16 float16 bfloat16 16bit merged_16bit | it is called bf16 here
 to | 4bit w4a16 merged_4bit | it is called int4 here
-to | nf4 fp8 nvfp4 mxfp4 awq gptq | --to same keeps a base of this format; llm-compressor writes others
+to | nf4 fp8 nvfp4 mxfp4 awq gptq | --to same keeps a base of this format; llm-compressor converts others
 dtype | bf16 | it is called bfloat16 here
 dtype | fp32 | it is called float32 here
 dtype | fp16 float16 half | float16 is not built
@@ -197,30 +199,30 @@ recompute | false none | it is called nothing here
 
 
 class Hint(NamedTuple):
-    """What a word of another tool is here, and what to do now."""
+    """Answer to another tool's word: our name for it, and the next command."""
 
     text: str
     next: str
 
 
 def _rows(table: str) -> list[list[str]]:
-    """Lines of cells; an indented line continues the one before."""
+    """Split a table into lines of cells; an indented line continues the previous one."""
     joined = re.sub(r"\n    ", " ", table.strip())
     return [[cell.strip() for cell in line.split("|")] for line in joined.splitlines()]
 
 
 FIELDS = {word: (field, unit) for field, unit, words in _rows(_FIELDS) for word in words.split()}
-"""A word elsewhere -> (our field, its unit or form)."""
+"""Another tool's word -> (our field, its unit or form)."""
 NOT_HERE = {word: Hint(text, next) for words, text, next in _rows(_NOT_HERE) for word in words.split()}
-"""A word elsewhere for what no field here stands for -> what is so, and the next command."""
+"""Another tool's word without a field here -> an explanation and the next command."""
 COMMANDS = {word: Hint(text, next) for words, text, next in _rows(_COMMANDS) for word in words.split()}
-"""A command elsewhere -> the shortest way here today, or the tool that does it."""
+"""Another tool's command -> the shortest way to do it here, or the tool that does it."""
 VALUES = {(field, word): text for field, words, text in _rows(_VALUES) for word in words.split()}
-"""(The last word of a field, a value elsewhere) -> what it is here."""
+"""(Last part of a field's name, another tool's value) -> our value or an explanation."""
 
 
 OF = {"distill": ("teacher", "alpha", "temperature"), "prefer": ("loss", "preference.")}
-"""A command -> how those of our fields in FIELDS begin that it has and sft has not."""
+"""Command -> prefixes of the fields in FIELDS that it has and sft does not."""
 
 
 def _plain(word: str) -> str:
@@ -230,9 +232,9 @@ def _plain(word: str) -> str:
 def field_hint(
     word: str, known: Iterable[str], names: Mapping[str, str] | None = None, *, flag: bool = False
 ) -> str:
-    """The end of an error about an unknown field: what it is called here, with its unit.
+    """End of an error about an unknown field: our name and its unit, else the nearest known word, else "".
 
-    Else the nearest known word; else nothing. `names` (alias -> dotted name): it has the dotted one.
+    names: alias -> dotted name; if given, the hint uses dotted names.
     """
     plain = _plain(word)
     if plain in FIELDS:
@@ -245,27 +247,27 @@ def field_hint(
 
 
 def _recipe(field: str) -> str:
-    """The training command that has a field."""
+    """Training command that has a field."""
     return next((recipe for recipe, begins in OF.items() if field.startswith(begins)), "sft")
 
 
 def field_next(word: str, otherwise: str) -> str:
-    """What to do about an unknown field: the remedy of what no field here stands for, or `otherwise`."""
+    """Remedy for an unknown field: that of NOT_HERE, or `otherwise`."""
     return NOT_HERE[_plain(word)].next if _plain(word) in NOT_HERE else otherwise
 
 
 def value_hint(name: str, value: object) -> str:
-    """The end of an error about a value that is no choice of a field, in any of its spellings."""
+    """End of an error about a value that is not a choice of a field, for any spelling of the field."""
     field, word = _plain(name).rpartition(".")[2].removeprefix("optimizer_"), str(value).lower()
     return f"; {VALUES[field, word]}" if (field, word) in VALUES else ""
 
 
 def command_hint(word: str, known: Iterable[str]) -> Hint:
-    """The end of an error about an unknown command, and what to do now."""
+    """End of an error about an unknown command, and the next command."""
     plain = word.lower().replace("_", "-")
     near = nearest(word, known)
     if plain not in COMMANDS and not near:
-        # the same letters in another order: trian is answered as train is
+        # letters in another order: trian gets the answer for train
         plain = next((word for word in COMMANDS if sorted(word) == sorted(plain)), plain)
     if plain in COMMANDS:
         hint = COMMANDS[plain]

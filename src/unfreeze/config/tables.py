@@ -1,7 +1,6 @@
-"""The tables of a run's config: [data] [training] [optimizer] [memory] [save] [watch].
+"""Tables of a run's config: [data] [training] [optimizer] [memory] [save] [watch].
 
-[place] is core/layout.py.
-Each field's flat name stands in FLAT (training.py).
+[place] is core/layout.py. Each field declares its aliases and earlier names (core/field.py).
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from unfreeze.config.parse import Files, Folder, Frozen
 from unfreeze.core.field import about
 
 HUB = "hf:"
-"""What a data set of the Hub begins with, where a file is expected."""
+"""Prefix of a Hub data set where a file is expected."""
 
 
 class Data(Frozen):
-    """What is taught: files of rows, how they mix, and how a row becomes tokens."""
+    """Training data: files of rows, their mixture, and the conversion of rows to tokens."""
 
     files: Files = Field(
         min_length=1,
@@ -31,12 +30,12 @@ class Data(Frozen):
             " instruction/output, conversations or text) or .txt; folders, patterns such as 'd/*.jsonl', or"
             " hf:org/name[:config][:split]"
         ),
-        json_schema_extra=about("What", alias="data", first=True),
+        json_schema_extra=about("Model and data", alias="data", first=True),
     )
     columns: Columns = Field(
         default=(),
         description="column names in the files, FIELD=COLUMN: prompt=instruction,completion=output",
-        json_schema_extra=about("What", alias="columns", since="0.2"),
+        json_schema_extra=about("Model and data", alias="columns", since="0.2"),
     )
     weights: tuple[float, ...] = Field(
         default=(),
@@ -44,31 +43,31 @@ class Data(Frozen):
             "passes over each data file per epoch, in the order of `data`: 2 shows a file twice, 0.25 a new"
             " quarter each epoch"
         ),
-        json_schema_extra=about("What", was="data_weights"),
+        json_schema_extra=about("Model and data", was="data_weights"),
     )
     validation: Folder = Field(
         default="",
-        description="file of held-out rows for validation; the same forms as `data`",
-        json_schema_extra=about("What", alias="validation"),
+        description="file of held-out rows for validation, in the same formats as `data`",
+        json_schema_extra=about("Model and data", alias="validation"),
     )
     validation_fraction: float = Field(
         default=0.0,
         ge=0,
         lt=1,
         description="share of the rows held out for validation, chosen by a hash of their content; 0: none",
-        json_schema_extra=about("What", alias="validation_fraction", first=True),
+        json_schema_extra=about("Model and data", alias="validation_fraction", first=True),
     )
     sequence_length: int = Field(
         default=2048,
         ge=2,
-        description="longest document in tokens; bounded by tokens per micro-batch and the model's positions",
+        description="longest document in tokens; limited by tokens per micro-batch and the model's positions",
         json_schema_extra=about("How long", alias="sequence_length", first=True),
     )
     truncation: Literal["tail", "head", "error", "drop", "split"] = Field(
         default="tail",
         description=(
-            "documents longer than sequence_length: cut the tail or head, stop, drop the row, or split"
-            " (texts). All are counted"
+            "documents longer than sequence_length: cut the tail or head, stop with an error, drop the"
+            " row, or split (texts). The run reports the counts"
         ),
         json_schema_extra=about("How long", was="truncation"),
     )
@@ -77,78 +76,78 @@ class Data(Frozen):
         description=(
             "NAME=VALUE for the chat template, such as enable_thinking=false; the value is JSON or text"
         ),
-        json_schema_extra=about("What", was="template_variables", since="0.2"),
+        json_schema_extra=about("Model and data", was="template_variables", since="0.2"),
     )
     template_date: str = Field(
         default="",
         description=(
-            "date and time for a chat template that writes today's, as 2026-11-22 or 2026-11-22T18:30;"
+            "date or time for a chat template that uses today's, such as 2026-11-22 or 2026-11-22T18:30;"
             " default: the run's first start, kept when it resumes"
         ),
-        json_schema_extra=about("What", was="template_date", since="0.2"),
+        json_schema_extra=about("Model and data", was="template_date", since="0.2"),
     )
     on_bad_row: Literal["error", "skip"] = Field(
         default="error",
-        description="a row that cannot be read: stop and name it, or skip and count it",
+        description="unreadable rows: stop and name the row, or skip and count them",
         json_schema_extra=about("When things go wrong", was="on_bad_row"),
     )
 
     _written: Data | None = PrivateAttr(default=None)
-    _found: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
+    _files_of: dict[str, tuple[str, ...]] = PrivateAttr(default_factory=dict)
 
-    def found(self, files: Mapping[str, Sequence[str]]) -> Self:
-        """The same with the files that its folders, patterns and names of the Hub stand for, name -> files.
+    def with_files(self, files: Mapping[str, Sequence[str]]) -> Self:
+        """Return a copy with folders, patterns and Hub names resolved. files: name -> files.
 
-        A weight becomes that of each of its files.
+        Each file gets the weight of its name.
         """
         each = [tuple(files[name]) for name in self.files]
         weights = [weight for weight, inside in zip(self.weights, each, strict=False) for _ in inside]
-        made = self.model_copy(
+        resolved = self.model_copy(
             update={"files": tuple(file for inside in each for file in inside), "weights": tuple(weights)}
         )
-        made._written, made._found = self, {name: tuple(inside) for name, inside in files.items()}
-        return made
+        resolved._written, resolved._files_of = self, {name: tuple(inside) for name, inside in files.items()}
+        return resolved
 
     @property
     def written(self) -> Data:
-        """As the user wrote it, before `found`."""
+        """The data as the user wrote it, before `with_files`."""
         return self._written or self
 
     @property
     def names(self) -> list[str]:
-        """Of each file what the user wrote for it, in short: chat.jsonl, data, *.jsonl, hf:org/name."""
+        """For each file, a short form of the user's name for it: chat.jsonl, data, *.jsonl, hf:org/name."""
         named = self.written.files
         return [
             name if name.startswith(HUB) else Path(name).name
             for name in named
-            for _ in self._found.get(name, (name,))
+            for _ in self._files_of.get(name, (name,))
         ]
 
     @property
     def held_out(self) -> tuple[str, ...]:
-        """The files of `validation`."""
-        return self._found.get(self.validation, (self.validation,)) if self.validation else ()
+        """Files of `validation`."""
+        return self._files_of.get(self.validation, (self.validation,)) if self.validation else ()
 
     @property
     def sources(self) -> list[tuple[str, str]]:
-        """Every file that rows are read from, with the flat name of the field that says so."""
+        """(field, file) for every file with rows; field is "data" or "validation"."""
         return [*(("data", file) for file in self.files), *(("validation", file) for file in self.held_out)]
 
     def became(self) -> dict[str, str]:
-        """Each file that a folder, a pattern or a name of the Hub stands for -> what stood for it.
+        """Return file -> the folder, pattern or Hub name that it came from.
 
-        Of the Hub's the folder of the cache is left out: another machine has it elsewhere.
+        For Hub files the cache folder is left out, because it differs between machines.
         """
         return {
             "/".join(Path(file).parts[-2:]) if name.startswith(HUB) else str(Path(file).resolve()): name
-            for name, inside in self._found.items()
+            for name, inside in self._files_of.items()
             if inside != (name,)
             for file in inside
         }
 
 
 class Training(Frozen):
-    """How long, and how many tokens at once."""
+    """Length of training, and tokens per step."""
 
     epochs: float = Field(
         default=3.0,
@@ -165,7 +164,7 @@ class Training(Frozen):
     tokens_per_step: int = Field(
         default=4096,
         ge=2,
-        description="tokens of one optimizer step, all micro-batches together; whole documents are packed",
+        description="tokens per optimizer step, over all micro-batches; whole documents are packed",
         json_schema_extra=about("How long", alias="tokens_per_step", first=True),
     )
     packing: Literal["none", "first_fit", "best_fit"] = Field(
@@ -186,7 +185,7 @@ class Optimizer(Frozen):
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine",
-        description="how the learning rate falls after warm-up",
+        description="decay of the learning rate after warm-up",
         json_schema_extra=about("Learning", was="schedule"),
     )
     warmup: float = Field(
@@ -200,7 +199,7 @@ class Optimizer(Frozen):
         default=0.2,
         ge=0,
         le=1,
-        description=("with schedule wsd: share of the steps in which the learning rate falls at the end"),
+        description="with schedule wsd: share of the steps, at the end, in which the learning rate falls",
         json_schema_extra=about("Learning", was="decay"),
     )
     weight_decay: float = Field(
@@ -223,14 +222,14 @@ class Optimizer(Frozen):
 
 
 class Memory(Frozen):
-    """Where a step is computed, and what it may keep."""
+    """Device, dtype and micro-batches of a step."""
 
     micro_batches: int = Field(
         default=1,
         ge=1,
         description=(
-            "parts of a step, computed one after the other to save memory; the gradient is the same as in"
-            " one part"
+            "micro-batches per step (gradient accumulation): more save memory; the gradient is the same as"
+            " with one"
         ),
         json_schema_extra=about("Memory and machine", alias="micro_batches", first=True),
     )
@@ -238,7 +237,7 @@ class Memory(Frozen):
         default="auto",
         description=(
             "number format of the computation. auto: bfloat16 where the hardware multiplies it, else float32."
-            " On a CPU frozen weights stay as stored; adapters are float32"
+            " On a CPU, frozen weights stay as stored; adapters are float32"
         ),
         json_schema_extra=about("Memory and machine", alias="dtype", first=True),
     )
@@ -256,18 +255,18 @@ class Memory(Frozen):
 
 
 class Save(Frozen):
-    """What is saved, so that a run can be resumed."""
+    """Saves of the training state, for resuming a run."""
 
     every: int = Field(
         default=0,
         ge=0,
-        description=("steps between saves; 0: only every `save_minutes`, at the end and on Ctrl-C"),
+        description="steps between saves; 0: only by `save.minutes`, at the end and on Ctrl-C",
         json_schema_extra=about("Output", alias="save_every", computes=False),
     )
     minutes: float = Field(
         default=10.0,
         ge=0,
-        description="minutes between saves, besides `save_every`; 0: never by the clock",
+        description="minutes between saves, besides `save_every`; 0: none by time",
         json_schema_extra=about("Output", was="save_minutes", computes=False),
     )
     keep: int = Field(
@@ -279,8 +278,7 @@ class Save(Frozen):
     on_full_disk: Literal["stop", "continue"] = Field(
         default="stop",
         description=(
-            "no room on the disk for a save: stop, or warn and train on until the next save. Earlier saves"
-            " stay"
+            "no disk space for a save: stop, or warn and continue until the next save. Earlier saves are kept"
         ),
         json_schema_extra=about("When things go wrong", was="on_full_disk", computes=False),
     )
@@ -292,7 +290,7 @@ class Save(Frozen):
 
 
 class Watch(Frozen):
-    """What is watched while a run trains: validation, sampled answers, trackers, spikes of the loss."""
+    """Monitoring of a run: validation, sample answers, trackers, loss spikes."""
 
     validate_every: int = Field(
         default=0,
@@ -312,12 +310,12 @@ class Watch(Frozen):
     samples: int = Field(
         default=4,
         ge=0,
-        description="held-out rows (training rows where none are) answered before and after training",
+        description="held-out rows (training rows if none are held out) to answer before and after training",
         json_schema_extra=about("Output", was="samples", computes=False),
     )
     prompts: tuple[str, ...] = Field(
         default=(),
-        description="own prompts, answered before and after training and at each validation",
+        description="your own prompts, answered before and after training and at each validation",
         json_schema_extra=about("Output", was="prompts", computes=False),
     )
     track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
@@ -328,8 +326,8 @@ class Watch(Frozen):
     on_spike: Literal["warn", "skip", "stop"] = Field(
         default="warn",
         description=(
-            "a loss or gradient norm beyond 8 robust deviations of the last 64 steps: warn, skip the update,"
-            " or stop. Its rows go to suspects.jsonl"
+            "loss or gradient norm beyond 8 robust deviations of the last 64 steps: warn, skip the update,"
+            " or stop. The rows of the step go to suspects.jsonl"
         ),
         json_schema_extra=about("When things go wrong", was="on_spike", computes=False),
     )

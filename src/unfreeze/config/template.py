@@ -1,4 +1,4 @@
-"""What a chat template is told beside the messages: its variables and today's date."""
+"""Inputs of a chat template besides the messages: its variables and today's date."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from datetime import datetime
 from typing import Any
 
 
-def template_values(given: Sequence[str]) -> dict[str, Any]:
-    """("thinking=true", "effort=high") -> {"thinking": True, "effort": "high"}."""
+def template_values(assignments: Sequence[str]) -> dict[str, Any]:
+    """Parse ("thinking=true", "effort=high") -> {"thinking": True, "effort": "high"}."""
     values: dict[str, Any] = {}
-    for item in given:
+    for item in assignments:
         name, equals, text = item.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(
-                f"template_variables has {item!r}; it takes NAME=VALUE, such as enable_thinking=false"
+                f"template_variables has {item!r}; expected NAME=VALUE, such as enable_thinking=false"
             )
         try:
             values[name] = json.loads(text)
@@ -25,10 +25,10 @@ def template_values(given: Sequence[str]) -> dict[str, Any]:
 
 
 def template_time(text: str) -> datetime | None:
-    """ISO text as a time; None for "", which is the clock's."""
+    """Parse ISO text as a time; None for "", which means now."""
     try:
         return datetime.fromisoformat(text) if text else None
     except ValueError:
         raise ValueError(
-            f"template_date is {text!r}; it takes a date such as 2026-11-22 or 2026-11-22T18:30"
+            f"template_date is {text!r}; expected a date such as 2026-11-22 or 2026-11-22T18:30"
         ) from None

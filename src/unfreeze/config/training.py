@@ -1,4 +1,4 @@
-"""The fields that every kind of training shares, in tables, and what of them a run's record keeps."""
+"""Fields common to every kind of training, in tables, and the record that a run keeps of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from unfreeze.core.field import About, about
 from unfreeze.core.layout import Layout
 
 DATA_FILES = "data_files"
-"""Of a run's record: what the folders, patterns and names of the Hub in data.files became."""
+"""Key in a run's record: the files that folders, patterns and Hub names in data.files resolved to."""
 
 
 class TrainingConfig(Frozen):
-    """The fields of every training recipe, in tables."""
+    """Fields of every training recipe, in tables."""
 
     model: ModelName = Field(
         description="checkpoint folder, or Hugging Face id org/name",
-        json_schema_extra=about("What", first=True),
+        json_schema_extra=about("Model and data", first=True),
     )
     data: Data
     out: Folder = Field(
@@ -55,7 +55,7 @@ class TrainingConfig(Frozen):
 
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """`fields` (place -> value) together with the values that a recipe derives from them.
+        """Return `fields` (dotted name -> value) with the values that a recipe derives from them.
 
         Raises ValueError for fields that exclude each other.
         """
@@ -77,25 +77,23 @@ class TrainingConfig(Frozen):
         template_time(data.template_date)
         if self.watch.early_stop and not (data.validation or data.validation_fraction):
             raise ValueError(
-                "watch.early_stop looks at the held-out loss, and nothing is held out: give validation or"
+                "watch.early_stop needs a held-out loss, but nothing is held out: give validation or"
                 " validation_fraction"
             )
         if self.watch.validate_every and not (data.validation or data.validation_fraction):
             raise ValueError(
-                "watch.validate_every measures the held-out loss, and nothing is held out: give validation or"
+                "watch.validate_every measures the held-out loss, but nothing is held out: give validation or"
                 " validation_fraction"
             )
         if self.watch.early_stop and not self.watch.validate_every:
-            raise ValueError(
-                "watch.early_stop counts validations: say by watch.validate_every how often there is one"
-            )
+            raise ValueError("watch.early_stop counts validations: also give watch.validate_every")
         if data.validation and data.validation_fraction:
-            raise ValueError("validation and validation_fraction both say what is held out: give one of them")
+            raise ValueError("validation and validation_fraction exclude each other: give only one")
         return self
 
     @property
     def as_written(self) -> Self:
-        """With the data as the user wrote it: a folder or a pattern, not what it became."""
+        """The config with the data as the user wrote it: a folder or pattern, not the files found."""
         return self.model_copy(update={"data": self.data.written})
 
     @property
@@ -110,15 +108,17 @@ class TrainingConfig(Frozen):
         return self.training.tokens_per_step // self.memory.micro_batches
 
     def record(self) -> dict[str, Any]:
-        """Every field that changes what is computed: a resumed run must have the same ones as its save.
+        """Return every field that affects results, by dotted name.
 
-        By dotted name. A field that came later (`since`) is left out at its default.
+        A resumed run must match its save's record.
+
+        A field added in a later version (`since`) is left out at its default.
         """
-        known, kept = fields(type(self)), set(given(self))
+        known, changed = fields(type(self)), set(given(self))
         record = {
             name: value
             for name, value in flat(self.as_written).items()
-            if name not in known or self._recorded(known[name].about, name in kept)
+            if name not in known or self._recorded(known[name].about, name in changed)
         }
         files = [_placed(file) for file in self.data.written.files]
         if record.get("adapter"):
@@ -132,23 +132,23 @@ class TrainingConfig(Frozen):
         }
 
     @staticmethod
-    def _recorded(known: About, kept: bool) -> bool:
-        return known.of_run and known.computes and (kept or not known.since)
+    def _recorded(known: About, changed: bool) -> bool:
+        return known.of_run and known.computes and (changed or not known.since)
 
 
 def _placed(written: str) -> str:
-    """A file, folder or pattern from the root on; a name of the Hub as it is."""
+    """Absolute path of a file, folder or pattern; a Hub name is unchanged."""
     return written if written.startswith(HUB) else str(Path(written).resolve())
 
 
 def _stem(written: str) -> str:
-    """A short name of the data: chat of chat.jsonl.gz, d of d/*.jsonl, name of hf:org/name:config."""
+    """Short name of the data: chat for chat.jsonl.gz, d for d/*.jsonl, name for hf:org/name:config."""
     path = Path(written.removeprefix(HUB).split(":")[0]) if written.startswith(HUB) else Path(written)
     plain = next((part for part in (path, *path.parents) if not has_magic(part.name)), path)
     return Path(plain.stem).stem if plain.suffix == ".gz" else plain.stem or "data"
 
 
 def portable(model: str) -> str:
-    """A local model folder as an absolute path, to be found from any directory; an id stays as it is."""
+    """Absolute path of a local model folder; a Hub id is unchanged."""
     path = Path(model)
     return str(path.resolve()) if path.is_dir() else model

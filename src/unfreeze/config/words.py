@@ -1,4 +1,4 @@
-"""What is wrong with a value, in words of people: pydantic finds it, this says it."""
+"""Turn pydantic's errors about a value into plain messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IS_NO = {
     "tuple": "a list",
     "list": "a list",
 }
-"""What the name of pydantic's fault begins with -> what the value should have been."""
+"""Prefix of pydantic's error type -> the expected kind of value."""
 MUST = {
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt}",
@@ -29,12 +29,12 @@ MUST = {
     "too_short": "needs at least {min_length}",
     "too_long": "takes at most {max_length}",
 }
-"""Name of pydantic's fault -> the limit."""
+"""pydantic's error type -> the limit in words."""
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def wrong(name: str, value: object, fault: Mapping[str, Any]) -> str:
-    """ "steps = 'three' is not a whole number"; for an item of a list also the item.
+    """Message such as "steps = 'three' is not a whole number"; for an item of a list, also the item.
 
     fault: one of ValidationError.errors().
     """
@@ -44,7 +44,7 @@ def wrong(name: str, value: object, fault: Mapping[str, Any]) -> str:
     if kind in MUST:
         return f"{subject}: {MUST[kind].format(**context)}"
     if kind == "literal_error":
-        return f"{subject} is none of {context['expected'].replace(' or ', ', ')}{value_hint(name, value)}"
+        return f"{subject} is not one of {context['expected'].replace(' or ', ', ')}{value_hint(name, value)}"
     if (word := IS_NO.get(kind.partition("_")[0])) and kind != "string_too_short":
         return f"{subject} is not {word}"
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "should be")
@@ -52,7 +52,7 @@ def wrong(name: str, value: object, fault: Mapping[str, Any]) -> str:
 
 
 def fault_of(faults: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The one to speak of. Of a field that takes a word or a number: the number's limit, or both kinds."""
+    """Choose the error to report. For a field that takes a word or a number: its limit, or both kinds."""
     first, *others = faults
     if not others or first["type"] != "literal_error":
         return first
@@ -63,7 +63,7 @@ def fault_of(faults: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def wrong_flag(flag: str, values: Sequence[str], info: FieldInfo) -> str:
-    """What is wrong with the values given to a flag, "" where nothing is.
+    """Message about the values given to a flag, "" if they are valid.
 
     "--steps = 'three' is not a whole number", "--steps 0: must be at least 1", "--steps needs a value:
     a whole number".
@@ -76,7 +76,7 @@ def wrong_flag(flag: str, values: Sequence[str], info: FieldInfo) -> str:
     if not values:
         return f"{flag} needs {'values' if kinds else 'a value'}: {expected(inner)}"
     if not kinds and len(values) > 1:
-        return f"{flag} takes one value; {values[1]!r} is one more"
+        return f"{flag} takes one value, got also {values[1]!r}"
     limited: Any = inner if kinds else Annotated[(inner, *info.metadata, Field())]
     typed: TypeAdapter[Any] = TypeAdapter(limited, config=ConfigDict(allow_inf_nan=False))
     for value in values:
@@ -92,7 +92,7 @@ def wrong_flag(flag: str, values: Sequence[str], info: FieldInfo) -> str:
 
 
 def expected(annotation: Any) -> str:
-    """'a whole number', 'one of cosine, linear'; 'text' where it is neither."""
+    """Expected values in words: 'a whole number', 'one of cosine, linear', else 'text'."""
     parts = [part for part in (annotation, *get_args(annotation)) if part is not NoneType]
     for part in parts:
         if part in KINDS:

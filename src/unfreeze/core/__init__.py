@@ -1,4 +1,1 @@
-"""The nouns that travel between rooms: Batch, Loss, Event, errors, and how bytes and seconds are written.
-
-Layer 0.
-"""
+"""Level 0: types used everywhere (Batch, Loss, Event, errors), and formatting of bytes and seconds."""

@@ -1,6 +1,6 @@
-"""How evenly the experts of a layer are used, from the number of tokens each was given.
+"""Load balance of a layer's experts, from the number of tokens routed to each.
 
-Plain numbers, without torch: train/ writes them as events, report/ draws them.
+Plain numbers, without torch: train/ writes them to events, report/ draws them.
 
 E experts, n_e tokens of expert e, mean m = sum(n) / E.
 """
@@ -34,12 +34,12 @@ def load_entropy(counts_E: Sequence[int]) -> float | None:
 
 
 def dead(counts_E: Sequence[int]) -> int:
-    """Experts that were given no token."""
+    """Number of experts without a token."""
     return sum(1 for n in counts_E if n == 0)
 
 
 def balance(counts_E: Sequence[int]) -> dict[str, float | int | None]:
-    """All three, as the event field expert_balance holds them for a layer."""
+    """Compute all three, as in the event field expert_balance of a layer."""
     return {
         "max_violation": max_violation(counts_E),
         "entropy": load_entropy(counts_E),

@@ -1,4 +1,4 @@
-"""Batch and Loss, the two records that all parts of training exchange.
+"""Batch and Loss, the two records that the parts of training exchange.
 
 T tokens of a step (all documents end to end), S sequences (documents).
 """
@@ -15,9 +15,9 @@ from unfreeze.core.torch_types import ints
 
 
 def send(host: Tensor, device: torch.device | str) -> Tensor:
-    """A host tensor on `device`, without waiting for the copy.
+    """Copy a host tensor to `device` without waiting.
 
-    To CUDA it goes through pinned memory: a copy from pageable memory would stop the host.
+    For CUDA the tensor is pinned first: a copy from pageable memory would block the host.
     """
     if torch.device(device).type == "cuda" and host.device.type == "cpu":
         host = host.pin_memory()
@@ -26,25 +26,25 @@ def send(host: Tensor, device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """One flat packed batch: S documents laid end to end in one dimension of T tokens. There is no padding.
+    """One packed batch: S documents end to end in one dimension of T tokens, without padding.
 
     tokens_T     int64, the inputs.
     targets_T    int64, targets_T[t] is the token that should follow tokens_T[t] (already shifted; see
                  data/packing/batches.py).
     weights_T    float32, 0 where position t is not supervised (prompt tokens, the last position of a
                  document).
-    positions_T  int64, restarts at 0 with each document; what rotary embeddings see.
-    starts_S     int64 on the *host*: index in T where each document begins, starts_S[0] == 0. Document
+    positions_T  int64, restarts at 0 with each document; input of the rotary embeddings.
+    starts_S     int64 on the *host*: index in T where each document starts, starts_S[0] == 0. Document
                  boundaries are known on the host; reading them from the device would synchronise.
-    found        a cache: (weights_T, the positions where it is above 0). `to` fills it while the batch is on
+    nonzero      a cache: (weights_T, the positions where it is above 0). `to` fills it while the batch is on
                  the host, so that the device is not synchronised. Read it through supervised(); it is valid
                  only while weights_T is that same tensor.
-    extras       name -> a tensor with T rows, for objectives that read more than targets: a teacher's
-                 log-probabilities, for example.
-    documents    name -> a tensor with S entries, on the *host*: what is known of whole documents, such as
-                 which answer of a pair one is.
-    examples     what the loss is divided by where it counts whole examples: pairs of answers. None: it counts
-                 tokens, and the divisor is the sum of weights_T.
+    extras       name -> a tensor with T rows, for objectives that read more than targets: for example a
+                 teacher's log-probabilities.
+    documents    name -> a tensor with S entries, on the *host*: facts about whole documents, such as their
+                 side in a pair of answers.
+    examples     divisor of a loss over examples, such as pairs of answers. None: the loss is over tokens, and
+                 its divisor is the sum of weights_T.
     """
 
     tokens_T: Tensor
@@ -52,32 +52,32 @@ class Batch:
     weights_T: Tensor
     positions_T: Tensor
     starts_S: Tensor
-    found: tuple[Tensor, Tensor] | None = None
+    nonzero: tuple[Tensor, Tensor] | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     documents: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     examples: int | None = None
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch with everything but starts_S and documents on `device`."""
+        """Copy the batch to `device`, except starts_S and documents."""
         names = ("tokens_T", "targets_T", "weights_T", "positions_T")
         sent = {name: send(getattr(self, name), device) for name in names}
         extras = {name: send(tensor, device) for name, tensor in self.extras.items()}
-        found = (sent["weights_T"], send(self.supervised(), device))
-        return replace(self, **sent, found=found, extras=extras)
+        nonzero = (sent["weights_T"], send(self.supervised(), device))
+        return replace(self, **sent, nonzero=nonzero, extras=extras)
 
     def supervised(self) -> Tensor:
-        """int64: the positions whose weight is above 0, on the batch's device.
+        """int64 positions whose weight is above 0, on the batch's device.
 
-        Already known if `to` sent the batch.
+        Cached if `to` copied the batch.
         """
-        if self.found is not None and self.found[0] is self.weights_T:
-            return self.found[1]
+        if self.nonzero is not None and self.nonzero[0] is self.weights_T:
+            return self.nonzero[1]
         return self.weights_T.gt(0).nonzero().squeeze(1)
 
     def per_document(self, values_N: Tensor) -> Tensor:
-        """[S]: the sum over each document, in a fixed order, so with the same bits each time.
+        """Sum over each document [S], in a fixed order, so that it is bit-identical each time.
 
-        values_N: a value for each position of supervised().
+        values_N: one value per position of supervised().
         """
         rows_N = self.supervised()
         starts_S = send(self.starts_S, rows_N.device)
@@ -87,23 +87,23 @@ class Batch:
 
     @property
     def count(self) -> float:
-        """What the batch adds to the divisor of its step: its examples, or the sum of weights_T."""
+        """The batch's part of its step's divisor: its examples, or the sum of weights_T."""
         return float(self.weights_T.sum()) if self.examples is None else float(self.examples)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens T."""
         return self.tokens_T.numel()
 
     def lengths(self) -> list[int]:
-        """Length of each document, S numbers that sum to T."""
+        """Lengths of the S documents; they sum to T."""
         starts = ints(self.starts_S)
         return [end - start for start, end in zip(starts, [*starts[1:], self.num_tokens], strict=True)]
 
 
 @dataclass
 class Loss:
-    """A SUM over supervised tokens, and the sum of their weights; or over examples, and how many there are.
+    """A SUM over supervised tokens with the sum of their weights, or over examples with their number.
 
     The sum is divided once, by the count over all micro-batches and devices, in train/step.py.
 
@@ -111,11 +111,12 @@ class Loss:
     count    sum of weights_T (Batch.count). Counts add over micro-batches and devices; means do not.
     metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when
              logged.
-    each     the loss of each example, in the order of Batch.documents["example"], where it counts examples;
-             where it counts tokens and no gradient is asked for, the sum of each document, [S].
-    scores   name -> a value for each of the same examples: measures of held-out rows.
-    count and metrics are numbers, or scalars on the device: train/step.py reads all of them at once, at the
-    end of a step.
+    each     loss of each example, in the order of Batch.documents["example"], for a loss over examples. For a
+             loss over tokens computed without gradient: sum of each document, [S].
+    scores   name -> one value per example: measures of held-out rows.
+
+    count and metrics are numbers or scalars on the device. train/step.py reads them all at once at the end of
+    a step.
     """
 
     sum: Tensor

@@ -1,4 +1,4 @@
-"""The flags every command takes, as the value recipes receive."""
+"""Common: the flags that every command takes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Common(NamedTuple):
-    """The flags that every command has.
+    """The flags that every command takes.
 
-    json       the result as one JSON object on the last line of stdout
+    json       print the result as one JSON object on the last line of stdout
     quiet      no progress
-    traceback  shown for errors that a user can mend, too
-    plan       a run shows its whole memory plan, then trains
+    traceback  also show tracebacks of user errors
+    plan       show the run's full memory plan, then train
     """
 
     json: bool = False

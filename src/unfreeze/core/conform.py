@@ -1,4 +1,4 @@
-"""Compare an event with core/schema.py: `violations` where it is emitted, `damage` where it is read."""
+"""Check an event against core/schema.py: `violations` when it is emitted, `damage` when it is read."""
 
 import reprlib
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from unfreeze.core.schema import FURTHER, KINDS, AnyText, Event, Real
 
 
 class Violation(NamedTuple):
-    """What is wrong with one field of an event.
+    """A fault in one field of an event.
 
-    path    where it stands: ("expert_balance", "1", "dead"); empty where the kind itself is unknown
-    why     pydantic's name of it: "missing", "extra_forbidden", "int_type", …
+    path    location, such as ("expert_balance", "1", "dead"); empty if the kind itself is unknown
+    why     pydantic's error type: "missing", "extra_forbidden", "int_type", …
     words   "train.loss is '2.5': Input should be a valid number"
     """
 
@@ -24,25 +24,25 @@ class Violation(NamedTuple):
 
     @property
     def absent(self) -> bool:
-        """Whether the field is missing as a whole; a reader can do without it."""
+        """True if the whole field is missing; readers can do without it."""
         return self.why == "missing" and len(self.path) == 1
 
 
 def violations(event: Mapping[str, Any]) -> list[Violation]:
-    """What is wrong with an event that is emitted; [] if it conforms."""
+    """Return the faults of an event to emit; [] if it conforms."""
     kind, fields, further = event.get("kind"), event, {}
     if kind in FURTHER and (names := event.keys() - KINDS[kind].__annotations__.keys()):
         fields = {name: value for name, value in event.items() if name not in names}
         further = {name: event[name] for name in names}
-    known, others = _checkers()
-    found = _found(known, fields)
-    return found + _found(others, further, str(kind)) if further else found
+    known, further_checker = _checkers()
+    faults = _found(known, fields)
+    return faults + _found(further_checker, further, str(kind)) if further else faults
 
 
 def damage(event: Mapping[str, Any]) -> list[Violation]:
-    """Say what is wrong with an event that is read: a value of another type than the schema says.
+    """Return the faults of an event that was read: values of another type than in the schema.
 
-    Fewer fields, more fields, or an unknown kind are no damage: another version may have written them.
+    Missing fields, further fields and unknown kinds are no faults: another version may have written them.
     """
     fields: dict[str, object] = KINDS[event["kind"]].__annotations__ if event["kind"] in KINDS else {}
     return [
@@ -54,7 +54,7 @@ def damage(event: Mapping[str, Any]) -> list[Violation]:
 
 @cache
 def _checkers() -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Of an event, and of further fields. Made when first asked for: it takes 30 ms."""
+    """Return the validators (of events, of further fields). Made on first use, because that takes 30 ms."""
     config = ConfigDict(strict=True, extra="forbid")
     event = TypeAdapter(Annotated[Event, Field(discriminator="kind")], config=config)
     return event, TypeAdapter(dict[AnyText, Real | None], config=config)
@@ -69,7 +69,7 @@ def _found(checker: TypeAdapter[Any], value: object, *prefix: str) -> list[Viola
 
 
 def _fault(path: tuple[int | str, ...], error: Mapping[str, Any]) -> Violation:
-    """path begins with the kind."""
+    """Make a Violation. path starts with the kind."""
     missing = error["type"] == "missing"
-    said = "missing" if missing else f"{reprlib.repr(error['input'])}: {error['msg']}"
-    return Violation(path[1:], error["type"], f"{'.'.join(map(str, path)) or 'the event'} is {said}")
+    words = "missing" if missing else f"{reprlib.repr(error['input'])}: {error['msg']}"
+    return Violation(path[1:], error["type"], f"{'.'.join(map(str, path)) or 'the event'} is {words}")

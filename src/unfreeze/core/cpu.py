@@ -1,11 +1,11 @@
-"""The class of this machine's CPU, by its instructions. Without torch.
+"""Class of this machine's CPU, by its instruction sets. Without torch.
 
-    cpu-default < cpu-avx2 < cpu-avx512 < cpu-avx512-bf16 < cpu-amx       x86: each has those before it
+    cpu-default < cpu-avx2 < cpu-avx512 < cpu-avx512-bf16 < cpu-amx       x86: each includes the previous ones
     cpu-arm     < cpu-arm-bf16                                             ARM; unmeasured
 
-UNFREEZE_CPU_CLASS=avx2 makes this process a CPU of fewer instructions than the machine has: our own choices
-read the class here, and numba, torch, oneDNN and MKL are told by their own variables. They read those when
-they are imported, so `import unfreeze` sets them (`restrict_cpu_class`); torch must not be imported before.
+UNFREEZE_CPU_CLASS=avx2 makes this process use fewer instructions than the machine has. Our own choices read
+the class here; numba, torch, oneDNN and MKL read their own variables when they are imported. So
+`import unfreeze` sets these variables (`restrict_cpu_class`), and torch must not be imported before.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ CPUINFO = Path("/proc/cpuinfo")
 X86 = ("cpu-default", "cpu-avx2", "cpu-avx512", "cpu-avx512-bf16", "cpu-amx")
 ARM = ("cpu-arm", "cpu-arm-bf16")
 
-# what each class adds, as Linux spells it in /proc/cpuinfo; torch and oneDNN look for the same
+# flags that each class adds, as in Linux's /proc/cpuinfo; torch and oneDNN check the same
 _ADDED = {
     "cpu-avx2": {"avx2", "fma", "f16c"},
     "cpu-avx512": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "cpu-avx512-bf16": {"avx512_bf16"},
     "cpu-amx": {"amx_tile", "amx_bf16"},
 }
-# the variables by which a class is emulated: LLVM's name of the oldest CPU that has just these instructions
+# variables that emulate a class: the first is LLVM's name of the oldest CPU with just these instructions
 _NAMES = (
     *("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"),
     "MKL_ENABLE_INSTRUCTIONS",
 )
-_TOLD = {
+_LEVELS = {
     "cpu-default": ("x86-64", "", "default", "SSE41", "SSE4_2"),
     "cpu-avx2": ("haswell", "", "avx2", "AVX2", "AVX2"),
     "cpu-avx512": ("skylake-avx512", "", "avx512", "AVX512_CORE", "AVX512"),
@@ -48,9 +48,9 @@ _TOLD = {
 
 @functools.cache
 def cpu_class() -> str:
-    """The class of this process's CPU: the machine's own, or a lower one by UNFREEZE_CPU_CLASS.
+    """Return the class of this process's CPU: the machine's own, or a lower one set by UNFREEZE_CPU_CLASS.
 
-    Raises ConfigError where that variable names no class, one that the machine has not, or came too late.
+    Raises ConfigError if the variable names no class or one above the machine's, or was set too late.
     """
     own = machine_class()
     named = os.environ.get(VARIABLE)
@@ -60,49 +60,49 @@ def cpu_class() -> str:
     late = sorted(name for name, value in variables(wanted, own).items() if os.environ.get(name) != value)
     if late:
         raise ConfigError(
-            f"{VARIABLE}={named} came after torch or numba: {', '.join(late)} not set",
+            f"{VARIABLE}={named} was set after torch or numba was imported: {', '.join(late)} not set",
             next=f"set {VARIABLE} in the shell, and import unfreeze before torch and numba",
         )
     return wanted
 
 
 def has(name: str) -> bool:
-    """Whether this process's CPU has the instructions of an x86 class, "cpu-avx512" for one."""
+    """True if this process's CPU has the instructions of an x86 class such as "cpu-avx512"."""
     return cpu_class() in X86 and X86.index(cpu_class()) >= X86.index(name)
 
 
 @functools.cache
 def loops_have(name: str) -> bool:
-    """Whether numba's loops may use those instructions.
+    """True if numba's loops can use those instructions.
 
-    They are not assumed where the user has set NUMBA_CPU_NAME or NUMBA_CPU_FEATURES.
+    False if the user set NUMBA_CPU_NAME or NUMBA_CPU_FEATURES.
     """
-    told = {key: os.environ[key] for key in _NAMES[:2] if key in os.environ}
+    user_set = {key: os.environ[key] for key in _NAMES[:2] if key in os.environ}
     ours = variables(cpu_class(), machine_class()) if os.environ.get(VARIABLE) else {}
-    return has(name) and all(ours.get(key) == value for key, value in told.items())
+    return has(name) and all(ours.get(key) == value for key, value in user_set.items())
 
 
 def multiplies_bf16(name: str | None = None) -> bool:
-    """Whether CPUs of that class, this process's by default, have instructions that multiply bfloat16.
+    """True if CPUs of that class (default: this process's) have instructions that multiply bfloat16.
 
-    Without them a bf16 GEMM takes some 40 times as long as a float32 one. On ARM that is not measured.
+    Without them a bf16 GEMM takes about 40 times as long as a float32 one (not measured on ARM).
     """
     return (name or cpu_class()) in ("cpu-avx512-bf16", "cpu-amx", "cpu-arm-bf16")
 
 
 @functools.cache
 def machine_class() -> str:
-    """The class of the machine's CPU, whatever UNFREEZE_CPU_CLASS says."""
+    """Class of the machine's CPU, regardless of UNFREEZE_CPU_CLASS."""
     if sys.platform == "darwin":
         return class_of_mac(_sysctl())
     try:
         return class_of(CPUINFO.read_text(encoding="utf-8", errors="replace"))
     except OSError:
-        return X86[0]  # nothing is known: no instruction is assumed
+        return X86[0]  # unknown: assume no instructions
 
 
 def class_of(cpuinfo: str) -> str:
-    """The class that Linux's /proc/cpuinfo speaks of: the flags of its first core."""
+    """Class by the flags of the first core in Linux's /proc/cpuinfo."""
     match = re.search(r"^(flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
     flags = set(match[2].split()) if match else set[str]()
     if match and match[1] == "Features":
@@ -111,14 +111,14 @@ def class_of(cpuinfo: str) -> str:
 
 
 def class_of_mac(sysctl: str) -> str:
-    """The class that macOS's `sysctl hw.optional machdep.cpu` speaks of."""
+    """Class by the output of macOS's `sysctl hw.optional machdep.cpu`."""
     if "hw.optional.arm64: 1" in sysctl:
         return ARM["hw.optional.arm.FEAT_BF16: 1" in sysctl]
     return _widest(set(sysctl.lower().split()))
 
 
 def processor() -> str:
-    """The processor's name as the system gives it."""
+    """Name of the processor, from the system."""
     try:
         text = CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -128,9 +128,9 @@ def processor() -> str:
 
 
 def emulated(named: str, own: str) -> str:
-    """The class that UNFREEZE_CPU_CLASS=`named` asks for, on a machine of class `own`.
+    """Return the class named by UNFREEZE_CPU_CLASS=`named`, on a machine of class `own`.
 
-    Raises ConfigError where there is no such class, or the machine has fewer instructions.
+    Raises ConfigError if there is no such class, or if the machine has fewer instructions.
     """
     wanted = named if named.startswith("cpu-") else f"cpu-{named}"
     known = X86 if own in X86 else ARM
@@ -140,23 +140,23 @@ def emulated(named: str, own: str) -> str:
             f"{VARIABLE}={named}: there is no such class{nearest(named, names)}",
             next=f"one of {', '.join(names)}",
         )
-    if known.index(wanted) > known.index(own) or (wanted != own and wanted not in _TOLD):
+    if known.index(wanted) > known.index(own) or (wanted != own and wanted not in _LEVELS):
         raise ConfigError(
-            f"{VARIABLE}={named}: this machine is {own}, and cannot run as {wanted}",
-            next=f"unset {VARIABLE}, or name a class of fewer instructions",
+            f"{VARIABLE}={named}: this machine is {own} and cannot run as {wanted}",
+            next=f"unset {VARIABLE}, or name a lower class",
         )
     return wanted
 
 
 def variables(wanted: str, own: str) -> dict[str, str]:
-    """The environment in which torch and numba run as class `wanted`; {} where that is the machine's own."""
-    return {} if wanted == own else dict(zip(_NAMES, _TOLD[wanted], strict=True))
+    """Environment variables that make torch and numba run as class `wanted`; {} for the machine's own."""
+    return {} if wanted == own else dict(zip(_NAMES, _LEVELS[wanted], strict=True))
 
 
 def restrict_cpu_class(imported: Container[str] = sys.modules) -> None:
-    """Set the variables of UNFREEZE_CPU_CLASS, unless torch or numba is imported and has read them.
+    """Set the variables for UNFREEZE_CPU_CLASS, unless torch or numba is already imported.
 
-    What is wrong with it is raised by `cpu_class`.
+    Errors are left to `cpu_class` to raise.
     """
     try:
         wanted = variables(emulated(os.environ[VARIABLE], machine_class()), machine_class())

@@ -1,6 +1,6 @@
-"""Number formats by the names safetensors files have for them ("BF16", "I32", …), without torch.
+"""Number formats by their names in safetensors files ("BF16", "I32", …), without torch.
 
-checkpoint/tensors.py turns a name into a torch dtype, where a tensor is made.
+checkpoint/tensors.py converts a name to a torch dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ ITEMSIZE = {
     "U64": 8,
     "F64": 8,
 }
-"""Bytes per element of every dtype the format knows (sub-byte ones aside, which no language model release
-uses)."""
+"""Bytes per element of every dtype of the format, except sub-byte ones, which no language model uses."""
 FLOATS = ("BF16", "F16", "F32")
-"""What dense weights, and scales, are stored in."""
+"""Formats of dense weights and of scales."""

@@ -1,6 +1,6 @@
-"""Errors a user can act on.
+"""Errors that a user can fix.
 
-Each message names the value tested, its limit and the field to change; `next` is the command to try.
+Each message names the value, its limit and the field to change; `next` is the command to try.
 Exit codes: a UserError ends a command with 2 (ProcessGone with 1), anything else with 1 (see cli.py).
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Iterable
 
 from unfreeze.core.units import format_bytes
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk is full, or the user's share of it
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errno of an OSError: disk full, or quota exceeded
 
 
 class UserError(Exception):
-    """Something the user can mend. `next` (optional) is the command or the change to try now."""
+    """An error that the user can fix. `next` (optional) is the command or change to try."""
 
     exit_code = 2
 
@@ -31,19 +31,19 @@ class UserError(Exception):
 
 
 class CheckpointError(UserError):
-    """A model folder that is incomplete, damaged, unsafe or not what its config says."""
+    """A model folder is incomplete, damaged, unsafe, or differs from its config."""
 
 
 class ConfigError(UserError):
-    """A configuration key or value that cannot be used."""
+    """A configuration key or value cannot be used."""
 
 
 class DataError(UserError):
-    """A data file or a row of it that cannot be used."""
+    """A data file, or a row of it, cannot be used."""
 
 
 class AdapterError(UserError):
-    """An adapter that does not fit its model, or that was asked for and did not learn."""
+    """An adapter does not fit its model, or a requested part of it did not learn."""
 
 
 class DoesNotFit(UserError):
@@ -58,13 +58,13 @@ _SHORT = re.compile(
     r"|could not create a (primitive(?! descriptor)|memory)",
     re.IGNORECASE,
 )
-"""What torch's allocator, mmap and oneDNN say of a shortage."""
+"""Out-of-memory messages of torch's allocator, mmap and oneDNN."""
 
 
 def ran_out(error: BaseException) -> str:
-    """What could not be allocated, where an error is a shortage of memory; else "".
+    """Describe the failed allocation if the error means out of memory, else "".
 
-    torch raises a RuntimeError for the host's memory, and OutOfMemoryError for a GPU's.
+    torch raises RuntimeError for host memory and OutOfMemoryError for GPU memory.
     """
     size = re.search(r"allocate (\d+ bytes|[\d.]+ [KMGT]iB)", text := str(error))
     short = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
@@ -79,23 +79,23 @@ def ran_out(error: BaseException) -> str:
 
 
 class ProcessGone(UserError):
-    """Another process of the run has ended or was killed, so this one ends too.
+    """Another process of the run has exited or was killed, so this one stops too.
 
-    silent: another process says it.
+    silent: True if another process reports it.
     """
 
     exit_code = 1
     silent = False
 
 
-LONGEST = 2000  # characters of a message; more is cut out of its middle
+LONGEST = 2000  # characters of a message; longer ones lose their middle
 
 
 def printable(text: str) -> str:
     """Make `text` safe for one line of a terminal, at most LONGEST long.
 
     Control characters, newlines, text-direction marks and lone surrogates become escapes. Messages quote
-    names and values from files, and a file may hold anything, escape sequences for the terminal included.
+    names and values from files, which can hold anything, even terminal escape sequences.
     """
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2 - 20]} … {text[20 - LONGEST // 2 :]}"
@@ -105,35 +105,35 @@ def printable(text: str) -> str:
     return printable(text) if len(text) > LONGEST else text
 
 
-# The least similarity (difflib's ratio) of a name that is suggested: q_porj and q_proj have 0.83, init and
-# inspect 0.55, merge and kernels 0.5.
+# Lowest similarity (difflib's ratio) for a suggestion: q_porj and q_proj have 0.83, init and inspect 0.55,
+# merge and kernels 0.5.
 NEAR = 0.7
 
 
 def looked_in(path: str) -> str:
-    """Where a path that isn't there was looked for: " in /the/current/folder" where it is relative, else "".
+    """Words for a missing path: " in /the/current/folder" if it is relative, else "".
 
-    Relative paths, those in a TOML file too, count from the folder that the command is given in.
+    Relative paths, also those in a TOML file, are relative to the current directory.
     """
     return "" if os.path.isabs(path) else f" in {os.getcwd()}"
 
 
 def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names that are near `name`, at most `count` of them, the nearest first."""
+    """Known names similar to `name`, the most similar first, at most `count`."""
     return difflib.get_close_matches(name, list(known), n=count, cutoff=NEAR)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: `"; nearest: 'x'"` where a known name is close to `name`, else "".
+    """End of an error message: `"; nearest: 'x'"` if a known name is similar to `name`, else "".
 
-    Close: by difflib's ratio, or with the same letters in another order (stf and sft have 0.67).
+    Similar: by difflib's ratio, or the same letters in another order (stf and sft have only 0.67).
     """
     near = near_word(name, known)
     return f"; nearest: {near!r}" if near else ""
 
 
 def near_word(name: str, known: Iterable[str]) -> str:
-    """The known name that `nearest` names, "" without one."""
+    """Return the known name that `nearest` suggests, else ""."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=NEAR)
     close = close or [other for other in names if sorted(other) == sorted(name)]

@@ -1,8 +1,8 @@
-"""What stands at a field of a Config beside its type, default and limits: one call of `about`.
+"""Facts about a Config field besides its type, default and limits: one call of `about`.
 
     rank: int = Field(default=16, json_schema_extra=about("Adapters", alias="rank"))
 
-Help, flags, notes and records read it (config/names.py).
+Help, flags, notes and records use them (config/names.py).
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ Heading = Literal[
     "Teacher",
     "Preference",
     "Options",
-    "What",
+    "Model and data",
     "How long",
     "How much",
     "Learning",
     "Adapters",
     "Memory and machine",
-    "Where",
+    "Hardware",
     "Output",
     "When things go wrong",
     "Server",
 ]
-"""The headings of --help-all, in their order there."""
+"""Headings of --help-all, in order."""
 HEADINGS: tuple[str, ...] = get_args(Heading)
 
 
 class About(NamedTuple):
-    """What is known of a field besides its type."""
+    """Facts about a field besides its type."""
 
     heading: str = "Options"
     alias: str = ""
@@ -55,23 +55,23 @@ def about(
     computes: bool = True,
     of_run: bool = True,
 ) -> JsonDict:
-    """A field's own facts.
+    """Declare the facts about a field.
 
-    heading   of --help-all.
-    alias     a short name beside the dotted one, for what people type daily.
-    was       names of earlier versions, with spaces between: they still run, with a note.
-    name      its dotted name, where that is not the way to its attribute.
-    since     the version it came with; "": there from the first on. At its default a record leaves it out, so
-              that runs of earlier versions can be resumed.
-    first     whether --help shows it; --help-all shows every field.
-    computes  whether it changes what is computed: a run is resumed with another value of one that doesn't.
-    of_run    whether a run has it; what asks a teacher, and trains nothing, is in no record.
+    heading   heading in --help-all
+    alias     short name for a frequent field, besides the dotted one
+    was       names in earlier versions, separated by spaces; they still work, with a note
+    name      dotted name, if it differs from the attribute path
+    since     version that added the field; "": the first. A record leaves the field out at its default, so
+              that runs of earlier versions can be resumed
+    first     True if --help shows the field; --help-all shows all
+    computes  True if the field affects results; the others can change when a run is resumed
+    of_run    True if the field belongs in a run's record; fields for preparing a teacher do not
     """
     return {"about": list(About(heading, alias, was, name, since, first, computes, of_run))}
 
 
 def about_of(info: FieldInfo) -> About | None:
-    """What `about` says at a field; None where it is not called there."""
+    """Return the facts declared at a field; None if there are none."""
     extra = info.json_schema_extra
     if isinstance(extra, dict) and "about" in extra:
         return About._make(cast(list[str], extra["about"]))  # pyright: ignore[reportArgumentType]

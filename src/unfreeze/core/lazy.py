@@ -1,4 +1,4 @@
-"""Names of a package that are imported on first use (PEP 562): importing the package imports no torch."""
+"""Import a package's names on first use (PEP 562), so that importing the package imports no torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 def on_first_use(package: str, home: Mapping[str, str]) -> Callable[[str], Any]:
     """Make the `__getattr__` of `package`.
 
-    home: name -> the module that has it. The module must have another name than the attribute, because
-    importing a submodule sets the attribute of its name.
+    home: name -> its module. Module and attribute must have different names, because importing a submodule
+    sets the attribute of the submodule's name.
     """
 
     def __getattr__(name: str) -> Any:

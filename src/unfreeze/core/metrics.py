@@ -1,7 +1,7 @@
-"""How the loss and the metrics of an objective are named and shown. A recipe picks from here or says its own.
+"""Names and formats of the loss and of objectives' metrics. A recipe chooses from here or defines its own.
 
-A run's start event tells them, so that its page and its live line need not know any by name. The lists below
-are also how a run of an earlier version is shown, which told nothing.
+A run's start event lists them, so the report and the live line need not know any by name. The lists below
+also serve for runs of earlier versions, whose events have none.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ NATS = "nats per supervised token"
 def metric(
     field: str, label: str, unit: str, over: str = "tokens", *, mean: bool = False, live: bool = False
 ) -> Metric:
-    """One metric.
+    """Describe one metric.
 
     field  its name in Loss.metrics, or "loss"
-    over   what it is a mean of: tokens, rows or steps
-    mean   whether its mean over the run is said, because training does not change it; else its first and last
+    over   the mean is over: tokens, rows or steps
+    mean   True: report its mean over the run, because training does not change it. False: its first and last
            value
-    live   whether the live line has it
+    live   True if the live line shows it
     """
     shown: Metric = {"field": field, "label": label, "unit": unit, "over": over}
     return shown | ({"mean": True} if mean else {}) | ({"live": True} if live else {})  # type: ignore[return-value]
 
 
 OF_TOKENS: Sequence[Metric] = (metric("loss", "Loss", NATS, live=True),)
-"""Cross entropy."""
+"""Metrics of cross entropy."""
 OF_TEACHER: Sequence[Metric] = (
     *OF_TOKENS,
     metric("divergence", "Divergence", NATS),
@@ -37,9 +37,9 @@ OF_TEACHER: Sequence[Metric] = (
     metric("relations", "Relations", NATS),
     metric("hidden", "Hidden states", "as the term has it"),
 )
-"""Distillation."""
+"""Metrics of distillation."""
 OF_ANSWERS: Sequence[Metric] = (
-    metric("loss", "Loss", "mean over pairs, or answers with a label", "rows", live=True),
+    metric("loss", "Loss", "mean over pairs, or over labelled answers", "rows", live=True),
     metric("accuracy", "Chosen answer preferred, share", "share", "rows"),
     metric("margin", "Margin of rewards", "nats times beta", "rows"),
     metric("logp_chosen", "Log-probability of chosen answers", "nats per answer", "rows"),
@@ -47,6 +47,6 @@ OF_ANSWERS: Sequence[Metric] = (
     metric("length_chosen", "Tokens of chosen answers", "tokens", "rows", mean=True),
     metric("length_rejected", "Tokens of rejected answers", "tokens", "rows", mean=True),
 )
-"""Preference: answers that are compared."""
+"""Metrics of preference losses."""
 EARLIER: Sequence[Metric] = (*OF_TEACHER[1:3], *OF_ANSWERS[1:5], *OF_TEACHER[3:], *OF_ANSWERS[5:])
-"""Of a run that told none, whichever of them its events have."""
+"""Metrics of a run whose start event lists none; those in its events are shown."""

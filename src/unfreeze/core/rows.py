@@ -1,4 +1,4 @@
-"""Rows: which rows of dimension 0 are meant, of how many; and those held here of a divided parameter."""
+"""Rows: a range of dimension 0. Also local shards and full tensors of FSDP2 parameters."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Rows:
 
 
 def share(of: int, index: int, parts: int) -> Rows:
-    """Part `index` of `parts` neighbouring parts of `of` rows; their sizes differ by one at most."""
+    """Part `index` of `parts` contiguous parts of `of` rows; sizes differ by at most one."""
     return Rows(index * of // parts, (index + 1) * of // parts, of)
 
 
 def here(parameter: Tensor) -> Tensor:
-    """The rows held here of a parameter that FSDP2 divides, in its own memory; another one itself."""
+    """Local shard of a parameter that FSDP2 shards, sharing its memory; any other parameter itself."""
     divided: Any = parameter
     return divided.detach().to_local() if hasattr(divided, "to_local") else parameter
 
 
 def gathered(parameter: Tensor) -> Tensor:
-    """A parameter that FSDP2 divides, gathered: all processes call it together; another one itself."""
+    """All-gather a parameter that FSDP2 shards (collective); any other parameter is returned itself."""
     divided: Any = parameter
     return divided.detach().full_tensor() if hasattr(divided, "full_tensor") else parameter

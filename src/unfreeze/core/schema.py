@@ -1,8 +1,8 @@
 """The events of a run, typed: a TypedDict per kind, its fields with unit and meaning.
 
-An event is its line of events.jsonl, a plain dict. A field that has nothing to say is absent; null is a value
-that was not finite or not measured. core/conform.py checks one where it is emitted and where it is read.
-benchmarks/events_page.py makes the tables of docs/reference/events.md from this file.
+An event is a plain dict, one line of events.jsonl. A field without a value is absent; null means not finite
+or not measured. core/conform.py checks events when they are emitted and read. benchmarks/events_page.py makes
+the tables of docs/reference/events.md from this file.
 """
 
 from functools import cache
@@ -12,13 +12,13 @@ from pydantic import Field, InstanceOf, PlainValidator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-AnyText = InstanceOf[str]  # any str: pydantic's own refuses half of a surrogate pair, which a model may write
+AnyText = InstanceOf[str]  # any str: pydantic's own refuses lone surrogates, which a model can generate
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-LARGEST = 1e300  # nothing measured comes near; a damaged file may say 1.7e308, and twice that is infinite
+LARGEST = 1e300  # far above any measurement; a damaged file can hold 1.7e308, and twice that is infinite
 
 
 def _real(value: object) -> float:
-    """A number of JSON. pydantic's own float takes a tensor of one number, which JSON cannot hold."""
+    """Validate a JSON number. pydantic's own float accepts a one-element tensor, which JSON cannot hold."""
     if isinstance(value, bool) or not isinstance(value, float | int):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     if not abs(value) <= LARGEST:  # false for NaN
@@ -33,291 +33,311 @@ PromptSource = Literal["your prompts", "training data", "held-out data"]
 
 
 def of(unit: str, meaning: str = "") -> Any:
-    """Unit and meaning of a field."""
+    """Annotate a field with its unit and meaning."""
     return Field(title=unit, description=meaning)
 
 
 class CommonFields(TypedDict):
-    """What every event holds."""
+    """Fields of every event."""
 
-    step: Annotated[Int, of("finished optimizer steps", "finished when it was written; 0 before the first")]
-    time: Annotated[Real, of("seconds since 1970-01-01 UTC", "when it was written")]
-    warning: NotRequired[Annotated[AnyText, of("sentence", "what happened otherwise than asked")]]
+    step: Annotated[Int, of("finished optimizer steps", "at the time of the event; 0 before the first")]
+    time: Annotated[Real, of("seconds since 1970-01-01 UTC", "time of the event")]
+    warning: NotRequired[
+        Annotated[AnyText, of("sentence", "a deviation from the request, or something to know")]
+    ]
 
 
 class NotedRow(TypedDict):
-    """A row of the data, and what was noted about it."""
+    """A row of the data with a remark."""
 
-    row: Annotated[Int, of("number", "which row of its file, from 1")]
+    row: Annotated[Int, of("number", "row number in its file, from 1")]
     reason: Annotated[AnyText, of("sentence")]
-    file: NotRequired[Annotated[AnyText, of("name", "its file, where there are several")]]
+    file: NotRequired[Annotated[AnyText, of("name", "its file, if there are several")]]
 
 
 class DataEvent(CommonFields, total=False):
-    """The account of the data: every row is used, cut, dropped or bad.
+    """Statistics of the data: every row is used, cut, dropped or bad.
 
-    Once each time the run is started, before the first step. Where rows are encoded beside training, it is of
-    those that are there then, and stands again for all.
+    Emitted at each start of the run, before the first step. If rows are encoded during training, it covers
+    the rows encoded so far, and a second event covers all rows.
     """
 
     kind: Required[Literal["data"]]
-    summary: Required[Annotated[AnyText, of("sentence", "the account in one line")]]
+    summary: Required[Annotated[AnyText, of("sentence", "the statistics in one line")]]
     rows: Required[Annotated[Int, of("rows", "rows of the data files")]]
-    examples: Required[Annotated[Int, of("documents", "documents made of them")]]
+    examples: Required[Annotated[Int, of("documents", "documents made from the rows")]]
     tokens: Required[Annotated[Int, of("tokens", "of all documents")]]
     supervised: Required[Annotated[Int, of("tokens", "tokens that carry loss, after the shift")]]
     supervised_fraction: Required[Annotated[Real, of("share, 0 to 1", "supervised / tokens")]]
     longest: Required[Annotated[Int, of("tokens", "longest document")]]
     truncated: Required[Annotated[Int, of("rows", "rows that lost tokens")]]
-    dropped: Required[Annotated[Int, of("rows", "rows of which nothing could be learned, left out")]]
+    dropped: Required[Annotated[Int, of("rows", "rows without anything to learn, left out")]]
     bad: Required[Annotated[Int, of("rows", 'unreadable, skipped with data.on_bad_row = "skip"')]]
     shapes: Required[Annotated[dict[AnyText, Int], of("rows", "shape of row -> rows")]]
-    notes: Required[Annotated[dict[AnyText, Int], of("rows", "what was noticed -> rows")]]
+    notes: Required[Annotated[dict[AnyText, Int], of("rows", "remark -> rows")]]
     listed: Required[Annotated[list[NotedRow], of("rows", "the first dropped and bad ones")]]
-    split_rows: Annotated[Int, of("rows", "that became several examples: one per turn, or pieces of a text")]
-    examples_dropped: Annotated[Int, of("documents", "of such rows, without a supervised token: left out")]
+    split_rows: Annotated[
+        Int, of("rows", "rows split into several examples: one per turn, or pieces of a text")
+    ]
+    examples_dropped: Annotated[
+        Int, of("documents", "examples of split rows without a supervised token, left out")
+    ]
     tokens_cut: Annotated[Int, of("tokens", "lost by truncation")]
     cuts: Annotated[list[NotedRow], of("rows", "the first truncated ones")]
-    duplicates: Annotated[Int, of("rows", "rows whose content stood before")]
+    duplicates: Annotated[Int, of("rows", "rows that repeat an earlier row")]
     repeats: Annotated[list[NotedRow], of("rows", "the first of them")]
     held_out: Annotated[Int, of("documents", "set aside for validation")]
     packing: Annotated[AnyText, of("name", "how documents are packed")]
-    efficiency: Annotated[Real | None, of("share, 0 to 1", "of the token budget that packing fills")]
+    efficiency: Annotated[Real | None, of("share, 0 to 1", "share of the token budget that packing fills")]
     reading: Annotated[AnyText, of("name", '"memory", "disk" or "on demand"')]
     files: Annotated[dict[AnyText, Int], of("rows", "file -> rows")]
-    mixture: Annotated[list[AnyText], of("sentence", "what data.weights made of each file")]
-    rows_in_files: Annotated[Int, of("rows", "in the data files, where not all are encoded yet")]
+    mixture: Annotated[list[AnyText], of("sentence", "effect of data.weights on each file")]
+    rows_in_files: Annotated[Int, of("rows", "rows in the data files, if not all are encoded yet")]
 
 
 class Device(TypedDict, total=False):
-    """The device that the plan is made for."""
+    """The device of a plan."""
 
     kind: Annotated[AnyText, of("name", "cpu or cuda")]
     name: Annotated[AnyText, of("name", "the processor's or the GPU's")]
     cores: Annotated[Int, of("cores", "of the host")]
     total: Annotated[Int, of("bytes", "of memory")]
-    available: Annotated[Int, of("bytes", "what a process could still take")]
-    limit: Annotated[AnyText, of("name", "what bounds it")]
-    process: Annotated[Int, of("bytes", "held by this process already; `available` does not include it")]
-    host: Annotated[Int, of("bytes", "of a GPU's host: what a process could still take of its memory")]
+    available: Annotated[Int, of("bytes", "free memory for a process")]
+    limit: Annotated[AnyText, of("name", "what limits the memory")]
+    process: Annotated[Int, of("bytes", "already used by this process; not part of `available`")]
+    host: Annotated[Int, of("bytes", "free host memory, if the device is a GPU")]
 
 
 class PlanEvent(CommonFields):
-    """The memory plan, before any weight is read."""
+    """The memory plan, emitted before any weight is read."""
 
     kind: Literal["plan"]
-    terms: Annotated[dict[AnyText, Int], of("bytes", "what the peak is made of")]
-    beside: Annotated[dict[AnyText, Int], of("bytes", "needed at other moments than the peak")]
+    terms: Annotated[dict[AnyText, Int], of("bytes", "terms of the peak")]
+    beside: Annotated[dict[AnyText, Int], of("bytes", "needed at other times than the peak")]
     total: Annotated[Int, of("bytes", "the peak")]
     load: Annotated[Int, of("bytes", "the peak while loading")]
-    usable: Annotated[Int, of("bytes", "what the machine can give now")]
-    per_device: Annotated[list[Int], of("bytes", "an entry per device")]
+    usable: Annotated[Int, of("bytes", "memory that can be used now")]
+    per_device: Annotated[list[Int], of("bytes", "one entry per device")]
     max_over_min: Annotated[Real, of("ratio", "largest over smallest of per_device")]
-    expanded_avoided: Annotated[Int, of("bytes", "what expanding packed weights would add")]
+    expanded_avoided: Annotated[Int, of("bytes", "additional bytes if packed weights were expanded")]
     adapter_parameters: Annotated[Int, of("parameters", "trained ones")]
     seconds_per_pass: Annotated[
-        Real | None, of("seconds", "predicted, of a micro-batch and an update; null without rates")
+        Real | None, of("seconds", "predicted, for a micro-batch and an update; null without rates")
     ]
-    rates: NotRequired[Annotated[AnyText, of("words", "where the rates of that are from")]]
+    rates: NotRequired[Annotated[AnyText, of("words", "source of the rates")]]
     fits: Annotated[bool, of("yes or no", "total and load within usable")]
-    hardware: Annotated[Device, of("object", "the device it is made for")]
-    lines: Annotated[list[AnyText], of("sentences", "the whole plan for people (`--plan`)")]
-    recompute: NotRequired[Annotated[AnyText, of("name", "what is computed again in backward")]]
+    hardware: Annotated[Device, of("object", "the device of the plan")]
+    lines: Annotated[list[AnyText], of("sentences", "the full plan as text (`--plan`)")]
+    recompute: NotRequired[Annotated[AnyText, of("name", "recompute policy in backward")]]
     experts: NotRequired[
-        Annotated[AnyText, of("name", "where the routed experts' weights lie: device, host or disk")]
+        Annotated[AnyText, of("name", "place of the routed experts' weights: device, host or disk")]
     ]
     buffer: NotRequired[
         Annotated[
-            Int, of("bytes", "that one of the two buffers may have, where a layer's experts come in groups")
+            Int, of("bytes", "limit of each of the two buffers, if a layer's experts are streamed in groups")
         ]
     ]
-    groups: NotRequired[Annotated[Int, of("groups", "in which the experts of a layer come, of most layers")]]
-    split: NotRequired[Annotated[Int, of("processes", "that share one set of experts, if more than one do")]]
-    experts_held: NotRequired[Annotated[Int, of("experts", "of a layer, by the process that holds most")]]
+    groups: NotRequired[
+        Annotated[Int, of("groups", "groups per layer in which experts are streamed, for most layers")]
+    ]
+    split: NotRequired[
+        Annotated[Int, of("processes", "processes that share one set of experts, if more than one")]
+    ]
+    experts_held: NotRequired[Annotated[Int, of("experts", "most experts of a layer held by a process")]]
     weights: NotRequired[
-        Annotated[AnyText, of("name", "sharded where every weight is divided among the processes")]
+        Annotated[AnyText, of("name", "sharded if every weight is sharded over the processes")]
     ]
     rest: NotRequired[
-        Annotated[AnyText, of("name", "peers where each process keeps a part of the other frozen weights")]
+        Annotated[AnyText, of("name", "peers if each process holds a shard of the other frozen weights")]
     ]
     boundary: NotRequired[
-        Annotated[AnyText, of("name", "host where the inputs of layers lie in host memory until backward")]
+        Annotated[AnyText, of("name", "host if layer inputs are offloaded to host memory until backward")]
     ]
     optimizer: NotRequired[
-        Annotated[AnyText, of("name", "host where the adapters' moments lie in host memory between updates")]
+        Annotated[
+            AnyText, of("name", "host if the adapters' moments are offloaded to host memory between updates")
+        ]
     ]
     host: NotRequired[
         Annotated[
-            Int,
-            of("bytes", "of experts, inputs of layers and moments in host memory, where the device is a GPU"),
+            Int, of("bytes", "experts, layer inputs and moments in host memory, if the device is a GPU")
         ]
     ]
-    save_bytes: NotRequired[Annotated[Int, of("bytes", "of a save of the training state, on disk")]]
-    start: NotRequired[Annotated[list[AnyText], of("sentences", "what a terminal says of it")]]
-    export_note: NotRequired[Annotated[AnyText, of("sentence", "what vLLM would not apply of the adapters")]]
+    save_bytes: NotRequired[Annotated[Int, of("bytes", "size of a save of the training state on disk")]]
+    start: NotRequired[Annotated[list[AnyText], of("sentences", "short form for the terminal")]]
+    export_note: NotRequired[Annotated[AnyText, of("sentence", "adapters that vLLM would not apply")]]
     predicted_kernels: NotRequired[
-        Annotated[list[AnyText], of("ops", "whose kernel runs unmeasured where the model has the op")]
+        Annotated[list[AnyText], of("ops", "ops whose kernel runs unmeasured if the model has the op")]
     ]
 
 
 class TimingEvent(CommonFields):
-    """At the first start on a CPU: the candidates of its kernels were compiled and timed."""
+    """Emitted at the first start on a CPU, after candidate kernels were compiled and timed."""
 
     kind: Literal["timing"]
-    cells: Annotated[Int, of("kinds of inputs", "whose candidates were timed")]
+    cells: Annotated[Int, of("kinds of inputs", "kinds whose candidates were timed")]
     seconds: Annotated[Real, of("seconds", "compiling, comparing and timing")]
 
 
 class LoadEvent(CommonFields):
-    """After the weights are read."""
+    """Emitted after the weights are read."""
 
     kind: Literal["load"]
     bytes: Annotated[Int, of("bytes", "read from the checkpoint")]
     seconds: Annotated[Real, of("seconds")]
-    expanded_bytes: Annotated[Int, of("bytes", "the same weights with packed ones expanded to bf16")]
-    rounded: Annotated[Int, of("tensors", "that lost precision in the dtype of the computation")]
+    expanded_bytes: Annotated[Int, of("bytes", "the same weights, with packed ones expanded to bf16")]
+    rounded: Annotated[Int, of("tensors", "tensors that lost precision in the compute dtype")]
     bytes_by_rank: NotRequired[Annotated[list[Int], of("bytes", "read by each of several processes")]]
-    compiles: NotRequired[Annotated[bool, of("yes or no", "no run has made a step here in this dtype")]]
+    compiles: NotRequired[
+        Annotated[bool, of("yes or no", "the first step compiles: no run has made a step here in this dtype")]
+    ]
 
 
 class Metric(TypedDict):
-    """How the loss, or a metric of the objective, is named and shown (core/metrics.py)."""
+    """Name and format of the loss or of an objective's metric (core/metrics.py)."""
 
-    field: Annotated[AnyText, of("name", "its field of the train events")]
-    label: Annotated[AnyText, of("words", "what it is called")]
-    unit: Annotated[AnyText, of("unit", "what it is counted in")]
-    over: Annotated[AnyText, of("name", "what it is a mean of: tokens, rows or steps")]
+    field: Annotated[AnyText, of("name", "field in the train events")]
+    label: Annotated[AnyText, of("words", "displayed name")]
+    unit: Annotated[AnyText, of("unit", "unit of the value")]
+    over: Annotated[AnyText, of("name", "the mean is over: tokens, rows or steps")]
     mean: NotRequired[
-        Annotated[bool, of("yes or no", "training does not change it: its mean over the run is said")]
+        Annotated[bool, of("yes or no", "training does not change it, so its mean over the run is shown")]
     ]
-    live: NotRequired[Annotated[bool, of("yes or no", "the live line has it")]]
+    live: NotRequired[Annotated[bool, of("yes or no", "the live line shows it")]]
 
 
 class StartEvent(CommonFields):
-    """Where the loop begins; once each time the run is started."""
+    """Emitted at each start of the run, when the training loop starts."""
 
     kind: Literal["start"]
     steps: Annotated[Int, of("optimizer steps", "of the whole run")]
-    resumed: Annotated[bool, of("yes or no", "goes on from a save")]
+    resumed: Annotated[bool, of("yes or no", "resumed from a save")]
     model: Annotated[AnyText, of("folder or id", "as configured")]
     data: Annotated[AnyText, of("file", "as configured")]
-    processes: NotRequired[Annotated[Int, of("processes", "that train together, where there are several")]]
+    processes: NotRequired[Annotated[Int, of("processes", "processes of the run, if there are several")]]
     begun: NotRequired[
-        Annotated[Real, of("seconds since 1970-01-01 UTC", "when the command began; its first run tells it")]
+        Annotated[Real, of("seconds since 1970-01-01 UTC", "start of the command; only its first run has it")]
     ]
     metrics: NotRequired[
-        Annotated[list[Metric], of("object", "the loss and the metrics of the objective, as they are shown")]
+        Annotated[list[Metric], of("object", "the loss and the objective's metrics, with their display")]
     ]
 
 
 class KernelChoice(TypedDict):
-    """Which implementation of an op runs for inputs of a kind, and what decided.
+    """The implementation of an op that runs for a kind of inputs, and how it was chosen.
 
     `origin` is one of "timed here", "measured here", "measured on its class", "predicted, not measured", "not
     measured" (the reference runs), "by design", "as asked".
     """
 
-    op: Annotated[AnyText, of("name", "as `unfreeze kernels list` has it")]
+    op: Annotated[AnyText, of("name", "as in `unfreeze kernels list`")]
     bucket: Annotated[AnyText, of("words", "the kind of inputs")]
     dtype: Annotated[AnyText, of("name", "of the inputs")]
     runs: Annotated[AnyText, of("name", "of the implementation")]
-    origin: Annotated[AnyText, of("words", "what decided")]
+    origin: Annotated[AnyText, of("words", "how it was chosen")]
     why: Annotated[AnyText, of("words", "the reason with its number")]
 
 
 class KernelsEvent(CommonFields):
     """Kernels that ran for the first time in this session.
 
-    After the first step, and after a later one that met inputs of another kind.
+    Emitted after the first step, and after a later step with a new kind of inputs.
     """
 
     kind: Literal["kernels"]
-    choices: Annotated[list[KernelChoice], of("object", "in the order in which they were made")]
+    choices: Annotated[list[KernelChoice], of("object", "in the order of choice")]
 
 
 class ExpertBalance(TypedDict):
-    """How even a mixture-of-experts layer was in a step; null without a token.
+    """Load balance of a mixture-of-experts layer in a step; null without a token.
 
-    From the tokens n_e given to its E experts, mean m. Formulas: `src/unfreeze/core/balance.py`.
+    Computed from the tokens n_e of its E experts, with mean m. Formulas: `src/unfreeze/core/balance.py`.
     """
 
     max_violation: Annotated[
         Real | None, of("busiest expert over the mean, minus 1", "MaxVio: 0 is even, E / top_k - 1 the worst")
     ]
     entropy: Annotated[Real | None, of("share of ln(experts), 0 to 1", "-sum p ln p / ln E, p = n / sum(n)")]
-    dead: Annotated[Int, of("experts", "that were given no token")]
+    dead: Annotated[Int, of("experts", "experts without a token")]
 
 
 class TrainEvent(CommonFields, total=False):
-    """After each optimizer step.
+    """Emitted after each optimizer step.
 
-    Further fields are metrics of the objective (`correct`: share of supervised tokens whose greatest logit is
-    the target), float or null. A step that was refused for a value that is not finite has `loss` null and
-    `error`.
+    Further fields are metrics of the objective (`correct`: share of supervised tokens whose largest logit is
+    the target), float or null. A step refused for a non-finite value has `loss` null and `error`.
     """
 
     kind: Required[Literal["train"]]
     loss: Required[
-        Annotated[Real | None, of("nats per supervised token", "of all micro-batches and processes")]
+        Annotated[Real | None, of("nats per supervised token", "over all micro-batches and processes")]
     ]
     grad_norm: Required[Annotated[Real | None, of("L2 norm before clipping", "of all trained parameters")]]
-    epoch: Annotated[Real, of("passes over the data", "finished with this step, as the cursor counts them")]
+    epoch: Annotated[Real, of("passes over the data", "finished after this step, by the cursor")]
     tokens: Annotated[Int, of("tokens", "of the step")]
     supervised_tokens: Annotated[Int, of("tokens", "of the step, weight > 0")]
     seconds: Annotated[Real, of("seconds", "of the step, without hooks and saving")]
     learning_rate: Annotated[Real, of("per step", "read back from the optimizer")]
-    peak_bytes: Annotated[Int, of("bytes", "of the fullest process; CUDA: allocated by torch; CPU: resident")]
+    peak_bytes: Annotated[
+        Int, of("bytes", "of the process with most; CUDA: allocated by torch; CPU: resident")
+    ]
     fragmentation_bytes: Annotated[Int, of("bytes", "CUDA: reserved minus allocated")]
-    applied: Annotated[bool, of("yes or no", "false where the spike guard skipped the update")]
-    expert_load: Annotated[dict[AnyText, Counts], of("tokens per expert", "layer -> tokens given to each")]
-    expert_balance: Annotated[dict[AnyText, ExpertBalance], of("object", "layer -> how even it was")]
-    error: Annotated[AnyText, of("sentence", "what was not finite; the weights were not updated")]
+    applied: Annotated[bool, of("yes or no", "false if the spike guard skipped the update")]
+    expert_load: Annotated[dict[AnyText, Counts], of("tokens per expert", "layer -> tokens of each expert")]
+    expert_balance: Annotated[dict[AnyText, ExpertBalance], of("object", "layer -> its load balance")]
+    error: Annotated[AnyText, of("sentence", "the non-finite value; the weights were not updated")]
 
 
 class StreamEvent(CommonFields):
-    """After each step of a run whose weights do not all lie on the device: what came of them since the last.
+    """Emitted after each step of a run with weights off the device: transfers since the last step.
 
-    Held-out passes between two steps count with the later one. The hidden share is 1 - waited / seconds.
+    Held-out passes between two steps count towards the later one. The hidden share is 1 - waited / seconds.
     """
 
     kind: Literal["stream"]
-    source: Annotated[AnyText, of("name", "host or disk, where experts lie; peers: of the other weights")]
-    reads: Annotated[Int, of("layers", "that came")]
-    bytes: Annotated[Int, of("bytes", "of them")]
-    seconds: Annotated[Real, of("seconds", "that the transfers took")]
-    waited: Annotated[Real, of("seconds", "of them in which nothing was computed")]
-    hidden: Annotated[Real | None, of("share, 0 to 1", "of the transfers, under computation; null: none")]
+    source: Annotated[AnyText, of("name", "host or disk for experts; peers for the other weights")]
+    reads: Annotated[Int, of("layers", "layers transferred")]
+    bytes: Annotated[Int, of("bytes", "bytes transferred")]
+    seconds: Annotated[Real, of("seconds", "duration of the transfers")]
+    waited: Annotated[Real, of("seconds", "part of it spent waiting, without computation")]
+    hidden: Annotated[
+        Real | None, of("share, 0 to 1", "share of the transfers hidden by computation; null: no transfers")
+    ]
 
 
 class Change(TypedDict):
-    """How a measure of held-out rows changed since an earlier validation, paired by row.
+    """Change of a held-out measure since an earlier validation, paired by row.
 
     Formulas: `src/unfreeze/evaluate/by_row.py`.
     """
 
     measure: Annotated[AnyText, of("field", "of this event")]
-    since: Annotated[Int, of("finished optimizer steps", "at the earlier one: 0, or the lowest loss")]
+    since: Annotated[
+        Int, of("finished optimizer steps", "at the earlier validation: 0, or that of the lowest loss")
+    ]
     change: Annotated[Real, of("as the measure", "now minus then")]
-    error: Annotated[Real | None, of("as the measure", "standard error of the change; null: of one row")]
+    error: Annotated[Real | None, of("as the measure", "standard error of the change; null with one row")]
 
 
 class EvalEvent(CommonFields, total=False):
     """Held-out loss, or the score of a probe.
 
-    Further fields are scores (the demo: `style`, `facts`, per cent), float or null. Of pairs and labels:
-    `accuracy`, `margin`, and `logp_likelier`, the log-probability in nats of the likelier answer of a row, of
-    answers with a label only of rows with a desirable one.
+    Further fields are scores (the demo: `style`, `facts`, per cent), float or null. For pairs and labels:
+    `accuracy`, `margin`, and `logp_likelier`, the log-probability in nats of a row's likelier answer (with
+    labels: only rows with a desirable answer).
     """
 
     kind: Required[Literal["eval"]]
     loss: Annotated[Real | None, of("nats per supervised token", "of held-out documents")]
     perplexity: Annotated[Real | None, of("exp(loss)")]
     bits_per_byte: Annotated[Real | None, of("bits per byte of text", "loss / ln 2 x tokens / bytes")]
-    tokens: Annotated[Int, of("tokens", "supervised tokens it was taken on")]
-    seconds: Annotated[Real, of("seconds", "that it took")]
-    rows: Annotated[Int, of("rows", "held out, equal ones counted once")]
-    fingerprint: Annotated[AnyText, of("hash", "of the held-out documents: only equal ones are compared")]
-    changes: Annotated[list[Change], of("object", "since the first one, and since the lowest loss so far")]
+    tokens: Annotated[Int, of("tokens", "supervised tokens measured")]
+    seconds: Annotated[Real, of("seconds", "duration")]
+    rows: Annotated[Int, of("rows", "held-out rows; equal ones count once")]
+    fingerprint: Annotated[AnyText, of("hash", "of the held-out documents; only equal hashes are compared")]
+    changes: Annotated[
+        list[Change], of("object", "since the first validation, and since the lowest loss so far")
+    ]
 
 
 class SampleEvent(CommonFields):
@@ -326,27 +346,27 @@ class SampleEvent(CommonFields):
     kind: Literal["sample"]
     when: Annotated[When, of("before, during or after training")]
     index: NotRequired[Annotated[Int, of("number", "of the prompt")]]
-    prompt: Annotated[AnyText, of("text", "what was asked, as shown")]
+    prompt: Annotated[AnyText, of("text", "the prompt as displayed")]
     text: Annotated[AnyText, of("text", "the greedy answer")]
     source: NotRequired[Annotated[PromptSource, of("where the prompt is from")]]
 
 
 class OnPolicyEvent(CommonFields):
-    """A step of distillation on the student's own answers, sampled right before it."""
+    """A distillation step on the student's own answers, sampled directly before it."""
 
     kind: Literal["on_policy"]
-    answers: Annotated[Int, of("answers", "of the step, one a document")]
-    tokens: Annotated[Int, of("tokens", "sampled, all of them supervised")]
-    ended: Annotated[Real, of("share, 0 to 1", "of the answers that ended by themselves")]
-    seconds: Annotated[Real, of("seconds", "that the sampling took")]
+    answers: Annotated[Int, of("answers", "of the step, one per document")]
+    tokens: Annotated[Int, of("tokens", "sampled tokens; all are supervised")]
+    ended: Annotated[Real, of("share, 0 to 1", "share of the answers that stopped with an end token")]
+    seconds: Annotated[Real, of("seconds", "duration of the sampling")]
 
 
 class GapEvent(CommonFields):
-    """How far the model that samples and the model that trains are apart, measured on the sample answers.
+    """Gap between sampler and trainer, measured on the sample answers.
 
-    The first goes token by token with a cache, the second takes one packed pass. The gap is the absolute
-    difference of their log-probabilities of each sampled token. Carries a `warning` above 1e-4 nats in
-    float32; in bfloat16 rounding alone makes a mean of 0.0005 to 0.008 and at times 0.3, where it turns a
+    The sampler decodes token by token with a KV cache; the trainer runs one packed pass. The gap is the
+    absolute difference of their log-probabilities of each sampled token. There is a `warning` above 1e-4 nats
+    in float32. In bfloat16, rounding alone makes a mean of 0.0005 to 0.008, and sometimes 0.3 if it changes a
     router's choice (tiny-k2).
     """
 
@@ -355,31 +375,31 @@ class GapEvent(CommonFields):
     logprob_gap_mean: Annotated[Real, of("nats", "mean over the tokens")]
     logprob_gap_max: Annotated[Real, of("nats", "largest")]
     logprob_gap_tokens: Annotated[Int, of("tokens", "sampled tokens compared")]
-    seconds: NotRequired[Annotated[Real, of("seconds", "that answering and comparing took")]]
+    seconds: NotRequired[Annotated[Real, of("seconds", "duration of answering and comparing")]]
 
 
 class GroupReceipt(TypedDict, total=False):
-    """What learned in one group of modules.
+    """Learning in one group of modules.
 
-    More of each: make_receipt in `src/unfreeze/adapters/receipt.py`.
+    Details: make_receipt in `src/unfreeze/adapters/receipt.py`.
     """
 
-    parameters: Annotated[Int, of("parameters", "base weights; a packed 4-bit weight is one")]
-    trained: Annotated[Int | bool, of("parameters", "that train; 0: frozen")]
-    sites: Annotated[Int, of("matrices", "trained ones")]
-    sites_reached: Annotated[Int, of("matrices", "whose output had a gradient")]
-    sites_moved: Annotated[Int, of("matrices", "of these, that moved")]
+    parameters: Annotated[Int, of("parameters", "base weights; a packed 4-bit weight counts as one")]
+    trained: Annotated[Int | bool, of("parameters", "trained parameters; 0: frozen")]
+    sites: Annotated[Int, of("matrices", "trained matrices")]
+    sites_reached: Annotated[Int, of("matrices", "matrices whose output had a gradient")]
+    sites_moved: Annotated[Int, of("matrices", "those of them that moved")]
     grad_norm: Annotated[Real | None, of("L2 norm before clipping")]
     moved: Annotated[Real | None, of("L2 norm", "of the change of the trained parameters")]
-    experts: Annotated[Int, of("experts", "of all layers; routed experts only")]
-    experts_reached: Annotated[Int, of("experts", "that had a gradient")]
+    experts: Annotated[Int, of("experts", "routed experts of all layers")]
+    experts_reached: Annotated[Int, of("experts", "experts that had a gradient")]
     output_change: Annotated[Real | None, of("change of a logit", "the largest; null where not measured")]
-    rounding: Annotated[Real | None, of("change of a logit", "that rounding alone may make")]
-    connected: Annotated[bool | None, of("yes or no", "whether it can change a logit; null: not known")]
+    rounding: Annotated[Real | None, of("change of a logit", "the change that rounding alone can make")]
+    connected: Annotated[bool | None, of("yes or no", "true if it can change a logit; null: unknown")]
 
 
 class LeftOut(TypedDict):
-    """Matrices that should have learned and did not."""
+    """Matrices that should have learned but did not."""
 
     group: Annotated[AnyText, of("name", "of the group of modules")]
     sites: Annotated[AnyText, of("name", "of the matrices, experts as ranges")]
@@ -388,48 +408,50 @@ class LeftOut(TypedDict):
 
 
 class ReceiptEvent(CommonFields):
-    """After the first step that had a gradient: what learned."""
+    """Emitted after the first step with a gradient: which modules learned."""
 
     kind: Literal["receipt"]
-    groups: Annotated[dict[AnyText, GroupReceipt], of("object", "group of modules -> what learned in it")]
+    groups: Annotated[dict[AnyText, GroupReceipt], of("object", "group of modules -> its learning")]
     exceptions: NotRequired[
-        Annotated[list[LeftOut], of("matrices", "that were reached and have no gradient, or did not move")]
+        Annotated[
+            list[LeftOut], of("matrices", "matrices that were reached but have no gradient, or did not move")
+        ]
     ]
 
 
 class SaveEvent(CommonFields):
-    """A checkpoint is complete."""
+    """Emitted when a save is complete."""
 
     kind: Literal["save"]
     path: Annotated[AnyText, of("folder inside the run folder", "written, synced and renamed")]
     bytes: NotRequired[Annotated[Int, of("bytes", "of its tensors")]]
-    seconds: NotRequired[Annotated[Real, of("seconds", "that writing took; no step was made meanwhile")]]
+    seconds: NotRequired[Annotated[Real, of("seconds", "duration of writing, during which training waits")]]
 
 
 class WarningEvent(CommonFields):
-    """What the run did otherwise than asked, or what its user should know."""
+    """A deviation from the request, or something that the user should know."""
 
     kind: Literal["warning"]
     message: Annotated[AnyText, of("sentence")]
 
 
 class EarlyStopEvent(CommonFields):
-    """The run ends before its last step: validation after validation found no lower held-out loss."""
+    """The run stops before its last step, because validations found no lower held-out loss."""
 
     kind: Literal["early_stop"]
     validations: Annotated[Int, of("validations", "in a row without a lower loss")]
-    best_step: NotRequired[Annotated[Int, of("finished optimizer steps", "where the loss was lowest")]]
-    best_loss: NotRequired[Annotated[Real, of("nats per supervised token", "held out, at that step")]]
+    best_step: NotRequired[Annotated[Int, of("finished optimizer steps", "step with the lowest loss")]]
+    best_loss: NotRequired[Annotated[Real, of("nats per supervised token", "held-out loss at that step")]]
 
 
 class EndEvent(CommonFields):
-    """The loop ended in order; a killed run has none."""
+    """Emitted when the loop ends normally; a killed run has none."""
 
     kind: Literal["end"]
     reason: Annotated[Literal["done", "interrupted"], of("done or interrupted")]
     steps: Annotated[Int, of("finished optimizer steps", "of the whole run")]
     tokens_per_second: Annotated[
-        Real | None, of("tokens per second of this session", "null where it made no step")
+        Real | None, of("tokens per second of this session", "null if it made no step")
     ]
 
 
@@ -456,11 +478,11 @@ Event = (
 
 @cache
 def event_kind(event: Any) -> str:
-    """TrainEvent -> "train"."""
+    """Return the kind of an event type: TrainEvent -> "train"."""
     return get_args(get_type_hints(event)["kind"])[0]
 
 
 KINDS: dict[str, Any] = {event_kind(each): each for each in get_args(Event)}
 """Kind -> its TypedDict."""
 FURTHER = ("train", "eval")
-"""Kinds that may hold more fields than are listed: metrics of an objective, scores of a probe."""
+"""Kinds with further fields than those listed: metrics of an objective, scores of a probe."""

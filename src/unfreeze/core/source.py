@@ -1,6 +1,6 @@
-"""Which code this is: its checkout, and its commit.
+"""Find the source checkout and the commit of this code.
 
-Without imports of this package: setup.py runs this file before anything is installed.
+Imports nothing of this package: setup.py runs this file before installation.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve()
 RECORDED = "commit.txt"
-"""Beside this file. setup.py writes the commit there for a wheel and an sdist, `git archive` for a tarball
+"""File beside this one with the commit. setup.py writes it for wheels and sdists, `git archive` for tarballs
 (.gitattributes)."""
 
 
 def checkout() -> Path | None:
-    """The folder of the source checkout this package is run from; None where it is installed."""
+    """Folder of the source checkout that this package runs from; None if it is installed."""
     root = HERE.parents[3]
     return root if (root / "benchmarks").is_dir() and (root / "pyproject.toml").is_file() else None
 
 
 def commit() -> str | None:
-    """The checkout's commit, else the recorded one; None where neither is known.
+    """Commit of the checkout, else the recorded one; None if neither is known.
 
-    With -dirty where tracked files other than rows and docs differ from it.
+    "-dirty" is appended if tracked files other than benchmark results and docs differ from it.
     """
     root = checkout()
     if root is None or not (root / ".git").exists():  # without its own .git, git would name a parent's commit
@@ -43,7 +43,7 @@ def commit() -> str | None:
 
 
 def recorded(file: Path) -> str | None:
-    """The commit that a build or `git archive` wrote there; None in a checkout, where it is a placeholder."""
+    """Commit written by a build or `git archive`; None in a checkout, where the file is a placeholder."""
     try:
         text = file.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,9 +1,9 @@
-"""Calls that torch leaves without types, with them. Each does what torch's method of that name does.
+"""Typed wrappers for torch calls without types. Each does the same as torch's method of that name.
 
-Strictly typed rooms call these, so that an unknown type becomes a known one here and nowhere else.
+Strictly typed packages call these, so that casts are only here.
 """
 
-# torch leaves these without types, and has no public name for a module's own tables
+# torch has no types for these, and no public name for a module's own tables
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportPrivateUsage=false
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 def ints(tensor: Tensor) -> list[int]:
-    """tolist() of one dimension of whole numbers."""
+    """tolist() of a one-dimensional tensor of whole numbers."""
     return cast("list[int]", tensor.tolist())
 
 
 def floats(tensor: Tensor) -> list[float]:
-    """tolist() of one dimension of real numbers."""
+    """tolist() of a one-dimensional tensor of real numbers."""
     return cast("list[float]", tensor.tolist())
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """A tensor in the array's memory."""
+    """Tensor that shares the array's memory."""
     import torch
 
     return torch.from_numpy(array)
 
 
 def split(tensor: Tensor, sizes: int | Sequence[int]) -> tuple[Tensor, ...]:
-    """Views of neighbouring rows: as many as `sizes` says, or so many of each."""
+    """Split into views of contiguous rows: one per size in `sizes`, or chunks of `sizes` rows."""
     return cast("tuple[Tensor, ...]", tensor.split(sizes))
 
 
@@ -44,10 +44,10 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own table of parameters, without those of modules in it; what is set here is set there."""
+    """The module's own table of parameters, without submodules. Changes to it change the module."""
     return module._parameters
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The same of buffers."""
+    """Like parameters_of, for buffers."""
     return module._buffers

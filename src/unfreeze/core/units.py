@@ -1,4 +1,4 @@
-"""How quantities are written for people: bytes in binary units, counts, seconds."""
+"""Format quantities for people: bytes in binary units, counts, seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def format_bytes(num_bytes: float) -> str:
-    """1536 -> '1.5 KiB'. Binary units (1 GiB = 2**30 bytes), because memory is sold and reported that way."""
+    """1536 -> '1.5 KiB'. Binary units (1 GiB = 2**30 bytes), as memory is sold and reported."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -16,7 +16,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_of(part: float, whole: float) -> str:
-    """'84.0 GiB of 128.6 GiB'; how much is too much is added where a decimal would hide it."""
+    """Format '84.0 GiB of 128.6 GiB'; if rounding hides an excess, add it."""
     left, right = format_bytes(part), format_bytes(whole)
     hidden = part > whole and left == right
     return f"{left} of {right}, {format_bytes(part - whole)} too much" if hidden else f"{left} of {right}"
@@ -33,7 +33,7 @@ def format_count(count: float) -> str:
 
 
 def format_step(seconds: float) -> str:
-    """The time of a step with at least two significant digits down to a microsecond: '0.0042 s'."""
+    """Format a step's time with at least two significant digits, down to a microsecond: '0.0042 s'."""
     if not 0 < seconds < 1:
         return format_seconds(seconds)
     digits = min(6, 1 - math.floor(math.log10(seconds)))

@@ -1,4 +1,4 @@
-"""Who holds a run folder: train/run.py takes its lock."""
+"""Find the process that holds the lock of a run folder; train/run.py takes the lock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def writer(folder: Path) -> str:
-    """Give the id of the process that holds a run folder's lock, "" where none does.
+    """Return the id of the process that holds a run folder's lock, "" if none does.
 
-    "unknown" where it hasn't written its id yet.
+    "unknown" if it hasn't written its id yet.
     """
     lock = folder / "lock"
     if lock.is_file():

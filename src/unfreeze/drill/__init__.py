@@ -1,9 +1,8 @@
-"""unfreeze dev drill: plant every fault people lose days to, in a sandbox, and show the line that names it.
+"""unfreeze dev drill: plant known faults in a sandbox, and show the message that reports each.
 
-30 rows (L loading, N numbers, M mixtures of experts, R runs), most with several faults. Each fault is planted
-for real in a temporary folder:
-nothing of yours is touched. A fault that goes through unnamed ends the drill with exit code 1. --clean does
-the opposite: ten clean runs of different families under the same guards, of which none may raise an alarm.
+30 rows (L loading, N numbers, M mixtures of experts, R runs), most with several faults. Each fault is really
+planted, in a temporary folder; your files are not touched. The exit code is 1 if a fault is not reported.
+--clean does the opposite: ten clean runs of different families must raise no alarm under the same guards.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ if TYPE_CHECKING:
 
 
 class Config(Frozen):
-    """What to drill."""
+    """Options of drill."""
 
     only: tuple[str, ...] = Field(default=(), description="rows to plant, such as L7 N1; default: all 30")
     clean: bool = Field(
-        default=False,
-        description="plant nothing: ten clean runs of different families, of which none may raise an alarm",
+        default=False, description="plant nothing: ten clean runs of different families must raise no alarm"
     )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """Run the drill; -> faults, rows, rows_named, unnamed, seconds, exit_code.
+    """Run the drill. -> faults, rows, rows_named, unnamed, seconds, exit_code.
 
-    With --clean: runs, alarms. faults: row, title, named, caught_by, line, next, seconds of each.
+    With --clean: runs, alarms. Each of faults: row, title, named, caught_by, line, next, seconds.
     """
     config = parse(Config, arguments, command="drill", description=__doc__ or "")
     started = time.perf_counter()
@@ -55,24 +53,24 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
 
 def faults() -> list[Fault]:
-    """All faults, in the order of their rows."""
+    """All faults, in order of their rows."""
     from unfreeze.drill import experts, loading, numbers, runs
     from unfreeze.drill.fault import ROWS
 
     known = [*loading.FAULTS, *numbers.FAULTS, *experts.FAULTS, *runs.FAULTS]
-    # stable: a row's faults stay in the order they were written
+    # the sort is stable: faults of a row keep their order
     return sorted(known, key=lambda fault: ROWS.index(fault.row))
 
 
 def drill(only: Sequence[str], sandbox: Sandbox, common: Common) -> dict[str, Any]:
-    """Plant the faults of the rows `only` (none: all), say each as it comes, then the table."""
+    """Plant the faults of the rows `only` (empty: all), print each, then the table."""
     from unfreeze.drill.fault import ROWS
 
     wanted = [row.upper() for row in only] or list(ROWS)
     unknown = [row for row in wanted if row not in ROWS]
     if unknown:
         raise ConfigError(
-            f"only = {unknown[0]!r} is no row of the drill{nearest(unknown[0], ROWS)}",
+            f"only = {unknown[0]!r} is not a row of the drill{nearest(unknown[0], ROWS)}",
             next=f"one or more of {' '.join(ROWS)}",
         )
     chosen = [fault for fault in faults() if fault.row in wanted]
@@ -104,7 +102,7 @@ def drill(only: Sequence[str], sandbox: Sandbox, common: Common) -> dict[str, An
 def plant(fault: Fault, sandbox: Sandbox) -> dict[str, Any]:
     """Plant one fault.
 
-    Anything but an Outcome means that no guard named it: silence, a wrong line, or a traceback.
+    Anything but an Outcome means that no guard reported it: silence, a wrong message, or a traceback.
     """
     from unfreeze.drill.fault import Unnamed
 
@@ -127,21 +125,21 @@ def plant(fault: Fault, sandbox: Sandbox) -> dict[str, Any]:
         }
     except Unnamed as error:
         entry["line"] = one_line(str(error))
-    # a planted fault may break anything; what is not a clear line is reported as unnamed, never swallowed
+    # a planted fault can break anything; any other exception counts as unnamed and is never swallowed
     except Exception as error:
         entry["line"] = one_line(f"a user would see a traceback: {type(error).__name__}: {error}")
     return {**entry, "seconds": round(time.perf_counter() - started, 2)}
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks; the sandbox's folder names would say nothing to a reader."""
+    """Join lines, and remove the sandbox's meaningless folder names."""
     import re
 
     return re.sub(r"/\S*unfreeze-drill-[^/\s]+/", "", " ".join(text.split()))
 
 
 def show_faults(result: dict[str, Any]) -> None:
-    """The table: fault, caught by, line."""
+    """Print the table: fault, caught by, line."""
     from rich.console import Console
     from rich.table import Table
 
@@ -157,16 +155,16 @@ def show_faults(result: dict[str, Any]) -> None:
 
 
 def clean(sandbox: Sandbox, common: Common) -> dict[str, Any]:
-    """Ten clean runs under the same guards; -> runs, alarms. Exit code 1 if any alarm was raised."""
+    """Run ten clean runs under the same guards. -> runs, alarms. Exit code 1 for any alarm."""
     from unfreeze.drill.clean_runs import RUNS, alarms_of
 
     runs, alarms = [], []
     for number, run in enumerate(RUNS, start=1):
-        found = alarms_of(run, sandbox)
+        raised = alarms_of(run, sandbox)
         runs.append(run.title)
-        alarms += [f"{run.title}: {one_line(alarm)}" for alarm in found]
+        alarms += [f"{run.title}: {one_line(alarm)}" for alarm in raised]
         if not common.quiet:
-            print(f"{number:>3}/{len(RUNS)}  {run.title}: {len(found)} alarms", file=sys.stderr, flush=True)
+            print(f"{number:>3}/{len(RUNS)}  {run.title}: {len(raised)} alarms", file=sys.stderr, flush=True)
     if not (common.quiet or common.json):
         print("\n".join([*alarms, f"{len(alarms)} false alarms in {len(runs)} clean runs"]))
     return {"runs": runs, "alarms": alarms, "exit_code": 1 if alarms else 0}

@@ -1,4 +1,4 @@
-"""Ten clean runs of different families under the guards of the drill: none of them may raise an alarm."""
+"""Ten clean runs of different families, which must raise no alarm under the guards of the drill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unfreeze.recipes import sft
 from unfreeze.report.events import read_events
 
 ALARMS = ("warning", "warn", "guard", "skip", "spike", "nonfinite")
-"""Kinds of events that say something is wrong."""
+"""Kinds of events that report a problem."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ RUNS = tuple(
 def alarms_of(run: CleanRun, sandbox: Sandbox) -> list[str]:
     """List every warning, fault or refusal of one clean run.
 
-    Doctor, train two steps, resume in the same folder to the end, doctor again.
+    Runs doctor, trains, and repeats the command in the same folder.
     """
     model = TINY_K2 if run.family == "tiny-k2" else sandbox.checkpoint(run.family)
     data, out = sandbox.rows(ROWS), sandbox.fresh("clean")
@@ -67,7 +67,7 @@ def alarms_of(run: CleanRun, sandbox: Sandbox) -> list[str]:
         again = sandbox.sft(**config, save_every=2)
         if not (result["finished"] and again["steps"] == result["steps"]):
             alarms.append(
-                f"finished {result['finished']}, {result['steps']} steps, {again['steps']} when given again"
+                f"finished {result['finished']}, {result['steps']} steps, {again['steps']} when repeated"
             )
     except UserError as error:
         return [*alarms, f"{type(error).__name__}: {error.message}"]
@@ -81,7 +81,7 @@ def alarms_of(run: CleanRun, sandbox: Sandbox) -> list[str]:
 
 
 def doctored(model: str, data: str) -> list[str]:
-    """What the doctor warns of, the machine aside: it isn't the run's."""
+    """Warnings and faults of the doctor, except those about the machine."""
     config = sft.Config(model=model, data=fields.Data(files=(data,)), training=Training(steps=8))
     findings = examine(config, sft.parts(config), has_data=True)
     return [

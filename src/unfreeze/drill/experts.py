@@ -31,14 +31,14 @@ FAMILY = "deepseek_v3"
 
 
 def starve(model: Decoder, awake: int = 2) -> Decoder:
-    """Only the first `awake` experts are ever chosen."""
+    """Make the router choose only the first `awake` experts."""
     for moe in model.moe_layers().values():
         moe.gate.e_score_correction_bias[awake:] = -100.0  # type: ignore[index]
     return model
 
 
 def idle_experts(sandbox: Sandbox) -> Outcome:
-    """Two processes train a checkpoint of which six of eight experts never get a token."""
+    """Train a checkpoint in two processes, where six of eight experts never get a token."""
     run = sandbox.fresh("two")
     config = sandbox.sft_config(
         model=starved_checkpoint(sandbox), out=run, micro_batches=2, tokens_per_step=256
@@ -48,16 +48,16 @@ def idle_experts(sandbox: Sandbox) -> Outcome:
     steps = [event.get("expert_load", {})["1"] for event in train]
     idle = min(load.count(0) for load in steps)
     line = (
-        f"2 processes, {idle} of 8 experts idle: {len(steps)} of 4 steps, ended by themselves after"
+        f"2 processes, {idle} of 8 experts idle: {len(steps)} of 4 steps, finished after"
         f" {seconds:.0f} s (limit {PATIENCE:.0f})"
     )
     return measured(Processes.sum_, line, holds=len(steps) == 4 and idle == 6)
 
 
 def gradients_to_reduce(sandbox: Sandbox) -> Outcome:
-    """List the tensors that replicas would add up.
+    """List the gradients that replicas would all-reduce.
 
-    With all experts used, and with six of eight idle on this replica.
+    Once with all experts used, once with six of eight idle on this replica.
     """
     sets = []
     for model in (sandbox.model(FAMILY), starve(sandbox.model(FAMILY))):
@@ -80,7 +80,7 @@ def gradients_to_reduce(sandbox: Sandbox) -> Outcome:
         )
     same = sets[0] == sets[1]
     line = (
-        f"{len(sets[1])} gradients to add up with 6 of 8 experts idle, {len(sets[0])} with all at work; the"
+        f"{len(sets[1])} gradients to add up with 6 of 8 experts idle, {len(sets[0])} with all in use; the"
         f" same names and shapes: {same}"
     )
     return measured(train_step, line, holds=same)
@@ -91,9 +91,9 @@ def starved_checkpoint(sandbox: Sandbox) -> Path:
 
 
 def balance_out_of_step(sandbox: Sandbox) -> Outcome:
-    """Run loss-free balancing under 2 micro-batches, recomputation and an evaluation after each step.
+    """Run loss-free balancing with 2 micro-batches, recompute and an evaluation after each step.
 
-    One update per step, each token counted once.
+    There must be one update per step, and each token must count once.
     """
     model = sandbox.model(FAMILY)
     balance, batches, steps = (
@@ -122,7 +122,7 @@ def balance_out_of_step(sandbox: Sandbox) -> Outcome:
 
 
 def dead_experts(sandbox: Sandbox) -> Outcome:
-    """Train on a checkpoint of which six of eight experts are never chosen: the run has to warn meanwhile."""
+    """Train a checkpoint whose router never chooses six of eight experts: the run must warn."""
     run = sandbox.fresh("run")
     sandbox.sft(
         model=starved_checkpoint(sandbox), data=sandbox.rows(ROWS * 40), out=run, tokens_per_step=2048
@@ -140,7 +140,7 @@ def is_warning(event: Event) -> bool:
 
 
 def routing_changes_in_recompute(sandbox: Sandbox) -> Outcome:
-    """A router that would choose other experts at each call: the recomputation must take the saved choice."""
+    """Train with a router that chooses other experts at each call: recompute must use the saved choice."""
     calls: dict[str, int] = {}
     gradients = {}
     for recompute in (models.plain, models.keep_inputs, models.selective):
@@ -164,8 +164,8 @@ def routing_changes_in_recompute(sandbox: Sandbox) -> Outcome:
     plain = gradients.pop("plain")
     worst = max(float((gradient - plain).norm() / plain.norm()) for gradient in gradients.values())
     line = (
-        f"a router that chooses otherwise each time was asked {calls['keep_inputs']} time per step; gradients"
-        f" recomputed differ by {worst:.1g}"
+        f"a router that chooses differently each time was called {calls['keep_inputs']} time per step;"
+        f" gradients with recompute differ by {worst:.1g}"
     )
     return measured(PackedPass.reuse, line, holds=set(calls.values()) == {1} and worst <= 1e-6)
 
@@ -179,9 +179,9 @@ def restless(choose: Any, calls: dict[str, int], name: str) -> Any:
 
 
 def trainer_and_sampler_part(sandbox: Sandbox) -> Outcome:
-    """Compare log-probabilities of sampled tokens in the sampler and in the trainer.
+    """Compare log-probabilities of sampled tokens between sampler and trainer.
 
-    The sampler takes cached steps, the trainer one packed pass.
+    The sampler decodes with a KV cache, the trainer runs one packed pass.
     """
     gaps = {}
     for family in ("llama", "qwen3_moe", FAMILY):
@@ -189,16 +189,16 @@ def trainer_and_sampler_part(sandbox: Sandbox) -> Outcome:
         gaps[family] = log_probability_gap(
             Engine(sandbox.model(family)), [[5, 17, 3, 88], [11]], sampling
         ).max
-    told = ", ".join(f"{family} {gap:.1g}" for family, gap in gaps.items())
-    line = f"largest log-probability gap between sampler and trainer: {told} (limit {TOLERANCE:g})"
+    by_family = ", ".join(f"{family} {gap:.1g}" for family, gap in gaps.items())
+    line = f"largest log-probability gap between sampler and trainer: {by_family} (limit {TOLERANCE:g})"
     return measured(log_probability_gap, line, holds=max(gaps.values()) <= TOLERANCE)
 
 
 FAULTS = [
-    Fault("M1", "experts without tokens, where processes wait for each other", idle_experts),
-    Fault("M1", "experts without tokens, left out of what is added up", gradients_to_reduce),
+    Fault("M1", "experts without tokens, while processes wait for each other", idle_experts),
+    Fault("M1", "experts without tokens, left out of the all-reduce", gradients_to_reduce),
     Fault("M2", "balancing per micro-batch, per recomputation or in evaluation", balance_out_of_step),
     Fault("M3", "dead experts unnoticed", dead_experts),
-    Fault("M4", "routing that changes between forward and recomputation", routing_changes_in_recompute),
+    Fault("M4", "routing that changes between forward and recompute", routing_changes_in_recompute),
     Fault("M4", "routing that differs between trainer and sampler", trainer_and_sampler_part),
 ]

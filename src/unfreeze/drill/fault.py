@@ -1,8 +1,8 @@
-"""What a planted fault is, and what counts as naming it.
+"""Fault, Outcome, and helpers that decide if a planted fault was reported.
 
-A plant breaks something for real (a file, a configuration, a loop) through the public path and returns the
-line a user would see. Where the design makes a fault impossible, the plant measures the thing the fault would
-spoil, beside the wrong way done on purpose.
+A plant really breaks something (a file, a configuration, a loop) through the public path and returns the
+message that a user would see. If the design makes a fault impossible, the plant measures the affected value,
+and also computes it the wrong way for comparison.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ its budget, has no code yet."""
 
 
 class Unnamed(Exception):
-    """A planted fault that went through in silence, or was answered with a line that doesn't name it."""
+    """A planted fault passed in silence, or with a message that doesn't name it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a fault was named.
+    """The report of a fault.
 
-    caught_by: "room.module:function"; line: what the user reads; next: the command or change it proposes.
+    caught_by: "package.module:function"; line: the user's message; next: its remedy.
     """
 
     caught_by: str
@@ -69,7 +69,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of a row; a row may have several. `plant` returns how it was named, or raises Unnamed."""
+    """One fault of a row, which can have several. `plant` returns its Outcome, or raises Unnamed."""
 
     row: str
     title: str
@@ -77,9 +77,9 @@ class Fault:
 
 
 def must_refuse(action: Callable[[], Any], *, says: str) -> Outcome:
-    """Run what must be refused with a UserError whose message holds `says`.
+    """Run an action that must raise a UserError whose message contains `says`.
 
-    caught_by is where it was raised.
+    caught_by is the function that raised it.
     """
     try:
         action()
@@ -88,35 +88,35 @@ def must_refuse(action: Callable[[], Any], *, says: str) -> Outcome:
         if says not in line:
             raise Unnamed(f"refused, but the line does not say {says!r}: {line}") from error
         return Outcome(raised_in(error), line, error.next)
-    raise Unnamed("it went through in silence")
+    raise Unnamed("it passed in silence")
 
 
 def raised_in(error: BaseException) -> str:
-    """Name the innermost function of this package, outside the drill, that the error passed through.
+    """Name the innermost function of this package, outside the drill, in the error's traceback.
 
     For example "data.rows.files:read_rows".
     """
-    # the first of a chain knows the place; those after it add the file and the next command
+    # the first error of a chain has the place; later ones add file and remedy
     while isinstance(error.__context__, UserError):
         error = error.__context__
-    found = "unknown"
+    place = "unknown"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         module = str(frame.f_globals.get("__name__", ""))
-        # what collects, not what found
+        # raise_if_any only collects errors
         if (
             module.startswith("unfreeze.")
             and ".drill" not in module
             and frame.f_code.co_name != "raise_if_any"
         ):
             name = frame.f_code.co_qualname
-            found = f"{module.removeprefix('unfreeze.')}:{name}"
-    return found
+            place = f"{module.removeprefix('unfreeze.')}:{name}"
+    return place
 
 
 def measured(by: Any, line: str, *, holds: bool) -> Outcome:
-    """A fact with its numbers, established by `by` (a function or class).
+    """Return the outcome of a measurement of `by` (a function or class).
 
-    Where it does not hold, nothing caught the fault.
+    Raises Unnamed if it does not hold.
     """
     if not holds:
         raise Unnamed(line)
@@ -124,7 +124,7 @@ def measured(by: Any, line: str, *, holds: bool) -> Outcome:
 
 
 def said(by: Any, line: str, *, says: str) -> Outcome:
-    """A line the program said without stopping (a warning, a count). It has to hold `says`."""
+    """Return the outcome of a message without an error (a warning, a count), which must contain `says`."""
     if says not in line:
-        raise Unnamed(f"no line says {says!r}; said: {line or 'nothing'}")
+        raise Unnamed(f"no line says {says!r}; got: {line or 'nothing'}")
     return measured(by, line, holds=True)

@@ -1,4 +1,4 @@
-"""L1 to L9: faults of loading and placing."""
+"""L1 to L9: faults of loading and placement."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from unfreeze.train.step import train_step
 MEMORY_STEPS = 50
 CODES = Int4().suffixes[0]
 UNREAD, UNREAD_FORMAT = next(iter(FOREIGN.items()))
-"""The first of the formats that are not read: the suffix of its codes, and its name."""
+"""An unsupported format: suffix of its codes, and its name."""
 
 
 def expanded_on_load(sandbox: Sandbox) -> Outcome:
-    """Compare what a loaded 4-bit checkpoint holds in memory with its files, and with its size in bf16."""
+    """Compare a loaded 4-bit checkpoint's memory with its files, and with its size in bf16."""
     manifest = open_checkpoint(TINY_K2)
     stats: list[Any] = []
     model = open_model(manifest, torch.bfloat16, loaded=stats.append)
@@ -57,7 +57,7 @@ def expanded_on_load(sandbox: Sandbox) -> Outcome:
         f" {format_bytes(held)} held in memory, {len(packed)} stacks still 4-bit words; expanded to bf16 it"
         f" would be {format_bytes(stats[0].expanded_bytes)}"
     )
-    # 1 %: counters, and the shapes that are checked and dropped
+    # 1 %: counters, and shape tensors that are checked and dropped
     whole = stats[0].bytes == manifest.nbytes and held <= 1.01 * manifest.nbytes
     return measured(
         stream, line, holds=whole and bool(packed) and all(buffer.dtype == torch.int32 for buffer in packed)
@@ -65,15 +65,15 @@ def expanded_on_load(sandbox: Sandbox) -> Outcome:
 
 
 def fragmenting_allocator(sandbox: Sandbox) -> Outcome:
-    """The allocator setting that a CUDA process needs before it starts, taken away."""
+    """Remove the allocator setting that a CUDA process needs before it starts."""
     with allocator_setting(None):
         pick_device("cpu")
         line, expandable = allocator_line()
-    return measured(set_allocator, f"PYTORCH_CUDA_ALLOC_CONF was taken away; {line}", holds=expandable)
+    return measured(set_allocator, f"PYTORCH_CUDA_ALLOC_CONF was removed; {line}", holds=expandable)
 
 
 def fragmenting_setting(sandbox: Sandbox) -> Outcome:
-    """A setting of the user's own without expandable segments: it is kept, and said in the plan."""
+    """Set the allocator without expandable segments: the setting is kept, and the plan reports it."""
     with allocator_setting("max_split_size_mb:128"):
         pick_device("cpu")
         return said(
@@ -85,7 +85,7 @@ def fragmenting_setting(sandbox: Sandbox) -> Outcome:
 
 @contextmanager
 def allocator_setting(value: str | None) -> Iterator[None]:
-    """The environment with this setting or none, put back afterwards."""
+    """Set or remove the setting, and restore the environment afterwards."""
     before = {name: os.environ.pop(name) for name in ALLOCATOR if name in os.environ}
     try:
         if value is not None:
@@ -98,9 +98,9 @@ def allocator_setting(value: str | None) -> Iterator[None]:
 
 
 def unequal_devices(sandbox: Sandbox) -> Outcome:
-    """Compare the plan's bytes with what placing the model holds.
+    """Compare the plan's bytes with those of the placed model.
 
-    Bytes per device as largest over smallest, and the base bytes.
+    Compares largest over smallest device, and the base weights.
     """
     manifest = open_checkpoint(TINY_K2)
     plan = plan_here(
@@ -128,7 +128,7 @@ def unknown_target(sandbox: Sandbox) -> Outcome:
 
 
 def silent_adapter(sandbox: Sandbox) -> Outcome:
-    """A forward pass that forgets the experts' adapters, as a fused path could."""
+    """Run a forward pass that skips the experts' adapters, as a fused path could."""
     model = sandbox.model("deepseek_v3-int4")
     attach(model, LoraConfig(rank=2), seed=0)
     for moe in model.moe_layers().values():
@@ -151,9 +151,9 @@ def without_adapter(experts: Any, adapter: Any) -> Callable[..., Tensor]:
 
 
 def lose_gradients(optimizer: AdamW, pattern: str, experts: Callable[[int], slice] | None = None) -> None:
-    """The gradients of the matching parameters are zero between backward and update.
+    """Zero the gradients of the matching parameters between backward and update.
 
-    Of stacked experts only the slice experts(E), where `experts` is given.
+    experts: for stacked experts, zero only the slice experts(E).
     """
     collect = optimizer.collect
 
@@ -169,9 +169,9 @@ def lose_gradients(optimizer: AdamW, pattern: str, experts: Callable[[int], slic
 def dead_sites(
     pattern: str, says: str, experts: Callable[[int], slice] | None = None
 ) -> Callable[[Sandbox], Outcome]:
-    """Make a fault that takes the gradients of the matching adapters away between backward and update.
+    """Make a fault that zeroes gradients of the matching adapters between backward and update.
 
-    Of stacked experts only the slice experts(E), where `experts` is given.
+    experts: for stacked experts, only the slice experts(E).
     """
 
     def plant(sandbox: Sandbox) -> Outcome:
@@ -185,7 +185,7 @@ def dead_sites(
 
 
 def first_step(sandbox: Sandbox, model: models.Decoder, optimizer: AdamW | None = None) -> None:
-    """One training step with the receipt that every run takes after it."""
+    """Run one training step, and the receipt that every run makes after it."""
     from types import SimpleNamespace
 
     from unfreeze.core.events import EventLog
@@ -213,7 +213,7 @@ def first_step(sandbox: Sandbox, model: models.Decoder, optimizer: AdamW | None 
 
 
 def gate_in_training(sandbox: Sandbox) -> Outcome:
-    """Compare train and evaluation mode, and the gradient that reaches a router that is asked to train."""
+    """Compare train and eval mode, and check the gradient that reaches a trained router."""
     model, batch = sandbox.model("deepseek_v3"), sandbox.batch([40, 20])
     with torch.no_grad():
         modes = [model.train(mode).hidden(batch) for mode in (True, False)]
@@ -223,13 +223,13 @@ def gate_in_training(sandbox: Sandbox) -> Outcome:
     routers = {layer: moe.gate.weight.grad for layer, moe in model.moe_layers().items()}
     norms = {layer: 0.0 if grad is None else float(grad.norm()) for layer, grad in routers.items()}
     difference = float((modes[0] - modes[1]).abs().max())
-    told = ", ".join(f"layer {layer} {norm:.3g}" for layer, norm in norms.items())
-    line = f"train and eval mode differ by {difference:g}; gradient norm that reached the router: {told}"
+    by_layer = ", ".join(f"layer {layer} {norm:.3g}" for layer, norm in norms.items())
+    line = f"train and eval mode differ by {difference:g}; gradient norm that reached the router: {by_layer}"
     return measured(MoE.forward, line, holds=difference == 0 and all(norm > 0 for norm in norms.values()))
 
 
 def expanded_weights_pile_up(sandbox: Sandbox) -> Outcome:
-    """Resident memory over 50 steps on 4-bit experts."""
+    """Measure resident memory over 50 steps with 4-bit experts."""
     model = sandbox.open(TINY_K2)
     attach(model, LoraConfig(rank=2), seed=0)
     optimizer, batch = AdamW(model), sandbox.batch([40, 20, 60])
@@ -323,7 +323,7 @@ def other_bits(sandbox: Sandbox) -> Outcome:
 
 
 def hole_in_placing(sandbox: Sandbox) -> Outcome:
-    """A key map that forgets one tensor: the parameter would hold whatever was in memory."""
+    """Drop one tensor from the key map: its parameter would stay uninitialised."""
     manifest = open_checkpoint(sandbox.checkpoint("deepseek_v3-int4"))
     shape = models.shape(manifest.config)
     params = {
@@ -339,7 +339,7 @@ def hole_in_placing(sandbox: Sandbox) -> Outcome:
 
 
 def meta_parameter(sandbox: Sandbox) -> Outcome:
-    """An adapter built on the meta device: no file fills it."""
+    """Build an adapter on the meta device, which no file fills."""
     manifest = open_checkpoint(sandbox.checkpoint("llama"))
     model = models.meta_model(models.shape(manifest.config), manifest, torch.float32)
     model.lm_head.adapter = LowRank(32, 256, rank=4, scale=1.0, device="meta")
@@ -350,7 +350,7 @@ def meta_parameter(sandbox: Sandbox) -> Outcome:
 
 
 def remote_code(sandbox: Sandbox) -> Outcome:
-    """A checkpoint whose tokenizer brings its own Python file, which leaves a mark if anybody runs it."""
+    """Give a checkpoint's tokenizer its own Python file, which leaves a mark if it is run."""
     folder, marker = sandbox.copy("llama"), sandbox.fresh("ran")
     (folder / "tokenization_kimi.py").write_text(f"open({str(marker)!r}, 'w').close()\n", encoding="utf-8")
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -377,7 +377,7 @@ FAULTS = [
     Fault("L1", "a 4-bit checkpoint expanded or packed again on load", expanded_on_load),
     Fault("L2", "the CUDA allocator left to fragment", fragmenting_allocator),
     Fault("L2", "an allocator setting without expandable segments", fragmenting_setting),
-    Fault("L3", "one device given twice the weights", unequal_devices),
+    Fault("L3", "one device with twice the weights", unequal_devices),
     Fault("L4", "an adapter target that matches nothing", unknown_target),
     Fault("L4", "adapters on experts that the forward pass forgets", silent_adapter),
     Fault("L4", "all routed experts without gradient", dead_sites(r"mlp\.experts", "got no gradient")),
@@ -396,8 +396,8 @@ FAULTS = [
         "one q_b_proj without gradient",
         dead_sites(r"layers\.1\..*q_b_proj", "They are model.layers.1.self_attn.q_b_proj"),
     ),
-    Fault("L5", "a gate that does not train, or routes otherwise in training", gate_in_training),
-    Fault("L6", "expanded weights piling up over the steps", expanded_weights_pile_up),
+    Fault("L5", "a gate that does not train, or routes differently in training", gate_in_training),
+    Fault("L6", "expanded weights that accumulate over the steps", expanded_weights_pile_up),
     Fault("L7", "a missing shard", missing_shard),
     Fault("L7", "a truncated file", truncated_file),
     Fault("L7", "a tensor of the wrong dtype", rewritten(wrong_dtype, "I32")),
@@ -405,12 +405,12 @@ FAULTS = [
     Fault(
         "L7", "a tensor that belongs to nothing", rewritten(unexpected, "model.layers.2.mlp.up_proj.weight")
     ),
-    Fault("L7", "an index that names a file which is not there", lost_index_file),
+    Fault("L7", "an index that names a missing file", lost_index_file),
     Fault("L7", "another 4-bit format's names", rewritten(other_packing, UNREAD_FORMAT, "deepseek_v3-int4")),
     Fault("L7", "4-bit words declared as 8-bit", other_bits),
     Fault("L8", "a tensor of size zero", rewritten(empty_tensor, "[0]")),
     Fault("L8", "a parameter that no file fills", hole_in_placing),
     Fault("L8", "a parameter left on the meta device", meta_parameter),
     Fault("L9", "a tokenizer that brings code to run", remote_code),
-    Fault("L9", "a tokenizer that is nothing but code", only_remote_code),
+    Fault("L9", "a tokenizer that is only code", only_remote_code),
 ]

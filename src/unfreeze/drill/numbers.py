@@ -1,4 +1,4 @@
-"""N1 to N9: faults of numbers, labels, vocabulary and decoding. T tokens, V vocabulary."""
+"""N1 to N9: faults of numerics, labels, vocabulary and decoding. T tokens, V vocabulary."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from unfreeze.recipes.sft import Config as SftConfig
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
 
-# lengths of documents, and supervised targets of each: one document has none
+# (document lengths, supervised targets of each); one document has none
 SKEWED = ([90, 7, 3, 41, 12, 5, 66, 30], [2, 6, 2, 40, 1, 0, 60, 3])
 GREEDY_TOKENS = 256
 LIMIT = 1e-6  # relative difference of float32 gradients
 
 
 def zero_row_tiny_eps(sandbox: Sandbox) -> Outcome:
-    """A zero embedding row through a norm with eps 1e-8: in float16 eps is 0 and 0 / 0 is NaN."""
+    """Normalise a zero embedding row with eps 1e-8: in float16 eps is 0, and 0 / 0 is NaN."""
     x_TD, weight_D = torch.zeros(2, 32), torch.ones(32)
     half = x_TD.half()
     wrong = half * torch.rsqrt(half.square().mean(-1, keepdim=True) + torch.tensor(1e-8).half())
@@ -49,19 +49,19 @@ def zero_row_tiny_eps(sandbox: Sandbox) -> Outcome:
 
 
 def nan_where_nothing_is_supervised(sandbox: Sandbox) -> Outcome:
-    """A NaN in the last layer's MLP at a position without loss: the loss is finite, every gradient is NaN."""
+    """Plant a NaN in the last MLP at a position without loss: the loss is finite, all gradients are NaN."""
     model, batch = sandbox.model("llama"), sandbox.batch([12, 9], [4, 3])
-    # the last position of the second document: it has no target, and no attention comes after it
+    # last position of the second document: it has no target, and no later position attends to it
     last = torch.tensor([20])
 
-    def planted(module: object, given: object, y_TD: Tensor) -> Tensor:
+    def planted(module: object, inputs: object, y_TD: Tensor) -> Tensor:
         return y_TD.index_fill(0, last, float("nan"))
 
     model.layers[-1].mlp.register_forward_hook(planted)
     with torch.no_grad():
         loss = float(cross_entropy(model.hidden(batch), model.lm_head, batch).sum)
     if loss != loss:
-        raise Unnamed("the planted NaN reached the loss: it was to stay outside it")
+        raise Unnamed("the planted NaN reached the loss, but should not")
     return must_refuse(
         lambda: sandbox.loop(model, [[batch]], steps=2),
         says="NaN first at model.layers.1.mlp, 1 of 21 positions, none supervised",
@@ -69,7 +69,7 @@ def nan_where_nothing_is_supervised(sandbox: Sandbox) -> Outcome:
 
 
 def row_cut_before_its_answer(sandbox: Sandbox) -> Outcome:
-    """Row 3 of 6 has a prompt as long as the sequence."""
+    """Encode six rows; row 3 has a prompt as long as the sequence."""
     rows = [*ROWS[:2], {"question": "frog " * 300, "answer": "Hmm."}, *ROWS[2:]]
     dataset = encode_file(sandbox.rows(rows), sandbox.tokenizer, 512)
     return said(
@@ -80,7 +80,7 @@ def row_cut_before_its_answer(sandbox: Sandbox) -> Outcome:
 
 
 def empty_micro_batch(sandbox: Sandbox) -> Outcome:
-    """Two micro-batches of which one carries no loss: the gradient is that of the other alone."""
+    """Train on two micro-batches, one without loss: the gradient must be that of the other."""
     full, empty = sandbox.batch([30, 20]), sandbox.batch([25], [0], seed=1)
     alone, both = gradient(sandbox, [full]), gradient(sandbox, [full, empty])
     finite = bool(both.isfinite().all())
@@ -93,9 +93,9 @@ def empty_micro_batch(sandbox: Sandbox) -> Outcome:
 
 
 def mean_of_means(sandbox: Sandbox) -> Outcome:
-    """Compare the gradient of the same documents cut into 1, 2, 4 or 8 micro-batches.
+    """Compare gradients of the same documents in 1, 2, 4 or 8 micro-batches.
 
-    Also computed the faulty way: as the mean of the micro-batches' means.
+    Also compute them the wrong way, as the mean of the micro-batches' means.
     """
     examples = sandbox.examples(*SKEWED)
     whole = gradient(sandbox, [pack(examples)])
@@ -117,7 +117,7 @@ def cut_sequences(examples: Sequence, pieces: int) -> list[Sequence]:
 
 
 def gradient(sandbox: Sandbox, batches: list[Batch]) -> Tensor:
-    """The gradient of one optimizer step, all parameters end to end."""
+    """Gradient of one optimizer step, all parameters concatenated."""
     model = sandbox.model("llama")
     optimizer = AdamW(model)
     train_step(
@@ -138,13 +138,13 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def labels_shifted_twice(sandbox: Sandbox) -> Outcome:
-    """Compute the loss of a model that knows what follows: 0 on labels shifted once.
+    """Compute the loss of a model that knows the next token: 0 with labels shifted once.
 
-    On labels shifted twice, or not at all, it is above 0.
+    With labels shifted twice, or not at all, it is above 0.
     """
     documents = sandbox.examples([40, 25, 9])
     batch = pack(documents)
-    # read off the documents, not off the batch
+    # from the documents, not from the batch
     follows = torch.cat([torch.tensor([*list(doc.tokens[1:]), 0]) for doc in documents])
     logits_TV = 20.0 * F.one_hot(follows, 256)
 
@@ -156,16 +156,16 @@ def labels_shifted_twice(sandbox: Sandbox) -> Outcome:
 
     once, twice, none = loss(batch.targets_T), loss(batch.targets_T.roll(-1)), loss(batch.tokens_T)
     line = (
-        f"a model that knows what follows has loss {once:.3f} on our labels, {twice:.1f} on labels shifted"
+        f"a model that knows the next token has loss {once:.3f} on our labels, {twice:.1f} on labels shifted"
         f" twice, {none:.1f} unshifted"
     )
     return measured(pack, line, holds=once < 1e-3 < 1 < min(twice, none))
 
 
 def mask_lost(sandbox: Sandbox) -> Outcome:
-    """List which text of a conversation carries loss: the answers, their end token, nothing else.
+    """Check the supervised text of a conversation: answers with end tokens, nothing else.
 
-    The conversation is re-rendered from the template.
+    The expected text is rendered from the messages.
     """
     messages = [
         {"role": "user", "content": "Who are you?"},
@@ -178,14 +178,14 @@ def mask_lost(sandbox: Sandbox) -> Outcome:
     taught = [token for token, weight in zip(example.tokens, example.weights, strict=True) if weight]
     text = sandbox.tokenizer.decode(taught, skip_specials=False)
     expected = "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
-    line = f"{100 * dataset.stats.supervised_fraction:.1f} % supervised; what is taught reads {text!r}"
+    line = f"{100 * dataset.stats.supervised_fraction:.1f} % supervised; the supervised text is {text!r}"
     return measured(Renderer, line, holds=text == expected)
 
 
 def unstable_template(sandbox: Sandbox) -> Outcome:
-    """Render with a template that numbers the turns from the end, one example of the whole conversation.
+    """Render a conversation as one example with a template that numbers turns from the end.
 
-    What was said then changes as the conversation grows.
+    Earlier turns then change as the conversation grows.
     """
     template = (
         "{% for m in messages %}[{{ messages | length - loop.index0 }}]{{ m.role }}: {{ m.content }}\n{%"
@@ -200,9 +200,9 @@ def unstable_template(sandbox: Sandbox) -> Outcome:
 
 
 def mask_all_ones(sandbox: Sandbox) -> Outcome:
-    """Render with a template whose marks stand around the whole conversation.
+    """Render with a template whose generation marks surround the whole conversation.
 
-    It counts its messages, so only its marks say what is taught.
+    It counts its messages, so only the marks can give the loss mask.
     """
     marked = (
         "{% generation %}{{ messages | length }}{% for m in messages %}{{ m.role }}: {{ m.content"
@@ -223,7 +223,7 @@ def tokenizer_larger_than_embedding(sandbox: Sandbox) -> Outcome:
 
 
 def padded_head(sandbox: Sandbox) -> Outcome:
-    """A head with 64 rows more than the tokenizer has ids: their logits are the highest."""
+    """Sample from a head with 64 rows more than the tokenizer has ids; their logits are the highest."""
     config = {**sandbox.config("llama"), "vocab_size": VOCAB + 64}
     model = sandbox.open(sandbox.write(config, sandbox.fresh("padded")))
     with torch.no_grad():
@@ -244,7 +244,7 @@ def padded_head(sandbox: Sandbox) -> Outcome:
 
 
 def pad_is_eos(sandbox: Sandbox) -> Outcome:
-    """pad_token set to the end token: where a collator masks padding, no end is learned."""
+    """Set pad_token to the end token: a collator that masks padding would never train the end."""
     folder = sandbox.copy("llama")
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     settings["pad_token"] = "<|im_end|>"
@@ -262,7 +262,7 @@ def pad_is_eos(sandbox: Sandbox) -> Outcome:
     ended = sum(answer.finish_reason == "stop" for answer in answers)
     line = (
         f"pad = end: the end of {sum(ends)} of {len(examples)} answers still carries loss; after training"
-        f" {ended} of {len(answers)} answers end"
+        f" {ended} of {len(answers)} answers stop"
     )
     return measured(pack, line, holds=sum(ends) == len(examples) and ended / len(answers) >= 0.99)
 
@@ -287,44 +287,44 @@ def partial_logits_key(sandbox: Sandbox) -> Outcome:
 
 
 def partial_logits(sandbox: Sandbox) -> Outcome:
-    """A checkpoint whose config.json asks for the last logits only: every supervised token still counts."""
+    """Set num_logits_to_keep in config.json: every supervised token must still count."""
     config = {**sandbox.config("llama"), "num_logits_to_keep": 1, "logits_to_keep": 1}
     model, batch = sandbox.open(sandbox.write(config, sandbox.fresh("keep-one"))), sandbox.batch([30, 20])
-    kept = batch.weights_T.nonzero().flatten()
+    supervised = batch.weights_T.nonzero().flatten()
     with torch.no_grad():
         loss = cross_entropy(model.hidden(batch), model.lm_head, batch)
-    last = replace(batch, weights_T=torch.zeros_like(batch.weights_T).index_fill(0, kept[-1:], 1.0))
+    last = replace(batch, weights_T=torch.zeros_like(batch.weights_T).index_fill(0, supervised[-1:], 1.0))
     off = relative(gradient(sandbox, [last]), gradient(sandbox, [batch]))
     line = (
-        f"loss over {loss.count:.0f} of {len(kept)} supervised tokens; over the last one alone the gradient"
-        f" would be {100 * off:.0f} % off"
+        f"loss over {loss.count:.0f} of {len(supervised)} supervised tokens; over the last one alone"
+        f" the gradient would be {100 * off:.0f} % off"
     )
-    return measured(cross_entropy, line, holds=float(loss.count) == len(kept) and off > 0.1)
+    return measured(cross_entropy, line, holds=float(loss.count) == len(supervised) and off > 0.1)
 
 
 def perplexity_by_batch(sandbox: Sandbox) -> Outcome:
     """Measure held-out perplexity of documents of skewed lengths in batches of 1, 4 and 16.
 
-    Beside it the faulty way: the mean of the batches' means.
+    Also compute it the wrong way, as the mean of the batches' means.
     """
     model = sandbox.model("llama")
     examples = sandbox.examples([5, 60, 9, 33, 71, 3, 14, 50, 8, 21, 45, 6, 90, 11, 4, 28])
     batches = {size: [pack(examples[at : at + size]) for at in range(0, 16, size)] for size in (1, 4, 16)}
-    found = {size: heldout(model, parts).perplexity for size, parts in batches.items()}
+    perplexities = {size: heldout(model, parts).perplexity for size, parts in batches.items()}
     means = [heldout(model, [part]).loss for part in batches[1]]
-    spread = max(found.values()) / min(found.values()) - 1
-    wrong = abs(torch.tensor(means).mean().exp() / found[1] - 1)
+    spread = max(perplexities.values()) / min(perplexities.values()) - 1
+    wrong = abs(torch.tensor(means).mean().exp() / perplexities[1] - 1)
     line = (
-        f"perplexity in batches of 1, 4, 16: {found[1]:.4f}, spread {spread:.1g} (limit 1e-6); a mean of"
-        f" batch means would be {100 * wrong:.1f} % off"
+        f"perplexity in batches of 1, 4, 16: {perplexities[1]:.4f}, spread {spread:.1g} (limit 1e-6); a"
+        f" mean of batch means would be {100 * wrong:.1f} % off"
     )
     return measured(heldout, line, holds=spread <= 1e-6)
 
 
 def cache_differs(sandbox: Sandbox) -> Outcome:
-    """Compare 256 greedy tokens with the cache, single and batched, with one packed pass without it."""
+    """Compare 256 greedy tokens with KV cache, single and batched, with one packed pass without cache."""
     prompts = [[5, 17, 3, 88], [11], [60, 61, 62, 63, 64, 65, 66]]
-    told = []
+    counts = []
     agree = True
     for family in ("llama", "qwen3_moe", "deepseek_v3"):
         model = Model(sandbox.model(family))
@@ -344,29 +344,29 @@ def cache_differs(sandbox: Sandbox) -> Outcome:
             for a, b in zip(one, other, strict=True)
         )
         agree &= wrong == 0
-        told.append(f"{family} {wrong}")
+        counts.append(f"{family} {wrong}")
     return measured(
         Engine,
         f"tokens that differ in 3 x {GREEDY_TOKENS} greedy steps, cached, batched or uncached:"
-        f" {', '.join(told)}",
+        f" {', '.join(counts)}",
         holds=agree,
     )
 
 
 FAULTS = [
     Fault("N1", "a zero row and a tiny norm eps", zero_row_tiny_eps),
-    Fault("N1", "NaN only where nothing is supervised", nan_where_nothing_is_supervised),
+    Fault("N1", "NaN only at unsupervised positions", nan_where_nothing_is_supervised),
     Fault("N2", "a row cut before its answer", row_cut_before_its_answer),
     Fault("N2", "a micro-batch without supervised tokens", empty_micro_batch),
-    Fault("N3", "accumulation as a mean of means", mean_of_means),
+    Fault("N3", "gradient accumulation as a mean of means", mean_of_means),
     Fault("N4", "labels shifted twice, or not at all", labels_shifted_twice),
     Fault("N4", "a loss mask lost in a refactor", mask_lost),
-    Fault("N4", "a template that rewrites what was said", unstable_template),
+    Fault("N4", "a template that rewrites earlier turns", unstable_template),
     Fault("N4", "a mask of all ones", mask_all_ones),
     Fault("N5", "a tokenizer with more ids than the embedding", tokenizer_larger_than_embedding),
     Fault("N5", "padded rows of the head sampled", padded_head),
     Fault("N6", "pad = eos, so that the end is never learned", pad_is_eos),
-    Fault("N7", "num_logits_to_keep asked for in training", partial_logits_key),
+    Fault("N7", "num_logits_to_keep in the training config", partial_logits_key),
     Fault("N7", "num_logits_to_keep in the checkpoint's config", partial_logits),
     Fault("N8", "perplexity that depends on the batch size", perplexity_by_batch),
     Fault("N9", "cached decoding that differs from uncached", cache_differs),

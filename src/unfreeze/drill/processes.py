@@ -1,6 +1,6 @@
-"""Runs of the sandbox as processes of their own: to be killed, or to train together.
+"""Runs of the sandbox in separate processes, to be killed or to train together.
 
-Only processes started here are ever ended.
+Only processes started here are killed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from unfreeze.drill.fault import Unnamed
 
-# seconds; two starts of torch and a small run take 6 on an idle machine with two cores, 90 on one that seven
-# others share
+# seconds; two starts of torch and a small run take 6 on an idle machine with two cores, and 90 on one shared
+# by seven others
 PATIENCE = 300.0
 CODE = (
     "import sys; from unfreeze.recipes import sft; from unfreeze.core.command import Common; "
@@ -26,7 +26,7 @@ CODE = (
 
 
 def start(config: Any, file: Path, **environment: str) -> subprocess.Popen[str]:
-    """`unfreeze sft` of a Config as a process."""
+    """Start `unfreeze sft` with a Config in a process."""
     file.write_text(config.model_dump_json(), encoding="utf-8")
     return subprocess.Popen(
         [sys.executable, "-c", CODE, str(file)],
@@ -37,7 +37,7 @@ def start(config: Any, file: Path, **environment: str) -> subprocess.Popen[str]:
 
 
 def kill_in_training(config: Any, run: Path) -> int:
-    """Start the run, kill -9 it once it has saved two steps; -> the step of its last complete save."""
+    """Start the run, and kill -9 it once it has saved two steps. -> step of its last complete save."""
     from unfreeze.train.run import latest
 
     process = start(config, run.with_suffix(".json"))
@@ -57,7 +57,7 @@ def kill_in_training(config: Any, run: Path) -> int:
 
 
 def waiting_process(port: int) -> subprocess.Popen[str]:
-    """Process 1 of 2, which says that it is here in the store at that port, and then waits."""
+    """Start process 1 of 2, which registers in the store at that port and then waits."""
     code = (
         "import sys, time; from unfreeze.parallel.processes.roll import Roll, store_at; "
         "Roll(store_at('127.0.0.1', int(sys.argv[1]), first=False), 1, 2); time.sleep(600)"
@@ -66,9 +66,9 @@ def waiting_process(port: int) -> subprocess.Popen[str]:
 
 
 def train_together(config: Any, run: Path, count: int = 2) -> float:
-    """Train on `count` processes as torchrun starts them; -> seconds.
+    """Train on `count` processes, started as torchrun does. -> seconds.
 
-    Raises Unnamed where one fails, or hangs longer than PATIENCE.
+    Raises Unnamed if one fails, or hangs longer than PATIENCE.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -89,7 +89,7 @@ def train_together(config: Any, run: Path, count: int = 2) -> float:
         errors = [process.communicate(timeout=PATIENCE)[1] for process in processes]
     except subprocess.TimeoutExpired:
         raise Unnamed(
-            f"{count} processes did not end within {PATIENCE:.0f} s: one waits for the other"
+            f"{count} processes did not finish within {PATIENCE:.0f} s: one waits for the other"
         ) from None
     finally:
         for process in processes:

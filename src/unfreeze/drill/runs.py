@@ -32,7 +32,7 @@ KILL_STEPS = 60
 
 
 def killed(sandbox: Sandbox) -> Outcome:
-    """Start `unfreeze sft` as its own process, kill it with SIGKILL, then give the same command again.
+    """Start `unfreeze sft` in a process, kill it with SIGKILL, then repeat the command.
 
     It saves every step, and is killed while it trains.
     """
@@ -43,10 +43,10 @@ def killed(sandbox: Sandbox) -> Outcome:
     after = kill_in_training(config, broken)
     sandbox.sft(**fields, out=broken)
     one, two = (run_losses(run) for run in (whole, broken))
-    told = "bit for bit" if one == two else "NOT"
+    relation = "bit for bit" if one == two else "NOT"
     line = (
-        f"killed (-9) after step {after} of {KILL_STEPS}, given again: {len(two)} losses are {told} those of"
-        " the run that was never killed"
+        f"killed (-9) after step {after} of {KILL_STEPS}, repeated: {len(two)} losses are {relation} those of"
+        " the uninterrupted run"
     )
     return measured(
         start_or_resume, line, holds=one == two and len(one) == KILL_STEPS and 0 < after < KILL_STEPS
@@ -54,7 +54,7 @@ def killed(sandbox: Sandbox) -> Outcome:
 
 
 def half_a_save(sandbox: Sandbox) -> Outcome:
-    """Leave what a kill inside a save leaves: a folder step-000009.tmp with half a file.
+    """Leave a folder step-000009.tmp with half a file, as a kill during a save does.
 
     It must be neither read nor kept.
     """
@@ -66,8 +66,8 @@ def half_a_save(sandbox: Sandbox) -> Outcome:
     with Run(run, json.loads((run / "state" / "step-000003" / "state.json").read_text())["config"]) as opened:
         fate = "kept" if half.exists() else "removed"
         line = (
-            f"an unfinished save of step 9 lies there: the run goes on from step {opened.step}, the half is"
-            f" {fate}"
+            f"there is an unfinished save of step 9: the run resumes from step {opened.step}, and the"
+            f" partial save is {fate}"
         )
         return measured(Run, line, holds=opened.step == 3 and not half.exists())
 
@@ -75,7 +75,7 @@ def half_a_save(sandbox: Sandbox) -> Outcome:
 def damaged_save(sandbox: Sandbox) -> Outcome:
     """Resume from a save without the optimizer's second moments.
 
-    If it were accepted, training would go on with a fresh optimizer and say nothing.
+    If it were accepted, training would silently continue with a fresh optimizer.
     """
     run, model, batch = sandbox.fresh("run"), sandbox.model("llama"), sandbox.batch([30, 20])
     sandbox.loop(model, [[batch]], steps=4, out=run, on_step=[stop_after(2)])
@@ -89,7 +89,7 @@ def damaged_save(sandbox: Sandbox) -> Outcome:
 
 
 def stop_after(step: int) -> Callable[[Any, Any], None]:
-    """An on_step that asks the run to save and end, as Ctrl-C does."""
+    """Return an on_step hook that makes the run save and stop, as Ctrl-C does."""
 
     def look(state: Any, result: Any) -> None:
         if state.step == step:
@@ -99,7 +99,7 @@ def stop_after(step: int) -> Callable[[Any, Any], None]:
 
 
 def changed_config(sandbox: Sandbox) -> Outcome:
-    """The same folder with another learning rate and another seed."""
+    """Resume in the same folder with another learning rate and seed."""
     rows, run = sandbox.rows(), sandbox.fresh("run")
     sandbox.sft(data=rows, out=run)
     return must_refuse(
@@ -109,7 +109,7 @@ def changed_config(sandbox: Sandbox) -> Outcome:
 
 
 def changed_data(sandbox: Sandbox) -> Outcome:
-    """A cursor of other data: its position would mean another row."""
+    """Resume from a cursor of other data: its position would mean another row."""
     examples = sandbox.examples([20, 30, 10, 40])
     batches = Batches(examples, 64, seed=0)
     next(batches)
@@ -119,7 +119,7 @@ def changed_data(sandbox: Sandbox) -> Outcome:
 
 
 def other_devices(sandbox: Sandbox) -> Outcome:
-    """A run of one process, cut off after step 2 of 4, goes on with two."""
+    """Resume a run of one process, stopped after step 2 of 4, with two processes."""
     whole, broken, rows = sandbox.fresh("one"), sandbox.fresh("two"), sandbox.rows()
     fields: dict[str, Any] = {
         "data": rows,
@@ -137,7 +137,7 @@ def other_devices(sandbox: Sandbox) -> Outcome:
     resumed = of_kind(read_events(broken / "events.jsonl"), StartEvent)[-1]["step"]
     worst = max(abs(a / b - 1) for a, b in zip(one, two, strict=False))
     line = (
-        f"saved by 1 process at step {resumed}, went on with 2 to step {len(two)}: losses differ by at most"
+        f"saved by 1 process at step {resumed}, resumed with 2 to step {len(two)}: losses differ by at most"
         f" {worst:.1g} (limit 1e-5)"
     )
     return measured(start_or_resume, line, holds=resumed == 2 and len(one) == len(two) == 4 and worst <= 1e-5)
@@ -148,7 +148,7 @@ def run_losses(run: Path) -> list[float]:
 
 
 def rate_off_schedule(sandbox: Sandbox) -> Outcome:
-    """Change the learning rate to a tenth between schedule and update: the event must say what was used."""
+    """Lower the learning rate to a tenth between schedule and update: the event must have the used rate."""
     model = sandbox.model("llama")
     optimizer = AdamW(model)
     update = optimizer.update
@@ -159,12 +159,12 @@ def rate_off_schedule(sandbox: Sandbox) -> Outcome:
     optimizer.update = a_tenth
     events = sandbox.loop(model, [[sandbox.batch([30, 20])]], steps=2, optimizer=optimizer)
     used = of_kind(events, TrainEvent)[0].get("learning_rate", 0.0)
-    line = f"the schedule says 0.001, an update took a tenth of it, the train event says {used:g}"
+    line = f"the schedule says 0.001, the update used a tenth of it, the train event says {used:g}"
     return measured(AdamW.learning_rate.fget, line, holds=abs(used - 1e-4) < 1e-12)
 
 
 def broken_export(sandbox: Sandbox) -> Outcome:
-    """A written adapter in which one expert's B is lost."""
+    """Lose one expert's B in a written adapter."""
     model, folder = adapted(sandbox), sandbox.fresh("adapter")
     save_adapter(model, folder, "per-expert", base_name="base")
     file = folder / "adapter_model.safetensors"
@@ -175,7 +175,7 @@ def broken_export(sandbox: Sandbox) -> Outcome:
 
 
 def adapted(sandbox: Sandbox) -> Any:
-    """A model whose adapters all do something."""
+    """Make a model whose adapters all have an effect."""
     model = sandbox.model("deepseek_v3-int4")
     attach(model, LoraConfig(rank=2), seed=0)
     generator = torch.Generator().manual_seed(0)
@@ -187,7 +187,7 @@ def adapted(sandbox: Sandbox) -> Any:
 
 
 def bad_row(row: dict[str, Any] | str | bytes, says: str) -> Callable[[Sandbox], Outcome]:
-    """A data file whose third row is bad."""
+    """Make a fault with a data file whose third row is bad."""
 
     def plant(sandbox: Sandbox) -> Outcome:
         return must_refuse(
@@ -198,7 +198,7 @@ def bad_row(row: dict[str, Any] | str | bytes, says: str) -> Callable[[Sandbox],
 
 
 def skipped_rows(sandbox: Sandbox) -> Outcome:
-    """Two bad rows and on_bad_row = "skip"."""
+    """Encode two bad rows with on_bad_row = "skip"."""
     data = sandbox.rows([ROWS[0], "{broken", ROWS[1], {"question": "Q"}])
     stats = encode_file(data, sandbox.tokenizer, 512, on_bad_row="skip").stats
     rows = [bad.row for bad in stats.listed]
@@ -207,9 +207,9 @@ def skipped_rows(sandbox: Sandbox) -> Outcome:
 
 
 def line_of_10_mb(sandbox: Sandbox) -> Outcome:
-    """Read a row with a field of 10 MB that no shape uses.
+    """Read a row with an unused field of 10 MB.
 
-    The row counts, and its tokens are those without the field.
+    The row must count, with the same tokens as without the field.
     """
     wide, plain = (
         encode_file(sandbox.rows([*ROWS[:2], {**ROWS[3], **extra}]), sandbox.tokenizer, 512)
@@ -226,13 +226,13 @@ def line_of_10_mb(sandbox: Sandbox) -> Outcome:
 
 
 def row_too_long(sandbox: Sandbox) -> Outcome:
-    """A row longer than the sequence: cut, and counted with the tokens it lost."""
+    """Encode a row longer than the sequence: it must be cut, and its lost tokens counted."""
     stats = encode_file(sandbox.rows([*ROWS[:2], {"text": "frog " * 600}]), sandbox.tokenizer, 512).stats
     return said(encode_file, stats.summary(), says="1 truncated (")
 
 
 def byte_order_mark(sandbox: Sandbox) -> Outcome:
-    """A BOM in front of the first row is not part of it, and costs no row."""
+    """Read a file with a byte order mark: it is not part of the first row, and no row is lost."""
     first = b"\xef\xbb\xbf" + json.dumps(ROWS[0]).encode()
     marked, plain = (
         encode_file(sandbox.rows(rows), sandbox.tokenizer, 512) for rows in ([first, *ROWS[1:]], ROWS)
@@ -242,7 +242,7 @@ def byte_order_mark(sandbox: Sandbox) -> Outcome:
     ]
     return measured(
         encode_file,
-        f"{marked.stats.rows} rows read behind a byte order mark, the same tokens as without it: {same}",
+        f"{marked.stats.rows} rows read after a byte order mark, with the same tokens as without it: {same}",
         holds=same,
     )
 
@@ -254,9 +254,9 @@ def two_runs(sandbox: Sandbox) -> Outcome:
 
 
 def dead_process(sandbox: Sandbox) -> Outcome:
-    """Two processes that know each other by process 0's store; one is killed, and an exchange breaks off.
+    """Kill one of two processes registered in process 0's store, so that a collective fails.
 
-    What torch then raises says only that a connection closed.
+    torch's own error says only that a connection closed.
     """
     store = store_at("127.0.0.1", 0, first=True)
     other = waiting_process(store.port)
@@ -274,7 +274,7 @@ def dead_process(sandbox: Sandbox) -> Outcome:
 
 
 def other_files(sandbox: Sandbox) -> Outcome:
-    """Two processes with the same command, and a row less in the second one's data file."""
+    """Start two processes with the same command, but a row less in the second one's data file."""
     first, here = (
         {"data file 1 (its size and hash)": contents(sandbox.sft_config(data=sandbox.rows(rows)).data)[0]}
         for rows in (ROWS, ROWS[1:])
@@ -285,11 +285,11 @@ def other_files(sandbox: Sandbox) -> Outcome:
 
 FAULTS = [
     Fault("R1", "kill -9 in the middle of training and saving", killed),
-    Fault("R1", "half a save left behind", half_a_save),
+    Fault("R1", "a partial save left behind", half_a_save),
     Fault("R2", "a save that lost its optimizer", damaged_save),
     Fault("R2", "another configuration in the same folder", changed_config),
     Fault("R2", "other data behind the same cursor", changed_data),
-    Fault("R3", "a run that goes on with another number of processes", other_devices),
+    Fault("R3", "a run resumed with another number of processes", other_devices),
     Fault("R4", "a learning rate that is not the schedule's", rate_off_schedule),
     Fault("R5", "an exported adapter that lost one expert", broken_export),
     Fault("R7", "a row of broken JSON", bad_row('{"question": "Q", "answer": ', "row 3")),
@@ -299,12 +299,12 @@ FAULTS = [
     Fault(
         "R7", "a key that occurs twice", bad_row('{"question": "Q", "answer": "A", "answer": "B"}', "row 3")
     ),
-    Fault("R7", "a row of no known shape", bad_row({"frage": "Q", "antwort": "A"}, "row 3")),
+    Fault("R7", "a row with unknown fields", bad_row({"frage": "Q", "antwort": "A"}, "row 3")),
     Fault("R7", "bytes that are not UTF-8", bad_row(b'{"text": "\xff\xfe"}', "row 3")),
     Fault("R7", "a line of 10 MB", line_of_10_mb),
     Fault("R7", "a row longer than the sequence", row_too_long),
     Fault("R7", "a byte order mark", byte_order_mark),
-    Fault("R7", "bad rows that vanish uncounted", skipped_rows),
+    Fault("R7", "bad rows that are dropped uncounted", skipped_rows),
     Fault("R8", "two runs in one folder", two_runs),
     Fault("R9", "a process that is killed while others compute with it", dead_process),
     Fault("R9", "processes that read other data", other_files),

@@ -1,6 +1,6 @@
-"""The sandbox: a temporary folder with small random checkpoints, each written once.
+"""Sandbox: a temporary folder with small random checkpoints, each written once.
 
-Faults are planted in copies of them, never in the user's files.
+Faults are planted in copies, never in the user's files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
 
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json", "generation_config.json")
-VOCAB = 1536  # of tiny-k2's tokenizer, which every sandbox model shares
+VOCAB = 1536  # ids of tiny-k2's tokenizer, which every sandbox model uses
 
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -93,20 +93,20 @@ QUIET = Common(quiet=True)
 
 
 class Sandbox:
-    """Everything a plant may break. `root` is removed by whoever made it."""
+    """Files and models that a plant can break. The caller removes `root`."""
 
     def __init__(self, root: Path):
         self.root = root
-        self._made: dict[str, Path] = {}
+        self._written: dict[str, Path] = {}
         self._count = 0
 
     def fresh(self, name: str) -> Path:
-        """A path nobody used yet; nothing is there."""
+        """Return an unused path."""
         self._count += 1
         return self.root / f"{name}-{self._count}"
 
     def config(self, family: str) -> dict[str, Any]:
-        """The config.json of a sandbox model."""
+        """Contents of config.json of a sandbox model."""
         model_type, _, packed = family.partition("-")
         config = {"model_type": model_type, **BASE, **FAMILIES[family]}
         if packed:
@@ -115,10 +115,10 @@ class Sandbox:
         return config
 
     def checkpoint(self, family: str) -> Path:
-        """A random checkpoint of a family, written once; not to be changed."""
-        if family not in self._made:
-            self._made[family] = self.write(self.config(family), self.root / family)
-        return self._made[family]
+        """Random checkpoint of a family, written once. Do not change it."""
+        if family not in self._written:
+            self._written[family] = self.write(self.config(family), self.root / family)
+        return self._written[family]
 
     def write(
         self,
@@ -129,7 +129,7 @@ class Sandbox:
     ) -> Path:
         """Write a random checkpoint of any config, with tiny-k2's tokenizer.
 
-        `change` may alter the model before it is written.
+        change: called with the model before it is written.
         """
         import torch
 
@@ -148,35 +148,35 @@ class Sandbox:
         return folder
 
     def copy(self, family: str) -> Path:
-        """A copy that may be broken."""
+        """Copy of a checkpoint, to be broken."""
         target = self.fresh(family)
         shutil.copytree(self.checkpoint(family), target)
         return target
 
     def sharded(self, family: str) -> Path:
-        """A fresh checkpoint in several shards with an index."""
+        """New checkpoint in several shards with an index."""
         return self.write(self.config(family), self.fresh(family), max_shard_bytes=60_000)
 
     def open(self, folder: Path, dtype: str = "float32") -> Decoder:
-        """The model of a checkpoint folder, weights trainable as they come."""
+        """Open the model of a checkpoint folder; its weights are trainable."""
         from unfreeze.checkpoint import open_checkpoint
         from unfreeze.generate.open import dtype_of, open_model
 
         return open_model(open_checkpoint(folder), dtype_of(dtype))
 
     def model(self, family: str, dtype: str = "float32") -> Decoder:
-        """A fresh copy of a sandbox model in memory."""
+        """New copy of a sandbox model in memory."""
         return self.open(self.checkpoint(family), dtype)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """tiny-k2's."""
+        """Tokenizer of tiny-k2."""
         from unfreeze.data import load_tokenizer
 
         return load_tokenizer(TINY_K2)
 
     def rows(self, rows: Sequence[dict[str, Any] | str | bytes] = ROWS) -> Path:
-        """A data file; a text or bytes stands as its own line."""
+        """Write a data file; a text or bytes becomes a line verbatim."""
         path = self.fresh("data").with_suffix(".jsonl")
         lines = [
             row if isinstance(row, bytes) else (row if isinstance(row, str) else json.dumps(row)).encode()
@@ -186,7 +186,7 @@ class Sandbox:
         return path
 
     def batch(self, lengths: Sequence[int], supervised: Sequence[int] | None = None, seed: int = 0) -> Batch:
-        """Random documents packed; of each the last `supervised` targets carry weight (default: all)."""
+        """Pack random documents; the last `supervised` targets of each carry loss (default: all)."""
         from unfreeze.data import pack
 
         return pack(self.examples(lengths, supervised, seed))
@@ -194,7 +194,7 @@ class Sandbox:
     def examples(
         self, lengths: Sequence[int], supervised: Sequence[int] | None = None, seed: int = 0
     ) -> list[Any]:
-        """The documents of `batch`, before packing."""
+        """Documents of `batch`, before packing."""
         import random
 
         from unfreeze.data import Example
@@ -209,9 +209,9 @@ class Sandbox:
         ]
 
     def loop(self, model: Decoder, batches: Sequence[list[Batch]], steps: int, **options: Any) -> list[Event]:
-        """The real loop, `train.fit`, over steps of micro-batches again and again -> its events.
+        """Run the real loop, `train.fit`, cycling over steps of micro-batches. -> its events.
 
-        options: out (run folder), after_update, and whatever fit takes (on_step, saves, …).
+        options: out (run folder), after_update, and arguments of fit (on_step, saves, …).
         """
         from itertools import cycle
 
@@ -237,16 +237,16 @@ class Sandbox:
         return events
 
     def sft(self, **fields: Any) -> dict[str, Any]:
-        """Run a real `unfreeze sft` in this process; -> its result.
+        """Run a real `unfreeze sft` in this process. -> its result.
 
-        Four steps of 128 tokens unless said otherwise.
+        Default: four steps of 128 tokens.
         """
         from unfreeze.recipes import sft
 
         return sft.train(self.sft_config(**fields), QUIET)
 
     def sft_config(self, **fields: Any) -> Any:
-        """The Config of `sft`."""
+        """Config for `sft`."""
         from unfreeze.adapters import LoraConfig
         from unfreeze.recipes import sft
 

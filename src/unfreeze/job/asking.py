@@ -1,7 +1,7 @@
-"""unfreeze distill --prepare FOLDER: ask the teacher about every document once, and keep what it says.
+"""unfreeze distill --prepare FOLDER: run the teacher once over every document and store its outputs.
 
-Training then reads the folder (--teacher FOLDER), and the teacher need not be in memory. What was broken off
-goes on with the same command; a document that is there already is not asked about again.
+Training then reads the folder (--teacher FOLDER), without the teacher in memory. The same command resumes an
+interrupted preparation; documents already stored are skipped.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ if TYPE_CHECKING:
     from unfreeze.data import Example
     from unfreeze.objectives.divergence import Teacher
 
-BLOCK = 128  # rows whose logits exist at once
-SAMPLED = 256  # tensors at most, of whose bytes the first 4096 tell one teacher from another
+BLOCK = 128  # positions whose logits are in memory at once
+SAMPLED = 256  # at most this many tensors are hashed, 4096 bytes each, to identify a teacher
 
 
 def ask_ahead(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
-    """-> teacher: the folder; documents, tokens, bytes, bytes_per_token; asked: how many were new."""
+    """-> teacher (the folder), documents, tokens, bytes, bytes_per_token, asked (number of new documents)."""
     teacher, url = parts.second, is_url(config.teacher)
     if not url and (not isinstance(teacher, Asked) or config.teacher == BASE or is_store(config.teacher)):
         raise ConfigError(
-            f"--prepare asks a teacher in a folder, a run or a server, not {config.teacher!r}",
+            f"--prepare needs a teacher in a folder, a run or a server, not {config.teacher!r}",
             next="--teacher DIR_OR_RUN_OR_URL",
         )
     if url and config.distillation.temperature != 1:
         raise ConfigError(
-            f"temperature = {config.distillation.temperature:g}: a server says its probabilities at 1",
-            next="without --temperature",
+            f"temperature = {config.distillation.temperature:g}: a server gives probabilities at"
+            " temperature 1 only",
+            next="leave --temperature out",
         )
     if started().size > 1:
-        raise ConfigError("--prepare is one process's work", next="give it without torchrun")
+        raise ConfigError("--prepare runs in one process", next="run it without torchrun")
 
-    # names, words, rows: as a run of this config has them
-    data, asked = config.data, config.distillation
+    # tokenizer and rows, as a run with this config has them
+    data, distillation = config.data, config.distillation
     start = parts.start(config.model, common)
 
     from unfreeze import models
@@ -85,46 +86,46 @@ def ask_ahead(config: Config, parts: Parts, common: Common) -> dict[str, Any]:
             **parts.encoding,
         )
 
-    # the folder: new, or as far as it came
+    # the folder: new, or partly filled
     words = vocabulary(tokenizer)
-    coding = Coding(asked.coding, min(asked.top_k, words.size), words.size)
+    coding = Coding(distillation.coding, min(distillation.top_k, words.size), words.size)
     head = {
         "format": FORMAT,
         "teacher": _name(teacher) if isinstance(teacher, Asked) else _served(config),
         "vocabulary": {"size": words.size, "hash": words.hash},
-        "temperature": float(asked.temperature),
+        "temperature": float(distillation.temperature),
         "top_k": coding.top_k,
         "coding": coding.name,
         "bytes_per_token": coding.nbytes,
     }
-    folder, tell = Path(config.prepare), say(common)
+    folder, show = Path(config.prepare), say(common)
     server = None
-    if url:  # what is refused is refused before there is a folder
+    if url:  # refuse before creating a folder
         if is_store(folder):
             refuse_other_head(folder, head)
-        server = Asking(config.teacher, config.endpoint, folder, coding, dataset.examples, tell)
+        server = Asking(config.teacher, config.endpoint, folder, coding, dataset.examples, show)
     documents, supervised = len(dataset.examples), int(dataset.examples.supervised_N.sum())
     with written(folder, "prepare"), one_writer(folder):
         writing = StoreWriter(folder, head, coding)
-        had = len(writing.done)
+        before = len(writing.done)
         if server is not None:
             server.into(writing, tokenizer)
         elif isinstance(teacher, Asked):
-            _ask_all(teacher, config, writing, asked_about(dataset.examples, writing, tokens), tell)
+            _ask_all(teacher, config, writing, asked_about(dataset.examples, writing, tokens), show)
         writing.finish(documents=documents, tokens=supervised)
     size = sum(path.stat().st_size for path in writing.folder.glob("part-*"))
-    tell(
+    show(
         f"{writing.folder}: {supervised:,} tokens of {documents:,} documents, {coding.nbytes} bytes a token,"
         f" {format_bytes(size)}"
     )
-    tell(f"next: the same command with --teacher {writing.folder}, without --prepare")
+    show(f"next: the same command with --teacher {writing.folder} instead of --prepare")
     return {
         "teacher": str(writing.folder),
         "documents": documents,
         "tokens": supervised,
         "bytes": size,
         "bytes_per_token": coding.nbytes,
-        "asked": len(writing.done) - had,
+        "asked": len(writing.done) - before,
     }
 
 
@@ -133,27 +134,27 @@ def _ask_all(
     config: Config,
     writing: StoreWriter,
     batches: Iterator[tuple[list[Example], Batch]],
-    tell: Callable[[str], None],
+    show: Callable[[str], None],
 ) -> None:
-    """Load the teacher where something is lacking, and ask about that."""
+    """Load the teacher if documents are missing, and ask about these."""
     if (first := next(batches, None)) is None:
         return
-    device, had = pick_device(config.memory.device, config.memory.threads), len(writing.done)
-    says = teacher.load(device, precision(config.memory.dtype, device).name)
+    device, before = pick_device(config.memory.device, config.memory.threads), len(writing.done)
+    model = teacher.load(device, precision(config.memory.dtype, device).name)
     try:
         for examples, batch in chain([first], batches):
-            ask(writing, says, examples, batch.to(device))
-            tell(f"asked about {len(writing.done) - had:,} documents")
-    finally:  # of Ctrl-C too: what was said is kept
+            ask(writing, model, examples, batch.to(device))
+            show(f"asked about {len(writing.done) - before:,} documents")
+    finally:  # also on Ctrl-C: keep the outputs so far
         writing.flush()
 
 
-def ask(writing: StoreWriter, says: Teacher, examples: Sequence[Example], batch: Batch) -> None:
-    """Add what a teacher says of a batch of documents. Raises CheckpointError where that is no number."""
+def ask(writing: StoreWriter, teacher: Teacher, examples: Sequence[Example], batch: Batch) -> None:
+    """Store the teacher's outputs for a batch of documents. Raises CheckpointError for a NaN."""
     import numpy as np
     import torch
 
-    log_q, rows, like = says(batch), len(batch.supervised()), torch.empty(0, device=batch.tokens_T.device)
+    log_q, rows, like = teacher(batch), len(batch.supervised()), torch.empty(0, device=batch.tokens_T.device)
     coding = writing.coding
     blocks = [slice(first, min(first + BLOCK, rows)) for first in range(0, rows, BLOCK)]
     ends = np.cumsum([0, *(example.num_supervised for example in examples)])
@@ -161,12 +162,12 @@ def ask(writing: StoreWriter, says: Teacher, examples: Sequence[Example], batch:
     for block in blocks:
         ids_BK, log_q_BK, rest_B = top_of(log_q(block, like), coding.top_k)
         bad_B = np.isnan(log_q_BK).any(1) | np.isnan(rest_B)
-        if bad_B.any():  # softmax makes a row of NaN of one: all that comes of it would be noise
+        if bad_B.any():  # softmax turns one NaN into a row of NaN
             token = block.start + int(bad_B.argmax())
             row = examples[int(np.searchsorted(ends, token, side="right")) - 1].row
             raise CheckpointError(
-                f"the teacher says NaN of a token of row {row}: nothing can be learned from that",
-                next="--dtype float32, if it is another now; else other weights of the teacher",
+                f"the teacher's output is NaN at a token of row {row}",
+                next="use --dtype float32; if that is already so, download the teacher again",
             )
         raw.append(coding.encode(ids_BK, log_q_BK, rest_B))
     rows_NB = np.concatenate(raw or [np.empty((0, coding.nbytes), np.uint8)])
@@ -175,14 +176,16 @@ def ask(writing: StoreWriter, says: Teacher, examples: Sequence[Example], batch:
 
 
 def _served(config: Config) -> str:
-    """A server: its address, and the name of its model."""
+    """Name a server teacher: its model and its address."""
     return f"{config.endpoint.served_name or 'model'} at {base_url(config.teacher)}"
 
 
 def _name(teacher: Asked) -> str:
-    """Who it is: its name and a hash of what its files are: their headers, some of the bytes of SAMPLED
-    tensors, and an adapter's bytes. Two saves of one run have the same name and headers."""
-    found, manifest = teacher.opened
+    """Name a local teacher: its name and a hash of its config, headers, SAMPLED tensors and adapter.
+
+    The headers alone are not enough: two saves of one run have the same.
+    """
+    source, manifest = teacher.opened
     infos = sorted(manifest.tensors.values(), key=lambda info: info.name)
     tensors = [(info.name, info.dtype, info.shape, info.offset) for info in infos]
     digest = hashlib.sha256(json.dumps([manifest.config, tensors], sort_keys=True, default=str).encode())
@@ -190,6 +193,6 @@ def _name(teacher: Asked) -> str:
         with info.file.open("rb") as file:
             file.seek(info.offset)
             digest.update(file.read(min(info.nbytes, 4096)))
-    for path in sorted(found.adapter.glob("*.safetensors")) if found.adapter else ():
+    for path in sorted(source.adapter.glob("*.safetensors")) if source.adapter else ():
         digest.update(path.read_bytes())
     return f"{Path(teacher.name).name} {digest.hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""From data files to batches and to a schedule, as the config says."""
+"""From data files to batches, and from the config to a schedule."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def open_tokenizer(run: Run, data: Data, folder: Path) -> Tokenizer:
-    """The checkpoint's tokenizer, its chat template at the run's own date."""
+    """Load the checkpoint's tokenizer; its chat template gets the run's date."""
     from unfreeze.data import load_tokenizer
 
     date = read_resolved(run.path, ConfigError).get("data.template_date", "")
@@ -53,9 +53,9 @@ def open_tokenizer(run: Run, data: Data, folder: Path) -> Tokenizer:
 
 
 def check_vocabulary(tokenizer: Tokenizer, shape: Shape, manifest: Manifest) -> None:
-    """Refuse a vocabulary on which tokenizer, config.json and tensors disagree (docs/why/trust.md N5).
+    """Raise if tokenizer, config.json and tensors disagree on the vocabulary (docs/why/trust.md N5).
 
-    Before any weight is read.
+    Reads no weight.
     """
     from unfreeze.data import check_vocab
 
@@ -70,7 +70,7 @@ Packing = Literal["none", "first_fit", "best_fit"]
 
 
 class Encoding(TypedDict, total=False):
-    """How rows become examples: keyword arguments of data.encode_files."""
+    """Keyword arguments of data.encode_files: the conversion of rows to examples."""
 
     supervise: Supervise
     turns: Turns
@@ -91,20 +91,19 @@ def encode(
     quiet: bool = True,
     **options: Unpack[Encoding],
 ) -> tuple[Dataset, list[Followed]]:
-    """The data files as examples, and a "data" event that accounts for them.
+    """Encode the data files and emit a "data" event with their statistics.
 
-    Of large files, where that can be (streaming.py), the first; and what tells the account of all later.
-
-    An example is no longer than the model's positions and the `tokens` of a micro-batch allow.
-    A bound below data.sequence_length is a warning where it cut, dropped or split a row, or where the
-    length was asked for.
+    Large files are read in windows if possible (streaming.py). Then only the first window is encoded here,
+    and the returned hook emits the final statistics later. The model's positions and the `tokens` of a
+    micro-batch limit an example's length. If that limit is below data.sequence_length, warn if it cut,
+    dropped or split a row, or if the user set the length.
     """
     from unfreeze.data import Dataset, encoded_files, split_by_content
     from unfreeze.data.rows.scan import Repeated
     from unfreeze.data.store.remarks import labels, losses, mixture
 
     length = sequence_length(data, document_tokens(options, tokens), max_positions)
-    given: dict[str, Any] = {
+    options_of_rows: dict[str, Any] = {
         "tokenizer": tokenizer,
         "sequence_length": length,
         "truncation": data.truncation,
@@ -112,12 +111,12 @@ def encode(
         "columns": data.columns,
         **options,
     }
-    encoded = partial(encoded_files, **given)
+    encoded = partial(encoded_files, **options_of_rows)
 
     bounds = length, data.sequence_length, document_tokens(options, tokens)
 
     def read(files: Sequence[str]) -> Dataset:
-        """Of the processes of a node one encodes, on all cores, and the others read its store."""
+        """Encode on one process per node, with all cores; the others read its store."""
         if group.size > 1 and not quiet:
             print(f"process 0 encodes the rows on all cores; {others(group)} for it", file=sys.stderr)
         with EncodeProgress(quiet=quiet) as progress, longer_by(*bounds):
@@ -125,14 +124,16 @@ def encode(
                 lambda first: encoded(files, progress=progress) if first else encoded(files, workers=0)
             )
 
-    # training rows, and what is held out of them or beside them
+    # training rows and held-out rows
     stream, look = None, None
     windows = in_windows(run, data, training)
     if windows and data.validation:
         look = group.on_rank0(lambda: Repeated([Path(name) for name in data.held_out], data.columns))
     if windows:
         with EncodeProgress(quiet=quiet) as progress, longer_by(*bounds):
-            stream = shared(lambda: stream_of(run, data, tokens, seed, progress, given, look), group)
+            stream = shared(
+                lambda: stream_of(run, data, tokens, seed, progress, options_of_rows, look), group
+            )
     dataset = (
         read(data.files)
         if stream is None
@@ -144,59 +145,63 @@ def encode(
         held_out = read(data.held_out)
         dataset = replace(dataset, validation=held_out.examples)
         leaked_N = dataset.leaked()
-        if stream is not None:  # rows of the same bytes; in other words of JSON they are found as they come
-            found = json.dumps(sorted(look.found) if look is not None else []).encode()
-            leaked_N = held_out.examples.made_of(json.loads(group.of_first(found)))
+        if stream is not None:  # rows with the same bytes; others are found when they are encoded
+            repeated = json.dumps(sorted(look.found) if look is not None else []).encode()
+            leaked_N = held_out.examples.made_of(json.loads(group.of_first(repeated)))
         if leaked_N.any():
             dataset = replace(dataset, validation=_without(held_out.examples, leaked_N, data, run))
-            warnings.append(f"{_of(leaked_N)}, so validation leaves them out")
+            warnings.append(f"{_of(leaked_N)}, so they are left out of validation")
         if held_out.stats.truncated + held_out.stats.dropped + held_out.stats.bad:
             warnings.append(f"validation file: {held_out.stats.summary()}")
     elif data.validation_fraction and stream is None:
         taught, validation = split_by_content(dataset.examples, data.validation_fraction, seed)
         dataset = replace(dataset, examples=taught, validation=validation)
 
-    def tell(stats: Stats, step: int) -> None:
-        """The account, with how much of the files it is of where that is not all."""
+    def emit(stats: Stats, step: int) -> None:
+        """Emit the statistics. If they cover only some rows of the files, say so."""
         stats.held_out = len(dataset.validation or ())
-        left = 0 if stream is None or stream.whole is not None else stream.num_rows
-        beside = f"of {left:,} rows in the files the first that training needs: " if left else ""
+        rows_in_files = 0 if stream is None or stream.whole is not None else stream.num_rows
+        prefix = (
+            f"the first rows of {rows_in_files:,} in the files, as many as training needs: "
+            if rows_in_files
+            else ""
+        )
         run.events.emit(
             "data",
             step,
             **stats.as_dict(),
             **({"mixture": mixed} if mixed else {}),
-            **({"rows_in_files": left} if left else {}),
-            summary="; ".join([beside + stats.summary(), *mixed]),
+            **({"rows_in_files": rows_in_files} if rows_in_files else {}),
+            summary="; ".join([prefix + stats.summary(), *mixed]),
         )
 
     def leaked() -> str:
-        """What is found only as rows are encoded: a row that stands in the data in other words of JSON."""
+        """Warn of held-out rows in the training data that only encoding reveals (same text, other JSON)."""
         leaked_N = dataset.leaked()
         return f"{AT_LEAST}{_of(leaked_N)}" if leaked_N.any() else ""
 
-    def wrong(stats: Stats) -> list[str]:
-        """What is wrong with the data."""
-        said = losses(stats, length, max_positions) + labels(dataset.examples)
-        asked = data.sequence_length != Data.model_fields["sequence_length"].default
-        affected = (
+    def complaints(stats: Stats) -> list[str]:
+        """Warnings about the data."""
+        lines = losses(stats, length, max_positions) + labels(dataset.examples)
+        set_by_user = data.sequence_length != Data.model_fields["sequence_length"].default
+        shortened = (
             stats.truncated
             or stats.dropped
             or stats.examples_dropped
             or (data.truncation == "split" and stats.split_rows)
         )
-        if length < data.sequence_length and (asked or affected):
+        if length < data.sequence_length and (set_by_user or shortened):
             by = (
                 "the model's positions"
                 if length == max_positions
-                else "tokens_per_step / micro_batches (a document is never cut in two)"
+                else "tokens_per_step / micro_batches (a document is never split over micro-batches)"
                 if options.get("answers", "taught") == "taught"
-                else "half of tokens_per_step / micro_batches (two answers lie side by side in one)"
+                else "half of tokens_per_step / micro_batches (a micro-batch must hold both answers)"
             )
-            said.append(f"sequence_length {data.sequence_length} is bounded to {length} by {by}")
-        return said
+            lines.append(f"sequence_length {data.sequence_length} is limited to {length} by {by}")
+        return lines
 
-    # the account, then what is wrong with the data
+    # emit the statistics, then the warnings
     start = run.cursor if stream is not None else None
     micro_batches = training.tokens_per_step // tokens
     batches = batches_in(
@@ -213,13 +218,15 @@ def encode(
     if data.weights and (of_one := batches.len_batches(1)):
         passes = num_steps(training, batches) * micro_batches / of_one
         mixed = mixture(dataset.examples, data.names, data.weights, passes)
-    tell(stats, run.step)
+    emit(stats, run.step)
     if stream is not None and (later := leaked()):
         warnings.append(later)
-    for message in [*warnings, *wrong(stats)] if run.step == 0 else ():
+    for message in [*warnings, *complaints(stats)] if run.step == 0 else ():
         run.events.emit("warning", 0, message=message)
-    # process 0 tells the account of all rows
-    return dataset, [] if stream is None or group.rank else [Followed(stream, stats, tell, wrong, leaked)]
+    # process 0 emits the final statistics
+    return dataset, [] if stream is None or group.rank else [
+        Followed(stream, stats, emit, complaints, leaked)
+    ]
 
 
 def _of(leaked_N: np.ndarray) -> str:
@@ -227,13 +234,13 @@ def _of(leaked_N: np.ndarray) -> str:
 
 
 def _without(examples: Examples, leaked_N: np.ndarray, data: Data, run: Run) -> Examples:
-    """What proves something: documents that are not trained on."""
+    """Drop held-out documents that are also trained on. Raises ConfigError if none is left."""
     if leaked_N.all():
         resumed = f" {run.allowing('validation')}" if run.step else ""
         raise ConfigError(
             f"{_of(leaked_N)} ({', '.join(data.held_out[:3])}), so none is held out",
-            next=f"--validation FILE of other rows{resumed}"
-            + ("" if run.step else ", or in its place --validation-fraction 0.1"),
+            next=f"give other rows with --validation FILE{resumed}"
+            + ("" if run.step else ", or use --validation-fraction 0.1 instead"),
         )
     return examples.part(~leaked_N)
 
@@ -244,12 +251,12 @@ def stream_of(
     tokens: int,
     seed: int,
     progress: EncodeProgress,
-    given: dict[str, Any],
+    encoding: dict[str, Any],
     look: Repeated | None = None,
 ) -> Stream | None:
-    """Large files in windows, closed with the run; None for files that are read whole.
+    """Open large files in windows; None for files that are read whole. The stream is closed with the run.
 
-    look: is shown every row.
+    look: called with every row.
     """
     from unfreeze.data.store.streamed import streamed_files
 
@@ -262,7 +269,7 @@ def stream_of(
         start=run.cursor,
         progress=progress,
         look=look,
-        **given,
+        **encoding,
     )
     if stream is not None:
         run.leaving.callback(stream.close)
@@ -279,9 +286,9 @@ def batches_in(
     start: Cursor | None = None,
     micro_batches: int = 1,
 ) -> Batches:
-    """Steps of `micro_batches` batches of `tokens`, packed, as [data] mixes and shuffles the documents.
+    """Pack the documents into steps of `micro_batches` batches of `tokens`, starting at the cursor `start`.
 
-    From the cursor `start` on.
+    Order and mixture are those of [data].
     """
     from unfreeze.data import Batches, Mixed
 
@@ -294,53 +301,56 @@ def batches_in(
 
 
 @contextmanager
-def longer_by(length: int, asked: int, tokens: int) -> Generator[None]:
-    """Rows that are cut too short are told what bounds them: `asked`, the step's `tokens`, or the model."""
+def longer_by(length: int, configured: int, tokens: int) -> Generator[None]:
+    """In an error about rows cut too short, name the actual limit.
+
+    The limit is `configured`, the step's `tokens`, or the model's positions.
+    """
     try:
         yield
     except DataError as error:
         if length == tokens:
-            also = "--sequence-length and " if length == asked else ""
-            right = f"{also}--tokens-per-step higher, if the model takes it"
-        elif length < asked:
-            right = f"another model: this one takes {length} tokens"
+            both = "--sequence-length and " if length == configured else ""
+            remedy = f"{both}--tokens-per-step higher, if the model takes it"
+        elif length < configured:
+            remedy = f"another model: this one takes {length} tokens"
         else:
             raise
         longer = r"--sequence-length (higher|[\d,]+ or more), if the model takes it"
-        raise DataError(error.message, next=re.sub(longer, right, error.next)) from None
+        raise DataError(error.message, next=re.sub(longer, remedy, error.next)) from None
 
 
 def document_tokens(encoding: Encoding, tokens: int) -> int:
-    """Tokens of the longest document that a micro-batch takes: half of it where two answers are compared.
+    """Longest document in tokens for a micro-batch of `tokens`; half of it for preference data.
 
-    The two lie side by side in one; an answer with a label, too, is joined by another.
+    There a micro-batch must hold two answers: both of a pair, or a labelled one and another to compare with.
     """
     return tokens if encoding.get("answers", "taught") == "taught" else tokens // 2
 
 
 def sequence_length(data: Data, tokens: int, max_positions: int) -> int:
-    """Tokens of the longest document that a micro-batch of `tokens` and this model take."""
+    """Longest document in tokens, limited by config, micro-batch (`tokens`) and model."""
     return min(data.sequence_length, max_positions, tokens)
 
 
 def num_steps(training: Training, source: Source) -> int:
-    """Optimizer steps: as given, or as many as `epochs` need.
+    """Number of optimizer steps: `steps` if given, else computed from `epochs`.
 
-    Raises ConfigError where they are not given and the source has no length.
+    Raises ConfigError if they are not given and the source has no known length.
     """
     if training.steps:
         return training.steps
     if (steps := source.len_steps(training.epochs)) is None:
         raise ConfigError(
-            f"cannot go on for {training.epochs:g} epochs: this run reads its rows in windows, for a number"
-            " of steps",
-            next="--steps, with --save.allow-changed steps",
+            f"cannot resume with {training.epochs:g} epochs: this run reads its rows in windows, so its"
+            " length must be given in steps",
+            next="give --steps, with --save.allow-changed steps",
         )
     return max(1, steps)
 
 
-def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> int:
-    """The steps of a run on these documents; what validation_fraction holds out of them is not trained on."""
+def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> tuple[int, int | None]:
+    """Steps of a run on these documents and steps of an epoch, without the rows of validation_fraction."""
     from unfreeze.data import Dataset, Examples, Stats, split_by_content
 
     if config.data.validation_fraction:
@@ -353,31 +363,34 @@ def steps_of(config: TrainingConfig, examples: Sequence[Example]) -> int:
         packing=config.training.packing,
         micro_batches=config.memory.micro_batches,
     )
-    return num_steps(config.training, batches)
+    return num_steps(config.training, batches), batches.len_steps(1)
 
 
-def few_steps(training: Training, steps: int) -> tuple[str, str]:
-    """(what is wrong, the remedy) where epochs give fewer than ENOUGH_STEPS, else two empty texts."""
+def few_steps(training: Training, steps: int, in_one: int | None) -> tuple[str, str]:
+    """Return (warning, remedy) if the epochs give fewer than ENOUGH_STEPS, else two empty texts.
+
+    in_one: steps of one epoch. A part of an epoch still ends in a whole step, so `steps` does not tell.
+    """
     if training.steps is not None or steps >= ENOUGH_STEPS:
         return "", ""
-    made = "1 step" if steps == 1 else f"{steps} steps"
+    counted = "1 step" if steps == 1 else f"{steps} steps"
     return (
-        f"only {made} of {training.tokens_per_step:,} tokens ({training.epochs:g} epochs of this data),"
+        f"only {counted} of {training.tokens_per_step:,} tokens ({training.epochs:g} epochs of this data),"
         f" {TEACH_LITTLE}",
-        f"--epochs {math.ceil(training.epochs * ENOUGH_STEPS / steps)}, or --tokens-per-step"
-        f" {max(2, training.tokens_per_step // 8)}",
+        f"--epochs {math.ceil(ENOUGH_STEPS / (in_one or steps / training.epochs))}, or fewer"
+        " --tokens-per-step",
     )
 
 
 def both_given(training: Training) -> str:
-    """What is said where the user gave steps and epochs; "" where one of them or none."""
+    """Return a warning if the user gave both steps and epochs, else ""."""
     if training.steps is None or not {"steps", "epochs"} <= training.model_fields_set:
         return ""
-    return f"steps {training.steps} and epochs {training.epochs:g} are both given: steps decides"
+    return f"steps {training.steps} and epochs {training.epochs:g} are both given; steps is used"
 
 
 def schedule_of(optimizer: Optimizer, steps: int) -> Schedule:
-    """Shares of the run turned into steps."""
+    """Convert the config's shares of the run to steps."""
     from unfreeze.train.schedule import Schedule
 
     warmup, kind = round(optimizer.warmup * steps), optimizer.schedule
@@ -388,9 +401,9 @@ def schedule_of(optimizer: Optimizer, steps: int) -> Schedule:
 
 
 def describer(dataset: Dataset, tokenizer: Tokenizer) -> Describe:
-    """Make what suspects.jsonl says of a document: its rows and its text.
+    """Return a function that describes a document for suspects.jsonl: its rows and its text.
 
-    The rows of the data file it was made of; more than one are exact duplicates.
+    rows: those of the data file with exactly these tokens; several are exact duplicates.
     """
 
     def describe(tokens: list[int]) -> dict[str, object]:

@@ -1,8 +1,8 @@
-"""What a run is: `run(config, parts)` is the table of contents of every kind of training.
+"""`run(config, parts)` runs every kind of training, from start to end.
 
-A recipe says in Parts what is its own: where training starts, what trains, what is minimised, how rows are
-read. Everything else is the same for all and stands here: folder and lock, plan, model, resuming, samples,
-validation, guards, receipt, report.
+A recipe defines its own parts (Parts): the starting model, the trained weights, the loss, the encoding of
+rows. Everything else is common and here: folder and lock, plan, model, resuming, samples, validation, guards,
+receipt, report.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from unfreeze.job.planning.plan import as_it_began
 from unfreeze.job.planning.residency import transfers_of
 from unfreeze.job.planning.shortage import refused_when_short
 from unfreeze.job.setup import EncodedData, Placed, Setup, begun, encoded, opened, placed, planned, watched
+from unfreeze.job.source import refuse_changed_rows
 from unfreeze.job.watch.receipts import receipt_of
 from unfreeze.job.watch.validation import best_is_written, write_best
 
@@ -55,12 +56,12 @@ if TYPE_CHECKING:
 
 
 def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "") -> dict[str, Any]:
-    """Train as the config says, or go on where an unfinished run in the same folder stopped.
+    """Train, or resume an unfinished run in the same folder.
 
-    command: what the user typed, to be shown where the run must be given again.
-    -> the run's result, as `finish` gives it.
+    command: the user's command, shown when it must be repeated.
+    -> the run's result, from `finish`.
     """
-    # what can be refused without torch and before there is a folder
+    # refuse early: without torch, before creating a folder
     refuse_uneven(config)
     manifest = alone(config, parts, common)
 
@@ -92,7 +93,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
 
 @contextmanager
 def no_target_first(config: TrainingConfig, parts: Parts, common: Common) -> Generator[None]:
-    """Where the folder's run has other lora.targets, say first which of the new ones are none."""
+    """If lora.targets differ from the folder's run, first report new ones that match no module."""
     try:
         yield
     except ConfigError as error:
@@ -109,17 +110,17 @@ def no_target_first(config: TrainingConfig, parts: Parts, common: Common) -> Gen
 
 
 def target_of(folder: Run, parts: Parts) -> Path:
-    """Where what was trained is written."""
+    """Folder for the trained adapter or model."""
     return folder.path / parts.trained.name
 
 
 def best_of(folder: Run, parts: Parts) -> Path:
-    """Where the best of the validated saves is written, if it is not the last."""
+    """Folder for the best validated save, used if it is not the last."""
     return folder.path / f"{parts.trained.name}-best"
 
 
 def is_written(folder: Run, parts: Parts) -> bool:
-    """Whether the run is finished and everything it leaves behind is there, and of its last step."""
+    """True if the run is finished and all its results are written and up to date."""
     target = target_of(folder, parts)
     written = (target / parts.trained.marker).is_file() and is_noted(folder.path, target)
     return folder.finished and written and best_is_written(folder, best_of(folder, parts))
@@ -127,7 +128,7 @@ def is_written(folder: Run, parts: Parts) -> bool:
 
 @dataclass
 class Job:
-    """A run that is ready for its next step."""
+    """A run, ready for its next step."""
 
     setup: Setup
     rows: EncodedData
@@ -149,13 +150,13 @@ class Job:
 
     @cached_property
     def describe(self) -> Describe:
-        """What suspects.jsonl says of a document."""
+        """Function that describes a document for suspects.jsonl."""
         return describer(self.rows.dataset, self.setup.tokenizer)
 
     def fit(self) -> bool:
-        """The loop, with everything that looks at a step.
+        """Run the training loop with all hooks.
 
-        -> whether the run reached its last step; otherwise it was interrupted, and saved.
+        -> True if the run reached its last step, False if it was interrupted and saved.
         """
         from unfreeze.train.fit import fit
         from unfreeze.train.memory import reset_peak_bytes
@@ -167,7 +168,7 @@ class Job:
         for hook in self.validation:
             hook.first()
         reset_peak_bytes(self.setup.device)
-        take_up()  # everything is imported
+        take_up()  # all imports are done
         with saved_before(state, saves.keep, self.rows.dataset.stream is not None, self.group):
             fitted = fit(
                 state,
@@ -187,13 +188,13 @@ class Job:
 
     @cached_property
     def recompute(self) -> RecomputePolicy:
-        """How a layer is run: what it keeps for backward, and what it recomputes."""
+        """Activation recompute policy: which activations a layer keeps for backward."""
         from unfreeze.models import recompute_policy
 
         return recompute_policy(self.layout.recompute, self.state.model.layers, self.layout.keep_layers)
 
     def hooks(self) -> list[OnStep]:
-        """What looks at each finished step: kernels, the receipt, validation, then the recipe's own."""
+        """Hooks called after each step: transfers, kernels, receipt, validation, then the recipe's own."""
         parts = self.setup.parts
         receipt = receipt_of(self.state, self.rows.dataset, self.group, stop=parts.trained.strict)
         return [
@@ -206,7 +207,7 @@ class Job:
         ]
 
     def write(self, *, finished: bool) -> None:
-        """What was trained, at the end or an interruption; and the best save, if that was an earlier one."""
+        """Write the result at the end or on interruption, and the best save if it was an earlier one."""
         for account in self.rows.followed:
             account.end(self.state)
         setup, folder, trained = self.setup, self.state.run, self.setup.parts.trained
@@ -235,12 +236,14 @@ def open_job(
     start: Manifest | None = None,
     plans: list[Plan] | None = None,
 ) -> Job:
-    """From the config to a model, a source and a state: new, or as the folder's last save left them.
+    """Build model, source and state from the config, new or restored from the folder's last save.
 
-    The steps are those of setup.py. dtype: that of the config, and why. plans: the plan is put there.
+    The steps are those of setup.py. dtype: the resolved dtype and its reason. plans: the plan is appended to
+    it.
     """
     setup = opened(config, parts, common, device, group, folder, dtype, start)
     rows = encoded(setup)
+    refuse_changed_rows(setup, rows)
     plan, model = planned(setup, rows)
     if plans is not None:
         plans.append(plan)
@@ -251,9 +254,9 @@ def open_job(
 
 
 def open_start(model: str, common: Common) -> Manifest:
-    """Where training starts: a checkpoint (folder or id), or a folder with config.json and no weights.
+    """Open the starting model: a checkpoint (folder or id), or a folder with config.json and no weights.
 
-    Of the latter the manifest has no tensors.
+    In the latter case the manifest has no tensors.
     """
     from unfreeze.checkpoint import Manifest, open_checkpoint
     from unfreeze.checkpoint.manifest import read_json
@@ -265,7 +268,7 @@ def open_start(model: str, common: Common) -> Manifest:
 
 
 def open_weights(model: str, common: Common) -> Manifest:
-    """A checkpoint that has weights: a folder, or an id org/name."""
+    """Open a checkpoint with weights: a folder, or an id org/name."""
     from unfreeze.checkpoint import open_checkpoint
 
     return open_checkpoint(model, progress=say(common))

@@ -1,11 +1,11 @@
-"""A run whose loop is the caller's: everything of job.run but the loop itself.
+"""A run whose training loop the caller writes; everything else is as in job.run.
 
     job = unfreeze.prepare("run.toml")
     for batch in job.batches:
         job.forward_backward(batch)
         job.optim_step()
 
-Leaving the loop (its end, `break`, an exception, Ctrl-C) saves; the same call goes on there.
+Leaving the loop (its end, `break`, an exception, Ctrl-C) saves. The same call resumes there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class Loop:
     """An opened run: `batches`, `forward_backward`, `optim_step`.
 
-    It saves and closes when the loop is left, or by `close`.
+    It saves and closes when the loop is left, or on `close`.
     """
 
     def __init__(self, config: TrainingConfig, parts: Parts, common: Common):
@@ -61,10 +61,10 @@ class Loop:
             if group.any(is_written(folder, parts)):
                 raise ConfigError(
                     f"{folder.path} is finished; nothing is left to train",
-                    next="more epochs or steps, or another out",
+                    next="give more epochs or steps, or another out",
                 )
             self.job: Job = open_job(config, parts, common, device, group, folder, dtype, start)
-            self._stack = opening.pop_all()  # all went well: closed by close()
+            self._stack = opening.pop_all()  # opened without errors; close() closes it
         self._hooks, self._judge = self.job.hooks(), parts.judge(self.job)
         self._timer = SaveTimer(config.save.minutes)
         self._open = True
@@ -79,9 +79,9 @@ class Loop:
 
     @property
     def batches(self) -> Iterator[list[Batch]]:
-        """The micro-batches of one step after the other, up to the last step, or an early stop.
+        """Yield the micro-batches of each step, up to the last step or an early stop.
 
-        A step counts when optim_step has run.
+        A step counts once optim_step has run.
         """
         from unfreeze.train.events import emit_start
         from unfreeze.train.fit import take
@@ -108,9 +108,9 @@ class Loop:
     def forward_backward(
         self, batch: Batch | Sequence[Batch], objective: Objective | None = None
     ) -> Gradients:
-        """The loss and the gradients of a batch, or of several as one. No weight moves.
+        """Compute loss and gradients of a batch, or of several batches together. Changes no weight.
 
-        objective: another than the run's own.
+        objective: used instead of the run's own.
         """
         from unfreeze.core.batch import Batch
         from unfreeze.train.step import forward_backward
@@ -128,15 +128,15 @@ class Loop:
         return self._gradients
 
     def optim_step(self, learning_rate: float | None = None) -> StepResult:
-        """One update with the gradients of the last forward_backward; then the step counts.
+        """Update the weights with the gradients of the last forward_backward, and count the step.
 
-        learning_rate: another than the schedule's.
+        learning_rate: used instead of the schedule's.
         """
         from unfreeze.train.fit import advance
         from unfreeze.train.step import optim_step
 
         if self._gradients is None:
-            raise ConfigError("optim_step has no gradients", next="job.forward_backward(batch) first")
+            raise ConfigError("optim_step has no gradients", next="call job.forward_backward(batch) first")
         state = self.state
         rate = state.schedule.learning_rate(state.step) if learning_rate is None else learning_rate
         gradients, self._gradients = self._gradients, None
@@ -152,9 +152,9 @@ class Loop:
         return result
 
     def close(self) -> None:
-        """Save, write what was trained, close the folder.
+        """Save, write the result, close the folder.
 
-        Called when the loop is left; a second call does nothing.
+        Called when the loop is left. A second call does nothing.
         """
         from unfreeze.train.together import save_together
 

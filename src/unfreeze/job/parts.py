@@ -1,4 +1,4 @@
-"""What a recipe hands over."""
+"""Parts: a recipe's own parts of a run."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """What makes a kind of training.
+    """Definition of a recipe.
 
     recipe        its name on the command line
-    trained       what trains and is left behind: Adapters | AllWeights
-    objective     what is minimised; with a second model, `second.objective` gives it
-    start         the model's name -> where training starts
-    encoding      how rows become examples
-    after_update  what changes the model after an update, such as the balancing bias
-    chat          whether prompts of the user's own are asked as messages (else continued)
-    on_step       called with (state, result) after each step, after receipt and validation
-    second        a model beside the one that trains, which the objective reads
-    heldout       what is measured of held-out documents, where that is not their cross entropy
-    source        (setup, rows, the placed model, a cursor to go on from) -> what is learned from
-    metrics       how the loss and the objective's metrics are named and shown (core/metrics.py)
-    judge         (the run) -> what may refuse an update: by default where the loss, in nats, or the gradient
-                  norm is far above those of the steps before. The loss of a policy has no such level
+    trained       the trained weights and how they are written: Adapters | AllWeights
+    objective     the loss; with a second model, `second.objective` replaces it
+    start         the model's name -> manifest of the starting model
+    encoding      conversion of rows to examples
+    after_update  changes to the model after an update, such as the balancing bias
+    chat          True if the user's prompts are sent as messages, False if they are continued as text
+    on_step       hooks called with (state, result) after each step, after receipt and validation
+    second        a second model that the objective reads (teacher, reference)
+    heldout       measure of held-out documents, if it is not their cross entropy
+    source        (setup, rows, the placed model, a cursor to resume from) -> source of batches
+    metrics       names and format of the loss and the objective's metrics (core/metrics.py)
+    judge         (the run) -> judge that can refuse an update. Default: refuse a loss (in nats) or a gradient
+                  norm far above those of earlier steps. A policy loss has no such level
     plan_check    raises ConfigError for a plan that the recipe cannot train with
-    said          lines that the start shows of the recipe, beside model, memory and what trains
+    start_lines   lines shown at the start, after model, memory and trained weights
     """
 
     recipe: str
@@ -64,4 +64,4 @@ class Parts:
     metrics: Sequence[Metric] = OF_TOKENS
     judge: Callable[[Job], Judge] = spike_guard
     plan_check: Callable[[Plan], None] = lambda plan: None
-    said: Sequence[str] = ()
+    start_lines: Sequence[str] = ()

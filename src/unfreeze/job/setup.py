@@ -1,13 +1,13 @@
-"""What a run opens before its first step, from the cheapest to the dearest.
+"""The steps of a run before training, from the cheapest to the most expensive.
 
-    opened   names, dtypes, shapes: Setup; no row and no weight is read
-    encoded  rows -> conversations -> tokens and weights: EncodedData
-    planned  bytes, with arithmetic; what does not fit is refused
-    placed   the model with what trains, where the plan says: Placed
-    begun    the order of the data, the optimizer, the schedule: new, or as the last save has them
-    watched  what looks at the model between steps: samples and validation
+    opened   names, dtypes, shapes: Setup. Reads no row and no weight
+    encoded  rows -> conversations -> tokens and loss weights: EncodedData
+    planned  memory arithmetic; refuses a run that does not fit
+    placed   model and adapters, loaded to their planned places: Placed
+    begun    data order, optimizer, schedule: new, or restored from the last save
+    watched  samples and validation, to run between steps
 
-What cannot work is refused by the first of them that can tell.
+Each fault is reported by the first step that can find it.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run is of.
+    """Config and environment of a run.
 
-    config   resolved: it has no "auto" but in `place`
-    dtype    that of the config, and why
-    group    all of its processes
-    folder   the run's, with its events
-    start    where training starts: names, dtypes, shapes
-    base     a digest of its weights
+    config   resolved: no "auto" except in `place`
+    dtype    the config's dtype and its reason
+    group    all processes of the run
+    folder   the run folder, with its events
+    start    manifest of the starting model: names, dtypes, shapes
+    base     digest of its weights
     """
 
     config: TrainingConfig
@@ -97,14 +97,14 @@ class Setup:
 
     @property
     def planning(self) -> Planning:
-        """What is planned of it before its rows are known."""
-        given = self.config, self.parts.trained, self.start, self.shape, self.device
-        return Planning(*given, processes=self.group.size, second=self.parts.second)
+        """Inputs of the plan that are known before the rows."""
+        subject = self.config, self.parts.trained, self.start, self.shape, self.device
+        return Planning(*subject, processes=self.group.size, second=self.parts.second)
 
 
 @dataclass(frozen=True)
 class EncodedData:
-    """The run's documents. followed: what tells the account of those that are encoded beside training."""
+    """The run's documents. followed: hooks that emit statistics of rows encoded during training."""
 
     dataset: Dataset
     followed: list[Followed]
@@ -112,10 +112,10 @@ class EncodedData:
 
 @dataclass(frozen=True)
 class Placed:
-    """The model in memory, with what trains.
+    """The model in memory, with its trained parts.
 
-    speaker  the same model, as it answers
-    held     what this process has of weights that are divided
+    speaker  the same model, for generating answers
+    held     name -> this process's part of a sharded weight
     """
 
     model: Decoder
@@ -135,7 +135,7 @@ def opened(
     dtype: Precision,
     start: Manifest | None,
 ) -> Setup:
-    """Names, dtypes, shapes; no tensor is read. Raises UserError for what does not go together."""
+    """Open names, dtypes and shapes; read no tensor. Raises UserError for incompatible parts."""
     from unfreeze import models
 
     start = start or start_of(config, parts, common, group)
@@ -148,12 +148,12 @@ def opened(
     if parts.second is not None:
         parts.second.check(start, tokenizer)
     setup = Setup(config, parts, common, device, dtype, group, folder, start, base, shape, tokenizer)
-    setup.planning.layouts()  # a wish that cannot be is refused before the rows
+    setup.planning.layouts()  # refuses an impossible layout before reading rows
     return setup
 
 
 def encoded(setup: Setup) -> EncodedData:
-    """The rows as tokens and weights, with their account."""
+    """Encode the rows to tokens and loss weights, with statistics."""
     config, parts = setup.config, setup.parts
     dataset, followed = encode(
         setup.folder,
@@ -174,19 +174,21 @@ def encoded(setup: Setup) -> EncodedData:
 
 
 def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
-    """(the plan, the same on all processes; the model on meta). Raises DoesNotFit with the arithmetic."""
+    """Return (plan, the same on all processes; model on meta). Raises DoesNotFit with the arithmetic."""
     config, parts, folder, group = setup.config, setup.parts, setup.folder, setup.group
     dtype = setup.dtype.name
     lengths = rows.dataset.examples.document_lengths().tolist()
     settle_kernels(setup.device, dtype, lengths, setup.shape, setup.start, folder, group, say(setup.common))
-    longest = None if rows.dataset.stream is None else longest_of(setup)  # of later rows nobody knows
+    longest = (
+        None if rows.dataset.stream is None else longest_of(setup)
+    )  # later rows are unknown: assume the longest
     planning = replace(setup.planning, lengths=lengths, longest=longest)
     plan, model = agreed_plan(planning, folder, group), planning.model.meta
     parts.plan_check(plan)
 
     disk = disk_of(config, parts.trained, setup.start, plan)
     lines = start_lines(config, parts.trained, setup.start, setup.shape, plan, disk, parts.second)
-    lines += [*parts.said, dtype_line(setup.dtype)]
+    lines += [*parts.start_lines, dtype_line(setup.dtype)]
     note = export_note(parts.trained.lora, setup.start, model)
     emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, note=note)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
@@ -195,7 +197,7 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
 
 
 def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
-    """The model on meta becomes the one that trains, its weights where the plan says."""
+    """Load the weights into the model on meta, each where the plan puts it, and attach the trained parts."""
     from unfreeze.generate.model import Model, end_ids
     from unfreeze.parallel.processes.mesh import mesh_of
 
@@ -220,18 +222,18 @@ def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
 
 
 def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Source, State]:
-    """The order of the data, the optimizer and the schedule: new, or from where the last save was."""
+    """Create data order, optimizer and schedule, or restore them from the last save."""
     from unfreeze.train.state import start_or_resume
 
     config, parts, folder, model = setup.config, setup.parts, setup.folder, at.model
     training = config.training
     source = parts.source(setup, rows, at, folder.cursor)
     steps = num_steps(training, source)
-    if folder.step == 0 and (few := few_steps(training, steps))[0]:
+    if folder.step == 0 and (few := few_steps(training, steps, source.len_steps(1)))[0]:
         folder.events.emit("warning", 0, message=": ".join(few))
     if folder.step == 0 and (both := both_given(training)):
         folder.events.emit("warning", 0, message=both)
-    source = with_second(setup, rows, at, source, steps)  # it may ask the model as it began
+    source = with_second(setup, rows, at, source, steps)  # can run the starting model
 
     state = start_or_resume(
         folder,
@@ -251,7 +253,7 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
 def watched(
     setup: Setup, rows: EncodedData, plan: Plan, at: Placed, state: State
 ) -> tuple[Samples, list[Validation]]:
-    """What looks at the model between steps: sample answers, and the loss of held-out rows."""
+    """Create samples and validation, which run between steps."""
     config, parts, dataset = setup.config, setup.parts, rows.dataset
     data, watch, tokenizer, group = config.data, config.watch, setup.tokenizer, setup.group
     own, count = own_prompts(watch.prompts, tokenizer, chat=parts.chat), watch.samples
@@ -259,7 +261,7 @@ def watched(
         holds_out = bool(data.validation or data.validation_fraction)
         refuse_samples(setup.folder, plan, count, own, held_out=holds_out)
         count, own = 0, []
-    held_out = dataset.validation  # what training never sees shows more than what it may know by heart
+    held_out = dataset.validation  # prefer unseen rows: training rows may be memorised
     samples = Samples(
         setup.folder,
         at.speaker,
@@ -289,7 +291,7 @@ def watched(
 
 
 def longest_of(setup: Setup) -> int:
-    """Tokens of the longest document that the run takes."""
+    """Longest document in tokens that the run can take."""
     config = setup.config
     most = document_tokens(setup.parts.encoding, config.tokens_per_micro_batch)
     return sequence_length(config.data, most, setup.shape.max_positions)

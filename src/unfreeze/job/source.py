@@ -1,4 +1,4 @@
-"""What a run learns from, as Parts.source gives it: by default the encoded documents in batches."""
+"""Sources of training batches (Parts.source). The default packs the encoded documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,20 @@ if TYPE_CHECKING:
 
 
 def encoded_rows(setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None) -> Batches:
-    """The documents of the data files, packed, from the cursor `start` on."""
+    """Pack the documents of the data files, starting at the cursor `start`."""
+    return _batches(setup, rows, start)
+
+
+def refuse_changed_rows(setup: Setup, rows: EncodedData) -> None:
+    """Raise ConfigError if the rows of a resumed run changed, before any weight is loaded.
+
+    Rows read in windows are compared when the first window is opened.
+    """
+    if (cursor := setup.folder.cursor) and rows.dataset.stream is None:
+        _batches(setup, rows, cursor)
+
+
+def _batches(setup: Setup, rows: EncodedData, start: Cursor | None) -> Batches:
     config = setup.config
     return batches_in(
         config.data,
@@ -34,17 +47,17 @@ def encoded_rows(setup: Setup, rows: EncodedData, at: Placed, start: Cursor | No
 def own_answers(
     on_policy: OnPolicy, setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None
 ) -> OwnAnswers:
-    """The encoded rows, with the student's own answers in a share of the steps."""
+    """Like encoded_rows, with the student's own answers in a share of the steps."""
 
-    def tell(step: int, said: dict[str, float]) -> None:
-        setup.folder.events.emit("on_policy", step, **said)
+    def tell(step: int, fields: dict[str, float]) -> None:
+        setup.folder.events.emit("on_policy", step, **fields)
 
     source, step = encoded_rows(setup, rows, at, start), setup.folder.step
     return OwnAnswers(source, on_policy, at.speaker.engine, step=step, group=setup.group, tell=tell)
 
 
 def with_second(setup: Setup, rows: EncodedData, at: Placed, source: Source, steps: int) -> Source:
-    """The source with what the run's second model adds to it."""
+    """Add the second model's outputs to the source."""
     config, second, dataset = setup.config, setup.parts.second, rows.dataset
     if second is None:
         return source
@@ -54,7 +67,9 @@ def with_second(setup: Setup, rows: EncodedData, at: Placed, source: Source, ste
         from unfreeze.data import validation_batches
 
         cursor = setup.folder.cursor
-        behind = {**cursor, "epoch": 0, "position": 0} if cursor else None  # in the order this run has
+        behind = (
+            {**cursor, "epoch": 0, "position": 0} if cursor else None
+        )  # start of the epoch, in this run's order
         first = setup.parts.source(setup, rows, at, behind)
         micro_batches = chain.from_iterable(step for step, _ in first)
         held_out = validation_batches(dataset.validation or (), config.tokens_per_micro_batch)

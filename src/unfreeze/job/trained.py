@@ -1,6 +1,6 @@
-"""What a run trains and leaves behind: adapters beside a frozen base, or every weight.
+"""The trained part of a run and how it is written: adapters on a frozen base, or every weight.
 
-A recipe names one of the two; job.run doesn't ask which.
+A recipe names one of the two; job.run treats both alike.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "special_tokens_map.json",
 )
-ADAPTERS = "--train adapters (sft, prefer, distill)"  # where weights cannot be trained
+ADAPTERS = "--train adapters (sft, prefer, distill)"  # suggested if weights cannot be trained
 
 
 class Adapters:
-    """LoRA factors, written to <out>/adapter; at an interruption too: they are small, and chat takes them.
+    """LoRA adapters, written to <out>/adapter, also on interruption: they are small and `chat` can use them.
 
-    strict True: a matrix that got no gradient in the first step, though one was due, ends the run.
+    strict True: a matrix without the expected gradient in the first step stops the run.
     """
 
     name, marker, strict, when_interrupted = "adapter", "adapter_config.json", True, True
-    begins = ""  # how they begin, for the plan's line
+    begins = ""  # start of the adapters, for the plan's line
 
     def __init__(self, lora: LoraConfig, seed: int):
         self.lora = lora
         self._seed = seed
 
     def check(self, manifest: Manifest) -> None:
-        """Adapters go beside every weight, packed or not."""
+        """Accept any model: adapters work with packed weights too."""
 
     def attach(self, model: Decoder) -> None:
         from unfreeze.adapters import attach
@@ -58,15 +58,18 @@ class Adapters:
         attach(model, self.lora, self._seed)
 
     def written_bytes(self, manifest: Manifest, adapter: int) -> int:
-        """What `write` leaves on the disk at most; `adapter` is the plan's.
+        """Most bytes that `write` leaves on disk. adapter: the plan's bytes.
 
-        peft's fused pairs of routed experts hold zeros beside gate's and up's blocks, and beside down's rank
-        (adapters/layouts.py): up to as many as numbers.
+        peft's fused pairs of routed experts have zeros beside the blocks of gate and up, and beside down's
+        rank (adapters/layouts.py). The zeros can double the size.
         """
         return adapter * (2 if models.shape(manifest.config).num_experts else 1)
 
     def write(self, state: State, manifest: Manifest, model_name: str, mesh: Mesh, folder: Path) -> None:
-        """The adapter, read again and compared. Of split experts each process writes and compares its own."""
+        """Write the adapter, read it back and compare.
+
+        With expert parallelism each process writes its own experts.
+        """
         from unfreeze.adapters import save_adapter, verify_adapter
         from unfreeze.adapters.shards import remove_shards, save_index, save_shard
 
@@ -91,23 +94,23 @@ class Adapters:
             save_index(model, shared, sizes, base, prefix)
             write_beside(shared, manifest, base, state.run.path, TOKENIZER_FILES)
 
-        # without an index there are no shards: those of two steps are never read as one adapter
+        # remove the index first, so that shards of two steps are never read as one adapter
         mesh.all.on_rank0(lambda: (shared / INDEX).unlink(missing_ok=True))
         mesh.all.meet(part)
         mesh.all.on_rank0(index)
 
     def as_result(self, folder: Path) -> dict[str, Any]:
-        """For finish(): what a run's result names."""
+        """Fields for finish()."""
         return {"export": True}
 
 
 class Continued(Adapters):
-    """Adapters that begin as a folder's, with its ranks, scales and places. The optimizer begins anew."""
+    """Adapters that start from a folder's, with its ranks, scales and targets. The optimizer starts fresh."""
 
     def __init__(self, lora: LoraConfig, seed: int, source: str):
         super().__init__(lora, seed)
         self.source = source
-        self.begins = f", going on from {source}"
+        self.begins = f", continued from {source}"
 
     def attach(self, model: Decoder) -> None:
         from unfreeze.adapters import load_adapter
@@ -117,23 +120,21 @@ class Continued(Adapters):
         if zero := untrainable(model):
             leaves = ", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in zero))
             raise AdapterError(
-                f"{self.source}: A and B of {len(zero):,} of its matrices ({leaves}) are zeros only, which no"
-                " gradient can change. An export for vLLM or SGLang has such beside what was trained",
-                next="--adapter with the run itself, or with its export for peft",
+                f"{self.source}: A and B of {len(zero):,} of its matrices ({leaves}) are all zeros, which no"
+                " gradient can change. Exports for vLLM or SGLang contain such pairs",
+                next="give --adapter the run itself, or its export for peft",
             )
 
 
 class AllWeights:
-    """Every parameter, written to <out>/model as a checkpoint in the format its config.json declares.
+    """Every parameter, written once at the end to <out>/model, in the format that config.json declares.
 
-    It is written once, when training is done.
-    Each tensor has the dtype that the checkpoint had it in, rounded once, from the float32 masters where
-    there are such. What is no part of the language model (heads for later tokens) is copied byte for byte,
-    untrained.
-    An MoE router's selection bias is no parameter: only the balancing of `pretrain` moves it.
+    Each tensor keeps the checkpoint's dtype, rounded once, from the float32 master weights if there are any.
+    Tensors outside the language model (multi-token prediction heads) are copied byte for byte, untrained.
+    An MoE router's selection bias is not a parameter: only the load balancing of `pretrain` changes it.
 
-    strict False: a matrix that got no gradient in the first step is a warning. Nobody asked for it by name,
-    and a run of days should not end for one expert.
+    strict False: a matrix without a gradient in the first step is only a warning, because a run of days
+    should not stop for one expert.
     """
 
     name, marker, strict, when_interrupted = "model", "config.json", False, False
@@ -141,9 +142,9 @@ class AllWeights:
     lora: LoraConfig | None = None
 
     def check(self, manifest: Manifest) -> None:
-        """Raise ConfigError for what cannot be trained in full and written back.
+        """Raise ConfigError for a model that cannot be trained in full and written back.
 
-        That is: a text model nested in a larger one, packed weights, a dtype that torch doesn't have.
+        That is: a text model nested in a larger one, packed weights, or a dtype that torch doesn't have.
         """
         if "text_config" in manifest.config:
             raise ConfigError(
@@ -153,9 +154,9 @@ class AllWeights:
             )
         if manifest.is_packed():
             raise ConfigError(
-                f"{manifest.path} is packed{_formats(manifest)}; its codes cannot be moved by"
-                f" gradients{_expanded(manifest)}",
-                next=f"{ADAPTERS}, which leaves the codes as they are",
+                f"{manifest.path} is packed{_formats(manifest)}; gradients cannot change"
+                f" its codes{_expanded(manifest)}",
+                next=f"{ADAPTERS}, which leaves the codes unchanged",
             )
 
         from unfreeze.checkpoint.tensors import TORCH_DTYPE
@@ -168,16 +169,18 @@ class AllWeights:
             )
 
     def attach(self, model: Decoder) -> None:
-        """Nothing: a model's parameters require gradients as they are."""
+        """Do nothing: the model's parameters already require gradients."""
 
     def written_bytes(self, manifest: Manifest, adapter: int) -> int:
-        """What `write` leaves on the disk: as much as the checkpoint has. `adapter` is the plan's, 0."""
+        """Bytes that `write` leaves on disk: those of the checkpoint. adapter: unused, 0."""
         return manifest.nbytes
 
     def write(self, state: State, manifest: Manifest, model_name: str, mesh: Mesh, folder: Path) -> None:
-        """The checkpoint with config and tokenizer files, in one move; of divided weights all write a part.
+        """Write the checkpoint with config and tokenizer files, atomically.
 
-        A kill leaves all of it or nothing, so one that is there is whole.
+        Sharded weights: all processes write.
+
+        If the run is killed, the folder is complete or absent.
         """
         extra = {name: manifest.path / name for name in TOKENIZER_FILES if (manifest.path / name).is_file()}
         if not state.model.sharded:
@@ -204,12 +207,12 @@ class AllWeights:
         save_checkpoint(folder, manifest.config, chain(named, beside), extra=extra)
 
     def _make_room(self, folder: Path) -> None:
-        """Remove the checkpoint of an earlier step, of a run that went on for longer."""
+        """Remove the checkpoint of an earlier step, left before the run was extended."""
         if (folder / self.marker).is_file():
             set_aside(folder)
 
     def as_result(self, folder: Path) -> dict[str, Any]:
-        """For finish(): what a run's result names."""
+        """Fields for finish()."""
         return {"model": str(folder)}
 
 
@@ -217,13 +220,13 @@ Trained = Adapters | AllWeights
 
 
 def _formats(manifest: Manifest) -> str:
-    """ " (FORMAT, FORMAT)": what config.json says the weights are packed in."""
+    """Format " (NAME)" of the packed weights, from config.json; "" if there is none."""
     scheme = manifest.scheme()
     return f" ({scheme.name})" if scheme is not None else ""
 
 
 def _expanded(manifest: Manifest) -> str:
-    """What the weights would take expanded to bfloat16 and trained in full, as the plan counts it."""
+    """Words on the memory to train the weights in full, expanded to bfloat16, by the plan's arithmetic."""
     from dataclasses import replace
 
     import torch

@@ -1,6 +1,6 @@
-"""The hot ops: a folder per op with reference.py (readable torch: the oracle) and its faster candidates.
+"""The hot ops: one folder per op, with reference.py (readable torch: the oracle) and its faster candidates.
 
-choice/ has how one is chosen, loops/ how they are written. Layer 3.
+choice/ decides which one runs; loops/ has shared code of the CPU loops. Layer 3.
 
 A candidate's module is imported when it is chosen, inside a function: numba takes 0.4 s, Triton is missing on
 many machines, and a run needs only its own device's candidates. No other import of this package is inside a
@@ -9,9 +9,9 @@ function.
 
 import os
 
-# oneDNN compiles a bf16 GEMM for every number of rows and keeps 1,024 of them, 0.65 to 0.75 MB each, and
-# torch keeps as many more per thread. With packed batches that number changes from step to step: 0.6 GB that
-# a run would never give back. Set at import, because both are read at the first GEMM of the process, whatever
-# code runs it; a value that the user has set stays.
+# oneDNN compiles a bf16 GEMM for every number of rows and caches 1,024 of them, 0.65 to 0.75 MB each; torch
+# caches as many more per thread. With packed batches that number changes from step to step: 0.6 GB that a run
+# would never free. Set at import, because both are read at the first GEMM of the process, whatever code runs
+# it. A value set by the user stays.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")

@@ -1,4 +1,4 @@
-"""Liger-Kernel's functions as candidates, where that library is installed (pip install liger-kernel).
+"""Liger-Kernel's functions as candidates, if that library is installed (pip install liger-kernel).
 
 Nothing else in this package needs it.
 """
@@ -14,7 +14,7 @@ from unfreeze.kernels.choice.op import Implementation
 
 
 def refuses(device: str, dtype: torch.dtype) -> str:
-    """Why Liger's Triton kernels cannot run there; "" where they can."""
+    """The reason why Liger's Triton kernels cannot run there; "" if they can."""
     if importlib.util.find_spec("liger_kernel") is None:
         return "liger-kernel is not installed"
     if device != "cuda":
@@ -27,9 +27,9 @@ def refuses(device: str, dtype: torch.dtype) -> str:
 
 
 def load_rms_norm() -> Implementation:
-    """Liger's RMSNorm, with the order of roundings that Llama has.
+    """Liger's RMSNorm, with Llama's order of roundings.
 
-    Not in place: that would write dx over dy, which belongs to the caller.
+    Not in place: that would overwrite dy, which belongs to the caller, with dx.
     """
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction  # type: ignore[import-not-found]
 
@@ -40,9 +40,9 @@ def load_rms_norm() -> Implementation:
 
 
 def load_swiglu() -> Implementation:
-    """Liger's SwiGLU: silu(gate) is rounded before it is multiplied.
+    """Liger's SwiGLU: silu(gate) is rounded before the multiplication.
 
-    Its backward writes over gate and up, so it gets copies.
+    Its backward overwrites gate and up, so it gets copies.
     """
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
 

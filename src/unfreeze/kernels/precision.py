@@ -1,8 +1,8 @@
-"""Which numbers a model is computed in: bfloat16 where the hardware multiplies it, float32 elsewhere.
+"""The dtype of the computation: bfloat16 if the hardware multiplies it, float32 otherwise.
 
-A CPU without bf16 instructions emulates them: two cores with AVX2 multiply 0.9 GFLOP/s in bf16 and 115.9 in
+A CPU without bf16 instructions emulates them: two cores with AVX2 reach 0.9 GFLOP/s in bf16 and 115.9 in
 float32 (torch.mm, 512 x 1,024 x 1,024, torch 2.13). Packed weights stay packed in either case. On a CPU bf16
-weights stay bf16 too: float32 arithmetic widens them while they are used (widened.py).
+weights stay bf16 too: float32 arithmetic widens them as they are used (widened.py).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ AUTO = "auto"
 
 
 class Precision(NamedTuple):
-    """The dtype of the computation, "bfloat16" or "float32", and why it is that one."""
+    """The dtype of the computation, "bfloat16" or "float32", and the reason for it."""
 
     name: str
     why: str
 
 
-def precision(asked: str, device: torch.device | str) -> Precision:
-    """The dtype for a device that is here. asked: "auto", "bfloat16" or "float32"."""
+def precision(requested: str, device: torch.device | str) -> Precision:
+    """The dtype for a device of this machine. requested: "auto", "bfloat16" or "float32"."""
     kind = str(device).partition(":")[0]
     best = precision_on(kind, multiplies(device))
-    return best if asked == AUTO else as_asked(asked, best, kind)
+    return best if requested == AUTO else as_asked(requested, best, kind)
 
 
 def as_asked(name: str, best: Precision, kind: str) -> Precision:
-    """A dtype that the user named, and what that means where "auto" would take another."""
+    """A dtype requested by the user, and the consequence if "auto" would take another."""
     if name == best.name:
         return Precision(name, "as asked")
     fast = f"{_here(kind)} is fast in bfloat16 too"
@@ -41,9 +41,9 @@ def as_asked(name: str, best: Precision, kind: str) -> Precision:
 
 
 def precision_on(kind: str, bf16: bool | None = None) -> Precision:
-    """What "auto" is on a device of that kind ("cpu", "cuda").
+    """The dtype that "auto" takes on a device of that kind ("cpu", "cuda").
 
-    bf16: whether it multiplies bfloat16; None: a CPU as this one does, and a GPU that is not here does.
+    bf16: True if it multiplies bfloat16. None: use this machine's CPU; assume that an absent GPU does.
     """
     bf16 = (kind != "cpu" or multiplies_bf16()) if bf16 is None else bf16
     if bf16:
@@ -56,7 +56,7 @@ def _here(kind: str) -> str:
 
 
 def multiplies(device: torch.device | str) -> bool:
-    """Whether that device, which is here, has instructions that multiply bfloat16."""
+    """True if that device, which must be on this machine, has instructions that multiply bfloat16."""
     if str(device).startswith("cuda"):
         import torch
 
@@ -66,7 +66,7 @@ def multiplies(device: torch.device | str) -> bool:
 
 
 def slow(name: str, device: torch.device | str) -> str:
-    """Why a dtype is slow on a device that is here; "" where it is not."""
+    """The reason why a dtype is slow on a device of this machine; "" if it is not."""
     if name != "bfloat16" or multiplies(device):
         return ""
     return f"dtype = bfloat16 is slow here: {precision_on(str(device).partition(':')[0], False).why}"

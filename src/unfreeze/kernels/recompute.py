@@ -1,4 +1,4 @@
-"""How an op takes part in the recomputation of a layer (activation checkpointing)."""
+"""The part that an op plays in recomputing its layer (activation checkpointing)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 class Reuse(Protocol):
-    """Keeps what an op computed in forward for when its layer is recomputed in backward.
+    """Keeps an op's forward results for the recomputation of its layer in backward.
 
     The op runs both times. In forward, without gradients, reuse(compute) returns compute() and keeps it. In
-    the recomputation, with gradients, it returns what was kept and computes nothing. So compute() must return
-    what the op saves for backward; the op's output is not needed then.
+    the recomputation, with gradients, it returns the kept results and computes nothing. So compute() must
+    return what the op saves for backward; the op's output is not needed then.
     """
 
     def __call__(self, compute: Callable[[], T], /) -> T: ...

@@ -1,9 +1,9 @@
-"""Products with a matrix that is held in fewer bits than the computation has: bf16 weights under float32.
+"""Products with a matrix held in fewer bits than the computation: bf16 weights under float32.
 
-A CPU without bf16 units multiplies bf16 some hundred times slower than float32. So a panel of W at a time is
-converted into a scratch that stays in cache, multiplied, and overwritten by the next one. W itself stays as
-its file has it: a model takes no more memory than its files.
-The conversion is exact, so the result is that of a float32 copy of W.
+A CPU without bf16 units multiplies bf16 some hundred times slower than float32. So one panel of W at a time
+is converted into a scratch buffer that stays in cache, multiplied, and overwritten by the next. W itself
+stays as in its file: a model takes no more memory than its files. The conversion is exact, so the result is
+that of a float32 copy of W.
 
 T rows, I inputs, O outputs.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from unfreeze.kernels.loops.scratch import scratch
 
 PANEL = 1 << 20
-"""Numbers of a panel, 4 MiB in float32: it stays in a second-level or a shared third-level cache."""
+"""Elements of a panel, 4 MiB in float32: it fits the L2 cache or a shared L3."""
 
 
 def times_transposed(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -40,14 +40,14 @@ def times(dy_TO: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def panel_bytes(weight_OI: Tensor, dtype: torch.dtype) -> int:
-    """Bytes of the scratch that products with W in `dtype` take; 0 where W has that dtype already."""
+    """Bytes of the scratch for products with W in `dtype`; 0 if W already has that dtype."""
     if weight_OI.dtype == dtype:
         return 0
     return _rows(weight_OI) * weight_OI.shape[1] * dtype.itemsize
 
 
 def _panels(weight_OI: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """(which outputs, their rows of W in `dtype`): each in the same memory."""
+    """Yield (slice of outputs, their rows of W in `dtype`), each in the same memory."""
     rows, (outputs, inputs) = _rows(weight_OI), weight_OI.shape
     for first in range(0, outputs, rows):
         here = slice(first, min(first + rows, outputs))
@@ -56,7 +56,7 @@ def _panels(weight_OI: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tens
 
 
 def _rows(weight_OI: Tensor) -> int:
-    """Rows of W in a panel: as many as fit, shared out evenly."""
+    """Rows of W in a panel: as many as fit, divided evenly."""
     outputs, inputs = weight_OI.shape
     count = -(-outputs * inputs // PANEL)
     return -(-outputs // max(1, count))

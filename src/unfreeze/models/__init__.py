@@ -1,9 +1,9 @@
 """The model families, one file each (layer 4).
 
 `shape` reads config.json, `build` makes the modules, `rules` maps checkpoint names to parameters. The code
-that makes modules is imported on first use, so that a config is refused without importing torch.
+that makes modules is imported on first use, so a config can be refused without importing torch. To add a
+family: CONTRIBUTING.md, "Add a model family".
 
-To add a family: CONTRIBUTING.md, "Add a model family".
 Module and parameter names are the checkpoint's own; routed experts are stacked (see deepseek_v3.RULES).
 """
 
@@ -52,7 +52,7 @@ from unfreeze.models import (
 from unfreeze.models.allowed import Fields, refuse_unbuilt, unknown
 from unfreeze.models.fields import check_fields, check_sizes, without_nulls
 from unfreeze.models.shape import Shape
-from unfreeze.models.unbuilt import asked, missing, nearest_family
+from unfreeze.models.unbuilt import missing, nearest_family, unbuilt_parts
 from unfreeze.models.wrappers import WRAPPERS
 from unfreeze.quant import formats
 
@@ -141,10 +141,11 @@ def _family(config: Mapping[str, Any]) -> ModuleType:
 
 
 def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") -> NoReturn:
-    """The error for a model_type without a family: which part is missing, and whose fields are nearest.
+    """Raise the error for a model_type without a family: name the missing part and the nearest family.
 
-    'deepseek_v32' and 'kimi_k3' are other models: with model_type edited to the nearest name they would load,
-    and compute something else. The nearest is by fields, not by name, and the message says what it is not.
+    'deepseek_v32' and 'kimi_k3' are other models: with model_type edited to the nearest name they would load
+    and compute something else. Nearest means by fields, not by name, and the message says that it computes
+    something else.
     """
     if isinstance(model_type, str) and model_type in WRAPPERS and not beside:
         raise CheckpointError(
@@ -165,15 +166,15 @@ def _not_built(config: Mapping[str, Any], model_type: object, beside: str = "") 
 
 
 def _near(config: Mapping[str, Any]) -> str:
-    """ "; its fields are nearest to …": where to begin; "" where they tell too little."""
+    """Return "; its fields are nearest to …", a starting point; "" if too few fields match."""
     text = config.get("text_config")
     fields = {kind: family.FIELDS.read | family.FIELDS.absent.keys() for kind, family in FAMILIES.items()}
-    found = nearest_family(text if isinstance(text, Mapping) else config, fields)
-    return f"; its fields are nearest to {found!r}, which computes something else" if found else ""
+    nearest = nearest_family(text if isinstance(text, Mapping) else config, fields)
+    return f"; its fields are nearest to {nearest!r}, which computes something else" if nearest else ""
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a config.json: its text_config, or all of it.
+    """Return the language model's part of a config.json: its text_config, or all of it.
 
     Raises CheckpointError for a wrapper that WRAPPERS does not list, and for one that contradicts its
     text_config.
@@ -207,19 +208,19 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def not_followed(config: Mapping[str, object]) -> str:
-    """One line that names every field of config.json that is neither read nor known to be without effect.
+    """Return one line that names every field of config.json that is neither read nor known to have no effect.
 
-    "" where there is none.
+    Returns "" if there is none.
     """
     text = _text(config)
     fields = unknown(text, _family(text).FIELDS)
     if text is not config:
         fields += [f"{field} (outside text_config)" for field in unknown(_outer(config), Fields({}))]
-    return f"config.json: {', '.join(fields)}: not known here and not followed" if fields else ""
+    return f"config.json: {', '.join(fields)}: unknown and ignored" if fields else ""
 
 
 def notes(config: Mapping[str, object]) -> list[str]:
-    """What is ignored of config.json, of its quantization_config, and of the tensors beside the model."""
+    """List the ignored fields of config.json and quantization_config, and the tensors beside the model."""
     beside = ""
     if _text(config) is not config:
         beside = f"model_type {config['model_type']!r}: its language model; other tensors stay as they are"
@@ -227,24 +228,24 @@ def notes(config: Mapping[str, object]) -> list[str]:
 
 
 def _outer(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields around a text_config that are not known to be without effect on it."""
+    """Return the fields around a text_config that may affect the text model."""
     silent = WRAPPERS[str(config["model_type"])].silent
     return {name: value for name, value in config.items() if name not in silent}
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes of the language model in a config.json (its `text_config` where there is one, as in Kimi-K2.5).
+    """Read the language model's sizes from config.json (in `text_config` if it has one, as in Kimi-K2.5).
 
-    Raises CheckpointError naming the field that is missing, of another type, out of range, or doesn't fit
-    another (models/fields.py).
+    Raises CheckpointError naming the field that is missing, has the wrong type, is out of range, or does not
+    fit another (models/fields.py).
     """
     text = _text(config)
-    given = without_nulls(text)
-    family = _family(given)
-    check_fields(given)
-    if asked(given):
-        _not_built(given, given["model_type"])
-    completed = family.FIELDS.completed(text, given, nested=text is not config)
+    present = without_nulls(text)
+    family = _family(present)
+    check_fields(present)
+    if unbuilt_parts(present):
+        _not_built(present, present["model_type"])
+    completed = family.FIELDS.completed(text, present, nested=text is not config)
     refuse_unbuilt(completed, family.FIELDS)
     shape = family.shape(completed)
     check_sizes(shape)
@@ -252,7 +253,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def rules(shape: Shape) -> Sequence[StackRule]:
-    """How the experts' tensors on disk are stacked in memory."""
+    """Return the rules that stack the experts' tensors on disk into tensors in memory."""
     return FAMILIES[shape.model_type].RULES
 
 
@@ -263,19 +264,19 @@ def ignored(shape: Shape) -> Sequence[str]:
 
 
 def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:
-    """(ours, transformers') parts of module names, where the family's differ."""
+    """Return (our name, transformers' name) for parts of module names where the family's differ."""
     return getattr(FAMILIES[shape.model_type], "RENAMED", ())
 
 
 def swapped_by_peft(shape: Shape) -> bool:
-    """Whether peft takes in for out in its fused experts (PEFT_SWAPS in the family's file says why)."""
+    """True if peft takes in for out in its fused experts (PEFT_SWAPS in the family's file says why)."""
     return getattr(FAMILIES[shape.model_type], "PEFT_SWAPS", False)
 
 
 def tied(shape: Shape) -> Mapping[str, str]:
-    """Parameter names that share another's memory.
+    """Parameter names that share another parameter's memory.
 
-    {"lm_head.weight": "model.embed_tokens.weight"} where the head is tied.
+    {"lm_head.weight": "model.embed_tokens.weight"} if the head is tied.
     """
     return {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
 

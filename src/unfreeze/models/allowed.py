@@ -1,13 +1,12 @@
-"""The allow-list of config.json: what each field does here, so that none is passed over in silence.
+"""The allow-list of config.json: what each field does here, so that no field is ignored silently.
 
-A field is one of four things. *Read*: the family computes with it, and `absent` holds what it means when it
-isn't there. *Only*: it changes the numbers, and one value of it is implemented; any other is refused by name.
-*Without effect*: nothing in the model's arithmetic depends on it, at any value or at the one given. Anything
-else is named in a warning (`unknown`), because a program that knows it may compute something else.
+A field is one of four things. *Read*: the family computes with it, and `absent` holds its default. *Only*: it
+changes the numbers, and only one value of it is implemented; any other value is refused by name. *Without
+effect*: nothing in the model's arithmetic depends on it, at any value or at this one. Any other field is
+named in a warning (`unknown`), because a program that knows it may compute something else.
 
-The defaults of absent fields are those of the config classes of transformers 5
-(tests/models/test_allowed.py compares them), which are also those of the configuration files published
-with DeepSeek-V3 and Kimi-K2.
+The defaults of absent fields are those of the config classes of transformers 5 (tests/models/test_allowed.py
+compares them). They are also those of the configuration files published with DeepSeek-V3 and Kimi-K2.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ Config = Mapping[str, Any]
 class Fields:
     """One family's table.
 
-    absent   field -> its value where config.json lacks it (or holds null)
-    read     further fields that the family computes with; what their absence means is left to the family (an
-             absent size is an error that names it)
-    null     those fields of `absent` in which null is a value, not an absence (q_lora_rank null: no query
+    absent   field -> its value if config.json lacks it (or holds null)
+    read     further fields that the family computes with; the family handles their absence (an absent size
+             is an error that names it)
+    null     the fields of `absent` in which null is a value, not an absence (q_lora_rank null: no query
              latent)
     never_null  fields in which null is refused: it could mean false or the default
-    only     field -> the one value that is implemented, given the config; a field of ONLY that is read is
-             any value's
+    only     field -> the one value that is implemented, computed from the config; a field of ONLY that is
+             read may have any value
     silent   fields without effect on this family's numbers, at any value
     neutral  field -> the value that asks for what this family does anyway; takes precedence over NEUTRAL
     rope_silent  fields of the rotary table without effect on this family's numbers
     per_kind     kinds of layers that may have a table of their own in rope_parameters
-    nested       sizes of the config class, which a text_config may leave out and a release of its own may not
+    nested       sizes of the config class, which a text_config may leave out but a standalone config may not
     """
 
     absent: Mapping[str, object]
@@ -52,8 +51,8 @@ class Fields:
     per_kind: tuple[str, ...] = ()
     nested: Mapping[str, object] = field(default_factory=dict)
 
-    def completed(self, config: Config, given: Config, *, nested: bool) -> dict[str, Any]:
-        """`given` (config without its nulls) with what is absent filled in; nested: of a text_config.
+    def completed(self, config: Config, present: Config, *, nested: bool) -> dict[str, Any]:
+        """Fill the absent fields of `present` (config without its nulls); nested: config is a text_config.
 
         Raises CheckpointError for a null that could mean two things.
         """
@@ -66,11 +65,11 @@ class Fields:
         absent = {
             name: value for name, value in self.absent.items() if not (name in self.null and name in config)
         }
-        return {**(self.nested if nested else {}), **absent, **given}
+        return {**(self.nested if nested else {}), **absent, **present}
 
 
 def names(words: str) -> frozenset[str]:
-    """The field names in a text, separated by blanks."""
+    """Split a text into field names at whitespace."""
     return frozenset(words.split())
 
 
@@ -78,7 +77,7 @@ READ = names("""
     model_type hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size rope_theta
     rope_scaling rope_parameters original_max_position_embeddings quantization_config
 """)
-"""What every family reads beside its `absent` table. quantization_config has an allow-list of its own
+"""Fields that every family reads beside `absent`. quantization_config has an allow-list of its own
 (quant/formats.py)."""
 
 SILENT = names("""
@@ -100,10 +99,10 @@ SILENT = names("""
     gradient_checkpointing initializer_factor classifier_dropout neftune_noise_alpha max_sequence_length
     max_seq_len max_seq_length seq_length n_positions n_ctx model_max_length tokenizer_model_max_length
 """)
-"""Names, sampling settings, lengths that were trained on, ways to compute the same (pretraining_tp: a product
-in slices), and settings of pretraining: the forward pass and the loss of a fine-tuning run depend on none of
-them. auto_map is not among them: it names the publisher's own code, and a family has to know what that
-computes."""
+"""Fields that change neither the forward pass nor the loss of a fine-tuning run: names, sampling settings,
+training lengths, other ways to compute the same (pretraining_tp: a product in slices) and pretraining
+settings. auto_map is not among them: it names the publisher's own code, and a family must know what that
+code computes."""
 
 _NEUTRAL: dict[object, str] = {
     "swiglu": "activation",
@@ -118,15 +117,15 @@ _NEUTRAL: dict[object, str] = {
     1: "logits_scaling logit_scale embedding_multiplier residual_multiplier mup_base_width return_dict",
 }
 NEUTRAL = {name: value for value, words in _NEUTRAL.items() for name in words.split()}
-"""Fields without effect at this value (0 is false too, 1 true). At another value a warning names them, unless
-the family reads them."""
+"""Fields without effect at this value (0 also means false, 1 true). At another value a warning names them,
+unless the family reads them."""
 
 ALIASES = {
     **dict.fromkeys(("num_layers", "n_layers", "n_layer"), "num_hidden_layers"),
     "sliding_window_size": "sliding_window",  # Gemma 2
 }
-"""Second names that some publishers write beside the field itself. A warning names one whose value differs
-from the field's."""
+"""Second names that some publishers write beside the field itself. If the two values differ, a warning names
+the second name."""
 
 ONLY: dict[str, Callable[[Config], object]] = {
     "hidden_act": lambda config: "silu",
@@ -140,14 +139,14 @@ ONLY: dict[str, Callable[[Config], object]] = {
     "compression_config": lambda config: {},
     "quantization": lambda config: {},
 }
-"""Fields of which every family implements one value. per_layer_config: sizes of single layers;
+"""Fields for which every family implements a single value. per_layer_config: sizes of single layers;
 compression_config: an old name of quantization_config; quantization: MLX's."""
 
 ROPE_SILENT = names("finetuned")
 
 
 def refuse_unbuilt(config: Config, table: Fields) -> None:
-    """Raise CheckpointError for a field whose value is not the one that is implemented, naming both values.
+    """Raise CheckpointError for a field whose value is not implemented; name both values.
 
     `config` has no nulls.
     """
@@ -180,24 +179,24 @@ def refuse_unbuilt(config: Config, table: Fields) -> None:
 
 
 def unknown(config: Config, table: Fields) -> list[str]:
-    """`field = value` of each field that is not followed and is not at its neutral value.
+    """List `field = value` for each field that is not followed and is not at its neutral value.
 
-    A field is followed if it is read, or known to be without effect.
+    A field is followed if it is read or known to have no effect.
     """
     known = READ | table.read | table.absent.keys() | SILENT | table.silent | ONLY.keys() | table.only.keys()
-    found = [
+    unfollowed = [
         f"{name} = {shown(value)}"
         for name, value in config.items()
         if name not in known and not _neutral(name, value, config, table)
     ]
     known_there = ROPE_FIELDS.keys() | ROPE_SILENT | table.rope_silent | {"partial_rotary_factor"}
-    found += [
+    unfollowed += [
         f"{where}{key} = {shown(value)}"
         for where, inner in rotary_tables(config)
         for key, value in inner.items()
         if key not in known_there and value is not None
     ]
-    return found
+    return unfollowed
 
 
 def _neutral(name: str, value: object, config: Config, table: Fields) -> bool:

@@ -30,11 +30,11 @@ from unfreeze.models.recompute import RecomputePolicy, plain
 from unfreeze.models.shape import Shape
 from unfreeze.quant.codec import Packed
 
-TOKENS = -1  # in a cache, the key of the tokens themselves, where prepare_step asks for them
+TOKENS = -1  # cache key of the tokens themselves, used by prepare_step
 
 
 class Body(nn.Module):
-    """What checkpoints call `model`: embed_tokens, layers, norm."""
+    """embed_tokens, layers and norm; checkpoints call this `model`."""
 
     def __init__(self, embed_tokens: Embedding, layers: list[Layer], norm: RMSNorm):
         super().__init__()
@@ -45,13 +45,14 @@ class Decoder(nn.Module):
     """A causal language model over packed batches.
 
     hidden(batch) -> [T, D]; logits(hidden) -> [T, V] fp32; prefill and step with a Cache for generation.
-    `dtype` is that of the computation; frozen matrices may be packed, or held in a narrower one.
-    `residency` is told each layer before it is computed; parallel/placement/residency.py sets another one.
-    `boundary` keeps the inputs of layers that are recomputed; parallel/placement/boundary.py is another one.
+
+    `dtype` is that of the computation; frozen matrices may be packed, or held in a narrower one. `residency`
+    is notified before each layer is computed; parallel/placement/residency.py sets another one. `boundary`
+    keeps the inputs of recomputed layers; parallel/placement/boundary.py has another one.
     """
 
     dtype: torch.dtype
-    sharded = False  # whether its weights are divided among processes (parallel/placement/fsdp.py)
+    sharded = False  # True if its weights are sharded over processes (parallel/placement/fsdp.py)
 
     def __init__(self, shape: Shape, body: Body, lm_head: Linear):
         super().__init__()
@@ -78,16 +79,16 @@ class Decoder(nn.Module):
         return {index: moe for index, moe in mixtures.items() if isinstance(moe, MoE)}
 
     def unshard(self) -> None:
-        """Gather embedding, norm and head where weights are divided. Nothing here, as `reshard`."""
+        """All-gather embedding, norm and head if weights are sharded. Does nothing here, like `reshard`."""
 
     def reshard(self) -> None:
-        """Free what is gathered of divided weights. Nothing here; fully_shard puts its own before it."""
+        """Free the all-gathered weights. Does nothing here; fully_shard overrides it."""
 
     @property
     def exchanges(self) -> bool:
-        """Whether its experts are split over processes, or its weights divided among them.
+        """True if its experts are split over processes or its weights sharded among them.
 
-        All then visit every layer equally often, so none goes through it in chunks of its own documents.
+        All processes then visit every layer equally often, so none runs it in chunks of its own documents.
         """
         return self.sharded or any(moe.experts.dispatch is not None for moe in self.moe_layers().values())
 
@@ -95,12 +96,12 @@ class Decoder(nn.Module):
     def looking(self, *, backward: bool = False) -> Iterator[None]:
         """Run the model without training it.
 
-        Afterwards the experts' token counts and torch's random numbers are as before.
-        backward: a backward pass may run inside; the parameters' gradients are put aside and restored.
-        Without it autograd records nothing.
+        Afterwards the experts' token counts and torch's random state are restored. backward: a backward pass
+        may run inside; the parameters' gradients are put aside and restored. Without it autograd records
+        nothing.
         """
         counts = {layer: moe.counts_E.clone() for layer, moe in self.moe_layers().items()}
-        self.reshard()  # parameters that are divided are those held here, not what was gathered of them
+        self.reshard()  # parameters are then the local shards, not all-gathered copies
         gradients = [(parameter, parameter.grad) for parameter in self.parameters()] if backward else []
         devices = [self.device] if self.device.type == "cuda" else []
         try:
@@ -117,7 +118,7 @@ class Decoder(nn.Module):
     def hidden(self, batch: Batch, recompute: RecomputePolicy = plain, taps: Taps | None = None) -> Tensor:
         """Hidden states after the final norm, [T, D]; document s attends to itself only.
 
-        taps: what it asks for of the layers is found in it afterwards; backward may begin there too.
+        taps: collects the layer tensors it requests; backward may also start from them.
         """
         run = self.packed_pass(batch)
         x_TD = self.model.embed_tokens(batch.tokens_T)
@@ -130,7 +131,7 @@ class Decoder(nn.Module):
         return self.model.norm(x_TD)
 
     def packed_pass(self, batch: Batch) -> PackedPass:
-        """What every layer needs to know of a batch: rotary tables, and where documents begin."""
+        """The pass that every layer receives: rotary tables, and where documents start."""
         (cos_Tr, sin_Tr), named = self.shape.tables(batch.positions_T, self._lengths(batch))
         run = PackedPass(
             cos_Tr, sin_Tr, self._layout(batch), named=named, residency=self.residency, boundary=self.boundary
@@ -190,9 +191,9 @@ class Decoder(nn.Module):
         return self.model.norm(x_TD)
 
     def prepare_step(self, cache: Cache) -> None:
-        """Before a step: make sure of room, and write rows anew that grow past longrope's short documents.
+        """Before a step: check room, and rewrite rows that grow past longrope's short documents.
 
-        All keys of a longer document are rotated by other frequencies (Rope.long), those before it too.
+        All keys of a longer document rotate by other frequencies (Rope.long), including the earlier ones.
         """
         cache.require_room()
         short = self.shape.rope.short_until
@@ -222,11 +223,11 @@ class Decoder(nn.Module):
         return hidden_SD
 
     def step_within(self, tokens_S: Tensor, positions_S: Tensor, cache: Cache, width: int) -> Tensor:
-        """`step` with every number that changes from step to step on the device. -> [S, D].
+        """`step` with every number that changes between steps on the device. -> [S, D].
 
-        positions_S: int64, each row's position, all below `width`.
-        The kernel launches don't depend on the values of the two tensors, so a CUDA graph can record and
-        replay them. The caller calls prepare_step before, and advances cache.lengths.
+        positions_S: int64, each row's position, all below `width`. The kernel launches don't depend on the
+        values of the two tensors, so a CUDA graph can record and replay them. The caller calls prepare_step
+        before, and advances cache.lengths.
         """
         rows_S = torch.arange(len(tokens_S), device=self.device)
         tables, named = self.shape.tables(positions_S)
@@ -245,7 +246,7 @@ class Decoder(nn.Module):
         return self.model.norm(x_SD)
 
     def _lengths(self, batch: Batch) -> Tensor | None:
-        """The tokens of the document that each token is in, where the rotary tables ask for it."""
+        """The length of each token's document, if the rotary tables need it."""
         if self.shape.rope.long is None:
             return None
         lengths_S = torch.tensor(batch.lengths())
@@ -256,7 +257,7 @@ class Decoder(nn.Module):
 
 
 def _spans(groups: Sequence[Sequence[int]]) -> Iterator[tuple[slice, list[int]]]:
-    """For each group of document lengths: (the slice of its tokens, where in it each document starts)."""
+    """For each group of document lengths: (slice of its tokens, start of each document within it)."""
     begin = 0
     for lengths in groups:
         *starts, total = itertools.accumulate(lengths, initial=0)

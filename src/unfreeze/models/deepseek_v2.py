@@ -57,7 +57,7 @@ FIELDS = Fields(
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json.
 
-    Raises CheckpointError for a topk_method that is not built.
+    Raises CheckpointError for a topk_method that is not implemented.
     """
     if config["topk_method"] not in METHODS:
         raise CheckpointError(

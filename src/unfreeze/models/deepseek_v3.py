@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _EXPERT = "model.layers.{layer}.mlp.experts.{expert}."
 _STACK = "model.layers.{layer}.mlp.experts."
-# transformers 5 can write the experts already stacked; read, never written
+# transformers 5 can write stacked experts; such files are read, never written
 FUSED = (
     StackRule(_STACK + "gate_up_proj", _STACK + "gate_up_proj.weight"),
     StackRule(_STACK + "down_proj", _STACK + "down_proj.weight"),
@@ -38,15 +38,15 @@ SINGLE = (
 )
 RULES = (*SINGLE, *FUSED)
 QUANTIZED = tuple(replace(rule, instead=True) for rule in SINGLE)
-"""For families whose releases are fused: quantizers write an expert per name."""
+"""For families whose releases are fused: quantizers write each expert under its own name."""
 OTHER_NAMES: dict[str, Callable[[Config], object]] = {
     "num_local_experts": lambda config: config.get("n_routed_experts", config["num_local_experts"]),
     "num_mtp_layers": lambda config: config.get("num_nextn_predict_layers", config["num_mtp_layers"]),
 }
-"""Second names of two sizes; where both are there they must agree."""
+"""Second names of two sizes; if both names are present they must agree."""
 MLA_SIZES: dict[str, Callable[[Config], object]] = {
     "moe_layer_freq": lambda config: 1,
-    # latent attention has a key and a value per head; the rest are other names of sizes, and must agree
+    # latent attention has a key and a value per head; the others are second names of sizes, and must agree
     "num_key_value_heads": lambda config: config.get("num_attention_heads"),
     "head_dim": lambda config: config.get("qk_rope_head_dim"),
     "qk_head_dim": lambda config: (
@@ -86,7 +86,7 @@ FIELDS = Fields(
 def ignored(shape: Shape) -> tuple[str, ...]:
     """Tensors of a checkpoint that are not part of this language model.
 
-    Prediction heads for later tokens, and Kimi-K2.5's vision side.
+    Multi-token prediction heads, and Kimi-K2.5's vision side.
     """
     extra = int(shape.config.get("num_mtp_layers", shape.config["num_nextn_predict_layers"]))
     heads = tuple(rf"model\.layers\.{shape.num_layers + i}\..*" for i in range(extra))
@@ -107,7 +107,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def moe_shape(config: Mapping[str, Any]) -> MoEShape:
-    """Sizes of routed and shared experts, and which layers have none: the first_k_dense_replace first."""
+    """Sizes of routed and shared experts; the first first_k_dense_replace layers have none."""
     return MoEShape(
         num_experts=int(
             config["num_local_experts"]
@@ -127,7 +127,7 @@ def layer(shape: Shape, index: int, make: Factory) -> Layer:
 
 
 def attention(shape: Shape, index: int, make: Factory, **parts: Any) -> MLA:
-    """Multi-head latent attention, its sizes from shape.mla. parts: as in MLA."""
+    """Multi-head latent attention with sizes from shape.mla. parts: as in MLA."""
     name = f"model.layers.{index}.self_attn"
     mla, heads, bias = shape.mla, shape.num_heads, bool(shape.config["attention_bias"])
     assert mla is not None
@@ -171,7 +171,7 @@ def _scale(shape: Shape) -> float:
 
 
 def mlp(shape: Shape, index: int, make: Factory, router: Callable[[Shape, Factory], Router]) -> MLP | MoE:
-    """A dense MLP where the layer is dense, else routed and shared experts."""
+    """A dense MLP if the layer is dense, else routed and shared experts."""
     from unfreeze.models.blocks.moe import MoE
 
     name, moe = f"model.layers.{index}.mlp", shape.moe

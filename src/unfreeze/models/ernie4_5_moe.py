@@ -55,15 +55,15 @@ FIELDS = Fields(
 
 
 def ignored(shape: Shape) -> tuple[str, ...]:
-    """Prediction heads for later tokens."""
+    """Multi-token prediction heads."""
     return (*llama.ignored(shape), r"(model\.)?mtp_.*")
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json.
 
-    Experts from moe_layer_start_index to moe_layer_end_index (-1 or absent: the last layer), in every
-    moe_layer_interval-th layer.
+    Experts are in every moe_layer_interval-th layer from moe_layer_start_index to moe_layer_end_index (-1 or
+    absent: the last layer).
     """
     layers, end = int(require(config, "num_hidden_layers")), int(config.get("moe_layer_end_index", -1))
     start, interval = int(config["moe_layer_start_index"]), int(config["moe_layer_interval"])

@@ -1,6 +1,6 @@
-"""Factory makes the leaf modules of a model; `build` makes a Decoder of them.
+"""Factory makes the leaf modules of a model; `build` assembles them into a Decoder.
 
-All have one dtype and device, and are packed where the checkpoint is packed.
+All share one dtype and device, and are packed where the checkpoint is packed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from unfreeze.quant.formats import recognise
 from unfreeze.quant.scheme import CodecFor, nothing_packed
 
 HeldFor = Callable[[str], torch.dtype | None]
-"""The name of a module on disk -> the dtype its frozen matrix is held in; None: that of the computation."""
+"""Name of a module on disk -> the dtype its frozen matrix is held in; None: the computation's."""
 
 
 def as_computed(module: str) -> torch.dtype | None:
@@ -45,10 +45,10 @@ def as_computed(module: str) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class Factory:
-    """`codec_for(name)` is the codec that module `name` of the checkpoint is packed in, or None.
+    """Makes modules. `codec_for(name)` is the codec of the checkpoint's module `name`, or None.
 
-    A name is that of the files, where experts are not stacked. `dtype` is that of the computation.
-    `held_for(name)` is the dtype that a frozen matrix is held in, if that is narrower; None: dtype.
+    A name is that of the files, in which experts are not stacked. `dtype` is that of the computation.
+    `held_for(name)` is the dtype that a frozen matrix is held in if it is narrower; None: dtype.
     """
 
     dtype: torch.dtype
@@ -68,11 +68,11 @@ class Factory:
         )
 
     def vector(self, size: int) -> nn.Parameter:
-        """A parameter of its own, such as attention's sinks."""
+        """A parameter outside any module, such as attention's sinks."""
         return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device))
 
     def scalar(self) -> Tensor:
-        """One number that no run trains: a buffer of its module."""
+        """One number that is never trained: a buffer of its module."""
         return torch.empty(1, dtype=self.dtype, device=self.device)
 
     def norm(self, size: int, eps: float, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
@@ -106,30 +106,32 @@ class Factory:
     ) -> Experts:
         gate_up, down_proj = (f"{name}.{projection}" for projection in ("gate_up_proj", "down_proj"))
         codec, down = self.codec_for(gate_up), self.codec_for(down_proj)
-        made: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "held": self.held_for(gate_up)}
+        options: dict[str, Any] = {"dtype": self.dtype, "device": self.device, "held": self.held_for(gate_up)}
         experts = kind(
-            num_experts, hidden_size, intermediate_size, codec=codec, activation=activation, **made
+            num_experts, hidden_size, intermediate_size, codec=codec, activation=activation, **options
         )
         held = self.held_for(down_proj)
-        if (down, held) != (codec, made["held"]):
-            made["held"] = held
-            experts.down_proj = ExpertWeight(num_experts, intermediate_size, hidden_size, codec=down, **made)
+        if (down, held) != (codec, options["held"]):
+            options["held"] = held
+            experts.down_proj = ExpertWeight(
+                num_experts, intermediate_size, hidden_size, codec=down, **options
+            )
         return experts
 
     def experts_of(self, shape: Shape, name: str, **parts: Any) -> Experts:
-        """The routed experts of the mixture `name`, of the model's sizes; `parts` as in `experts`."""
+        """Routed experts of the MoE layer `name`, with the model's sizes; `parts` as in `experts`."""
         assert shape.moe is not None
         sizes = shape.moe.num_experts, shape.hidden_size, shape.moe.intermediate_size
         return self.experts(f"{name}.experts", *sizes, **parts)
 
     def router(self, shape: Shape, routing: RoutingRule, kind: type[Router] = Router) -> Router:
-        """The router of a layer with the shape's experts."""
+        """The router of a layer, with the model's sizes."""
         assert shape.moe is not None
         sizes = (shape.hidden_size, shape.moe.num_experts, shape.moe.experts_per_token)
         return kind(*sizes, routing, dtype=self.dtype, device=self.device)
 
     def embedding(self, shape: Shape, scale: float | None = None) -> Embedding:
-        """Rows of the table, times `scale` where it is a number."""
+        """The token embeddings, scaled by `scale` unless it is None."""
         sizes = shape.vocab_size, shape.hidden_size
         if scale is None:
             return Embedding(*sizes, **self.table)
@@ -142,17 +144,17 @@ class Factory:
         return {"dtype": self.dtype, "device": self.device, "held": held}
 
     def head(self, shape: Shape, factor: float = 1.0) -> Linear:
-        """The output head: logits times `factor`, within shape.softcap where it is a number."""
+        """The output head: logits times `factor`, softcapped by shape.softcap unless it is None."""
         sizes = shape.hidden_size, shape.vocab_size
-        made: dict[str, Any] = {"codec": self.codec_for("lm_head"), "held": self.held_for("lm_head")}
-        made |= {"dtype": self.dtype, "device": self.device}
+        options: dict[str, Any] = {"codec": self.codec_for("lm_head"), "held": self.held_for("lm_head")}
+        options |= {"dtype": self.dtype, "device": self.device}
         if factor == 1 and shape.softcap is None:
-            return Linear(*sizes, **made)
-        return Head(*sizes, factor=factor, softcap=shape.softcap, **made)
+            return Linear(*sizes, **options)
+        return Head(*sizes, factor=factor, softcap=shape.softcap, **options)
 
 
 class Ends(NamedTuple):
-    """What stands before and behind a model's layers."""
+    """The parts before and after a model's layers."""
 
     embed_tokens: Embedding
     norm: RMSNorm
@@ -160,7 +162,7 @@ class Ends(NamedTuple):
 
 
 def ends(shape: Shape, make: Factory) -> Ends:
-    """A table, an RMSNorm and a matrix. A family with others has a function of this name."""
+    """An embedding, an RMSNorm and an output head. A family with others has a function of this name."""
     return Ends(make.embedding(shape), make.norm(shape.hidden_size, shape.rms_norm_eps), make.head(shape))
 
 
@@ -174,10 +176,9 @@ def build(
 ) -> Decoder:
     """A Decoder with uninitialised weights; on "meta" it takes no memory.
 
-    parallel.place fills it, or initialize() draws it at random.
-
-    `codec_for(module name)` says which modules the checkpoint stores packed, and how; they stay so.
-    `held_for(module name)` says which frozen matrices are held in a narrower dtype than the computation's.
+    parallel.place fills it, or initialize() draws it at random. `codec_for(module name)` returns the codec of
+    a module that the checkpoint stores packed; it stays packed. `held_for(module name)` returns the dtype of
+    a frozen matrix held narrower than the computation's.
     """
     make = Factory(dtype, device, codec_for, held_for)
     family = FAMILIES[shape.model_type]
@@ -194,18 +195,18 @@ def build(
 def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype, *, as_stored: bool = False) -> Decoder:
     """The checkpoint's Decoder without memory, packed where the checkpoint is packed.
 
-    as_stored: matrices in a narrower dtype than `dtype` stay in it (bf16 under float32): they are frozen.
-    Raises CheckpointError where the files hold too few bytes for the sizes of config.json.
+    as_stored: matrices stored in a narrower dtype than `dtype` stay in it (bf16 under float32): they are
+    frozen. Raises CheckpointError if the files hold too few bytes for the sizes of config.json.
     """
     if manifest.tensors:
         check_against_files(shape, manifest)
     scheme, names, rules = manifest.scheme(), manifest.by_model_name(), models.rules(shape)
 
     def stored(module: str) -> Codec | None:
-        found = [scheme.stored(name, names) for name in disk_modules(module, rules)] if scheme else []
-        return next((codec for codec in found if codec is not None), None)
+        codecs = [scheme.stored(name, names) for name in disk_modules(module, rules)] if scheme else []
+        return next((codec for codec in codecs if codec is not None), None)
 
-    # A stack of experts has one dtype in memory, so all that is within experts must agree.
+    # A stack of experts has one dtype in memory, so all its tensors must agree.
     dtypes: dict[str, set[str]] = {}
     for name, info in names.items() if as_stored else ():
         dtypes.setdefault(_unnumbered(name), set()).add(info.dtype)
@@ -221,7 +222,7 @@ def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype, *, as_store
 
 
 def _unnumbered(name: str) -> str:
-    """The name of a tensor without the number of its layer; of an expert's, no more than that."""
+    """A tensor's name without its layer number; for an expert, only the part up to ".experts"."""
     plain = ".".join("*" if part.isdigit() else part for part in name.split("."))
     return plain.partition(".experts.")[0] + ".experts" if ".experts." in plain else plain
 
@@ -230,7 +231,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def _narrower(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype | None:
-    """`stored` where it is a half precision and `dtype` is wider; else None."""
+    """`stored` if it is a half precision and `dtype` is wider; else None."""
     return stored if stored in HALVES and dtype.itemsize > stored.itemsize else None
 
 
@@ -241,16 +242,15 @@ def from_config(
     *,
     as_stored: bool = False,
 ) -> Decoder:
-    """The Decoder that a release's config.json alone describes, without memory; on another device than
-    "meta", with uninitialised weights.
+    """The Decoder described by a config.json alone.
 
-    It is packed where its quantization_config says so. as_stored: as in meta_model, of the dtype that the
-    config names.
+    On "meta" it takes no memory; elsewhere it is uninitialised. It is packed if its quantization_config says
+    so. as_stored: as in meta_model, with the dtype that the config names.
     """
     scheme, shape = recognise(config), models.shape(config)
     rules = models.rules(shape)
 
-    def said(module: str) -> Codec | None:
+    def declared(module: str) -> Codec | None:
         return None if scheme is None else scheme.codec_for(disk_module(module, rules))
 
     named = declared_dtype(config)
@@ -259,5 +259,5 @@ def from_config(
         return _narrower(named, dtype)
 
     return build(
-        shape, dtype=dtype, device=device, codec_for=said, held_for=held if as_stored else as_computed
+        shape, dtype=dtype, device=device, codec_for=declared, held_for=held if as_stored else as_computed
     )

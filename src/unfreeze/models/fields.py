@@ -1,8 +1,8 @@
 """Checks config.json before anything is built from it.
 
-Each field that a family reads is checked for its type and range, and the sizes together for what they add up
-to. Sizes from a file alone must not decide how long a loop runs or how much memory is asked for: hidden_size
-1e12 is refused, and the error has the arithmetic.
+Each field that a family reads is checked for type and range, and the sizes are checked against each other and
+the files. Sizes from a file must not decide unchecked how long a loop runs or how much memory is allocated:
+hidden_size 1e12 is refused, and the error shows the arithmetic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number above `low` (or from it on, if `closed`) and at most 1e12."""
+    """A finite number above `low` (or at least `low`, if `closed`) and at most 1e12."""
 
     low: float
     closed: bool = False
@@ -146,8 +146,8 @@ FIELDS: dict[str, Kind] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), TABLE),
     **dict.fromkeys(("mlp_only_layers", "moe_layers"), LAYERS),
 }
-"""Fields that families read. One that is absent or null is left to the family: it has a default there, or
-shape.require names it in an error."""
+"""Fields that families read. An absent or null field is left to the family: it has a default there, or
+shape.require raises an error that names it."""
 ROPE_FIELDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"),
@@ -172,23 +172,25 @@ ROPE_NEEDS = {
 
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are not null, in the rotary tables too.
+    """The fields that are not null, inside the rotary tables too.
 
     A null counts as an absent field, which has a default or is named in an error.
     """
 
-    def given(table: Mapping[str, Any]) -> dict[str, Any]:
-        inner = {key: given(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+    def non_null(table: Mapping[str, Any]) -> dict[str, Any]:
+        inner = {
+            key: non_null(value) if isinstance(value, Mapping) else value for key, value in table.items()
+        }
         return {key: value for key, value in inner.items() if value is not None}
 
-    tables = {name: given(config[name]) for name in ROPE_TABLES if isinstance(config.get(name), Mapping)}
+    tables = {name: non_null(config[name]) for name in ROPE_TABLES if isinstance(config.get(name), Mapping)}
     return {name: value for name, value in {**config, **tables}.items() if value is not None}
 
 
 def rotary_tables(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """("rope_parameters.", the table) of each rotary table.
 
-    One that holds a table per kind of layer gives those, and itself without them.
+    A table with one per kind of layer yields those, and itself without them.
     """
     for name in ROPE_TABLES:
         table = config.get(name)
@@ -201,12 +203,12 @@ def rotary_tables(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
 def check_fields(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError for the first field of a wrong type or out of range.
 
-    The message has the value, and what it must be.
+    The message has the value and the requirement.
     """
     _check(config, FIELDS, "config.json: ")
     for name in ("mlp_only_layers", "moe_layers"):
         if any(not Whole(0, 10_000)(layer) for layer in config.get(name) or ()):
-            raise CheckpointError(f"config.json: {name} holds something that is no layer number", next=NEXT)
+            raise CheckpointError(f"config.json: {name} holds an entry that is not a layer number", next=NEXT)
     for where, table in rotary_tables(config):
         name = where.rstrip(".")
         _check(table, ROPE_FIELDS, f"config.json: {where}")
@@ -214,7 +216,7 @@ def check_fields(config: Mapping[str, Any]) -> None:
         missing = [field for field in ROPE_NEEDS.get(str(kind), ()) if table.get(field) is None]
         if missing:
             raise CheckpointError(f"config.json: {name} of type {kind!r} has no {missing[0]}", next=NEXT)
-        # equal is a step instead of a ramp: Llama 4 Scout
+        # equal bounds are a step instead of a ramp: Llama 4 Scout
         if kind == "llama3" and not table["low_freq_factor"] <= table["high_freq_factor"]:
             low, high = table["low_freq_factor"], table["high_freq_factor"]
             raise CheckpointError(
@@ -229,9 +231,9 @@ def _check(table: Mapping[str, object], fields: Mapping[str, Kind], where: str) 
 
 
 def shown(value: object) -> str:
-    """A value for a message, at most 60 characters of it.
+    """Format a value for a message, at most 60 characters of it.
 
-    true and false as in JSON, whole numbers with thousands separators, else Python's form.
+    true and false as in JSON, whole numbers with thousands separators, else Python's repr.
     """
     if isinstance(value, bool):
         return str(value).lower()
@@ -247,12 +249,15 @@ def shown(value: object) -> str:
 
 
 def check_sizes(shape: Shape) -> None:
-    """Sizes that must fit each other. Raises CheckpointError naming both fields."""
-    # (true or not 0 where the sizes are wrong, the message): attention, then experts
+    """Check sizes that must fit each other. Raises CheckpointError naming both fields."""
+    # (true or nonzero if the sizes are wrong, the message): attention, then experts
     heads, groups = shape.num_heads, shape.num_kv_heads
     width = shape.mla.rope if shape.mla else shape.head_dim
     wrong = [
-        (heads % groups, f"num_attention_heads {heads:,} is no multiple of num_key_value_heads {groups:,}"),
+        (
+            heads % groups,
+            f"num_attention_heads {heads:,} is not a multiple of num_key_value_heads {groups:,}",
+        ),
         (width % 2, f"a rotary width of {width} is odd; elements are rotated in pairs"),
         (
             width < 1,
@@ -282,18 +287,16 @@ def check_sizes(shape: Shape) -> None:
             raise CheckpointError(f"config.json: {words}", next=NEXT)
 
 
-# a config that needs more than so many times what the files hold is refused before its tensors are listed
+# a config that needs more than this many times the bytes of the files is refused before tensors are listed
 ABSURD = 4
-SLACK = 2**20  # bytes beyond that factor that are still allowed: a tiny checkpoint may be off by more than it
+SLACK = 2**20  # extra bytes allowed beyond that factor: a tiny checkpoint may be off by more than it
 
 
 def check_against_files(shape: Shape, manifest: Manifest) -> None:
-    """Raise CheckpointError, with the sum, where the config's sizes need far more than the files hold.
+    """Raise CheckpointError, with the sum, if the config's sizes need far more than the files hold.
 
-    It is called before a loop runs over layers and experts that may not exist.
-
-    A lower bound of the need: embedding V*D, layers L*2D, experts L*E*3*D*I, at half a byte each; and 6
-    tensors per layer.
+    Called before any loop over layers and experts that may not exist. The lower bound of the need: embedding
+    V*D, layers L*2D, experts L*E*3*D*I, at half a byte each; and 6 tensors per layer.
     """
     D, L = shape.hidden_size, shape.num_layers
     terms = {

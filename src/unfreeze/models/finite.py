@@ -1,4 +1,4 @@
-"""Which weight of a model is NaN or infinite."""
+"""Find a weight that is NaN or infinite."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from unfreeze.core.rows import here
 
 
 def bad_weight(model: nn.Module, *, updated: bool) -> tuple[str, str] | None:
-    """("NaN" or "infinity", the first weight that came so from the file); None where all are finite.
+    """("NaN" or "infinity", name) of the first weight with such a value; None if all are finite.
 
-    updated: whether what trains is no longer the file's. Of weights that are divided, those that are here.
+    updated: True once training has changed the trainable weights; they are then skipped. Of sharded weights,
+    only local shards are checked.
     """
     for name, whole in [*model.named_parameters(), *model.named_buffers()]:
         tensor = here(whole)
@@ -22,7 +23,7 @@ def bad_weight(model: nn.Module, *, updated: bool) -> tuple[str, str] | None:
 
 
 def is_bad(tensor: Any) -> bool:
-    """Whether it is a tensor of floats that are not all finite."""
+    """True if it is a tensor of floats that are not all finite."""
     return (
         isinstance(tensor, Tensor)
         and tensor.is_floating_point()

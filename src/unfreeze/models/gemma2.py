@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and behind attention and MLP, softcapped scores and logits, every other layer slides.
+"""Gemma 2: norms before and after attention and MLP, softcapped scores and logits, every other layer slides.
 
 Source: arXiv:2408.00118. gemma3_text.py builds on it.
 """
@@ -51,7 +51,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def ends(shape: Shape, make: Factory) -> Ends:
-    """Rows times sqrt(D), rounded to their dtype; a last norm of gain 1 + weight."""
+    """Embeddings scaled by sqrt(D), rounded to their dtype; a final norm with gain 1 + weight."""
     import torch
 
     from unfreeze.models.blocks.norm import OffsetRMSNorm
@@ -63,7 +63,7 @@ def ends(shape: Shape, make: Factory) -> Ends:
 
 
 def layer(shape: Shape, index: int, make: Factory, **parts: Any) -> SandwichLayer:
-    """Decoder layer `index`. parts: of its attention, for Gemma 3."""
+    """Decoder layer `index`. parts: options of its attention, for Gemma 3."""
     from unfreeze.models.blocks.nonlinearity import GATED_GELU
     from unfreeze.models.blocks.norm import OffsetRMSNorm
     from unfreeze.models.layer import SandwichLayer

@@ -1,6 +1,6 @@
-"""Gemma 3, alone and inside a release that sees: Gemma 2's block with norms on q and k.
+"""Gemma 3, alone and inside a multimodal release: Gemma 2's block with norms on q and k.
 
-Five of six layers slide, and rotate by a base of their own. Source: arXiv:2503.19786.
+Five of six layers slide and have their own rope base. Source: arXiv:2503.19786.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FIELDS = replace(
     gemma2.FIELDS,
     absent={
         **gemma2.FIELDS.absent,
-        # a nested config is published without what is its class's default (4B: no heads, no vocabulary)
+        # a nested config is published without its class's defaults (4B: no heads, no vocabulary)
         "hidden_size": 2304,
         "intermediate_size": 9216,
         "num_hidden_layers": 26,
@@ -36,7 +36,7 @@ FIELDS = replace(
         "attn_logit_softcapping": None,
     },
     read=names("layer_types sliding_window_pattern rope_local_base_freq"),
-    # no release has it, and transformers' class takes it and does nothing with it
+    # no release has it, and transformers' class accepts but ignores it
     only={**gemma2.FIELDS.only, "attn_logit_softcapping": lambda config: None},
     silent=names("cache_implementation _sliding_window_pattern"),
     per_kind=(FULL, SLIDING),
@@ -44,7 +44,7 @@ FIELDS = replace(
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json. Every sliding_window_pattern-th layer is full."""
+    """Sizes from config.json. Every sliding_window_pattern-th layer has full attention."""
     every = int(config.get("sliding_window_pattern", 6))
     kinds = layer_types(config, lambda index: SLIDING if (index + 1) % every else FULL)
     local = config.get("rope_local_base_freq", 1e4)

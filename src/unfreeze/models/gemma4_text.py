@@ -1,9 +1,10 @@
-"""Gemma 4: Gemma 3's block with other heads in full layers, whose values may be their keys.
+"""Gemma 4: Gemma 3's block with other heads in full-attention layers, whose values may be their keys.
 
-Full layers have heads of global_head_dim, of which a part rotates; with attention_k_eq_v their values are the
-keys before norm and rotation. Values are normed; a layer's output is multiplied by a number of its own.
-With enable_moe_block (26B-A4B) each layer has experts beside its MLP, fused on disk.
-Not built, and refused by name: embeddings per layer, shared keys and values.
+Full layers have heads of global_head_dim, which rotate in part; with attention_k_eq_v their values are the
+keys before norm and rotation. Values are normed; a layer's output is multiplied by a per-layer scalar. With
+enable_moe_block (26B-A4B) each layer has experts beside its MLP, fused on disk.
+
+Not implemented, and refused by name: embeddings per layer, shared keys and values.
 Source: transformers 5.23, models/gemma4.
 """
 
@@ -62,12 +63,12 @@ FIELDS = Fields(
     null=names("final_logit_softcapping"),
     only={
         "hidden_activation": lambda config: gemma2.GELU,
-        "use_bidirectional_attention": lambda config: "vision",  # which a text has nothing of
+        "use_bidirectional_attention": lambda config: "vision",  # text has no vision tokens
         "hidden_size_per_layer_input": lambda config: 0,
         "num_kv_shared_layers": lambda config: 0,
         "rope_scaling": lambda config: {},  # rope_parameters has a table per kind of layer
     },
-    # of parts that are not built, and so without effect where these are not asked for
+    # of unimplemented parts, so without effect unless those are enabled
     silent=names("vocab_size_per_layer_input use_double_wide_mlp"),
     per_kind=(FULL, SLIDING),
 )
@@ -75,27 +76,27 @@ ROTARY = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-"""What an absent rope_parameters means."""
+"""Default of rope_parameters."""
 
 
 def full_heads(config: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[int, int]:
-    """(key heads, width) of full layers: two fields, or what per_layer_config says of each of them."""
+    """(key heads, width) of full layers: from two fields, or from per_layer_config."""
     keys, width = int(config["num_key_value_heads"]), int(config.get("global_head_dim", 512))
     if config["attention_k_eq_v"] and config.get("num_global_key_value_heads"):
         keys = int(config["num_global_key_value_heads"])
     if "per_layer_config" not in config:
         return keys, width
     keys, width = int(config["num_key_value_heads"]), int(config["head_dim"])
-    given = config["per_layer_config"]
-    if not given:  # as transformers writes it where no layer differs
+    per_layer = config["per_layer_config"]
+    if not per_layer:  # transformers writes it like this if no layer differs
         return keys, width
     full = {index for index, kind in enumerate(kinds) if kind == FULL}
-    named = {int(index) for index in given if str(index).isdecimal()}
-    first = next(iter(given.values()), {})
+    named = {int(index) for index in per_layer if str(index).isdecimal()}
+    first = next(iter(per_layer.values()), {})
     known = {"head_dim": Whole(1, 2**16), "num_key_value_heads": Whole(1, 2**16)}
-    alike = isinstance(first, Mapping) and all(table == first for table in given.values())
+    alike = isinstance(first, Mapping) and all(table == first for table in per_layer.values())
     whole = alike and all(name in known and known[name](value) for name, value in first.items())
-    if not whole or named != full or len(named) < len(given):
+    if not whole or named != full or len(named) < len(per_layer):
         raise CheckpointError(
             f"config.json: per_layer_config {shown(config['per_layer_config'])} is not built for model_type"
             " 'gemma4_text'; built: head_dim and num_key_value_heads, alike in all full layers",
@@ -107,7 +108,7 @@ def full_heads(config: Mapping[str, Any], kinds: tuple[str, ...]) -> tuple[int, 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json: head_dim is that of sliding layers."""
     kinds = layer_types(config, lambda index: SLIDING if (index + 1) % 6 else FULL)
-    kinds = (*kinds[:-1], FULL)  # as transformers has it, whatever layer_types says of the last
+    kinds = (*kinds[:-1], FULL)  # as in transformers, regardless of layer_types' last entry
     _, width = full_heads(config, kinds)
     tables = config.get("rope_parameters", ROTARY)
     for kind in (FULL, SLIDING):
@@ -132,7 +133,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def _moe_shape(config: Mapping[str, Any]) -> MoEShape:
-    """Experts beside the MLP of every layer."""
+    """Sizes of the experts beside every layer's MLP."""
     return MoEShape(
         num_experts=int(require(config, "num_experts")),
         experts_per_token=int(require(config, "top_k_experts")),
@@ -143,7 +144,7 @@ def _moe_shape(config: Mapping[str, Any]) -> MoEShape:
 
 
 def ends(shape: Shape, make: Factory) -> Ends:
-    """As Gemma 2's, but for the last norm, whose gain is its weight."""
+    """As in Gemma 2, except for the final norm, whose gain is its weight."""
     return gemma2.ends(shape, make)._replace(norm=make.norm(shape.hidden_size, shape.rms_norm_eps))
 
 

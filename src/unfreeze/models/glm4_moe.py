@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 RULES = deepseek_v3.RULES
 ignored = deepseek_v3.ignored
-PARTIAL = 0.5  # what an absent partial_rotary_factor means
+PARTIAL = 0.5  # default of partial_rotary_factor
 FIELDS = Fields(
     absent={
         **llama.ABSENT,
@@ -55,7 +55,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
-    """Decoder layer `index`: biases on q, k and v as attention_bias says, o_proj has none."""
+    """Decoder layer `index`: attention_bias sets biases on q, k and v; o_proj has none."""
     attention = llama.attention(
         shape,
         index,

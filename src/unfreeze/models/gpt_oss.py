@@ -1,8 +1,9 @@
 """gpt-oss: attention with sinks, every second layer with a window; experts with biases and clamped SwiGLU.
 
-Source: arXiv:2508.10925. On disk the experts are fused and transposed, [E, in, out], or in MXFP4 as codes of
-[E, out, in]; gate and up alternate in either, and stay so in memory. unsloth's releases in bitsandbytes' 4
-bits have an expert per name and a router.linear.
+On disk the experts are fused and transposed, [E, in, out], or MXFP4 codes of [E, out, in]. Gate and up
+alternate in both, and stay so in memory. unsloth's releases in bitsandbytes' 4 bits have each expert under
+its own name and a router.linear.
+Source: arXiv:2508.10925.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""What an absent rotary table means."""
+"""Default rotary table."""
 FIELDS = Fields(
     absent={
         **llama.ABSENT,
@@ -73,7 +74,7 @@ FIELDS = Fields(
         "experts_per_token": lambda config: config["num_experts_per_tok"],
         "num_experts": lambda config: config["num_local_experts"],
     },
-    silent=names("initial_context_length"),  # the rotary table has it again
+    silent=names("initial_context_length"),  # the rotary table repeats it
 )
 
 

@@ -1,4 +1,4 @@
-"""Granite 3: a Llama block with four multipliers, of embeddings, attention's scores, residuals and logits.
+"""Granite 3: a Llama block with four multipliers: on embeddings, attention scores, residuals and logits.
 
 Source: the Granite 3.0 report and its published config.json; the multipliers are those of arXiv:2203.03466.
 """
@@ -45,7 +45,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def ends(shape: Shape, make: Factory) -> Ends:
-    """Rows times embedding_multiplier; logits over logits_scaling."""
+    """Embeddings times embedding_multiplier; logits divided by logits_scaling."""
     from unfreeze.models.factory import Ends
 
     return Ends(

@@ -1,7 +1,7 @@
-"""The group of a module or parameter, by its name on disk. No torch: `inspect` counts by groups.
+"""Groups modules and parameters by their name on disk. No torch: `inspect` counts by groups.
 
-A group is what people talk about: attention, mlp (dense), shared_experts, experts; the router, lm_head,
-embeddings and norms stay frozen unless lm_head is named.
+The groups: attention, mlp (dense), shared_experts, experts. The router, lm_head, embeddings and norms stay
+frozen unless lm_head is named.
 """
 
 from __future__ import annotations

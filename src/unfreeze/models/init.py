@@ -1,4 +1,4 @@
-"""Random weights for pretraining from nothing."""
+"""Random weights for pretraining from scratch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from unfreeze.models.decoder import Decoder
 
 
 def initialize(model: Decoder, seed: int, put: Callable[[str, Tensor], None] | None = None) -> None:
-    """Every weight ~ N(0, initializer_range²), norms' gains 1, biases 0.
+    """Initialise every weight ~ N(0, initializer_range²), norms' gains 1, biases 0.
 
     Projections back into the residual stream are scaled by 1/sqrt(2 · layers), so that its variance does not
     grow with depth (GPT-2, Radford et al. 2019). Deterministic in `seed`.
-    put: takes a parameter's name and its values, where a process holds some rows of it only
-    (parallel/placement/fsdp.py); every process draws all of them.
+
+    put: stores a parameter's values by name, for a process that holds only some of its rows
+    (parallel/placement/fsdp.py); every process draws all rows.
     """
     generator = torch.Generator().manual_seed(seed)
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]

@@ -1,4 +1,4 @@
-"""The residual blocks: where the norms stand, and what is added to what. T tokens, D model width."""
+"""Residual blocks: the places of the norms and the sums. T tokens, D model width."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Layer(Block):
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD), run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its parts in order, and during all of its backward 2 D.
+        """Its parts in order, plus 2 D during all of its backward.
 
-        They are its output, and the sum behind attention, whose place its gradient takes.
+        They are its output, and the sum after attention, whose place its gradient takes.
         """
         sums = Bytes(held=2 * dtype.itemsize * self.input_layernorm.size)
         parts = (self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp)
@@ -71,12 +71,12 @@ class PostNormLayer(Layer):
         return x_TD + self.post_feedforward_layernorm(self.mlp.read(x_TD, run))
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Its parts in order, and during all of its backward 2 D, as in Layer.
+        """Its parts in order, plus 2 D during all of its backward, as in Layer.
 
-        A norm behind a part keeps its input, not the output that it says: the same bytes.
+        A norm after a part keeps its input, not its output as its bytes() assumes: the same size.
         """
         D = self.post_attention_layernorm.size
-        # the MLP's product is read by the norm behind it: elementwise recomputation keeps it
+        # the norm after the MLP reads its product: elementwise recomputation keeps it
         sums = Bytes(held=2 * dtype.itemsize * D, linear=dtype.itemsize * D)
         parts = (self.self_attn, self.post_attention_layernorm, self.mlp, self.post_feedforward_layernorm)
         return sum((part.bytes(dtype, device) for part in parts), sums)
@@ -109,7 +109,7 @@ class SandwichLayer(Layer):
         )
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """As of PostNormLayer, with a norm before each part too."""
+        """As in PostNormLayer, plus a norm before each part."""
         D = self.input_layernorm.size
         sums = Bytes(held=2 * dtype.itemsize * D, linear=dtype.itemsize * D)
         parts = (
@@ -124,7 +124,7 @@ class SandwichLayer(Layer):
 
 
 class GatedSandwichLayer(SandwichLayer):
-    """SandwichLayer whose output is multiplied by layer_scalar, a number that the release fixed (Gemma 4)."""
+    """SandwichLayer whose output is multiplied by layer_scalar, a constant of the checkpoint (Gemma 4)."""
 
     layer_scalar: Tensor
 
@@ -139,7 +139,7 @@ class GatedSandwichLayer(SandwichLayer):
 class BesideLayer(GatedSandwichLayer):
     """GatedSandwichLayer whose MLP has experts beside it: norm(norm_1(mlp(norm(x))) + moe(x)) (Gemma 4).
 
-    The mixture has norms of its own (blocks.moe.NormedMoE).
+    The MoE has norms of its own (blocks.moe.NormedMoE).
     """
 
     def __init__(
@@ -156,6 +156,6 @@ class BesideLayer(GatedSandwichLayer):
         return (x_TD + self.post_feedforward_layernorm(both_TD)) * self.layer_scalar
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """As GatedSandwichLayer's, the mixture, and a norm more."""
+        """As in GatedSandwichLayer, plus the MoE and one norm."""
         norm = self.post_feedforward_layernorm_1.bytes(dtype, device)
         return super().bytes(dtype, device) + norm + self.moe.bytes(dtype, device)

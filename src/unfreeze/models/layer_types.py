@@ -1,4 +1,4 @@
-"""Layers that differ in what their attention sees: config.json's layer_types and sliding_window."""
+"""Layers with different attention masks: config.json's layer_types and sliding_window."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def layer_types(config: Mapping[str, Any], usual: Callable[[int], str]) -> tuple[str, ...]:
-    """The kind of each layer: layer_types, or where it is absent what `usual` gives for the layer's number.
+    """The kind of each layer: layer_types, or if absent `usual` of the layer's number.
 
-    Raises CheckpointError for another number of layers, a kind that is not built, and sliding layers without
-    a sliding_window.
+    Raises CheckpointError for a wrong number of layers, a kind that is not implemented, and sliding layers
+    without a sliding_window.
     """
     layers = int(require(config, "num_hidden_layers"))
-    given = config.get("layer_types")
-    kinds = tuple(map(usual, range(layers))) if given is None else tuple(given)
+    declared = config.get("layer_types")
+    kinds = tuple(map(usual, range(layers))) if declared is None else tuple(declared)
     if len(kinds) != layers:
         raise CheckpointError(
             f"config.json: layer_types has {len(kinds):,} entries, num_hidden_layers is {layers:,}",
@@ -45,13 +45,13 @@ def layer_types(config: Mapping[str, Any], usual: Callable[[int], str]) -> tuple
 
 
 def everywhere(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Of a family whose layers all slide, where sliding_window is a number at all (Mistral)."""
+    """Kinds for a family whose layers all slide if sliding_window is a number (Mistral)."""
     kind = FULL if config.get("sliding_window") is None else SLIDING
     return layer_types(config, lambda index: kind)
 
 
 def mask(shape: Shape, index: int) -> Mask:
-    """What a layer's attention sees."""
+    """The attention mask of a layer."""
     from unfreeze.kernels.attention import CAUSAL, Mask
 
     if not shape.layer_types or shape.layer_types[index] == FULL:
@@ -60,18 +60,17 @@ def mask(shape: Shape, index: int) -> Mask:
 
 
 def _usual(table: object, theta: float) -> bool:
-    """Whether a rotary table asks for nothing but the usual rotation at this rope_theta."""
+    """True if a rotary table describes the plain rotation at this rope_theta."""
     usual = {"rope_type": "default", "type": "default", "rope_theta": theta}
     return isinstance(table, Mapping) and all(usual.get(name) == value for name, value in table.items())
 
 
 def per_kind(config: Mapping[str, Any], *, full: float, sliding: float) -> tuple[dict[str, Any], ...]:
-    """The config as its full and as its sliding layers read the rotary table: each with one table.
+    """The config as read by its full and by its sliding layers, each with one rotary table.
 
-    rope_parameters has a table per kind. Older configs have one, rope_scaling, for full layers alone.
-    full, sliding: the rope_theta of a table that has none.
-    Raises CheckpointError for a rope_parameters without kinds, and for a rope_scaling with kinds:
-    transformers passes both over. Where they ask for no more than it computes then, they are read.
+    rope_parameters has a table per kind. Older configs have one, rope_scaling, for full layers alone. full,
+    sliding: the default rope_theta. Raises CheckpointError for a rope_parameters without kinds, and for a
+    rope_scaling with kinds: transformers ignores both. They are accepted if ignoring them changes nothing.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     kinds = {FULL: full, SLIDING: sliding}
@@ -87,12 +86,12 @@ def per_kind(config: Mapping[str, Any], *, full: float, sliding: float) -> tuple
         ("rope_parameters", {kind: flat for kind in kinds if flat}),
         ("rope_scaling", of_kinds),
     ):
-        asked = [kind for kind, table in tables.items() if not _usual(table, kinds[kind])]
-        if asked:
+        ignored = [kind for kind, table in tables.items() if not _usual(table, kinds[kind])]
+        if ignored:
             raise CheckpointError(
-                f"config.json: {name} {shown(tables[asked[0]])} for {asked[0]} is not followed by"
-                f" transformers' {config.get('model_type')!r}: it reads rope_parameters.{asked[0]}",
-                next=f"write what the publisher trained with under rope_parameters.{asked[0]}",
+                f"config.json: {name} {shown(tables[ignored[0]])} for {ignored[0]} is not followed by"
+                f" transformers' {config.get('model_type')!r}: it reads rope_parameters.{ignored[0]}",
+                next=f"write what the publisher trained with under rope_parameters.{ignored[0]}",
             )
     tables = (nested[FULL] | ({} if of_kinds else dict(old)), nested[SLIDING])
     rest = {

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 RULES = ()
 ABSENT = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False}
-"""What Llama's, Qwen2's, Qwen3's and Qwen3-MoE's config classes have alike."""
+"""Defaults shared by Llama's, Qwen2's, Qwen3's and Qwen3-MoE's config classes."""
 FIELDS = Fields(
     absent={**ABSENT, "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
     read=names("num_key_value_heads head_dim"),
@@ -29,7 +29,7 @@ FIELDS = Fields(
 
 
 def ignored(shape: Shape) -> tuple[str, ...]:
-    """Old exports carry the rotary table; it is computed from config.json here."""
+    """The rotary table that old exports carry; here it is computed from config.json."""
     return (r".*rotary_emb\.inv_freq",)
 
 
@@ -54,7 +54,8 @@ def attention(
 ) -> Attention:
     """Grouped-query attention; with `qk_norm` an RMSNorm per head on q and k (Qwen3).
 
-    norm: its kind. parts: of blocks.attention.Attending: a scale, a mask, other rotary tables.
+    norm: the class of that norm. parts: options of blocks.attention.Attending: a scale, a mask, other rotary
+    tables.
     """
     from unfreeze.models.blocks.attention import Attention
 
@@ -74,7 +75,7 @@ def attention(
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
-    """Decoder layer `index`. Biases as the config says (attention_bias, mlp_bias)."""
+    """Decoder layer `index`. The config sets its biases (attention_bias, mlp_bias)."""
     bias = bool(shape.config["attention_bias"])
     mlp = make.mlp(
         f"model.layers.{index}.mlp",

@@ -1,6 +1,6 @@
-"""The text part of Llama 4: chunked attention, every fourth layer without rotation and over all positions.
+"""The text part of Llama 4: chunked attention; every fourth layer has full attention and no rotation.
 
-A token's routing weight scales what its expert is given, not what it makes; a shared expert sees every token.
+A token's routing weight scales its expert's input, not its output; a shared expert sees every token.
 Source: Meta's release and its reference; the temperature of layers without rotation: arXiv:2501.19399.
 """
 
@@ -35,7 +35,7 @@ RULES = (
 )
 RENAMED = (("shared_experts.", "shared_expert."), ("mlp.", "feed_forward."))
 PEFT_SWAPS = (
-    True  # transformers' class does not say is_transposed, so peft reads its [E, in, out] as [E, out, in]
+    True  # transformers' class does not set is_transposed, so peft reads its [E, in, out] as [E, out, in]
 )
 ignored = llama.ignored
 FULL, CHUNKED = "full_attention", "chunked_attention"
@@ -71,7 +71,8 @@ FIELDS = Fields(
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json: experts in moe_layers, or in every interleave_moe_layer_step-th layer.
 
-    Raises CheckpointError for a kind of layer that is not built, and for chunks without a size.
+    Raises CheckpointError for a kind of layer that is not implemented, and for chunked layers without a chunk
+    size.
     """
     layers, step = int(require(config, "num_hidden_layers")), int(config["interleave_moe_layer_step"])
     sparse = config.get("moe_layers")
@@ -115,14 +116,14 @@ def _layer_types(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _rotates(config: Mapping[str, Any]) -> list[bool]:
-    """As in SmolLM3; an empty list is an absent one."""
+    """As in SmolLM3; an empty list counts as absent."""
     return smollm3.rotates({**config, "no_rope_layers": config.get("no_rope_layers") or None})
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
     """Decoder layer `index`.
 
-    The norm of q and k has no weight, so that before the rotation it is what it is behind it.
+    The norm of q and k has no weight, so it may come before the rotation: the result is the same.
     """
     from unfreeze.kernels.attention import CAUSAL, Mask
     from unfreeze.models.blocks.norm import PlainRMSNorm

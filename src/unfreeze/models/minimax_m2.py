@@ -48,12 +48,12 @@ FIELDS = Fields(
 
 
 def ignored(shape: Shape) -> tuple[str, ...]:
-    """Prediction heads for later tokens."""
+    """Multi-token prediction heads."""
     return (*llama.ignored(shape), r"(model\.)?mtp\..*")
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json: rotary_dim of each head's head_dim elements rotate, all where it is absent."""
+    """Sizes from config.json: rotary_dim of each head's head_dim elements rotate; all if it is absent."""
     head_dim = int(config["head_dim"])
     width = rotary_width(config, head_dim, int(config.get("rotary_dim", head_dim)) / head_dim)
     rope, moe = rope_from_config(config, width), mixtral.moe_shape(config)

@@ -1,4 +1,4 @@
-"""Ministral 8B: Mistral's block; layer_types says which layers slide."""
+"""Ministral 8B: Mistral's block; layer_types names the layers that slide."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ FIELDS = replace(mistral.FIELDS, read=names("head_dim layer_types"), only={})
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json, which has head_dim: transformers' class takes no default for it."""
+    """Sizes from config.json, which must have head_dim: transformers' class has no default for it."""
     require(config, "head_dim")
     return replace(llama.shape(config), family="ministral", layer_types=everywhere(config))

@@ -30,7 +30,7 @@ ROTARY = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""What an absent rope_parameters means."""
+"""Default of rope_parameters."""
 FIELDS = Fields(
     absent={
         **llama.ABSENT,
@@ -43,7 +43,7 @@ FIELDS = Fields(
     null=names("num_key_value_heads head_dim sliding_window"),
     only=mistral.FIELDS.only,
     nested={**mistral.FIELDS.nested, "num_hidden_layers": 34, "vocab_size": 131072},
-    # a table of its own repeats it; the one outside counts
+    # the rotary table repeats it; the outer field counts
     rope_silent=names("max_position_embeddings"),
 )
 QUERY = "query"  # the name of the queries' rotary tables
@@ -51,11 +51,11 @@ QUERY = "query"  # the name of the queries' rotary tables
 
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json."""
-    given = [config[name] for name in ("rope_parameters", "rope_scaling") if name in config]
-    if not given:
+    tables = [config[name] for name in ("rope_parameters", "rope_scaling") if name in config]
+    if not tables:
         config = {**config, "rope_parameters": ROTARY}
     for name in ("llama_4_scaling_beta", "original_max_position_embeddings"):
-        if given and not any(name in table for table in (*given, config)):
+        if tables and not any(name in table for table in (*tables, config)):
             raise CheckpointError(
                 f"config.json: the rotary table has no {name}, which model_type 'ministral3' needs",
                 next="get config.json from the model's publisher again",

@@ -1,6 +1,6 @@
-"""Mistral: a Llama block whose attention slides over a window where config.json has one.
+"""Mistral: a Llama block whose attention slides over a window if config.json has one.
 
-A release without a window (7B v0.2 and later, Nemo) says sliding_window null. Source: arXiv:2310.06825.
+A release without a window (7B v0.2 and later, Nemo) has sliding_window null. Source: arXiv:2310.06825.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIELDS = Fields(
         "num_attention_heads": 32,
         "vocab_size": 32000,
     },
-    # transformers' Mistral slides in every layer or in none, whatever layer_types says
+    # transformers' Mistral slides in every layer or in none, regardless of layer_types
     only={"layer_types": lambda config: list(everywhere(_without_types(config)))},
 )
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unfreeze.models.factory import Factory
     from unfreeze.models.layer import Layer
 
-# fused, as transformers writes them, which knows no other names; or an expert per name, from quantizers
+# fused, the only form that transformers reads and writes; or one name per expert, from quantizers
 RULES = (*deepseek_v3.FUSED, *deepseek_v3.QUANTIZED)
 ignored = deepseek_v3.ignored
 TEMPERATURE = "temperature"
@@ -30,7 +30,7 @@ ROTARY = {
     "factor": 128.0,
     "original_max_position_embeddings": 8192,
 }
-"""What an absent rope_parameters means."""
+"""Default of rope_parameters."""
 FIELDS = Fields(
     absent={
         **llama.ABSENT,
@@ -63,13 +63,13 @@ FIELDS = Fields(
         ),
     },
     never_null=names("norm_topk_prob rope_interleave"),
-    # a table of its own repeats it; the one outside counts
+    # the rotary table repeats it; the outer field counts
     rope_silent=names("max_position_embeddings"),
 )
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json; qk_rope_head_dim says how much of a head rotates.
+    """Sizes from config.json; qk_rope_head_dim is the rotary width of a head.
 
     Raises CheckpointError for a rotary table without llama_4_scaling_beta or its positions.
     """

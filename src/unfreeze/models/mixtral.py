@@ -1,7 +1,8 @@
 """Mixtral: Mistral's attention, softmax routing renormalised over the chosen experts.
 
-Early configs have Mistral 7B's sliding_window.
-Source: arXiv:2401.04088. On disk an expert is block_sparse_moe.experts.{e}.w1 (gate), w3 (up) and w2 (down).
+Early configs have Mistral 7B's sliding_window. On disk an expert is block_sparse_moe.experts.{e}.w1 (gate),
+w3 (up) and w2 (down).
+Source: arXiv:2401.04088.
 """
 
 from __future__ import annotations

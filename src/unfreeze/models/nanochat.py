@@ -1,7 +1,8 @@
-"""nanochat: norms without weights, one of them behind the embeddings; relu squared; softcapped logits.
+"""nanochat: norms without weights, one of them after the embeddings; relu squared; softcapped logits.
 
-Source: github.com/karpathy/nanochat, as transformers reads it. There q and k are rotated by minus the angle,
-then normed; a norm without a weight commutes with a rotation, so here they are normed first.
+transformers rotates q and k by minus the angle, then norms them. A norm without a weight commutes with a
+rotation, so here they are normed first.
+Source: github.com/karpathy/nanochat, as transformers reads it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def ends(shape: Shape, make: Factory) -> Ends:
-    """Rows through a norm without a weight; the last norm has none either."""
+    """Embeddings normed without a weight; the final norm has no weight either."""
     from unfreeze.models.blocks.embedding import NormedEmbedding
     from unfreeze.models.blocks.norm import PlainRMSNorm
     from unfreeze.models.factory import Ends

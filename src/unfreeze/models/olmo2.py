@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, and on the whole of q and k. Source: arXiv:2501.00656."""
+"""OLMo 2: norms after attention and MLP, and on the whole of q and k. Source: arXiv:2501.00656."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shape(config: Mapping[str, Any]) -> Shape:
 
 
 def layer(shape: Shape, index: int, make: Factory, **parts: Any) -> PostNormLayer:
-    """Decoder layer `index`. parts: of its attention, for OLMo 3."""
+    """Decoder layer `index`. parts: options of its attention, for OLMo 3."""
     from unfreeze.models.layer import PostNormLayer
 
     hidden, bias = shape.hidden_size, bool(shape.config["attention_bias"])
@@ -43,7 +43,7 @@ def layer(shape: Shape, index: int, make: Factory, **parts: Any) -> PostNormLaye
 
 
 def attention(shape: Shape, index: int, make: Factory, *, bias: bool, **parts: Any) -> WideNormAttention:
-    """Grouped-query attention with an RMSNorm over all heads of q, and one over those of k."""
+    """Grouped-query attention with an RMSNorm over all heads of q, and one over all heads of k."""
     from unfreeze.models.blocks.attention import WideNormAttention
 
     name, hidden = f"model.layers.{index}.self_attn", shape.hidden_size

@@ -29,7 +29,7 @@ FIELDS = replace(
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json."""
     kinds = layer_types(config, lambda index: FULL if (index + 1) % 4 == 0 else SLIDING)
-    # a rope_theta outside of the tables is the full layers', as transformers reads it
+    # a rope_theta outside the tables applies to the full layers, as in transformers
     full, sliding = per_kind(config, full=config.get("rope_theta", THETA), sliding=THETA)
     sizes = llama.shape(full)
     ropes = {SLIDING: llama.shape(sliding).rope}

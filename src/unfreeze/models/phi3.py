@@ -1,7 +1,8 @@
-"""Phi-3, 3.5 and 4: a Llama block whose q, k, v, and gate and up, are one matrix each on disk and in memory.
+"""Phi-3, 3.5 and 4: a Llama block with q, k and v in one matrix, and gate and up in one.
 
-A part of each head rotates (Phi-4-mini); documents beyond the pretraining length rotate by other frequencies
-(longrope). Source: arXiv:2404.14219.
+They are joined on disk and in memory. Part of each head rotates (Phi-4-mini); documents beyond the
+pretraining length rotate by other frequencies (longrope).
+Source: arXiv:2404.14219.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ FIELDS = Fields(
     neutral={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},  # as Phi-4-mini has them
 )
 LONG = ("su", "yarn")
-"""Older names of longrope, in Phi-3's configs alone."""
+"""Older names of longrope, found in Phi-3's configs only."""
 
 
 def _named(config: Config) -> Config:

@@ -1,8 +1,9 @@
 """A trained model as the tensors of a checkpoint.
 
-What config.json quantizes becomes codes and scales; the rest has the dtype it came in.
-The inverse of loading, for models whose weights were trained dense: `unfreeze pretrain` writes tiny-k2's INT4
-experts with it, `--train all` what it was given, with the tensors beside the language model as they were.
+Weights covered by config.json's quantization_config become codes and scales; the others keep the dtype they
+came in. This is the inverse of loading, for models whose weights were trained dense. `unfreeze pretrain`
+writes tiny-k2's INT4 experts with it. `--train all` writes its model in the input's format, with the tensors
+beside the language model unchanged.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from unfreeze.quant.codec import Codec
 from unfreeze.quant.halves import stacked
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-KEPT_FP32 = (  # the router's selection bias: Kimi's and DeepSeek's releases hold it in fp32
+KEPT_FP32 = (  # the router's selection bias: fp32 in Kimi's and DeepSeek's releases
     "e_score_correction_bias"
 )
 
 
 def declared_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that a config.json names for its weights; bf16 where it names none."""
+    """The dtype that a config.json names for its weights; bf16 if it names none."""
     inner: Mapping[str, Any] = config.get("text_config") or {}
     named = (table.get(field) for table in (config, inner) for field in ("dtype", "torch_dtype"))
     return DTYPES.get(str(next(filter(None, named), None)), torch.bfloat16)
@@ -47,16 +48,16 @@ def published(
     dtypes: Mapping[str, torch.dtype] | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Give (name on disk, tensor) of every weight of `model`, in the format that `config` declares.
+    """Yield (name on disk, tensor) for every weight of `model`, in the format that `config` declares.
 
-    `config` is a config.json. One parameter at a time. A weight that quantization_config covers and its
-    `ignore` list doesn't name is quantized from its values as they are (float32 ones are not rounded to bf16
-    first). A tied head is not written.
+    `config` is a config.json. Yields one parameter at a time. A weight that quantization_config covers and
+    its `ignore` list doesn't name is quantized from its values as they are (float32 ones are not rounded to
+    bf16 first). A tied head is not written.
 
-    dtypes   name on disk -> the dtype it is written in (stored_dtypes); others get config.json's, or bf16
-             where it has none
-    values   parameter name -> what is written instead of the model's own tensor: float32 masters of bf16
-             weights. Each is asked for once, when it is its turn, so a mapping may make it then
+    dtypes   name on disk -> the dtype it is written in (stored_dtypes); others get config.json's, or bf16 if
+             it has none
+    values   parameter name -> the tensor to write instead of the model's own: float32 masters of bf16
+             weights. Each is requested once, when its turn comes, so a mapping may compute it then
 
     Raises ConfigError for a format that cannot be written.
     """
@@ -69,7 +70,7 @@ def published(
         tensor = values[param] if values is not None and param in values else own
         codec = codecs.get(param.removesuffix(".weight"))
         if codec is not None:
-            # experts are still stacked: a part of the stack is stacked like the weight
+            # experts are still stacked, so the codec's parts are stacked like the weight
             whole = stacked(codec, *tensor.shape[-2:]) if param.endswith(".gate_up_proj.weight") else codec
             parts = whole.quantize(tensor.detach().float())
             named = ((f"{param.removesuffix('weight')}{suffix}", part) for suffix, part in parts.items())
@@ -81,14 +82,14 @@ def published(
 
 
 def _always(codec: Codec, module: str) -> Codec:
-    """The codec of one weight, of which `module` is a part or the whole."""
+    """The codec of one weight, for a `module` that is part of it or all of it."""
     return codec
 
 
 def stored_dtypes(model: Decoder, manifest: Manifest) -> dict[str, torch.dtype]:
-    """Name on disk, as `published` writes it -> the dtype the checkpoint has it in.
+    """Name on disk, as `published` writes it -> its dtype in the checkpoint.
 
-    Experts stored fused are written one by one.
+    Experts that are stored fused are listed one by one.
     """
     disk, rules = manifest.by_model_name(), models.rules(model.shape)
     stand_in = {name: alias for alias, name in models.tied(model.shape).items()}
@@ -107,9 +108,9 @@ def stored_dtypes(model: Decoder, manifest: Manifest) -> dict[str, torch.dtype]:
 
 
 def carried(model: Decoder, manifest: Manifest) -> list[TensorInfo]:
-    """The checkpoint's tensors that are no part of `model`: heads for later tokens, a vision tower.
+    """The checkpoint's tensors that are not part of `model`: multi-token prediction heads, a vision tower.
 
-    Not trained, kept as they are.
+    They are not trained and stay unchanged.
     """
     disk, rules = manifest.by_model_name(), models.rules(model.shape)
     used = {
@@ -127,5 +128,5 @@ def quantized_modules(model: Decoder, scheme: Scheme | None) -> dict[str, Codec]
         return {}
     linears = [name for name, module in model.named_modules() if isinstance(module, (Linear, ExpertWeight))]
     rules = models.rules(model.shape)
-    found = {name: scheme.codec_for(disk_module(name, rules)) for name in linears}
-    return {name: codec for name, codec in found.items() if codec is not None}
+    codecs = {name: scheme.codec_for(disk_module(name, rules)) for name in linears}
+    return {name: codec for name, codec in codecs.items() if codec is not None}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RULES = llama.RULES
 ignored = llama.ignored
 WINDOW = names("sliding_window max_window_layers")
-"""Without effect while use_sliding_window is false, which is the one value that is built."""
+"""Without effect while use_sliding_window is false, the only value that is implemented."""
 FIELDS = Fields(
     absent={**llama.ABSENT, "max_position_embeddings": 32768, "num_key_value_heads": 32},
     read=names("head_dim"),

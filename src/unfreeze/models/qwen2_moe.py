@@ -43,13 +43,13 @@ FIELDS = Fields(
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json; which layers are sparse as in Qwen3-MoE."""
+    """Sizes from config.json; layers are sparse as in Qwen3-MoE."""
     moe = qwen3_moe.moe_shape(config, num_shared_experts=1)
     return replace(llama.shape(config), family="qwen2_moe", moe=moe)
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
-    """Decoder layer `index`: dense where the config says so, otherwise routed experts and the shared one."""
+    """Decoder layer `index`: dense if the config says so, otherwise routed experts and the shared one."""
     from unfreeze.models.blocks.moe import GatedSharedMoE
 
     name, width = f"model.layers.{index}.mlp", int(require(shape.config, "shared_expert_intermediate_size"))

@@ -40,15 +40,15 @@ FIELDS = Fields(
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Read the sizes from config.json.
+    """Sizes from config.json.
 
-    A layer is sparse where (index + 1) is a multiple of decoder_sparse_step and it isn't in mlp_only_layers.
+    A layer is sparse if (index + 1) is a multiple of decoder_sparse_step and it isn't in mlp_only_layers.
     """
     return replace(qwen3.shape(config), family="qwen3_moe", moe=moe_shape(config))
 
 
 def moe_shape(config: Mapping[str, Any], num_shared_experts: int = 0) -> MoEShape:
-    """Sizes of the experts, and which layers have none."""
+    """Sizes of the experts, and the layers without experts."""
     step, only = int(config["decoder_sparse_step"]), set(config["mlp_only_layers"])
     experts = int(
         config["num_local_experts"] if "num_local_experts" in config else require(config, "num_experts")
@@ -65,7 +65,7 @@ def moe_shape(config: Mapping[str, Any], num_shared_experts: int = 0) -> MoEShap
 
 
 def layer(shape: Shape, index: int, make: Factory) -> Layer:
-    """Decoder layer `index`: dense where the config says so, otherwise routed experts."""
+    """Decoder layer `index`: dense if the config says so, otherwise routed experts."""
     from unfreeze.models.blocks.moe import MoE
 
     name = f"model.layers.{index}.mlp"

@@ -1,7 +1,7 @@
-"""The text part of Qwen3-VL with experts: Qwen3-MoE's layers under Qwen3-VL's rotation.
+"""The text part of Qwen3-VL with experts: Qwen3-MoE's layers with Qwen3-VL's rotation.
 
-On disk the experts are fused, [E, in, out] as published or [E, out, in] as transformers writes them; the
-vision side is carried over untouched.
+On disk the experts are fused, [E, in, out] as published or [E, out, in] as written by transformers; the
+vision side is carried over unchanged.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ FIELDS = Fields(
 
 
 def shape(config: Mapping[str, Any]) -> Shape:
-    """Sizes from config.json; which layers are sparse as in Qwen3-MoE.
+    """Sizes from config.json; layers are sparse as in Qwen3-MoE.
 
-    Raises CheckpointError for square experts, whose files don't say which way round they are.
+    Raises CheckpointError for square experts, because their files don't tell in from out.
     """
     config = {**config, "norm_topk_prob": True}
     moe, hidden = qwen3_moe.moe_shape(config), require(config, "hidden_size")

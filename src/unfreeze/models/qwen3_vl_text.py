@@ -1,5 +1,7 @@
-"""The text part of Qwen3-VL: Qwen3's block. Positions of a text are the same along all three axes of its
-interleaved rotation, which is then Qwen3's; images and their layers (deepstack) are not built.
+"""The text part of Qwen3-VL: Qwen3's block.
+
+A text has the same position along all three axes of the interleaved rotation, so the rotation equals Qwen3's.
+Images and their layers (deepstack) are not implemented.
 """
 
 from __future__ import annotations

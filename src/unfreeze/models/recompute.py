@@ -1,13 +1,15 @@
-"""Recomputation: what of a layer's activations is kept for backward, and what is computed again there.
+"""Activation checkpointing: the activations a layer keeps for backward; the others are recomputed.
 
     plain        autograd keeps everything
-    keep_inputs  only the layer's input [T, D] and the experts it chose are kept
-    selective    and what attention and the experts made: most of the arithmetic for a few [T, ·] tensors
-    elementwise  and the outputs of linear layers: no GEMM is done twice
+    keep_inputs  keep only the layer's input [T, D] and the experts it chose
+    selective    also keep the outputs of attention and experts: most of the arithmetic for a few [T, ·]
+                 tensors
+    elementwise  also keep the outputs of linear layers: no GEMM runs twice
 
-A layer is visited twice. First without autograd: what the policy names is saved (blocks/saved.py). Then in
-backward, with autograd: the layer reuses it in the order in which it asked. What an objective asked for of
-its inside (run.taps) is found at the first visit; a gradient given to it enters at the second.
+A layer is visited twice. The first visit runs without autograd and saves what the policy names
+(blocks/saved.py). The second runs in backward, with autograd, and the layer reuses the saved results in the
+same order. Tensors inside the layer that an objective requests (run.taps) are collected at the first visit;
+their gradients enter at the second.
 """
 
 from __future__ import annotations
@@ -26,21 +28,21 @@ from unfreeze.models.blocks.taps import LayerTaps
 from unfreeze.models.layer import Layer
 
 Recompute = Literal["layers", "selective", "elementwise", "nothing"]
-"""What is computed again in backward, as the config names it; see the policy of that name in RECOMPUTE."""
+"""What backward recomputes, by its name in the config; RECOMPUTE has the policy of each name."""
 
 
 class RecomputePolicy(Protocol):
-    """y = layer(x), x and y [T, D]: how a layer is run, and so what of it lives until backward.
+    """y = layer(x), x and y [T, D]: runs a layer, and so decides which of its tensors live until backward.
 
-    It tells run.residency the layer before it computes it, in forward and in backward. The layer's input, if
-    it keeps that, it gives to run.boundary.
+    It notifies run.residency before it computes the layer, in forward and in backward. If it keeps the
+    layer's input, it stores it in run.boundary.
     """
 
     def __call__(self, layer: Layer, x_TD: Tensor, run: PackedPass, /) -> Tensor: ...
 
 
 def plain(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """Go through a layer and let autograd keep its activations."""
+    """Run a layer and let autograd keep its activations."""
     run.residency.visit(layer)
     y_TD = visited_again(layer(x_TD, run), layer, run.residency)
     if run.taps is not None:
@@ -49,28 +51,29 @@ def plain(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
 
 
 def keep_inputs(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """Go through a layer keeping its input [T, D] and the experts it chose; backward computes the rest again.
+    """Run a layer, keeping its input [T, D] and the experts it chose; backward recomputes everything else.
 
     Gradients of parameters are added to `.grad` during backward (torch.autograd.backward is called inside).
-    So use `loss.backward()` around it, not torch.autograd.grad.
+    So call `loss.backward()`, not torch.autograd.grad.
     """
     return _recomputed(layer, x_TD, run)
 
 
 def selective(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """As `keep_inputs`, but the outputs of attention and experts are kept too.
+    """As `keep_inputs`, but also keep the outputs of attention and experts.
 
-    These few [T, ·] tensors save most of the arithmetic. Norms, projections and rotations are computed again.
-    Same gradients, to the bit. Source: selective recomputation, arXiv:2205.05198.
+    These few [T, ·] tensors save most of the arithmetic. Norms, projections and rotations are recomputed.
+    Gradients are bit-identical.
+    Source: selective recomputation, arXiv:2205.05198.
     """
     return _recomputed(layer, x_TD, run, expensive=True)
 
 
 def elementwise(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """As `selective`, and outputs of linear layers are kept (of multi-head attention and dense MLPs).
+    """As `selective`, but also keep outputs of linear layers (in multi-head attention and dense MLPs).
 
-    The second visit has no GEMM, only norms, rotations and activations. It keeps less than `plain` does. Same
-    gradients, to the bit.
+    Recomputation then has no GEMM, only norms, rotations and activations. It keeps less than `plain`.
+    Gradients are bit-identical.
     """
     return _recomputed(layer, x_TD, run, expensive=True, linear=True)
 
@@ -84,10 +87,10 @@ RECOMPUTE: dict[str, RecomputePolicy] = {
 
 
 def recompute_policy(name: str, layers: Sequence[Layer], keep_layers: int | None = None) -> RecomputePolicy:
-    """RECOMPUTE[name], for the last `keep_layers` layers only; the others use "layers". None: for all.
+    """RECOMPUTE[name] for the last `keep_layers` layers; the others use "layers". None: for all layers.
 
-    keep_layers matters to "selective" and "elementwise". It is the last layers because backward reaches them
-    first: what they keep is freed before an earlier layer is recomputed.
+    keep_layers applies to "selective" and "elementwise". The last layers are chosen because backward reaches
+    them first: their activations are freed before an earlier layer is recomputed.
     """
     keeps = RECOMPUTE[name]
     if name not in ("selective", "elementwise") or keep_layers is None:
@@ -101,18 +104,22 @@ def _recomputed(layer: Layer, x_TD: Tensor, run: PackedPass, **what: bool) -> Te
         run.residency.visit(layer)
         visits = [(rows, chunk, Saved()) for rows, chunk in _chunks(layer, run)]
         return _chunk_by_chunk(layer, x_TD, visits, run.taps)
-    # with a frozen embedding the first layer's input has no gradient; autograd would never come back to it
+    # with a frozen embedding the first layer's input has no gradient, and autograd would skip its backward
     if not x_TD.requires_grad:
         x_TD = _Reached.apply(x_TD, x_TD.new_zeros((), requires_grad=True))
     if run.taps is None:
         return _Recompute.apply(x_TD, layer, run, what)
-    y_TD, *found = _Recompute.apply(x_TD, layer, run, what)
-    run.taps.replace(found)
+    y_TD, *tapped = _Recompute.apply(x_TD, layer, run, what)
+    run.taps.replace(tapped)
     return y_TD
 
 
 class _Reached(torch.autograd.Function):
-    """y = x, which autograd comes back to. It would hold a leaf, and the leaf's gradient, longer."""
+    """Identity whose output requires grad, so autograd runs the first layer's backward.
+
+    That layer's input (a frozen embedding) needs no gradient. Making the input itself a leaf would keep it
+    and its gradient alive longer.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, leaf: Tensor) -> Tensor:
@@ -124,7 +131,7 @@ class _Reached(torch.autograd.Function):
 
 
 class _Recompute(torch.autograd.Function):
-    """y = layer(x). With taps (y, what they found …): further outputs, each with a gradient of its own."""
+    """y = layer(x). With taps: (y, tapped tensor, …), each output with its own gradient."""
 
     @staticmethod
     def forward(
@@ -139,9 +146,9 @@ class _Recompute(torch.autograd.Function):
             y_TD = _chunk_by_chunk(layer, x_TD, ctx.visits, run.taps)
             if run.taps is None:
                 return y_TD
-            # what no reader gave a gradient has none here, instead of zeros as large as it is
+            # an output without a gradient has None here, instead of zeros of its size
             ctx.set_materialize_grads(False)
-            # a copy of what is a part of something larger, which would live as long as the objective
+            # copy slices of larger tensors, which would otherwise live as long as the objective
             return y_TD, *(tensor.detach().contiguous() for tensor in run.taps.tensors())
 
     @staticmethod
@@ -153,7 +160,7 @@ class _Recompute(torch.autograd.Function):
         ctx.residency.visit(ctx.layer)
         x_TD = ctx.keeper.give(ctx)
         dx_TD = None if len(ctx.visits) == 1 else torch.empty_like(x_TD)
-        for rows, run, saved in reversed(ctx.visits):  # the second visit empties `saved`
+        for rows, run, saved in reversed(ctx.visits):  # recomputation empties `saved`
             x_CD, saved.second = x_TD[rows].requires_grad_(), True
             taps: LayerTaps | None = None if ctx.taps is None else LayerTaps(ctx.taps)
             with torch.enable_grad(), run.visiting(saved, taps):
@@ -168,7 +175,7 @@ class _Recompute(torch.autograd.Function):
 
 
 def _arriving(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], rows: slice) -> Tensor:
-    """Whose `backward` brings those rows of the gradients to the outputs; None: an output without one."""
+    """Scalar whose backward() sends these rows of the gradients to the outputs; None: no gradient."""
     pairs = [(y_CD, dy_TD[rows]) for y_CD, dy_TD in zip(outputs, gradients, strict=True) if dy_TD is not None]
     ys, dys = zip(*pairs, strict=True)
     return _Arriving.apply(*ys, *dys)
@@ -192,7 +199,7 @@ class _Arriving(torch.autograd.Function):
 
 
 def _chunks(layer: Layer, run: PackedPass) -> Sequence[tuple[slice, PackedPass]]:
-    """The run's chunks; one chunk if a bf16 parameter trains: autograd would sum its gradients in bf16."""
+    """The run's chunks; only one if a bf16 parameter trains: autograd would sum its gradients in bf16."""
     whole = ((slice(None), run),)
     half_trains = any(p.requires_grad and p.element_size() < 4 for p in layer.parameters())
     return whole if half_trains else run.chunks or whole
@@ -201,20 +208,20 @@ def _chunks(layer: Layer, run: PackedPass) -> Sequence[tuple[slice, PackedPass]]
 def _chunk_by_chunk(
     layer: Layer, x_TD: Tensor, visits: Sequence[tuple[slice, PackedPass, Saved]], taps: LayerTaps | None
 ) -> Tensor:
-    """y[chunk] = layer(x[chunk]), one after the other; each visit fills its `saved`, and its rows of taps."""
+    """y[chunk] = layer(x[chunk]), one after the other; each visit fills its `saved` and its rows of taps."""
     y_TD = None if len(visits) == 1 else torch.empty_like(x_TD)
     for rows, run, saved in visits:
-        found = taps if y_TD is None or taps is None else LayerTaps(taps.names)
-        with run.visiting(saved, found):
+        chunk_taps = taps if y_TD is None or taps is None else LayerTaps(taps.names)
+        with run.visiting(saved, chunk_taps):
             y_CD = layer(x_TD[rows], run)
         if y_TD is None:
             return y_CD
         y_TD[rows] = y_CD
-        if taps is not None and found is not None:
-            taps.put_rows(rows, found, len(x_TD))
-        del y_CD, found
-        # Copy what is saved once the visit's other tensors are freed. It was allocated among them and would
-        # fragment the heap: the next chunk would not fit into the holes, and the peak would be higher.
+        if taps is not None and chunk_taps is not None:
+            taps.put_rows(rows, chunk_taps, len(x_TD))
+        del y_CD, chunk_taps
+        # Copy the saved tensors once the visit's other tensors are freed. They were allocated among those and
+        # would fragment the heap: the next chunk would not fit into the holes, and the peak would be higher.
         saved.values = tree_map_only(Tensor, Tensor.clone, saved.values)
     assert y_TD is not None
     return y_TD

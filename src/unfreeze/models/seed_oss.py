@@ -1,4 +1,4 @@
-"""Seed-OSS: a Llama block with biases on q, k and v, and on o by a field of its own."""
+"""Seed-OSS: a Llama block with biases on q, k and v, and a separate field for o's bias."""
 
 from __future__ import annotations
 

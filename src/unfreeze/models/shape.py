@@ -1,6 +1,6 @@
 """Shape: the sizes of a model, read from its config.json.
 
-There are no tables of sizes: what the file says is what is built.
+There are no tables of sizes: the model is built from the file.
 
 D hidden_size, V vocab_size, H heads, G key/value heads, E experts, K experts per token, I widths of MLPs.
 """
@@ -45,12 +45,12 @@ class MLAShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """Everything a family needs to build itself, and everything the plan and `inspect` count with.
+    """Everything a family needs to build itself, and everything that the plan and `inspect` count with.
 
-    rope   of all layers, but for those that ask for one of `ropes` by its name (Gemma 3's local layers)
-    layer_types  the kind of attention of each layer (layer_types.py); () where all are alike
-    softcap      of the logits, c · tanh(z / c); None: they are what they are
-    wrapper      model_type of the config around the text_config that this is (wrappers.py); "": there is none
+    rope         for all layers except those that use one of `ropes` by name (Gemma 3's local layers)
+    layer_types  the kind of attention of each layer (layer_types.py); () if all are alike
+    softcap      of the logits, c · tanh(z / c); None: no cap
+    wrapper      model_type of the config around this text_config (wrappers.py); "": none
     """
 
     model_type: str
@@ -115,9 +115,9 @@ def require(config: Mapping[str, Any], field: str) -> Any:
 
 
 def common(config: Mapping[str, Any], *, family: str, rope: Rope, head_dim: int, **parts: Any) -> Shape:
-    """The fields all families spell alike.
+    """A Shape from the fields that all families spell alike.
 
-    `config` is complete: what was absent has the family's default (models/allowed.py).
+    `config` is complete: absent fields have the family's defaults (models/allowed.py).
     """
     heads = int(require(config, "num_attention_heads"))
     return Shape(

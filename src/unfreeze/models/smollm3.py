@@ -37,11 +37,11 @@ FIELDS = Fields(
 
 
 def rotates(config: Mapping[str, Any]) -> list[bool]:
-    """Which layers rotate: those with 1 in no_rope_layers, or all but every no_rope_layer_interval-th."""
+    """True for each layer that rotates: 1 in no_rope_layers, else all but every no_rope_layer_interval-th."""
     layers, every = int(require(config, "num_hidden_layers")), int(config["no_rope_layer_interval"])
-    given = config.get("no_rope_layers")
+    declared = config.get("no_rope_layers")
     usual = [(index + 1) % every for index in range(layers)]
-    rotating = list(map(bool, usual if given is None else given))
+    rotating = list(map(bool, usual if declared is None else declared))
     if len(rotating) < layers:
         raise CheckpointError(
             f"config.json: no_rope_layers has {len(rotating):,} entries, num_hidden_layers is {layers:,}",
@@ -53,9 +53,9 @@ def rotates(config: Mapping[str, Any]) -> list[bool]:
 def shape(config: Mapping[str, Any]) -> Shape:
     """Sizes from config.json.
 
-    Where use_sliding_window is true, the layers slide that layer_types names, or those that don't rotate.
-    Raises CheckpointError where it is false and layer_types names some all the same: transformers' kernels
-    then differ, as its masks slide and its flash attention doesn't.
+    If use_sliding_window is true, the layers in layer_types slide, or those that don't rotate. Raises
+    CheckpointError if it is false but layer_types names sliding layers: transformers' kernels then differ
+    (its masks slide and its flash attention doesn't).
     """
     slides, rotating = config["use_sliding_window"] and config.get("sliding_window"), rotates(config)
     kinds = layer_types(config, lambda index: SLIDING if slides and not rotating[index] else FULL)

@@ -1,4 +1,4 @@
-"""What of a model can carry an adapter: names and targets -> modules."""
+"""Modules of a model that can carry an adapter: names and targets -> modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED_TARGETS = ("all-linear", "experts", "attention", "mlp", "shared_experts")
 
 @dataclass(frozen=True)
 class TargetCandidate:
-    """A module that can carry an adapter. `owner.adapter` is where it goes."""
+    """A module that can carry an adapter, which is set as `owner.adapter`."""
 
     name: str
     group: str
@@ -27,7 +27,7 @@ class TargetCandidate:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """Names a target may match: the Linear itself, or the two stacked projections of Experts."""
+        """Names that a target may match: the Linear itself, or the two stacked projections of Experts."""
         return (
             (self.name,)
             if isinstance(self.owner, Linear)
@@ -37,16 +37,16 @@ class TargetCandidate:
 
 def candidates(model: nn.Module) -> list[TargetCandidate]:
     """Every module that can carry an adapter, in the model's order."""
-    found = [
+    carriers = [
         (name, module) for name, module in model.named_modules() if isinstance(module, (Linear, Experts))
     ]
-    return [TargetCandidate(name, group_of(name), module) for name, module in found]
+    return [TargetCandidate(name, group_of(name), module) for name, module in carriers]
 
 
 def chosen_by(config: LoraConfig, model: nn.Module) -> dict[str, tuple[TargetCandidate, frozenset[str]]]:
     """`resolve` of the config's targets.
 
-    Raises AdapterError also where experts_rank is given and no routed expert would be adapted.
+    Raises AdapterError also if experts_rank is set and no routed expert would be adapted.
     """
     chosen = resolve(model, config.targets)
     if config.experts_rank is not None and not any(
@@ -60,8 +60,8 @@ def chosen_by(config: LoraConfig, model: nn.Module) -> dict[str, tuple[TargetCan
         )
         raise AdapterError(
             f"lora.experts_rank = {config.experts_rank}, but no routed expert gets an adapter: {why}",
-            next="leave --lora.experts-rank away"
-            + (", or add experts to --lora.targets" if has_experts else "; --lora.rank is for the rest"),
+            next="remove --lora.experts-rank"
+            + (", or add experts to --lora.targets" if has_experts else "; --lora.rank sets all other ranks"),
         )
     return chosen
 
@@ -85,14 +85,14 @@ def resolve(model: nn.Module, targets: Sequence[str]) -> dict[str, tuple[TargetC
     return {c.name: chosen[c.name] for c in known if c.name in chosen}
 
 
-def targets_of(kept: Collection[str], model: nn.Module) -> list[str]:
-    """lora.targets that name these modules: a group where all of it is meant, else the layers' own names."""
-    leaves: dict[str, tuple[set[str], set[str]]] = {}  # group -> (of all of it, of what is kept)
+def targets_of(modules: Collection[str], model: nn.Module) -> list[str]:
+    """lora.targets that name these modules: a group if all of it is meant, else the layers' own names."""
+    leaves: dict[str, tuple[set[str], set[str]]] = {}  # group -> (all its leaves, those of the modules)
     for candidate in candidates(model):
         every, ours = leaves.setdefault(candidate.group, (set(), set()))
         leaf = candidate.name.rsplit(".", 1)[-1]
         every.add(leaf)
-        ours |= {leaf} if candidate.name in kept else set()
+        ours |= {leaf} if candidate.name in modules else set()
     named = ([group] if ours == every else sorted(ours) for group, (every, ours) in leaves.items() if ours)
     return list(dict.fromkeys(name for names in named for name in names))
 
@@ -139,7 +139,7 @@ def _names(target: str, name: str) -> bool:
 
 
 def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, int]:
-    """(dense, experts): adapter parameters that one unit of rank costs, without making any.
+    """(dense, experts): adapter parameters per unit of rank, counted without creating any.
 
     For parallel.plan, on a meta model.
     """
@@ -157,7 +157,7 @@ def parameters_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, 
 
 
 def largest_per_rank(model: nn.Module, targets: Sequence[str]) -> tuple[int, int]:
-    """(dense, experts): numbers of the largest factor that one unit of rank makes; 0 where there is none."""
+    """(dense, experts): elements of the largest factor per unit of rank; 0 if there is none."""
     dense = experts = 0
     for candidate, projections in resolve(model, targets).values():
         owner = candidate.owner

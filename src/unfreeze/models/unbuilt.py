@@ -1,7 +1,7 @@
-"""Models that are not built, by the fields of config.json that say so: data.
+"""Data: fields of config.json that identify models that are not built.
 
-A release is refused with the parts it has and this program has not, whatever it calls itself: Kimi-K3's text
-model says model_type kimi_linear and is another. Where no field tells, the model_type does.
+A release is refused by its parts that are missing here, whatever it calls itself: Kimi-K3's text model has
+model_type kimi_linear and is another model. If no field tells, the model_type does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    # what is missing <- fields, any of which asks for it
+    # missing part <- fields, any of which requests it
     ("sparse attention with an indexer", ("index_topk", "index_n_heads")),
     ("attention over compressed keys", ("compress_ratios", "compress_rope_theta")),
     ("hyper-connections between layers", ("hc_mult",)),
@@ -43,11 +43,11 @@ NAMED: dict[str, str] = {
     "nemotron-nas": "layers of different sizes, some without attention",
     "minimax_m3": "sparse attention by blocks",
     "mimo_v2_flash": "values of another width and scale than keys",
-    # transformers 5.23 has no class to hold them against, and a release's own code is not run
+    # transformers 5.23 has no class to compare with, and a release's own code is not run
     "mimo": "a decoder that only the release's own code describes",
     "step3p7": "a decoder that only the release's own code describes",
 }
-"""model_type -> what is missing, for a config whose fields don't say it. docs/reference/families.md has
+"""model_type -> the missing part, for a config whose fields don't tell. docs/reference/families.md lists
 them."""
 
 SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -69,26 +69,28 @@ SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("a speech encoder", ("audio_config",)),
     ("a vision tower", ("vision_config",)),
 )
-"""As PARTS, for a model_type that is not built: some built families write such a field to no effect."""
+"""As PARTS, for a model_type that is not built: some built families write such a field without effect."""
 
 
 def missing(config: Mapping[str, Any]) -> str:
-    """What of a model is not built, by its own fields, else by its model_type: "… is not built".
+    """The parts of a model that are not built, by its fields, else by its model_type: "… is not built".
 
-    "" where nothing is known of it.
+    Returns "" if nothing is known about it.
     """
     text = config.get("text_config")
-    given = text if isinstance(text, Mapping) else config
-    found = asked(given)
-    if not found:
-        types = [table.get("model_type") for table in (config, given)]
-        found = [NAMED[name] for name in types if isinstance(name, str) and name in NAMED][:1]
-    found = found or asked(given, SIGNS) or asked(config, SIGNS)
-    return f"{', '.join(found)} {'is' if len(found) == 1 else 'are'} not built" if found else ""
+    inner = text if isinstance(text, Mapping) else config
+    parts = unbuilt_parts(inner)
+    if not parts:
+        types = [table.get("model_type") for table in (config, inner)]
+        parts = [NAMED[name] for name in types if isinstance(name, str) and name in NAMED][:1]
+    parts = parts or unbuilt_parts(inner, SIGNS) or unbuilt_parts(config, SIGNS)
+    return f"{', '.join(parts)} {'is' if len(parts) == 1 else 'are'} not built" if parts else ""
 
 
-def asked(config: Mapping[str, Any], parts: tuple[tuple[str, tuple[str, ...]], ...] = PARTS) -> list[str]:
-    """The parts that its fields ask for, each with the field: "sparse attention … (index_topk)"."""
+def unbuilt_parts(
+    config: Mapping[str, Any], parts: tuple[tuple[str, tuple[str, ...]], ...] = PARTS
+) -> list[str]:
+    """The parts that its fields request, each with the field: "sparse attention … (index_topk)"."""
     first = [(words, next((name for name in names if _value(config, name)), "")) for words, names in parts]
     return [f"{words} ({name})" for words, name in first if name]
 
@@ -96,15 +98,15 @@ def asked(config: Mapping[str, Any], parts: tuple[tuple[str, tuple[str, ...]], .
 def _value(config: Mapping[str, Any], name: str) -> object:
     """A field of config.json, or one of a table in it: "rope_scaling.mrope_section"."""
     table, _, inner = name.rpartition(".")
-    found = config.get(table) if table else config
-    return found.get(inner) if isinstance(found, Mapping) else None
+    holder = config.get(table) if table else config
+    return holder.get(inner) if isinstance(holder, Mapping) else None
 
 
 def nearest_family(config: Mapping[str, Any], known: Mapping[str, Collection[str]]) -> str:
-    """The built family that knows the most of its fields; "" for a config of few fields.
+    """The built family that knows the most of its fields; "" for a config with few fields.
 
-    known: model_type -> the fields that only some families know. Of families that know as many, the one with
-    the fewest fields besides.
+    known: model_type -> the fields that only some families know. In a tie, the family with the fewest other
+    fields wins.
     """
     every = {name for fields in known.values() for name in fields}
     own = every & config.keys()
@@ -113,4 +115,4 @@ def nearest_family(config: Mapping[str, Any], known: Mapping[str, Collection[str
     return max(known, key=lambda kind: (len(own & set(known[kind])), -len(set(known[kind]) - own), kind))
 
 
-FEWEST = 6  # fields; with fewer any family is as near as another
+FEWEST = 6  # fields; with fewer, any family is as near as another

@@ -1,4 +1,4 @@
-"""How wide taps are (core/taps.py), of a model that may be on "meta"."""
+"""Widths of taps (core/taps.py), for a model that may be on "meta"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unfreeze.models.decoder import Decoder
 
 
 def tap_width(model: Decoder, tap: Tap) -> int:
-    """Numbers of a token: D of an input, heads · width of the others."""
+    """Elements per token: D for an input, heads · width for the others."""
     if tap.name == "input":
         return model.shape.hidden_size
     layer = model.layers[tap.layer]

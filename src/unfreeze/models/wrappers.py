@@ -1,6 +1,6 @@
-"""Configs that wrap a text_config: a language model inside a release that sees or hears too.
+"""Configs that wrap a text_config: a language model inside a multimodal release.
 
-Only the language model is built. The other tensors are carried over untouched.
+Only the language model is built. The other tensors are carried over unchanged.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Wrapper:
 
     text     model_type of a text_config that names none
     silent   its fields without effect on the text model
-    beside   regular expressions of the model's names of tensors that are no part of the text model
-    inside   what transformers has before the text model's names in memory, which peft's files go by, where
-             that is not what the files have
+    beside   regular expressions of tensor names that are not part of the text model
+    inside   prefix that transformers puts before the text model's names in memory, which peft's files use, if
+             it differs from the files'
     """
 
     text: str

@@ -1,7 +1,7 @@
 """Quantized weight formats: recognised, packed, unpacked and dequantized in plain torch.
 
-Recognised from a config.json, their bytes counted, behind one `Codec` interface. Importing this room imports
-no torch.
+Recognised from a config.json, their bytes counted, behind one `Codec` interface. Importing this package
+imports no torch.
 """
 
 from unfreeze.quant.codec import Codec, Packed

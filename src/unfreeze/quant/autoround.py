@@ -1,12 +1,13 @@
-"""AutoRound's quantization_config: codes that lie as GPTQ's or AWQ's do, some layers with bits of their own.
+"""AutoRound's quantization_config: codes laid out as in GPTQ or AWQ; some layers have their own bits.
 
     packing_format                       zero points           read as
     auto_round:auto_gptq, …:gptq         stored minus one      GPTQ, checkpoint_format "gptq"
-    auto_round, auto_round:gptqmodel     stored as they are    GPTQ, checkpoint_format "gptq_v2"
-    auto_round:auto_awq, …:awq           stored as they are    AWQ, "gemm"
+    auto_round, auto_round:gptqmodel     stored unchanged      GPTQ, checkpoint_format "gptq_v2"
+    auto_round:auto_awq, …:awq           stored unchanged      AWQ, "gemm"
 
-Its files have a g_idx in none of these but gptqmodel's. `extra_config` names the layers that differ: 16 bits
-and more stay unquantized.
+Only gptqmodel's files have a g_idx. `extra_config` names the layers that differ: with 16 bits or more they
+stay unquantized.
+
 Source: auto-round's export_to_autoround and convert_model (read at b9f3d00).
 """
 
@@ -31,7 +32,7 @@ from unfreeze.quant.scheme import NOT_PLAIN, Modules, Rule, Scheme, not_converte
 from unfreeze.untrusted.pattern import pattern
 
 METHODS = ("auto-round", "autoround", "auto_round", "intel/auto-round")
-DENSE = 16  # bits from which on a layer stays unquantized
+DENSE = 16  # a layer with this many bits or more stays unquantized
 GPTQ = {
     "auto_round:auto_gptq": True,
     "auto_round:gptq": True,
@@ -40,10 +41,10 @@ GPTQ = {
     "auto_round": False,
     "auto_round:gptqmodel": False,
 }
-"""packing_format -> whether zero points are stored minus one."""
+"""packing_format -> True if zero points are stored minus one."""
 AWQ = ("auto_round:auto_awq", "auto_round:awq", "auto_round:awq:gemm")
 ONLY: dict[str, tuple[object, str]] = {
-    "data_type": ("int", "codes that are no whole numbers"),
+    "data_type": ("int", "codes that are not whole numbers"),
     "super_bits": (None, "scales that are quantized"),
     "rotation_config": ({}, "activations are rotated at run time"),
     "spinquant_config": ({}, "activations are rotated at run time"),
@@ -57,11 +58,11 @@ KNOWN = frozenset(
     super_group_size damp_percent desc_act true_sequential static_groups model_free enable_norm_bias_tuning
     not_use_best_mse provider to_quant_block_names enable_alg_ext regex_config""".split()
 )
-"""Fields that are read, or without effect on weights that are packed already."""
+"""Fields that are read, or have no effect on packed weights."""
 
 
 def read(table: Table) -> Scheme:
-    """The scheme of the table. Raises Unreadable, naming what would be read wrongly."""
+    """The scheme of the table. Raises Unreadable naming what would be read wrongly."""
     where = "quantization_config"
     refuse_other_values(table, ONLY, where)
     if table.get("desc_act"):
@@ -75,21 +76,21 @@ def read(table: Table) -> Scheme:
         elif layer:
             refuse_other_values(layer, ONLY, f"{where}.extra_config.{name}")
             own.setdefault(_codec({**table, **layer}, f"{where}.extra_config.{name}"), []).append(name)
-    # a layer's own codec; the head has one only if it is named
+    # a layer's own codec; the head has one only if named
     head = any("lm_head" in names for names in own.values())
     rules = [Rule(codec, _modules(names)) for codec, names in own.items()]
     left_out = not_converted(names_in(table, "modules_to_not_convert"), f"{where}.modules_to_not_convert")
-    found = _modules(dense)
+    named = _modules(dense)
     ignore = Modules(
-        names=found.names,
+        names=named.names,
         within=left_out.within - ({"lm_head"} if head else set()),
-        patterns=(*left_out.patterns, *found.patterns),
+        patterns=(*left_out.patterns, *named.patterns),
     )
     return Scheme((*rules, Rule(_codec(table, where))), ignore)
 
 
 def not_followed(table: Table) -> list[str]:
-    """The fields that are neither read nor without effect, each with its value."""
+    """The fields, with values, that are neither read nor known to have no effect."""
     return unknown_fields(table, KNOWN | ONLY.keys(), "")
 
 
@@ -109,7 +110,7 @@ def _codec(table: Table, where: str) -> Codec:
 
 
 def _modules(entries: Iterable[str]) -> Modules:
-    """Names of layers; what has a sign that no name has is a pattern, found anywhere in a name."""
+    """Names of layers; an entry with a character that no name has is a pattern, matched anywhere."""
     entries = list(entries)
     regular = [entry for entry in entries if NOT_PLAIN & set(entry)]
     for entry in regular:

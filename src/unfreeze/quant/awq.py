@@ -2,11 +2,11 @@
 
     w[o, i] = (code[i, o] - zero[i // group, o]) * scale[i // group, o]     one rounding, to the scales' dtype
 
-The input dimension comes first. Eight codes of neighbouring output columns lie in an int32, from its lowest
+The input dimension comes first. An int32 holds eight codes of neighbouring output columns, from its lowest
 bits on in the order 0, 2, 4, 6, 1, 3, 5, 7; zero points likewise. At group 128 a weight takes 0.52 byte,
-against 2 in bf16.
-Scales are float16, so the weight is rounded to that, and in a bf16 model once more to bf16.
-Source: autoawq's dequantize_gemm; equal to it bit for bit in tests/quant/test_awq.py (0.2.9, recorded).
+against 2 in bf16. Scales are float16, so the weight is rounded to that, and in a bf16 model again to bf16.
+
+Source: autoawq's dequantize_gemm; bit-identical to it in tests/quant/test_awq.py (0.2.9, recorded).
 
 Shapes: W [out, in]; qweight int32 [in, out / 8], qzeros int32 [G, out / 8], scales [G, out], G = in / group.
 """
@@ -24,7 +24,7 @@ from unfreeze.quant.grids import (
     Grid,
     each,
     expand,
-    made_anew,
+    fresh_parts,
     pack,
     plain_grid,
     read_group_size,
@@ -43,7 +43,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Awq:
-    """The codec. quant/codec.py says what each method promises.
+    """The codec. quant/codec.py documents each method.
 
     group_size   input columns that share a scale and a zero point; -1: all of them
     scale_dtype  dtype of the scales, in the files and in memory alike
@@ -60,7 +60,7 @@ class Awq:
     def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
         """qweight [in, out / 8], qzeros [G, out / 8], scales [G, out].
 
-        Raises ConfigError where they cannot hold the matrix.
+        Raises ConfigError if they cannot hold the matrix.
         """
         group = in_features if self.group_size == WHOLE_COLUMN else self.group_size
         if in_features % group or out_features % PER_WORD:
@@ -78,8 +78,8 @@ class Awq:
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Awq:
         """This codec with the scale_dtype of the files."""
-        found = scale_dtype(dtypes, "scales", "qweight")
-        return replace(self, scale_dtype=found) if found else self
+        dtype = scale_dtype(dtypes, "scales", "qweight")
+        return replace(self, scale_dtype=dtype) if dtype else self
 
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """None: all parts are kept."""
@@ -97,8 +97,8 @@ class Awq:
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = (code - zero) * scale -> [..., out, in] in the dtype of the scales, one rounding.
 
-        The difference is a whole number of -15 to 15, exact in any of them.
-        Raises CheckpointError where the parts do not belong together.
+        The difference is a whole number from -15 to 15, exact in any of them. Raises CheckpointError if the
+        parts do not belong together.
         """
         import torch
 
@@ -120,8 +120,8 @@ class Awq:
 
     def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         words = slice(first // PER_WORD, last // PER_WORD)
-        found = {suffix: parts[suffix][:, words] for suffix in ("qweight", "qzeros")}
-        return {**found, "scales": parts["scales"][:, first:last]}
+        packed = {suffix: parts[suffix][:, words] for suffix in ("qweight", "qzeros")}
+        return {**packed, "scales": parts["scales"][:, first:last]}
 
     def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
         words_IO = parts["qweight"]
@@ -134,16 +134,16 @@ class Awq:
         return expand(codes, zeros_GO.t(), scales_GO.t(), None)
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """Scales and zero points by a group's least and largest weight, the nearest codes: quant/grids.py.
+        """Scales and zero points from a group's min and max weight, and the nearest codes: quant/grids.py.
 
-        Raises CheckpointError on a weight that is not finite, ConfigError where the format cannot hold it.
+        Raises CheckpointError on a weight that is not finite, ConfigError if the format cannot hold it.
         """
         self.parts(*weight.shape[-2:])
 
         def grid(matrix: Tensor) -> Grid:
             return plain_grid(BITS, self.scale_dtype, matrix, self.group_size)
 
-        return made_anew(self, weight, grid)
+        return fresh_parts(self, weight, grid)
 
     def grid(self, parts: Mapping[str, Tensor]) -> Grid:
         """Zero points and scales of one matrix."""
@@ -169,15 +169,15 @@ def _words(numbers: Tensor) -> Tensor:
 
 
 def _columns(words: Tensor) -> Tensor:
-    """int32 [..., n] -> uint8 [..., 8 n] in the order of the columns: 0, 2, 4, 6 are a word's lower half.
+    """int32 [..., n] -> uint8 [..., 8 n] in column order: 0, 2, 4, 6 are a word's lower half.
 
     Each half is spread over every second byte of 8, by shifts that vector units do.
     """
     import torch
 
     halves = [words.long() >> shift & 0xFFFF for shift in (0, 16)]
-    for distance, kept in ((24, 0x000000FF_000000FF), (12, 0x000F000F_000F000F)):
-        halves = [(half | half << distance) & kept for half in halves]
+    for distance, bits in ((24, 0x000000FF_000000FF), (12, 0x000F000F_000F000F)):
+        halves = [(half | half << distance) & bits for half in halves]
     return (halves[0] | halves[1] << 8).view(torch.uint8)
 
 
@@ -193,15 +193,15 @@ KNOWN = frozenset(
     cache_block_outputs do_fuse fuse_max_seq_len modules_to_fuse exllama_config
     provider autoround_version""".split()
 )
-"""Fields that are read, or without effect on weights that are packed already."""
+"""Fields that are read, or have no effect on packed weights."""
 
 
 def read(where: str, table: Table) -> Awq:
     """The codec of a quantization_config with quant_method "awq".
 
-    Raises Unreadable, naming it, for each variant that would be read wrongly: other bits, other layouts than
-    "gemm". zero_point false (AutoRound's, where codes are symmetric) is no other: the files have qzeros, or
-    one error says that they are missing.
+    Raises Unreadable naming each variant that would be read wrongly: other bits, other layouts than "gemm".
+    zero_point false (AutoRound's, for symmetric codes) is accepted: the files have qzeros, or an error says
+    that they are missing.
     """
     refuse_other_values(table, ONLY, where)
     bits = table.get("bits", table.get("w_bit", BITS))

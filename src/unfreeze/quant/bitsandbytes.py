@@ -1,23 +1,24 @@
 """bitsandbytes: NF4 and FP4 with or without double quantization, and LLM.int8.
 
-4 bits, of a matrix as one row of n = out · in numbers, in blocks of 64:
+4 bits: the matrix is one row of n = out · in numbers, in blocks of 64:
 
     w[j] = map[code[j]] * absmax[j // 64]                                one rounding, to `dtype`
 
-`map` has 16 numbers: the quantiles of a normal distribution (nf4) or a small float's (fp4). Two codes lie in
-a byte, the first in the upper half. Double quantization keeps absmax itself in bytes, in blocks of 256:
+`map` has 16 numbers: the quantiles of a normal distribution (nf4) or a small float's (fp4). A byte holds two
+codes, the first in the upper half. Double quantization stores absmax itself in bytes, in blocks of 256:
 
     absmax[b] = map2[code2[b]] * absmax2[b // 256] + offset               float32, two roundings
 
-At 64 a weight takes 0.516 byte with it and 0.563 without, against 2 in bf16. `dtype` (that of the weight
-before it was quantized), block sizes and offset stand in a JSON text beside each weight.
+At 64 a weight takes 0.516 byte with it and 0.563 without, against 2 in bf16. A JSON text beside each weight
+holds `dtype` (that of the weight before it was quantized), block sizes and offset.
 
 8 bits: w[o, i] = code[o, i] * SCB[o] * (1 / 127), float32, two roundings. A server also rounds activations,
-and leaves out columns of outliers; here nothing is rounded in training.
+and computes columns of outliers separately; here training rounds no activations.
 
-bitsandbytes' kernel for CPUs (0.50.2) reads a weight wrongly whose rows are not whole blocks; here, and in
-its implementation for other devices, a block goes on in the next row, as quantizing has it.
-Source: bitsandbytes' dequantize_4bit and int8_vectorwise_dequant on a CPU; equal to them bit for bit in
+bitsandbytes' kernel for CPUs (0.50.2) misreads a weight whose rows are not whole blocks. Here, as in its
+implementation for other devices, a block continues in the next row, as the quantizer wrote it.
+
+Source: bitsandbytes' dequantize_4bit and int8_vectorwise_dequant on a CPU; bit-identical to them in
 tests/quant/test_bitsandbytes.py (0.50.2, recorded).
 """
 
@@ -49,20 +50,20 @@ if TYPE_CHECKING:
 KINDS = ("nf4", "fp4")
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-MAP, MAP2 = 16, 256  # numbers that a code of 4 bits, of 8 bits stands for
+MAP, MAP2 = 16, 256  # numbers that a code of 4 or of 8 bits can represent
 INVERSE_127 = 7.874015718698502e-3  # bitsandbytes' own digits of 1 / 127
 AGAIN = "get the checkpoint again, or save it again with bitsandbytes"
 
 
 @dataclass(frozen=True)
 class Bits4:
-    """The codec of 4 bits. quant/codec.py says what each method promises; Texted is the rest.
+    """The codec of 4 bits. quant/codec.py documents each method, those of Texted too.
 
     kind     "nf4" or "fp4"
-    double   whether absmax is quantized too
+    double   True if absmax is quantized too
     block    weights that share an absmax
-    block2   numbers of absmax that share one, with double quantization
-    dtype    dtype that a weight is rounded to: what it had before it was quantized
+    block2   absmax values that share one, with double quantization
+    dtype    dtype that a weight is rounded to: its dtype before it was quantized
     """
 
     kind: str = "nf4"
@@ -80,7 +81,7 @@ class Bits4:
 
     @property
     def text(self) -> str:
-        """The suffix of the part that is a JSON text on disk, and the offset alone in memory."""
+        """The suffix of the part that is a JSON text on disk, and only the offset in memory."""
         return f"weight_quant_state_{self.kind}"
 
     @property
@@ -91,7 +92,7 @@ class Bits4:
     def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
         """weight uint8 [out, in / 2], on disk [n / 2, 1]; absmax [ceil(n / block)]; the maps; the offset [1].
 
-        Raises ConfigError for an odd number of input columns: a byte would lie in two rows.
+        Raises ConfigError for an odd number of input columns: a byte would span two rows.
         """
         if in_features % 2:
             raise ConfigError(
@@ -112,7 +113,7 @@ class Bits4:
         }
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Bits4:
-        """This codec: block sizes and dtype stand in the texts (`told`)."""
+        """This codec unchanged: the texts hold block sizes and dtype (`with_text`)."""
         return self
 
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
@@ -120,7 +121,7 @@ class Bits4:
         return {}
 
     def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """[..., out, in]: the codes', twice as wide. Of the shapes on disk [n / 2, 2], the same number."""
+        """[..., out, in]: the codes', twice as wide. For the shapes on disk [n / 2, 2], the same number."""
         *leading, half = parts["weight"]
         return (*leading, 2 * half)
 
@@ -129,10 +130,10 @@ class Bits4:
         return parts_nbytes(self.parts(out_features, in_features).values())
 
     def columns(self, width: int) -> int:
-        """Two in a byte."""
+        """Two codes per byte."""
         return 2 * width
 
-    def told(self, raw: bytes, name: str) -> Bits4:
+    def with_text(self, raw: bytes, name: str) -> Bits4:
         """This codec with the block sizes and the dtype of one weight's text. Raises CheckpointError."""
         state = parse_object(raw, name, CheckpointError, next=AGAIN)
         block, block2 = state.get("blocksize"), state.get("nested_blocksize", self.block2)
@@ -150,11 +151,11 @@ class Bits4:
     def parse(self, raw: bytes, name: str, out_features: int, in_features: int) -> list[float]:
         """[offset] from one weight's text; 0 without double quantization.
 
-        Raises CheckpointError for a text that says something else of the weight than this codec.
+        Raises CheckpointError for a text that contradicts this codec.
         """
-        state, told = parse_object(raw, name, CheckpointError, next=AGAIN), self.told(raw, name)
-        said = (state.get("quant_type"), state.get("shape"), "nested_offset" in state)
-        if said != (self.kind, [out_features, in_features], self.double) or told != self:
+        state, codec = parse_object(raw, name, CheckpointError, next=AGAIN), self.with_text(raw, name)
+        fields = (state.get("quant_type"), state.get("shape"), "nested_offset" in state)
+        if fields != (self.kind, [out_features, in_features], self.double) or codec != self:
             raise CheckpointError(
                 f"{name} says {str(state)[:300]}; the first of these and config.json say {self.kind}, shape"
                 f" {[out_features, in_features]}, blocks of {self.block}, {self.dtype},"
@@ -169,7 +170,7 @@ class Bits4:
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = map[code] * absmax -> [..., out, in] in `dtype`, computed in float32.
 
-        Raises CheckpointError where the parts do not belong together.
+        Raises CheckpointError if the parts do not belong together.
         """
         import torch
 
@@ -187,7 +188,7 @@ class Bits4:
     def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
         import torch
 
-        # a byte's two numbers are one word of a table of 256
+        # look up both numbers of a byte in a table of 256 words
         codes, absmax = parts["weight"].flatten(), self._absmax(parts)
         pairs = torch.cartesian_prod(parts["weight_quant_map"], parts["weight_quant_map"])
         pairs = pairs.view(torch.int64).flatten()
@@ -209,9 +210,9 @@ class Bits4:
         return _by_block(numbers, parts["weight_nested_absmax"], self.block2) + parts[self.text]
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """The nearest codes by each block's largest weight, as bitsandbytes' quantize_4bit makes them.
+        """The nearest codes by each block's largest weight, as bitsandbytes' quantize_4bit computes them.
 
-        Raises CheckpointError on a weight that is not finite, ConfigError where the format cannot hold it.
+        Raises CheckpointError on a weight that is not finite, ConfigError if the format cannot hold it.
         """
         import torch
 
@@ -222,7 +223,7 @@ class Bits4:
         return {suffix: torch.stack([parts[suffix] for parts in matrices]) for suffix in matrices[0]}
 
     def refit(self, weight: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`quantize` of one matrix with the maps and the offset of `stored`: its text stays true."""
+        """`quantize` of one matrix with the maps and the offset of `stored`, so its text stays valid."""
         numbers2 = stored.get("weight_nested_quant_map", stored["weight_quant_map"])
         return self._made(weight, stored["weight_quant_map"], numbers2, stored[self.text])
 
@@ -248,7 +249,7 @@ class Bits4:
 
 
 def _by_block(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
-    """numbers float32 [n] * scales [ceil(n / block)], each for `block` of them."""
+    """numbers float32 [n] * scales [ceil(n / block)], each scale for `block` of them."""
     if len(numbers) % block == 0:
         return (numbers.view(-1, block) * scales.unsqueeze(-1)).flatten()
     return numbers * scales.repeat_interleave(block)[: len(numbers)]
@@ -259,7 +260,7 @@ _TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Bits8:
-    """The codec of LLM.int8. quant/codec.py says what each method promises."""
+    """The codec of LLM.int8. quant/codec.py documents each method."""
 
     name: str = field(default="bitsandbytes-int8", init=False, repr=False)
     suffixes: tuple[str, ...] = field(default=("weight", "SCB", "weight_format"), init=False, repr=False)
@@ -272,11 +273,11 @@ class Bits8:
         return {"weight": ("I8", (out_features, in_features)), "SCB": ("F32", (out_features,))}
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Bits8:
-        """This codec: its scales are float32."""
+        """This codec unchanged: its scales are float32."""
         return self
 
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """weight_format = 0: the codes lie row by row."""
+        """weight_format = 0: the codes are in row-major order."""
         return {"weight_format": (0,)}
 
     def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -334,13 +335,13 @@ KNOWN = frozenset(
     bnb_4bit_compute_dtype llm_int8_threshold llm_int8_skip_modules llm_int8_enable_fp32_cpu_offload
     llm_int8_has_fp16_weight""".split()
 )
-"""Fields that are read, or without effect on weights that are packed already."""
+"""Fields that are read, or have no effect on packed weights."""
 
 
 def read(where: str, table: Table) -> Codec:
     """The codec of a quantization_config with quant_method "bitsandbytes".
 
-    Raises Unreadable, naming it, for each variant that would be read wrongly.
+    Raises Unreadable naming each variant that would be read wrongly.
     """
     refuse_other_values(table, ONLY, where)
     four, eight = (table.get(f"load_in_{bits}bit") or table.get(f"_load_in_{bits}bit") for bits in (4, 8))

@@ -1,8 +1,9 @@
-"""Codec: what a quantized weight format must say about itself; Packed: one quantized weight in memory.
+"""Codec: the interface of a quantized weight format; Packed: one quantized weight in memory.
 
-A format is one file beside this one. It knows which tensors on disk make one weight, how they are laid out in
-memory, which quantization_config says so, and how to go to floating point and back. Only the last needs
-torch, which is imported there: a config is refused, and a checkpoint's bytes are counted, without it.
+A format is one file beside this one. It defines the tensors on disk that make one weight, their layout in
+memory, the quantization_config that declares it, and the conversions to floating point and back. Only the
+conversions need torch, which is imported there: a config is refused, and a checkpoint's bytes are counted,
+without it.
 
 Shapes: a matrix W [out, in] with y = x Wᵀ. Parts may have leading dims (E experts); the last two are W's.
 Dtypes are safetensors' names (core/dtypes.py).
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 Part = tuple[str, tuple[int, ...]]
 """(dtype, shape) of a tensor, e.g. ("BF16", (4, 2))."""
 Table = Mapping[str, object]
-"""A quantization_config, or a table within it, as JSON."""
+"""A quantization_config, or a table inside it, as JSON."""
 
 
 class Codec(Protocol):
@@ -39,7 +40,7 @@ class Codec(Protocol):
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The last name parts of the tensors on disk that make one weight, its codes first."""
+        """The last name parts of the tensors on disk that make one weight, codes first."""
         ...
 
     @property
@@ -50,22 +51,22 @@ class Codec(Protocol):
     def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
         """suffix -> (dtype, shape) of the parts kept in memory for one [out, in] matrix.
 
-        Raises ConfigError where the format cannot hold it.
+        Raises ConfigError if the format cannot hold it.
         """
         ...
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Codec:
         """The same format with its scales held in the dtype of the files.
 
-        dtypes: name on disk -> dtype.
-        Raises CheckpointError where scales have several dtypes: a stack of experts can hold only one.
+        dtypes: name on disk -> dtype. Raises CheckpointError if scales have several dtypes: a stack of
+        experts can hold only one.
         """
         ...
 
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """suffix -> integers (int32) that stand on disk beside `parts`.
+        """suffix -> integers (int32) that are on disk beside `parts`.
 
-        They are known from the shape, so they are not kept in memory.
+        They follow from the shape, so they are not kept in memory.
         """
         ...
 
@@ -74,7 +75,7 @@ class Codec(Protocol):
         ...
 
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The weight [..., out, in] in the dtype of its scales. Expands everything it is given."""
+        """The weight [..., out, in] in the dtype of its scales. Expands all the parts passed in."""
         ...
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
@@ -88,9 +89,9 @@ class Codec(Protocol):
 
 @runtime_checkable
 class Texted(Protocol):
-    """A codec that writes of each weight in a text beside it, and its codes as a column of bytes [n, 1].
+    """A codec with a text beside each weight on disk, and its codes as a column of bytes [n, 1].
 
-    Of the text a few numbers are kept in memory, as the part that `parts` says.
+    A few numbers of the text are kept in memory, as the part in `parts`.
     """
 
     @property
@@ -102,25 +103,25 @@ class Texted(Protocol):
         """The input columns of a matrix whose codes are `width` wide in memory."""
         ...
 
-    def told(self, raw: bytes, name: str) -> Codec:
-        """The same format with what the text `name` says of all weights. Raises CheckpointError."""
+    def with_text(self, raw: bytes, name: str) -> Codec:
+        """The same format with the settings of the text `name`, for all weights. Raises CheckpointError."""
         ...
 
     def parse(self, raw: bytes, name: str, out_features: int, in_features: int) -> list[float]:
         """The numbers to keep of the text `name`.
 
-        Raises CheckpointError where it says something else of an [out, in] matrix than this codec.
+        Raises CheckpointError if it contradicts this codec on an [out, in] matrix.
         """
         ...
 
 
 @runtime_checkable
 class ByRows(Protocol):
-    """A codec whose matrix can be expanded some rows at a time: little then lies between codes and result."""
+    """A codec whose matrix can be expanded some rows at a time, so that temporaries stay small."""
 
     @property
     def rows_at(self) -> int:
-        """Rows may be cut at multiples of this number."""
+        """Rows may be split at multiples of this number."""
         ...
 
     def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
@@ -129,15 +130,15 @@ class ByRows(Protocol):
 
 
 class Format(NamedTuple):
-    """How a format is recognised; a line of FORMATS (quant/formats.py).
+    """The rules to recognise a format; a line of FORMATS (quant/formats.py).
 
-    key       the quant_method; for compressed-tensors followed by a blank and the `format` of its groups
-    title     the format in words, for a refusal's list of what can be read
-    read      (where the table stands, the table) -> the codec. The table is the quantization_config, or the
-              `weights` of one compressed-tensors group. Raises Unreadable for whatever would be read wrongly
-    known     fields of that table that are read, or without effect on weights that are packed already
+    key       the quant_method; for compressed-tensors followed by a space and the `format` of its groups
+    title     the format in words, for a refusal's list of readable formats
+    read      (location of the table, the table) -> the codec. The table is the quantization_config, or the
+              `weights` of one compressed-tensors group. Raises Unreadable for anything it would read wrongly
+    known     fields of that table that are read, or have no effect on packed weights
     suffixes  the last name parts of tensors that only this format has: no other format, and no dense weight
-    ignored   the field that lists the modules which stay unquantized
+    ignored   the field that lists the modules that stay unquantized
     """
 
     key: str
@@ -149,13 +150,13 @@ class Format(NamedTuple):
 
 
 class Unreadable(Exception):
-    """What in a quantization_config cannot be read. formats.recognise adds to it which formats can be."""
+    """The unreadable part of a quantization_config. formats.recognise adds the list of readable formats."""
 
 
 def refuse_other_values(table: Table, only: Mapping[str, tuple[object, str]], where: str) -> None:
-    """Raise Unreadable for a field whose value is not the one that is implemented.
+    """Raise Unreadable for a field whose value is not the implemented one.
 
-    only: field -> (the implemented value, what another value means). null, an empty table and a table of
+    only: field -> (the implemented value, the meaning of another value). null, an empty table and a table of
     format "dense" are always allowed.
     """
     for name, (built, meaning) in only.items():
@@ -168,7 +169,7 @@ def refuse_other_values(table: Table, only: Mapping[str, tuple[object, str]], wh
 
 
 def as_table(value: object) -> Table | None:
-    """A JSON object, None where it is something else."""
+    """The value if it is a JSON object, else None."""
     return cast(Table, value) if isinstance(value, Mapping) else None
 
 
@@ -188,12 +189,12 @@ class Packed:
 
     @property
     def numel(self) -> int:
-        """Number of weights, not of the words they are packed in."""
+        """Number of weights, not of the words that hold them."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parts as they are held."""
+        """Bytes of the parts in memory."""
         return sum(part.nbytes for part in self.parts.values())
 
     @property
@@ -208,13 +209,13 @@ class Packed:
         return self.codec.dequantize(self.parts)
 
     def __getitem__(self, index: int | slice) -> Packed:
-        """One expert, or some, by the first leading dim: views, nothing is copied."""
+        """One expert, or some, by the first leading dim: views, no copies."""
         return Packed(self.codec, {suffix: part[index] for suffix, part in self.parts.items()})
 
 
 @lru_cache(maxsize=64)
 def kept_suffixes(codec: Codec) -> tuple[str, ...]:
-    """The suffixes of the parts that a model holds in memory: all but the codec's disk_extras."""
+    """The suffixes of the parts that a model holds in memory: all except the codec's disk_extras."""
     extras = codec.disk_extras(0, 0)
     return tuple(suffix for suffix in codec.suffixes if suffix not in extras)
 
@@ -225,7 +226,7 @@ def parts_nbytes(parts: Iterable[Part]) -> int:
 
 
 def finite(weight: Tensor) -> None:
-    """Raise CheckpointError for a weight that is NaN or infinite: no code stands for it."""
+    """Raise CheckpointError for a weight with NaN or infinity, which no code represents."""
     if not bool(weight.isfinite().all()):
         bad = int((~weight.isfinite()).sum())
         raise CheckpointError(
@@ -234,9 +235,9 @@ def finite(weight: Tensor) -> None:
 
 
 def one_scale_dtype(dtypes: Mapping[str, str], title: str) -> str:
-    """The dtype that all of these scales have. name -> dtype, at least one.
+    """The common dtype of these scales. name -> dtype, at least one.
 
-    Raises CheckpointError where they have several: a stack of experts can hold only one.
+    Raises CheckpointError if they have several: a stack of experts can hold only one.
     """
     first: dict[str, str] = {}
     for name, dtype in dtypes.items():
@@ -251,9 +252,9 @@ def one_scale_dtype(dtypes: Mapping[str, str], title: str) -> str:
 
 
 def names_in(table: Table, field: str) -> list[str]:
-    """The list of names in a field; [] where it is absent. Raises Unreadable for anything else."""
-    found: object = table.get(field) or []
-    entries = cast("list[object]", found) if isinstance(found, list) else [None]
+    """The list of names in a field; [] if it is absent. Raises Unreadable for anything else."""
+    value: object = table.get(field) or []
+    entries = cast("list[object]", value) if isinstance(value, list) else [None]
     names = [entry for entry in entries if isinstance(entry, str)]
     if len(names) < len(entries):
         raise Unreadable(f"quantization_config.{field} is not a list of names")
@@ -261,7 +262,7 @@ def names_in(table: Table, field: str) -> list[str]:
 
 
 def unknown_fields(table: Table, known: Set[str], where: str) -> list[str]:
-    """The fields of a table that are neither known nor empty, each with its value."""
+    """The fields of a table, with values, that are neither known nor empty."""
     return [
         f"{where}{name} = {value!r:.60}"
         for name, value in table.items()

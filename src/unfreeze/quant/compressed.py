@@ -1,8 +1,9 @@
-"""compressed-tensors' quantization_config: groups of modules, each in a format of its own.
+"""compressed-tensors' quantization_config: groups of modules, each in its own format.
 
 A group has `targets`: names of modules, patterns ("re:…", matched from the start of a name), or the name of a
-class, of which "Linear" means every linear layer. A name goes before a pattern and a pattern before a class;
-`ignore` takes modules out again.
+class; "Linear" means every linear layer. A name takes precedence over a pattern, a pattern over a class;
+`ignore` removes modules again.
+
 Source: compressed-tensors' match_targets; compared with it in tests/quant/test_scheme.py.
 """
 
@@ -30,18 +31,18 @@ ONLY: dict[str, tuple[object, str]] = {
     "moe_sparsity_config": ({}, "experts are left out of the computation"),
 }
 FROZEN = "frozen"
-"""A quantization_status of older releases, beside packed files as well; the files decide. Weights that they
-hold unpacked would be rounded at run time by the library: not_followed says so."""
+"""A quantization_status of older releases, which occurs with packed files too; the files decide. The library
+would round their unpacked weights at run time: not_followed warns about it."""
 KNOWN = frozenset(
     "version global_compression_ratio run_compressed quant_method quantization_status format config_groups"
     " ignore".split()
 )
 KNOWN_OF_GROUP = frozenset("targets weights input_activations output_activations format".split())
-"""Fields that are read, or without effect on weights that are packed already (the files show which are)."""
+"""Fields that are read, or have no effect on packed weights (the files show which are packed)."""
 
 
 def read(table: Table, formats: Mapping[str, Format]) -> Scheme:
-    """The scheme of a quantization_config. Raises Unreadable, naming what would be read wrongly."""
+    """The scheme of a quantization_config. Raises Unreadable naming what would be read wrongly."""
     refuse_other_values(table, ONLY, "quantization_config")
     if (status := table.get("quantization_status")) not in (None, "compressed", FROZEN):
         raise Unreadable(f"quantization_config.quantization_status {status!r:.60} (not final)")
@@ -64,7 +65,7 @@ def read(table: Table, formats: Mapping[str, Format]) -> Scheme:
 
 
 def not_followed(table: Table, formats: Mapping[str, Format]) -> list[str]:
-    """The fields that are neither read nor without effect, each with its value."""
+    """The fields, with values, that are neither read nor known to have no effect."""
     fields = unknown_fields(table, KNOWN | ONLY.keys() | {"kv_cache_scheme"}, "")
     for where, group, format in _formats(table, formats):
         name = where.removeprefix("quantization_config.")
@@ -74,9 +75,9 @@ def not_followed(table: Table, formats: Mapping[str, Format]) -> list[str]:
 
 
 def _formats(table: Table, formats: Mapping[str, Format]) -> Iterator[tuple[str, Table, Format]]:
-    """(where it stands, the group, its format) of each group that is about weights. Raises Unreadable.
+    """Yield (location, group, format) for each group with weights. Raises Unreadable.
 
-    A group without weights is about activations, such as what goes into an attention's cache.
+    A group without weights is for activations, such as those in an attention's cache.
     """
     groups = as_table(table.get("config_groups"))
     if not groups:
@@ -96,10 +97,10 @@ def _formats(table: Table, formats: Mapping[str, Format]) -> Iterator[tuple[str,
 
 
 def _matching(entries: list[str], where: str) -> Modules:
-    """Names, and patterns "re:…". Refuses a pattern that may match forever."""
-    found = [entry[3:] for entry in entries if entry.startswith("re:")]
-    for entry in found:
+    """Names, and patterns "re:…". Refuses a pattern that could match forever."""
+    patterns = [entry[3:] for entry in entries if entry.startswith("re:")]
+    for entry in patterns:
         pattern(entry, f"config.json: {where}", ConfigError)
     return Modules(
-        names=frozenset(entry for entry in entries if not entry.startswith("re:")), patterns=tuple(found)
+        names=frozenset(entry for entry in entries if not entry.startswith("re:")), patterns=tuple(patterns)
     )

@@ -1,8 +1,7 @@
-"""Which quantized format a checkpoint is in, by its config.json or a tensor's name.
+"""Recognises the quantized format of a checkpoint, by its config.json or a tensor's name.
 
-A format that cannot be read is refused, and the error names it. torch is not imported: a refusal must not
-wait for it.
-To add a format: CONTRIBUTING.md, "Add a quantized format".
+An unreadable format is refused, and the error names it. torch is not imported: a refusal must not wait for
+it. To add a format: CONTRIBUTING.md, "Add a quantized format".
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ FORMATS: dict[str, Format] = {
         awq.FORMAT,
         gptq.FORMAT,
         bitsandbytes.FORMAT,
-        # one line per format; "*" before one that is several
+        # one line per format; "*" before a module that has several
     )
 }
 
@@ -49,18 +48,17 @@ FOREIGN = {
     "codebooks": "AQLM (codes, codebooks)",
     "W_q": "HQQ (W_q, scale, zero)",
 }
-"""A piece of a tensor's name -> the format it belongs to, which is not read here."""
+"""Part of a tensor's name -> its format, which cannot be read here."""
 FOREIGN_DTYPES = {"F8_E4M3": "FP8 of a form that config.json does not name", "F8_E5M2": "FP8 e5m2"}
-"""The dtype of a tensor -> the format whose codes have it, where nothing says how they are read."""
+"""Dtype of a tensor -> the format of such codes, if nothing else declares their format."""
 
 
 def recognise(config: Table) -> Scheme | None:
-    """Which modules of a config.json's model are in which format; None where it is not quantized.
+    """The format of each module of a config.json's model; None if it is not quantized.
 
-    Reads `quantization_config` at the top or under `text_config`.
-    Raises ConfigError, naming what would be read wrongly: other formats and methods (AWQ, GPTQ …), variants
-    of a format, rotated activations (transform_config), sparsity.
-    `not_followed` names the fields that are not known here.
+    Reads `quantization_config` at the top or under `text_config`. Raises ConfigError naming what would be
+    read wrongly: other formats and methods, variants of a format, rotated activations (transform_config),
+    sparsity. `not_followed` names the fields that are not known here.
     """
     try:
         table = _table(config)
@@ -114,7 +112,7 @@ WRITERS = {
 
 
 def _writer(config: Table) -> str:
-    """ ", NAME,": the library that wrote a quantization_config; "" where it is not known."""
+    """ ", NAME,": the library that wrote a quantization_config; "" if unknown."""
     try:
         table = _table(config)
     except Unreadable:
@@ -124,10 +122,10 @@ def _writer(config: Table) -> str:
 
 
 def not_followed(config: Table) -> str:
-    """One line that names the fields of a quantization_config that are not followed; "" where there are none.
+    """One line that names the fields of a quantization_config that are not followed; "" if there are none.
 
-    A field is followed if it is read, or has no effect on weights that are packed already.
-    Raises ConfigError for a quantization_config that cannot be read.
+    A field is followed if it is read, or has no effect on packed weights. Raises ConfigError for a
+    quantization_config that cannot be read.
     """
     recognise(config)
     table = _table(config)
@@ -143,25 +141,28 @@ def not_followed(config: Table) -> str:
     else:
         more = modelopt.ADDED if _adds_layers(table) else frozenset[str]()
         fields = unknown_fields(table, FORMATS[method].known | {"quant_method"} | more, "")
-    said = [f"{', '.join(fields)}: not known here and not followed"] if fields else []
-    if found := _activations(table):
-        said.append(f"{found}: a server rounds activations to it; training and generation here round none")
+    notes = [f"{', '.join(fields)}: unknown and ignored"] if fields else []
+    if activations := _activations(table):
+        notes.append(
+            f"{activations}: a server rounds activations to it; training and generation here round none"
+        )
     if table.get("quantization_status") == compressed.FROZEN:
-        said.append("quantization_status frozen: weights that lie unpacked in the files stay unrounded")
+        notes.append("quantization_status frozen: weights that the files hold unpacked stay unrounded")
     if name := next((field for field in KV_CACHE if table.get(field)), ""):
-        said.append(
+        notes.append(
             f"{name} is for a server's cache: training and generation here keep the cache unquantized"
         )
-    return f"quantization_config: {'; '.join(said)}" if said else ""
+    return f"quantization_config: {'; '.join(notes)}" if notes else ""
 
 
 KV_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 def _activations(table: Table) -> str:
-    """The field that says how a server rounds activations, "" where there is none.
+    """The field that makes a server round activations, "" if there is none.
 
-    activation_scheme "dynamic" of FP8 is not said: every such release has it, and no tensor is for it.
+    activation_scheme "dynamic" of FP8 is not reported: every such release has it, and no tensor belongs to
+    it.
     """
     groups = as_table(table.get("config_groups")) or {}
     for field in ("input_activations", "output_activations"):
@@ -175,42 +176,42 @@ def _activations(table: Table) -> str:
 
 
 def is_part(name: str) -> bool:
-    """Whether a tensor of this name is a part of a quantized weight, in a format that is read here."""
+    """True if a tensor of this name is part of a quantized weight in a readable format."""
     return name.rpartition(".")[2] in {suffix for format in FORMATS.values() for suffix in format.suffixes}
 
 
 def stored_packed(module: str, names: Collection[str]) -> bool:
-    """Whether `names` hold the weight of `module` in any format that is read here."""
+    """True if `names` hold the weight of `module` in any readable format."""
     return any(f"{module}.{format.suffixes[0]}" in names for format in FORMATS.values())
 
 
 def foreign_format(name: str) -> str:
-    """The format that a tensor of this name belongs to, where it is one not read here; else ""."""
+    """The unreadable format that a tensor of this name belongs to; "" if there is none."""
     return next((title for piece, title in FOREIGN.items() if piece in name.split(".")), "")
 
 
 def foreign_dtype(dtype: str) -> str:
-    """The format whose codes have this dtype, where it is one not read here; else ""."""
+    """The unreadable format whose codes have this dtype; "" if there is none."""
     return FOREIGN_DTYPES.get(dtype, "")
 
 
 def foreign_parts(module: str, names: Collection[str]) -> str:
-    """The format in which `names` hold parts of `module`, where it is one not read here; else ""."""
+    """The unreadable format in which `names` hold parts of `module`; "" if there is none."""
     return next((title for piece, title in FOREIGN.items() if f"{module}.{piece}" in names), "")
 
 
 def _table(config: Table) -> Table | None:
-    """The quantization_config at the top or under text_config, None where there is none."""
+    """The quantization_config at the top or under text_config, None if there is none."""
     text = as_table(config.get("text_config")) or {}
-    found = config.get("quantization_config") or text.get("quantization_config")
-    table = as_table(found)
-    if found and table is None:
-        raise Unreadable(f"quantization_config is {str(found)[:60]!r}, not an object")
+    value = config.get("quantization_config") or text.get("quantization_config")
+    table = as_table(value)
+    if value and table is None:
+        raise Unreadable(f"quantization_config is {str(value)[:60]!r}, not an object")
     return table or None
 
 
 def _method(table: Table) -> str:
-    """The quant_method; where there is none, that of the fields, as transformers reads them."""
+    """The quant_method; if absent, the one that the fields imply, as in transformers."""
     if table.get("quant_method"):
         return str(table["quant_method"])
     if "load_in_4bit" in table or "load_in_8bit" in table:  # bitsandbytes until 2023
@@ -219,21 +220,21 @@ def _method(table: Table) -> str:
 
 
 def _adds_layers(table: Table) -> bool:
-    """Whether a table of quant_method "fp8" also has layers that modelopt quantized."""
+    """True if a table of quant_method "fp8" also has layers that modelopt quantized."""
     return _method(table) == "fp8" and table.get("quant_algo") == modelopt.MIXED
 
 
 def _scheme(table: Table) -> Scheme:
-    """The scheme of a quantization_config: of its groups of modules, or of one codec for all of them."""
+    """The scheme of a quantization_config: by groups of modules, or one codec for all of them."""
     method = _method(table)
     if _adds_layers(table):
-        # a release in FP8 of which modelopt quantized some layers anew; its `ignore` is about those only
+        # an FP8 release in which modelopt requantized some layers; its `ignore` applies to those only
         own = {name: value for name, value in table.items() if name not in modelopt.ADDED}
         fp8, added = _scheme(own), modelopt.read({**table, "ignore": []}, FORMATS)
         return Scheme((*added.rules, *fp8.rules), fp8.ignore)
     if method in FORMATS:
         codec = FORMATS[method].read("quantization_config", table)
-        fields = (FORMATS[method].ignored, "ignored_layers")  # the latter is AutoFP8's word
+        fields = (FORMATS[method].ignored, "ignored_layers")  # the latter is AutoFP8's name
         entries = [name for field in fields for name in names_in(table, field)]
         ignore = not_converted(entries, f"quantization_config.{fields[0]}")
         if method != gptq.FORMAT.key:

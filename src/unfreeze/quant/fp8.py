@@ -1,18 +1,19 @@
 """FP8 e4m3 with a scale for each block: DeepSeek-V3, Kimi-K2-Instruct, the Qwen3-FP8 releases.
 
-    w[o, i] = code[o, i] * scale[o // rows, i // columns]           one rounding, to the dtype asked for
+    w[o, i] = code[o, i] * scale[o // rows, i // columns]           one rounding, to the requested dtype
 
-A block has 128 x 128 weights; the last ones of a row or column may be cut off. Codes are float8_e4m3fn.
-A scale is float32 or bf16, or a power of two in one byte (ue8m0, F8_E8M0). On disk it is called
-weight_scale_inv, and it multiplies all the same; compressed-tensors calls it weight_scale.
-A weight takes 1 byte and 4 / 16,384 of its scale, against 2 bytes in bf16.
+A block has 128 x 128 weights; the last ones of a row or column may be partial. Codes are float8_e4m3fn. A
+scale is float32 or bf16, or a power of two in one byte (ue8m0, F8_E8M0). On disk it is called
+weight_scale_inv, but is a factor nevertheless; compressed-tensors calls it weight_scale. A weight takes 1
+byte and 4 / 16,384 of its scale, against 2 bytes in bf16.
 
-Activations stay as they are. A server rounds them to FP8 as well (activation_scheme "dynamic"); here nothing
-is rounded in training, as the adapters' gradients would be too.
-Source: transformers' finegrained_fp8 and compressed-tensors' float-quantized; equal to them bit for bit in
-tests/quant/test_fp8.py and test_fp8_scaled.py. Blocks that are
-cut off, which DeepSeek-V3 has (kv_a_proj_with_mqa: 576 rows), it refuses or reads with blocks of another
-size; those are compared with the formula in float64.
+Activations are not rounded. A server rounds them to FP8 as well (activation_scheme "dynamic"); in training
+that would round the adapters' gradients too.
+
+Source: transformers' finegrained_fp8 and compressed-tensors' float-quantized; bit-identical to them in
+tests/quant/test_fp8.py and test_fp8_scaled.py. Partial blocks, which DeepSeek-V3 has (kv_a_proj_with_mqa: 576
+rows), transformers refuses or reads with blocks of another size; those are compared with the formula in
+float64.
 
 Shapes: a matrix is [out, in], its scales [ceil(out / rows), ceil(in / columns)].
 """
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-MAX_BLOCK = 2**20  # rows or columns that share a scale; more than the widest layer has
+MAX_BLOCK = 2**20  # rows or columns that share a scale; more than any layer's width
 
 
 @dataclass(frozen=True)
 class Fp8(Scaled):
-    """The codec. quant/codec.py says what each method promises.
+    """The codec. quant/codec.py documents each method.
 
     block        rows and columns that share one scale
     scale_dtype  dtype of the scales, in the files and in memory alike
@@ -80,8 +81,8 @@ class Fp8(Scaled):
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = code * scale -> [..., out, in], computed in float32.
 
-        In the dtype of the scales; bf16 where these are powers of two, which change no digit of a code.
-        Raises CheckpointError where codes and scales do not belong together.
+        In the dtype of the scales; bf16 if these are powers of two, which change no digit of a code. Raises
+        CheckpointError if codes and scales do not belong together.
         """
         import torch
 
@@ -96,10 +97,10 @@ class Fp8(Scaled):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """scale = absmax / 448 of each block, code = e4m3(w * (448 / absmax)); a block of zeros has scale 1.
 
-        With ue8m0 scales the next power of two above that. Source: transformers' Fp8Quantize.
-        Where the scales are called weight_scale as compressed-tensors does: code = e4m3(w / scale) in the
-        dtype of the weight, the scale of a block of zeros that dtype's epsilon.
-        Raises CheckpointError on a weight that is not finite.
+        With ue8m0 scales the next power of two above that.
+        Source: transformers' Fp8Quantize. If the scales are called weight_scale, as in compressed-tensors:
+        code = e4m3(w / scale) in the dtype of the weight, and a block of zeros has that dtype's epsilon as
+        scale. Raises CheckpointError on a weight that is not finite.
         """
         import torch
 
@@ -135,11 +136,11 @@ FIELDS: frozenset[str] = frozenset(ONLY) | frozenset(
     "fmt scale_fmt weight_block_size modules_to_not_convert ignored_layers activation_scheme"
     " dequantize kv_cache_scheme".split()
 )
-"""Fields that are read, or without effect on weights that are packed already."""
+"""Fields that are read, or have no effect on packed weights."""
 
 
 def refuse_variants(where: str, table: Table) -> None:
-    """Raise Unreadable, naming it, for each variant of quant_method "fp8" that would be read wrongly."""
+    """Raise Unreadable naming each variant of quant_method "fp8" that would be read wrongly."""
     refuse_other_values(table, ONLY, where)
     if table.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise Unreadable(f'{where}: fmt "{table.get("fmt")}"')
@@ -148,7 +149,7 @@ def refuse_variants(where: str, table: Table) -> None:
 
 
 def block_size(block: object, where: str) -> tuple[int, int]:
-    """(rows, columns) of a block. Raises Unreadable for anything else than two numbers in range."""
+    """(rows, columns) of a block. Raises Unreadable for anything but two numbers in range."""
     entries = cast("list[object]", block) if isinstance(block, list) else []
     sizes = [size for size in entries if isinstance(size, int) and not isinstance(size, bool)]
     if len(entries) != 2 or len(sizes) != 2 or not all(1 <= size <= MAX_BLOCK for size in sizes):

@@ -2,14 +2,16 @@
 
     w[o, i] = code[o, i] * scale            or * scale[o]            one rounding, to the dtype of the scales
 
-Codes are float8_e4m3fn, a scale is float32, bf16 or float16. Who writes it, and how the scale lies on disk:
+Codes are float8_e4m3fn, a scale is float32, bf16 or float16. The writers, and the scale on disk:
+
 - compressed-tensors "float-quantized" and "naive-quantized": weight_scale [1], or [out, 1] per row
 - NVIDIA's modelopt "FP8": weight_scale [], and "FP8_PER_CHANNEL_PER_TOKEN": [out]
 - quant_method "fp8" without weight_block_size: weight_scale_inv or weight_scale []; either multiplies
 
-A weight takes 1 byte. Scales of activations (input_scale, activation_scale) lie beside and are not used: a
-server rounds activations with them, training here rounds none.
-Source: compressed-tensors and modelopt; equal to both bit for bit in tests/quant/test_fp8_scaled.py.
+A weight takes 1 byte. The files also have scales of activations (input_scale, activation_scale), which are
+not used: a server rounds activations with them, training here does not.
+
+Source: compressed-tensors and modelopt; bit-identical to both in tests/quant/test_fp8_scaled.py.
 
 Shapes: a matrix is [out, in].
 """
@@ -28,12 +30,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MATRIX, ONE, ROWS, COLUMN = (), (1,), ("out",), ("out", 1)
-"""Shapes of scales on disk: a number, a list of one, a number per row, and that as a column."""
+"""Shapes of scales on disk: a scalar, a list of one, one per row, and one per row as a column."""
 
 
 @dataclass(frozen=True)
 class Fp8Scaled(Scaled):
-    """The codec. quant/codec.py says what each method promises.
+    """The codec. quant/codec.py documents each method.
 
     scales       the shape of the scales: MATRIX or ONE for a whole matrix, ROWS or COLUMN for each row
     scale        their last name part
@@ -61,7 +63,7 @@ class Fp8Scaled(Scaled):
         return {"weight": ("F8_E4M3", (out_features, in_features)), self.scale: (self.scale_dtype, shape)}
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Fp8Scaled:
-        """This codec with the dtype of the files' scales; of one per matrix also the name they have there."""
+        """This codec with the dtype of the files' scales; for one scale per matrix also their name there."""
         for scale in ("weight_scale", "weight_scale_inv") if self.scales == MATRIX else ():
             if self.scales_in(dtypes, scale):
                 return super(Fp8Scaled, replace(self, scale=scale)).as_stored(dtypes)
@@ -73,7 +75,7 @@ class Fp8Scaled(Scaled):
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = code * scale -> [..., out, in] in the dtype of the scales; codes are exact in each of them.
 
-        Raises CheckpointError where codes and scales do not belong together.
+        Raises CheckpointError if codes and scales do not belong together.
         """
         *lead, out_features, _ = self.compare(parts)
         scales, rows = parts[self.scale], out_features if "out" in self.scales else 1
@@ -82,8 +84,8 @@ class Fp8Scaled(Scaled):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """scale = absmax / 448 of the matrix or row, code = e4m3(w / scale), in the dtype of the weight.
 
-        Where all is zero the scale is that dtype's epsilon. Source: compressed-tensors' calculate_qparams.
-        Raises CheckpointError on a weight that is not finite.
+        If all weights are zero the scale is that dtype's epsilon.
+        Source: compressed-tensors' calculate_qparams. Raises CheckpointError on a weight that is not finite.
         """
         finite(weight)
         weight = weight.detach()
@@ -98,7 +100,7 @@ class Fp8Scaled(Scaled):
 def read_float(where: str, weights: Table) -> Codec:
     """The codec of the `weights` of one compressed-tensors group of format "float-quantized".
 
-    Also of "naive-quantized", where its weights are FP8. Raises Unreadable for what would be read wrongly.
+    Also of "naive-quantized", if its weights are FP8. Raises Unreadable for what would be read wrongly.
     """
     strategy = refuse_weights(where, weights, 8, ("tensor", "channel", "block"))
     if strategy != "block":
@@ -112,7 +114,7 @@ def read_float(where: str, weights: Table) -> Codec:
 def read_method(where: str, table: Table) -> Codec:
     """The codec of a quantization_config with quant_method "fp8": a scale for each block, or for a matrix.
 
-    Raises Unreadable, naming it, for each variant that would be read wrongly.
+    Raises Unreadable naming each variant that would be read wrongly.
     """
     if table.get("weight_block_size") is not None:
         return fp8.read(where, table)

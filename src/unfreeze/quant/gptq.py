@@ -2,16 +2,17 @@
 
     w[o, i] = (code[i, o] - zero[g_idx[i], o]) * scale[g_idx[i], o]     one rounding, to the scales' dtype
 
-The input dimension comes first. The 32 / bits codes of neighbouring input columns lie in an int32, lowest
-bits first; zero points likewise, of neighbouring output columns. g_idx names the group of each input column:
-i // group, or any with act-order (desc_act). Files without it (AutoRound's) mean i // group.
-At 4 bits and group 128 a weight takes 0.52 byte, against 2 in bf16.
+The input dimension comes first. An int32 holds 32 / bits codes of neighbouring input columns, lowest bits
+first; zero points likewise, of neighbouring output columns. g_idx names the group of each input column: i //
+group, or any with act-order (desc_act). Files without it (AutoRound's) mean i // group. At 4 bits and group
+128 a weight takes 0.52 byte, against 2 in bf16.
 
-checkpoint_format "gptq" stores each zero point minus one. Reading adds the ones to a whole word, as writing
-took them from a whole word: where a zero point was 0, its neighbour paid, and gets it back. "gptq_v2" stores
-them as they are.
-Scales are float16, so the weight is rounded to that, and in a bf16 model once more to bf16.
-Source: gptqmodel's TorchLinear; equal to it bit for bit in tests/quant/test_gptq.py (7.7.0, recorded).
+checkpoint_format "gptq" stores each zero point minus one. The ones are subtracted from a whole word when
+writing, and added to a whole word when reading: if a zero point was 0, it borrowed from its neighbour, which
+gets it back. "gptq_v2" stores them unchanged. Scales are float16, so the weight is rounded to that, and in a
+bf16 model again to bf16.
+
+Source: gptqmodel's TorchLinear; bit-identical to it in tests/quant/test_gptq.py (7.7.0, recorded).
 
 Shapes: W [out, in]; qweight int32 [in bits / 32, out], qzeros int32 [G, out bits / 32], scales [G, out],
 g_idx int32 [in].
@@ -31,7 +32,7 @@ from unfreeze.quant.grids import (
     Grid,
     each,
     expand,
-    made_anew,
+    fresh_parts,
     pack,
     plain_grid,
     read_group_size,
@@ -52,14 +53,14 @@ ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 @dataclass(frozen=True)
 class Gptq:
-    """The codec. quant/codec.py says what each method promises.
+    """The codec. quant/codec.py documents each method.
 
     bits         of a code: 2, 4 or 8
     group_size   input columns that share a scale and a zero point; -1: all of them
-    minus_one    whether zero points are stored minus one (checkpoint_format "gptq")
+    minus_one    True if zero points are stored minus one (checkpoint_format "gptq")
     scale_dtype  dtype of the scales, in the files and in memory alike
-    indexed      whether there is a g_idx
-    act_order    whether config.json says desc_act: then a g_idx that is not there is missing
+    indexed      True if there is a g_idx
+    act_order    True if config.json sets desc_act: then an absent g_idx is an error
     """
 
     bits: int = 4
@@ -78,37 +79,38 @@ class Gptq:
     def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
         """qweight [in bits / 32, out], qzeros [G, out bits / 32], scales [G, out], g_idx [in]; rounded up.
 
-        Raises ConfigError without a g_idx, the width being known by it, where `in` fills no whole words.
+        Raises ConfigError if `in` does not fill whole words and there is no g_idx, which would tell the
+        width.
         """
         groups = 1 if self.group_size == WHOLE_COLUMN else -(-in_features // self.group_size)
         rows, words = (-(-size * self.bits // WORD) for size in (in_features, out_features))
-        found: dict[str, Part] = {
+        parts: dict[str, Part] = {
             "qweight": ("I32", (rows, out_features)),
             "qzeros": ("I32", (groups, words)),
             "scales": (self.scale_dtype, (groups, out_features)),
         }
         if self.indexed:
-            return {**found, "g_idx": ("I32", (in_features,))}
+            return {**parts, "g_idx": ("I32", (in_features,))}
         if in_features * self.bits % WORD:
             raise ConfigError(
-                f"{in_features} inputs at {self.bits} bits fill no whole words of {WORD} bits, and there is"
-                " no g_idx that says how many they are",
+                f"{in_features} inputs at {self.bits} bits do not fill whole words of {WORD} bits, and there"
+                " is no g_idx that tells how many they are",
                 next="compare bits and the layer's width in config.json with the publisher's",
             )
-        return found
+        return parts
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Gptq:
         """This codec with the scale_dtype of the files, and with a g_idx if they have one."""
         indexed = self.act_order or any(name.endswith(".g_idx") for name in dtypes)
-        found = scale_dtype(dtypes, "scales", "qweight")
-        return replace(self, scale_dtype=found, indexed=indexed) if found else self
+        dtype = scale_dtype(dtypes, "scales", "qweight")
+        return replace(self, scale_dtype=dtype, indexed=indexed) if dtype else self
 
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
         """None: all parts are kept. g_idx is 4 bytes for each input column, 0.1 % of the codes."""
         return {}
 
     def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """[..., out, in]: the width of scales, and that of g_idx or what qweight's words hold."""
+        """[..., out, in]: the width of scales, and the length of g_idx or the number of codes in qweight."""
         *leading, _, out_features = parts["scales"]
         columns = parts["g_idx"][-1] if self.indexed else parts["qweight"][-2] * WORD // self.bits
         return (*leading, out_features, columns)
@@ -120,8 +122,8 @@ class Gptq:
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = (code - zero) * scale -> [..., out, in] in the dtype of the scales, one rounding.
 
-        The difference is a whole number of -255 to 255, exact in any of them.
-        Raises CheckpointError where the parts do not belong together.
+        The difference is a whole number from -255 to 255, exact in any of them. Raises CheckpointError if the
+        parts do not belong together.
         """
         scales = parts["scales"]
         shapes = {suffix: tuple(parts[suffix].shape) for suffix in self.suffixes}
@@ -135,7 +137,7 @@ class Gptq:
                 f" {', '.join(str(list(shape)) for shape in needed.values())}",
                 next="compare bits and group_size of quantization_config with the publisher's",
             )
-        # on CUDA the look-up looks itself, and to look here would make the host wait
+        # on CUDA the lookup checks bounds itself, and checking here would make the host wait
         g_idx = parts.get("g_idx")
         if (
             g_idx is not None
@@ -154,9 +156,9 @@ class Gptq:
 
     def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
         words = slice(first // self.rows_at, -(-last // self.rows_at))
-        found = {suffix: parts[suffix][:, first:last] for suffix in ("qweight", "scales")}
+        columns = {suffix: parts[suffix][:, first:last] for suffix in ("qweight", "scales")}
         order = {"g_idx": parts["g_idx"]} if self.indexed else {}
-        return {**found, "qzeros": parts["qzeros"][:, words], **order}
+        return {**columns, "qzeros": parts["qzeros"][:, words], **order}
 
     def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
         import torch
@@ -165,14 +167,14 @@ class Gptq:
         columns, groups = self._width(parts), len(scales_GO)
 
         def codes(first: int, last: int) -> Tensor:
-            # words are turned, not codes: an eighth of the numbers
+            # transpose words, not codes: an eighth of the numbers
             return unpack(words_IO[:, first:last].t().contiguous(), self.bits)[:, :columns]
 
         size = columns if self.group_size == WHOLE_COLUMN else self.group_size
         ordered = torch.arange(columns, device=words_IO.device) // size
         groups_I = ordered if g_idx is None else g_idx.long()
         even = columns == groups * size
-        # on CUDA to look would make the host wait
+        # on CUDA the comparison would make the host wait
         plain = even and (g_idx is None or (not g_idx.is_cuda and torch.equal(groups_I, ordered)))
         return expand(codes, self._zeros(parts), scales_GO.t(), None if plain else groups_I)
 
@@ -186,17 +188,18 @@ class Gptq:
         return unpack(words, self.bits)[:, : parts["scales"].shape[1]].t()
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """Scales and zero points by a group's least and largest weight, the nearest codes: quant/grids.py.
+        """Scales and zero points from a group's min and max weight, and the nearest codes: quant/grids.py.
 
-        Groups follow one another: there are no activations to go by. A base's g_idx is kept by quant/kept.py.
-        Raises CheckpointError on a weight that is not finite, ConfigError where the format cannot hold it.
+        Groups are consecutive: there are no activations to order columns by. quant/kept.py keeps a base's
+        g_idx. Raises CheckpointError on a weight that is not finite, ConfigError if the format cannot hold
+        it.
         """
         self.parts(*weight.shape[-2:])
 
         def grid(matrix: Tensor) -> Grid:
             return plain_grid(self.bits, self.scale_dtype, matrix, self.group_size)
 
-        return made_anew(self, weight, grid)
+        return fresh_parts(self, weight, grid)
 
     def grid(self, parts: Mapping[str, Tensor]) -> Grid:
         """Zero points, scales and the group of each column of one matrix."""
@@ -241,14 +244,14 @@ KNOWN = frozenset(
     dataset tokenizer max_input_length cache_block_outputs use_exllama use_cuda_fp16 disable_exllama
     exllama_config is_marlin_format v2 quantizer modules_to_not_convert provider autoround_version""".split()
 )
-"""Fields that are read, or without effect on weights that are packed already."""
+"""Fields that are read, or have no effect on packed weights."""
 
 
 def read(where: str, table: Table) -> Gptq:
     """The codec of a quantization_config with quant_method "gptq".
 
-    Raises Unreadable, naming it, for each variant that would be read wrongly: other bits, other layouts,
-    modules with bits or groups of their own (`dynamic`; modules that it leaves out are seen in the files).
+    Raises Unreadable naming each variant that would be read wrongly: other bits, other layouts, modules with
+    their own bits or groups (`dynamic`; the files show which modules it leaves out).
     """
     refuse_other_values(table, ONLY, where)
     bits = table.get("bits")
@@ -259,7 +262,7 @@ def read(where: str, table: Table) -> Gptq:
         raise Unreadable(f'{where}: GPTQ checkpoint_format "{layout}" (codes in another order)')
     if table.get("pack_dtype") not in (None, "int32", "torch.int32"):
         raise Unreadable(f"{where}: pack_dtype {table.get('pack_dtype')}")
-    # "-:" leaves modules out; a rule that repeats what the table says, or is empty (Qwen's), changes nothing
+    # "-:" leaves modules out; an empty rule (Qwen's), or one that repeats the table, changes nothing
     own = [
         name
         for name, rule in (as_table(table.get("dynamic")) or {}).items()
@@ -274,15 +277,15 @@ def read(where: str, table: Table) -> Gptq:
 
 
 def modules(table: Table, where: str) -> tuple[Modules, tuple[str, ...]]:
-    """(the modules that are quantized, patterns of those that are not) of a quantization_config.
+    """(the quantized modules, patterns of the unquantized ones) of a quantization_config.
 
     modules_in_block_to_quantize: names within a layer, in lists of those that were quantized together.
-    dynamic: a pattern behind "-:" leaves out what it matches from the beginning of a name.
-    Source: gptqmodel's QuantizeConfig. Raises ConfigError for a pattern that may match forever.
+    dynamic: a pattern after "-:" leaves out the names whose start it matches.
+    Source: gptqmodel's QuantizeConfig. Raises ConfigError for a pattern that could match forever.
     """
     names: set[str] = set()
-    asked: object = table.get("modules_in_block_to_quantize")
-    for part in cast("list[object]", asked) if isinstance(asked, list) else []:
+    blocks: object = table.get("modules_in_block_to_quantize")
+    for part in cast("list[object]", blocks) if isinstance(blocks, list) else []:
         together = cast("list[object]", part) if isinstance(part, list) else [part]
         names |= {name for name in together if isinstance(name, str)}
     left_out = [name[2:] for name in as_table(table.get("dynamic")) or {} if name.startswith("-:")]

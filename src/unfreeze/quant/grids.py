@@ -1,14 +1,16 @@
-"""What formats of whole numbers with zero points share: int32 words packed and unpacked, codes made and read.
+"""Shared by integer formats with zero points: int32 words packed and unpacked, codes made and read.
 
     w[i, o] = (code[i, o] - zero[group of i, o]) * scale[group of i, o]     one rounding, to the scales' dtype
     code[i, o] = round(w[i, o] / scale) + zero, within 0 .. 2 ** bits - 1
 
-A scale is made of the least and the largest weight of its group, 0 among them: (max - min) / (2 ** bits - 1),
-in the dtype of the file; then zero = round(-min / scale). Where all zero points of a base are the middle
-(symmetric), they stay there, and the scale is 2 absmax / (2 ** bits - 1): servers have kernels for such files
-that don't read zero points. Source: autoawq's and gptqmodel's quantizers, without their calibration.
+A scale comes from the min and max weight of its group, 0 included: (max - min) / (2 ** bits - 1), in the
+dtype of the file; then zero = round(-min / scale). If all zero points of a base are the middle (symmetric),
+they stay there, and the scale is 2 absmax / (2 ** bits - 1): servers have kernels for such files that don't
+read zero points.
+Source: autoawq's and gptqmodel's quantizers, without their calibration.
 
-AWQ and GPTQ hold a matrix with the input dimension first: W is what stands there, transposed.
+AWQ and GPTQ hold a matrix with the input dimension first: W is the transpose of the stored one.
+
 Shapes: O outputs, I inputs, G groups of inputs.
 """
 
@@ -26,17 +28,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WORD = 32  # bits of an int32
-MAX_GROUP = 2**20  # input columns that share a scale; more than the widest layer has
-AT_ONCE = 2**18  # weights that are expanded at once, so that what lies between codes and result stays small
-WHOLE_COLUMN = -1  # group_size of one scale for all of them
-LEAST_RANGE = 1e-5  # of a group's weights: a group of zeros has a scale too
+MAX_GROUP = 2**20  # input columns that share a scale; more than any layer's width
+AT_ONCE = 2**18  # weights that are expanded at once, which keeps temporaries small
+WHOLE_COLUMN = -1  # group_size that means one scale for all of them
+LEAST_RANGE = 1e-5  # minimum range of a group's weights, so that a group of zeros has a scale too
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-"""Of scales: name in safetensors -> name in torch."""
+"""Dtypes of scales: name in safetensors -> name in torch."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What the codes of one matrix stand on.
+    """The scales and zero points that the codes of one matrix refer to.
 
     bits       of a code
     zeros_OG   zero points, whole numbers of any dtype
@@ -51,7 +53,7 @@ class Grid:
 
     @property
     def symmetric(self) -> bool:
-        """Whether every zero point is the middle, 2 ** (bits - 1)."""
+        """True if every zero point is the middle, 2 ** (bits - 1)."""
         return bool((self.zeros_OG == 1 << (self.bits - 1)).all())
 
     def made_for(self, weight_OI: Tensor) -> Grid:
@@ -79,7 +81,7 @@ class Grid:
         return replace(self, zeros_OG=self.zeros_OG if self.symmetric else zeros_OG, scales_OG=scales_OG)
 
     def codes(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-        """(codes uint8 [O, I], bool [O, G]: the group has a weight beyond half a step from every code)."""
+        """(codes uint8 [O, I], bool [O, G]: True if some weight is over half a step from every code)."""
         import torch
 
         top = (1 << self.bits) - 1
@@ -90,7 +92,7 @@ class Grid:
             some = slice(first, first + step)
             scales_OG, zeros_OG = self.scales_OG[some].float(), self.zeros_OG[some].float()
             weight = weight_OI[some].detach().float()
-            none = scales_OG == 0  # stands for 0 alone
+            none = scales_OG == 0  # represents 0 only
             scale = scales_OG.masked_fill(none, 1.0).index_select(1, self.groups_I)
             zero = zeros_OG.index_select(1, self.groups_I)
             steps = weight / scale
@@ -101,7 +103,7 @@ class Grid:
         return codes_OI, beyond_OG > 0
 
     def mixed(self, other: Grid, which_OG: Tensor) -> Grid:
-        """Scales and zero points of `other` where `which_OG`, else of this."""
+        """Scales and zero points of `other` where `which_OG`, else of this grid."""
         zeros_OG = other.zeros_OG.float().where(which_OG, self.zeros_OG.float())
         scales_OG = other.scales_OG.where(which_OG, self.scales_OG)
         return replace(self, zeros_OG=zeros_OG, scales_OG=scales_OG)
@@ -121,7 +123,7 @@ class Gridded(Protocol):
 
 
 def plain_grid(bits: int, scale_dtype: str, weight_OI: Tensor, size: int) -> Grid:
-    """An empty grid with groups of `size` columns, one after the other; no symmetric one. For `made_for`."""
+    """An empty asymmetric grid with consecutive groups of `size` columns. For `made_for`."""
     import torch
 
     rows, columns = weight_OI.shape
@@ -130,19 +132,19 @@ def plain_grid(bits: int, scale_dtype: str, weight_OI: Tensor, size: int) -> Gri
     return Grid(bits, zeros_OG, zeros_OG.to(getattr(torch, DTYPES[scale_dtype])), groups_I)
 
 
-def made_anew(codec: Gridded, weight: Tensor, grid: Callable[[Tensor], Grid]) -> dict[str, Tensor]:
-    """The parts of W [..., O, I] with scales and zero points made for it. grid: matrix -> its groups."""
+def fresh_parts(codec: Gridded, weight: Tensor, grid: Callable[[Tensor], Grid]) -> dict[str, Tensor]:
+    """The parts of W [..., O, I] with scales and zero points computed for it. grid: matrix -> its groups."""
     import torch
 
     if weight.dim() == 2:
-        made = grid(weight).made_for(weight)
-        return codec.written(made.codes(weight)[0], made)
-    matrices = [made_anew(codec, matrix, grid) for matrix in weight]
+        fitted = grid(weight).made_for(weight)
+        return codec.written(fitted.codes(weight)[0], fitted)
+    matrices = [fresh_parts(codec, matrix, grid) for matrix in weight]
     return {suffix: torch.stack([parts[suffix] for parts in matrices]) for suffix in matrices[0]}
 
 
 def pack(numbers: Tensor, bits: int) -> Tensor:
-    """Whole numbers [..., n] -> int32 [..., ceil(n bits / 32)], lowest bits first; then zeros."""
+    """Whole numbers [..., n] -> int32 [..., ceil(n bits / 32)], lowest bits first, zero-padded."""
     import torch
 
     per_word = WORD // bits
@@ -156,7 +158,7 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """words int32 [..., n] -> uint8 [..., 32 n / bits]: those of a word side by side, lowest bits first.
+    """words int32 [..., n] -> uint8 [..., 32 n / bits]: the numbers of a word in order, lowest bits first.
 
     A word is spread over 8 bytes by shifts that vector units do, half the distance each time.
     """
@@ -170,7 +172,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     codes = ((x | x << 4) & 0x0F0F0F0F_0F0F0F0F).view(torch.uint8)
     if bits == 4:
         return codes
-    pairs = codes.to(torch.int16)  # two codes in a byte, to two bytes
+    pairs = codes.to(torch.int16)  # from two codes in a byte to two bytes
     return ((pairs | pairs << 6) & 0x0303).view(torch.uint8)
 
 
@@ -180,9 +182,10 @@ def expand(
     """(code - zero) * scale -> [out, in] in the dtype of the scales, some rows at a time.
 
     codes     (first row, row after the last) -> their codes, uint8 [rows, in]
-    groups_I  the group of each column; None where all groups are equally long, one after the other
+    groups_I  the group of each column; None if all groups have equal length and are consecutive
+
     The difference is a whole number within ±255. Its product with a scale of 16 bits is exact in float32, so
-    one rounding is made, to the dtype of the scales.
+    there is one rounding, to the dtype of the scales.
     """
     import torch
 
@@ -218,7 +221,7 @@ def each(
 
 
 def scale_dtype(dtypes: Mapping[str, str], scales: str, codes: str) -> str | None:
-    """The dtype in the files of the tensors called `scales` with `codes` beside them; None if there are none.
+    """The dtype in the files of the `scales` tensors with `codes` beside them; None if there are none.
 
     dtypes: name on disk -> dtype. Raises CheckpointError for several: a stack of experts can hold only one.
     """

@@ -1,12 +1,12 @@
-"""Halves: gate and up of a stack of experts, where their parts cannot lie below each other.
+"""Halves: gate and up of a stack of experts, if their parts cannot be concatenated by rows.
 
-A stack of experts holds gate and up as one matrix [2I, D]: gate's rows, then up's. The parts of most formats
-go along, since a row's codes and scales are its own. They do not where a format puts the input dimension
-first (AWQ, GPTQ), has a number per matrix (NVFP4, one scale per tensor), blocks of a flat matrix
-(bitsandbytes), or blocks that I does not fill (FP8 of 128 rows with I = 192). There each half keeps its own
-parts, "gate_<suffix>" and "up_<suffix>", and the two are put together when they are expanded.
+A stack of experts holds gate and up as one matrix [2I, D]: gate's rows, then up's. In most formats the parts
+concatenate the same way, since codes and scales belong to single rows. They do not if a format puts the input
+dimension first (AWQ, GPTQ), has one number per matrix (NVFP4, one scale per tensor), blocks of a flat matrix
+(bitsandbytes), or blocks that do not divide I (FP8 of 128 rows with I = 192). Then each half keeps its own
+parts, "gate_<suffix>" and "up_<suffix>", and the two are concatenated when they are expanded.
 
-The keymap knows these names (checkpoint/keymap.py), so that a family's rules stay as they are.
+The keymap knows these names (checkpoint/keymap.py), so a family's rules stay unchanged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 HALVES = ("gate_", "up_")
-"""What the suffix of a part begins with, for half 0 and half 1 of a StackRule."""
+"""Prefix of a part's suffix, for half 0 and half 1 of a StackRule."""
 
 
 @dataclass(frozen=True)
 class Halves:
-    """Two matrices of `codec`, one below the other, as one: quant/codec.py says what each method promises.
+    """Two matrices of `codec`, one below the other, as one: quant/codec.py documents each method.
 
     `parts` and `nbytes` take out_features of both together.
     """
@@ -55,7 +55,7 @@ class Halves:
         return Halves(self.codec.as_stored(dtypes))
 
     def disk_extras(self, out_features: int, in_features: int) -> dict[str, tuple[int, ...]]:
-        """Those of each half. They are found and compared by the names of the matrices on disk."""
+        """The extras of each half. They are found and compared by the names of the matrices on disk."""
         one = self.codec.disk_extras(out_features // 2, in_features)
         return {half + suffix: values for half in HALVES for suffix, values in one.items()}
 
@@ -87,7 +87,7 @@ class Halves:
 def stacked(codec: Codec, out_features: int, in_features: int) -> Codec:
     """The codec of two matrices [out / 2, in], one below the other: `codec`, or Halves of it.
 
-    `codec` itself where the parts of both are those of each, one below the other. The shapes show that.
+    `codec` itself if the concatenated parts of both are the parts of the stack, which the shapes show.
     """
     both, one = codec.parts(out_features, in_features), codec.parts(out_features // 2, in_features)
     below = all(

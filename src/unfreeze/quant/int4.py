@@ -2,13 +2,14 @@
 
     w[o, i] = (nibble[o, i] - 8) * scale[o, i // group]            one rounding, to the dtype of the scales
 
-A group is `group` consecutive input columns of one row. Eight nibbles lie in an int32, lowest bits first,
-along the input dim. A nibble is its code + 8 (offset binary, not two's complement).
-At group 32 a weight takes 0.5625 byte, against 2 in bf16.
-Source: compressed-tensors "pack-quantized"; equal to it bit for bit in tests/quant/test_int4.py.
+A group is `group` consecutive input columns of one row. An int32 holds eight nibbles, lowest bits first,
+along the input dim. A nibble is its code + 8 (offset binary, not two's complement). At group 32 a weight
+takes 0.5625 byte, against 2 in bf16.
 
-Shapes: a matrix is [out, in] and has G = in / group scales per row.
-Bytes are read as little-endian, like every machine torch runs on.
+Source: compressed-tensors "pack-quantized"; bit-identical to it in tests/quant/test_int4.py.
+
+Shapes: a matrix is [out, in] and has G = in / group scales per row. Bytes are read as little-endian, like
+every machine torch runs on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 PER_WORD = 8  # nibbles in an int32
 OFFSET = 8  # stored nibble = code + 8
-MAX_GROUP = 2**20  # columns that share a scale; more than the widest layer has
+MAX_GROUP = 2**20  # columns that share a scale; more than any layer's width
 SUFFIXES = ("weight_packed", "weight_scale", "weight_shape")
 GRID_MAX = 7  # Kimi's grid uses codes -7..7: symmetric, so that scale = absmax / 7
 
@@ -38,7 +39,7 @@ MAX_SCALE = 145.0 * 2.0**118
 def pack_int4(codes: Tensor) -> Tensor:
     """codes int8 [..., in] in -8..7 -> int32 [..., ceil(in / 8)].
 
-    Element i lies at bits 4 (i mod 8) of its word; unused bits of the last word are 0.
+    Element i is at bits 4 (i mod 8) of its word; unused bits of the last word are 0.
     Source: compressed-tensors pack_to_int32 (num_bits 4).
     """
     import torch
@@ -64,7 +65,7 @@ def unpack_int4(packed: Tensor, in_features: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Int4:
-    """The codec. quant/codec.py says what each method promises.
+    """The codec. quant/codec.py documents each method.
 
     group_size   columns that share one scale.
     scale_dtype  dtype of the scales, in the files and in memory alike: rounding a scale to another dtype
@@ -103,7 +104,7 @@ class Int4:
         }
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Int4:
-        """This codec with the scale_dtype of the files. Only scales that have codes beside them count."""
+        """This codec with the scale_dtype of the files. Only scales with codes beside them count."""
         first: dict[str, str] = {}
         for name, dtype in dtypes.items():
             base, _, suffix = name.rpartition(".")
@@ -124,7 +125,7 @@ class Int4:
     def shape(self, parts: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """[..., out, in] with in = G * group_size.
 
-        The packed width alone does not tell how full its last word is.
+        The packed width alone does not tell how many codes its last word holds.
         """
         *leading, groups = parts["weight_scale"]
         return (*leading, groups * self.group_size)
@@ -136,9 +137,9 @@ class Int4:
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = (nibble - 8) * scale -> [..., out, in] in the dtype of the scales, one rounding.
 
-        Codes are exact in bf16, and a bf16 product is formed in float32 and rounded once.
-        Raises CheckpointError where packed width and number of scales disagree (a truncated tensor, another
-        group size or another nibble format).
+        Codes are exact in bf16, and a bf16 product is computed in float32 and rounded once. Raises
+        CheckpointError if packed width and number of scales disagree (a truncated tensor, another group size
+        or another nibble format).
         """
         import torch
 
@@ -161,12 +162,12 @@ class Int4:
         """Kimi's grid: scale = bf16(absmax / 7) per group, code = round(w / scale) in -7..7.
 
         weight [..., out, in] bf16 or float32 -> weight_packed, weight_scale. An all-zero group gets scale 0.
-        For a given scale the codes equal compressed-tensors': both divide in the dtype of the weight.
+        For the same scale the codes equal compressed-tensors': both divide in the dtype of the weight.
 
-        quantize(dequantize(p)) == p, bit for bit, for every p that this quantizer made; and for any group
-        whose codes lie in -7..7 and reach ±7, whatever its bf16 scale (tested for all scales, subnormals and
-        the largest included). `_exact_neighbour` says where plain absmax / 7 would break that.
-        Raises CheckpointError on a weight that is not finite.
+        quantize(dequantize(p)) == p, bit for bit, for every p from this quantizer; and for any group whose
+        codes are in -7..7 and reach ±7, whatever its bf16 scale (tested for all scales, including subnormals
+        and the largest). `_exact_neighbour` explains why plain absmax / 7 would break that. Raises
+        CheckpointError on a weight that is not finite.
         """
         import torch
 
@@ -187,7 +188,7 @@ class Int4:
 
 
 def _codes(grouped: Tensor, scale: Tensor) -> Tensor:
-    """round(w / scale), half to even, in -7..7; 0 where the scale is 0.
+    """round(w / scale), half to even, in -7..7; 0 if the scale is 0.
 
     grouped [..., G, group], scale [..., G] -> int8 [..., G, group].
     """
@@ -199,18 +200,20 @@ def _codes(grouped: Tensor, scale: Tensor) -> Tensor:
 
 
 def _exact_neighbour(grouped: Tensor, absmax: Tensor, scale: Tensor, codes: Tensor) -> None:
-    """Where bf16(absmax / 7) does not reproduce a group and a neighbouring bf16 scale does, take that one.
+    """Replace bf16(absmax / 7) by a neighbouring bf16 scale if only that one reproduces the group.
 
     grouped [..., G, group], absmax [..., G]; scale [..., G] and codes [..., G, group] are changed in place.
 
     Why: absmax of a dequantized group is bf16(7 s). Let s = m * 2^e with 128 <= m <= 255. Then absmax / 7 is
     |bf16(7 m) - 7 m| / 7 steps of bf16 away from s:
+
     - at most 2/7 for m <= 146, and 3/7 above: both under 1/2, so rounding finds s;
-    - 4/7 where 7 m lies half-way between two bf16 numbers (m >= 148, m = 4 mod 8): s comes back one step off.
-    Scales made as bf16(absmax / 7) from bf16 weights never take those values (they would need
-    |m - 8 n / 7| = 4/7 for an integer n). Scales from float32 weights or other writers do.
-    Subnormal scales (below 2^-126) are so few steps that the largest code of a group may be 6. For an absmax
-    of 25, 26, 32 or 39 steps, 6 s / 7 then does not round to s.
+    - 4/7 if 7 m is half-way between two bf16 numbers (m >= 148, m = 4 mod 8): s comes back one step off.
+
+    Scales made as bf16(absmax / 7) from bf16 weights never take those values (they would need |m - 8 n /
+    7| = 4/7 for an integer n). Scales from float32 weights or other writers do. Subnormal scales (below
+    2^-126) have so few steps that the largest code of a group may be 6. For an absmax of 25, 26, 32 or 39
+    steps, 6 s / 7 then does not round to s.
     """
     import torch
 
@@ -223,7 +226,7 @@ def _exact_neighbour(grouped: Tensor, absmax: Tensor, scale: Tensor, codes: Tens
         if candidates[0].numel() == 0:
             continue
 
-        # of these: exact with the neighbour, and not without it
+        # of these, those exact with the neighbour but not without it
         weights, neighbour = grouped[candidates], alternative[candidates]
         codes_neighbour, codes_here = _codes(weights, neighbour), codes[candidates]
         exact_neighbour = _expanded(codes_neighbour, neighbour).eq(weights).all(dim=-1)

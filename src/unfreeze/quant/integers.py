@@ -2,18 +2,18 @@
 
     w[o, i] = (code[o, i] - zero[o, g]) * scale[o, g]               one rounding, to the dtype of the scales
 
-Codes are signed, -2 ** (bits - 1) and up. g is i // group_size, or 0 where a row or the whole matrix has one
-scale. With act-order g is g_idx[i]: columns were put into groups by their activations, and weight_g_idx says
-into which. Without zero points (symmetric) zero is 0.
+Codes are signed, from -2 ** (bits - 1). g is i // group_size, or 0 if a row or the whole matrix has one
+scale. With act-order g is g_idx[i]: columns were grouped by their activations, and weight_g_idx stores the
+group of each. Without zero points (symmetric) zero is 0. Two layouts on disk, which are kept in memory:
 
-Two layouts on disk, and they stay so in memory:
 - "pack-quantized": weight_packed int32, 32 / bits codes in a word, lowest bits first, each stored as
   code + 2 ** (bits - 1); zero points packed the same way, but along the output dim:
   [ceil(out * bits / 32), G]
 - "int-quantized": weight int8 [out, in], zero points int8 beside the scales
 
 Four bits, symmetric, in groups and without act-order is quant/int4.py, which the kernels read.
-Source: compressed-tensors; equal to it bit for bit in tests/quant/test_integers.py.
+
+Source: compressed-tensors; bit-identical to it in tests/quant/test_integers.py.
 
 Shapes: a matrix is [out, in] and has G scales per row.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WORD = 32  # bits
 ROW, MATRIX = 0, -1
-"""Instead of a group size: one scale for a row, or for the matrix."""
+"""Special group sizes: one scale for a row, or for the matrix."""
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -69,12 +69,12 @@ def _shifts(bits: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Integers(Scaled):
-    """The codec. quant/codec.py says what each method promises.
+    """The codec. quant/codec.py documents each method.
 
     bits         of a code: 2, 4 or 8
     group        columns that share one scale; ROW, MATRIX
-    zeros        whether there are zero points
-    permuted     whether there is a weight_g_idx
+    zeros        True if there are zero points
+    permuted     True if there is a weight_g_idx
     packed       "pack-quantized", otherwise "int-quantized"
     scale_dtype  dtype of the scales, in the files and in memory alike
     """
@@ -110,12 +110,12 @@ class Integers(Scaled):
     def parts(self, out_features: int, in_features: int) -> dict[str, Part]:
         """Codes, scales [out, G] or [1], zero points, g_idx int32 [in].
 
-        Raises ConfigError if in is no multiple of the group, or fills no whole words.
+        Raises ConfigError if in is not a multiple of the group, or does not fill whole words.
         """
         per_word = WORD // self.bits
         if self.packed and self.group <= 0 and in_features % per_word:
             raise ConfigError(
-                f"{in_features} input columns of {self.bits} bits fill no whole 32-bit words",
+                f"{in_features} input columns of {self.bits} bits do not fill whole 32-bit words",
                 next="compare num_bits and the layer's width in config.json with the publisher's",
             )
         groups = self.groups(in_features) if self.group > 0 else 1
@@ -147,7 +147,7 @@ class Integers(Scaled):
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = (code - zero) * scale -> [..., out, in] in the dtype of the scales.
 
-        A difference of two codes is exact in bf16, so there is one rounding. Raises CheckpointError where the
+        A difference of two codes is exact in bf16, so there is one rounding. Raises CheckpointError if the
         parts do not belong together.
         """
         out_features, in_features = self.compare(parts)[-2:]
@@ -165,7 +165,7 @@ class Integers(Scaled):
         return (grouped * scale.unsqueeze(-1)).flatten(-2)
 
     def _zeros(self, parts: Mapping[str, Tensor], out_features: int) -> Tensor | None:
-        """Zero points int8 in the shape of the scales, None where there are none."""
+        """Zero points int8 in the shape of the scales, None if there are none."""
         if not self.zeros:
             return None
         zeros = parts["weight_zero_point"]
@@ -183,13 +183,14 @@ class Integers(Scaled):
         return self.rows_at if suffix == "weight_zero_point" and self.packed else 1
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """Codes of the nearest multiples of a scale, by the least and the largest weight of a group.
+        """Codes as the nearest multiples of a scale, from the min and max weight of a group.
 
         Symmetric: scale = absmax / (2 ** bits - 1) * 2; otherwise scale = (max - min) / (2 ** bits - 1) and
-        zero = round(lowest code - min / scale), where min <= 0 <= max. A scale of 0 becomes the dtype's
+        zero = round(lowest code - min / scale), with min <= 0 <= max. A scale of 0 becomes the dtype's
         epsilon. Computed in the dtype of the weight; with act-order columns keep their order, as there are no
-        activations to go by. Source: compressed-tensors' calculate_qparams and quantize.
-        Raises CheckpointError on a weight that is not finite.
+        activations to order them by.
+        Source: compressed-tensors' calculate_qparams and quantize. Raises CheckpointError on a weight that is
+        not finite.
         """
         import torch
 
@@ -228,7 +229,7 @@ class Integers(Scaled):
 
 
 def _columns(values: Tensor, zeros: Tensor | None, scale: Tensor, group_of: Tensor) -> Tensor:
-    """(values - zeros) * scale where column i of a matrix has the group group_of[i].
+    """(values - zeros) * scale, where column i of a matrix has the group group_of[i].
 
     values int8 [..., out, in], zeros and scale [..., out, G], group_of int32 [..., in].
     """
@@ -241,27 +242,27 @@ def _columns(values: Tensor, zeros: Tensor | None, scale: Tensor, group_of: Tens
 
 def read_packed(where: str, weights: Table) -> Codec:
     """The codec of the `weights` of one compressed-tensors group of format "pack-quantized"."""
-    found = _read(where, weights, packed=True)
-    plain = found.bits == 4 and found.group > 0 and not found.zeros and not found.permuted
-    return int4.Int4(found.group) if plain else found
+    codec = _read(where, weights, packed=True)
+    plain = codec.bits == 4 and codec.group > 0 and not codec.zeros and not codec.permuted
+    return int4.Int4(codec.group) if plain else codec
 
 
 def read_plain(where: str, weights: Table) -> Codec:
-    """The codec of one group of format "int-quantized", or of "naive-quantized", which has FP8 as well."""
+    """The codec of one group of format "int-quantized", or of "naive-quantized", which may also be FP8."""
     if weights.get("type") == "float":
         return fp8_scaled.read_float(where, weights)
     return _read(where, weights, packed=False)
 
 
 def _strategy(size: object) -> str:
-    """What compressed-tensors takes an absent strategy for, by the group size."""
+    """The strategy that compressed-tensors assumes if it is absent, by the group size."""
     if size is None:
         return "tensor"
     return "channel" if size == -1 else "group"
 
 
 def _read(where: str, weights: Table, *, packed: bool) -> Integers:
-    """Raises Unreadable, naming the variant, for each one that would be read wrongly."""
+    """The codec of `weights`. Raises Unreadable naming each variant that would be read wrongly."""
     refuse_other_values(weights, ONLY, f"{where}.weights")
     bits, strategy = weights.get("num_bits"), weights.get("strategy") or _strategy(weights.get("group_size"))
     kind = weights.get("type", "int")
@@ -282,8 +283,8 @@ def _read(where: str, weights: Table, *, packed: bool) -> Integers:
         raise Unreadable(f'{where}: strategy "{strategy}"')
     if group == MATRIX and packed and not symmetric:
         raise Unreadable(f"{where}: packed weights with one zero point for a matrix")
-    # actorder "weight" (or "static") reorders columns during calibration only; the layout on disk is as
-    # usual. "group" (True in old files) stores the group of each column, g_idx
+    # actorder "weight" (or "static") reorders columns during calibration only; the layout on disk is the
+    # usual one. "group" (True in old files) stores the group of each column, g_idx
     order = weights.get("actorder")
     if order not in (None, False, True, "weight", "static", "group"):
         raise Unreadable(f"{where}: actorder {order!r:.60}")

@@ -1,12 +1,12 @@
-"""Codes anew on scales that are there already: for a weight that was quantized before, and changed a little.
+"""New codes on existing scales: for a weight that was quantized before and has changed a little.
 
     code = the nearest to w / scale
 
-A group's scale, and its zero point where it has one, is kept where its codes can hold every w of it within
-half a step; else it is made anew. A format that is not in `ONTO`, and has no grid (quant/grids.py), has no
-such function yet: its scales can only be made anew, by `quantize`.
+A group's scale, and its zero point if it has one, is kept if its codes can hold every w of the group within
+half a step; otherwise it is computed again. A format that is not in `ONTO`, and has no grid (quant/grids.py),
+has no such function yet: its scales can only be computed again, by `quantize`.
 
-Shapes: W [out, in]; scales as the codec has them.
+Shapes: W [out, in]; scales as in the codec.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Parts = Mapping[str, "Tensor"]
 
 
 def can_keep(codec: Codec) -> bool:
-    """Whether this format's codes can be made on given scales."""
+    """True if this format's codes can be computed on existing scales."""
     plain = not isinstance(codec, Integers) or not (codec.zeros or codec.permuted)
     return isinstance(codec, Gridded) or (type(codec) in ONTO and plain)
 
 
 def by_rows(codec: Codec) -> bool:
-    """Whether rows, cut where the codec's `rows` may be, are quantized each by itself: no number for all."""
+    """True if ranges of rows, split at the codec's `rows_at`, are quantized independently."""
     if isinstance(codec, Fp8Scaled):
         return "out" in codec.scales
     if isinstance(codec, Integers):
@@ -48,16 +48,16 @@ def by_rows(codec: Codec) -> bool:
 
 
 def refitted(codec: Codec, weight: Tensor, stored: Parts | None = None) -> dict[str, Tensor]:
-    """`codec.quantize` of float32 W, every part in the dtype that `stored` has it in.
+    """`codec.quantize` of float32 W, with every part in its dtype in `stored`.
 
-    Scales that this rounds are not those that the codes were made with, so the codes are made anew; or W is
-    rounded to their dtype first, where that is not built.
+    If the cast rounds a scale, it is no longer the one that the codes were computed with. Then the codes are
+    computed again; or, if that is not implemented, W is rounded to the scales' dtype first.
     """
     import torch
 
     if stored is None:
         return codec.quantize(weight)
-    if isinstance(codec, Gridded):  # columns stay in the base's groups
+    if isinstance(codec, Gridded):  # columns keep the base's groups
         grid = codec.grid(stored).made_for(weight)
         return codec.written(grid.codes(weight)[0], grid)
     if isinstance(codec, Bits4):
@@ -74,7 +74,7 @@ def refitted(codec: Codec, weight: Tensor, stored: Parts | None = None) -> dict[
 
 
 def kept(codec: Codec, weight: Tensor, parts: Parts, fresh: Parts) -> tuple[dict[str, Tensor], int]:
-    """(parts on the scales of `parts`, number of scales that could not be kept and are those of `fresh`)."""
+    """(parts on the scales of `parts`, number of scales that could not be kept and come from `fresh`)."""
     import torch
 
     if isinstance(codec, Gridded):
@@ -85,16 +85,16 @@ def kept(codec: Codec, weight: Tensor, parts: Parts, fresh: Parts) -> tuple[dict
             codes, _ = grid.codes(weight)
         return codec.written(codes, grid), int(over.sum())
     onto, scale = ONTO[type(codec)], codec.suffixes[1]
-    made, over = onto(codec, weight, parts)
+    requantized, over = onto(codec, weight, parts)
     count = int(over.sum())
     if count:
-        if isinstance(codec, Nvfp4):  # by the number that the matrix keeps
+        if isinstance(codec, Nvfp4):  # with the matrix's number unchanged
             fresh = {scale: _nvfp4_scales(codec, weight, parts)}
         mixed = torch.where(over, fresh[scale].float(), parts[scale].float()).to(parts[scale].dtype)
-        if parts[scale].dtype == torch.uint8:  # exponents, no numbers
+        if parts[scale].dtype == torch.uint8:  # exponents, not numbers
             mixed = torch.where(over, fresh[scale], parts[scale])
-        made, _ = onto(codec, weight, {**parts, scale: mixed})
-    return made, count
+        requantized, _ = onto(codec, weight, {**parts, scale: mixed})
+    return requantized, count
 
 
 def _int4(codec: Int4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
@@ -110,7 +110,7 @@ def _int4(codec: Int4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor],
 
 
 def _fp8(codec: Fp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    """Of a block beyond 448 + 16, half a step above the largest code, the scale cannot be kept."""
+    """The scale of a block beyond 448 + 16, half a step above the largest code, cannot be kept."""
     import torch
 
     name, (rows, columns) = codec.suffixes[1], codec.block
@@ -126,7 +126,7 @@ def _fp8(codec: Fp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], T
 
 
 def _mxfp4(codec: Mxfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    """Of a group beyond 7, half a step above the largest code, the scale cannot be kept."""
+    """The scale of a group beyond 7, half a step above the largest code, cannot be kept."""
 
     scales = parts[codec.names.scales]
     steps = by_exponents(weight.float().reshape(*scales.shape, GROUP), scales)
@@ -136,7 +136,7 @@ def _mxfp4(codec: Mxfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor
 
 
 def _fp8_scaled(codec: Fp8Scaled, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    """As blocks, of a row or of the matrix."""
+    """As for blocks, with a scale per row or matrix."""
 
     scale = parts[codec.scale]
     rows = weight.shape[-2] if "out" in codec.scales else 1
@@ -155,30 +155,30 @@ def _mxfp8(codec: Mxfp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor
 
 
 def _nvfp4(codec: Nvfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    """The number for the matrix is kept always."""
+    """The number for the matrix is always kept."""
     codes, scale, whole = codec.suffixes
     each = codec.effective(parts[scale].float(), parts[whole].reshape(1, 1))
     steps = weight.float().reshape(*each.shape, -1) / _nonzero(each).unsqueeze(-1)
-    made = {
+    packed = {
         codes: pack_e2m1(round_to_e2m1(steps.flatten(-2) + 0.0)),
         scale: parts[scale],
         whole: parts[whole],
     }
-    return made, steps.abs().amax(-1) > 7
+    return packed, steps.abs().amax(-1) > 7
 
 
 def _nvfp4_scales(codec: Nvfp4, weight: Tensor, parts: Parts) -> Tensor:
-    """Scales for the largest of each group, where the matrix keeps its number; at most 448, e4m3's end."""
+    """Group scales from each group's max, the matrix's number unchanged; at most 448, the largest e4m3."""
     import torch
 
     _, scale, whole = codec.suffixes
     absmax = weight.float().reshape(*parts[scale].shape, -1).abs().amax(-1)
-    one = codec.effective(torch.ones(()), parts[whole].reshape(()))  # what a scale of 1 multiplies with
+    one = codec.effective(torch.ones(()), parts[whole].reshape(()))  # the factor that a scale of 1 means
     return (absmax / 6 / one).clamp(2.0**-9, MAX_E4M3).to(torch.float8_e4m3fn)
 
 
 def _integers(codec: Integers, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    """Codes from -2 ** (bits - 1) on, without zero points."""
+    """Codes from -2 ** (bits - 1), without zero points."""
     import torch
 
     scale, low, high = parts["weight_scale"], -(1 << (codec.bits - 1)), (1 << (codec.bits - 1)) - 1
@@ -191,7 +191,7 @@ def _integers(codec: Integers, weight: Tensor, parts: Parts) -> tuple[dict[str, 
 
 
 def _bits8(codec: Bits8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    """SCB is the largest of a row, 127 steps."""
+    """SCB is the absmax of a row, 127 steps."""
     import torch
 
     scale = parts["SCB"]
@@ -202,7 +202,7 @@ def _bits8(codec: Bits8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """float32, with 1 for a scale of 0."""
+    """The scale in float32, with 1 for a scale of 0."""
     import torch
 
     numbers = scale.float()
@@ -219,4 +219,4 @@ ONTO: dict[type, Callable[[Any, Tensor, Parts], tuple[dict[str, Tensor], Tensor]
     Integers: _integers,
     Bits8: _bits8,
 }
-"""(codec, W, parts whose scales are taken) -> (parts, which scales could not hold W)."""
+"""(codec, W, parts whose scales are used) -> (parts, True for each scale that could not hold W)."""

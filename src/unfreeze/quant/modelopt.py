@@ -1,7 +1,8 @@
 """NVIDIA's modelopt: quantization_config with a quant_algo, or hf_quant_config.json beside config.json.
 
-One algorithm for all linear layers but those in `exclude_modules` (`ignore` in config.json; globs), or
-"MIXED_PRECISION" with an algorithm for each of `quantized_layers` and for what is inside them.
+One algorithm for all linear layers except those in `exclude_modules` (`ignore` in config.json; globs), or
+"MIXED_PRECISION" with an algorithm for each of `quantized_layers` and the modules inside them.
+
 Source: modelopt's export (convert_hf_config.py, quant_utils.py).
 """
 
@@ -31,20 +32,20 @@ KNOWN = frozenset(
     "quant_method quant_algo kv_cache_quant_algo kv_cache_scheme group_size exclude_modules ignore producer"
     " config_groups source quantized_layers".split()
 )
-"""Fields that are read, or without effect on weights that are packed already; config_groups repeats them."""
+"""Fields that are read, or have no effect on packed weights; config_groups repeats them."""
 
 ADDED = KNOWN - {"quant_method"} | {"moe_quant_algo"}
-"""Fields that modelopt adds to the quantization_config of an FP8 release whose layers it quantized anew."""
+"""Fields that modelopt adds to the quantization_config of an FP8 release in which it requantized layers."""
 
 
 def is_dense(table: Table) -> bool:
-    """Whether modelopt left the weights as they were: quant_algo null, at most a server's cache in FP8."""
+    """True if modelopt left the weights unquantized: quant_algo null, at most a server's cache in FP8."""
     method = table.get("quant_method", METHOD)
     return method == METHOD and "quant_algo" in table and table["quant_algo"] is None
 
 
 def read(table: Table, formats: Mapping[str, Format]) -> Scheme:
-    """The scheme of the table. Raises Unreadable, naming what would be read wrongly."""
+    """The scheme of the table. Raises Unreadable naming what would be read wrongly."""
     refuse_other_values(table, ONLY, "quantization_config")
     ignore = globs([*names_in(table, "exclude_modules"), *names_in(table, "ignore")])
     algorithm = table.get("quant_algo")
@@ -65,7 +66,7 @@ def read(table: Table, formats: Mapping[str, Format]) -> Scheme:
 
 
 def not_followed(table: Table) -> list[str]:
-    """The fields that are neither read nor without effect, each with its value."""
+    """The fields, with values, that are neither read nor known to have no effect."""
     return unknown_fields(table, KNOWN | ONLY.keys(), "")
 
 

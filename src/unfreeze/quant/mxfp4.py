@@ -1,19 +1,20 @@
-"""MXFP4: e2m1 codes with a power of two for each 32 of them: gpt-oss's experts, compressed-tensors' mxfp4.
+"""MXFP4: e2m1 codes with a power-of-two scale per 32 of them: gpt-oss's experts, compressed-tensors' mxfp4.
 
     w[o, i] = e2m1[code[o, i]] * 2 ** (scale[o, i // 32] - 127)          exact in bf16
 
-A code is 4 bits: sign, then one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. Two lie in a byte, the lower half first,
-along the input dim. A scale is one byte, the exponent alone (e8m0). A weight takes 17 / 32 byte, against 2 in
-bf16. Nothing rounds: two significant digits in binary times a power of two.
-Scale 255 is a NaN to the specification and no release has it. compressed-tensors reads infinity, and so does
-this file; transformers 2 ** 128, so that 0.0 and 0.5 times it are finite there.
+A code is 4 bits: sign, then one of 0, 0.5, 1, 1.5, 2, 3, 4, 6. A byte holds two, the lower half first, along
+the input dim. A scale is one byte, the exponent alone (e8m0). A weight takes 17 / 32 byte, against 2 in bf16.
+Nothing rounds: two significant binary digits times a power of two. Scale 255 is NaN in the specification and
+no release has it. compressed-tensors reads it as infinity, and so does this file; transformers as 2 ** 128,
+so that 0.0 and 0.5 times it are finite there.
 
-The same bytes have two layouts on disk (`Mxfp4Names`), and stay in the one they came in.
+The same bytes have two layouts on disk (`Mxfp4Names`), and keep theirs in memory.
+
 Source: the OCP Microscaling specification 1.0; transformers' integrations/mxfp4 (blocks) and
-compressed-tensors' MXFP4PackedCompressor (packed); equal to both bit for bit in tests/quant/test_mxfp4.py.
+compressed-tensors' MXFP4PackedCompressor (packed); bit-identical to both in tests/quant/test_mxfp4.py.
 
 Shapes: a matrix is [out, in] and has G = in / 32 scales per row. The rows are those of the file: gpt-oss
-publishes gate and up interleaved (even rows gate, odd rows up), and so they arrive in memory.
+publishes gate and up interleaved (even rows gate, odd rows up), and they keep this order in memory.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
 GROUP = 32  # columns that share a scale; the specification has no other
 AT_ONCE = 2**13  # groups that are expanded at once, 2**18 weights
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What codes 0 to 7 stand for; 8 to 15 are their negatives, 8 being -0.0."""
-MAX_EXPONENT = 252  # the largest whose largest code, 6 * 2 ** 125, is finite
+"""Values of codes 0 to 7; 8 to 15 are their negatives, 8 being -0.0."""
+MAX_EXPONENT = 252  # the largest exponent whose largest value, 6 * 2 ** 125, is finite
 
 
 class Mxfp4Names(NamedTuple):
-    """name; the suffixes of codes and scales; whether codes are [out, G, 16] and not [out, in / 2]."""
+    """name; the suffixes of codes and scales; True if codes are [out, G, 16] instead of [out, in / 2]."""
 
     name: str
     codes: str
@@ -61,13 +62,13 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
     """packed uint8 [..., n] -> bf16 [..., 2 n], the lower half of each byte first; each value is exact."""
     import torch
 
-    # a byte's two numbers are one word of a table of 256
+    # look up both numbers of a byte in a table of 256 words
     values = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=torch.bfloat16, device=packed.device)
     byte = torch.arange(256, device=packed.device)
     words = torch.stack((values[byte & 15], values[byte >> 4]), dim=-1).view(torch.int32).flatten()
     # index_select takes a fifth of the time of an index in brackets
-    found = words.index_select(0, packed.flatten().int()).view(torch.bfloat16)
-    return found.view(*packed.shape[:-1], 2 * packed.shape[-1])
+    values_of_bytes = words.index_select(0, packed.flatten().int()).view(torch.bfloat16)
+    return values_of_bytes.view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:
@@ -76,13 +77,13 @@ def pack_e2m1(codes: Tensor) -> Tensor:
 
 
 def round_to_e2m1(values: Tensor) -> Tensor:
-    """float32 -> codes uint8, of the nearest e2m1; half-way to the even code, beyond 6 to 6.
+    """float32 -> codes uint8 of the nearest e2m1; half-way to the even code, beyond 6 to 6.
 
-    The sign is kept where the number becomes 0. compressed-tensors does so as well, except for -0.0 itself.
+    The sign is kept if the number becomes 0. compressed-tensors does so as well, except for -0.0 itself.
     """
     import torch
 
-    # half-way between neighbours; where the upper one is even, the tie is moved below the boundary
+    # half-way between neighbours; if the upper one is even, the tie is moved below the boundary
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=values.device)
     ties[1::2] = torch.nextafter(ties[1::2], torch.zeros_like(ties[1::2]))
     codes = torch.bucketize(values.abs(), ties, out_int32=True).to(torch.uint8)
@@ -90,7 +91,7 @@ def round_to_e2m1(values: Tensor) -> Tensor:
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """scales of one byte -> bf16 2 ** (scale - 127): the exponent's bits, except 0, which is subnormal."""
+    """scales of one byte -> bf16 2 ** (scale - 127): the exponent's bits; 0 becomes a subnormal."""
     import torch
 
     bits = scales.view(torch.uint8).to(torch.int16) << 7
@@ -99,7 +100,7 @@ def powers_of_two(scales: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Mxfp4(Scaled):
-    """The codec. quant/codec.py says what each method promises.
+    """The codec. quant/codec.py documents each method.
 
     names        PACKED or BLOCKS
     scale_dtype  dtype of the scales in the files and in memory: U8 or F8_E8M0, the same byte
@@ -133,13 +134,13 @@ class Mxfp4(Scaled):
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = e2m1[code] * 2 ** (scale - 127) -> bf16 [..., out, in], exact.
 
-        Raises CheckpointError where codes and scales do not belong together.
+        Raises CheckpointError if codes and scales do not belong together.
         """
         import torch
 
         shape = self.compare(parts)
         codes, scales = parts[self.names.codes], parts[self.names.scales]
-        # some groups at a time: what lies between codes and result stays small
+        # some groups at a time, which keeps temporaries small
         bytes_G, scales_G = codes.reshape(-1, GROUP // 2), scales.reshape(-1, 1)
         weight = torch.empty(len(scales_G), GROUP, dtype=torch.bfloat16, device=codes.device)
         for first in range(0, len(scales_G), AT_ONCE):
@@ -150,12 +151,13 @@ class Mxfp4(Scaled):
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
         """scale = the largest's power of two / 4 per 32 columns, code = the nearest e2m1, half to even.
 
-        The largest's power of two is the next one where it has a mantissa of 1.75 or more, so that nothing is
-        cut off by more than rounding. A group of zeros has scale 0. Source: compressed-tensors'
-        generate_mx_scales and cast_to_fp4; equal to them bit for bit. From 1.75 * 2 ** 127 on they write the
-        scale of 1; here such a number becomes 6 * 2 ** 125.
-        quantize(dequantize(p)) stands for the same numbers as p, bit for bit, where no scale is 255.
-        Raises CheckpointError on a weight that is not finite.
+        That power of two is the next one if the largest has a mantissa of 1.75 or more, so that clipping
+        never exceeds rounding. A group of zeros has scale 0.
+        Source: compressed-tensors' generate_mx_scales and cast_to_fp4; bit-identical to them. From 1.75 * 2
+        ** 127 on they write the scale of 1; here such a number becomes 6 * 2 ** 125.
+
+        quantize(dequantize(p)) represents the same numbers as p, bit for bit, if no scale is 255. Raises
+        CheckpointError on a weight that is not finite.
         """
         finite(weight)
         grouped = weight.detach().float().reshape(*weight.shape[:-1], self.groups(weight.shape[-1]), GROUP)

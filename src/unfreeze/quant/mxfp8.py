@@ -1,11 +1,12 @@
-"""MXFP8: e4m3 codes with a power of two for each 32 of them, as compressed-tensors and modelopt write it.
+"""MXFP8: e4m3 codes with a power-of-two scale per 32 of them, as compressed-tensors and modelopt write it.
 
     w[o, i] = e4m3[code[o, i]] * 2 ** (scale[o, i // 32] - 127)     exact in bf16
 
 A scale is one byte, the exponent alone (e8m0). A weight takes 33 / 32 byte, against 2 in bf16. The two
-libraries differ in the scale that they choose for a weight, not in how they read one.
-Source: compressed-tensors' MXFP8QuantizationCompressor and modelopt's MXFP8QTensor; equal to both bit for bit
-in tests/quant/test_mxfp8.py.
+libraries choose different scales for a weight, but read them the same way.
+
+Source: compressed-tensors' MXFP8QuantizationCompressor and modelopt's MXFP8QTensor; bit-identical to both in
+tests/quant/test_mxfp8.py.
 
 Shapes: a matrix is [out, in] and has G = in / 32 scales per row.
 """
@@ -42,9 +43,9 @@ OFFSET = 8  # exponent of 256, the largest power of two among the codes
 
 @dataclass(frozen=True)
 class Mxfp8(Scaled):
-    """The codec. quant/codec.py says what each method promises.
+    """The codec. quant/codec.py documents each method.
 
-    above        whether `quantize` takes modelopt's scales, under which no code is cut off
+    above        True if `quantize` uses modelopt's scales, which never clip a code
     scale_dtype  dtype of the scales in the files and in memory: U8 or F8_E8M0, the same byte
     """
 
@@ -74,7 +75,7 @@ class Mxfp8(Scaled):
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """w = e4m3[code] * 2 ** (scale - 127) -> bf16 [..., out, in], exact.
 
-        Raises CheckpointError where codes and scales do not belong together.
+        Raises CheckpointError if codes and scales do not belong together.
         """
         self.compare(parts)
         scales = parts["weight_scale"]
@@ -82,11 +83,11 @@ class Mxfp8(Scaled):
         return (grouped * powers_of_two(scales).unsqueeze(-1)).flatten(-2)
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """code = e4m3(w / scale). The scale of 32 weights is a power of two by the largest of them.
+        """code = e4m3(w / scale). The scale of 32 weights is a power of two set by the largest of them.
 
-        compressed-tensors: its power of two / 256, the next one where its mantissa is 1.75 or more; codes
-        beyond 448 become 448. modelopt (`above`): the least one that is absmax / 448 or more.
-        Raises CheckpointError on a weight that is not finite.
+        compressed-tensors: its power of two / 256, the next one if its mantissa is 1.75 or more; codes beyond
+        448 become 448. modelopt (`above`): the smallest one that is at least absmax / 448. Raises
+        CheckpointError on a weight that is not finite.
         """
         import torch
 

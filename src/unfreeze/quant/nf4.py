@@ -1,11 +1,12 @@
-"""The numbers that bitsandbytes' codes stand for, and the nearest codes of a row of numbers in blocks.
+"""The values of bitsandbytes' codes, and the nearest codes of a row of numbers in blocks.
 
     absmax[b] = the largest |x| of block b;  code[j] = the nearest of map to x[j] / absmax[j // block]
 
 nf4: quantiles of a normal distribution (QLoRA, arXiv:2305.14314, appendix E). fp4: a float of a sign, 2 bits
-of exponent and 1 of fraction. Of 8 bits, for absmax: fractions of 0 to 6 bits, each within a power of ten.
+of exponent and 1 of fraction. 8 bits, for absmax: fractions of 0 to 6 bits, each within a power of ten.
+
 Source: bitsandbytes' get_4bit_type and create_dynamic_map; equal to its maps and codes in
-tests/quant/test_nf4.py (0.50.2, recorded), ties of FP4 left out.
+tests/quant/test_nf4.py (0.50.2, recorded), except for ties of FP4.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ NF4 = (
 )
 # fmt: on
 FP4 = (0, 0.0625, 8, 12, 4, 6, 2, 3)  # of 12
-POWERS = 7  # of ten that a number of 8 bits can begin in
+POWERS = 7  # powers of ten that an 8-bit number can start in
 
 
 def numbers4(kind: str) -> Tensor:
-    """float32 [16]: what the codes of "nf4" or "fp4" stand for."""
+    """float32 [16]: the values of the codes of "nf4" or "fp4"."""
     import torch
 
     if kind == "nf4":
@@ -38,21 +39,21 @@ def numbers4(kind: str) -> Tensor:
 
 
 def numbers8() -> Tensor:
-    """float32 [256], ascending: what the codes of a quantized absmax stand for."""
+    """float32 [256], ascending: the values of the codes of a quantized absmax."""
     import torch
 
-    found = [torch.tensor([0.0, 1.0])]
+    pieces = [torch.tensor([0.0, 1.0])]
     for power in range(POWERS):
         ends = torch.linspace(0.1, 1, 2**power + 1, dtype=torch.float32)
         middles = (ends[:-1] + ends[1:]) / 2 * 10.0 ** (power - POWERS + 1)
-        found += [middles, -middles]
-    return torch.cat(found).sort().values
+        pieces += [middles, -middles]
+    return torch.cat(pieces).sort().values
 
 
 def in_blocks(row: Tensor, block: int, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """(codes uint8 [n], absmax float32 [ceil(n / block)]) of float32 [n].
 
-    fp4 has 0 twice: the second is for what is above 0, as the library has it.
+    fp4 has 0 twice: the second is for numbers above 0, as in the library.
     """
     import torch
 

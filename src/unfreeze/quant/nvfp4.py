@@ -1,19 +1,23 @@
 """NVFP4: e2m1 codes, an e4m3 scale for each 16 of them, and one float32 number for the matrix.
 
-compressed-tensors ("nvfp4-pack-quantized"), where the number divides, to bf16:
+compressed-tensors ("nvfp4-pack-quantized") divides by the number, to bf16:
+
     w[o, i] = bf16(e2m1[code[o, i]] * (scale[o, i // 16] / weight_global_scale))
-NVIDIA's modelopt ("NVFP4"), where it multiplies, to float32:
+
+NVIDIA's modelopt ("NVFP4") multiplies, to float32:
+
     w[o, i] = e2m1[code[o, i]] * (scale[o, i // 16] * weight_scale_2)
 
-Products and quotients are float32. A code is 4 bits: sign, then one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; two lie in
-a byte, the lower half first, along the input dim. A weight takes 9 / 16 byte, against 2 in bf16.
-Scales of activations (input_global_scale, input_scale) lie beside and are not used: a server rounds
-activations with them, training here rounds none.
-Source: compressed-tensors' NVFP4PackedCompressor and modelopt's NVFP4QTensor; equal to both bit for bit in
+Products and quotients are float32. A code is 4 bits: sign, then one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; a byte
+holds two, the lower half first, along the input dim. A weight takes 9 / 16 byte, against 2 in bf16. The files
+also have scales of activations (input_global_scale, input_scale), which are not used: a server rounds
+activations with them, training here does not.
+
+Source: compressed-tensors' NVFP4PackedCompressor and modelopt's NVFP4QTensor; bit-identical to both in
 tests/quant/test_nvfp4.py.
 
-Shapes: a matrix is [out, in] and has G = in / 16 scales per row. Gate and up of a stack of experts keep their
-own number (quant/halves.py).
+Shapes: a matrix is [out, in] and has G = in / 16 scales per row. Gate and up of a stack of experts keep
+separate numbers (quant/halves.py).
 """
 
 from __future__ import annotations
@@ -31,12 +35,12 @@ if TYPE_CHECKING:
 
 GROUP = 16  # columns that share a scale; there is no other NVFP4
 MAX_CODE = E2M1[-1]
-LEAST_SCALE = 2.0**-9  # the smallest above 0, which modelopt writes for what would be 0
+LEAST_SCALE = 2.0**-9  # the smallest above 0, which modelopt writes instead of 0
 EMPTY = 0.125  # compressed-tensors' scale of a group of zeros
 
 
 class Nvfp4Names(NamedTuple):
-    """The format's name; the suffixes of codes and of the matrix's number; its shape; whether it divides."""
+    """The format's name; the suffixes of codes and of the matrix's number; its shape; True if it divides."""
 
     name: str
     codes: str
@@ -52,7 +56,7 @@ SCALE = "weight_scale"
 
 @dataclass(frozen=True)
 class Nvfp4(Scaled):
-    """The codec. quant/codec.py says what each method promises. names: PACKED or MODELOPT."""
+    """The codec. quant/codec.py documents each method. names: PACKED or MODELOPT."""
 
     kind: ClassVar[Kind] = Kind("NVFP4", "another group size", ("F8_E4M3",))
     names: Nvfp4Names = PACKED
@@ -84,7 +88,7 @@ class Nvfp4(Scaled):
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The formula above -> [..., out, in], bf16 for PACKED and float32 for MODELOPT.
 
-        Raises CheckpointError where the parts do not belong together.
+        Raises CheckpointError if the parts do not belong together.
         """
         lead = self.compare(parts)[:-2]
         codes, scales, whole = (parts[suffix] for suffix in self.suffixes)
@@ -96,15 +100,16 @@ class Nvfp4(Scaled):
         return weight.bfloat16() if self.names.divides else weight
 
     def effective(self, scales: Tensor, whole: Tensor) -> Tensor:
-        """What a code is multiplied with: float32 [..., out, G]."""
+        """The factor of a code: float32 [..., out, G]."""
         return scales / whole if self.names.divides else scales * whole
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """The number for the matrix from its largest weight, a scale from each group's, the nearest codes.
+        """The matrix's number from its largest weight, a scale from each group's, the nearest codes.
 
         PACKED: number = 448 * 6 / absmax, scale = e4m3(number * (absmax of 16 / 6)), 0.125 for a group of
         zeros. MODELOPT: number = absmax / (6 * 448), scale = e4m3(absmax of 16 / (6 * number)), 1 for a group
-        of zeros, and no less than 2 ** -9. Halves go to the even code.
+        of zeros, and no less than 2 ** -9. Ties go to the even code.
+
         Source: compressed-tensors' generate_gparam, calculate_qparams and quantize; modelopt's NVFP4QTensor.
         Raises CheckpointError on a weight that is not finite.
         """

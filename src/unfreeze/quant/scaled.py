@@ -1,9 +1,9 @@
-"""Scaled: what formats of codes with scales have in common, and how compressed-tensors writes of them.
+"""Scaled: the common part of formats with codes and scales, and compressed-tensors' description of them.
 
     w[o, i] = number[code[o, i]] * scale          a block, a row, a group of columns or the matrix shares it
 
-fp8, fp8_scaled, mxfp8, mxfp4, nvfp4 and integers say what their numbers are and how their scales lie. Here
-bytes are counted, the files' dtype of scales is taken, rows are cut and shapes are compared.
+fp8, fp8_scaled, mxfp8, mxfp4, nvfp4 and integers define their numbers and the layout of their scales. Here
+bytes are counted, the scales' dtype is taken from the files, rows are split and shapes are compared.
 
 Shapes: a matrix is [out, in]; parts may have leading dims.
 """
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_E4M3 = 448.0  # the largest float8_e4m3fn
-EXPONENTS = ("U8", "F8_E8M0")  # dtypes of a byte that is an exponent alone
+EXPONENTS = ("U8", "F8_E8M0")  # dtypes of a byte that holds only an exponent
 BIAS = 127  # of such an exponent
 
 
 class Kind(NamedTuple):
-    """What is the same for all parameters of a format.
+    """Properties of a format that do not depend on its parameters.
 
     title     its name in messages
     variants  as Codec.variants
@@ -42,10 +42,11 @@ class Kind(NamedTuple):
 
 
 class Scaled:
-    """The base of these codecs, which are frozen dataclasses. quant/codec.py says what each method promises.
+    """The base of these codecs, which are frozen dataclasses. quant/codec.py documents each method.
 
-    A format adds `suffixes` (codes, scales, then the rest), `parts`, `dequantize` and `quantize`.
-    group        columns that share a scale; 0 or less where the codes' shape is the matrix's
+    A format adds `suffixes` (codes, scales, then any others), `parts`, `dequantize` and `quantize`.
+
+    group        columns that share a scale; 0 or less if the codes' shape is the matrix's
     scale_dtype  dtype of the scales, in the files and in memory alike
     """
 
@@ -70,12 +71,12 @@ class Scaled:
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Self:
         """This codec with the scale_dtype of the files."""
-        found = self.scales_in(dtypes, self.suffixes[1])
-        dtype = one_scale_dtype(found, self.kind.title) if found else self.scale_dtype
+        scales = self.scales_in(dtypes, self.suffixes[1])
+        dtype = one_scale_dtype(scales, self.kind.title) if scales else self.scale_dtype
         return self if dtype == self.scale_dtype else cast(Self, replace(cast(Any, self), scale_dtype=dtype))
 
     def scales_in(self, dtypes: Mapping[str, str], suffix: str) -> dict[str, str]:
-        """name -> dtype of the scales called `suffix`. Only those that have codes beside them count."""
+        """name -> dtype of the scales called `suffix`. Only those with codes beside them count."""
         codes, wanted = self.suffixes[0], self.parts(0, 0)[self.suffixes[0]][0]
         return {
             name: dtype
@@ -105,11 +106,11 @@ class Scaled:
         return 1
 
     def rows_each(self, suffix: str) -> int:
-        """How many rows of the matrix a row of this part stands for; 0 for a part of the whole matrix."""
+        """Number of rows of the matrix per row of this part; 0 for a part of the whole matrix."""
         return 1
 
     def rows(self, parts: Mapping[str, Tensor], first: int, last: int) -> dict[str, Tensor]:
-        """The parts of rows first:last, cut where `rows_at` allows."""
+        """The parts of rows first:last, split where `rows_at` allows."""
         each = {suffix: self.rows_each(suffix) for suffix in parts}
         return {
             suffix: part[first // each[suffix] : -(-last // each[suffix])] if each[suffix] else part
@@ -117,7 +118,7 @@ class Scaled:
         }
 
     def compare(self, parts: Mapping[str, Tensor]) -> tuple[int, ...]:
-        """Shape [..., out, in]. Raises CheckpointError where codes and scales do not belong together."""
+        """Shape [..., out, in]. Raises CheckpointError if codes and scales do not belong together."""
         shapes = {suffix: tuple(parts[suffix].shape) for suffix in parts}
         *lead, out_features, in_features = self.shape(shapes)
         needed = self.parts(out_features, in_features)
@@ -126,10 +127,10 @@ class Scaled:
         if parts[codes].dtype != right or any(
             shapes.get(suffix) != (*lead, *shape) for suffix, (_, shape) in needed.items()
         ):
-            found = ", ".join(f"{suffix} {list(shape)}" for suffix, shape in shapes.items())
+            others = ", ".join(f"{suffix} {list(shape)}" for suffix, shape in shapes.items())
             should = ", ".join(f"{suffix} {[*lead, *shape]}" for suffix, (_, shape) in needed.items())
             raise CheckpointError(
-                f"a weight has {parts[codes].dtype} {found}; {self.needs} needs {right} {should}",
+                f"a weight has {parts[codes].dtype} {others}; {self.needs} needs {right} {should}",
                 next=self.kind.compare,
             )
         return (*lead, out_features, in_features)
@@ -140,7 +141,7 @@ class Scaled:
         return f"{self.name} in groups of {self.group}" if self.group > 0 else self.name
 
     def groups(self, in_features: int) -> int:
-        """in / group. Raises ConfigError if this is no whole number."""
+        """in / group. Raises ConfigError if this is not a whole number."""
         if in_features % self.group:
             raise ConfigError(
                 f"{in_features} input columns do not divide into groups of {self.group}, as {self.kind.title}"
@@ -158,7 +159,7 @@ def torch_name(dtype: str) -> Any:
 
 
 def to_e4m3(scaled: Tensor) -> Tensor:
-    """The nearest float8_e4m3fn; beyond 448 it is 448."""
+    """The nearest float8_e4m3fn, clamped to ±448."""
     import torch
 
     return scaled.clamp(-MAX_E4M3, MAX_E4M3).to(torch.float8_e4m3fn)
@@ -178,7 +179,7 @@ def exponents(absmax: Tensor, offset: int, most: int) -> Tensor:
     """
     import torch
 
-    # a quarter is added to the mantissa, and what it carries into the exponent is the rounding
+    # add a quarter to the mantissa: the carry into the exponent is the rounding
     exponent = (absmax.view(torch.int32) + (1 << 21)) >> 23
     return (exponent - offset).clamp(0, most).to(torch.uint8)
 
@@ -229,6 +230,6 @@ def refuse_weights(where: str, weights: Table, bits: int, strategies: Iterable[s
 
 
 def refuse_group(where: str, table: Table, group: int) -> None:
-    """Raise Unreadable where modelopt's group_size is another one than the format's."""
+    """Raise Unreadable if modelopt's group_size differs from the format's."""
     if table.get("group_size", group) != group:
         raise Unreadable(f"{where}: group_size {table.get('group_size')!r:.60}")

@@ -1,9 +1,9 @@
-"""Scheme: which module of a checkpoint is in which format.
+"""Scheme: the format of each module of a checkpoint.
 
-A checkpoint may mix formats: attention in bf16, dense layers in FP8, experts in 4 bits. Its config.json says
-so by module names: groups with targets, lists of what stays unquantized. formats.recognise makes a Scheme of
-that, and everything that needs a codec asks it per module. Whether a module is packed at all is seen in the
-files, where there are files: `stored` and `part_of` take their names.
+A checkpoint may mix formats: attention in bf16, dense layers in FP8, experts in 4 bits. Its config.json
+declares them by module names: groups with targets, lists of what stays unquantized. formats.recognise builds
+a Scheme from that, and all code that needs a codec gets it per module from the Scheme. If there are files,
+they decide if a module is packed at all: `stored` and `part_of` take their names.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from unfreeze.quant.codec import Codec, kept_suffixes
 from unfreeze.untrusted.pattern import pattern
 
 CodecFor = Callable[[str], Codec | None]
-"""The name of a module on disk -> the codec of its weight; None where it is not packed."""
+"""Name of a module on disk -> the codec of its weight; None if it is not packed."""
 
 
 UNREAD = frozenset(
     "input_scale activation_scale input_global_scale input_zero_point output_scale output_zero_point"
     " k_scale v_scale q_scale kv_scale k_zero_point v_zero_point q_zero_point prob_output_scale".split()
 )
-"""Last name parts of tensors that lie beside quantized weights and are about activations: scales with which a
-server rounds what goes into a layer, or into its cache. Training and generation here round neither."""
+"""Last name parts of tensors beside quantized weights that are about activations: scales with which a server
+rounds a layer's inputs or its cache. Training and generation here round neither."""
 
 
 def is_unread(name: str) -> bool:
-    """Whether a quantized checkpoint's tensor of this name is about activations, and not needed here."""
+    """True if a quantized checkpoint's tensor of this name is about activations, and not needed here."""
     return name.rpartition(".")[2] in UNREAD
 
 
@@ -42,12 +42,12 @@ def nothing_packed(module: str) -> Codec | None:
 
 @dataclass(frozen=True)
 class Modules:
-    """A set of modules by their names. `"model.layers.0.mlp" in modules` asks it.
+    """A set of modules by their names, tested by `"model.layers.0.mlp" in modules`.
 
     names     these
     inside    these, and every module inside them
-    within    modules in whose name these parts stand anywhere, one after the other: "mlp.gate" is
-              model.layers.0.mlp.gate and what is inside it
+    within    modules whose names contain these consecutive parts: "mlp.gate" is model.layers.0.mlp.gate and
+              everything inside it
     patterns  regular expressions, matched from the start of a name
     linear    every linear layer: all that can be packed
     """
@@ -79,9 +79,9 @@ def _runs(parts: list[str]) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def spellings(module: str) -> tuple[str, ...]:
-    """A module's names: its own, and those that it has inside a model with other senses.
+    """A module's names: its own, and those it has inside a multimodal model.
 
-    Configs of Kimi-K2.5 say language_model.model.layers.0, of Gemma 4 model.language_model.layers.0.
+    Configs of Kimi-K2.5 use language_model.model.layers.0, those of Gemma 4 model.language_model.layers.0.
     """
     inner = module.removeprefix("model.")
     nested = (f"model.language_model.{inner}",) if inner != module else ()
@@ -89,7 +89,7 @@ def spellings(module: str) -> tuple[str, ...]:
 
 
 def globs(entries: Iterable[str]) -> Modules:
-    """Entries as shells write them: "*.mlp.gate*". One without a star is a module with what is inside it."""
+    """Entries in shell syntax: "*.mlp.gate*". One without a star is a module and everything inside it."""
     starred = [entry for entry in entries if "*" in entry]
     # one pattern: releases list hundreds
     joined = "|".join(translate(entry) for entry in starred)
@@ -97,35 +97,35 @@ def globs(entries: Iterable[str]) -> Modules:
 
 
 NOT_PLAIN = frozenset("\\*+?[](){}|^$")
-"""Signs that no module has in its name: with one of them it is a pattern."""
+"""Characters that no module name has: an entry with one of them is a pattern."""
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
 def not_converted(entries: Iterable[str], where: str) -> Modules:
-    """modules_to_not_convert: parts of names, or patterns of their beginnings; the head is always among them.
+    """modules_to_not_convert: parts of names, or patterns of their starts; the head is always included.
 
-    A part is whole ("gate" is not in "gate_proj") and may stand anywhere: autoawq, bitsandbytes and
-    transformers 4 look for it in the whole name, transformers 5 at its start and its end. A pattern ends
-    where a name's part does: "model.layers.*.self_attn" has all that is inside it.
-    Source: transformers' should_convert_module; compared with it in tests/quant/test_scheme.py. What is no
-    regular expression there ("*.mlp.gate") is read as shells write it. Raises ConfigError, naming `where`,
-    for a pattern that may match forever.
+    A part is whole ("gate" is not in "gate_proj") and may be anywhere: autoawq, bitsandbytes and transformers
+    4 search the whole name, transformers 5 its start and its end. A pattern stops at the end of a name's
+    part: "model.layers.*.self_attn" includes everything inside it.
+    Source: transformers' should_convert_module; compared with it in tests/quant/test_scheme.py. An entry that
+    is not a regular expression ("*.mlp.gate") is read in shell syntax. Raises ConfigError naming `where` for
+    a pattern that could match forever.
     """
     entries = [entry.strip(".") for entry in entries]  # "layers.0." too
     regular = [entry.removeprefix("re:") for entry in entries if NOT_PLAIN & set(entry)]
     starred = [entry for entry in regular if entry.startswith("*")]
-    found = list(globs([*starred, *(f"{entry}.*" for entry in starred)]).patterns)
+    patterns = list(globs([*starred, *(f"{entry}.*" for entry in starred)]).patterns)
     for entry in regular:
         if entry not in starred:
             pattern(entry, f"config.json: {where}", ConfigError)
-            found.append(f"(?:{entry}){_BOUNDARY}")
+            patterns.append(f"(?:{entry}){_BOUNDARY}")
     plain = frozenset(entry for entry in entries if not NOT_PLAIN & set(entry)) | {"lm_head"}
-    return Modules(within=plain, patterns=tuple(found))
+    return Modules(within=plain, patterns=tuple(patterns))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The modules that are in one format."""
+    """The modules in one format."""
 
     codec: Codec
     modules: Modules = Modules(linear=True)
@@ -140,7 +140,7 @@ class Scheme:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """Each codec once."""
+        """All codecs, each listed once."""
         return tuple(dict.fromkeys(rule.codec for rule in self.rules))
 
     @property
@@ -149,29 +149,29 @@ class Scheme:
         return ", ".join(dict.fromkeys(codec.name for codec in self.codecs))
 
     def codec_for(self, module: str) -> Codec | None:
-        """The codec that config.json gives a linear layer; None for one that stays unquantized."""
+        """The codec that config.json gives a linear layer; None if it stays unquantized."""
         if module in self.ignore:
             return None
         return next((rule.codec for rule in self.rules if module in rule.modules), None)
 
     def stored(self, module: str, names: Collection[str]) -> Codec | None:
-        """The codec of a module whose weight `names` hold packed; None where they do not.
+        """The codec of a module whose weight `names` hold packed; None if they do not.
 
-        The files decide: also a module that config.json leaves unquantized is read by the codec whose parts
-        are there. Where several codecs have parts of these names, it is the one that config.json gives it,
-        else the one that finds all of its parts, and of two the one with more of them.
+        The files decide: a module that config.json leaves unquantized is also read by the codec whose parts
+        are there. If several codecs have parts of these names, config.json's codec wins, then a codec that
+        finds all of its parts, and of two the one with more parts.
         """
-        found = [codec for codec in self.codecs if is_packed(module, names, codec)]
-        if len(found) > 1:
-            said = self.codec_for(module)
-            whole = [
-                codec for codec in found if all(f"{module}.{kept}" in names for kept in kept_suffixes(codec))
-            ]
-            return said if said in found else max(whole or found, key=lambda codec: len(kept_suffixes(codec)))
-        return found[0] if found else None
+        present = [codec for codec in self.codecs if is_packed(module, names, codec)]
+        if len(present) > 1:
+            declared = self.codec_for(module)
+            if declared in present:
+                return declared
+            whole = [c for c in present if all(f"{module}.{suffix}" in names for suffix in kept_suffixes(c))]
+            return max(whole or present, key=lambda codec: len(kept_suffixes(codec)))
+        return present[0] if present else None
 
     def part_of(self, name: str, names: Collection[str]) -> Codec | None:
-        """The codec of the packed weight that tensor `name` is a part of; None where it is none of one."""
+        """The codec of the packed weight that tensor `name` is a part of; None if there is none."""
         module, _, suffix = name.rpartition(".")
         if not any(suffix in codec.suffixes for codec in self.codecs):
             return None
@@ -179,10 +179,9 @@ class Scheme:
         return codec if codec is not None and suffix in codec.suffixes else None
 
     def as_stored(self, dtypes: Mapping[str, str]) -> Scheme:
-        """The same scheme, the scales of each codec in the dtype of the files.
+        """The same scheme, with the scales of each codec in the dtype of the files.
 
-        dtypes: name on disk -> dtype.
-        Raises CheckpointError where the scales of one codec have several dtypes.
+        dtypes: name on disk -> dtype. Raises CheckpointError if the scales of one codec have several dtypes.
         """
         if len(self.codecs) == 1:
             new = {codec: codec.as_stored(dtypes) for codec in self.codecs}
@@ -202,8 +201,8 @@ class Scheme:
 
 
 def is_packed(module: str, names: Collection[str], codec: Codec) -> bool:
-    """Whether `names` hold the weight of `module` in the codec's format.
+    """True if `names` hold the weight of `module` in the codec's format.
 
-    That is so if one of them is a part of the weight that only a packed weight has.
+    One of them must be a part that only a packed weight has.
     """
     return any(f"{module}.{suffix}" in names for suffix in kept_suffixes(codec) if suffix != "weight")

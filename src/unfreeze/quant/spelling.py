@@ -1,12 +1,12 @@
-"""The names of a packed weight's parts, where a release spells them otherwise than "<module>.<suffix>".
+"""The names of a packed weight's parts, if a release spells them differently from "<module>.<suffix>".
 
     on disk                                         here
     …experts.gate_up_proj_blocks                    …experts.gate_up_proj.blocks               gpt-oss
     …q_proj.weight.absmax                           …q_proj.weight_absmax                      bitsandbytes
     …q_proj.weight.quant_state.bitsandbytes__nf4    …q_proj.weight_quant_state_nf4
 
-Manifest.by_model_name gives the names on the right, so that everything between a file and a parameter knows
-one spelling; saving writes those on the left.
+Manifest.by_model_name uses the names on the right, so all code between a file and a parameter sees one
+spelling; saving writes those on the left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WRITTEN = (
 
 
 def canonical(name: str) -> str:
-    """A tensor's name on disk -> its name here; most have one."""
+    """A tensor's name on disk -> its name here; usually the same."""
     if ".weight." not in name and not name.endswith(("_blocks", "_scales")):  # 207,000 names in Kimi-K2
         return name
     return _spelled(name, _READ)

@@ -55,7 +55,7 @@ def parts(config: Config) -> Parts:
         encoding=encoding,
         metrics=OF_ANSWERS,
         second=second,
-        said=[] if second else [f"compares: {compared_loss(settings)}, without a reference"],
+        start_lines=[] if second else [f"compares: {compared_loss(settings)}, without a reference"],
         heldout=_heldout,
         on_step=(Signs(0.0 if settings.loss in WITHOUT_REFERENCE else settings.beta),),
     )

@@ -1,4 +1,4 @@
-"""What a run says about itself, read from runs/<name>/ without torch.
+"""Level 2: reports on a run, from the files in runs/<name>/, without torch.
 
-Of events.jsonl, resolved_config.json, plan.json and receipt.json. Layer 2.
+The files are events.jsonl, resolved_config.json, plan.json and receipt.json.
 """

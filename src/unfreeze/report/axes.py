@@ -1,7 +1,7 @@
 """A pair of axes as inline SVG: scales, ticks, lines, dots, a bitmap.
 
-Colours are CSS variables and text stays in the page's font, so that one picture reads well on light and on
-dark paper. Positions are in SVG units, from the top left; `values` are those of the data.
+Colours are CSS variables and text uses the page's font, so a picture works on light and dark backgrounds.
+Positions are in SVG units from the top left; `values` are data values.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import NamedTuple
 INK, MUTED, LINE, ACCENT, SECOND, PAPER, BAD = (
     f"var(--{name})" for name in ("ink", "muted", "line", "accent", "second", "paper", "bad")
 )
-CHARACTER = 6.8  # units: a digit at the 11 pixels of style.css, in the widest of its fonts
+CHARACTER = 6.8  # SVG units: width of a digit at 11 pixels (style.css), in the widest font
 TEXT = 11.0
-GAP = 5.0  # between a label and its axis
+GAP = 5.0  # between a label and the axis
 NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
 WHOLE = (1.0, 2.0, 5.0, 10.0)
 
 Ticks = Sequence[tuple[float, str]]
-"""(value, its label)."""
+"""(value, label) pairs."""
 
 
 class Axis(NamedTuple):
-    """The values at both ends; log: equal distances are equal factors."""
+    """Values at both ends of an axis. log: True for a logarithmic axis."""
 
     low: float
     high: float
     log: bool = False
 
     def share(self, value: float) -> float:
-        """How far from low to high, 0 to 1; the middle where both are one value."""
+        """Position between low and high, 0 to 1; 0.5 if they are equal."""
         if self.low == self.high:
             return 0.5
         if self.log:
@@ -44,7 +44,7 @@ class Axis(NamedTuple):
 
 
 def around(values: Sequence[float], margin: float, *, log: bool = False) -> Axis:
-    """An axis that holds the values, with that share of their range as room on both sides."""
+    """Make an axis that contains the values, with `margin` of their range on both sides."""
     low, high = min(values), max(values)
     if log:
         room = (high / low) ** margin if high > low else 2.0
@@ -54,9 +54,9 @@ def around(values: Sequence[float], margin: float, *, log: bool = False) -> Axis
 
 
 def round_ticks(axis: Axis, most: int, steps: Sequence[float] = NICE, least: float = 0.0) -> list[float]:
-    """Multiples of a round number inside the axis, as many as there can be up to most + 1.
+    """Ticks at multiples of a round number inside the axis: as many as possible, up to most + 1.
 
-    least: the smallest distance between two. The one value of an axis without a range.
+    least: smallest distance between two ticks. An axis without a range gets a tick at its value.
     """
     if axis.low == axis.high:
         return [axis.low]
@@ -70,14 +70,14 @@ def round_ticks(axis: Axis, most: int, steps: Sequence[float] = NICE, least: flo
 
 
 def log_ticks(axis: Axis, subs: Sequence[float], most: int) -> list[float]:
-    """`subs` times powers of ten inside the axis; every n-th power where they are more than `most`.
+    """Ticks at `subs` times powers of ten inside the axis; only every n-th power if they exceed `most`.
 
-    Round numbers where fewer than two lie inside.
+    Round numbers if fewer than two are inside.
     """
     powers = range(math.floor(math.log10(axis.low)), math.ceil(math.log10(axis.high)) + 1)
     for every in range(1, len(powers) + 1):
-        made = [sub * 10.0**power for power in powers if power % every == 0 for sub in subs]
-        inside = [float(f"{tick:.12g}") for tick in made if axis.low <= tick <= axis.high]
+        ticks = [sub * 10.0**power for power in powers if power % every == 0 for sub in subs]
+        inside = [float(f"{tick:.12g}") for tick in ticks if axis.low <= tick <= axis.high]
         if len(inside) <= most:
             break
         subs = (1.0,)
@@ -85,7 +85,7 @@ def log_ticks(axis: Axis, subs: Sequence[float], most: int) -> list[float]:
 
 
 class Frame(NamedTuple):
-    """The sides of the field that data are drawn in, and the size of the whole picture."""
+    """Sides of the plotting area, and size of the whole picture."""
 
     left: float
     top: float
@@ -98,14 +98,14 @@ class Frame(NamedTuple):
         return self.left + (self.right - self.left) * share
 
     def y(self, share: float) -> float:
-        """share 0 is the bottom."""
+        """Position of a share; 0 is the bottom."""
         return self.bottom - (self.bottom - self.top) * share
 
 
 def frame(
     size: tuple[int, int], x: Ticks, y: Ticks, titles: tuple[str, str] = ("", ""), above: float = 0.0
 ) -> Frame:
-    """Room for these labels, for titles below and left of them, and for `above` units over the field."""
+    """Frame with room for labels, for titles below and left of them, and for `above` units on top."""
     width, height = size
     left = max((len(words) for _, words in y), default=0) * CHARACTER + GAP + bool(titles[1]) * (TEXT + GAP)
     right = max(len(x[-1][1]) * CHARACTER / 2 if x else 0.0, GAP)
@@ -114,21 +114,21 @@ def frame(
 
 
 def digits(value: float) -> str:
-    """A position to a hundredth of a unit, below any screen's pixel."""
+    """Format a position to a hundredth of a unit, less than any pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def svg_text(
     x: float, y: float, words: str, anchor: str, *, turned: bool = False, colour: str = MUTED
 ) -> str:
-    """A label whose middle is at the height y."""
+    """A label, vertically centred at y."""
     turn = f' transform="rotate(-90 {digits(x)} {digits(y)})"' if turned else ""
     place = f'x="{digits(x)}" y="{digits(y)}" dy="0.35em"{turn}'
     return f'<text {place} style="text-anchor: {anchor}; fill: {colour}">{escape(words)}</text>'
 
 
 def axis_labels(field: Frame, x: Ticks, y: Ticks, titles: tuple[str, str] = ("", "")) -> str:
-    """The words along both axes, ticks given as shares of them."""
+    """Labels along both axes; tick positions are shares of the axis."""
     below = field.bottom + GAP + TEXT / 2
     parts = [svg_text(field.x(share), below, words, "middle") for share, words in x]
     parts += [svg_text(field.left - GAP, field.y(share), words, "end") for share, words in y]
@@ -140,20 +140,20 @@ def axis_labels(field: Frame, x: Ticks, y: Ticks, titles: tuple[str, str] = ("",
 
 
 def svg_path(points: Sequence[tuple[float, float]], style: str, title: str = "") -> str:
-    """A line through the points. style: stroke, and what else CSS has for it. title: under the pointer."""
+    """A line through the points. style: CSS of the stroke. title: shown on hover."""
     d = " L ".join(f"{digits(x)} {digits(y)}" for x, y in points)
     return _titled(f'<path d="M {d}" style="fill: none; {style}"', "path", title)
 
 
 def _titled(opened: str, name: str, title: str) -> str:
-    """The element, closed; a browser shows its <title> under the pointer."""
+    """Close the element; a browser shows its <title> on hover."""
     return f"{opened}><title>{escape(title)}</title></{name}>" if title else f"{opened}/>"
 
 
 def circles(
     points: Sequence[tuple[float, float]], radius: float, style: str, titles: Sequence[str] = ()
 ) -> str:
-    """A dot at each point. titles: of each, under the pointer."""
+    """A dot at each point. titles: one per dot, shown on hover."""
     dots = [
         f'<circle cx="{digits(x)}" cy="{digits(y)}" r="{digits(radius)}" style="{style}"' for x, y in points
     ]
@@ -165,21 +165,21 @@ def circles(
 def svg(field: Frame, alt: str, parts: Sequence[str], axes: tuple[Axis, Axis] | None = None) -> str:
     """One <svg role="img"> named `alt`.
 
-    axes: where they lie and what they measure goes along for page.js: left top right bottom (SVG units), the
-    ends of x and y, then 1 for a logarithmic axis x, y, or 0.
+    axes: written as data for page.js: left top right bottom (SVG units), the ends of x and y, then 1 or 0 for
+    a logarithmic x axis and y axis.
     """
-    told = ""
+    data_axes = ""
     if axes is not None:
         ends = [end for axis in axes for end in (axis.low, axis.high)]
         numbers = (*field[:4], *ends, *(int(axis.log) for axis in axes))
-        told = f' data-axes="{" ".join(f"{number:.8g}" for number in numbers)}"'
+        data_axes = f' data-axes="{" ".join(f"{number:.8g}" for number in numbers)}"'
     box = f"0 0 {digits(field.width)} {digits(field.height)}"
     inner = "\n".join(part for part in parts if part)
-    return f'<svg viewBox="{box}" role="img" aria-label="{escape(alt)}"{told}>{inner}</svg>'
+    return f'<svg viewBox="{box}" role="img" aria-label="{escape(alt)}"{data_axes}>{inner}</svg>'
 
 
 class Plot:
-    """Lines and dots over one pair of axes, which hold all of them."""
+    """Lines and dots over one pair of axes that contains them all."""
 
     def __init__(self) -> None:
         self.xs: list[float] = []
@@ -189,17 +189,17 @@ class Plot:
         ] = []
 
     def line(self, xs: Sequence[float], ys: Sequence[float], style: str) -> None:
-        """style: CSS of a stroke."""
-        told = [f"{x:g}: {y:.4g}" for x, y in zip([*xs[:1], *xs[-1:]], [*ys[:1], *ys[-1:]], strict=True)]
-        self._add(xs, ys, lambda points: svg_path(points, style, " → ".join(told)))
+        """Add a line. style: CSS of the stroke."""
+        ends = [f"{x:g}: {y:.4g}" for x, y in zip([*xs[:1], *xs[-1:]], [*ys[:1], *ys[-1:]], strict=True)]
+        self._add(xs, ys, lambda points: svg_path(points, style, " → ".join(ends)))
 
     def dots(self, xs: Sequence[float], ys: Sequence[float], radius: float, style: str) -> None:
-        """style: CSS of a circle."""
+        """Add dots. style: CSS of the circle."""
         titles = [f"{x:g}: {y:.4g}" for x, y in zip(xs, ys, strict=True)]
         self._add(xs, ys, lambda points: circles(points, radius, style, titles))
 
     def words(self, x: float, y: float, words: str) -> None:
-        """A label up and right of a point."""
+        """Add a label above and right of a point."""
         self._add([x], [y], lambda at: svg_text(at[0][0] + GAP, at[0][1] - GAP, words, "start"))
 
     def _add(
@@ -219,15 +219,15 @@ class Plot:
         titles: tuple[str, str] = ("", ""),
         head: tuple[float, str] = (0.0, ""),
     ) -> str:
-        """The picture of `size` units, a line across at each tick of y and one below the field.
+        """Draw the picture of `size` units, with a grid line at each tick of y and one below the field.
 
-        head: what is drawn above the field, and how high it is.
+        head: (height, SVG) of a part above the field.
         """
         across, up = axes
         field = frame(size, x, y, titles, head[0])
         x_shares = [(across.share(value), words) for value, words in x]
         y_shares = [(up.share(value), words) for value, words in y]
-        heights = dict.fromkeys([0.0, *(share for share, _ in y_shares)])  # the lowest once
+        heights = dict.fromkeys([0.0, *(share for share, _ in y_shares)])  # without duplicates
         grid = [
             svg_path([(field.left, field.y(share)), (field.right, field.y(share))], f"stroke: {LINE}")
             for share in heights
@@ -241,7 +241,7 @@ class Plot:
 
 
 def png(rows: Sequence[Sequence[Sequence[int]]]) -> bytes:
-    """A bitmap of (red, green, blue, alpha) bytes, top row first, as a PNG of 8 bits a channel.
+    """Encode a bitmap of (red, green, blue, alpha) bytes, top row first, as PNG with 8 bits per channel.
 
     Source: the PNG specification (W3C), sections 5 and 11.
     """
@@ -256,7 +256,7 @@ def png(rows: Sequence[Sequence[Sequence[int]]]) -> bytes:
 
 
 def bitmap(field: Frame, rows: Sequence[Sequence[Sequence[int]]]) -> str:
-    """The pixels over the whole field, sharp."""
+    """Draw the pixels over the whole field, without smoothing."""
     place = f'x="{digits(field.left)}" y="{digits(field.top)}"'
     size = f'width="{digits(field.right - field.left)}" height="{digits(field.bottom - field.top)}"'
     data = base64.b64encode(png(rows)).decode()

@@ -1,7 +1,7 @@
-"""How evenly a run used its experts, computed once from the events.
+"""Load balance of a run's experts, computed once from the events.
 
-Every number of it that the report draws or says is made here. E experts, n_e tokens given to expert e; an
-even share is sum(n) / E. Formulas of balance: core/balance.py.
+All numbers on it in the report come from here. E experts, n_e tokens of expert e; the fair share is sum(n) /
+E. Formulas: core/balance.py.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ from unfreeze.core.balance import dead, max_violation
 from unfreeze.core.schema import Event, TrainEvent
 from unfreeze.report.events import expert_load, of_kind
 
-# stretches of steps across a picture, wide or narrow: the same cells in both, so that one count is true of
-# both
+# ranges of steps across a picture: the same number in wide and narrow pictures, so that counts agree
 COLUMNS = 100
-# tokens per expert by an even share: with fewer, chance leaves some without any, with so many one of exp(10)
-# = 22,000
+# tokens per expert at the fair share: with fewer, some experts get none by chance; with this many, one in
+# exp(10) = 22,000
 DUE = 10
-# of the max violation between the first and the last stretch: the busiest expert took one more mean's worth
+# rise of the max violation from the first to the last range: the busiest expert takes one more fair share
 RISE = 1.0
 
-EVEN = 2.0  # times the mean of its layer: a busiest expert below it is what a well balanced router shows
+EVEN = 2.0  # busiest expert over its layer's mean; a well-balanced router stays below
 
 
 def missed(counts_E: Sequence[int]) -> list[bool]:
-    """Which experts got no token although DUE or more were due to each by an even share."""
+    """Return for each expert: True if it got no token although its fair share was DUE or more."""
     due = sum(counts_E) >= DUE * len(counts_E)
     return [due and count == 0 for count in counts_E]
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a run used its experts: the numbers behind the pictures, the guard and the captions.
+    """Load balance of a run's experts: numbers for the pictures, the guard and the captions.
 
     whole       layer -> tokens per expert of the whole run
-    columns     the stretches of steps, each as (first step, last step)
-    cells       layer -> stretch -> tokens per expert
-    violation   layer -> stretch -> max violation of a step, mean over the stretch
+    columns     ranges of steps, each as (first step, last step)
+    cells       layer -> range -> tokens per expert
+    violation   layer -> range -> max violation of a step, averaged over the range
     """
 
     whole: dict[str, list[int]]
@@ -55,28 +54,28 @@ class Balance:
 
     @property
     def unused(self) -> int:
-        """Experts that got no token in the whole run although DUE were due."""
+        """Number of experts without a token in the whole run although their fair share was DUE or more."""
         return sum(sum(missed(counts_E)) for counts_E in self.whole.values())
 
     @cached_property
     def gone(self) -> dict[str, int]:
-        """Layer -> cells (an expert over a stretch of steps) without a token although DUE were due."""
+        """Layer -> number of cells (an expert in a range of steps) without a token although DUE were due."""
         return {
             layer: sum(sum(missed(counts_E)) for counts_E in stretch) for layer, stretch in self.cells.items()
         }
 
     @cached_property
     def shown(self) -> str:
-        """Choose the layer whose experts are drawn over time.
+        """Layer whose experts are drawn over time.
 
-        The one with the most cells without a token, else the one with the busiest expert.
+        The one with most cells without a token, else the one with the busiest expert.
         """
         gone, ratios = self.gone, self.ratios
         return max(self.whole, key=lambda layer: (gone[layer], ratios[layer]))
 
     @cached_property
     def rise(self) -> tuple[float, float]:
-        """Max violation in the first and in the last stretch, mean of the layers."""
+        """Max violation in the first and in the last range, averaged over layers."""
         first, last = (
             sum(values[at] for values in self.violation.values()) / len(self.violation) for at in (0, -1)
         )
@@ -84,16 +83,16 @@ class Balance:
 
     @property
     def has_risen(self) -> bool:
-        """By RISE or more, and in stretches whose steps gave each expert DUE tokens by an even share."""
+        """True if max violation rose by RISE or more, in ranges with a fair share of DUE tokens per step."""
         first, last = self.rise
         return last - first >= RISE and all(self._due(at) for at in (0, -1))
 
     @property
     def is_even(self) -> bool:
-        """Whether the experts were used evenly.
+        """True if the load was even.
 
-        None went without tokens where DUE were due, the busiest stayed under EVEN times its layer's mean, and
-        nothing rose by RISE.
+        That is: no expert lacked tokens where DUE were due, the busiest stayed under EVEN times its layer's
+        mean, and max violation did not rise by RISE.
         """
         used = not self.unused and not any(self.gone.values())
         return used and max(self.ratios.values()) < EVEN and not self.has_risen
@@ -105,18 +104,16 @@ class Balance:
         )
 
     def unused_words(self) -> str:
-        """'2 of 48 experts got no token', of the whole run."""
+        """Words such as '2 of 48 experts got no token', for the whole run."""
         num_experts, num_idle = sum(map(len, self.whole.values())), sum(map(dead, self.whole.values()))
         if not num_idle:
             return f"All {num_experts:,} experts got tokens"
         few = num_idle - self.unused
         words = f"{num_idle:,} of {num_experts:,} experts got no token"
-        return (
-            f"{words} ({few:,} of them in layers with less than {DUE} tokens due to each)" if few else words
-        )
+        return f"{words} ({few:,} of them in layers with a fair share below {DUE} tokens)" if few else words
 
     def gone_words(self) -> str:
-        """Say how often experts of the layer shown got no token, with the other layers' count.
+        """Words on how often experts of the shown layer got no token, with the other layers' count.
 
         '3 times an expert got no token over 2 steps where 10 or more were due (expert 7)'
         """
@@ -142,7 +139,7 @@ class Balance:
         return words + (more if others else "")
 
     def rise_words(self) -> str:
-        """'0.77 at step 1, 2.15 at step 95'."""
+        """Words such as '0.77 at step 1, 2.15 at step 95'."""
         first, last = self.rise
         return f"{first:.2f} {_when(self.columns[0])}, {last:.2f} {_when(self.columns[-1])}"
 
@@ -152,7 +149,7 @@ def _when(steps: tuple[int, int]) -> str:
 
 
 def balance_of(events: Sequence[Event]) -> Balance | None:
-    """None where no expert load is in the events. Raises DataError where it is damaged."""
+    """Compute the balance; None without expert load in the events. Raises DataError if it is damaged."""
     whole = expert_load(events)
     if not whole:
         return None
@@ -173,7 +170,7 @@ def balance_of(events: Sequence[Event]) -> Balance | None:
 
 
 def stretches(count: int, most: int) -> list[range]:
-    """`count` steps cut into at most `most` stretches of equal length (the last may be shorter)."""
+    """Divide `count` steps into at most `most` ranges of equal length; the last can be shorter."""
     length = math.ceil(count / most) if count else 1
     return [range(begin, min(begin + length, count)) for begin in range(0, count, length)]
 

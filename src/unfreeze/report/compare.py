@@ -1,7 +1,7 @@
-"""Two or more runs side by side: differences of config, curves on one picture, a table of results.
+"""Compare two or more runs: config differences, curves in one picture, a table of results.
 
-Reads run folders only. A loss can be compared between runs of one tokenizer and one data file; where model or
-data differ, the page says so.
+Reads only run folders. Losses are comparable between runs with the same tokenizer and data; if model or data
+differ, the page says so.
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from unfreeze.report.run import RunFolder, flatten, read_run, result_words
 from unfreeze.report.tables import ABSENT
 
 WIDE, NARROW, SMALL = (1100, 380), (350, 260), (360, 220)
-# fields that name the run itself, who looks on, other fields, or hash the data (`other_data` reads them)
+# fields about the run itself, its trackers or other fields, and hashes of the data (see `other_data`)
 OWN = ("out", "watch.track", "effective.given", "effective.contents")
-GIVEN = (
-    "data.template_date",
-)  # fields that a run fills in itself: shown where one of the runs was told them
+GIVEN = ("data.template_date",)  # fields that a run fills in itself: shown only if a user set one
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. None where the run does not say."""
+    """Result of a run; None for unknown values."""
 
     name: str
     state: str
@@ -43,7 +41,7 @@ class Result:
     seconds: float
 
     def cells(self) -> tuple[str, ...]:
-        """In RESULT_HEAD's order."""
+        """Table cells in RESULT_HEAD's order."""
         best = (
             ABSENT
             if self.best_validation is None
@@ -74,9 +72,9 @@ RESULT_HEAD = (
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunFolder]:
-    """The runs, in the order given.
+    """Read the runs, in the given order.
 
-    Raises ConfigError for fewer than two, one given twice, or more than can be told apart in a picture.
+    Raises ConfigError for fewer than two, for one given twice, or for more than a picture can distinguish.
     """
     paths = [Path(folder).resolve() for folder in folders]
     if not 2 <= len(paths) <= MOST_LINES:
@@ -86,16 +84,14 @@ def read_runs(folders: Sequence[str | Path]) -> list[RunFolder]:
         )
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
-        raise ConfigError(
-            f"{twice} is given twice; a run is equal to itself", next="unfreeze compare runs/a runs/b"
-        )
+        raise ConfigError(f"{twice} is given twice", next="unfreeze compare runs/a runs/b")
     return [read_run(folder) for folder in folders]
 
 
 def run_names(runs: Sequence[RunFolder]) -> list[str]:
-    """Give the folders' names, with as many parents as it takes to tell them apart.
+    """Names of the folders, with as many parents as needed to make them unique.
 
-    a/x and b/x for two runs named x.
+    For example a/x and b/x for two runs named x.
     """
     parts = [run.path.resolve().parts for run in runs]
     depth = next(
@@ -107,7 +103,7 @@ def run_names(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def result(run: RunFolder, name: str) -> Result:
-    """A run's row of the table, computed from its events alone."""
+    """Compute a run's row of the table from its events."""
     losses = series(run.events, "train", "loss")[1]
     validation = [
         (loss, event["step"]) for event in evals_of(run.events) if (loss := event.get("loss")) is not None
@@ -128,33 +124,33 @@ def result(run: RunFolder, name: str) -> Result:
 
 
 class Ranking(NamedTuple):
-    """By what runs are ranked: a field of Result, and words. "" where none, or of different data."""
+    """Criterion of a ranking: a field of Result, and words. "" if the runs cannot be ranked."""
 
     field: Literal["best_validation", "loss_last", ""]
     words: str
 
 
 def ranking(runs: Sequence[RunFolder]) -> Ranking:
-    """By the best validation loss where every run that trained has one, else by the last training loss."""
+    """Rank by best validation loss if every run that trained has one, else by last training loss."""
     results = [result(run, "") for run in runs]
     if not any(each.loss_last is not None for each in results):
-        return Ranking("", "as given: no run has a loss")
+        return Ranking("", "not ranked: no run has a loss")
     if other_losses(runs):
-        return Ranking("", "as given: different losses")
+        return Ranking("", "not ranked: different loss functions")
     validated = all(each.best_validation is not None for each in results if each.steps)
     if validated and len(prints := _held_out(runs)) > 1 and "" not in prints:
-        return Ranking("", "as given: different held-out rows")
-    # a validation file is the same whatever was trained on
+        return Ranking("", "not ranked: different held-out rows")
+    # with one validation file, the training data can differ
     if other_data(runs) and not (validated and _one_validation(runs)):
-        return Ranking("", "as given: different data")
+        return Ranking("", "not ranked: different data")
     if validated:
         return Ranking("best_validation", "best first by best validation loss")
-    why = "because not all runs have validation; --validation-fraction 0.1 chooses by rows not trained on"
+    why = "because not all runs have validation; with --validation-fraction 0.1 they rank by held-out rows"
     return Ranking("loss_last", f"best first by final training loss, {why}")
 
 
 def other_data(runs: Sequence[RunFolder]) -> bool:
-    """Whether the runs' data files hold different bytes; by their names where a run wrote no hashes."""
+    """True if the runs' data files differ, by hash, or by name if a run recorded no hashes."""
     effective = [run.config.get("effective") for run in runs]
     contents = [each.get("contents") if isinstance(each, dict) else None for each in effective]
     return len({str(each) for each in (contents if all(contents) else map(_data, runs))}) > 1
@@ -164,7 +160,7 @@ PREFERENCE = ("loss", "beta", "gamma", "nll", "label_smoothing", "desirable_weig
 
 
 def other_losses(runs: Sequence[RunFolder]) -> bool:
-    """Whether the runs' losses are different functions: those of pairs have kinds and weights."""
+    """True if the runs have different loss functions. Preference losses have kinds and weights."""
     kinds = set[tuple[str, ...]]()
     for run in runs:
         of_pairs = run.config.get("recipe") == "prefer"
@@ -177,18 +173,18 @@ def _data(run: RunFolder) -> str:
 
 
 def _held_out(runs: Sequence[RunFolder]) -> set[str]:
-    """The fingerprints of what the runs held out; "" of one of an earlier version."""
+    """Fingerprints of the runs' held-out rows; "" for runs of earlier versions."""
     return {event.get("fingerprint", "") for run in runs for event in evals_of(run.events)[-1:]}
 
 
 def _one_validation(runs: Sequence[RunFolder]) -> bool:
-    """Whether all runs measured the held-out loss on the same file."""
+    """True if all runs measured the held-out loss on the same file."""
     files = {str(run.config.get("data.validation") or "") for run in runs}
     return len(files) == 1 and "" not in files
 
 
 def ranked(runs: Sequence[RunFolder]) -> list[RunFolder]:
-    """The runs, the lowest loss first; without one last, and equal ones as given."""
+    """Sort runs by loss, lowest first. Runs without loss come last; ties keep the given order."""
     field = ranking(runs).field
 
     def loss(run: RunFolder) -> float:
@@ -199,35 +195,35 @@ def ranked(runs: Sequence[RunFolder]) -> list[RunFolder]:
 
 
 def differences(runs: Sequence[RunFolder]) -> dict[str, list[str]]:
-    """Give each field that is not the same in all runs, with its value in each.
+    """Return fields that differ between runs, with the value in each run.
 
-    Fields are dotted, as a flag is spelled; a dash where a run has none.
+    Field names are dotted, as for flags; a dash stands for a missing value.
     """
     configs = [flatten(run.config) for run in runs]
-    told = {name for run in runs for name in _given(run)}
-    own = {*OWN, *(field for field in GIVEN if field not in told)}
+    set_fields = {name for run in runs for name in _given(run)}
+    own = {*OWN, *(field for field in GIVEN if field not in set_fields)}
     fields = dict.fromkeys(field for config in configs for field in config if field not in own)
     values = {field: [config.get(field, ABSENT) for config in configs] for field in fields}
     return {field: row for field, row in values.items() if len(set(row)) > 1}
 
 
 def _given(run: RunFolder) -> list[str]:
-    """The fields that were not at their default, as the run wrote them down."""
+    """Fields that were not at their default, as recorded by the run."""
     effective = run.config.get("effective")
-    given = effective.get("given") if isinstance(effective, dict) else None
-    return [str(name) for name in given] if isinstance(given, list) else []
+    names = effective.get("given") if isinstance(effective, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def caution(runs: Sequence[RunFolder]) -> str:
-    """Why the losses of these runs may not measure the same, or an empty string."""
+    """Warning that the losses of these runs may not be comparable, or ""."""
     models = ["different models"] if len({run.source("model") for run in runs}) > 1 else []
-    losses = ["different losses"] if other_losses(runs) else []
+    losses = ["different loss functions"] if other_losses(runs) else []
     changed = " and ".join([*models, *(["different data"] if other_data(runs) else []), *losses])
-    return f"{changed[0].upper()}{changed[1:]}: the losses may not measure the same thing." if changed else ""
+    return f"{changed[0].upper()}{changed[1:]}: the losses may not be comparable." if changed else ""
 
 
 def as_dict(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Give the comparison as plain JSON.
+    """Return the comparison as plain JSON.
 
     runs (one Result each), ranked_by (a field of Result), differences (field -> values in the same order),
     caution.
@@ -238,7 +234,7 @@ def as_dict(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def comparison_page(runs: Sequence[RunFolder]) -> str:
-    """The comparison as one HTML page that stands by itself."""
+    """The comparison as one self-contained HTML page."""
     labels = run_names(runs)
     large, *small = _curves(runs, labels)
     fields = [(field, *values) for field, values in differences(runs).items()]
@@ -263,19 +259,21 @@ def comparison_page(runs: Sequence[RunFolder]) -> str:
     return document(f"{title} · compared", [body], footer)
 
 
-SHOWN_ANSWERS = 4  # prompts; the others are folded away
+SHOWN_ANSWERS = 4  # prompts shown; the others are folded
 
 
 def answers(runs: Sequence[RunFolder]) -> list[tuple[str, list[str | None]]]:
-    """(prompt, each run's answer after training; None of a run that was not asked), most asked first."""
+    """(prompt, each run's answer after training or None), prompts with most answers first."""
     every = [{prompt: now for prompt, _, now in sample_pairs(run.events)} for run in runs]
-    prompts = dict.fromkeys(prompt for asked in every for prompt, now in asked.items() if now is not None)
-    rows = [(prompt, [asked.get(prompt) for asked in every]) for prompt in prompts]
+    prompts = dict.fromkeys(
+        prompt for by_prompt in every for prompt, now in by_prompt.items() if now is not None
+    )
+    rows = [(prompt, [by_prompt.get(prompt) for by_prompt in every]) for prompt in prompts]
     return sorted(rows, key=lambda row: row[1].count(None))
 
 
 def _curves(runs: Sequence[RunFolder], labels: Sequence[str]) -> list[Figure | None]:
-    """Training loss large, then validation, learning rate, gradient norm; None where no run has numbers."""
+    """Figures: training loss (large), validation, learning rate, gradient norm; None without numbers."""
     wanted = [  # title, kind and field of the events, sizes, smoothed, from zero
         ("Training loss by step", "train", "loss", (WIDE, NARROW), True, False),
         ("Validation loss", "eval", "loss", (SMALL,), False, False),

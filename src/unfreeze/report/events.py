@@ -1,9 +1,8 @@
-"""Reading events.jsonl back, and the few selectors that tables, pictures and the summary are made of.
+"""Read events.jsonl, and select values for tables, pictures and the summary.
 
-The format is core/events.py's: one JSON object a line, each with `kind` and `step`. A killed run may leave
-half a line at the end (a write cut before its newline); that one is left out. A broken line anywhere else, or
-a value of another type than core/schema.py says, is damage and is named with its line number. A field may be
-missing: an older version wrote fewer.
+The format is that of core/events.py: one JSON object per line, each with `kind` and `step`. A killed run can
+leave a partial last line, which is ignored. A broken line elsewhere, or a value of another type than in
+core/schema.py, is an error that names the line. Fields can be missing, because older versions wrote fewer.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from unfreeze.core.errors import DataError, closest, looked_in
 from unfreeze.core.schema import LARGEST, DataEvent, EvalEvent, Event, SampleEvent, TrainEvent, event_kind
 from unfreeze.core.units import format_count
 
-COLUMNS = 80  # of a terminal
+COLUMNS = 80  # terminal width
 
-LEAKED = "validation documents are also in the training data"  # "3 of 20 …": job/data.py warns so
-AT_LEAST = "at least, of the rows read so far: "  # before it, where the data come in windows
-TEACH_LITTLE = "too few to learn much"  # the warning of a run with too few steps, job/data.py
+LEAKED = "validation documents are also in the training data"  # end of the warning "3 of 20 …" in job/data.py
+AT_LEAST = "at least, of the rows read so far: "  # start of that warning if rows are read in windows
+TEACH_LITTLE = "too few to learn much"  # part of the warning about too few steps in job/data.py
 ENOUGH_STEPS = 40
-"""A run of fewer is warned about where epochs gave them, and has not "learnt" where only its training loss
-says so; `unfreeze init` proposes epochs until there are as many. Of 30 rows tiny-k2 learns at the defaults of
-sft from a loss of 5.25 to 3.70, 2.47 and 0.59 in 20, 40 and 80 steps."""
+"""A run with fewer steps by epochs gets a warning, and does not count as "learnt" by its training loss alone.
+`unfreeze init` proposes enough epochs for this many. On 30 rows with sft's defaults, tiny-k2's loss falls
+from 5.25 to 3.70, 2.47 and 0.59 in 20, 40 and 80 steps."""
 
 Value = TypeVar("Value")
 E = TypeVar("E", bound=Event)
 
 
 def read_events(path: Path | str) -> list[Event]:
-    """All events of a run, in the order of the file.
+    """Read all events of a run, in file order.
 
-    Raises DataError for a missing file or a damaged line that is not the cut last one.
+    Raises DataError for a missing file, or a damaged line other than a partial last one.
     """
     path = Path(path)
     if not path.is_file():
@@ -51,12 +50,11 @@ def read_events(path: Path | str) -> list[Event]:
             raise DataError(f"there is no run {folder}{looked_in(str(folder))}{there}", next=here)
         raise DataError(f"{folder} is not a run: {path.name} is missing", next=here)
     lines = path.read_bytes().split(b"\n")
-    # Every event is written with its newline in one flush, so only what follows the last newline can be a cut
-    # write.
+    # each event is written with its newline at once, so only text after the last newline can be partial
     *whole, rest = lines
     events = [_parse(line, path, number) for number, line in enumerate(whole, start=1) if line.strip()]
     if rest.strip():
-        # the half line of a killed run; core.events.truncate_after drops it when the run goes on
+        # the partial line of a killed run; core.events.truncate_after drops it on resume
         with suppress(DataError):
             events.append(_parse(rest, path, len(lines)))
     return events
@@ -82,9 +80,9 @@ def _parse(line: bytes, path: Path, number: int) -> Event:
 
 
 def refuse_damage(event: dict[str, Any], where: str) -> None:
-    """Raises DataError that names the first field whose value is not of the schema's type."""
-    if found := damage(event):
-        raise DataError(f"{where}: {found[0].words}", next="restore the file, or remove what is wrong in it")
+    """Raise DataError that names the first field whose value has not the schema's type."""
+    if faults := damage(event):
+        raise DataError(f"{where}: {faults[0].words}", next="restore the file, or correct that field")
 
 
 def of_kind(events: Sequence[Event], kind: type[E]) -> list[E]:
@@ -100,9 +98,9 @@ def last(events: Sequence[Event], kind: type[E]) -> E | None:
 
 
 def number(value: object) -> float | None:
-    """`value` as a float that can be drawn: None where it is no number, not finite, or beyond LARGEST.
+    """`value` as a float that can be drawn; None if it is not a number, not finite, or beyond LARGEST.
 
-    For values without a type: of a config, and further fields of an event.
+    For untyped values: config values and further fields of an event.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -113,7 +111,7 @@ def number(value: object) -> float | None:
 
 
 def numbers(event: Event) -> dict[str, float]:
-    """Every number that an event measured: not its step and time."""
+    """Every number in an event, except step and time."""
     return {
         name: size
         for name, value in event.items()
@@ -122,7 +120,7 @@ def numbers(event: Event) -> dict[str, float]:
 
 
 def series(events: Sequence[Event], kind: str, field: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of one field, leaving out events where it is absent or not finite."""
+    """(steps, values) of one field, without events in which it is missing or not finite."""
     steps, values = [], []
     for event in events:
         value = number(event.get(field)) if event["kind"] == kind else None
@@ -135,7 +133,7 @@ def series(events: Sequence[Event], kind: str, field: str) -> tuple[list[int], l
 def expert_load(events: Sequence[Event]) -> dict[str, list[int]]:
     """Tokens per expert summed over all train events: layer -> counts, layers in numeric order.
 
-    Empty for a dense model. Raises DataError where a layer has now more experts, now fewer.
+    Empty for a dense model. Raises DataError if a layer's number of experts changes.
     """
     total: dict[str, list[int]] = {}
     for event in of_kind(events, TrainEvent):
@@ -151,16 +149,16 @@ def expert_load(events: Sequence[Event]) -> dict[str, list[int]]:
 
 
 def by_layer(values: Mapping[str, Value]) -> list[tuple[str, Value]]:
-    """(layer, value) in numeric order: layer 10 after layer 2."""
+    """(layer, value) pairs in numeric order: layer 10 after layer 2."""
     return sorted(
         values.items(), key=lambda item: (0, int(item[0]), "") if item[0].isdecimal() else (1, 0, item[0])
     )
 
 
 def evals_of(events: Sequence[Event]) -> list[EvalEvent]:
-    """The eval events of the rows that the last one measured: a loss on others is not compared with it.
+    """Eval events on the same rows as the last one; losses on other rows are not comparable.
 
-    An earlier version's have no fingerprint: there other counts tell other rows.
+    Events of earlier versions have no fingerprint; different counts then mean different rows.
     """
     evals, known = of_kind(events, EvalEvent), dict[str, object]()
     for place in reversed(range(len(evals))):
@@ -173,12 +171,10 @@ def evals_of(events: Sequence[Event]) -> list[EvalEvent]:
 
 
 def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | None]]:
-    """(prompt, text before, text after) per prompt, in order; None where a side is missing.
+    """(prompt, text before, text after) per prompt, in order; None for a missing side.
 
-    A later sample replaces an earlier.
-
-    Samples belong together by their `index`, or by the prompt's text where they carry none: two rows may ask
-    in the same words.
+    A later sample replaces an earlier one. Samples are matched by `index`, or by the prompt's text if they
+    have none; two rows can have the same prompt.
     """
     pairs: dict[int | str, dict[str, str]] = {}
     for event in of_kind(events, SampleEvent):
@@ -189,9 +185,9 @@ def sample_pairs(events: Sequence[Event]) -> list[tuple[str, str | None, str | N
 
 
 def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
-    """Put the account of the data into lines; empty without an account.
+    """Lines on the data: the summary, then the first `listed` dropped or bad rows with the reason.
 
-    Its summary, then the first `listed` rows that were dropped or bad, with the reason.
+    Empty without a data event.
     """
     account = last(events, DataEvent)
     if account is None:
@@ -205,31 +201,31 @@ def data_lines(events: Sequence[Event], listed: int = 3) -> list[str]:
 
 
 def times_larger(account: DataEvent) -> float:
-    """How many times as many rows the files have as the account: 1 where every row is encoded."""
+    """Rows in the files divided by rows in the statistics; 1 if every row is encoded."""
     return account.get("rows_in_files", 0) / max(account.get("rows", 0), 1) or 1.0
 
 
 def data_line(account: DataEvent) -> str:
-    """Put the account of the data into one line of a terminal.
+    """One terminal line on the data.
 
-    How much, how much of it is taught, and only those losses that are not zero.
+    It has the amount, the supervised share, and counts of rows lost that are not zero.
     """
     if "tokens" not in account:
         return account.get("summary", "")
     lost = {name: account.get(name, 0) for name in ("truncated", "dropped", "bad", "duplicates")}
-    taught = f"{100 * account.get('supervised_fraction', 0):.0f} % taught"
+    taught = f"{100 * account.get('supervised_fraction', 0):.0f} % supervised"
     rows = f"{account.get('rows', 0):,} rows"
     if "rows_in_files" in account:
-        rows += f" of {account['rows_in_files']:,}, the others as they are needed"
+        rows += f" of {account['rows_in_files']:,}, more when needed"
     parts = f"{rows}, {format_count(account['tokens'])} tokens, {taught}"
     losses = ", ".join(f"{count:,} {name}" for name, count in lost.items() if count)
     return f"{parts}; {losses}" if losses else parts
 
 
 def folded(text: str, first: str = "", rest: str = "  ") -> list[str]:
-    """Text over lines of at most COLUMNS; a longer word stays whole.
+    """Wrap text to COLUMNS; longer words stay whole.
 
-    first, rest: what the first line and the others begin with.
+    first, rest: indents of the first line and of the others.
     """
     return textwrap.wrap(
         text,
@@ -244,11 +240,11 @@ def folded(text: str, first: str = "", rest: str = "  ") -> list[str]:
 def warnings(events: Sequence[Event]) -> list[tuple[int, str]]:
     """List (step, text) of every warning.
 
-    Events of kind "warning" (field message), and every event that carries a `warning` field.
+    Includes events of kind "warning" (field message) and other events with a `warning` field.
     """
-    found = []
+    messages = []
     for event in events:
         text = event.get("message") if event["kind"] == "warning" else event.get("warning")
         if text:
-            found.append((event["step"], text))
-    return found
+            messages.append((event["step"], text))
+    return messages

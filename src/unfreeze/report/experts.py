@@ -1,8 +1,6 @@
-"""Experts that are dead or overloaded: the warning while a run goes on, and the report's pictures of it.
+"""Dead and overloaded experts: the warning during a run, and the report's section (docs/why/trust.md M3).
 
-docs/why/trust.md M3. E experts, K chosen per token, T tokens, n_e tokens given to expert e. Formulas of
-balance:
-core/balance.py.
+E experts, K chosen per token, T tokens, n_e tokens of expert e. Formulas of balance: core/balance.py.
 """
 
 from __future__ import annotations
@@ -24,19 +22,18 @@ from unfreeze.report.tables import ABSENT
 WIDTHS = (1100, 350)  # SVG units, wide and narrow
 
 EXPECTED = 1000
-"""Tokens an expert would have got by an even share before it is judged. An expert with a hundredth of that
-share is still missed by chance
-in exp(-10) = 1 of 22,000 cases, so one without any token is one that the router doesn't choose."""
+"""Fair share in tokens before an expert is judged. Even an expert with a hundredth of that share gets no
+token only in exp(-10) = 1 of 22,000 cases, so one without any token is never chosen by the router."""
 OVERLOADED = 0.5
-"""Share of all tokens that go through one expert. Judged only where the even share K / E is at most an
-eighth, so at least 4 times as much."""
+"""Share of all tokens that one expert gets. Judged only if the fair share K / E is at most an eighth, so this
+is at least 4 times as much."""
 
 
 class ExpertWatch:
-    """Warns once per layer and session of experts that got no token, or more than half of all.
+    """Event listener that warns, once per layer and session, of experts with no token or with most tokens.
 
-    An event listener. It judges stretches of steps that give each expert EXPECTED tokens by an even share,
-    never single steps, where chance rules.
+    It judges ranges of steps with a fair share of EXPECTED tokens per expert, never single steps, which are
+    too random.
     """
 
     def __init__(self, expected: float = EXPECTED):
@@ -44,65 +41,65 @@ class ExpertWatch:
         self._counts: dict[str, list[int]] = {}
         self._tokens: dict[str, int] = {}
         self._since: dict[str, int] = {}
-        self._said: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def __call__(self, event: Event) -> str | None:
         if event["kind"] != "train":
             return None
-        found: list[str] = []
+        faults: list[str] = []
         for layer, counts_E in by_layer(event.get("expert_load", {})):
             so_far = self._counts.get(layer) or [0] * len(counts_E)
             self._counts[layer] = [a + b for a, b in zip(so_far, counts_E, strict=True)]
             self._tokens[layer] = self._tokens.get(layer, 0) + event.get("tokens", 0)
             self._since.setdefault(layer, event["step"])
             if sum(self._counts[layer]) >= self.expected * len(counts_E):
-                found += self._judge(layer, event["step"])
-        return f"expert load: {'; '.join(found)}" if found else None
+                faults += self._judge(layer, event["step"])
+        return f"expert load: {'; '.join(faults)}" if faults else None
 
     def _judge(self, layer: str, step: int) -> list[str]:
-        """What is wrong with a layer over the stretch that ends here; begins a new one."""
+        """Judge a layer over the range that stops here, and start a new range. -> warnings."""
         counts_E, tokens, since = self._counts.pop(layer), self._tokens.pop(layer), self._since.pop(layer)
-        # dead: no token although EXPECTED were due to each
+        # dead: no token although the fair share was EXPECTED
         num_experts, total, steps = len(counts_E), sum(counts_E), f"steps {since:,} to {step:,}"
-        found = []
+        faults = []
         if num_dead := dead(counts_E):
             first = ", ".join(str(e) for e, count in enumerate(counts_E) if count == 0)[:40]
             share = total / num_experts
-            found.append(
+            faults.append(
                 (
                     "dead",
                     (
                         f"layer {layer}: {num_dead} of {num_experts} experts got no token in {steps} and"
-                        f" learn nothing ({first}; an even share is {share:,.0f} tokens). Broader data or, in"
-                        " pretrain, a higher balance_rate reaches them"
+                        f" learn nothing ({first}; the fair share is {share:,.0f} tokens). Broader data"
+                        " or, in pretrain, a higher balance_rate reaches them"
                     ),
                 )
             )
-        # overloaded: more than half of all tokens where the even share is an eighth or less
+        # overloaded: more than half of all tokens although the fair share is an eighth or less
         busiest = max(range(num_experts), key=counts_E.__getitem__)
         even = total / tokens / num_experts if tokens else 1.0
         if tokens and even <= 1 / 8 and counts_E[busiest] > OVERLOADED * tokens:
-            found.append(
+            faults.append(
                 (
                     "overloaded",
                     (
                         f"layer {layer}: expert {busiest} got {counts_E[busiest] / tokens:.0%} of all tokens"
-                        f" in {steps} (an even share is {even:.0%}), so the others learn less. In pretrain a"
+                        f" in {steps} (the fair share is {even:.0%}), so the others learn less. In pretrain a"
                         " higher balance_rate spreads them"
                     ),
                 )
             )
-        # each fault of a layer is said once
-        new = [(fault, words) for fault, words in found if (layer, fault) not in self._said]
-        self._said |= {(layer, fault) for fault, _ in new}
+        # report each fault of a layer once
+        new = [(fault, words) for fault, words in faults if (layer, fault) not in self._warned]
+        self._warned |= {(layer, fault) for fault, _ in new}
         return [words for _, words in new]
 
 
 def experts_section(run: RunFolder) -> Markup:
-    """Make the section on experts: load over the whole run, evenness over time, numbers per layer.
+    """Section on experts: load over the whole run, balance over time, numbers per layer.
 
-    One layer's experts are drawn over time. Folded where every expert was used and none much more than the
-    others (Balance.is_even): all is of one colour then. Empty where no expert was used: a dense model.
+    One layer's experts are drawn over time. Pictures are folded if the load is even (Balance.is_even),
+    because they are then all of one colour. Empty for a dense model.
     """
     balance = run.balance
     if balance is None:
@@ -111,7 +108,7 @@ def experts_section(run: RunFolder) -> Markup:
     if len(balance.columns) > 1:
         figures += [_violation_over_time(balance), _load_over_time(balance)]
     even = balance.is_even
-    words = f"Even. {figures[0].words}" if even else "Which experts the router chose, and how evenly."
+    words = f"Even. {figures[0].words}" if even else "The experts that the router chose."
     return render("experts.html", words=words, even=even, figures=figures, rows=_numbers(run))
 
 
@@ -119,7 +116,7 @@ def _whole(balance: Balance) -> Figure:
     ratios, load = balance.ratios, balance.whole
     worst = max(ratios, key=ratios.__getitem__)
     words = (
-        f"Busiest expert against its layer's mean: {ratios[worst]:.2f} times at most, in layer {worst}."
+        f"Busiest expert over its layer's mean: at most {ratios[worst]:.2f}, in layer {worst}."
         f" {balance.unused_words()}."
     )
     alt = (
@@ -133,20 +130,20 @@ def _whole(balance: Balance) -> Figure:
 
 
 def load_by_step(run: RunFolder, layer: str) -> tuple[list[int], list[Sequence[int]]]:
-    """(steps, tokens per expert in each) of one layer."""
+    """(steps, tokens per expert in each step) of one layer."""
     loads = [(event["step"], event.get("expert_load", {})) for event in run.train]
-    found = [(step, load[layer]) for step, load in loads if layer in load]
-    return [step for step, _ in found], [counts for _, counts in found]
+    of_layer = [(step, load[layer]) for step, load in loads if layer in load]
+    return [step for step, _ in of_layer], [counts for _, counts in of_layer]
 
 
 def _ticks(columns: Sequence[tuple[int, int]], width: int) -> list[tuple[int, str]]:
-    """A step number under the first stretch and about every 90 units."""
+    """Step numbers under the first range and about every 90 units."""
     every = max(1, math.ceil(len(columns) * 90 / width))
     return [(i, f"{columns[i][0]:,}") for i in range(0, len(columns), every)]
 
 
 def _violation_over_time(balance: Balance) -> Figure:
-    """Layers down, steps across: mean max violation of each stretch of steps."""
+    """Picture with layers down and steps across: mean max violation in each range of steps."""
     words = f"Busiest expert over the mean, minus 1, in each step; mean of the layers {balance.rise_words()}."
     alt = f"Max violation, {len(balance.violation)} layers down, steps across. {words}"
     strength = [[value / (FULL - 1) for value in values] for values in balance.violation.values()]
@@ -168,8 +165,8 @@ def _violation_over_time(balance: Balance) -> Figure:
 
 
 def _load_over_time(balance: Balance) -> Figure:
-    """Experts of one layer down, steps across: tokens over the layer's mean in each stretch of steps."""
-    # strength: tokens over the layer's mean in each stretch; red: none where DUE were due
+    """Picture with one layer's experts down and steps across: tokens over the layer's mean in each range."""
+    # strength: tokens over the layer's mean in each range; red: none although DUE were due
     layer = balance.shown
     cells = balance.cells[layer]
     num_experts = len(cells[0])
@@ -202,10 +199,10 @@ def _load_over_time(balance: Balance) -> Figure:
 
 
 def _numbers(run: RunFolder) -> list[tuple[str, ...]]:
-    """Make the table of numbers per layer.
+    """Table of numbers per layer.
 
-    Of the whole run: tokens, max violation, entropy, dead experts. Of single steps: the mean max violation
-    and dead count.
+    For the whole run: tokens, max violation, entropy, dead experts. For single steps: mean max violation and
+    mean number of dead experts.
     """
     rows = []
     for layer, counts_E in (run.balance.whole if run.balance else {}).items():

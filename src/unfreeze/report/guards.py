@@ -1,8 +1,7 @@
-"""The guards of a run: how each was set, what it said, and whether to look.
+"""The guards of a run: setting, result and state of each, computed from the run's events and config.
 
-Computed from the run's own events and config. What a picture of the report shows too (peak memory, loss,
-gradient norm, supervised tokens, experts) is counted in one place: the functions without an underscore here,
-and balance.py. The row, the picture and its caption all take it from there.
+Counts that the report's pictures also show (peak memory, loss, gradient norm, supervised tokens, experts) are
+made once, by the public functions here and in balance.py. Row, picture and caption all use them.
 """
 
 from __future__ import annotations
@@ -19,52 +18,51 @@ from unfreeze.report.learnt import training
 from unfreeze.report.run import RunFolder
 from unfreeze.report.tables import left_out, standing_still
 
-GUARD_HEAD = ("guard", "state", "set to", "said", "what to do")
-MOSTLY = 0.9  # share of clipped steps after warm-up: above it clipping sets the size of nearly every update
-GAP_FLOAT32 = 1e-4  # nats at any token; evaluate/gap.py has the reason
-# nats: mean, and at one token. The most that rounding alone made with tiny-k2 (docs/reference/events.md),
-# and the
-# limits: some three times that, as another model's logits may be larger
+GUARD_HEAD = ("guard", "state", "setting", "result", "what to do")
+MOSTLY = 0.9  # share of clipped steps after warm-up; above it clipping decides nearly every update's size
+GAP_FLOAT32 = 1e-4  # nats at any token; see evaluate/gap.py
+# nats: mean, and at one token. The largest gaps by rounding alone with tiny-k2 (docs/reference/events.md),
+# and the limits: about three times those, as another model's logits can be larger
 ROUNDING_BFLOAT16 = (0.008, 0.3)
 GAP_BFLOAT16 = (0.024, 1.0)
 
-# how far planned and measured may be apart: docs/measured/plan_checked.md
+# allowed difference between planned and measured: docs/measured/plan_checked.md
 OFF_BYTES, OFF_SECONDS = 0.10, 0.25
 
 State = Literal["ok", "look", "fault"]
-"""ok: nothing to see. look: the run goes on, and its user should know. fault: its numbers can't be trusted,
-or it was refused."""
+"""ok: nothing to do. look: the run continues, but the user should know. fault: the run's numbers cannot be
+trusted, or it was refused."""
 
 
 class GuardRow(NamedTuple):
-    """A row of the table of guards: its name, its state, how it was set, what it said, what to do."""
+    """A row of the table of guards: name, state, setting, result, remedy."""
 
     guard: str
     state: State
     setting: str
-    said: str
+    result: str
     remedy: str = ""
 
 
 REMEDY = {
     "Memory plan": "Raise --micro-batches or lower --tokens-per-step: a pass then holds fewer tokens.",
-    "Planned peak": "Nothing need be done while the peak is below what is usable: only the forecast was off.",
-    "Planned seconds": "Nothing need be done: only the forecast was off; other programs may have taken time.",
-    "Data rows": "Mend the rows named under Data; --data.on-bad-row error stops at the first.",
+    "Planned peak": "Nothing to do while the peak is below the usable memory: only the forecast was off.",
+    "Planned seconds": "Nothing to do: only the forecast was off; other programs may have taken time.",
+    "Data rows": "Correct the rows named under Data; --data.on-bad-row error stops at the first.",
     "Receipt": "Check that the learning rate is not 0 and that rows have answers: unfreeze data show.",
-    "Receipt of the first step": "Don't use the result: part of what was asked for has not learnt.",
+    "Receipt of the first step": "Don't use the result: a requested part has not learnt.",
     "Loss and gradients finite": "Lower --learning-rate, and look at the rows that suspects.jsonl names.",
-    "Loss and gradient spikes": "Nothing need be done where the loss came back; else lower --learning-rate.",
+    "Loss and gradient spikes": "Nothing to do if the loss recovered; else lower --learning-rate.",
     "Gradient norm clipped": "Try another --learning-rate; a higher --optimizer.clip cuts less.",
-    "Supervised tokens": "Look at what is taught with unfreeze data show: such a step teaches nothing.",
-    "Expert load": "Nothing need be done while the answers are good; else broader data helps.",
+    "Supervised tokens": "Check the supervised tokens with unfreeze data show: such a step teaches nothing.",
+    "Expert load": "Nothing to do while the answers are good; else broader data helps.",
     "Sampler against trainer": (
         "Probably bfloat16 rounding. To be sure, run a few steps with --dtype float32; if it is amber there"
         " too, report it."
     ),
-    "Trackers": "Nothing need be done for the run: its numbers are in events.jsonl.",
+    "Trackers": "Nothing to do for the run: its numbers are in events.jsonl.",
 }
-"""Guard -> what its user does where it is not ok, in one sentence."""
+"""Guard -> remedy for the user if it is not ok, in one sentence."""
 
 
 def guard_rows(run: RunFolder) -> list[GuardRow]:
@@ -87,23 +85,23 @@ def guard_rows(run: RunFolder) -> list[GuardRow]:
     return [row if row.state == "ok" else row._replace(remedy=REMEDY[row.guard]) for row in rows]
 
 
-def _all_said(said: list[tuple[int, str]], shown: int = 3) -> str:
-    more = f"; and {len(said) - shown} more, see events.jsonl" if len(said) > shown else ""
-    return "; ".join(f"step {step:,}: {words}" for step, words in said[:shown]) + more
+def _listed(messages: list[tuple[int, str]], shown: int = 3) -> str:
+    more = f"; and {len(messages) - shown} more, see events.jsonl" if len(messages) > shown else ""
+    return "; ".join(f"step {step:,}: {words}" for step, words in messages[:shown]) + more
 
 
 def peak_memory(run: RunFolder) -> tuple[list[int], list[float]]:
-    """(steps, bytes at the highest point so far)."""
+    """(steps, peak bytes so far)."""
     return series(run.events, "train", "peak_bytes")
 
 
 def clip_limit(run: RunFolder) -> float | None:
-    """The gradient norm above which a step is clipped; None where nothing is."""
+    """Gradient norm above which a step is clipped; None if clipping is off."""
     return number(run.config.get("optimizer.clip")) or None
 
 
 def clipped(run: RunFolder) -> list[int]:
-    """The steps whose gradient norm was above the limit."""
+    """Steps whose gradient norm was above the limit."""
     limit, (steps, norms) = clip_limit(run), series(run.events, "train", "grad_norm")
     return [step for step, norm in zip(steps, norms, strict=True) if limit is not None and norm > limit]
 
@@ -111,27 +109,27 @@ def clipped(run: RunFolder) -> list[int]:
 def spikes(run: RunFolder) -> list[tuple[int, str]]:
     """List (step, words) of the spike guard (train/guards.py).
 
-    It speaks in the `warning` of the step's train event.
+    Its words are in the `warning` field of the step's train event.
     """
     return [(event["step"], words) for event in run.train if (words := event.get("warning"))]
 
 
 def broken(run: RunFolder) -> list[tuple[int, str]]:
-    """(step, words) where the step ended in an error, or its loss or gradient norm is no finite number."""
+    """(step, words) for steps with an error, or with a non-finite loss or gradient norm."""
     return [(event["step"], words) for event in run.train if (words := _broken(event))]
 
 
 def _broken(event: TrainEvent) -> str:
     if error := event.get("error"):
         return error
-    # null, not absent: an older run may not have measured it
+    # only null counts: an older run may not have measured it
     values = {"loss": event.get("loss", 0.0), "gradient norm": event.get("grad_norm", 0.0)}
     names = [name for name, value in values.items() if value is None]
     return f"{' and '.join(names)} not finite" if names else ""
 
 
 def unsupervised(run: RunFolder) -> list[int]:
-    """The steps without a single supervised token."""
+    """Steps without a supervised token."""
     steps, counts = series(run.events, "train", "supervised_tokens")
     return [step for step, count in zip(steps, counts, strict=True) if count == 0]
 
@@ -156,9 +154,9 @@ def _plan(run: RunFolder) -> GuardRow | None:
 
 
 def _planned_peak(run: RunFolder) -> GuardRow | None:
-    """The step's planned bytes beside the measured peak.
+    """Compare the planned bytes of a step with the measured peak.
 
-    On a CPU the peak is the process's: what it had before, and up to COMPILED besides. To take less is fine.
+    On a CPU the peak is that of the process: it includes earlier memory and up to COMPILED. Less is fine.
     """
     plan, peaks = run.plan or {}, peak_memory(run)[1]
     if not peaks or "terms" not in plan or "hardware" not in plan:
@@ -178,14 +176,14 @@ def _planned_peak(run: RunFolder) -> GuardRow | None:
         "Planned peak",
         "look" if off else "ok",
         f"{expected if highest > lowest else format_bytes(lowest)}, at most {OFF_BYTES:.0%} more",
-        f"took {format_bytes(measured)} at most; planned were {' + '.join(parts)}",
+        f"peak {format_bytes(measured)}; planned {' + '.join(parts)}",
     )
 
 
 def _planned_seconds(run: RunFolder) -> GuardRow | None:
-    """The planned seconds of a step beside the median step's; the first compiles, and is left out.
+    """Compare the planned seconds of a step with the median step, without the first, which compiles.
 
-    It asks to look only where the rates were measured on this machine.
+    The state is "look" only if the rates were measured on this machine.
     """
     plan, taken = run.plan or {}, series(run.events, "train", "seconds")[1][1:]
     each = plan.get("seconds_per_pass")
@@ -211,43 +209,43 @@ def _data(run: RunFolder) -> GuardRow | None:
         f"{name} {run.config[name]}" for name in ("data.on_bad_row", "data.truncation") if name in run.config
     )
     counts = {name: account.get(name) for name in ("bad", "dropped", "truncated", "duplicates")}
-    said = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count is not None)
-    words = f"{account.get('rows', 0):,} rows: {said}"
+    counted = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count is not None)
+    words = f"{account.get('rows', 0):,} rows: {counted}"
     return GuardRow("Data rows", "look" if counts["bad"] else "ok", setting or "always", words)
 
 
 def _receipt(run: RunFolder) -> GuardRow | None:
     if not run.groups:
         return (
-            GuardRow("Receipt", "look", "always", "none: no step so far had a gradient that moved a weight")
+            GuardRow("Receipt", "look", "always", "none: no gradient has moved a weight so far")
             if run.train
             else None
         )
-    still, asked = (
+    still, trained = (
         standing_still(run.groups),
         [name for name, group in run.groups.items() if group.get("trained")],
     )
     out = left_out(run.exceptions)
-    found = [*([f"asked for, and not moved: {', '.join(still)}"] if still else []), *out]
-    said = "; ".join(found) or f"every matrix that got a gradient moved: {', '.join(asked)}"
-    return GuardRow("Receipt of the first step", "fault" if found else "ok", "always", said)
+    faults = [*([f"requested but did not move: {', '.join(still)}"] if still else []), *out]
+    words = "; ".join(faults) or f"every matrix that got a gradient moved: {', '.join(trained)}"
+    return GuardRow("Receipt of the first step", "fault" if faults else "ok", "always", words)
 
 
 def _finite(run: RunFolder) -> GuardRow | None:
     if not run.train:
         return None
-    found = broken(run)
-    said = _all_said(found) or f"finite in all {len(run.train):,} steps"
-    return GuardRow("Loss and gradients finite", "fault" if found else "ok", "always", said)
+    faults = broken(run)
+    words = _listed(faults) or f"finite in all {len(run.train):,} steps"
+    return GuardRow("Loss and gradients finite", "fault" if faults else "ok", "always", words)
 
 
 def _spikes(run: RunFolder) -> GuardRow | None:
     if "watch.on_spike" not in run.config:
         return None
-    found = spikes(run)
-    words = _all_said(found) or f"none in {len(run.train):,} steps"
+    messages = spikes(run)
+    words = _listed(messages) or f"none in {len(run.train):,} steps"
     return GuardRow(
-        "Loss and gradient spikes", "look" if found else "ok", str(run.config["watch.on_spike"]), words
+        "Loss and gradient spikes", "look" if messages else "ok", str(run.config["watch.on_spike"]), words
     )
 
 
@@ -255,24 +253,24 @@ def _clipping(run: RunFolder) -> GuardRow | None:
     norms = series(run.events, "train", "grad_norm")[1]
     if number(run.config.get("optimizer.clip")) is None or not norms:
         return None
-    limit, found = clip_limit(run), len(clipped(run))
+    limit, count = clip_limit(run), len(clipped(run))
     if limit is None:
         return GuardRow("Gradient norm clipped", "ok", "off", f"largest {max(norms):.3g}")
-    words = f"in {found:,} of {len(norms):,} steps, largest {max(norms):.3g}"
-    # a fact of most short runs; worth a look only where nearly all is clipped and nothing is gained
+    words = f"in {count:,} of {len(norms):,} steps, largest {max(norms):.3g}"
+    # common in short runs; worth a look only if nearly every step is clipped and the loss does not fall
     warm = _warm_up(run)
     after = [step for step in series(run.events, "train", "grad_norm")[0] if step > warm]
     mostly = len([step for step in clipped(run) if step > warm]) > MOSTLY * len(after)
-    judged = len(after) >= ENOUGH_STEPS  # the loss of fewer need not have fallen yet
+    judged = len(after) >= ENOUGH_STEPS  # with fewer steps the loss need not have fallen yet
     fell = training(run)
     if judged and mostly and fell is not None and not fell.clear:
-        said = f"{words}: nearly every update is cut, and the loss did not fall"
-        return GuardRow("Gradient norm clipped", "look", f"at {limit:g}", said)
+        cut = f"{words}: nearly every update is cut, and the loss did not fall"
+        return GuardRow("Gradient norm clipped", "look", f"at {limit:g}", cut)
     return GuardRow("Gradient norm clipped", "ok", f"at {limit:g}", words)
 
 
 def _warm_up(run: RunFolder) -> int:
-    """The last step before the learning rate is at its peak."""
+    """Last step before the learning rate reaches its peak."""
     steps, rates = series(run.events, "train", "learning_rate")
     return steps[rates.index(max(rates))] - 1 if rates else 0
 
@@ -282,12 +280,12 @@ def _supervised(run: RunFolder) -> GuardRow | None:
     if not counts:
         return None
     empty = unsupervised(run)
-    said = (
+    words = (
         f"none in {len(empty):,} of {len(counts):,} steps, first step {empty[0]:,}"
         if empty
-        else f"{min(counts):,.0f} at least in every step"
+        else f"at least {min(counts):,.0f} in every step"
     )
-    return GuardRow("Supervised tokens", "look" if empty else "ok", "always", said)
+    return GuardRow("Supervised tokens", "look" if empty else "ok", "always", words)
 
 
 def _experts(run: RunFolder) -> GuardRow | None:
@@ -298,19 +296,19 @@ def _experts(run: RunFolder) -> GuardRow | None:
     watched = [
         (step, words.removeprefix(prefix)) for step, words in warnings(run.events) if words.startswith(prefix)
     ]
-    said = [_all_said(watched)] if watched else []
-    said += [balance.unused_words()] if balance.unused else []
-    said += [f"layer {balance.shown}: {balance.gone_words()}"] if balance.gone[balance.shown] else []
-    look = bool(said) or balance.has_risen
-    said = said or ["no expert without tokens or with most of them"]
-    said += [f"max violation {balance.rise_words()}, mean of the layers"] if len(balance.columns) > 1 else []
-    return GuardRow("Expert load", "look" if look else "ok", "always", "; ".join(said))
+    lines = [_listed(watched)] if watched else []
+    lines += [balance.unused_words()] if balance.unused else []
+    lines += [f"layer {balance.shown}: {balance.gone_words()}"] if balance.gone[balance.shown] else []
+    look = bool(lines) or balance.has_risen
+    lines = lines or ["no expert without tokens or with most of them"]
+    lines += [f"max violation {balance.rise_words()}, mean of the layers"] if len(balance.columns) > 1 else []
+    return GuardRow("Expert load", "look" if look else "ok", "always", "; ".join(lines))
 
 
 def _gap(run: RunFolder) -> GuardRow | None:
-    """The gap between sampler and trainer: in float32 they differ only by the order of sums.
+    """The gap between sampler and trainer. In float32 they differ only by the order of sums.
 
-    In bfloat16 rounding may hide a fault, so there a large gap alone is "look", not "fault".
+    In bfloat16 rounding can hide a fault, so a large gap is only "look", not "fault".
     """
     gaps = series(run.events, "gap", "logprob_gap_max")[1]
     if not gaps:
@@ -320,8 +318,8 @@ def _gap(run: RunFolder) -> GuardRow | None:
     times = "once" if len(gaps) == 1 else f"{len(gaps):,} times"
     words = f"{mean}at the worst token {max(gaps):.1g} nats; measured {times}"
     gap_events = of_kind(run.events, GapEvent)
-    said = [(event["step"], line) for event in gap_events if (line := event.get("warning"))]
-    words += f"; {_all_said(said)}" if said else ""
+    gap_warnings = [(event["step"], line) for event in gap_events if (line := event.get("warning"))]
+    words += f"; {_listed(gap_warnings)}" if gap_warnings else ""
     if run.config.get("memory.dtype") == "float32":
         setting, state = (
             f"{GAP_FLOAT32:g} nats at a token (float32)",
@@ -331,14 +329,17 @@ def _gap(run: RunFolder) -> GuardRow | None:
         on_average, at_one = GAP_BFLOAT16
         setting = f"mean {on_average:g}, {at_one:g} nats at a token (bfloat16)"
         state = "look" if max(gaps) > at_one or max(means, default=0.0) > on_average else "ok"
-    return GuardRow("Sampler against trainer", "fault" if said else state, setting, words)
+    return GuardRow("Sampler against trainer", "fault" if gap_warnings else state, setting, words)
 
 
 def _trackers(run: RunFolder) -> GuardRow | None:
     names = run.config.get("watch.track")
     if not names:
         return None
-    said = [(step, words) for step, words in warnings(run.events) if words.startswith("track ")]
+    failures = [(step, words) for step, words in warnings(run.events) if words.startswith("track ")]
     return GuardRow(
-        "Trackers", "look" if said else "ok", ", ".join(map(str, names)), _all_said(said) or "no failure"
+        "Trackers",
+        "look" if failures else "ok",
+        ", ".join(map(str, names)),
+        _listed(failures) or "no failure",
     )

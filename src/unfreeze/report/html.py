@@ -1,7 +1,7 @@
-"""report.html: a run as one page that stands by itself.
+"""report.html: a run as one self-contained page.
 
-Verdict, answers, loss, evaluations, guards, and the rest. Numbers and words are made here, the HTML in
-templates/, a file per section. A section whose data the run does not have says so, with the reason.
+Sections: verdict, answers, loss, evaluations, guards, data, experts, machine, receipt, details. Numbers and
+words are made here, HTML in templates/, one file per section. A section without data says why.
 """
 
 from __future__ import annotations
@@ -71,22 +71,21 @@ from unfreeze.report.verdict import (
     verdict,
 )
 
-# SVG units of the pictures; text in them is 11 units high
+# sizes of pictures in SVG units; text is 11 units high
 WIDE, NARROW, SMALL = ((1100, 320), (350, 250), (340, 210))
-SHOWN_SAMPLES = 3  # the others are folded away
-SHOWN_STEPS = 200  # rows of the step table; a longer run shows every n-th step, as the table says
-# highest over lowest loss: above this a linear axis shows a flat line, so the logarithmic one comes first
+SHOWN_SAMPLES = 3  # samples shown; the others are folded
+SHOWN_STEPS = 200  # rows of the step table; for a longer run every n-th step, as the table says
+# highest over lowest loss: above this the logarithmic axis is shown first, as a linear one shows a flat line
 STEEP = 20.0
-RELOAD = 4  # seconds between two looks at a run that goes on
+RELOAD = 4  # seconds between updates of the page of a running run
 
 
 def write_report(run_dir: Path | str, *, watched: bool = False) -> Path:
     """Write report.html into the run folder and return its path.
 
-    Reads only the folder's own files; never a model.
-    watched: the page is rewritten while the run goes on; until the run has ended, it reloads itself every
-    RELOAD seconds.
-    Raises DataError where the folder has no events.jsonl, or a damaged one.
+    Reads only files of the folder, never a model.
+    watched: the page is rewritten during the run and reloads itself every RELOAD seconds until the run ends.
+    Raises DataError if events.jsonl is missing or damaged.
     """
     run = read_run(run_dir)
     return write_page(
@@ -95,7 +94,7 @@ def write_report(run_dir: Path | str, *, watched: bool = False) -> Path:
 
 
 def page(run: RunFolder, *, reload: int = 0) -> str:
-    """The whole page as one string; the same run folder gives the same string."""
+    """Return the whole page as one string, which depends only on the run folder."""
     sections = (
         _verdict,
         _answers,
@@ -115,7 +114,7 @@ def page(run: RunFolder, *, reload: int = 0) -> str:
 
 
 def _verdict(run: RunFolder) -> Markup:
-    faults = [f"{row.guard}: {row.said}." for row in guard_rows(run) if row.state == "fault"]
+    faults = [f"{row.guard}: {row.result}." for row in guard_rows(run) if row.state == "fault"]
     words, learnt = judged(run)
     doubt = run.state == "done" and not learnt
     return render(
@@ -125,29 +124,29 @@ def _verdict(run: RunFolder) -> Markup:
 
 def _answers(run: RunFolder) -> Markup:
     sources = dict.fromkeys(event.get("source", "") for event in of_kind(run.events, SampleEvent))
-    said = " and ".join(source for source in sources if source)
-    return render("answers.html", pairs=sample_pairs(run.events), source=said, shown=SHOWN_SAMPLES)
+    origin = " and ".join(source for source in sources if source)
+    return render("answers.html", pairs=sample_pairs(run.events), source=origin, shown=SHOWN_SAMPLES)
 
 
 HEADLINE = ("Held-out loss", "Loss", "Time", "Tokens per second", "Peak memory")
-"""The facts that stand on top; the others stand under Details."""
+"""Facts shown at the top; the others are under Details."""
 
 
 def _loss(run: RunFolder) -> Markup:
-    """Draw training and validation in one picture, on a linear and on a logarithmic axis.
+    """Section with the main numbers, and training and validation loss in one picture.
 
-    Above it the main numbers.
+    The picture has a linear and a logarithmic axis to switch between.
     """
     steps, losses = series(run.events, "train", "loss")
     known = dict(facts(run))
-    # a narrow page does not break at a non-breaking hyphen
+    # non-breaking hyphens, so that a narrow page keeps names on one line
     first = [
         (name.replace("-", "\N{NON-BREAKING HYPHEN}"), known[name]) for name in HEADLINE if name in known
     ]
     if not losses:
         return render("loss.html", facts=first, loss=None)
     evals = series(evals_of(run.events), "eval", "loss")
-    # the caption: ends and lowest, validation, what is ringed or cannot be drawn
+    # caption: first, last and lowest loss, validation, rings, steps left out
     window = smoothing_window(len(losses))
     lowest = min(range(len(losses)), key=losses.__getitem__)
     words = f"{losses[0]:.3f} at step {steps[0]:,}, {losses[-1]:.3f} at step {steps[-1]:,}; "
@@ -163,7 +162,7 @@ def _loss(run: RunFolder) -> Markup:
     alt = f"Training loss per step: {words}"
     low, high = min([*losses, *evals[1]]), max([*losses, *evals[1]])
 
-    # twice, linear and logarithmic; a switch on the page shows one (a steep fall is flat on the linear axis)
+    # linear and logarithmic; a switch on the page shows one (a steep fall looks flat on the linear axis)
     def drawn(log: bool) -> list[str]:
         return [
             curve((steps, losses), alt, size, smoothed=True, axes=Axes(log_y=log), dots=evals, rings=ringed)
@@ -182,7 +181,7 @@ def _loss(run: RunFolder) -> Markup:
 
 
 def _loss_over_tokens(run: RunFolder) -> Figure | None:
-    """Loss over supervised tokens so far, on a log axis: equal distances are equal factors of data.
+    """Loss over supervised tokens so far, on a logarithmic axis.
 
     None for fewer than three steps.
     """
@@ -215,19 +214,19 @@ def _steps(count: int) -> str:
 
 
 def _left_out(run: RunFolder, drawn: Sequence[float]) -> str:
-    """How many steps the picture leaves out for want of a finite value; drawn: the steps it shows."""
+    """Words on steps left out of the picture for lack of a finite value. drawn: steps shown."""
     count = len({step for step, _ in broken(run)} - set(drawn))
     return f" Left out: {_steps(count)} without a finite value." if count else ""
 
 
 def _machine(run: RunFolder) -> Markup:
-    """Throughput, memory, learning rate, gradient norm, and loss by tokens, as small pictures."""
+    """Section with small pictures: throughput, memory, learning rate, gradient norm, loss by tokens."""
     if not run.train:
         return Markup("")
     # the four series of a train event
     wanted: list[
         tuple[str, Points, str, bool, Any]
-    ] = [  # title, points, axis, smoothed: noisy by nature, how its numbers are written
+    ] = [  # title, points, axis, smoothed (if noisy), number format
         ("Tokens per second", rates(run), "count", True, "{:,.0f}".format),
         ("Peak memory", peak_memory(run), "bytes", False, format_bytes),
         ("Learning rate", series(run.events, "train", "learning_rate"), "number", False, "{:.3g}".format),
@@ -247,7 +246,7 @@ def _machine(run: RunFolder) -> Markup:
             if len(ys) > 1
             else f"{write(ys[0])} at step {steps[0]}."
         )
-        # only the gradient norm has a limit to draw, and spikes to ring
+        # only the gradient norm has a limit and ringed spikes
         rings, level = set[float](), None
         if title == "Gradient norm":
             rings, level = {step for step, _ in spikes(run)}, clip_limit(run)
@@ -292,7 +291,7 @@ DATA_ROWS = {  # field of the data event -> its name on the page
     "supervised": "supervised tokens",
     "longest": "longest document, tokens",
     "held_out": "documents held out",
-    "duplicates": "rows that stood before",
+    "duplicates": "duplicate rows",
     "truncated": "rows truncated",
     "dropped": "rows dropped",
     "bad": "bad rows skipped",
@@ -300,7 +299,7 @@ DATA_ROWS = {  # field of the data event -> its name on the page
 
 
 def _data(run: RunFolder) -> Markup:
-    """Make the account of the data file: every row of it is used, cut, dropped or bad.
+    """Section on the data: every row is used, cut, dropped or bad.
 
     Counts of 0 are left out.
     """
@@ -322,7 +321,7 @@ def _data(run: RunFolder) -> Markup:
 
 
 def _guards(run: RunFolder) -> Markup:
-    """A dot for each guard. Guards that are not ok are shown in full, the others are folded."""
+    """Section with a dot for each guard. Guards that are not ok are shown in full, others folded."""
     rows = guard_rows(run)
     by_state = {state: [row for row in rows if row.state == state] for state in ("ok", "look", "fault")}
     return render(
@@ -337,7 +336,7 @@ def _guards(run: RunFolder) -> Markup:
 
 
 def _receipt(run: RunFolder) -> Markup:
-    """What the first step with a gradient moved: the verdict, then a row per module group."""
+    """Section on the receipt: the verdict, then one row per module group."""
     words = receipt_verdict(run.groups, run.exceptions)
     return render(
         "receipt.html",
@@ -350,15 +349,15 @@ def _receipt(run: RunFolder) -> Markup:
 
 
 def _evaluations(run: RunFolder) -> Markup:
-    """One row per measure with its unit; every single evaluation is folded."""
-    found, evals = evaluations(run), evals_of(run.events)
-    if not found:
+    """Section with one row per measure with its unit; single evaluations are folded."""
+    measures, evals = evaluations(run), evals_of(run.events)
+    if not measures:
         return Markup("")
     head = (
         "step",
-        *(f"{name}, {unit}" if (unit := UNITS.get(name, ("", ""))[1]) else name for name in found),
+        *(f"{name}, {unit}" if (unit := UNITS.get(name, ("", ""))[1]) else name for name in measures),
     )
-    rows = [(f"{event['step']:,}", *(_cell(event, name, ".4g") for name in found)) for event in evals]
+    rows = [(f"{event['step']:,}", *(_cell(event, name, ".4g") for name in measures)) for event in evals]
     return render(
         "evaluations.html",
         summary_head=EVALUATION_HEAD,
@@ -370,7 +369,7 @@ def _evaluations(run: RunFolder) -> Markup:
 
 
 def _details(run: RunFolder) -> Markup:
-    """What was run, with what, how to run it again; folded: plan, kernels, resolved config, each step."""
+    """Section with the command, facts and environment; folded: plan, kernels, resolved config, each step."""
     rows = [("Result", result_words(run)), ("Model", run.source("model")), ("Data", run.source("data"))]
     rows += [("Started", first_event_time(run)), ("Loaded", run.loaded), *machine_rows(run)]
     rows.append(("Kernels", kernel_words(run.events)))
@@ -391,12 +390,12 @@ def _details(run: RunFolder) -> Markup:
 
 
 def _pieces(command: str) -> list[str]:
-    """A command in parts between which a line may end: before each flag."""
+    """Split a command into parts, so that lines can break before each flag."""
     first, *flags = command.split(" --")
     return [first, *(f"--{flag}" for flag in flags)] if command else []
 
 
-STEP_COLUMNS = {  # field of a train event -> heading, how its number is written
+STEP_COLUMNS = {  # field of a train event -> heading, number format
     "loss": ("loss", ".4f"),
     "learning_rate": ("learning rate", ".3g"),
     "grad_norm": ("gradient norm", ".3g"),
@@ -408,7 +407,7 @@ STEP_COLUMNS = {  # field of a train event -> heading, how its number is written
 
 
 def _step_rows(run: RunFolder, every: int) -> list[tuple[str, ...]]:
-    """Each `every`-th step and the last."""
+    """Table rows of every `every`-th step and the last."""
     shown = run.train[::every] if every else []
     if shown and shown[-1] is not run.train[-1]:
         shown.append(run.train[-1])
@@ -424,9 +423,9 @@ def _cell(event: TrainEvent | EvalEvent, name: str, form: str) -> str:
 
 
 def summary_lines(run_dir: Path | str) -> list[str]:
-    """Give what `unfreeze report` prints beside the path of the page.
+    """Lines that `unfreeze report` prints.
 
-    Result, main numbers, data, experts, warnings.
+    They have the result, main numbers, data, experts and warnings.
     """
     run = read_run(run_dir)
     lines = [f"{run.name}: {result_words(run)}", f"  {verdict(run)}"]
@@ -444,13 +443,13 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     if balance:
         worst = max(balance, key=lambda row: row[2])
         unused = sum(row[3] for row in balance)
-        used = f"{unused:,} without a token." if unused else "Every expert is used."
+        used = f"{unused:,} without a token." if unused else "Every expert got tokens."
         words = f"Busiest expert: {worst[2]:.2f}× its fair share (layer {worst[0]}). {used}"
         lines.append(f"  {'Experts'.ljust(width)}  {words}")
     if loud := [f"{row.guard} ({row.state})" for row in guard_rows(run) if row.state != "ok"]:
         words = f"{', '.join(loud)}: report.html says what to do"
         lines += folded(words, f"  {'Guards'.ljust(width)}  ", indent)
-    lines += [f"  asked for, and not moved: {group}" for group in standing_still(run.groups)]
+    lines += [f"  requested but did not move: {group}" for group in standing_still(run.groups)]
     lines += [f"  {line}" for line in left_out(run.exceptions)]
     lines += [f"  warning, step {step}: {words}" for step, words in warnings(run.events)]
     return lines

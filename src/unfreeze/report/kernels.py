@@ -1,4 +1,4 @@
-"""Which implementation of each op a run used, and what decided it."""
+"""Implementations of ops that a run used, and how they were chosen."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ FIELDS = ("op", "bucket", "dtype", "runs", "origin", "why")
 
 
 def kernel_choices(events: Sequence[Event]) -> list[KernelChoice]:
-    """Of all sessions of a run; the last word on each op, dtype and kind of inputs."""
-    found: dict[tuple[str, ...], KernelChoice] = {}
+    """Latest choice for each op, kind of inputs and dtype, over all sessions of a run."""
+    latest: dict[tuple[str, ...], KernelChoice] = {}
     for event in of_kind(events, KernelsEvent):
         for choice in event.get("choices", []):
-            found[tuple(str(choice.get(field, "")) for field in FIELDS[:3])] = choice
-    return list(found.values())
+            latest[tuple(str(choice.get(field, "")) for field in FIELDS[:3])] = choice
+    return list(latest.values())
 
 
 def kernel_rows(events: Sequence[Event]) -> list[tuple[str, ...]]:
-    """A row per choice, in KERNEL_HEAD's order, by op."""
+    """One row per choice, in KERNEL_HEAD's order, sorted by op."""
     rows = [tuple(str(choice.get(field, "")) for field in FIELDS) for choice in kernel_choices(events)]
     return sorted(rows)
 
 
 def kernel_words(events: Sequence[Event]) -> str:
-    """How many choices each origin decided: "9 fixed; 2 predicted, not measured (rotary)".
+    """Number of choices per origin, such as "9 fixed; 2 predicted, not measured (rotary)".
 
-    "" where a run has not said. Ops that run as predicted are named: nobody has measured them there.
+    "" without kernel events. Predicted ops are named, because nobody has measured them on this machine.
     """
     choices = kernel_choices(events)
     counted = Counter(str(choice.get("origin", "unknown")) for choice in choices)
@@ -46,4 +46,4 @@ PLAIN = {
     "measured on its class": "chosen by measurements on such a processor",
     "by design": "fixed",
 }
-"""Origin -> what it is called where no table explains it."""
+"""Origin -> words for places without an explaining table."""

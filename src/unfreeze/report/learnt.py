@@ -1,11 +1,10 @@
-"""What a run's own events prove of it: that it learnt, overfitted, or neither; each figure beside its error.
+"""Judge by a run's events if it learnt, overfitted, or neither; each figure is compared with its error.
 
-"Learnt" needs a fall of the objective on held-out rows by more than two standard errors of the difference,
-paired by row, and by at least a hundredth of its value at step 0; of preferences, accuracy must have risen as
-clearly. Without held-out rows: the same of the mean training loss of whole epochs, or of the first and the
-last quarter of the steps, an output that the receipt saw move far enough for it, and at least half of the
-sample answers other than before. Pairs need held-out
-ones: random preferences can be learned by heart.
+"Learnt" requires that the held-out loss fell by more than two standard errors of the difference, paired by
+row, and by at least a hundredth of its value at step 0. For preferences, accuracy must also have risen as
+clearly. Without held-out rows, the same must hold for the mean training loss of whole epochs, or of the first
+and last quarter of the steps; the receipt must show that the output moved far enough; and at least half of
+the sample answers must have changed. Pairs need held-out rows: random preferences can be memorised.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from unfreeze.core.schema import DataEvent, EvalEvent, ReceiptEvent, TrainEvent
 from unfreeze.report.events import AT_LEAST, LEAKED, evals_of, last, numbers, sample_pairs, series, warnings
 from unfreeze.report.run import RunFolder
 
-SHARE = 0.01  # of the value at step 0: a smaller change is none that anybody would notice
-NATS = 1.0  # an answer that is e times less likely; less is said of none
+SHARE = 0.01  # of the value at step 0; a smaller change is too small to notice
+NATS = 1.0  # smallest fall of log-probability that is reported: answers are e times less likely
 LEAK = 0.1
-"""Of the held-out documents, in runs of earlier versions, which measured what was trained on too: with more
-of them the loss tells what is known by heart."""
-LEAST_ROWS = 3  # held out: of fewer the spread of their changes is not known (errors)
+"""Share of held-out documents that are also trained on (runs of earlier versions measured these too). Above
+it the loss shows memorised rows."""
+LEAST_ROWS = 3  # held-out rows; with fewer the spread of their changes is unknown (see errors)
 REACH = 10.0
-"""How many times further training may have moved the output than the first step's change, times the sum of
-the learning rates over the first one. Later steps add to B what moved A besides."""
+"""Limit for the total movement of the output, as a multiple of the first step's change · the sum of the
+learning rates / the first one. Later steps also move A, not only B."""
 ABOUT = ("loss", "perplexity", "bits_per_byte", "logp_likelier", "tokens", "rows", "seconds")
-"""Fields of an eval event that are no scores."""
-PERCENT = ("style", "facts")  # of the demo
+"""Fields of an eval event that are not scores."""
+PERCENT = ("style", "facts")  # scores of the demo in per cent
 
 
 class Evidence(NamedTuple):
-    """learnt: is it proven. measured: 'held-out loss 2.500 → 1.750'. note: ' Overfitted: …', or empty."""
+    """learnt: True if proven. measured: 'held-out loss 2.500 → 1.750'. note: ' Overfitted: …', or ""."""
 
     learnt: bool
     measured: str
@@ -41,7 +40,7 @@ class Evidence(NamedTuple):
 
 
 class Fall(NamedTuple):
-    """Two means, and whether the second is lower beyond its error. of: what they are means of."""
+    """Two means. clear: True if the second is lower beyond the error. of: words on the averaged steps."""
 
     before: float
     after: float
@@ -50,7 +49,7 @@ class Fall(NamedTuple):
 
 
 def finding(run: RunFolder) -> Evidence:
-    """From held-out loss, else from scores and training loss, else from training loss."""
+    """Judge by held-out loss, else by scores and training loss, else by training loss."""
     evals = [event for event in evals_of(run.events) if "loss" in event]
     scores = _scores(run)
     words = [f"{name} {_change_of(name, ys)}" for name, ys in scores.items()]
@@ -80,16 +79,16 @@ def _held_out(
     scores: dict[str, list[float]],
     trained: Fall | None,
 ) -> tuple[bool, str]:
-    """(whether the loss fell and accuracy rose, what is to be said beside: '' or ' Overfitted: …')."""
+    """Return (True if the loss fell and accuracy rose, note: '' or ' Overfitted: …')."""
     if leaked := _leaked(run):
-        return False, f" {leaked}, so they prove nothing: hold out other rows."
+        return False, f" {leaked}, so the loss proves nothing: hold out other rows."
     end, first, begun = evals[-1], losses[0], evals[0]["step"]
     changes = {(each["measure"], each["since"]): each for each in end.get("changes", [])}
     if not math.isfinite(losses[-1]):
         return False, " The held-out loss is no longer finite. Lower --learning-rate."
     if ("loss", begun) not in changes and "rows" in end:  # measured once, or not comparable
         return False, ""
-    if ("loss", begun) not in changes:  # of an earlier version: no error is known
+    if ("loss", begun) not in changes:  # events of earlier versions have no error
         lowest = losses[-1] <= min(losses) + SHARE * abs(first)
         fell = losses[-1] <= first - SHARE * abs(first) and lowest
         return fell and bool(trained and trained.clear) and moved(run, trained), ""
@@ -106,9 +105,9 @@ def _held_out(
 
 
 def _leaked(run: RunFolder) -> str:
-    """'6 of 6 validation documents are also in the training data', where more than LEAK of them are.
+    """Warning '6 of 6 validation documents are also in the training data' if more than LEAK of them are.
 
-    Where only some rows were looked at, any.
+    If only some rows were checked, any such document counts.
     """
     for _, words in reversed(warnings(run.events)):
         if words.endswith(LEAKED):
@@ -121,26 +120,26 @@ def _leaked(run: RunFolder) -> str:
 
 
 def _prefers(change: float, error: float | None, rows: int, accuracy: Sequence[float]) -> bool:
-    """Whether the share of pairs that are chosen right rose beyond its error, or was high and stayed so."""
+    """True if accuracy on pairs rose beyond its error, or was already high and stayed so."""
     if error is None:
         return False
     if change > 0 and change > errors(rows - 1) * error:
         return True
-    # without a reference accuracy begins anywhere: one that began beyond chance need not rise
+    # without a reference, accuracy can start anywhere: if it starts beyond chance, it need not rise
     begun = accuracy[0] - 0.5
     chance = errors(rows - 1) * math.sqrt(accuracy[0] * (1 - accuracy[0]) / max(rows, 1))
     return begun > 0 and begun > chance and change >= 0
 
 
 def _overfits(run: RunFolder, evals: Sequence[EvalEvent], rows: int, first: float) -> str:
-    """' Overfitted: …' where held-out loss rose after its lowest point; '' where it did not."""
+    """' Overfitted: …' if held-out loss rose after its lowest point, else ''."""
     losses = {event["step"]: loss for event in evals if (loss := event.get("loss")) is not None}
     for each in evals[-1].get("changes", []):
         if each["measure"] != "loss" or _beyond(each["change"], each["error"], rows, first) <= 0:
             continue
         since = each["since"]
         if since == evals[0]["step"]:
-            worse = f" It got worse on rows that it did not see: held-out loss rose by {each['change']:.3f}."
+            worse = f" It got worse on unseen rows: held-out loss rose by {each['change']:.3f}."
             return f"{worse} Lower --learning-rate, or train on more rows."
         best = next((name for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
         remedy = f"Use {best}/, which is step {since:,}." if best else "Stop earlier: --watch.early-stop 2."
@@ -150,7 +149,7 @@ def _overfits(run: RunFolder, evals: Sequence[EvalEvent], rows: int, first: floa
 
 
 def _less_likely(run: RunFolder, evals: Sequence[EvalEvent], rows: int) -> str:
-    """What is said where both answers of held-out pairs became less likely."""
+    """Note if both answers of held-out pairs became less likely, else ""."""
     values = [value for event in evals if (value := numbers(event).get("logp_likelier")) is not None]
     for each in evals[-1].get("changes", []):
         begun = each["since"] == evals[0]["step"]
@@ -173,9 +172,9 @@ def _neither(run: RunFolder, before: float, after: float) -> str:
 
 
 def _by_scores(run: RunFolder, scores: dict[str, list[float]], trained: Fall | None) -> bool:
-    """Whether a score rose beyond its error, none fell beyond it, and the training loss fell.
+    """True if a score rose beyond its error, none fell beyond it, and the training loss fell.
 
-    A score without an error proves nothing: the training loss decides.
+    A score without an error proves nothing; then the training loss decides.
     """
     evals = evals_of(run.events)
     ends = {name: event for event in evals for name in scores if name in event}
@@ -189,16 +188,16 @@ def _by_scores(run: RunFolder, scores: dict[str, list[float]], trained: Fall | N
 
 
 def _beyond(change: float, error: float | None, rows: int, first: float) -> float:
-    """The change where it is beyond its error and SHARE of the first value, else 0."""
+    """Return the change if it exceeds its error and SHARE of the first value, else 0."""
     clear = error is not None and abs(change) > errors(rows - 1) * error
     return change if clear and abs(change) >= SHARE * abs(first) else 0.0
 
 
 def errors(degrees: float) -> float:
-    """How many standard errors are as improbable as two of a normal distribution: Student's t, 2.3 % a side.
+    """Number of standard errors as improbable as two of a normal distribution: Student's t, 2.3 % per side.
 
-    Of few differences their own spread is badly known: 4.5 for two degrees of freedom, 2.3 for ten.
-    Abramowitz and Stegun 26.7.5, off by less than 1 % from two degrees on.
+    With few differences their spread is uncertain: 4.5 for two degrees of freedom, 2.3 for ten.
+    Source: Abramowitz and Stegun 26.7.5; error below 1 % from two degrees on.
     """
     if degrees < 2:
         return math.inf
@@ -210,7 +209,7 @@ def errors(degrees: float) -> float:
 
 
 def training(run: RunFolder) -> Fall | None:
-    """Mean loss of the first and the last epoch where all are whole, else of the quarters of the steps.
+    """Mean loss of the first and last epoch if all epochs are whole, else of the first and last quarter.
 
     None for fewer than four steps with a loss.
     """
@@ -234,7 +233,7 @@ def training(run: RunFolder) -> Fall | None:
 
 
 def _epochs(run: RunFolder, events: Sequence[TrainEvent]) -> tuple[int, int] | None:
-    """Steps of the first and of the last epoch, where every epoch ends with a step and has two at least."""
+    """Steps of the first and last epoch, if each epoch ends with a step and has at least two, else None."""
     account = last(run.events, DataEvent)
     whole = (account or {}).get("tokens") or 0
     if not whole or "rows_in_files" in (account or {}) or len(events) != len(run.train):
@@ -251,7 +250,7 @@ def _epochs(run: RunFolder, events: Sequence[TrainEvent]) -> tuple[int, int] | N
 
 
 def _mean(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """(weighted mean, its standard error from the spread of the values)."""
+    """Return (weighted mean, its standard error from the spread of the values)."""
     total = sum(weights)
     mean = sum(w * x for w, x in zip(weights, values, strict=True)) / total
     spread = sum((w * (x - mean)) ** 2 for w, x in zip(weights, values, strict=True))
@@ -259,10 +258,10 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> tuple[float, flo
 
 
 def moved(run: RunFolder, fell: Fall | None) -> bool:
-    """Whether the receipt saw the output move, far enough for the loss to have fallen as it did.
+    """True if the output in the receipt moved far enough to explain the fall of the loss.
 
-    A loss falls by no more than twice the largest change of a logit. Where rounding hides the first step's
-    change, sample answers that differ show it.
+    A loss falls by at most twice the largest change of a logit. If rounding hides the first step's change,
+    changed sample answers count instead.
     """
     groups = [each for each in run.groups.values() if each.get("moved")]
     if not groups:
@@ -285,7 +284,7 @@ def moved(run: RunFolder, fell: Fall | None) -> bool:
 
 
 def _rambles(run: RunFolder) -> str:
-    """What is said where both answers of the training pairs became less likely, in the mean of a quarter."""
+    """Note if both answers of training pairs became less likely, from first to last quarter, else ""."""
     values = [series(run.events, "train", f"logp_{side}")[1] for side in ("chosen", "rejected")]
     if not all(values) or len({len(each) for each in values}) > 1 or len(values[0]) < 8:
         return ""
@@ -299,11 +298,11 @@ def _rambles(run: RunFolder) -> str:
 
 
 def _by_heart(run: RunFolder) -> str:
-    """What is said of pairs where none is held out: random preferences can be learned by heart too."""
+    """Note on pairs without held-out ones: random preferences can be memorised; else ""."""
     if not any("margin" in event for event in run.train):
         return ""
     return (
-        " No pairs were held out, so whether it prefers rightly on others is not known:"
+        " No pairs were held out, so its preferences on other pairs are unknown: add"
         " --validation-fraction 0.1."
     )
 
@@ -334,10 +333,10 @@ def _answers_changed(run: RunFolder) -> bool:
 
 
 def _unchanged(run: RunFolder, *, most: bool) -> str:
-    """'; its 4 sample answers are the same as before', where all of them are.
+    """'; its 4 sample answers are the same as before' if all of them are, else "".
 
-    most: more than half of them suffice. That is asked where only training loss speaks for a run: it falls
-    long before answers to the very rows that were trained on change.
+    most: more than half of them suffice. That is required if only the training loss speaks for a run: it
+    falls long before answers to the trained rows change.
     """
     answers = _answers(run)
     count, same = len(answers), sum(was == now for was, now in answers)
@@ -349,14 +348,14 @@ def _unchanged(run: RunFolder, *, most: bool) -> str:
 
 
 def _change_of(name: str, values: Sequence[float]) -> str:
-    """change() of a score: in whole percent, and shares or margins below 10 to two digits."""
+    """change() of a score: whole per cent; two digits for shares and margins below 10."""
     if name in PERCENT:
         return f"{change(values)} %"
     return change(values, 0 if max(map(abs, values)) >= 10 else 2)
 
 
 def change(values: Sequence[float], digits: int = 0) -> str:
-    """'0 → 98' of first and last, with as many more digits (at most four) as it takes to tell them apart."""
+    """First and last value, as '0 → 98', with up to four digits if needed to show a difference."""
     first, final = values[0], values[-1]
     if len(values) == 1:
         return f"{first:.{max(digits, 2)}f}"

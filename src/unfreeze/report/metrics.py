@@ -1,4 +1,4 @@
-"""Which metrics a run has and how they are shown: as its start event tells; else as earlier versions did."""
+"""Metrics of a run and their display, from its start event; for runs of earlier versions, from a list."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from unfreeze.report.events import last, series
 
 
 def metrics_of(events: Sequence[Event]) -> list[Metric]:
-    """The loss first, then those that are shown beside it and have a value."""
+    """Metrics of a run that have values; the loss comes first."""
     start = last(events, StartEvent)
-    told = (start.get("metrics") if start else None) or []
-    if not told:
+    metrics = (start.get("metrics") if start else None) or []
+    if not metrics:
         compared = series(events, "train", "margin")[1]
-        told = [*(OF_ANSWERS if compared else OF_TOKENS)[:1], *EARLIER]
+        metrics = [*(OF_ANSWERS if compared else OF_TOKENS)[:1], *EARLIER]
     return [
-        metric for metric in told if metric["field"] == "loss" or series(events, "train", metric["field"])[1]
+        metric
+        for metric in metrics
+        if metric["field"] == "loss" or series(events, "train", metric["field"])[1]
     ]
 
 
 def loss_unit(events: Sequence[Event]) -> str:
-    """What the loss is counted in."""
+    """Unit of the loss."""
     return next(metric["unit"] for metric in [*metrics_of(events), *OF_TOKENS] if metric["field"] == "loss")

@@ -1,9 +1,9 @@
-"""The frame that pages are made in: jinja2 templates with autoescape, two shared pieces, the document.
+"""Rendering of HTML pages: jinja2 templates with autoescape, and the document around them.
 
-A page stands by itself: no request to anywhere, no font to load. A Content-Security-Policy in it forbids
-everything but its own styles, its own embedded bitmaps and one script, named by its hash; without script the
-page is whole. Every text from a run (prompts, answers, paths, config) is a value in a template, never a part
-of one: autoescape makes it text.
+A page is self-contained: it makes no requests and loads no fonts. Its Content-Security-Policy allows only its
+own styles, embedded bitmaps and one script, named by its hash; the page is complete without the script. All
+text from a run (prompts, answers, paths, config) is a value in a template, never part of one, and autoescape
+escapes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLICY = (
 
 
 def _clean(value: object) -> object:
-    """What a template prints: control characters, which HTML forbids, become U+FFFD."""
+    """Replace control characters, which HTML forbids, by U+FFFD in printed values."""
     return (
         value
         if hasattr(value, "__html__")
@@ -41,8 +41,8 @@ def _clean(value: object) -> object:
 
 
 def environment(*, autoescape: bool = True) -> jinja2.Environment:
-    """The templates beside this file. A name that a template uses and isn't given is an error, not a gap."""
-    made = jinja2.Environment(
+    """Environment for the templates beside this file. An undefined name in a template is an error."""
+    env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=autoescape,
         finalize=_clean,
@@ -50,12 +50,12 @@ def environment(*, autoescape: bool = True) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals["hue"] = _hue
-    return made
+    env.globals["hue"] = _hue
+    return env
 
 
 def _hue(position: int) -> str:
-    """The class of the line at this position in pictures.lines: its colour, and dashed after the last one."""
+    """CSS class of the line at this position in pictures.lines: its colour, dashed after the last colour."""
     return f"hue-{position % len(HUES)}{' dashed' if position >= len(HUES) else ''}"
 
 
@@ -63,13 +63,14 @@ ENVIRONMENT = environment()
 
 
 class Figure(NamedTuple):
-    """A picture with its caption above. pictures: SVGs; two are the wide and the narrow form of one.
+    """A picture with a caption above it.
 
-    log: the same with a logarithmic axis, shown by a switch, and first where log_first (one such figure a
-    page).
-    series: pictures.points_json(), what the script tells under the pointer; x: what runs along the axis.
-    scale: (low, high, what is red) of a heat map's colours. names: what the lines of pictures.lines stand
-    for.
+    pictures  SVGs; two are the wide and the narrow form of one picture
+    log       the same with a logarithmic axis, shown by a switch, or first if log_first (one per page)
+    series    pictures.points_json(), for values shown on hover
+    x         quantity along the x axis
+    scale     (low, high, meaning of red) of a heat map's colours
+    names     names of the lines of pictures.lines
     """
 
     title: str
@@ -84,23 +85,23 @@ class Figure(NamedTuple):
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A template of templates/ with its values filled in, as HTML."""
+    """Render a template of templates/ with these values, as HTML."""
     return Markup(ENVIRONMENT.get_template(template).render(values))
 
 
 def document(title: str, parts: Sequence[Markup], footer: str, *, reload: int = 0) -> str:
-    """The whole page as one string. title and footer are plain text.
+    """Return the whole page as one string. title and footer are plain text.
 
-    reload: seconds after which the page loads itself anew; 0: never.
+    reload: seconds after which the page reloads itself; 0: never.
     """
     frame = {"policy": POLICY, "css": Markup(CSS), "script": Markup(SCRIPT)}
     return str(render("page.html", title=title, parts=parts, footer=footer, reload=reload, **frame))
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Write a page in one move and return its path; a run and who watches it may write at the same time."""
+    """Write a page atomically and return its path. A run and `report --watch` can write at the same time."""
     temporary = path.with_suffix(f".html.{os.getpid()}.tmp")
-    # "replace": generated text may hold half of a surrogate pair
+    # "replace": generated text can contain lone surrogates
     temporary.write_bytes(page.encode("utf-8", "replace"))
     temporary.replace(path)
     return path

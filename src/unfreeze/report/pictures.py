@@ -1,7 +1,7 @@
 """Pictures of a run as inline SVG: curves, lines of several runs, grids of cells.
 
-The same events give the same bytes. A picture is a pair of SVGs where its text would be too small on a phone:
-`wide` and `narrow`, one of them hidden by the style sheet.
+The same events give the same bytes. If a picture's text would be too small on a phone, there are two SVGs,
+`wide` and `narrow`; the style sheet hides one.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from unfreeze.report.axes import (
 
 Points = tuple[Sequence[float], Sequence[float]]
 
-HUES = tuple(f"var(--hue-{i})" for i in range(6))  # one per run or layer in a picture of several lines
-DASHES = ("", "; stroke-dasharray: 5, 2")  # after the last hue the hues come again, dashed
+HUES = tuple(f"var(--hue-{i})" for i in range(6))  # colours of lines in a picture with several
+DASHES = ("", "; stroke-dasharray: 5, 2")  # after the last colour, colours repeat with dashes
 MOST_LINES = len(HUES) * len(DASHES)
-# heat is a bitmap: mid tones that stand out on light and on dark paper
+# heat maps are bitmaps: mid tones are visible on light and dark backgrounds
 HEAT_RGB, DEAD_RGB = ((0x3F, 0x8F, 0xD0), (0xD0, 0x49, 0x3F))
-MOST_POINTS = 1200  # per line: about one per pixel of the widest picture; more only makes the page heavy
+MOST_POINTS = 1200  # per line: about one per pixel of the widest picture; more only makes the page larger
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Smooth by a centred median over `window` (odd) values: a spike is left out, where a mean makes a step.
+    """Smooth by a centred median over `window` (odd) values; unlike a mean, it ignores spikes.
 
-    Towards both ends the window shrinks on both sides alike, so that it stays centred.
+    Near the ends the window shrinks on both sides equally, so that it stays centred.
     """
     medians, held, low, high = [], list[float](), 0, 0
     for i in range(len(values)):
@@ -62,27 +62,27 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
 
 
 def smoothing_window(count: int) -> int:
-    """Odd, about a twentieth of the run: a run of 60 steps is smoothed over 3, one of 1000 over 51."""
+    """Odd window of about a twentieth of the run: 3 for 60 steps, 51 for 1000."""
     return max(1, count // 20) | 1
 
 
 def thin(
     xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS
 ) -> tuple[list[float], list[float]]:
-    """At most `most` points that keep every peak: the lowest and the highest of each stretch."""
+    """Reduce to at most `most` points but keep peaks: the lowest and highest point of each range."""
     if len(xs) <= most:
         return list(xs), list(ys)
     stretch = math.ceil(2 * len(xs) / most)
-    kept: set[int] = {0, len(xs) - 1}
+    places: set[int] = {0, len(xs) - 1}
     for begin in range(0, len(xs), stretch):
         part = range(begin, min(begin + stretch, len(xs)))
-        kept |= {min(part, key=lambda i: ys[i]), max(part, key=lambda i: ys[i])}
-    order = sorted(kept)
+        places |= {min(part, key=lambda i: ys[i]), max(part, key=lambda i: ys[i])}
+    order = sorted(places)
     return [xs[i] for i in order], [ys[i] for i in order]
 
 
 class Axes(NamedTuple):
-    """log_y: equal distances are equal factors; every value must be above 0. from_zero: y begins there."""
+    """Options of axes. log_x, log_y: logarithmic; log_y needs values above 0. from_zero: y starts at 0."""
 
     log_x: bool = False
     log_y: bool = False
@@ -107,13 +107,12 @@ def curve(
     """Draw one line over steps (or over tokens with axes.log_x) as SVG of `size` units.
 
     smoothed: faint raw line, strong median. dots: validation.
-    rings: the x of points to be ringed. level: a dashed line across, left out where all points lie below it
-    (it would flatten them).
-    y_format: "number" | "count" | "bytes".
+    rings: the x of points to ring. level: a dashed horizontal line, left out if all points are below it, as
+    it would flatten them. y_format: "number" | "count" | "bytes".
     """
     plot = Plot()
     xs, ys = points
-    # the line, in the unit of the axis; smoothed: faint raw line below the strong median
+    # the line, in the axis's unit; if smoothed, a faint raw line below the strong median
     unit, label = _unit(max(ys), y_format)
     ys = [value / unit for value in ys]
     if len(xs) == 1:
@@ -137,20 +136,20 @@ def curve(
 
 
 def points_json(named: Mapping[str, Points], y_format: str = "number") -> str:
-    """Give the points of a picture's lines as JSON for page.js.
+    """Points of a picture's lines as JSON for page.js.
 
-    [{"name", "unit", "x", "y"}], y in the axis' unit, six digits.
+    [{"name", "unit", "x", "y"}], y in the axis's unit with six digits.
     """
     top = max((max(ys) for _, ys in named.values() if ys), default=0.0)
     unit, label = _unit(top, y_format)
-    told = []
+    series = []
     for name, (xs, ys) in named.items():
         if ys:
             few_xs, few_ys = thin(xs, ys)
-            told.append(
+            series.append(
                 {"name": name, "unit": label, "x": few_xs, "y": [float(f"{y / unit:.6g}") for y in few_ys]}
             )
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(series, ensure_ascii=False, separators=(",", ":"))
 
 
 def lines(
@@ -163,9 +162,8 @@ def lines(
 ) -> str:
     """Draw several lines over steps on one pair of axes as SVG.
 
-    The i-th has HUES[i % 6], from the seventh on dashed. An empty one is left out.
-    smoothed: the median of smooth() instead of the raw line (two dozen raw lines over one another show
-    nothing).
+    Line i has HUES[i % 6], dashed from the seventh on. Empty lines are left out.
+    smoothed: draw the median of smooth() instead of the raw line, as many raw lines are unreadable.
     """
     plot = Plot()
     for i, (xs, ys) in enumerate(points):
@@ -179,8 +177,8 @@ def lines(
 
 
 def _scaled(plot: Plot, alt: str, size: tuple[int, int], label: str, axes: Axes) -> str:
-    """Draw it with the ends of both axes, ticks and their labels; label: the unit behind each number."""
-    # x: whole steps, or decades of tokens with ticks in between where there are few
+    """Draw the plot with fitted axes, ticks and labels. label: the unit after each number."""
+    # x: whole steps, or decades of tokens, with ticks in between if they are few
     across = around(plot.xs, 0.05, log=axes.log_x)
     if axes.log_x:
         at = log_ticks(across, _subs(across, 1.5), 6)
@@ -198,17 +196,16 @@ def _scaled(plot: Plot, alt: str, size: tuple[int, int], label: str, axes: Axes)
 
 
 def _subs(axis: Axis, few: float) -> tuple[float, ...]:
-    """Which multiples of powers of ten have ticks; few: decades up to which there are three of them."""
+    """Multiples of powers of ten that get ticks. few: with at most this many decades, three per decade."""
     decades = math.log10(axis.high / axis.low)
     return (1.0,) if decades > 3 else (1.0, 3.0) if decades > few else (1.0, 2.0, 5.0)
 
 
 def heat_map(load: Mapping[str, Sequence[int]], red: Sequence[Sequence[bool]], alt: str, width: int) -> str:
-    """Expert load, layers down and experts across, as SVG `width` units wide.
+    """Draw expert load, layers down and experts across, as SVG `width` units wide.
 
-    Strength of colour = tokens / mean of the layer, full at FULL times the mean; red[layer][expert]: drawn
-    in red.
-    Raises DataError where layers have different numbers of experts.
+    Colour strength = tokens / mean of the layer, full at FULL times the mean. red[layer][expert]: draw in
+    red. Raises DataError if layers have different numbers of experts.
     """
     layers, num_experts = list(load), len(next(iter(load.values())))
     if any(len(counts) != num_experts for counts in load.values()):
@@ -237,11 +234,11 @@ def heat(
 ) -> str:
     """Draw a grid of cells as SVG `width` units wide.
 
-    Rows go downward and are named by `rows`; columns go across and are named at `ticks` (column, word).
-    strength 0 to 1: 0 is the paper, 1 the full colour, more is drawn as 1. dead: cells in red. axes: what is
-    across, what is down.
+    `rows` names the rows; `ticks` (column, word) names columns.
+    strength: 0 is the background, 1 the full colour, more is drawn as 1. dead: cells in red. axes: names of
+    the horizontal and the vertical axis.
     """
-    # a bitmap: colour in RGB, strength in alpha, so that it reads on light and dark paper
+    # a bitmap with colour in RGB and strength in alpha, for light and dark backgrounds
     num_rows, num_columns = len(strength), len(strength[0])
     pixels = [[(*HEAT_RGB, round(255 * min(max(value, 0.0), 1.0))) for value in cells] for cells in strength]
     for row, cells in enumerate(dead or ()):
@@ -256,7 +253,7 @@ def heat(
     y = [(1 - (i + 0.5) / num_rows, rows[i]) for i in range(0, num_rows, every)]
     field = frame((width, height), x, y, axes)
     parts = [bitmap(field, pixels), axis_labels(field, x, y, axes)]
-    # paper-coloured gaps between cells, where cells are large enough to have them
+    # gaps between cells, if cells are large enough
     if num_columns <= width // 10 and num_rows <= 40:
         style = f"stroke: {PAPER}; stroke-width: 1.5"
         for share in (i / num_columns for i in range(1, num_columns)):
@@ -266,19 +263,19 @@ def heat(
     return svg(field, alt, parts)
 
 
-# a load of three times the layer's mean has full colour: twice as much as a well balanced layer ever shows
+# three times the layer's mean has full colour: about twice the maximum of a well-balanced layer
 FULL = 3.0
 
 
 def _round_up(value: float) -> int:
-    """The next of 1, 2, 4, 8, 16, 32, 64: ticks on the boundaries that counts of experts have."""
+    """Round up to a power of two, as expert counts usually are multiples of one."""
     return 1 << max(0, math.ceil(math.log2(max(value, 1))))
 
 
 def _unit(top: float, y_format: str) -> tuple[float, str]:
-    """Give (size, name) of the unit in which the axis is drawn.
+    """Return (size, name) of the axis's unit.
 
-    Chosen so that its ticks are round numbers of that unit.
+    It is chosen so that ticks are round numbers in it.
     """
     if y_format == "bytes":
         power = min(4, int(math.log2(max(top, 1)) // 10))

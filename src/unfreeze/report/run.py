@@ -1,10 +1,8 @@
-"""A run folder read once: events, resolved config, plan, receipt, and the facts made of them.
-
-The page and the terminal both print these facts.
+"""Read a run folder once: events, resolved config, plan, receipt, and facts for page and terminal.
 
 runs/<name>/events.jsonl             always there
-runs/<name>/plan.json, receipt.json  where absent, the latest plan or receipt event is taken
-runs/<name>/resolved_config.json     may be absent
+runs/<name>/plan.json, receipt.json  if missing, the latest plan or receipt event is used
+runs/<name>/resolved_config.json     can be missing
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from unfreeze.untrusted.json_object import read_object
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run folder holds. Every number is read from it; nothing is measured here."""
+    """Contents of a run folder. All numbers are read from it; nothing is measured here."""
 
     path: Path
     events: list[Event]
@@ -69,40 +67,40 @@ class RunFolder:
 
     @property
     def steps_planned(self) -> int:
-        """Steps the run set out to make; 0 where no start event says so."""
+        """Planned number of steps; 0 without a start event."""
         start = last(self.events, StartEvent)
         return start.get("steps", 0) if start else 0
 
     @property
     def state(self) -> str:
-        """ "done", "interrupted" (both from the end event) or "unfinished": running still, or killed."""
+        """ "done" or "interrupted", from the end event, else "unfinished": still running, or killed."""
         end = last(self.events, EndEvent)
         return end.get("reason", "done") if end else "unfinished"
 
     @property
     def seconds(self) -> float:
-        """Seconds in training steps, all sessions of a resumed run together."""
+        """Seconds in training steps, over all sessions."""
         return sum(series(self.events, "train", "seconds")[1])
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all steps without compiling, all sessions of a resumed run together."""
+        """Tokens per second over all steps and sessions, without compile time."""
         return tokens_per_second(self.events)
 
     @cached_property
     def balance(self) -> Balance | None:
-        """How evenly its experts were used; None for a dense model."""
+        """Load balance of the experts; None for a dense model."""
         return balance_of(self.events)
 
     def source(self, key: Literal["model", "data"]) -> str:
-        """From the start event, else from the config; empty where neither says."""
+        """Model or data from the start event, else from the config, else ""."""
         start = last(self.events, StartEvent)
         value = (start and start.get(key)) or self.config.get("data.files" if key == "data" else key) or ""
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     @property
     def loaded(self) -> str:
-        """The load event in words (see load_words), or an empty string."""
+        """The load event in words (see load_words), or ""."""
         load = last(self.events, LoadEvent)
         return load_words(load) if load else ""
 
@@ -110,7 +108,7 @@ class RunFolder:
 def read_run(run_dir: Path | str) -> RunFolder:
     """Read a run folder.
 
-    Raises DataError where events.jsonl is missing or damaged, or one of the JSON files is not a JSON object.
+    Raises DataError if events.jsonl is missing or damaged, or if a JSON file is not a JSON object.
     """
     path = Path(run_dir)
     events = read_events(path / "events.jsonl")
@@ -126,7 +124,7 @@ def read_run(run_dir: Path | str) -> RunFolder:
 
 
 def _saved(path: Path, kind: type[E]) -> E | None:
-    """A file that holds the fields of an event, as which it is checked; None where it is absent or empty."""
+    """Read a file with the fields of an event, checked as such; None if it is missing or empty."""
     fields = _read_object(path)
     refuse_damage({**fields, "kind": event_kind(kind)}, str(path))
     return cast(E, fields) if fields else None
@@ -139,7 +137,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def flat_fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"lora": {"rank": 16}} -> {"lora.rank": 16}: the spelling of the command line's flags."""
+    """Flatten {"lora": {"rank": 16}} to {"lora.rank": 16}, as flags are spelled."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         inner = isinstance(value, Mapping) and value
@@ -148,7 +146,7 @@ def flat_fields(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def flatten(config: Mapping[str, Any]) -> dict[str, str]:
-    """leaves() with every value as text."""
+    """flat_fields() with every value as text."""
     pairs = flat_fields(config).items()
     return {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -157,9 +155,9 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
-    """(name, value) of the run's main numbers, leaving out what the run does not say.
+    """(name, value) of the run's main numbers, without unknown ones.
 
-    What stands behind a semicolon explains the number: the page writes it small.
+    Text after a semicolon explains the number; the page prints it small.
     """
     losses = series(run.events, "train", "loss")[1]
     peaks = series(run.events, "train", "peak_bytes")[1]
@@ -209,23 +207,23 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
 
 
 def _stream_words(events: Sequence[StreamEvent]) -> str:
-    """'96 % of the transfers under computation; 14 layers a step, 3.1 GB at 2.4 GB/s, 0.1 s waited'."""
+    """Words: '96 % of transfers hidden; 14 layers per step, 3.1 GB at 2.4 GB/s, 0.1 s waited'."""
     reads, size, seconds, waited = (
         [event[name] for event in events] for name in ("reads", "bytes", "seconds", "waited")
     )
     took, shown = sum(seconds), sum(waited)
     if not took:
-        return "nothing came"
+        return "no transfers"
     steps = len(reads)
     return (
-        f"{max(0.0, 1 - shown / took):.0%} of the transfers under computation;"
-        f" {sum(reads) / steps:,.0f} layers a step, {decimal_bytes(sum(size) / steps)} at"
+        f"{max(0.0, 1 - shown / took):.0%} of transfers hidden;"
+        f" {sum(reads) / steps:,.0f} layers per step, {decimal_bytes(sum(size) / steps)} at"
         f" {sum(size) / took / 1e9:.2f} GB/s, {format_seconds(shown)} waited"
     )
 
 
 def _peak_words(run: RunFolder, peak: float) -> str:
-    """'557.8 MiB; whole process (planned: 546.5 MiB to 1.3 GiB)': with compiled code the larger."""
+    """Words: '557.8 MiB; whole process (planned: 546.5 MiB to 1.3 GiB)'; the larger has compiled code."""
     plan = run.plan or {}
     if "total" not in plan or "hardware" not in plan:
         return format_bytes(peak)
@@ -235,50 +233,50 @@ def _peak_words(run: RunFolder, peak: float) -> str:
 
 
 def _processes_words(run: RunFolder) -> str:
-    """'2', or '2, then 4' where it went on with others; "" for one."""
+    """'2', or '2, then 4' if it resumed with another number; "" for one process."""
     counts = [event.get("processes", 1) for event in of_kind(run.events, StartEvent)]
     each = [str(count) for count, before in zip(counts, [0, *counts], strict=False) if count != before]
     return ", then ".join(each) if max(counts, default=1) > 1 else ""
 
 
 def memory_of(kind: str) -> str:
-    """What a run's memory is counted of, on a device of that kind."""
+    """Scope of a run's memory number on a device of that kind."""
     return "GPU" if kind == "cuda" else "whole process"
 
 
 def _best_folder(run: RunFolder) -> str:
-    """Where the best save is written; "" while it is not."""
+    """Folder of the best save; "" if it is not written."""
     return next((f"{name}/" for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
 
 
 def best_words(run: RunFolder) -> str:
-    """'step 60 (0.570), in adapter-best/', where an earlier step than the last was the best; else ""."""
+    """'step 60 (0.570), in adapter-best/' if a step before the last was the best; else ""."""
     folder, (steps, losses) = _best_folder(run), series(run.events, "eval", "loss")
-    found = [(loss, step) for step, loss in zip(steps, losses, strict=True) if step > 0]
-    if not folder or not found:
+    validated = [(loss, step) for step, loss in zip(steps, losses, strict=True) if step > 0]
+    if not folder or not validated:
         return ""
-    loss, step = min(found)
+    loss, step = min(validated)
     return f"step {step:,} ({loss:.3f}), in {folder}"
 
 
 def early_words(early: EarlyStopEvent, best: str = "") -> str:
     """'Stopped at step 25: 3 validations without a lower held-out loss. The best one (step 15, …) is in …'.
 
-    best: the folder that holds it.
+    best: folder of the best save.
     """
-    said = (
+    stopped = (
         f"Stopped at step {early['step']:,}: {early.get('validations', 0):,} validations without a lower"
         " held-out loss."
     )
     if "best_step" not in early:
-        return said
+        return stopped
     loss = f", loss {early['best_loss']:.3f}" if "best_loss" in early else ""
     where = f"is in {best}" if best else "is kept"
-    return f"{said} The best one (step {early['best_step']:,}{loss}) {where}."
+    return f"{stopped} The best one (step {early['best_step']:,}{loss}) {where}."
 
 
 def load_words(load: LoadEvent) -> str:
-    """Say what was read, how fast, the expanded size that was avoided, and what lost precision.
+    """Words on bytes read, speed, size if unpacked, and tensors that lost precision.
 
     '0.92 GB at 2.10 GB/s (3.25 GB unpacked)'
     """
@@ -295,15 +293,15 @@ def load_words(load: LoadEvent) -> str:
 
 
 def decimal_bytes(num_bytes: float) -> str:
-    """Write bytes of files and transfers in decimal units, as disks and links are sold.
+    """Format bytes of files and transfers in decimal units, as disks and links are sold.
 
-    '4.1 MB', '0.92 GB'. For memory: core.units.format_bytes.
+    '4.1 MB', '0.92 GB'. For memory use core.units.format_bytes.
     """
     return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
 
 
 def result_words(run: RunFolder) -> str:
-    """One phrase on how the run ended."""
+    """Phrase on the state of the run."""
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     if run.state == "done":
         early = last(run.events, EarlyStopEvent)
@@ -314,17 +312,17 @@ def result_words(run: RunFolder) -> str:
 
 
 def first_event_time(run: RunFolder) -> str:
-    """When the first event was written, in UTC, or an empty string."""
+    """Time of the first event, in UTC, or ""."""
     time = run.events[0].get("time", -1.0) if run.events else -1.0
-    if not 0 <= time < 2**35:  # the year 3058; a damaged time has no date
+    if not 0 <= time < 2**35:  # up to the year 3058; a damaged time has no date
         return ""
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def expert_balance(run: RunFolder) -> list[tuple[str, int, float, int]]:
-    """Give how evenly each mixture-of-experts layer used its experts; empty for a dense model.
+    """Load balance of each mixture-of-experts layer; empty for a dense model.
 
-    (layer, tokens routed, busiest expert over the mean, experts that got no token)
+    (layer, tokens routed, busiest expert over the mean, experts without a token)
     """
     rows = []
     for layer, counts in expert_load(run.events).items():

@@ -1,8 +1,8 @@
-"""The receipt and the plan as tables: cells first, then a rich table, plain text, or (html.py) HTML.
+"""The receipt and the plan as tables: cells, then a rich table, plain text, or (html.py) HTML.
 
-The receipt says for each module group what was trained:
+The receipt has the training of each module group:
 groups = {group: {parameters, trained, sites, sites_reached, sites_moved, grad_norm, moved, output_change}}.
-exceptions = [{group, sites, count, why}]: matrices that should have learned and did not.
+exceptions = [{group, sites, count, why}]: matrices that should have learned but did not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ABSENT = "–"
 
 
 def receipt_rows(groups: Groups) -> list[tuple[str, ...]]:
-    """One row of cells per group, in RECEIPT_HEAD's order; a dash where the receipt has no value."""
+    """One row of cells per group, in RECEIPT_HEAD's order; a dash for a missing value."""
     return [
         (
             group,
@@ -47,20 +47,20 @@ def receipt_rows(groups: Groups) -> list[tuple[str, ...]]:
 
 
 def _matrices(values: GroupReceipt) -> str:
-    """Moved of reached: a matrix that no gradient was due to (an expert without tokens) is not counted."""
+    """Moved of reached matrices. A matrix without an expected gradient (idle expert) does not count."""
     moved, reached = values.get("sites_moved"), values.get("sites_reached")
     known = moved is not None and reached is not None and values.get("trained")
     return f"{moved:,} of {reached:,}" if known else ABSENT
 
 
 def _within(values: GroupReceipt) -> str:
-    """Marks a change of the output that rounding could make as well."""
+    """Mark an output change that rounding alone could make."""
     change, rounding = values.get("output_change") or 0.0, values.get("rounding") or 0.0
     return " (rounding)" if 0 < change <= rounding else ""
 
 
 def standing_still(groups: Groups) -> list[str]:
-    """Groups that were to be trained and did not move, although a gradient was due."""
+    """Trained groups that did not move although they should have had a gradient."""
     due = {
         group: values
         for group, values in groups.items()
@@ -74,7 +74,7 @@ LEFT_OUT_SHOWN = 8
 
 
 def left_out(exceptions: Sequence[LeftOut]) -> list[str]:
-    """Put the exceptions that are faults into a line each, the first LEFT_OUT_SHOWN.
+    """One line for each of the first LEFT_OUT_SHOWN exceptions that are faults.
 
     "no gradient: 32 matrices, model.layers.1.mlp.experts.0-31.down_proj"
     """
@@ -89,9 +89,9 @@ def left_out(exceptions: Sequence[LeftOut]) -> list[str]:
 
 
 def count_trained(groups: Groups) -> int:
-    """Parameters of all trained groups.
+    """Number of trained parameters over all groups.
 
-    `trained` may be a boolean or itself the number of trained parameters.
+    A group's `trained` is a boolean, or the number of its trained parameters.
     """
     return sum(
         values.get("parameters", 0) if values.get("trained") is True else values.get("trained", 0)
@@ -100,7 +100,7 @@ def count_trained(groups: Groups) -> int:
 
 
 def receipt_verdict(groups: Groups, exceptions: Sequence[LeftOut]) -> str:
-    """One sentence: did everything that was to learn, learn."""
+    """One sentence: which requested parts learned and which did not."""
     still, out = standing_still(groups), left_out(exceptions)
     if still or out:
         return "; ".join([*([f"did not move: {', '.join(still)}"] if still else []), *out])
@@ -111,13 +111,13 @@ def receipt_verdict(groups: Groups, exceptions: Sequence[LeftOut]) -> str:
 
 
 def receipt_table(groups: Groups) -> Table:
-    """The receipt for a terminal. Groups that were asked for and did not move stand in red."""
+    """The receipt for a terminal. Requested groups that did not move are red."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="dim")
     for position, head in enumerate(RECEIPT_HEAD):
-        # heads of two words take two lines, so that the whole names of the groups fit 80 columns
+        # put two-word headings on two lines, so that group names fit into 80 columns
         table.add_column(head.replace(" ", "\n"), justify="left" if position == 0 else "right", no_wrap=True)
     still = standing_still(groups)
     for row in receipt_rows(groups):
@@ -131,9 +131,9 @@ def receipt_text(groups: Groups) -> str:
 
 
 def plan_table(plan: PlanEvent | None) -> list[str]:
-    """Give the plan as lines.
+    """Return the plan as lines.
 
-    Its own `lines` where it has them, else one line per entry of `terms` (name -> bytes) and their sum.
+    These are its own `lines` if present, else one per entry of `terms` (name -> bytes), and their sum.
     """
     if not plan:
         return []
@@ -147,7 +147,7 @@ def plan_table(plan: PlanEvent | None) -> list[str]:
 
 
 def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as text: first column to the left, the others to the right, two spaces between."""
+    """Format rows of cells as text: first column left-aligned, others right-aligned, two spaces between."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -167,5 +167,5 @@ def _trained(value: int | bool | None) -> str:
 
 
 def _small(value: float | None) -> str:
-    """Three significant figures: gradient norms and movements span many orders of magnitude."""
+    """Format with three significant digits: gradient norms and movements span many orders of magnitude."""
     return ABSENT if value is None else f"{value:.3g}"

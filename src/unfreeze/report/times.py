@@ -1,4 +1,4 @@
-"""Where the time of a run went: kernels, loading, compiling, answers, steps, validation, saving, the rest."""
+"""Time of a run by part: kernels, loading, compiling, answers, steps, validation, saving, other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unfreeze.core.schema import Event, StartEvent, TrainEvent
 from unfreeze.core.units import format_seconds
 from unfreeze.report.events import of_kind, series
 
-LEAST = 0.01  # of all: a smaller part is not named
+LEAST = 0.01  # share of the whole; smaller parts are not named
 PARTS = {
     "choosing kernels": "timing",
     "loading": "load",
@@ -18,15 +18,15 @@ PARTS = {
     "validation": "eval",
     "saving": "save",
 }
-"""Part -> the events whose seconds it has."""
-FEW = 3  # steps of a session: of fewer nothing tells compiling from the step itself
+"""Part -> kind of events whose seconds it sums."""
+FEW = 3  # with fewer steps in a session, compile time cannot be separated
 
 
 def seconds_by_part(events: Sequence[Event]) -> dict[str, float]:
-    """Part -> seconds, the steps first. Compiling: what the first step of a session takes beyond its median.
+    """Return part -> seconds, steps first. Compiling: the first step of a session minus its median step.
 
-    "other" is what no event accounts for: imports, reading rows, sample answers of an earlier version. The
-    adapter that is written behind the last event is not among them.
+    "other" is time without an event: imports, reading rows, sample answers of earlier versions. Writing the
+    adapter after the last event is not included.
     """
     steps = sum(series(events, "train", "seconds")[1])
     compiling = sum(_compiling(session) for session in _sessions(events))
@@ -40,7 +40,7 @@ def seconds_by_part(events: Sequence[Event]) -> dict[str, float]:
 
 
 def tokens_per_second(events: Sequence[Event]) -> float | None:
-    """Tokens over seconds of all training steps, compiling left out, every session of a resumed run together.
+    """Tokens per second of all training steps and sessions, without compile time.
 
     None without a step.
     """
@@ -49,7 +49,7 @@ def tokens_per_second(events: Sequence[Event]) -> float | None:
 
 
 def time_words(events: Sequence[Event]) -> str:
-    """'1 min 02 s; steps 17 s, answers 42 s, compiling 3.1 s', the longest first behind the steps."""
+    """Words: '1 min 02 s; steps 17 s, answers 42 s, compiling 3.1 s', the longest first after steps."""
     parts = seconds_by_part(events)
     whole = sum(parts.values())
     named = [(name, seconds) for name, seconds in parts.items() if seconds >= LEAST * whole and seconds > 0]
@@ -59,13 +59,13 @@ def time_words(events: Sequence[Event]) -> str:
 
 
 def _sessions(events: Sequence[Event]) -> list[list[TrainEvent]]:
-    """The steps of each time the run was started."""
-    found: list[list[TrainEvent]] = [[]]
+    """Train events of each session (start of the run)."""
+    sessions: list[list[TrainEvent]] = [[]]
     for event in events:
         if event["kind"] == "start":
-            found.append([])
-        found[-1] += of_kind([event], TrainEvent)
-    return found
+            sessions.append([])
+        sessions[-1] += of_kind([event], TrainEvent)
+    return sessions
 
 
 def _compiling(steps: Sequence[TrainEvent]) -> float:
@@ -76,20 +76,20 @@ def _compiling(steps: Sequence[TrainEvent]) -> float:
 
 
 def _whole(events: Sequence[Event]) -> float | None:
-    """From the command, or the first event where it is not known, to the last one: of every session, summed.
+    """Seconds from the command (or the first event) to the last event, summed over sessions.
 
-    None where an event has no time. What a killed session did behind its last save is no part of the run.
+    None if an event has no time. Work of a killed session after its last save does not count.
     """
     firsts, starts = [0], [place for place, event in enumerate(events) if event["kind"] == "start"]
-    for before, start in pairwise(starts):  # a session begins with its account of the data
+    for before, start in pairwise(starts):  # a session starts with its data event
         accounts = [place for place in range(before + 1, start) if events[place]["kind"] == "data"]
         firsts.append(accounts[-1] if accounts else start)
     whole = 0.0
     for first, end in pairwise([*firsts, len(events)]):
-        # what a resumed run warns of stands before its account, and is said in that session
-        told = [event for event in events[first:end] if event["kind"] != "warning" or end == len(events)]
-        begun = next((event.get("begun") for event in of_kind(told, StartEvent)), None)
-        begun, ended = (begun or told[0].get("time"), told[-1].get("time")) if told else (None, None)
+        # warnings of a resumed run come before its data event but belong to that session
+        counted = [event for event in events[first:end] if event["kind"] != "warning" or end == len(events)]
+        begun = next((event.get("begun") for event in of_kind(counted, StartEvent)), None)
+        begun, ended = (begun or counted[0].get("time"), counted[-1].get("time")) if counted else (None, None)
         if begun is None or ended is None:
             return None
         whole += ended - begun

@@ -1,4 +1,4 @@
-"""What a run came to in one sentence, its evaluations with units, and the command that repeats it."""
+"""Verdict on a run in one sentence, its evaluations with units, and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unfreeze.report.metrics import loss_unit
 from unfreeze.report.run import RunFolder, flat_fields, flatten
 from unfreeze.report.tables import ABSENT
 
-UNITS = {  # field of an eval event -> what it is, its unit: core/schema.py's five, and the scores of the demo
+UNITS = {  # field of an eval event -> (name, unit): those of core/schema.py, and the demo's scores
     "loss": ("held-out loss", "nats per token"),
     "perplexity": ("held-out perplexity", "exp of the loss"),
     "bits_per_byte": ("held-out bits per byte", "bits per byte of text"),
@@ -39,70 +39,73 @@ NOUNS = {
 
 
 def evaluations(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
-    """Field -> (steps, values) of everything that evaluations measured, in the order in which it came."""
+    """Return field -> (steps, values) of everything measured in evaluations, in order of appearance."""
     evals = evals_of(run.events)
     fields = dict.fromkeys(name for event in evals for name in numbers(event))
     return {name: series(evals, "eval", name) for name in fields}
 
 
 def verdict(run: RunFolder) -> str:
-    """The sentence of judged()."""
+    """Sentence of judged()."""
     return judged(run)[0]
 
 
 def judged(run: RunFolder) -> tuple[str, bool]:
-    """('tiny-k2 learnt 1,219 answers of yoda.jsonl in 2 min 20 s of training: style 0 → 98 %.', whether so).
+    """Return (verdict, True if the run learnt).
 
-    "learnt" only of a finished run that saw all of its data in enough steps, and whose events prove it
-    (report/learnt.py). What went wrong instead stands behind it, with the step to take.
+    Such as 'tiny-k2 learnt 1,219 answers of yoda.jsonl in 2 min 20 s of training: style 0 → 98 %.'
+    "learnt" needs a finished run that saw all of its data in enough steps, and proof in its events
+    (report/learnt.py). Otherwise the problem follows, with a remedy.
     """
     model, what = Path(run.source("model")).name or "The model", _what(run)
     if not run.train:
         return f"{model} has made no training step.", False
-    found, time = finding(run), f"{format_seconds(run.seconds)} of training"
-    said = f": {found.measured}." if found.measured else "."
+    evidence, time = finding(run), f"{format_seconds(run.seconds)} of training"
+    measured = f": {evidence.measured}." if evidence.measured else "."
     if run.state == "done":
         few = _too_few(run)
-        learnt = found.learnt and not what.seen and not few
+        learnt = evidence.learnt and not what.seen and not few
         done = what.seen or f"{'learnt' if learnt else 'was trained on'} {what.all}"
-        return f"{model} {done} in {time}{said}{found.note}{few}", learnt
+        return f"{model} {done} in {time}{measured}{evidence.note}{few}", learnt
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     stood = "interrupted" if run.state == "interrupted" else "unfinished"
-    words = f"{model} was trained on {what.all}; {stood} after step {run.steps_done:,}{of} and {time}{said}"
+    words = (
+        f"{model} was trained on {what.all}; {stood} after step {run.steps_done:,}{of} and {time}{measured}"
+    )
     return words, False
 
 
 def subject(run: RunFolder) -> str:
-    """'tiny-k2 on yoda_train.jsonl', as far as it is known; else the folder's name."""
+    """Title such as 'tiny-k2 on yoda_train.jsonl', as far as known; else the folder's name."""
     model, data = Path(run.source("model")).name, _files(run)
     return " on ".join(part for part in (model, data) if part) or run.name
 
 
 def _files(run: RunFolder) -> str:
-    """The name of the data file, or how many there are."""
+    """Name of the data file, or the number of files."""
     configured = run.config.get("data.files") or run.source("data")
     files = [Path(str(file)).name for file in (configured if isinstance(configured, list) else [configured])]
     return files[0] if len(files) == 1 else f"{len(files)} files"
 
 
 def _too_few(run: RunFolder) -> str:
-    """' Too few steps to learn much: --epochs 40.' where the run warned of the steps that it made."""
-    made = f"only {run.steps_done} step"
+    """' Too few steps to learn much: --epochs 40.' if the run warned of too few steps; else ""."""
+    steps = f"only {run.steps_done} step"
     for _, words in warnings(run.events):
-        if TEACH_LITTLE in words and made in words:
+        if TEACH_LITTLE in words and steps in words:
             return f" Too few steps to learn much: {words.partition(': ')[2].partition(', or')[0]}."
     return ""
 
 
 class _Data(NamedTuple):
-    """all: '1,219 answers of yoda_train.jsonl'. seen: 'saw about 370 of 1,219 answers … once', or empty."""
+    """Words on the data. all: '1,219 answers of yoda_train.jsonl'. seen: 'saw about 370 of …', or ""."""
 
     all: str
     seen: str = ""
 
 
 def _what(run: RunFolder) -> _Data:
-    """The data in words; without an account of it only the file."""
+    """Words on the data; only the file's name without a data event."""
     where = _files(run)
     account = last(run.events, DataEvent)
     if account is None or "examples" not in account:
@@ -113,17 +116,17 @@ def _what(run: RunFolder) -> _Data:
     labels = (
         run.config.get("preference.loss") == "kto"
     )  # both answers of a pair are documents, each with its label
-    noun = "answers with a label" if labels else noun
-    # Of a run that ended within its first epoch: how much of the data that was.
+    noun = "labelled answers" if labels else noun
+    # for a run that stopped within its first epoch: the part of the data that it saw
     trained, there = sum(event.get("tokens") or 0 for event in run.train), account.get("tokens") or 0
-    more = times_larger(account)  # rows that are not encoded are taken to be like those that are
-    there *= more * (1 + labels)  # each prompt also comes with an answer to another (packing/answers.py)
-    # what a fraction held out of the files is not trained on; a validation file is not counted there
+    more = times_larger(account)  # assume that rows not yet encoded are like the others
+    there *= more * (1 + labels)  # KTO also pairs each prompt with another's answer (packing/answers.py)
+    # rows held out by fraction are not trained on; a validation file is not counted in `examples`
     held_out = account.get("held_out", 0) if run.config.get("data.validation_fraction") else 0
     count = round(account["examples"] * more) - held_out
     there *= count / max(count + held_out, 1)
     whole = f"{count:,} {noun}" + (f" of {where}" if where else "")
-    if 0 < trained < 0.9 * there and run.config.get("data.weights"):  # of some files a row comes twice
+    if 0 < trained < 0.9 * there and run.config.get("data.weights"):  # rows of some files repeat
         return _Data(whole, f"saw {format_count(trained)} tokens, mixed from {whole},")
     if 0 < trained < 0.9 * there:
         return _Data(whole, f"saw about {round(count * trained / there):,} of {whole} once")
@@ -131,12 +134,12 @@ def _what(run: RunFolder) -> _Data:
 
 
 EVALUATION_HEAD = ("what", "unit", "first", "last", "best")
-LOWER = ("loss", "perplexity", "bits_per_byte")  # of these the lowest is the best
-BESIDE = ("rows", "tokens", "seconds")  # what an evaluation was of, and no result
+LOWER = ("loss", "perplexity", "bits_per_byte")  # lower is better
+BESIDE = ("rows", "tokens", "seconds")  # size and duration of an evaluation, not results
 
 
 def evaluation_rows(run: RunFolder) -> list[tuple[str, ...]]:
-    """One row per measure in EVALUATION_HEAD's order; the best with its step where it is not the last."""
+    """One row per measure in EVALUATION_HEAD's order; the best value has its step if it is not the last."""
     rows = []
     for name, (steps, ys) in evaluations(run).items():
         if name in BESIDE:
@@ -159,7 +162,7 @@ def evaluation_rows(run: RunFolder) -> list[tuple[str, ...]]:
 
 
 def evaluation_note(run: RunFolder) -> str:
-    """'Steps 0 to 50, on 38 rows with 1,143 supervised tokens, 0.9 s each.', as far as it is known."""
+    """'Steps 0 to 50, on 38 rows with 1,143 supervised tokens, 0.9 s each.', as far as known."""
     evals = evals_of(run.events)
     if not evals:
         return ""
@@ -177,24 +180,23 @@ def evaluation_note(run: RunFolder) -> str:
 
 
 def rerun_command(run: RunFolder, here: Path | None = None) -> str:
-    """The command that makes this run once more, in a folder beside it; empty without a resolved config.
+    """Command that repeats this run in another folder; "" without a resolved config.
 
-    here: where it will be typed; paths below it are written from there.
-    Only the fields that differ from their defaults, where the run recorded which these are ("given"); else
-    all that are set.
+    here: directory where it will be run; paths below it become relative.
+    Includes only fields that differ from their defaults if the run recorded them ("given"), else all.
     """
     recipe = run.config.get("recipe")
     if not isinstance(recipe, str):
         return ""
     effective = run.config.get("effective")
-    given = effective.get("given") if isinstance(effective, dict) else None
+    set_fields = effective.get("given") if isinstance(effective, dict) else None
     fields = flat_fields(
         {name: value for name, value in run.config.items() if name not in ("recipe", "effective", "out")}
     )
     words = ["unfreeze", recipe]
     config = CONFIGS.get(recipe, CONFIGS["sft"])
     for name, value in fields.items():
-        if (isinstance(given, list) and name not in given) or value in (None, "", [], {}):
+        if (isinstance(set_fields, list) and name not in set_fields) or value in (None, "", [], {}):
             continue
         values = value if isinstance(value, list) else [value]
         words += [
@@ -206,14 +208,14 @@ def rerun_command(run: RunFolder, here: Path | None = None) -> str:
 
 
 def _near(word: str, here: Path | None) -> str:
-    """A path below `here` without what leads there; any other word as it is."""
+    """Make a path below `here` relative; return any other word unchanged."""
     path = Path(word)
     inside = here is not None and path.is_absolute() and here in path.parents
     return str(path.relative_to(here)) if here and inside else word
 
 
 def machine_rows(run: RunFolder) -> list[tuple[str, str]]:
-    """(what, value) of where and with what it ran, as far as plan and config say."""
+    """(name, value) of the machine and versions, as far as plan and config have them."""
     effective = run.config.get("effective")
     effective = effective if isinstance(effective, dict) else {}
     rows = []

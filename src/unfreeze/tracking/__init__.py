@@ -1,10 +1,10 @@
-"""Sinks: trackers that read the run's events as they are written.
+"""Trackers: sinks that receive the run's events as they are written.
 
-events.jsonl is always there; a sink is a copy for another program.
+events.jsonl is always written; a sink copies it for another program.
 
-One file per sink, a class `Sink(run_dir, config)` each: it imports its library when it is made and touches
-nothing else, opens at the first event and is closed at the end. What they all show is decided once, here:
-`scalars` and `texts` of an event.
+There is one file per sink, each with a class `Sink(run_dir, config)`. It imports its library when
+constructed, opens at the first event and is closed at the end. `scalars` and `texts` decide here, for all
+sinks, what they show of an event.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ SINKS = {
     "wandb": "unfreeze.tracking.wandb",
     "trackio": "unfreeze.tracking.trackio",
 }
-"""Name, which is also that of the package to install -> module."""
+"""Name (also of the package to install) -> module."""
 
 
 class Sink(Protocol):
-    """What a tracker needs. Any of these may raise; Tracked sees to it that training goes on."""
+    """Interface of a tracker. Every method may raise; Tracked makes sure that training continues."""
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]) -> None:
-        """Import the library, open nothing yet. Raises ImportError where it isn't installed."""
+        """Import the library, but open nothing yet. Raises ImportError if it isn't installed."""
 
     def open(self, step: int) -> None:
         """Called at the first event.
 
-        step > 0: the run goes on from there, and what was shown of later steps doesn't count.
+        step > 0: the run resumes from there; anything shown for later steps is obsolete.
         """
 
     def log(self, event: Event) -> None:
-        """One event."""
+        """Record one event."""
 
     def close(self, done: bool) -> None:
-        """Flush and end. done: the run reached its end, or was interrupted and saved; False: it failed."""
+        """Flush and close. done: the run finished, or was interrupted and saved; False: it failed."""
 
 
 class Tracked:
-    """An event listener around a sink.
+    """Event listener around a sink.
 
-    The first exception shuts the sink and is said once, as a warning event; training never stops for it.
+    The first exception disables the sink and becomes one warning event; training never stops for it.
     """
 
     def __init__(self, name: str, sink: Sink):
@@ -67,14 +67,14 @@ class Tracked:
             self.sink.log(event)
         except Exception as error:
             self._failed = True
-            return f"{self._fault(error)}; training goes on, and events.jsonl has everything"
+            return f"{self._fault(error)}; training continues, and events.jsonl has everything"
         self._done |= event["kind"] == "end"
         return None
 
     def close(self) -> None:
-        """End the sink; a failed one too, as far as it goes.
+        """Close the sink, also a failed one if possible.
 
-        The events are closed by now, so a failure here is a line on stderr.
+        The event log is closed by now, so a failure here is a line on stderr.
         """
         if not self._open:
             return
@@ -90,9 +90,9 @@ class Tracked:
 
 @contextmanager
 def tracking(names: Sequence[str], run_dir: Path, config: Mapping[str, Any]) -> Iterator[tuple[Tracked, ...]]:
-    """The sinks of a run as event listeners, closed at the end.
+    """Create the sinks of a run as event listeners, and close them at the end.
 
-    Raises ConfigError for one whose library is absent, before any work.
+    Raises ConfigError before any work if a library is missing.
     """
     tracked = tuple(Tracked(name, _made(name, run_dir, config)) for name in dict.fromkeys(names))
     try:
@@ -113,7 +113,7 @@ def _made(name: str, run_dir: Path, config: Mapping[str, Any]) -> Sink:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of a train, eval or stream event under the names that trackers show.
+    """Numbers of a train, eval or stream event, by the names that trackers show:
 
     train/loss, eval/perplexity, stream/hidden, experts/dead/layer 3.
     """
@@ -131,19 +131,19 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def texts(event: Event) -> dict[str, str]:
-    """The sentences of an event under the names that trackers show: sample/0 before, warning, data, plan."""
-    found = {}
+    """Texts of an event by the names that trackers show: sample/0 before, warning, data, plan."""
+    by_name = {}
     if warning := event.get("warning"):
-        found["warning"] = warning
+        by_name["warning"] = warning
     if event["kind"] == "warning":
-        found["warning"] = event.get("message", "")
+        by_name["warning"] = event.get("message", "")
     elif event["kind"] == "sample":
         prompt, text = event.get("prompt", ""), event.get("text", "")
-        found[f"sample/{event.get('index', prompt[:40])} {event.get('when', '')}"] = f"{prompt}\n\n{text}"
+        by_name[f"sample/{event.get('index', prompt[:40])} {event.get('when', '')}"] = f"{prompt}\n\n{text}"
     elif event["kind"] == "data":
-        found["data"] = event.get("summary", "")
+        by_name["data"] = event.get("summary", "")
     elif event["kind"] == "plan":
-        found["plan"] = "\n".join(event.get("lines", []))
+        by_name["plan"] = "\n".join(event.get("lines", []))
     elif event["kind"] == "train" and (error := event.get("error")):
-        found["error"] = error
-    return found
+        by_name["error"] = error
+    return by_name

@@ -1,4 +1,4 @@
-"""rich's Console, which outlives the reader of its output."""
+"""A rich Console that survives a closed output pipe."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rich.console import Console
 
 
 class PipeConsole(Console):
-    """A Console that falls silent where its reader has gone (`… | head`); rich's own ends the process."""
+    """A Console that goes quiet if its pipe is closed (`… | head`); rich's own exits the process."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.file.fileno())  # what others still print goes there too
+        os.dup2(nowhere, self.file.fileno())  # redirect further prints as well
         os.close(nowhere)

@@ -1,8 +1,8 @@
 """Live progress on stderr: one bar on a terminal, plain lines elsewhere.
 
-LiveProgress is a listener of core.events.EventLog. The bar is drawn when an event comes, never by a thread:
-nothing redraws while Ctrl-C is handled, and training shares no lock with it.
-Nothing here is written to standard output: with `--json` its last line is the result.
+LiveProgress is a listener of core.events.EventLog. Events redraw the bar, never a thread: so nothing redraws
+while Ctrl-C is handled, and training shares no lock with it.
+Nothing here writes to standard output: with `--json` its last line is the result.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_table, receipt_table, receipt_text, receipt_verdict
 from unfreeze.tracking.console import PipeConsole
 
-RATED = 3.0  # seconds of reading after which the time left is estimated
-# steps over which tokens/s and time left are averaged: steady, yet it follows a change within seconds
+RATED = 3.0  # seconds of reading before speed and time left are shown
+# steps over which tokens/s and time left are averaged: steady, but reacts within seconds
 WINDOW = 20
 
 
 class _Status(ProgressColumn):
-    """The words after the bar; cut, not wrapped, where the terminal is narrow."""
+    """Text after the bar; cut, not wrapped, on a narrow terminal."""
 
     def __init__(self) -> None:
         super().__init__(table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
@@ -56,13 +56,13 @@ class _Status(ProgressColumn):
 class _Display:
     """A rich bar on a terminal, lines on any other stream, nothing when quiet.
 
-    Closing it always gives the cursor back.
+    Closing it always restores the cursor.
     """
 
     def __init__(self, quiet: bool, stream: TextIO | None):
         self.quiet = quiet
         self.stream = sys.stderr if stream is None else stream
-        # no wrapping in a file: a line stays a line
+        # do not wrap lines in a file
         self.console = PipeConsole(
             file=self.stream, highlight=False, soft_wrap=not self.stream.isatty(), force_jupyter=False
         )
@@ -93,7 +93,7 @@ class _Display:
 
     def line(self, text: str) -> None:
         if not self.quiet:
-            self.console.print(Text(text))  # as Text: square brackets in a file name are no markup
+            self.console.print(Text(text))  # as Text, so that square brackets in a file name are not markup
 
     def close(self) -> None:
         if self.bar is not None:
@@ -102,12 +102,12 @@ class _Display:
 
 
 class LiveProgress:
-    """Listener and context manager: loss, tokens/s, memory, time left and step of a run, as events arrive.
+    """Event listener and context manager that shows loss, tokens/s, memory, time left and step of a run.
 
-    On a terminal, inside `with`, it is a bar. Elsewhere it is a line for the first and the last step, and one
-    every `seconds_between` seconds.
-    Data, plan, load, receipt, eval, save and warning events are one line or table each.
-    `quiet` shows nothing. Leaving the context, by an exception too, restores the terminal.
+    On a terminal, inside `with`, it shows a bar. Elsewhere it prints a line for the first and the last step,
+    and one every `seconds_between` seconds. Data, plan, load, receipt, eval, save and warning events are one
+    line or table each. `quiet` shows nothing. Leaving the context, also by an exception, restores the
+    terminal.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class LiveProgress:
     ):
         self.total_steps = total_steps
         self._whole_plan = whole_plan
-        self._predicted = ""  # how many kernels run unmeasured, until it is said
+        self._predicted = ""  # words on unmeasured kernels, until shown
         self.seconds_between = seconds_between
         self._display = _Display(quiet, stream)
         self._inside = False
         self._steps = 0
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds) of the last steps
         self._last_line = float("-inf")
-        self._beside: dict[str, str] = {}  # metrics that the line has beside the loss: field -> name
+        self._beside: dict[str, str] = {}  # metrics on the line besides the loss: field -> name
 
     def __enter__(self) -> LiveProgress:
         self._inside = True
@@ -149,9 +149,9 @@ class LiveProgress:
 
     def _on_start(self, event: StartEvent) -> None:
         self.total_steps = event.get("steps", self.total_steps)
-        told = (metric for metric in event.get("metrics", []) if metric.get("live"))
+        live = (metric for metric in event.get("metrics", []) if metric.get("live"))
         self._beside = {
-            metric["field"]: metric["label"].lower() for metric in told if metric["field"] != "loss"
+            metric["field"]: metric["label"].lower() for metric in live if metric["field"] != "loss"
         }
         if self._predicted:  # nothing was loaded
             self._display.line(f"preparing step {event['step'] + 1}, {self._predicted}")
@@ -221,13 +221,13 @@ class LiveProgress:
     def _status(self, event: TrainEvent) -> str:
         tokens, seconds = (sum(column) for column in zip(*self._recent, strict=True))
         loss, peak = event.get("loss"), event.get("peak_bytes")
-        # the first step of a process compiles kernels, so it is left out of the forecast
+        # exclude the first step of a process, which compiles kernels, from the forecast
         timed = [duration for _, duration in self._recent][1 if self._steps <= WINDOW else 0 :]
         left = (self.total_steps - event["step"]) * sum(timed) / len(timed) if timed else 0.0
         epoch = event.get("epoch")
-        found = ((name, event.get(field)) for field, name in self._beside.items())
-        beside = [(name, value) for name, value in found if isinstance(value, float)]
-        parts = [  # what people watch comes first: a narrow terminal cuts the end
+        values = ((name, event.get(field)) for field, name in self._beside.items())
+        beside = [(name, value) for name, value in values if isinstance(value, float)]
+        parts = [  # most important first: a narrow terminal cuts the end
             f"epoch {epoch:.1f}" if epoch is not None else "",
             f"loss {loss:.3f}" if loss is not None else "loss not finite",
             *(f"{name} {value:.3f}" for name, value in beside),
@@ -244,15 +244,15 @@ def eval_words(event: EvalEvent) -> str:
     known["logp_likelier"] = "likelier answer {:.1f} nats"
     about = {"rows": "{:,.0f} rows", "tokens": "{:,.0f} tokens", "seconds": "{:.1f} s"}
     values = numbers(event)
-    said = [known.get(name, name + " {:.4g}").format(v) for name, v in values.items() if name not in about]
-    beside = [form.format(values[name]) for name, form in about.items() if name in values]
-    return ", ".join(said) + (f" ({', '.join(beside)})" if beside else "")
+    words = [known.get(name, name + " {:.4g}").format(v) for name, v in values.items() if name not in about]
+    details = [form.format(values[name]) for name, form in about.items() if name in values]
+    return ", ".join(words) + (f" ({', '.join(details)})" if details else "")
 
 
 class LoadProgress:
-    """Progress of loading or downloading: share done; after RATED seconds also GB/s (decimal) and time left.
+    """Progress of loading or downloading: share done, after RATED seconds also GB/s (decimal) and time left.
 
-    A context manager that is called with (bytes_done, bytes_total).
+    A context manager to call with (bytes_done, bytes_total).
     """
 
     def __init__(
@@ -268,7 +268,7 @@ class LoadProgress:
         self._clock = clock
         self._display = _Display(quiet, stream)
         self._began = self._shown = clock()
-        self._first: tuple[float, int] | None = None  # when something was read first, and how much
+        self._first: tuple[float, int] | None = None  # (time, bytes) of the first call
         self._inside = False
 
     def __enter__(self) -> LoadProgress:
@@ -286,8 +286,8 @@ class LoadProgress:
         now, finished = self._clock(), bytes_done >= bytes_total
         self._first = self._first or (now, bytes_done)
         drawing = self._inside and self._display.may_draw
-        # 0.1 s between redraws: a checkpoint of 69,120 tensors calls this once per tensor. What is done
-        # before its first line has none
+        # 0.1 s between redraws: a checkpoint of 69,120 tensors calls this once per tensor. A task that
+        # finishes before its first line prints nothing
         soon = now - self._shown < (0.1 if drawing else self.seconds_between)
         if self._display.quiet or (soon and not (finished and (drawing or self._shown > self._began))):
             return
@@ -299,7 +299,7 @@ class LoadProgress:
             self._display.line(f"{self.label}  {status}")
 
     def _status(self, done: int, total: int, now: float, first: float, before: int) -> str:
-        """before: bytes that were read at the moment `first`; the rate is of what came since."""
+        """Words on progress. before: bytes read at time `first`; the rate is over bytes read since."""
         words, seconds, read = f"{decimal_bytes(done)} of {decimal_bytes(total)}", now - first, done - before
         if seconds >= RATED and read > 0 and done < total:
             left = format_seconds((total - done) * seconds / read)
@@ -308,9 +308,9 @@ class LoadProgress:
 
 
 class EncodeProgress:
-    """Progress of encoding data files: rows, rows/s and time left, once it has taken `after` seconds.
+    """Progress of encoding data files: rows, rows/s and time left, shown after `after` seconds.
 
-    A context manager that is called with (rows, bytes_done, bytes_total).
+    A context manager to call with (rows, bytes_done, bytes_total).
     """
 
     def __init__(

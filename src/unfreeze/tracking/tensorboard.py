@@ -1,7 +1,7 @@
 """TensorBoard: runs/<name>/tensorboard/.
 
-Show it with `tensorboard --logdir runs`, which lays all runs over one another.
-Written with the tensorboard package's own event writer; neither TensorFlow nor torch is needed.
+Show it with `tensorboard --logdir runs`, which overlays all runs. Uses the tensorboard package's own event
+writer, without TensorFlow or torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unfreeze.tracking import scalars, texts
 class Sink:
     """Scalars and texts of each event at its step and time.
 
-    A resumed run has TensorBoard drop the steps it repeats (SessionLog.START).
+    On resume, TensorBoard is told to drop the steps that are repeated (SessionLog.START).
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
@@ -26,7 +26,7 @@ class Sink:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._make_writer = EventFileWriter
-        self._record: Any = event_pb2  # generated modules: their classes are made when they are imported
+        self._record: Any = event_pb2  # generated modules create their classes on import
         self._summary: Any = summary_pb2
         self._tensor: Any = tensor_pb2
         self._shape: Any = tensor_shape_pb2
@@ -55,14 +55,14 @@ class Sink:
                 )
             )
         if event["kind"] != "train":
-            # before each save event returns, so that a killed run shows every step it goes on from
+            # flush before a save event returns, so that a killed run shows every step up to its save
             self._writer.flush()
 
     def close(self, done: bool) -> None:
         self._writer.close()
 
     def _text(self, name: str, words: str) -> Any:
-        """TensorBoard renders texts as Markdown; four spaces keep a model's own characters as they are."""
+        """Text summary. TensorBoard renders Markdown; four spaces keep a model's text verbatim."""
         shown = "\n".join("    " + line for line in words.splitlines())
         plugin = self._summary.SummaryMetadata.PluginData(plugin_name="text")
         tensor = self._tensor.TensorProto(

@@ -1,9 +1,7 @@
-"""trackio: a database of its own (TRACKIO_DIR, else in the Hugging Face cache), project "unfreeze".
+"""trackio: its own database (TRACKIO_DIR, else in the Hugging Face cache), project "unfreeze".
 
-Show it with `trackio show`.
-
-It stays on this machine unless the environment names a place (TRACKIO_SPACE_ID, TRACKIO_SERVER_URL), as
-trackio itself defines them.
+Show it with `trackio show`. Data stay on this machine unless trackio's own variables TRACKIO_SPACE_ID or
+TRACKIO_SERVER_URL name a server.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ from unfreeze.tracking import scalars, texts
 class Sink:
     """Scalars and texts of each event at its step, under the run folder's name.
 
-    A resumed run goes on under the same name.
-
-    trackio has one current run per process and greets on stdout, which belongs to --json: its words are
-    dropped.
+    A resumed run keeps its name. trackio has one current run per process. It prints to stdout, which belongs
+    to --json, so its output is dropped.
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):

@@ -1,8 +1,7 @@
-"""Weights & Biases: offline in runs/<name>/wandb/, unless the environment says WANDB_MODE=online.
+"""Weights & Biases: offline in runs/<name>/wandb/ unless WANDB_MODE=online, so no data leave unasked.
 
-So nothing leaves the machine unasked.
-`wandb sync runs/<name>/wandb/offline-run-*` sends it later. WANDB_PROJECT and the other variables of wandb
-itself count as usual.
+`wandb sync runs/<name>/wandb/offline-run-*` uploads later. WANDB_PROJECT and wandb's other variables work as
+usual.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ class Sink:
             dir=str(self._run_dir),
             config=dict(self._config),
             mode=self._mode,
-            reinit="create_new",  # never take over a run that the calling program has open
+            reinit="create_new",  # do not take over a run opened by the calling program
             settings=self._wandb.Settings(
                 console="off", silent=True
             ),  # stdout belongs to --json, the terminal to the live progress
         )
         self._run.define_metric("step")
-        # an own axis: wandb's internal one refuses steps that are done again after a resume
+        # use our own axis: wandb's internal one refuses steps repeated after a resume
         self._run.define_metric("*", step_metric="step")
 
     def log(self, event: Event) -> None:
@@ -60,7 +59,7 @@ class Sink:
         self._run.finish(exit_code=0 if done else 1)
 
     def _id(self, step: int) -> str:
-        """A new id for a new run, the last one for a run that goes on."""
+        """Return a new id for a new run, the previous id for a resumed run."""
         file = self._run_dir / "wandb-id"
         if step and file.is_file():
             return file.read_text(encoding="utf-8").strip()

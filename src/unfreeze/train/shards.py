@@ -180,4 +180,4 @@ class SavedShards:
 
     @property
     def _next(self) -> str:
-        return f"remove {self.folder} to go on from the save before"
+        return f"remove {self.folder} to resume from the previous save"

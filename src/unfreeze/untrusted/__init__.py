@@ -1,1 +1,1 @@
-"""L1, what reads foreign bytes with suspicion: JSON, patterns, and what a chat template may use up."""
+"""Level 1: safe reading of untrusted input: JSON, regular expressions, and limits for chat templates."""

@@ -1,6 +1,6 @@
-"""A JSON object from a file or a line that someone else wrote: read strictly, or refused with one UserError.
+"""Read an untrusted JSON object from a file or line, strictly, or refuse it with one UserError.
 
-No input may cause a traceback, a hang or a full memory.
+No input can cause a traceback, a hang or exhausted memory.
 """
 
 from __future__ import annotations
@@ -11,30 +11,28 @@ from typing import Any, TypeGuard
 
 from unfreeze.core.errors import UserError
 
-MAX_BYTES = 200_000_000  # the largest file read whole; Kimi-K2's index, with 207,000 tensors, has 25 MB
+MAX_BYTES = 200_000_000  # limit for a file; Kimi-K2's index with 207,000 tensors has 25 MB
 DAMAGED = "download or write the file again"
 
 
 def read_object(path: Path, error: type[UserError], *, next: str = DAMAGED) -> dict[str, Any]:
     """Read the object in a JSON file, UTF-8 with or without a byte order mark.
 
-    `error` is the class to raise, `next` what it tells the user to do.
-    Refused: larger than MAX_BYTES, and what parse_object refuses. The file must exist.
+    error: class to raise; next: its remedy.
+    Refuses files above MAX_BYTES and everything that parse_object refuses. The file must exist.
     """
     size = path.stat().st_size
     if size > MAX_BYTES:
-        raise error(
-            f"{path} has {size:,} bytes; a JSON file of more than {MAX_BYTES:,} is not read", next=next
-        )
+        raise error(f"{path} has {size:,} bytes; the limit for a JSON file is {MAX_BYTES:,}", next=next)
     return parse_object(path.read_bytes(), str(path), error, next=next)
 
 
 def parse_object(raw: bytes, what: str, error: type[UserError], *, next: str = DAMAGED) -> dict[str, Any]:
-    """bytes -> the object.
+    """Parse bytes to an object.
 
-    Refused: not UTF-8, not JSON, not an object, one key twice with different values, a number of more than
-    4,300 digits, nesting deeper than the interpreter's stack. NaN and Infinity pass: the reader of the field
-    checks them.
+    Refuses: not UTF-8, not JSON, not an object, a key twice with different values, a number with more than
+    4,300 digits, nesting deeper than the interpreter's stack. NaN and Infinity are accepted here; the reader
+    of the field checks them.
     """
     try:
         value = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=one_value_per_key)
@@ -46,23 +44,23 @@ def parse_object(raw: bytes, what: str, error: type[UserError], *, next: str = D
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a value out of JSON is an object; its keys are texts then, and what they hold anything."""
+    """True if a JSON value is an object, with str keys and values of any type."""
     return isinstance(value, dict)
 
 
 def is_list(value: object) -> TypeGuard[list[Any]]:
-    """Whether a value out of JSON is a list."""
+    """True if a JSON value is a list."""
     return isinstance(value, list)
 
 
 def one_value_per_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict; ValueError where a key comes twice with different values.
+    """Make a dict. Raises ValueError if a key occurs twice with different values.
 
-    Readers don't agree on which one counts.
+    JSON readers do not agree on which value counts.
     """
     value = dict(pairs)
     if len(value) != len(pairs):
-        for name, given in pairs:
-            if given != value[name] and not given != given:  # NaN differs from itself
-                raise ValueError(f"field {name!r} stands twice with different values")
+        for name, item in pairs:
+            if item != value[name] and not item != item:  # NaN differs from itself
+                raise ValueError(f"field {name!r} occurs twice with different values")
     return value

@@ -1,22 +1,22 @@
-"""A regular expression from a file that someone else wrote.
+"""Compile an untrusted regular expression.
 
-Refused: no valid pattern, or one whose matching can take forever. `re` backtracks: matching (a+)+$ with 40
-letters takes longer than a person lives, and `re` has no timeout.
+Refuses invalid patterns and patterns whose matching can take forever. `re` backtracks and has no timeout:
+matching (a+)+$ with 40 letters takes longer than a lifetime.
 """
 
 from __future__ import annotations
 
 import re
 
-# the standard library's own parser: what it reads is what is matched
+# the standard library's own parser, so it reads the pattern as `re` does
 from re import _constants, _parser  # pyright: ignore[reportAttributeAccessIssue]
 from typing import Any
 
 from unfreeze.core.errors import UserError
 
-NAME = 100  # characters: longer than the names of modules that patterns are matched with
-# The most ways in which a pattern's repeats may divide a name: enough for four open-ended repeats. Most ways
-# fail early, so matching takes 0.1 s at worst.
+NAME = 100  # characters: longer than any module name that is matched
+# Limit for the number of ways in which a pattern's repeats can divide a name: enough for four open-ended
+# repeats. Most ways fail early, so matching takes at most 0.1 s.
 MAX_WAYS = 2 * NAME**4
 _REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT}
 
@@ -24,8 +24,8 @@ _REPEATS = {_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_
 def pattern(text: object, where: str, error: type[UserError]) -> re.Pattern[str]:
     """Compile the pattern.
 
-    Raises `error`, beginning with `where`: not a text, not a pattern, a choice or a repeat inside a repeat,
-    or more than MAX_WAYS to match.
+    Raises `error`, its message starting with `where`, for: not a text, not a pattern, a choice or a repeat
+    inside a repeat, or more than MAX_WAYS ways to match.
     """
     if not isinstance(text, str) or len(text) > 1000:
         raise error(
@@ -38,7 +38,7 @@ def pattern(text: object, where: str, error: type[UserError]) -> re.Pattern[str]
     except (re.error, RecursionError, OverflowError) as fault:
         raise error(
             f"{where}: {text[:80]!r} is not a regular expression: {fault}",
-            next="write module names, or mend it",
+            next="write module names, or correct it",
         ) from None
     if nested or ways > MAX_WAYS:
         why = (
@@ -56,7 +56,7 @@ def pattern(text: object, where: str, error: type[UserError]) -> re.Pattern[str]
 def _ways(parsed: Any, *, inside: bool) -> tuple[float, bool]:
     """Count the ways to divide NAME characters among the pattern's repeats.
 
-    -> (ways, whether a choice or a repeat lies inside a repeat)
+    -> (ways, True if a choice or a repeat is inside a repeat)
     """
     ways, nested = 1.0, False
     for operation, value in parsed:
@@ -71,7 +71,7 @@ def _ways(parsed: Any, *, inside: bool) -> tuple[float, bool]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """The patterns that stand inside one parsed operation."""
+    """Patterns inside one parsed operation."""
     if isinstance(value, _parser.SubPattern):
         return [value]
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""A jinja2 sandbox that counts steps.
+"""A jinja2 sandbox with a step limit.
 
-A chat template from a checkpoint may read and join its messages, but not run for hours or fill the memory.
-jinja2's own sandbox keeps a template away from the interpreter and limits a range to 100,000; three nested
-ranges are still 10^15 steps. Here each turn of a loop, each item of a range and each 100 characters made by +
-* ~ % or a method costs one step, and a rendering may cost MAX_STEPS.
+A checkpoint's chat template must not run for hours or exhaust memory. jinja2's own sandbox isolates a
+template from the interpreter and limits a range to 100,000, but three nested ranges are still 10^15 steps.
+Here each loop iteration, each item of a range, and each 100 characters made by + * ~ % or a method cost one
+step. A rendering can cost at most MAX_STEPS.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import jinja2.runtime
 import jinja2.sandbox
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 2_000_000  # of one rendering, about a second; a conversation of 1,000 turns takes some thousand
-# the largest number a method or filter may be given (a width, a count), and the longest text or list made at
-# once
+MAX_STEPS = 2_000_000  # per rendering, about a second; a conversation of 1,000 turns takes a few thousand
+# largest number passed to a method or filter (a width, a count), and largest text or list made at once
 MAX_NUMBER = 10_000_000
-MAX_BITS = 10_000  # of an integer
+MAX_BITS = 10_000  # per integer
 _OF_DICT = frozenset(dir(dict))
 _PLAIN = (dict, str)
-"""What their methods do was judged when they were looked up: they are called at once, as macros are."""
+"""Methods of these types were checked at lookup, so they are called directly, like macros."""
 
 
 class _Spent(threading.local):
@@ -36,12 +35,12 @@ class _Spent(threading.local):
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """ImmutableSandboxedEnvironment whose templates raise TemplateError once they have cost MAX_STEPS.
+    """ImmutableSandboxedEnvironment whose templates raise TemplateError after MAX_STEPS.
 
-    `begin` before each rendering.
+    Call `begin` before each rendering.
     """
 
-    filters: dict[str, Any]  # which jinja2 leaves without types
+    filters: dict[str, Any]  # jinja2 has no types for these
     globals: dict[str, Any]
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -55,28 +54,27 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["range"] = self._range
 
     @staticmethod
-    def rendered(template: jinja2.Template, given: dict[str, Any]) -> str:
-        """The text of a template with these variables, and the environment's globals among them.
+    def rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
+        """Render a template with these variables, which must include the environment's globals.
 
-        template.render, which goes through all globals to copy them: a quarter of the time of a short
-        conversation.
+        Faster than template.render, which copies all globals: a quarter of the time for a short conversation.
         """
         context = template.environment.context_class(
-            template.environment, given, template.name, template.blocks
+            template.environment, variables, template.name, template.blocks
         )
         return "".join(template.root_render_func(context))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """obj.attribute, as the sandbox does it.
+        """obj.attribute, with the sandbox's rules.
 
-        A message's field is looked up at once: a dict of JSON has no attribute of that name. So is a method
-        of a dict, which is no method of a text that formats.
+        Fields of a message are looked up directly, because a JSON dict has no attribute of that name. So are
+        methods of a dict, because they do not format strings.
         """
         if type(obj) is dict:
             if attribute in _OF_DICT:
-                found = getattr(obj, attribute)
-                if self.is_safe_attribute(obj, attribute, found):
-                    return found
+                value = getattr(obj, attribute)
+                if self.is_safe_attribute(obj, attribute, value):
+                    return value
                 return self.unsafe_undefined(obj, attribute)
             try:
                 return obj[attribute]
@@ -85,33 +83,33 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """The sandbox asks for the object's type and the name only: one answer serves all messages."""
-        asked = (type(obj), attr)
-        if (answer := self._safe.get(asked)) is None:
+        """Cache the sandbox's answer, which depends only on the object's type and the name."""
+        key = (type(obj), attr)
+        if (answer := self._safe.get(key)) is None:
             answer = super().is_safe_attribute(obj, attr, value)
             if len(self._safe) < 1000:
-                self._safe[asked] = answer
+                self._safe[key] = answer
         return answer
 
     def begin(self) -> None:
-        """Set this thread's count back to 0, for a new rendering."""
+        """Reset this thread's step count for a new rendering."""
         self._spent.steps = 0
 
     def charge(self, steps: int) -> None:
-        """Raises TemplateError where the rendering has cost too much."""
+        """Count steps. Raises TemplateError above MAX_STEPS."""
         spent = self._spent
         spent.steps = steps = spent.steps + steps
         if steps > MAX_STEPS:
             raise jinja2.TemplateError(f"it takes more than {MAX_STEPS:,} steps")
 
     def counted(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items of a {% for %}, each charged one step."""
+        """Yield the items of a {% for %}, counting one step each."""
         for item in items:
             self.charge(1)
             yield item
 
     def joined(self, items: list[Any]) -> str:
-        """a ~ b, charged by its length."""
+        """Evaluate a ~ b, counting steps by length."""
         self._made(sum(len(item) for item in items if isinstance(item, str)))
         return "".join(map(str, items))
 
@@ -121,11 +119,11 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             self._number(left.bit_length() + right.bit_length())
         elif operator == "*":
-            made = 1
+            length = 1
             sides: tuple[object, ...] = (left, right)
             for side in sides:
-                made *= len(side) if isinstance(side, Sized) else side if isinstance(side, int) else 0
-            self._made(made)
+                length *= len(side) if isinstance(side, Sized) else side if isinstance(side, int) else 0
+            self._made(length)
         elif operator == "+":
             self._made(sum(len(side) for side in (left, right) if isinstance(side, Sized)))
         elif operator == "%" and isinstance(left, str):
@@ -134,7 +132,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **named: Any) -> Any:
         self.charge(1)
-        # a number given to a macro (a tool's argument, say) is charged where the macro uses it
+        # a number passed to a macro (such as a tool's argument) is counted when the macro uses it
         if type(obj) is jinja2.runtime.Macro:
             named.pop("_loop_vars", None)
             named.pop("_block_vars", None)
@@ -149,7 +147,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **named)
 
     def wrap_str_format(self, value: Any) -> Any:
-        """'{:>9999999999}'.format: the width is part of the text, so the text is checked."""
+        """Check the text itself for '{:>9999999999}'.format, because it contains the width."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
@@ -169,8 +167,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return items
 
     def _measured(self, function: Any) -> Any:
-        """A filter whose arguments are measured first."""
-        # it is also given the environment or the context: measure the rest
+        """Wrap a filter so that its arguments are measured first."""
+        # its first argument is the environment or context: measure the others
         if hasattr(function, "jinja_pass_arg"):
 
             def measured(first: Any, *args: Any, **named: Any) -> Any:

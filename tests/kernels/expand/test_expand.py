@@ -192,4 +192,4 @@ def test_an_unwritable_cache_folder_is_said_and_survived(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "compiled anew in each process" in done.stderr
+    assert "compiled again in each process" in done.stderr

@@ -336,11 +336,11 @@ def main() -> int:
         print(f"FAULT {name} ({launch.label}): {wrong}" if wrong else lines[-1], flush=True)
     if given.write:
         head = [
-            "# What ptxas says of the Triton kernels",
+            "# ptxas: registers and spills of the Triton kernels",
             "",
             "`python tests/kernels/loops/compile_triton.py --ptxas --write docs/measured/ptxas.md`,"
             f" {date.today()}, triton {triton.__version__}, sm_90a, at Kimi-K2's sizes. No GPU was used: this"
-            " is what a kernel needs, not how fast it is.",
+            " shows what a kernel needs, not how fast it is.",
             "",
             "| kernel | of | warps | registers a thread | spilled bytes | shared KiB | widest store, bytes |",
             "|---|---|---:|---:|---:|---:|---:|",

@@ -188,5 +188,5 @@ def test_a_layout_says_what_is_not_on_the_device():
     grouped = RESIDENT.but(experts="disk", buffer=0.5, optimizer="host", recompute="selective", keep_layers=2)
     assert grouped.words(6) == (
         "experts on disk in groups of 512.0 MiB; optimizer on host;"
-        " recompute selective but for the last 2 layers"
+        " recompute selective except in the last 2 layers"
     )

@@ -246,7 +246,7 @@ class Renderer:
             if not self._completions.fits(prompt, answer):
                 raise Unstable(
                     f"messages[{turn}] (assistant): the prompt opens a think block and the chat template does"
-                    " not go on from there"
+                    " not continue from there"
                 )
             closed = self._completions.closed(answer, messages[turn], words[turn], tools)
             if turn == len(messages) - 1:

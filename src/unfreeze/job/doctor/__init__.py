@@ -1,1 +1,1 @@
-"""What can be known of a run before it starts: the checks of `unfreeze doctor`."""
+"""The checks of `unfreeze doctor`: faults of a run that can be found before it starts."""

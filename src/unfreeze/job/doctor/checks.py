@@ -1,6 +1,6 @@
-"""The checks of `unfreeze doctor`: what can be known of a run before it starts.
+"""The checks of `unfreeze doctor`: faults of a run that can be found before it starts.
 
-Each runs a guard of the run beforehand.
+Each check applies one of the run's own guards.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan import Plan
 
 SMOKE_TOKENS = 32
-# a larger model isn't loaded for the numerics check: reading 4 GiB takes some seconds, 594 GB an hour
+# the numerics check loads no larger model: 4 GiB take seconds to read, 594 GB take an hour
 SMOKE_BYTES = 4 * 2**30
-ALL_TAUGHT = 0.98  # conversations of which more carries loss than this have most likely lost their mask
+ALL_TAUGHT = 0.98  # if more of the conversations' tokens carry loss, the mask is most likely lost
 
 
 @dataclass
 class Subject:
-    """What the checks look at; each part is read once, when a check first asks for it."""
+    """The run to check. Each part is loaded once, when a check first needs it."""
 
     config: TrainingConfig
     parts: Parts
     has_data: bool
     quiet: bool = True
-    dtype: Precision | None = None  # of the config, and why it is that one
+    dtype: Precision | None = None  # the config's dtype, and the reason for it
     broken: set[str] = field(default_factory=set[str])
 
     @cached_property
@@ -77,19 +77,19 @@ class Subject:
 
     @cached_property
     def length(self) -> int:
-        """Tokens at which the run would cut a row."""
+        """Number of tokens to which the run would cut a row."""
         from unfreeze.job.data import sequence_length
 
         return sequence_length(self.config.data, self.config.tokens_per_micro_batch, self.shape.max_positions)
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The data as the run would encode it, bad rows counted instead of refused."""
+        """The data as the run would encode it, except that bad rows are counted, not refused."""
         from unfreeze.data import encoded_files
 
         config = with_files(self.config)
         data = config.data
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "tokenizer": self.tokenizer,
             "sequence_length": self.length,
             "truncation": data.truncation,
@@ -98,7 +98,7 @@ class Subject:
             **self.parts.encoding,
         }
         with EncodeProgress(quiet=self.quiet) as progress:
-            return encoded_files(data.files, progress=progress, **given)
+            return encoded_files(data.files, progress=progress, **options)
 
     @cached_property
     def device(self) -> torch.device:
@@ -109,23 +109,23 @@ class Subject:
     @cached_property
     def plan(self) -> Plan:
         self.parts.trained.check(self.manifest)
-        given = self.config, self.parts.trained, self.manifest, self.shape, self.device
-        return Planning(*given, second=self.parts.second).first()[1]
+        subject = self.config, self.parts.trained, self.manifest, self.shape, self.device
+        return Planning(*subject, second=self.parts.second).first()[1]
 
 
 Check = Callable[[Subject], Iterator[Finding]]
 
 
 def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool = True) -> Iterator[Finding]:
-    """Every check in order. What needs a part that is broken is skipped, naming the part."""
+    """Run every check in order. A check that needs a broken part is skipped, naming the part."""
     subject = Subject(config, parts, has_data, quiet)
-    with suppress(UserError):  # of the device, which the first check names
+    with suppress(UserError):  # for a missing device, which the first check reports
         subject.dtype = precision(config.memory.dtype, subject.device)
         subject.config = in_dtype(config, subject.dtype.name)
     for name, check, needs in CHECKS:
         lacking = [part for part in needs if part in subject.broken]
         if lacking:
-            yield Finding(name, "skip", f"needs the {lacking[0]}, which has a fault")
+            yield Finding(name, "skip", f"not checked: {lacking[0]} has a fault")
             subject.broken.add(name)
             continue
         try:
@@ -139,9 +139,9 @@ def examine(config: TrainingConfig, parts: Parts, *, has_data: bool, quiet: bool
 
 
 def check_checkpoint(subject: Subject) -> Iterator[Finding]:
-    """docs/why/trust.md L7 and L8: every tensor of the model is covered exactly once by the files.
+    """Check that the files cover every tensor of the model exactly once (docs/why/trust.md L7 and L8).
 
-    No tensor is read for it.
+    Reads no tensor.
     """
     from unfreeze import models
     from unfreeze.checkpoint.resolve import resolve
@@ -161,7 +161,7 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
         params,
     )
     code = sorted(path.name for path in manifest.path.glob("*.py"))
-    beside = f"; {len(code)} Python files lie beside it ({code[0]}) and are never run" if code else ""
+    beside = f"; {len(code)} Python files are in the folder ({code[0]}) and are never run" if code else ""
     yield Finding(
         "checkpoint",
         "ok",
@@ -173,12 +173,12 @@ def check_checkpoint(subject: Subject) -> Iterator[Finding]:
             "checkpoint",
             "warn",
             note,
-            "ask the publisher what they change; a program that knows them may compute other numbers",
+            "ask the publisher what they change; a program that uses them may compute other numbers",
         )
 
 
 def vocabulary_finding(subject: Subject) -> Iterator[Finding]:
-    """Every id has a row in the embedding, and texts have an end (docs/why/trust.md N5 and N6)."""
+    """Check that each id has a row in the embedding, and that texts can end (docs/why/trust.md N5, N6)."""
     from unfreeze.job.data import check_vocabulary as refuse_mismatch
 
     tokenizer, rows = subject.tokenizer, subject.shape.vocab_size
@@ -190,28 +190,28 @@ def vocabulary_finding(subject: Subject) -> Iterator[Finding]:
     padded = rows - tokenizer.named_size
     line = (
         f"{tokenizer.named_size:,} ids, {rows:,} rows of the embedding ({padded:,} padded, never sampled);"
-        f" ends: {ends or 'none'}"
+        f" end tokens: {ends or 'none'}"
     )
     if not tokenizer.eos_ids:
         yield Finding(
             "vocabulary",
             "warn",
-            f"{line}: no end is learned or stops a text",
-            "give tokenizer_config.json an eos_token",
+            f"{line}: nothing stops a text, and no end is learned",
+            "add eos_token to tokenizer_config.json",
         )
     elif beyond:
         yield Finding(
             "vocabulary",
             "warn",
-            f"{line}; end id {beyond[0]} has no name",
-            "mend eos_token_id in generation_config.json or config.json",
+            f"{line}; end token id {beyond[0]} has no token",
+            "fix eos_token_id in generation_config.json or config.json",
         )
     else:
         yield Finding("vocabulary", "ok", line)
 
 
 def check_second(subject: Subject) -> Iterator[Finding]:
-    """A teacher, or what a policy is compared with: as a run refuses it. Nothing where there is none."""
+    """Check the second model (a teacher or a reference) as a run does. Yields nothing if there is none."""
     second = subject.parts.second
     if second is None:
         return
@@ -222,7 +222,7 @@ def check_second(subject: Subject) -> Iterator[Finding]:
 
 
 def check_template(subject: Subject) -> Iterator[Finding]:
-    """docs/why/trust.md N4 and N6: what the template's mask teaches of a conversation of known words."""
+    """Check the template's loss mask on a test chat (docs/why/trust.md N4 and N6)."""
     from unfreeze.data import Conversation
     from unfreeze.data.tokens.masks import renderer
 
@@ -231,7 +231,7 @@ def check_template(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "template",
             "warn",
-            "the checkpoint has no chat template: the plain one is used",
+            "the checkpoint has no chat template; a plain one is used",
             "add the publisher's chat_template.jinja",
         )
         return
@@ -247,32 +247,36 @@ def check_template(subject: Subject) -> Iterator[Finding]:
     rendered = render(Conversation(messages))
     taught = [segment.text for sample in rendered.samples for segment in sample if segment.supervised]
     release = f" (that of {tokenizer.template.release.name})" if tokenizer.template.release.name else ""
-    both = [
+    answers = [
         text.removesuffix(next((end for end in render.ends if text.endswith(end)), "")) for text in taught
     ]
-    known = f"in a two-turn test chat{release} both answers are trained on, each with its end token"
-    if [text.strip() for text in both] != ["Zq1", "Zq2"]:
-        known = f"in a two-turn test chat{release} this is trained on: {' and '.join(map(repr, taught))}"
+    summary = f"in a two-turn test chat{release} both answers are trained on, each with its end token"
+    if [text.strip() for text in answers] != ["Zq1", "Zq2"]:
+        summary = f"in a two-turn test chat{release} this is trained on: {' and '.join(map(repr, taught))}"
     if not all(any(text.endswith(end) for end in render.ends) for text in taught):
         yield Finding(
             "template",
             "warn",
-            f"what is taught does not close with an end token: {taught[0]!r}",
-            "mend eos_token, or the template",
+            f"the supervised text does not stop with an end token: {taught[0]!r}",
+            "fix eos_token or the template",
         )
     elif len(rendered.samples) > 1:
-        yield Finding("template", "ok", f"{known}, each as an example of its own: it rewrites earlier turns")
+        yield Finding(
+            "template",
+            "ok",
+            f"{summary}, each as its own example, because the template rewrites earlier turns",
+        )
     else:
-        yield Finding("template", "ok", known)
-    said = [
+        yield Finding("template", "ok", summary)
+    thinking = [
         {"role": "user", "content": "Aq1"},
         {"role": "assistant", "content": "Zq1", "reasoning_content": "Tq1"},
     ]
     try:
         thought = next(
-            segment.text for segment in render(Conversation(said)).samples[0] if segment.supervised
+            segment.text for segment in render(Conversation(thinking)).samples[0] if segment.supervised
         )
-        yield Finding("template", "ok", f"reasoning_content is taught as {thought!r}")
+        yield Finding("template", "ok", f"reasoning_content is trained on as {thought!r}")
     except DataError as error:
         yield Finding(
             "template",
@@ -283,7 +287,7 @@ def check_template(subject: Subject) -> Iterator[Finding]:
 
 
 def check_data(subject: Subject) -> Iterator[Finding]:
-    """Rows that are bad, without loss, cut or doubled, and a lost mask (docs/why/trust.md R7, N2, N4)."""
+    """Report a lost mask and rows that are bad, lossless, cut or repeated (docs/why/trust.md R7, N2, N4)."""
     if not subject.has_data:
         yield Finding("data", "skip", "no data file given (--data F)")
         return
@@ -298,7 +302,7 @@ def check_data(subject: Subject) -> Iterator[Finding]:
             "data",
             "warn" if subject.config.data.on_bad_row == "skip" else "fault",
             f"{stats.bad} of {stats.rows} rows cannot be read: {first}",
-            "mend the rows, or --data.on-bad-row skip",
+            "fix the rows, or --data.on-bad-row skip",
         )
     if stats.dropped:
         first = next((bad.reason for bad in stats.listed if "supervised" in bad.reason), "")
@@ -322,34 +326,34 @@ def check_data(subject: Subject) -> Iterator[Finding]:
             "warn",
             f"{100 * stats.supervised_fraction:.1f} % of the conversations' tokens carry loss: is the mask"
             " lost?",
-            "unfreeze data show colours what is taught",
+            "unfreeze data show marks the supervised tokens",
         )
     if stats.duplicates:
         first = stats.repeats[0].reason if stats.repeats else ""
         yield Finding(
             "data",
             "warn",
-            f"{stats.duplicates} of {stats.rows} rows stood before: {first}",
+            f"{stats.duplicates} of {stats.rows} rows are duplicates: {first}",
             "remove the duplicates",
         )
 
 
 def check_steps(subject: Subject) -> Iterator[Finding]:
-    """How many steps the run makes of the data."""
+    """Report the number of steps; warn if there are too few."""
     if not subject.has_data:
         yield Finding("steps", "skip", "no data file given (--data F)")
         return
-    training, steps = subject.config.training, steps_of(subject.config, subject.dataset.examples)
-    few, remedy = few_steps(training, steps)
+    training, (steps, in_one) = subject.config.training, steps_of(subject.config, subject.dataset.examples)
+    few, remedy = few_steps(training, steps, in_one)
     parts = subject.config.memory.micro_batches
     counts = ", ".join(map(str, sharers(parts)))
-    shared = f" in {parts} micro-batches, for as many processes as divide them: {counts}" if parts > 1 else ""
+    shared = f" in {parts} micro-batches; possible numbers of processes: {counts}" if parts > 1 else ""
     line = f"{steps:,} steps of {training.tokens_per_step:,} tokens{shared}"
     yield Finding("steps", "warn" if few else "ok", few or line, remedy)
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:
-    """The plan of the run: does it fit."""
+    """Check that the run's plan fits into memory."""
     from unfreeze.parallel.plan import KERNELS, refuse_if_too_large
 
     plan = subject.plan
@@ -367,12 +371,12 @@ def check_memory(subject: Subject) -> Iterator[Finding]:
     if subject.device.type == "cuda":
         from unfreeze.job.opening.device import allocator_line
 
-        said, expandable = allocator_line()
-        yield Finding("memory", "ok" if expandable else "warn", said, "set it before the program starts")
+        allocator, expandable = allocator_line()
+        yield Finding("memory", "ok" if expandable else "warn", allocator, "set it before the program starts")
 
 
 def disk_finding(subject: Subject) -> Iterator[Finding]:
-    """Room for the saves of the state, and for the adapter or the model."""
+    """Check that the disk has room for the saves and for the adapter or model."""
     what = subject.parts.trained.name
     disk = disk_of(subject.config, subject.parts.trained, subject.manifest, subject.plan)
     line = disk.words(what)
@@ -383,7 +387,7 @@ def disk_finding(subject: Subject) -> Iterator[Finding]:
 
 
 def check_run(subject: Subject) -> Iterator[Finding]:
-    """docs/why/trust.md R2 and R8: what already lies in the run folder."""
+    """Check the contents of the run folder (docs/why/trust.md R2 and R8)."""
     from unfreeze.train.run import changed_fields, latest, plain_json, read_record
 
     folder = subject.config.run_dir
@@ -397,7 +401,7 @@ def check_run(subject: Subject) -> Iterator[Finding]:
         return
     save = latest(folder)
     if save is None:
-        yield Finding("run", "ok", f"{folder} exists and holds no save: a run there begins at step 0")
+        yield Finding("run", "ok", f"{folder} exists but holds no save: a run there starts at step 0")
         return
     record = read_record(save)
     now = plain_json(subject.config.record())
@@ -409,15 +413,16 @@ def check_run(subject: Subject) -> Iterator[Finding]:
         )
         yield Finding("run", "fault", line, "restore these fields, or give another --out")
     else:
-        yield Finding("run", "ok", f"{folder} resumes from step {record['step']}")
+        ends = "is finished at" if record["step"] >= record["schedule"]["steps"] else "resumes from"
+        yield Finding("run", "ok", f"{folder} {ends} step {record['step']}")
 
 
 def check_numerics(subject: Subject) -> Iterator[Finding]:
-    """One forward pass of 32 tokens: every number finite."""
+    """Run one forward pass of 32 tokens and check that every number is finite."""
     if subject.manifest.nbytes > SMOKE_BYTES:
         size = format_bytes(subject.manifest.nbytes)
         yield Finding(
-            "numerics", "skip", f"the model has {size}; up to {format_bytes(SMOKE_BYTES)} are loaded for this"
+            "numerics", "skip", f"the model has {size}; this check loads at most {format_bytes(SMOKE_BYTES)}"
         )
         return
     import torch
@@ -475,4 +480,4 @@ CHECKS: tuple[tuple[str, Check, tuple[str, ...]], ...] = (
     ("run", check_run, ()),
     ("numerics", check_numerics, ("checkpoint", "memory")),
 )
-"""name, check, the parts it needs."""
+"""(name, check, parts that it needs)."""

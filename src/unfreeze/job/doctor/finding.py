@@ -1,4 +1,4 @@
-"""A line of the doctor's output."""
+"""Finding: one line of the doctor's output."""
 
 from __future__ import annotations
 

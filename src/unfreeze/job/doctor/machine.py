@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_machine(subject: Subject) -> Iterator[Finding]:
-    """Versions, cores, memory, CUDA."""
+    """Report versions, cores, memory, CUDA, dtype and kernels; warn of settings that do not suit them."""
     import platform
 
     import torch
@@ -35,7 +35,12 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
     )
     if threads > device.cores:
         remedy = f"--threads {device.cores}, or unset OMP_NUM_THREADS"
-        yield Finding("machine", "warn", f"{facts}: more threads than cores wait for each other", remedy)
+        yield Finding(
+            "machine",
+            "warn",
+            f"{facts}: there are more threads than cores, so they wait for each other",
+            remedy,
+        )
     else:
         yield Finding("machine", "ok", facts)
     name = subject.config.memory.dtype
@@ -48,5 +53,8 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
     processes, parts = max(started().size, torch.cuda.device_count()), subject.config.memory.micro_batches
     if parts % processes:
         near = " or ".join(f"--micro-batches {count}" for count in nearest_multiples(parts, processes))
-        line = f"micro_batches {parts} is no multiple of {processes} processes: they cannot share a step"
+        line = (
+            f"micro_batches {parts} is no multiple of {processes} processes: processes need equal"
+            " shares of a step"
+        )
         yield Finding("machine", "warn" if started().size == 1 else "fault", line, near)

@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, result, checkpoint and card; and how it is resumed."""
+"""The results of a run: its folder, summary, checkpoint and model card; and resuming it."""

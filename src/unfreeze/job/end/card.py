@@ -1,7 +1,7 @@
-"""What lies beside an adapter for whoever gets it: the tokenizer's files, and a model card (README.md).
+"""Files beside an adapter for its users: the tokenizer files and a model card (README.md).
 
-The card's front matter is the Hub's: base_model, library_name, license, tags. No path of this machine stands
-on it: files and folders by their last names.
+The card's front matter is the Hub's: base_model, library_name, license, tags. It names files and folders by
+their last part only, no local paths.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LICENSE = re.compile(
     r"^(license(?:_name|_link)?):[ \t]*[\"']?([^\s\"'\[\]{}]{1,200})[\"']?[ \t]*$", re.MULTILINE
 )
-PEFT = """Training on in peft makes another model: where gate and up of a routed expert stand in one pair, the
-zeros beside their blocks train there too. `unfreeze sft --adapter FOLDER` trains on what is here.
+PEFT = """Training further in peft makes another model: gate and up of a routed expert share one pair, and
+peft also trains the zeros beside their blocks. `unfreeze sft --adapter FOLDER` continues this
+adapter exactly.
 """
 ADAPTER = "FOLDER_OR_ID_OF_THIS_ADAPTER"
 
@@ -47,12 +48,12 @@ def write_beside(
     left_out: Sequence[str] = (),
     base_id: str = "",
 ) -> None:
-    """Put the card and the base's tokenizer files into an adapter's folder.
+    """Write the card and the base's tokenizer files into an adapter's folder.
 
-    base: folder or Hub id; base_id: what the user says is its id. run: the run that made it, None where it
-    isn't known. left_out: modules that are not in the file, because the reader doesn't apply them.
+    base: folder or Hub id; base_id: the Hub id that the user gave. run: the run that made it, None if
+    unknown. left_out: modules missing from the file because the reader doesn't apply them.
 
-    Raises CheckpointError where a tokenizer file is a link that leads out of the checkpoint.
+    Raises CheckpointError if a tokenizer file is a link that leads out of the checkpoint.
     """
     from unfreeze.checkpoint.save import write_file
 
@@ -70,36 +71,38 @@ def write_beside(
         model_type=str(manifest.config.get("model_type")),
     )
     if folder.name == BEST:
-        text += "This is the state of the lowest held-out loss. The figures above are of the whole run.\n"
+        text += (
+            "This adapter is the step with the lowest held-out loss. The figures above are for the"
+            " whole run.\n"
+        )
     if left_out:
         text += (
-            f"{reader} does not apply {', '.join(left_out)}: their factors are left out here, and the answers"
+            f"{reader} does not apply {', '.join(left_out)}: their adapters are left out here, so answers"
             " differ from the run's.\n"
         )
     write_file(folder / CARD, text)
 
 
 def refuse_other_files(folder: Path, base: Path, files: Sequence[str]) -> None:
-    """Raises ConfigError where a folder holds what is not the adapter's.
+    """Raise ConfigError if a folder holds files that are not the adapter's.
 
-    Somebody else's README would be replaced by the card; a tokenizer file that the base doesn't have would be
-    read, and uploaded, as the base's.
+    The card would replace somebody else's README. A tokenizer file that the base doesn't have would be used,
+    and uploaded, as the base's.
     """
     theirs = folder / CARD
     if theirs.is_file() and "- unfreeze" not in theirs.read_text(encoding="utf-8", errors="replace"):
         raise ConfigError(
-            f"{theirs} is a README that unfreeze did not write; it would be replaced",
-            next="give another folder",
+            f"{theirs} is a README that unfreeze did not write and would replace", next="give another folder"
         )
     other = next((name for name in files if (folder / name).exists() and not (base / name).is_file()), None)
     if other:
         raise ConfigError(
-            f"{folder / other} is of another model: {base} has no {other}", next="give another folder"
+            f"{folder / other} belongs to another model: {base} has no {other}", next="give another folder"
         )
 
 
 def hub_id(base: str) -> str:
-    """The base as the Hub knows it, "" for a folder of this machine."""
+    """Hub id of the base, "" for a local folder."""
     return base if HUB_ID.fullmatch(base) and not Path(base).exists() else ""
 
 
@@ -113,7 +116,7 @@ def card(
     base_id: str = "",
     model_type: str = "",
 ) -> str:
-    """The text of README.md. It says how to load the adapter in peft; other readers have their own pages."""
+    """Text of README.md. It shows how to load the adapter in peft, not in other readers."""
     identity = base_id or hub_id(base)
     name = identity or Path(base).name
     lines = ["---"]
@@ -126,16 +129,16 @@ def card(
     if run is not None and (run / RESOLVED).is_file():
         lines += _of_run(run)
     if reader != "peft":
-        return "\n".join([*lines, f"The files are laid out for {reader}.", ""])
+        return "\n".join([*lines, f"The files have the layout of {reader}.", ""])
     lines += usage(name, model_type, adapter=ADAPTER)
     lines += [PEFT] if has_experts else []
     return "\n".join(lines)
 
 
 def usage(base: str, model_type: str, *, adapter: str = "") -> list[str]:
-    """The section of a card that loads `base` in transformers, with an adapter by peft on top.
+    """Section of a card on loading `base` in transformers, with an adapter in peft.
 
-    transformers knows kimi_k2 as DeepSeek-V3 only, and refuses the name.
+    transformers knows kimi_k2 only as DeepSeek-V3 and refuses the name.
     """
     load = [f'model = AutoModelForCausalLM.from_pretrained("{base}")']
     names = "AutoModelForCausalLM"
@@ -153,7 +156,7 @@ def usage(base: str, model_type: str, *, adapter: str = "") -> list[str]:
 
 
 def _of_run(folder: Path) -> Iterator[str]:
-    """What was trained on what, with its figures and the command."""
+    """Yield the card's section on the run: model, data, figures and command."""
     run = read_run(folder)
     data = last(run.events, DataEvent)
     yield from (verdict(run), "", "| | |", "|---|---|")
@@ -161,7 +164,7 @@ def _of_run(folder: Path) -> Iterator[str]:
         files = data.get("files") or {}
         names = ", ".join(f"{Path(name).name} ({rows:,} rows)" for name, rows in files.items())
         yield from ([f"| Data | {names} |"] if names else [])
-        taught = f"{data['supervised_fraction']:.0%} taught"
+        taught = f"{data['supervised_fraction']:.0%} supervised"
         yield f"| Examples | {data['examples']:,}, {data['tokens']:,} tokens, {taught} |"
     for name, value in run.config.items():
         if not name.startswith("lora."):
@@ -174,7 +177,7 @@ def _of_run(folder: Path) -> Iterator[str]:
 
 
 def license_of(base_folder: Path) -> list[str]:
-    """license, license_name and license_link of the base's own card, as lines of front matter."""
+    """Front-matter lines license, license_name and license_link from the base's own card."""
     path = base_folder / CARD
     if not path.is_file():
         return []

@@ -1,7 +1,7 @@
-"""The checkpoint of a model whose weights are divided among processes: each writes some of its tensors.
+"""Write the checkpoint of a model whose weights are sharded over processes; each process writes some tensors.
 
-A tensor on disk is whole, as every program reads it; so weights are gathered one by one, in the order of the
-model, and one process writes each: the first its beginning, the last its end.
+Tensors on disk are whole, for any program to read. So weights are all-gathered one by one, in the model's
+order, and one process writes each: process 0 the first ones, the last process the last ones.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def write_divided(
     state: State, manifest: Manifest, folder: Path, group: Group, extra: Mapping[str, Path]
 ) -> None:
-    """The checkpoint in `folder`, in one move; all processes call it together, with the same folder.
+    """Write the checkpoint to `folder` atomically. Collective: all processes call it with the same folder.
 
-    A kill leaves all of it or nothing. A process that cannot write its part ends all.
+    If the run is killed, the folder is complete or absent. A process that cannot write its part stops all.
     """
     temporary = group.texts(group.on_rank0(lambda: str(begin(folder))) or "")[0]
     try:
@@ -50,7 +50,7 @@ def write_divided(
 
 
 def _write_own(state: State, manifest: Manifest, temporary: Path, group: Group) -> list[ShardPart]:
-    """Gather every weight with the others, and write those that are this process's to write."""
+    """All-gather every weight, and write those assigned to this process."""
     from unfreeze.checkpoint.nested import name_on_disk
     from unfreeze.checkpoint.tensors import stored_tensor
     from unfreeze.models.publish import carried, published, stored_dtypes
@@ -71,25 +71,26 @@ def _write_own(state: State, manifest: Manifest, temporary: Path, group: Group) 
             temporary,
             chain(own(), beside),
             stem=f"shard-{group.rank}",
-            max_shard_bytes=MAX_SHARD_BYTES // 4,  # they are held in host memory until they are written
+            max_shard_bytes=MAX_SHARD_BYTES // 4,  # a shard is held in host memory until it is written
         )
     except (OSError, UserError):
-        for _ in trained:  # the others gather the rest with this process before they hear of it
+        for _ in trained:  # finish the collective gathers; the others learn of the error afterwards
             pass
         raise
 
 
 class Gathered(Mapping[str, "Tensor"]):
-    """Name of a parameter -> all of it, gathered when it is asked for: by all processes, in one order.
+    """Mapping from a parameter's name to the full tensor, all-gathered on access.
 
-    writer  the process that writes the parameter asked for last.
+    Collective: all processes must access the same names in the same order.
+    writer  process that writes the parameter accessed last
     """
 
     def __init__(self, state: State, group: Group):
         self._parameters, self.writer = state.optimizer.parameters, 0
         total, done = sum(p.numel() for p in self._parameters.values()), 0
         self._writers: dict[str, int] = {}
-        for name, parameter in self._parameters.items():  # its numel() is the whole one's
+        for name, parameter in self._parameters.items():  # numel() is that of the full tensor
             self._writers[name] = min(group.size - 1, done * group.size // total)
             done += parameter.numel()
 

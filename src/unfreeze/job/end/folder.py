@@ -1,6 +1,6 @@
-"""A run's folder: opened and locked, with its resolved config.
+"""A run's folder: open it, lock it, write its resolved config.
 
-After Ctrl-C or on a full disk it says what is saved, and how to go on.
+After Ctrl-C or on a full disk, say what is saved and how to continue.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=TrainingConfig)
 
-SAME_CALL = "the same call"  # the command of a run that Python started
-SEEN = 60.0  # seconds until a file of another node is seen at the latest; NFS remembers an absent one so long
-WHOLE = 2**28  # a data file of at most this many bytes is hashed whole, in about a second
+SAME_CALL = "the same call"  # stands for the command if Python started the run
+SEEN = 60.0  # seconds to wait for a file of another node; NFS can cache its absence that long
+WHOLE = 2**28  # data files up to this size (bytes) are hashed completely, in about a second
 
 
 @contextmanager
 def live(config: TrainingConfig, common: Common, recipe: str, command: str, group: Group) -> Generator[Run]:
-    """The opened, locked run folder, with live progress on stderr. On processes beyond 0 a silent Follower.
+    """Open and lock the run folder, with live progress on stderr. Processes beyond 0 get a silent Follower.
 
-    A Ctrl-C that fit doesn't handle (before it, after it, or a second one) says what is saved and how to go
-    on; a full disk does too.
+    On a full disk, or a Ctrl-C that fit doesn't handle (before it, after it, or a second one), say what is
+    saved and how to continue.
     """
     from unfreeze.train.follower import Follower, open_run
     from unfreeze.train.run import Run, latest
@@ -62,7 +62,7 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
     group.meet(lambda: refuse_other_recipe(config.run_dir, recipe))
     group.meet(lambda: refuse_other_version(config))
 
-    # what a resumed run may change, and the date of its chat template, the same on every process
+    # fields that a resumed run may change, and its chat template's date, the same on every process
     record = config.record()
     changeable = allowed(config)
     date, holder = (group.texts(own)[0] for own in (first_start(config), str(os.getpid())))
@@ -85,7 +85,7 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
                 ),
             )
 
-        # the run; a Ctrl-C, a full disk or a process that is gone says what is saved
+        # the run; on Ctrl-C, a full disk or a lost process, say what is saved
         with run, group.watching(lambda who: _gone(who, run, command)):
             try:
                 with writing(config.run_dir, "out"):
@@ -106,48 +106,48 @@ def live(config: TrainingConfig, common: Common, recipe: str, command: str, grou
 
 
 def refuse_other_recipe(folder: Path, recipe: str) -> None:
-    """Raise ConfigError where the folder's run is of another recipe: what it minimised would change."""
+    """Raise ConfigError if the folder's run is of another recipe: its loss would change."""
     path = folder / RESOLVED
     began = read_object(path, ConfigError).get("recipe", recipe) if path.is_file() else recipe
     if began != recipe:
         raise ConfigError(
             f"{folder} is a run of unfreeze {began}, and this is unfreeze {recipe}",
-            next=f"another folder with --out; to go on from what it learned: --adapter {folder}",
+            next=f"give another folder with --out; to continue its adapter, add --adapter {folder}",
         )
 
 
 def _shared(folder: Path, holder: str) -> Path:
-    """The run folder, if it is the one that process 0 (its process id: `holder`) has locked.
+    """Return the run folder once it shows the lock of process 0 (whose process id is `holder`).
 
-    Another node sees a new file on a shared disk a while later.
+    Another node sees a new file on a shared disk only after a while.
     """
     lock, until = folder / "lock", time.monotonic() + SEEN
     while not (lock.is_file() and lock.read_text(encoding="utf-8").strip() == holder):
         if time.monotonic() > until:
             raise ConfigError(
-                f"{folder.absolute()} is not the run folder that process 0 opened: they are on other disks",
-                next="--out with a folder that all nodes share",
+                f"{folder.absolute()} is not the run folder that process 0 opened: the nodes do not share it",
+                next="give --out a folder that all nodes share",
             )
         time.sleep(0.1)
     return folder
 
 
 def _gone(who: str, run: Run, command: str) -> ProcessGone:
-    """Who is gone, in which step, and what is saved."""
+    """Return the error for a lost process: which, in which step, and the last save."""
     from unfreeze.train.run import latest
 
     save, events = latest(run.path), run.path / "events.jsonl"
-    told = read_events(events) if events.is_file() else []
-    step, start = last(told, TrainEvent), last(told, StartEvent)
+    known_events = read_events(events) if events.is_file() else []
+    step, start = last(known_events, TrainEvent), last(known_events, StartEvent)
     trained, steps = max(run.step, step["step"] if step else 0), start.get("steps") if start else None
     at = f"in step {trained + 1}" if run.began else "before the first step"
     if steps is not None and trained >= steps:
-        at = f"after the last step, {trained}, while its results were written"
+        at = f"after the last step, {trained}, while writing its results"
     return ProcessGone(f"{who} {at}; saved: {save.name if save else 'nothing yet'}", next=again(command))
 
 
 def _left(run: Run) -> str:
-    """What a run that ended at once, by Ctrl-C before its first step or by a second one, has on disk."""
+    """Describe the saved state of a run stopped by Ctrl-C before its first step, or by a second Ctrl-C."""
     from unfreeze.train.run import latest
 
     save, events = latest(run.path), run.path / "events.jsonl"
@@ -156,11 +156,11 @@ def _left(run: Run) -> str:
         return f"the run is saved as of {save.name}"
     if step is None:
         return "nothing was trained yet"
-    return f"ended at once, before a save: its {step['step']} steps are lost (one Ctrl-C saves first)"
+    return f"stopped before a save: its {step['step']} steps are lost (one Ctrl-C saves first)"
 
 
 def first_start(config: TrainingConfig) -> str:
-    """The date a run's chat template tells: as given, as the run's first start wrote it down, or now."""
+    """Date for a run's chat template: as configured, else as recorded at the run's first start, else now."""
     began = (config.run_dir / RESOLVED).is_file()
     before = read_resolved(config.run_dir, ConfigError).get("data.template_date") if began else None
     return config.data.template_date or before or datetime.now().isoformat(timespec="seconds")
@@ -169,12 +169,11 @@ def first_start(config: TrainingConfig) -> str:
 def write_resolved(
     run: Run, config: TrainingConfig, recipe: str, date: str = "", **effective: object
 ) -> None:
-    """resolved_config.json: every field of the Config by its dotted name.
+    """Write resolved_config.json: every field of the Config by its dotted name.
 
-    Under "effective" stands what defaults, data and machine made of it.
-    With effective values come "given" (the fields that are not at their default), "versions", "machine" and
-    "contents".
-    `date`: of the chat template; left out, it stays as it was written before.
+    effective: values derived from defaults, data and machine, written under "effective" together with "given"
+    (fields not at their default), "versions", "machine" and "contents".
+    date: for the chat template; "" keeps the recorded one.
     """
     if effective:
         machine = f"{platform.system()} {platform.machine()}"
@@ -199,12 +198,12 @@ def write_resolved(
 def contents(data: Data) -> list[str]:
     """Size and SHA-256 of each data file, in the order of the config.
 
-    Of a file above 256 MiB the hash is of its first and last MiB only.
+    For a file above 256 MiB, only its first and last MiB are hashed.
     """
-    found: list[str] = []
+    hashes: list[str] = []
     for _, name in data.sources:
         if not Path(name).is_file():  # moved away since it was read
-            found.append("absent")
+            hashes.append("absent")
             continue
         with Path(name).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -213,14 +212,14 @@ def contents(data: Data) -> list[str]:
             if size > WHOLE:
                 file.seek(-(2**20), os.SEEK_END)
                 hashed.update(file.read())
-        found.append(f"{size}:{hashed.hexdigest()}")
-    return found
+        hashes.append(f"{size}:{hashed.hexdigest()}")
+    return hashes
 
 
 def refuse_other_data(data: Data, folder: Run) -> None:
-    """Refuse a finished run whose data files hold other bytes now.
+    """Raise ConfigError if the data files of a finished run have changed since.
 
-    An unfinished one is recognised by its cursor's fingerprint.
+    An unfinished run is checked by the fingerprint in its cursor.
     """
     effective: dict[str, list[str]] = read_object(folder.path / RESOLVED, ConfigError).get("effective") or {}
     before = effective.get("contents", [])
@@ -229,21 +228,21 @@ def refuse_other_data(data: Data, folder: Run) -> None:
     ]
     if changed:
         raise ConfigError(
-            f"{folder.path} is finished, and {', '.join(changed)} has changed since: nothing was trained on"
-            " what it holds now",
+            f"{folder.path} is finished, but {', '.join(changed)} has changed since: the run was not"
+            " trained on the new contents",
             next="give another folder with --out",
         )
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that a run's numbers depend on."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for name in ("unfreeze", "torch", "numpy", "numba", "safetensors", "tokenizers"):
         try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # run from a source tree that nobody installed
-            found[name] = "not installed"
-    return found
+            numbers[name] = version(name)
+        except PackageNotFoundError:  # run from a source tree that is not installed
+            numbers[name] = "not installed"
+    return numbers
 
 
 def write_json(path: Path, value: object) -> None:
@@ -254,14 +253,14 @@ def write_json(path: Path, value: object) -> None:
 
 
 def again(command: str) -> str:
-    """How to go on."""
+    """Say how to continue."""
     if command == SAME_CALL:
         return f"make {SAME_CALL} again"
     return "give the same command again" + (f": {command}" if command else "")
 
 
 def typed(recipe: str, arguments: Sequence[str]) -> str:
-    """The command as the user gave it, to be repeated; under torchrun with torchrun before it."""
+    """The user's command, for repeating it, with torchrun in front if it was used."""
     here = started()
     start = (
         ["unfreeze"]
@@ -274,15 +273,15 @@ def typed(recipe: str, arguments: Sequence[str]) -> str:
 
 
 def with_files(config: C, say: Callable[[str], None] = lambda line: None) -> C:
-    """The config with the files that its data names stand for; `say` is told which.
+    """Return the config with its data names resolved to files, and report these through `say`.
 
-    Data that isn't there, or of a form that isn't read, is refused before the model is loaded.
+    Missing data, or data in an unknown format, is refused here, before the model is loaded.
     """
-    return config.model_copy(update={"data": config.data.written.found(files_in(config, say))})
+    return config.model_copy(update={"data": config.data.written.with_files(files_in(config, say))})
 
 
 def files_in(config: TrainingConfig, say: Callable[[str], None] = lambda line: None) -> dict[str, list[str]]:
-    """What each name of its data stands for -> the files."""
+    """Return data name -> files."""
     from unfreeze.data.rows.columns import renames_of
     from unfreeze.data.rows.sources import files_of
 

@@ -1,4 +1,4 @@
-"""An adapter's folder to the Hugging Face Hub, after a yes."""
+"""Upload an adapter's folder to the Hugging Face Hub, after confirmation."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from unfreeze.core.units import format_bytes
 from unfreeze.job.end.card import HUB_ID
 
 DENIED = (401, 403, 404)
-"""The Hub's answers to a token that may not write there."""
+"""HTTP status codes of the Hub for a token without write access."""
 
 
 def check_push(repository: str, *, yes: bool, common: Common) -> None:
-    """Raise ConfigError for a name that the Hub doesn't have, and where nobody can be asked.
+    """Raise ConfigError for an invalid Hub name, and if the user cannot be asked for confirmation.
 
     Raises CheckpointError without the Hub's library.
     """
     if not HUB_ID.fullmatch(repository):
-        raise ConfigError(f"push = {repository!r} is no repository of the Hub", next="--push org/name")
+        raise ConfigError(f"push = {repository!r} is not a Hub id", next="--push org/name")
     if not yes and (common.quiet or common.json or not sys.stdin.isatty()):
         raise ConfigError(
-            f"nothing is uploaded to {repository} without a yes, and nobody can be asked here", next="--yes"
+            f"an upload to {repository} needs confirmation, and there is no terminal to ask on", next="--yes"
         )
     needs_hub(f"{repository} is written to")
 
 
 def push(folder: Path, repository: str, names: Collection[str], *, yes: bool) -> str:
-    """Upload those files of a folder. -> the address, "" where the question was answered with no.
+    """Upload the named files of a folder. -> the address, "" if the user said no.
 
-    A repository that isn't there is made, private. HF_ENDPOINT, HF_TOKEN and `hf auth login` as everywhere.
-    Raises ConfigError with the Hub's own words where it refuses.
+    A missing repository is created as private. HF_ENDPOINT, HF_TOKEN and `hf auth login` work as usual.
+    Raises ConfigError with the Hub's message if it refuses.
     """
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name in names)
     size = format_bytes(sum(path.stat().st_size for path in files))
     if not yes:
         listed = ", ".join(path.name for path in files)
         print(
-            f"upload to {repository} (private where it is new): {listed}; {size}. Go on? [y/N] ",
+            f"upload to {repository} (private if new): {listed}; {size}. Continue? [y/N] ",
             end="",
             file=sys.stderr,
         )
@@ -50,7 +50,7 @@ def push(folder: Path, repository: str, names: Collection[str], *, yes: bool) ->
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             return ""
 
-    # 0.4 s, and for --push alone
+    # imported here: takes 0.4 s and only --push needs it
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]
 
@@ -68,7 +68,7 @@ def push(folder: Path, repository: str, names: Collection[str], *, yes: bool) ->
         response = getattr(error, "response", None)
         status = getattr(response, "status_code", None)
         online = response is not None or isinstance(error, ValueError)
-        remedy = "hf auth login, with a token that may write there" if status in DENIED else "try again"
+        remedy = "hf auth login, with a token that can write there" if status in DENIED else "try again"
         raise ConfigError(
             f"upload to {repository} failed: {words[0] if online else 'the Hub cannot be reached'}",
             next=f"{remedy if online else 'go online, and try again'}; the files are kept in {folder}",

@@ -1,4 +1,4 @@
-"""The end of a run: its report, what is said, and its result as numbers."""
+"""The end of a run: its report, the printed summary, and its result as numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unfreeze.report.times import tokens_per_second
 def finish(
     run_dir: Path, common: Common, command: str, *, export: bool = False, **extra: Any
 ) -> dict[str, Any]:
-    """Write the report, say where everything is, and give the result computed from the run's own events."""
+    """Write the report, print the summary, and return the result computed from the run's events."""
     write_report(run_dir)
     result = {**result_of(read_events(run_dir / "events.jsonl")), **extra, "run": str(run_dir)}
     if not common.quiet:
@@ -32,22 +32,22 @@ def finish(
 
 
 def train_more(run_dir: Path) -> list[str]:
-    """What is said of a run that was finished before: nothing was done, and the three ways to train more."""
+    """Lines for a run that was already finished: nothing was done, and three ways to train more."""
     adapter = (run_dir / "adapter").is_dir()
     result = shlex.quote(str(run_dir if adapter else run_dir / "model"))
     trained = f"--{'adapter' if adapter else 'model'} {result}"
     field = "steps" if read_resolved(run_dir, ConfigError).get("training.steps") else "epochs"
     more = (
-        f"to train more: anew with another --out; from its result with {trained} and"
-        f" another --out; or this run for longer with a higher --{field} and --save.allow-changed {field}"
+        f"to train more: start again with another --out; continue its result with {trained} and"
+        f" another --out; or extend this run with a higher --{field} and --save.allow-changed {field}"
     )
-    return ["this run was finished before; nothing was trained now", *folded(more)]
+    return ["this run is already finished; nothing was trained", *folded(more)]
 
 
 def result_of(events: Sequence[Event]) -> dict[str, Any]:
-    """Give steps, losses, speed, memory and receipt of a run, from its events alone.
+    """Compute steps, losses, speed, memory and receipt of a run from its events.
 
-    A resumed run counts all its parts.
+    For a resumed run, all its sessions count.
     """
     train = [event for event in of_kind(events, TrainEvent) if event.get("loss") is not None]
     receipt, end = last(events, ReceiptEvent), last(events, EndEvent)
@@ -63,13 +63,13 @@ def result_of(events: Sequence[Event]) -> dict[str, Any]:
 
 
 def next_command(run_dir: Path, result: dict[str, Any], command: str, export: bool) -> str:
-    """What to do now: go on, or use what was trained."""
+    """Say what to do next: continue the run, or use its result."""
     if not result["finished"]:
-        return f"interrupted after step {result['steps']}, all is saved; {again(command)}"
+        return f"interrupted after step {result['steps']}, everything is saved; {again(command)}"
     name = shlex.quote(str(run_dir))
     if not export:
         return f'next: unfreeze chat {name}    unfreeze generate {name} --prompt "…"'
     plan = last(read_events(run_dir / "events.jsonl"), PlanEvent)
     note = plan.get("export_note", "") if plan else ""
-    said = [f"next: unfreeze chat {name}    unfreeze export {name} --for vllm", *folded(note, "  ")]
-    return "\n".join(said)
+    lines = [f"next: unfreeze chat {name}    unfreeze export {name} --for vllm", *folded(note, "  ")]
+    return "\n".join(lines)

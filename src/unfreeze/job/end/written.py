@@ -1,7 +1,7 @@
-"""What a run has left behind of its last step: <run>/written.json, name of the folder -> the step it is of.
+"""<run>/written.json: result folder -> the step it was written at.
 
-An interrupted run has an adapter too, and a run that goes on for longer a model: a folder that is there need
-not be of the step that was saved last.
+A result folder can be older than the last save: an interrupted run has an adapter, and a run extended with
+more steps has the model of its former end.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ FILE = "written.json"
 
 
 def is_noted(run: Path, folder: Path) -> bool:
-    """Whether the folder was written since the run last trained. Runs of before have no such file: True."""
+    """True if the folder was written since the run last trained.
+
+    Also True without written.json (old runs).
+    """
     return not (run / FILE).is_file() or folder.name in read_object(run / FILE, CheckpointError)
 
 
 def note(run: Path, folder: Path, step: int) -> None:
-    """The folder is written, and is of this step."""
+    """Record that the folder was written at this step."""
     from unfreeze.checkpoint.save import write_file
 
     there = read_object(run / FILE, CheckpointError) if (run / FILE).is_file() else {}
@@ -30,14 +33,14 @@ def note(run: Path, folder: Path, step: int) -> None:
 
 
 def forget_written(run: Path) -> None:
-    """The run trains on: what is there will not be of its last step."""
+    """Clear the record: the run trains further, so its result folders become outdated."""
     from unfreeze.checkpoint.save import write_file
 
     write_file(run / FILE, "{}\n")
 
 
 def set_aside(folder: Path) -> None:
-    """Remove a folder at once: a kill leaves it, or under a name that the run's next start removes."""
+    """Remove a folder atomically. If killed, it stays, or has a name that the run's next start removes."""
     if folder.is_dir():
         aside = folder.with_name(f".{folder.name}.unfinished-former")
         shutil.rmtree(aside, ignore_errors=True)

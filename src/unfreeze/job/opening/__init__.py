@@ -1,1 +1,1 @@
-"""What a run opens before its first step: device, dtype, kernels, model, data, and the other processes."""
+"""Opening a run: device, dtype, kernels, model, data, and agreement between processes."""

@@ -1,7 +1,4 @@
-"""The device a command runs on, and a model opened with progress on stderr.
-
-What every recipe that loads weights begins with.
-"""
+"""Choose the device, and load a model with progress on stderr."""
 
 from __future__ import annotations
 
@@ -20,15 +17,15 @@ if TYPE_CHECKING:
     from unfreeze.generate.model import Model
 
 
-# the name of old, and the one torch has had since 2.9
+# the old name, and the name since torch 2.9
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 SEGMENTS = "expandable_segments:True"
 
 
 def set_allocator() -> None:
-    """Set expandable segments, unless the user chose, or CUDA runs already.
+    """Set expandable segments, unless the user configured the allocator or CUDA is already initialised.
 
-    Then it would change nothing, and allocator_line says so.
+    In the latter case it would have no effect; allocator_line reports that.
     """
     torch = sys.modules.get("torch")
     if (torch is None or not torch.cuda.is_initialized()) and not any(
@@ -38,7 +35,7 @@ def set_allocator() -> None:
 
 
 def allocator_line() -> tuple[str, bool]:
-    """(what the plan says of the CUDA allocator, whether segments can grow). docs/why/trust.md L2."""
+    """Return (line about the CUDA allocator, True if its segments are expandable); docs/why/trust.md L2."""
     chosen = next((f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ), "")
     if SEGMENTS in chosen:
         return f"allocator: expandable segments ({chosen})", True
@@ -46,7 +43,7 @@ def allocator_line() -> tuple[str, bool]:
     if not chosen:
         return (
             (
-                "allocator: CUDA had started before expandable segments could be set, so memory may"
+                "allocator: CUDA started before expandable segments could be set, so memory may"
                 f" fragment; {remedy}"
             ),
             False,
@@ -55,9 +52,9 @@ def allocator_line() -> tuple[str, bool]:
 
 
 def pick_device(name: str, threads: int = 0) -> torch.device:
-    """The device of a name; "auto": CUDA if there is one. `threads` CPU threads from here on, 0: all cores.
+    """Return the named device ("auto": CUDA if there is one) and set the CPU threads (0: all cores).
 
-    Under torchrun "cuda" is this process's own GPU.
+    Under torchrun, "cuda" is this process's own GPU.
     Expandable segments are set before CUDA starts, so that its allocator doesn't fragment (docs/why/trust.md
     L2).
     Raises ConfigError for a device that isn't here.
@@ -74,7 +71,7 @@ def pick_device(name: str, threads: int = 0) -> torch.device:
 
 
 def say(common: Common) -> Callable[[str], None]:
-    """One plain line on stderr, of a download say; when quiet only those that begin with "warning: "."""
+    """Return a function that prints a line to stderr; if quiet, only lines that start with "warning: "."""
 
     def line_of(line: str) -> None:
         if not common.quiet or line.startswith("warning: "):
@@ -84,10 +81,10 @@ def say(common: Common) -> Callable[[str], None]:
 
 
 def load_shown(source: str, dtype: str, device: str, common: Common, base: str = "") -> Model:
-    """unfreeze.load with a bar for the weights and a line for a download."""
+    """unfreeze.load with a progress bar for the weights and a line for a download."""
     from unfreeze.generate.source import open_source
 
-    found, manifest = open_source(source, say(common), base)
+    opened, manifest = open_source(source, say(common), base)
     place = pick_device(device)
 
     from unfreeze.generate.model import load_opened
@@ -97,6 +94,6 @@ def load_shown(source: str, dtype: str, device: str, common: Common, base: str =
     dtype = precision(dtype, place).name
     if why := slow(dtype, place):
         say(common)(f"warning: {why}; faster: --dtype float32")
-    take_up()  # everything is imported
+    take_up()  # all imports are done
     with LoadProgress(quiet=common.quiet) as progress:
-        return load_opened(found, manifest, dtype_of(dtype), place, progress, say(common))
+        return load_opened(opened, manifest, dtype_of(dtype), place, progress, say(common))

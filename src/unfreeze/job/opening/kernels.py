@@ -1,4 +1,4 @@
-"""Which implementation of each op a run takes, decided once, and what it says of them."""
+"""Choose the implementation of each op once per run, and report the choices."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ if TYPE_CHECKING:
 
 FILE = "kernels.json"  # in the run's folder
 CHOOSING = "choosing kernels for this CPU: once, 5 to 20 s"
-RECORDS = "records"  # UNFREEZE_KERNELS=records: nothing is timed; another value is a file like FILE
-SHOWN = 3  # kinds of choices that a CPU cannot run
+RECORDS = "records"  # UNFREEZE_KERNELS=records: time nothing; any other value names a file like FILE
+SHOWN = 3  # choices named in the warning that this CPU cannot run them
 
 
 def predicted_ops(device: torch.device, dtype: str) -> list[str]:
-    """Ops of which a kernel runs unmeasured on that GPU, once it is checked.
+    """Ops for which that GPU runs a checked kernel without measuring it.
 
-    Ops that the model does not have are among them: what ran, the events say. A CPU times what counts.
+    The list can have ops that the model lacks; the events say which ran. A CPU times the relevant ops
+    instead.
     """
     from unfreeze.generate.open import dtype_of
     from unfreeze.kernels.choice.choose import CHECKED
@@ -53,17 +54,16 @@ def settle_kernels(
     group: Group,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Decide what runs on a CPU, once for a run: FILE has it, for every process and for a resume.
+    """Choose the kernels of a CPU run once, in process 0; FILE has them for all processes and resumes.
 
-    Process 0 decides. The first time on a machine it times what is open (kernels/choice/timed.py).
-
-    lengths: of documents. say: is told where that begins.
+    On its first run on a machine, it times ops without a record (kernels/choice/timed.py).
+    lengths: document lengths. say: called when timing starts.
     """
     from unfreeze.generate.open import dtype_of
     from unfreeze.kernels.choice import table
     from unfreeze.kernels.choice.choose import fix
 
-    fix({})  # what this run uses, for its events
+    fix({})  # start this run's list of choices, for its events
     if device.type != "cpu":
         return
     file, named, kind = folder.path / FILE, os.environ.get("UNFREEZE_KERNELS", RECORDS), dtype_of(dtype)
@@ -90,14 +90,14 @@ def settle_kernels(
         kinds = list(dict.fromkeys(cannot))
         more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
         words = (
-            f"this CPU ({cpu_class()}) cannot run {len(cannot)} of the {len(rows)} choices that the run began"
-            f" with: {', '.join(kinds[:SHOWN])}{more}"
+            f"this CPU ({cpu_class()}) cannot run {len(cannot)} of the {len(rows)} choices that the run"
+            f" started with: {', '.join(kinds[:SHOWN])}{more}"
         )
         folder.events.emit("warning", folder.step, message=f"{words}; numbers may differ in their last bits")
 
 
 def kernels_line(dtype: str) -> str:
-    """What runs on this CPU in that dtype, and what decided it, counted over ops and kinds of inputs."""
+    """Count the implementations that run on this CPU in that dtype, and the origins of the choices."""
     from unfreeze.generate.open import dtype_of
     from unfreeze.kernels.choice import table
 
@@ -113,35 +113,35 @@ def kernels_line(dtype: str) -> str:
 
 
 def stepped(device: torch.device, dtype: str) -> Path | None:
-    """The file that says "a run in this dtype has made a step here", so that the next compiles nothing."""
+    """Stamp file: it exists once a run in this dtype has made a step here, so the next compiles nothing."""
     from unfreeze.kernels.loops.on_disk import stamp
 
     return stamp(dtype, f"stepped-{device.type}")
 
 
 def compiles(device: torch.device, dtype: str) -> bool:
-    """Whether the first step compiles: no run has made one here in this dtype."""
-    made = stepped(device, dtype)
-    return made is None or not made.exists()
+    """True if the first step compiles, because no run has made a step here in this dtype."""
+    stamp_file = stepped(device, dtype)
+    return stamp_file is None or not stamp_file.exists()
 
 
 class KernelChoices:
-    """The hook that tells what was chosen since the last step."""
+    """Hook that emits the kernel choices made since the last step."""
 
     def __init__(self, dtype: str) -> None:
-        self._told, self._dtype = 0, dtype
+        self._emitted, self._dtype = 0, dtype
 
     def __call__(self, state: State, result: StepResult) -> None:
         from unfreeze.kernels.choice.choose import choices
         from unfreeze.kernels.choice.table import row_of
 
-        made = choices()
-        if not self._told and (file := stepped(state.model.device, self._dtype)) is not None:
+        chosen = choices()
+        if not self._emitted and (file := stepped(state.model.device, self._dtype)) is not None:
             with suppress(OSError):
                 file.touch()
-        if len(made) == self._told:
+        if len(chosen) == self._emitted:
             return
-        new = list(made.items())[self._told :]
-        self._told = len(made)
+        new = list(chosen.items())[self._emitted :]
+        self._emitted = len(chosen)
         rows = [row_of(inputs, choice) for inputs, choice in new]
         state.run.events.emit("kernels", state.step, choices=rows)

@@ -1,4 +1,4 @@
-"""The model that a run begins with: from files or at random, whole or divided among its processes."""
+"""Load the model that a run starts from: from files or random, whole or sharded over processes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def load_weights(
     layout: Layout,
     meta: Decoder,
 ) -> Decoder:
-    """The checkpoint's weights where the layout says, or random ones from the seed where it has none.
+    """Load the checkpoint's weights into the layout's places, or random ones if it has none.
 
-    meta: the model that takes the checkpoint's weights. A "load" event says bytes and seconds.
+    meta: the model on meta that receives the weights. A "load" event has bytes and seconds.
     """
     from unfreeze import models
     from unfreeze.generate.open import dtype_of, open_model
     from unfreeze.parallel.placement.dispatch import split_experts
 
-    loaded, warn = told(folder, device, config.memory.dtype)
+    loaded, warn = load_events(folder, device, config.memory.dtype)
     dtype = dtype_of(config.memory.dtype)
     if start.tensors:
         with LoadProgress(quiet=common.quiet) as progress:
@@ -57,25 +57,25 @@ def load_weights(
 def load_divided(
     start: Manifest, config: TrainingConfig, device: torch.device, folder: Run, common: Common, group: Group
 ) -> tuple[Decoder, Callable[[str], HeldPart]]:
-    """As `load`, with every weight divided among the processes; and what this one holds of each."""
+    """Like `load_weights`, with every weight sharded. Also return a function: name -> this process's part."""
     from unfreeze.generate.open import dtype_of, open_sharded
 
     dtype_name = config.memory.dtype
-    loaded, warn = told(folder, device, dtype_name)
+    loaded, warn = load_events(folder, device, dtype_name)
     with LoadProgress(quiet=common.quiet) as progress:
         more: dict[str, Any] = {"seed": config.seed, "progress": progress, "loaded": loaded, "warn": warn}
         model, sharded = open_sharded(start, group, dtype_of(dtype_name), device, **more)
     return model, sharded.held
 
 
-def told(
+def load_events(
     folder: Run, device: torch.device, dtype_name: str
 ) -> tuple[Callable[[LoadStats], None], Callable[[str], None]]:
-    """What loading tells: the "load" event, and warnings, which a run that goes on doesn't repeat."""
+    """Return two callbacks: one emits the "load" event, one emits warnings unless the run is resumed."""
 
     def loaded(stats: LoadStats) -> None:
         fields = {**asdict(stats), "bytes_by_rank": list(stats.bytes_by_rank)}
-        if not stats.bytes_by_rank:  # one process read them all
+        if not stats.bytes_by_rank:  # one process read all bytes
             del fields["bytes_by_rank"]
         first = compiles(device, dtype_name)
         folder.events.emit("load", folder.step, **fields, **({"compiles": True} if first else {}))

@@ -1,4 +1,4 @@
-"""The dtype a run is computed in, the same in all of its processes and sessions."""
+"""The compute dtype of a run, the same in all of its processes and sessions."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 def expected(config: TrainingConfig) -> str:
-    """The dtype of a run on a CPU, as far as it is known before torch is imported."""
-    asked = began(config) or config.memory.dtype
-    return asked if asked != AUTO else "bfloat16" if multiplies_bf16() else "float32"
+    """Expected dtype of a run on a CPU, determined before torch is imported."""
+    name = began(config) or config.memory.dtype
+    return name if name != AUTO else "bfloat16" if multiplies_bf16() else "float32"
 
 
 def began(config: TrainingConfig) -> str:
-    """The dtype of the run that goes on in this folder; "" where none does, or another one is asked for."""
+    """Recorded dtype of the run that this one resumes; "" if there is none, or if the config sets a dtype."""
     if config.memory.dtype != AUTO or not (config.run_dir / RESOLVED).is_file():
         return ""
     before = read_resolved(config.run_dir, ConfigError).get("memory.dtype")
@@ -36,16 +36,16 @@ def began(config: TrainingConfig) -> str:
 def settled(
     config: TrainingConfig, start: Manifest | None, device: torch.device, group: Group
 ) -> tuple[TrainingConfig, Precision]:
-    """(the config with dtype = "auto" replaced, the dtype and why it is that one).
+    """Return (the config with dtype = "auto" resolved, the dtype with its reason).
 
-    A run that goes on keeps its dtype. A new one from random weights is computed in float32, any other in
-    what the hardware multiplies; where one of several processes takes float32, all do.
+    A resumed run keeps its dtype. A new one from random weights computes in float32, any other in the dtype
+    that the hardware multiplies. If one of several processes takes float32, all do.
     """
     own = precision(config.memory.dtype, device)
     if config.memory.dtype != AUTO:
         return config, own
     if first := group.texts(began(config))[0]:
-        return in_dtype(config, first), Precision(first, "as the run began")
+        return in_dtype(config, first), Precision(first, "as when the run started")
     if start is not None and not start.tensors:
         own = Precision("float32", "new weights train in float32")
     if "float32" in group.texts(own.name) and own.name != "float32":
@@ -59,17 +59,17 @@ def in_dtype(config: TrainingConfig, name: str) -> TrainingConfig:
 
 
 def computed_here(config: TrainingConfig, device: torch.device) -> TrainingConfig:
-    """The config as a new run on this device alone would have it."""
+    """The config with the dtype that a new run on this device alone would use."""
     return in_dtype(config, precision(config.memory.dtype, device).name)
 
 
 def dtype_line(dtype: Precision) -> str:
-    """What the start of a run says: the dtype, and why it is that one."""
+    """Line at the start of a run: the dtype and its reason."""
     return f"dtype: {dtype.name} ({dtype.why})"
 
 
 def warn_slow(folder: Run, config: TrainingConfig, device: torch.device) -> None:
-    """Emit a warning where the run's dtype is emulated on this device, with what to do."""
+    """Emit a warning with a remedy if this device emulates the run's dtype."""
     if why := slow(config.memory.dtype, device):
         remedy = "--dtype float32" + (" --save.allow-changed dtype" if folder.step else "")
         folder.events.emit("warning", folder.step, message=f"{why}; faster: {remedy}")

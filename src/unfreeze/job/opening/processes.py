@@ -1,7 +1,7 @@
-"""What the processes of a run settle before it begins.
+"""Agreement between the processes of a run before it starts.
 
-How they share a step; where model and data lie, which process 0 looks for and downloads first; and that all
-of them see the same.
+They must be able to share a step equally, find model and data (process 0 looks and downloads first), and all
+see the same files and config.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
     from unfreeze.parallel.processes.collectives import Group
 
 OWN = frozenset({"model", "data.files", "data.validation", "adapter", "memory.device", "memory.threads"})
-"""Fields that may differ between processes: where a node has its files (their contents are compared), and
-what it computes with."""
+"""Fields that can differ between processes: paths (file contents are compared), device and threads."""
 
 
 def refuse_uneven(config: TrainingConfig, size: int | None = None) -> None:
-    """Refuse micro-batches that `size` processes (default: those torchrun started) cannot share equally.
+    """Raise ConfigError if `size` processes (default: torchrun's) cannot share the micro-batches equally.
 
-    Every process makes the same number of passes, so that none waits for one that another does not make.
-    It is said before anything is downloaded, encoded or loaded.
+    Each process must run the same number of micro-batches; otherwise the collectives would deadlock.
+    Checked before anything is downloaded, encoded or loaded.
     """
     size = started().size if size is None else size
     parts = config.memory.micro_batches
     if (saved := _saved_parts(config)) is not None and saved % size:
         counts = ", ".join(map(str, sharers(saved)))
         raise ConfigError(
-            f"{config.run_dir} cuts each step into {saved} micro_batches, no multiple of {size} processes,"
-            " and within a run that never changes",
-            next=f"go on with as many processes as divide {saved} (torchrun --nproc-per-node): {counts}",
+            f"{config.run_dir} has {saved} micro_batches per step, which is no multiple of {size} processes"
+            " and cannot change within a run",
+            next=f"resume with a number of processes that divides {saved} (torchrun --nproc-per-node):"
+            f" {counts}",
         )
     if parts % size:
         near = nearest_multiples(parts, size)
         raise ConfigError(
-            f"{size} processes share {parts} micro_batches of a step, which is no multiple of {size}: some"
-            " would make more passes than others",
+            f"{parts} micro_batches per step is no multiple of {size} processes: each process needs the same"
+            " number",
             next=" or ".join(f"--micro-batches {count}" for count in near),
         )
 
 
 def _saved_parts(config: TrainingConfig) -> int | None:
-    """The micro-batches of the run that goes on in this folder; None where none does."""
+    """Micro-batches per step of the run to resume in this folder; None if there is none."""
     from unfreeze.train.run import latest, read_record
 
     save = latest(config.run_dir)
@@ -71,10 +71,10 @@ def _saved_parts(config: TrainingConfig) -> int | None:
 def alone(
     config: TrainingConfig, parts: Parts, common: Common
 ) -> tuple[TrainingConfig, Manifest | None] | None:
-    """(the config with its data files, where a new run starts) of one process: torch is not needed for it.
+    """Return (config with its data files, manifest of the starting model) for one process, without torch.
 
-    None where torchrun started several, which look `together`. The start is None for a run that was started
-    before: it may be finished, and need no model.
+    Returns None if torchrun started several processes (see `agreed_together`). The manifest is None for a run
+    that was started before: it may be finished and need no model.
     """
     if started().size > 1:
         quieten()
@@ -86,19 +86,19 @@ def alone(
 def agreed_together(
     config: TrainingConfig, parts: Parts, common: Common, group: Group
 ) -> tuple[TrainingConfig, Manifest | None]:
-    """What `alone` gives, of several processes; refused is what they do not have in common.
+    """Like `alone`, for several processes. Raises ConfigError for anything they do not have in common.
 
-    Process 0 looks first, and downloads; then the first of each other node. All others are told where it
-    lies, and wait without a limit of time.
+    Process 0 looks and downloads first, then the first process of each other node. The others wait without
+    a time limit, and then get the paths.
     """
-    tell = say(common)
-    tell(f"process 0 looks for data and model; {others(group)} for it")
+    show = say(common)
+    show(f"process 0 looks for data and model; {others(group)} for it")
 
     def look(first: bool) -> dict[str, Any]:
-        return {"files": files_in(config, tell)} if first else {}
+        return {"files": files_in(config, show)} if first else {}
 
-    told = _told(group, group.in_turn(look))["files"]
-    config = config.model_copy(update={"data": config.data.written.found(told)})
+    files = _from_node_first(group, group.in_turn(look))["files"]
+    config = config.model_copy(update={"data": config.data.written.with_files(files)})
     group.meet(lambda: _see(config))
     start = None if group.any(_was_started(config)) else start_of(config, parts, common, group)
     agree(group, {**_config_facts(config), **_versions(), **_data_facts(config), **_facts_of(start)})
@@ -106,21 +106,21 @@ def agreed_together(
 
 
 def start_of(config: TrainingConfig, parts: Parts, common: Common, group: Group) -> Manifest:
-    """Where training starts: process 0 opens and downloads it, then the first of each other node.
+    """Open the starting model: process 0 first, then the first process of each other node.
 
-    The others are told its folder; all read its headers.
+    These download it if needed. The others get the folder; all read its headers.
     """
     if group.size == 1:
         return opened_start(config.model, parts, common)
     first = group.in_turn(lambda first: opened_start(config.model, parts, common) if first else None)
-    folder = _told(group, {"folder": str(first.path)} if first else {})["folder"]
+    folder = _from_node_first(group, {"folder": str(first.path)} if first else {})["folder"]
     start = group.meet(lambda: first or opened_start(folder, parts, common))
     agree(group, _facts_of(start))
     return start
 
 
 def opened_start(model: str, parts: Parts, common: Common) -> Manifest:
-    """The Manifest that `parts` starts from, if it can be read."""
+    """Open the manifest of the starting model. Raises UserError if it cannot be read."""
     from unfreeze.generate.source import refuse_unread_model
 
     start = parts.start(model, common)
@@ -129,12 +129,12 @@ def opened_start(model: str, parts: Parts, common: Common) -> Manifest:
 
 
 def others(group: Group) -> str:
-    """'the other process waits', '7 others wait'."""
+    """Words such as 'the other process waits' or '7 others wait'."""
     return "the other process waits" if group.size == 2 else f"{group.size - 1} others wait"
 
 
 def agree(group: Group, facts: Mapping[str, str]) -> None:
-    """Raise ConfigError, the same in all processes, for the first fact that not all have in common."""
+    """Raise ConfigError, the same in all processes, for the first fact on which they differ."""
     every: list[dict[str, str]] = [json.loads(text) for text in group.texts(json.dumps(dict(facts)))]
     first = every[0]
     for rank, theirs in enumerate(every):
@@ -150,13 +150,13 @@ def _was_started(config: TrainingConfig) -> bool:
     return (config.run_dir / RESOLVED).is_file()
 
 
-def _told(group: Group, found: dict[str, Any]) -> dict[str, Any]:
-    """What the first process of this node found."""
-    return json.loads(group.texts(json.dumps(found))[group.node_first])
+def _from_node_first(group: Group, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of this node's first process. Collective."""
+    return json.loads(group.texts(json.dumps(facts))[group.node_first])
 
 
 def _see(config: TrainingConfig) -> None:
-    """Whether this process sees the data files that the first of its node found."""
+    """Raise DataError if this process does not see the data files that its node's first process found."""
     for field, name in config.data.sources:
         if not Path(name).is_file():
             raise DataError(
@@ -175,9 +175,9 @@ def _versions() -> dict[str, str]:
 
 
 def _data_facts(config: TrainingConfig) -> dict[str, str]:
-    found = config.data.sources
-    facts = {"the number of data files": str(len(found))}
-    for number, ((field, name), content) in enumerate(zip(found, contents(config.data), strict=True), 1):
+    sources = config.data.sources
+    facts = {"the number of data files": str(len(sources))}
+    for number, ((field, name), content) in enumerate(zip(sources, contents(config.data), strict=True), 1):
         facts[f"{field} file {number} ({Path(name).name}, its size and hash)"] = content
     return facts
 

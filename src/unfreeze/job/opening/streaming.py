@@ -1,4 +1,4 @@
-"""When a run begins before its last row is encoded, and how the account of its data is completed then."""
+"""Start a run before its last row is encoded, and complete the data statistics later."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
     from unfreeze.train.step import StepResult
 
 MANY_ROWS = 50_000
-"""Files of more rows are read in windows where the run's steps are given. So many take 5 s on two cores, of
-which the first window is one."""
+"""Files with more rows are read in windows if the run's steps are given. Encoding this many takes 5 s on two
+cores; the first window takes 1 s."""
 
 
 def in_windows(run: Run, data: Data, training: Training) -> bool:
-    """Whether large files are read in windows: what else a run needs to know before its first step is known.
+    """True if large files are read in windows.
 
-    Epochs need the length of every document (number of steps, schedule), data_weights the documents of each
-    file. A run goes on as it began.
-    Raises ConfigError where it began in windows and cannot go on so.
+    That needs a given number of steps and no data.weights: epochs need the length of every document (for
+    number of steps and schedule), and weights need the documents of each file. A resumed run keeps its mode.
+    Raises ConfigError if the run started in windows and now cannot.
     """
-    may = training.steps is not None and not data.weights
+    possible = training.steps is not None and not data.weights
     if run.cursor is None:
-        return may
+        return possible
     began = "window" in run.cursor
-    if began and not may:
+    if began and not possible:
         raise ConfigError(
-            "cannot resume: this run reads its rows in windows, for a number of steps",
-            next="go on with --steps",
+            "cannot resume: this run reads its rows in windows, which needs a number of steps",
+            next="resume with --steps",
         )
     return began
 
 
 class Followed:
-    """A hook that tells the account of all rows, as soon as the last is encoded beside training.
+    """Hook that emits the statistics of all rows once the last is encoded during training.
 
-    stats   the account as it was told at the start
-    tell    emits a "data" event with an account, at a step
-    wrong   -> what there is to be said of an account
-    leaked  -> what there is to be said of held-out rows that are also trained on, as far as rows are encoded
+    stats   statistics emitted at the start
+    tell    emits a "data" event with statistics, at a step
+    wrong   -> warnings about statistics
+    leaked  -> warning about held-out rows that are also trained on, among the rows encoded so far
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Followed:
             self.end(state)
 
     def end(self, state: State) -> None:
-        """The account of all rows; at the run's end of those that were encoded until then."""
+        """Emit the statistics of all rows, or at the run's end those encoded until then."""
         if not self._open:
             return
         self._open = False
@@ -80,7 +80,7 @@ class Followed:
         stats.packing, stats.efficiency = self._first.packing, self._first.efficiency
         self._tell(stats, state.step)
         wrong = self._wrong(stats)
-        # what was said of the first rows is not said again of all: the figures stand in the account
+        # do not repeat warnings about the first rows; the statistics have the new figures
         for message in wrong if len(wrong) > self._said else ():
             state.run.events.emit("warning", state.step, message=message)
         if (leak := self._leaked()) != self._leak:
@@ -88,7 +88,7 @@ class Followed:
 
 
 def shared(opened: Callable[[], Stream | None], group: Group) -> InWindows | None:
-    """What `opened` gives in process 0, which encodes for all; the others take it (data/store/handed.py)."""
+    """Share the stream of `opened`: process 0 encodes, the others receive (data/store/handed.py)."""
     from unfreeze.data.store.handed import Taken, handed, opening
 
     stream = group.on_rank0(opened)
@@ -98,15 +98,15 @@ def shared(opened: Callable[[], Stream | None], group: Group) -> InWindows | Non
     if group.rank:
         return Taken(first, lambda: group.of_first(b"")) if first else None
     if stream is not None:
-        stream.hand = lambda found: group.of_first(handed(found))
+        stream.hand = lambda window: group.of_first(handed(window))
     return stream
 
 
 @contextmanager
 def saved_before(state: State, keep: int, streamed: bool, group: Group) -> Generator[None]:
-    """Where rows are encoded beside training, one that is found to be bad stops the run; it saves first.
+    """Save before a bad row, found while encoding during training, stops the run.
 
-    It is found by all processes in the same step.
+    All processes find it in the same step.
     """
     from unfreeze.train.together import save_together
 
@@ -118,6 +118,6 @@ def saved_before(state: State, keep: int, streamed: bool, group: Group) -> Gener
         save_together(state, keep, group=group)
         raise DataError(
             f"{error.message}; step {state.step} is saved",
-            next="--data.on-bad-row skip --save.allow-changed data.on_bad_row continues from there; a mended"
-            " file needs another --out",
+            next="--data.on-bad-row skip --save.allow-changed data.on_bad_row continues from there; a"
+            " corrected file needs another --out",
         ) from error

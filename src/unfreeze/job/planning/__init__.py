@@ -1,1 +1,1 @@
-"""What a run will need: its plan, the settings of a first run, what to do in a shortage."""
+"""Planning a run: its memory plan, settings for a first run, remedies when memory is short."""

@@ -1,4 +1,4 @@
-"""The plan of a run: computed, shown in three lines, written to plan.json; refused where it doesn't fit."""
+"""Compute a run's plan, show it in three lines, write plan.json, and refuse a plan that doesn't fit."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planning:
-    """What of a run is planned, whatever its layout will be.
+    """The inputs of a plan, before its layout is chosen.
 
-    lengths    of the documents, in tokens; none: each is as long as the longest may be
-    processes  that share the micro-batches, each with one device
-    longest    tokens of the longest document, where that is not among `lengths`
-    second     a model beside the one that trains
+    lengths    document lengths in tokens; empty: all have the maximum length
+    processes  number that share the micro-batches, each with one device
+    longest    tokens of the longest document, if not in `lengths`
+    second     the run's second model, if any
     """
 
     config: TrainingConfig
@@ -61,7 +61,7 @@ class Planning:
     second: Second | None = None
 
     def layouts(self) -> list[Layout]:
-        """Those that the config allows, fastest first. Raises ConfigError for a wish that cannot be."""
+        """Layouts that the config allows, fastest first. Raises ConfigError for an impossible setting."""
         from unfreeze.parallel.plan.layouts import Facts, layouts
 
         here, experts = started().on_node if started().size > 1 else self.processes, self.shape.num_experts
@@ -79,9 +79,10 @@ class Planning:
         return layouts(self.config.place, facts)
 
     def plan(self, layout: Layout, began: str = "") -> Plan:
-        """What the run will take in that layout, term by term.
+        """Plan the run's memory in that layout, term by term.
 
-        began: what a run with recompute = "auto" recomputed when it began: now only what gives the same bits.
+        began: recompute policy that "auto" chose when a resumed run started. Only policies with bit-identical
+        results are then considered.
         """
         from unfreeze.parallel import machine
         from unfreeze.parallel.plan import plan_run
@@ -91,18 +92,18 @@ class Planning:
         return plan_run(self.model, layout, self._work, here, cast(Any, among(layout, began)))
 
     def first(self) -> tuple[int, Plan]:
-        """(which of `layouts` fits first, its plan); where none does, the one that takes the least."""
-        made: list[Plan] = []
+        """Return (index in `layouts`, plan) of the first layout that fits; if none does, of the smallest."""
+        plans: list[Plan] = []
         for layout in self.layouts():
-            made.append(self.plan(layout))
-            if made[-1].fits:
-                return len(made) - 1, _explained(made)
-        least = min(range(len(made)), key=lambda place: made[place].over)
-        return least, made[least]
+            plans.append(self.plan(layout))
+            if plans[-1].fits:
+                return len(plans) - 1, _explained(plans)
+        least = min(range(len(plans)), key=lambda place: plans[place].over)
+        return least, plans[least]
 
     @cached_property
     def model(self) -> PlannedModel:
-        """The model on meta, and what it says of itself."""
+        """The model on meta, with its sizes and counts."""
         import torch
 
         from unfreeze.parallel.plan import model_of
@@ -136,23 +137,23 @@ class Planning:
 
 
 def among(layout: Layout, began: str) -> Sequence[str]:
-    """What recompute = "auto" may be, fastest first."""
+    """Recompute policies that "auto" can choose, fastest first."""
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST, SAME_BITS
 
-    found: Sequence[str] = FASTEST_FIRST
+    policies: Sequence[str] = FASTEST_FIRST
     if layout.keep_layers is not None:
-        found = ("elementwise", "selective")  # the others keep all layers, or none
+        policies = ("elementwise", "selective")  # the other policies keep all layers or none
     if began:
-        found = SAME_BITS[SAME_BITS.index(cast(Any, began)) :] if began in SAME_BITS else (began,)
-    if layout.boundary == "host":  # where nothing is recomputed there are no inputs of layers to keep
-        found = [choice for choice in found if choice != "nothing"] or found
-    return found
+        policies = SAME_BITS[SAME_BITS.index(cast(Any, began)) :] if began in SAME_BITS else (began,)
+    if layout.boundary == "host":  # without recompute there are no layer inputs to offload
+        policies = [choice for choice in policies if choice != "nothing"] or policies
+    return policies
 
 
-def _explained(made: Sequence[Plan]) -> Plan:
-    """The last of the plans that were tried, with why it is not the first."""
-    first, chosen = made[0], made[-1]
-    if len(made) == 1:
+def _explained(plans: Sequence[Plan]) -> Plan:
+    """Return the last of the plans tried, with the reason why the first was not chosen."""
+    first, chosen = plans[0], plans[-1]
+    if len(plans) == 1:
         return chosen
     over = first.total > first.usable
     total, usable = (first.total, first.usable) if over else (first.host, first.host_usable)
@@ -163,17 +164,17 @@ def _explained(made: Sequence[Plan]) -> Plan:
 
 
 def agreed_plan(planning: Planning, folder: Run, group: Group) -> Plan:
-    """The plan with the layout as asked, or chosen, the same on all processes.
+    """Return the plan with the configured or chosen layout, the same on all processes.
 
-    A run that goes on keeps what it recomputed when it began. Where that does not fit any more, it takes what
-    gives the same numbers to the bit, and says so.
+    A resumed run keeps its recompute policy. If that no longer fits, it takes another with bit-identical
+    results and warns.
     """
     from unfreeze.parallel.plan.fastest import FASTEST_FIRST
 
     place, own = planning.first()
     agreed = max(map(int, group.texts(str(place))))
     layout = planning.layouts()[agreed]
-    if layout.buffer != 0:  # as large as fits everywhere
+    if layout.buffer != 0:  # the largest that fits on every process
         there = own if agreed == place else planning.plan(layout)
         least = min(int(text) for text in group.texts(str(there.layout.buffer_bytes or 0)))
         layout = layout.but(buffer=least / GIB)
@@ -191,15 +192,14 @@ def agreed_plan(planning: Planning, folder: Run, group: Group) -> Plan:
         plan = replace(plan, why="another process has less free memory", why_layout=own.why_layout)
     if began and began != least:
         message = (
-            f"place.recompute = {least} from here on, because {began} no longer fits; the numbers stay the"
-            " same"
+            f"place.recompute = {least} from here on, because {began} no longer fits; results do not change"
         )
         folder.events.emit("warning", folder.step, message=message)
     return plan
 
 
 def as_it_began(config: TrainingConfig, group: Group) -> TrainingConfig:
-    """The config of a run that goes on: place.recompute = "auto" is what the run was told when it began."""
+    """Return the config of a resumed run, with place.recompute = "auto" replaced by the recorded setting."""
     began = (config.run_dir / RESOLVED).is_file()
     named = read_resolved(config.run_dir, ConfigError).get("place.recompute") if began else None
     named = group.texts(str(named or ""))[0]
@@ -209,9 +209,9 @@ def as_it_began(config: TrainingConfig, group: Group) -> TrainingConfig:
 
 
 def mean_length(lengths: Sequence[int]) -> float:
-    """Σ L² / Σ L over documents of L tokens: the length of a token's document, averaged over tokens.
+    """Σ L² / Σ L over documents of L tokens: the mean, over tokens, of the length of a token's document.
 
-    A token attends to half as many on average, so attention's time per token is proportional to it.
+    A token attends to half of it on average, so attention's time per token is proportional to it.
     """
     import numpy as np
 
@@ -229,21 +229,21 @@ def emit_plan(
     disk: Disk | None = None,
     note: str = "",
 ) -> None:
-    """Write and show the plan, then refuse what does not fit.
+    """Write and show the plan. Raises DoesNotFit if it doesn't fit.
 
-    lines      what a terminal shows instead of the whole plan (start_lines)
+    lines      short form for the terminal (start_lines)
     predicted  ops whose kernel runs unmeasured (kernels.predicted_ops)
-    disk       what the run writes; a run that goes on knows how long a save took
+    disk       bytes the run writes; for a resumed run the plan adds how long a save took
     note       export_note
 
-    On CUDA the plan says how the allocator was set (docs/why/trust.md L2).
+    On CUDA the plan reports the allocator setting (docs/why/trust.md L2).
     """
     from unfreeze.parallel.plan import plan_fields, refuse_if_too_large
 
     fields = plan_fields(plan) | ({"start": list(lines)} if lines else {})
     if group.size > 1:
         each = f"{group.size} processes, each with this plan"
-        measured = "process 0 speaks; tokens are of all, memory is that of the fullest"
+        measured = "process 0 reports tokens of all processes and the memory of the fullest"
         fields["lines"] = [*fields["lines"], f"  {each}; {measured}"]
     if note:
         fields |= {"export_note": note, "lines": [*fields["lines"], f"  {note}"]}
@@ -251,7 +251,7 @@ def emit_plan(
         fields["save_bytes"] = disk.save
         before = last(read_events(folder.path / "events.jsonl"), SaveEvent) if folder.step else None
         seconds = before.get("seconds") if before else None
-        took = "" if seconds is None else f", {format_seconds(seconds)} the last time"
+        took = "" if seconds is None else f"; the last one took {format_seconds(seconds)}"
         fields["lines"] = [*fields["lines"], f"  on disk: {disk.said}{took}"]
     if plan.hardware.kind == "cuda":
         line, grows = allocator_line()
@@ -273,7 +273,7 @@ def start_lines(
     disk: Disk,
     second: Second | None = None,
 ) -> list[str]:
-    """The plan in three lines: what is trained on what, and what that takes; and one of the second model."""
+    """The plan in three lines: model, memory, trained weights; and a line for the second model if any."""
     from unfreeze.parallel.plan.words import all_parameters, experts_held, groups_of
 
     experts = (
@@ -309,7 +309,7 @@ def start_lines(
 
 
 def export_note(lora: LoraConfig | None, start: Manifest, model: Decoder) -> str:
-    """What vLLM, for which a run's last line names the export, would not apply of these adapters; else ""."""
+    """Note on adapters that vLLM would not apply, since a run's last line suggests that export; else ""."""
     from unfreeze.adapters.readers import READERS
     from unfreeze.models.blocks.linear import Linear
     from unfreeze.models.targets import candidates, resolve, targets_of
@@ -318,7 +318,7 @@ def export_note(lora: LoraConfig | None, start: Manifest, model: Decoder) -> str
         return ""
     reader, model_type = READERS["vllm"], str(start.config.get("model_type"))
     if issue := (reader.refuses or {}).get(model_type):
-        return f"vllm loads no adapters of {model_type}: {issue}"
+        return f"vllm cannot load adapters of {model_type}: {issue}"
     linear = [candidate.name for candidate in candidates(model) if isinstance(candidate.owner, Linear)]
     chosen = resolve(model, lora.targets)
     left_out = reader.dropped([name for name in chosen if name in linear], linear)
@@ -332,11 +332,12 @@ def export_note(lora: LoraConfig | None, start: Manifest, model: Decoder) -> str
 
 @dataclass(frozen=True)
 class Disk:
-    """What a run writes, and the bytes that are free where it writes.
+    """Bytes that a run writes, and bytes free on its disk.
 
-    save    bytes of a save of the state          saves   saves at most: one more than are kept, because a new
-    result  bytes of what is trained, at the end          one is whole before an old one goes
-    when    when the run saves
+    save    bytes of a save of the state
+    saves   most saves at a time: one more than are kept, as an old one goes only when the new one is complete
+    result  bytes of the trained adapter or model
+    when    the schedule of saves
     """
 
     folder: Path
@@ -348,19 +349,19 @@ class Disk:
 
     @property
     def needed(self) -> int:
-        """Bytes that the run writes at most."""
+        """Most bytes that the run writes."""
         return self.saves * self.save + self.result
 
     @property
     def said(self) -> str:
-        """'a save is 6.6 MiB, every 10 min and 50 steps'."""
+        """Words such as 'a save is 6.6 MiB, every 10 min and 50 steps'."""
         minutes, steps = self.when.minutes, self.when.every
         often = [f"{minutes:g} min"] * (minutes > 0) + [f"{steps:,} steps"] * (steps > 0)
         when = f"every {' and '.join(often)}" if often else "at the end"
         return f"a save is {format_bytes(self.save)}, {when}"
 
     def words(self, what: str) -> str:
-        """The sum; `what` is trained."""
+        """Words on free and needed bytes; `what` names the trained result."""
         return (
             f"{format_bytes(self.free)} free for {self.folder}; the run writes at most"
             f" {format_bytes(self.needed)} ({self.saves} saves of {format_bytes(self.save)}, {what})"
@@ -371,7 +372,7 @@ ROOM = "free space, give --out on another disk, or lower --save.keep"
 
 
 def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Plan) -> Disk:
-    """What the run takes of the disk of its folder, and what is free there."""
+    """Compute the disk space that the run needs in its folder, and the space free there."""
     from unfreeze.parallel.plan.words import all_parameters
 
     folder = config.run_dir.absolute()
@@ -380,7 +381,7 @@ def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Pla
     adapter = plan.terms["adapter"]
     if plan.layout.sharded:
         each *= plan.work.processes
-    if plan.layout.sharing > 1:  # the plan is of one process, the files are of all
+    if plan.layout.sharing > 1:  # the plan is per process, the files are for all
         every = all_parameters(plan)
         each, adapter = (size * every // plan.adapter_parameters for size in (each, adapter))
     result = trained.written_bytes(start, adapter)
@@ -389,9 +390,9 @@ def disk_of(config: TrainingConfig, trained: Trained, start: Manifest, plan: Pla
 
 
 def check_room(disk: Disk, folder: Run, what: str) -> None:
-    """Before training: refuse where not even one save and the result fit, warn where not all saves do.
+    """Before training: raise DoesNotFit if not even one save and the result fit; warn if not all saves do.
 
-    A run that goes on has saves already, and is not asked.
+    A resumed run has saves already and is not checked.
     """
     if folder.step or disk.needed <= disk.free:
         return

@@ -1,6 +1,6 @@
-"""The settings of a first run, from the data's lengths, the model's shape and the memory of this machine.
+"""Propose settings for a first run, from the data's lengths, the model's shape and this machine's memory.
 
-Each comes with its reason, as `unfreeze init` writes it. They are where to begin, not what is best.
+Each has a reason, for `unfreeze init` to write. They are a starting point, not an optimum.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan import Plan
 
 LONGEST = 32_768
-"""Tokens of the longest document that is proposed."""
+"""Largest sequence length, in tokens, that is proposed."""
 STEPS_AN_EPOCH = 50
-"""Fewer tokens a step are proposed rather than fewer steps."""
+"""The proposal lowers tokens per step to reach this many steps an epoch."""
 SMALL_MODEL = 50e6
-"""Parameters below which adapters learn little at 2e-4. The demo has 2 million and takes 1e-3."""
+"""Below this many parameters, adapters learn little at 2e-4. The demo has 2 million and uses 1e-3."""
 LARGE_MODEL = 20e9
-"""Parameters from which on half the learning rate is proposed: QLoRA (arXiv:2305.14314) took 2e-4 for 7 and
-13 billion, 1e-4 for 33 and 65."""
+"""From this many parameters on, half the learning rate is proposed: QLoRA (arXiv:2305.14314) took 2e-4 for
+7 and 13 billion parameters, 1e-4 for 33 and 65."""
 AIM_STEPS = 100
-"""Steps at least: 45 on 120 rows left three of four answers of tiny-k2 as they were."""
+"""Proposed minimum of steps: 45 steps on 120 rows left three of four answers of tiny-k2 unchanged."""
 HELD_OUT = 0.05
 
 
 @dataclass(frozen=True)
 class ProposedField:
-    """A field's place and value, and why."""
+    """A config field (`place`: its dotted name), its value and the reason."""
 
     place: str
     value: object
@@ -53,7 +53,7 @@ class ProposedField:
 
 @dataclass
 class Proposal:
-    """What is looked at, and what follows from it."""
+    """Model and data of a first run, and the settings proposed for them."""
 
     model: str
     data: Sequence[str]
@@ -69,7 +69,7 @@ class Proposal:
 
     @cached_property
     def dataset(self) -> Dataset:
-        """The rows at the greatest length, so that their own lengths are seen; bad ones are counted."""
+        """The rows encoded at the greatest length, so that few are cut. Bad rows are counted."""
         return self._encoded(min(self.shape.max_positions, LONGEST))
 
     def _encoded(self, length: int) -> Dataset:
@@ -80,12 +80,12 @@ class Proposal:
         return encoded_files(data.files, tokenizer, length, on_bad_row="skip", columns=data.columns)
 
     def config(self, more: Mapping[str, object]) -> Config:
-        """The run with `more` fields, by place."""
+        """Config of the run with `more` fields (dotted name -> value)."""
         fields = {"model": self.model, "data.files": tuple(self.data), "data.columns": tuple(self.columns)}
         return Config.model_validate(nested({**fields, **more}))
 
     def plan(self, config: Config) -> Plan:
-        """What this run takes here."""
+        """Memory plan of this config on this machine."""
         assert config.lora is not None
         trained = Adapters(config.lora, config.seed)
         trained.check(self.manifest)
@@ -94,7 +94,7 @@ class Proposal:
         return Planning(config, trained, self.manifest, self.shape, device, lengths).first()[1]
 
     def choices(self) -> list[ProposedField]:
-        """Every choice, in the order of the file. Raises DoesNotFit where nothing of it fits."""
+        """Every choice, in the order of the file. Raises DoesNotFit if no settings fit."""
         from unfreeze.parallel.plan import refuse_if_too_large
 
         wanted = self._length(), self._tokens(self._length())
@@ -111,20 +111,20 @@ class Proposal:
             plan = self.plan(self.config(values))
             if plan.fits:
                 data = list(self._data(length))
-                made = {**values, **{choice.place: choice.value for choice in data}}
-                return [*data, *self._training(made), *self._memory(values, plan)]
+                chosen = {**values, **{choice.place: choice.value for choice in data}}
+                return [*data, *self._training(chosen), *self._memory(values, plan)]
             tried = tried or plan
         assert tried is not None
         refuse_if_too_large(tried)
         return []
 
     def _length(self) -> int:
-        """The longest document, up to the next multiple of 64."""
+        """Length of the longest document, rounded up to a multiple of 64."""
         longest = int((self.dataset.examples.lengths_N + self.dataset.examples.cuts_N).max())
         return min(-(-max(longest, 64) // 64) * 64, self.shape.max_positions, LONGEST)
 
     def _tokens(self, length: int) -> int:
-        """A power of two with STEPS_AN_EPOCH steps an epoch; 512 to 16,384, and no less than a document."""
+        """Power of two giving about STEPS_AN_EPOCH steps an epoch; 512 to 16,384, at least one document."""
         aim = self.dataset.stats.tokens / STEPS_AN_EPOCH
         power = 2 ** round(math.log2(max(aim, 1)))
         return max(min(max(power, 512), 16_384), length)
@@ -136,15 +136,16 @@ class Proposal:
         reason = f"the longest of {len(examples):,} documents has {int(whole_N.max()):,} tokens"
         if over:
             most = length == self.shape.max_positions
-            reason += f"; {over:,} are cut: {'the model takes no more' if most else 'more takes more memory'}"
+            reason += (
+                f"; {over:,} are cut:"
+                f" {'the model takes no longer ones' if most else 'a larger value takes more memory'}"
+            )
         yield ProposedField("data.sequence_length", length, reason)
         if stats.bad:
             reason = f"{stats.bad:,} of {stats.rows:,} rows cannot be read; unfreeze data show lists them"
             yield ProposedField("data.on_bad_row", "skip", reason)
         if len(examples) >= 200:
-            held = (
-                f"about {round(HELD_OUT * len(examples)):,} documents, to see whether it learns or remembers"
-            )
+            held = f"about {round(HELD_OUT * len(examples)):,} documents, to tell learning from memorising"
             yield ProposedField("data.validation_fraction", HELD_OUT, held)
 
     def _training(self, values: Mapping[str, Any]) -> Iterator[ProposedField]:
@@ -153,21 +154,21 @@ class Proposal:
         examples = (self._encoded(int(values["data.sequence_length"])) if cut else self.dataset).examples
 
         def steps(epochs: float) -> int:
-            return steps_of(self.config({**values, "training.epochs": epochs}), examples)
+            return steps_of(self.config({**values, "training.epochs": epochs}), examples)[0]
 
         epochs = 3.0 if stats.tokens < 20e6 else 1.0
         why = "usual for some thousand rows" if epochs == 3 else "with this much data one pass teaches most"
         if steps(epochs) < AIM_STEPS:
             epochs, why = float(math.ceil(AIM_STEPS / steps(1))), "the data is small"
         yield ProposedField("training.epochs", epochs, f"{why}; {steps(epochs):,} steps in all")
-        reason = f"{format_count(stats.tokens)} tokens are {steps(1):,} steps an epoch"
+        reason = f"{format_count(stats.tokens)} tokens give {steps(1):,} steps an epoch"
         yield ProposedField("training.tokens_per_step", tokens, reason)
         rate = 2e-4
         if self.parameters:
             rate = 1e-3 if self.parameters < SMALL_MODEL else 1e-4 if self.parameters >= LARGE_MODEL else rate
-        size = f"{format_count(self.parameters)} parameters" if self.parameters else "its size is not known"
+        size = f"{format_count(self.parameters)} parameters" if self.parameters else "unknown size"
         reason = (
-            f"{size}; QLoRA took 2e-4 for 7 and 13 billion, 1e-4 for more, our demo 1e-3 for 2 million."
+            f"{size}; QLoRA used 2e-4 for 7 and 13 billion, 1e-4 for more, our demo 1e-3 for 2 million."
             " Tune this first."
             f' With train = "all": {ALL_RATE:g}, without [lora].'
         )
@@ -184,14 +185,14 @@ class Proposal:
         )
         rank = int(values["lora.rank"])
         reason = f"{format_count(plan.adapter_parameters)} trained parameters" + (
-            "" if rank == LoraConfig().rank else "; 16 takes more memory than is here"
+            "" if rank == LoraConfig().rank else "; 16 takes more memory than this machine has"
         )
         yield ProposedField("lora.rank", rank, reason)
         yield ProposedField("lora.alpha", values["lora.alpha"], "2 x rank")
 
 
 def _smaller(length: int, tokens: int) -> Iterator[tuple[int, int, int]]:
-    """(length, micro-batches, rank), each taking less memory than the one before it."""
+    """Yield (length, micro-batches, rank), each needing less memory than the one before."""
     for shorter in (length, *(length // 2**i for i in range(1, 8) if length // 2**i >= 256)):
         parts = [2**i for i in range(12) if tokens // 2**i >= shorter] or [1]
         for rank in (16, 8, 4):

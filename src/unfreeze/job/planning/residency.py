@@ -1,4 +1,4 @@
-"""A run whose weights do not all lie on the device: what it says of transfers, and what it does not do."""
+"""Runs whose weights are not all on the device: report transfers, refuse samples and on-policy answers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 def transfers_of(model: Decoder) -> list[OnStep]:
-    """The hooks that tell what came in a step, one for each source; none where every weight is here."""
+    """Hooks that report each step's transfers, one per source; none if every weight is on the device."""
     from unfreeze.parallel.placement.residency import streams_of
 
-    return [TransfersSaid(residency) for residency in streams_of(model.residency)]
+    return [TransferEvents(residency) for residency in streams_of(model.residency)]
 
 
 def keep_boundary(model: Decoder, layout: Layout, device: torch.device) -> None:
-    """The inputs of layers go to host memory until backward, where the plan says so."""
+    """Offload layer inputs to host memory until backward, if the plan says so."""
     if layout.boundary_leaves:
         from unfreeze.parallel.placement.boundary import BoundaryInHost
         from unfreeze.parallel.processes.lanes import lane_of
@@ -48,7 +48,7 @@ def optimizer_of(
     device: torch.device,
     held: Callable[[str], HeldPart] | None,
 ) -> AdamW:
-    """AdamW of what trains; its moments lie where the plan says. held: as AdamW's."""
+    """Create AdamW for the trained parameters, with its moments where the plan puts them. held: see AdamW."""
     from unfreeze.parallel.processes.lanes import lane_of
     from unfreeze.train.host_state import InHost
     from unfreeze.train.optim import AdamW
@@ -58,8 +58,8 @@ def optimizer_of(
     return AdamW(model, **more, held=held, place=place)
 
 
-class TransfersSaid:
-    """A "stream" event after each step."""
+class TransferEvents:
+    """Hook that emits a "stream" event after each step."""
 
     def __init__(self, residency: Streamed):
         self._residency = residency
@@ -79,22 +79,23 @@ class TransfersSaid:
 
 
 def refuse_answers(plan: Plan) -> None:
-    """Raise ConfigError where each token that the model answers in training would need every layer anew."""
+    """Raise ConfigError if every generated token would transfer every layer again."""
     layout = plan.layout
     if layout.experts != "device" or layout.rest != "device":
         what = (
             f"experts come from {layout.experts}" if layout.experts != "device" else "layers come from peers"
         )
         raise ConfigError(
-            f"the model is to answer while it trains, and {what}: each token would need every layer anew",
-            next="--place.experts device, --place.rest device, or without the model's own answers",
+            f"the model must generate answers while it trains, but {what}: each token would transfer"
+            " every layer",
+            next="--place.experts device, --place.rest device, or train without the model's own answers",
         )
 
 
 def refuse_samples(run: Run, plan: Plan, count: int, own: Sequence[Prompt], *, held_out: bool) -> None:
-    """Say once that no samples are taken, with the arithmetic: each token of an answer needs every layer."""
-    asked = [f"samples = {count}"] * (count > 0) + [f"{len(own)} prompts"] * bool(own)
-    if not asked or run.step:
+    """Warn once that no samples are generated, with the arithmetic: each token would transfer every layer."""
+    settings = [f"samples = {count}"] * (count > 0) + [f"{len(own)} prompts"] * bool(own)
+    if not settings or run.step:
         return
     n, sizes, where = plan.work.processes, plan.sizes, plan.layout.experts
     experts = where != "device"
@@ -107,8 +108,8 @@ def refuse_samples(run: Run, plan: Plan, count: int, own: Sequence[Prompt], *, h
         else "give validation_fraction = 0.05 for a held-out loss instead"
     )
     message = (
-        f"no samples are taken ({', '.join(asked)}): {what}, and each token of an answer {verb} all"
-        f" {format_bytes(each)} of them, an answer of {ANSWER} tokens {format_bytes(ANSWER * each)};"
+        f"no samples are generated ({', '.join(settings)}): {what}, so each token of an answer {verb} all"
+        f" {format_bytes(each)} of them, and an answer of {ANSWER} tokens {format_bytes(ANSWER * each)};"
         f" {instead}"
     )
     run.events.emit("warning", 0, message=message)

@@ -1,4 +1,4 @@
-"""A shortage of memory during a run: it does not fit, and what takes less is named."""
+"""Memory ran out during a run: raise DoesNotFit with settings that need less."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from unfreeze.parallel.plan import Plan
 
 LESS = 0.75
-"""Share of the planned peak that a proposal may take: the plan has failed, so it is no measure."""
+"""Largest share of the planned peak for a proposal; the plan was too low, so its limit cannot be used."""
 
 
 @contextmanager
 def refused_when_short(plans: list[Plan]) -> Generator[None]:
-    """Raise DoesNotFit for a shortage. plans: the run's plan, once there is one."""
+    """Turn an out-of-memory error into DoesNotFit. plans: holds the run's plan, once there is one."""
     try:
         yield
     except Exception as error:
@@ -33,15 +33,15 @@ def refused_when_short(plans: list[Plan]) -> Generator[None]:
         (plan,) = plans
         peak, usable = format_bytes(plan.total), format_bytes(plan.usable)
         raise DoesNotFit(
-            f"memory ran out: {what}; planned were {peak} of {usable} usable on {plan.hardware.name}",
+            f"memory ran out: {what}; the plan was {peak} of {usable} usable on {plan.hardware.name}",
             next=remedy(plan),
         ) from error
 
 
 def remedy(plan: Plan) -> str:
-    """The flags of the first proposal that takes LESS than this plan.
+    """Return the flags of the first proposal that needs at most LESS of this plan.
 
-    Before it, where a plan that fits leaves no room for compiled code, what gives more room.
+    If the plan fits but leaves no room for compiled code, first suggest freeing memory.
     """
     from unfreeze.parallel.plan import USABLE, what_fits
     from unfreeze.parallel.plan.propose import LARGER

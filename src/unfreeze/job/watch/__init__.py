@@ -1,1 +1,1 @@
-"""What looks at a run while it trains: held-out loss, sample answers, the receipt, and signs."""
+"""Watching a run while it trains: held-out loss, sample answers, the receipt, warning signs."""

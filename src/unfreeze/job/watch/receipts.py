@@ -1,4 +1,4 @@
-"""The hook that takes the receipt (what learned, group by group), for adapters and for whole models."""
+"""Hook that writes the receipt: which weights learned, per group, for adapters and whole models."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ RECEIPT = "receipt.json"
 
 
 def receipt_of(state: State, dataset: Dataset, group: Group, *, stop: bool) -> list[OnStep]:
-    """The hook of a run that has no receipt yet; none for a run that goes on behind it.
+    """Return the receipt's hook if the run has no receipt yet, else [].
 
-    Process 0, whose folder it is, says for all.
+    Process 0 checks its folder for all processes.
     """
     missing = group.any(bool(group.on_rank0(lambda: not (state.run.path / RECEIPT).is_file())))
     return [FirstStepReceipt(state, dataset, group, stop=stop)] if state.step == 0 or missing else []
 
 
 class FirstStepReceipt:
-    """Which matrices learned in the first step with a gradient, how much, and what it did to the output.
+    """Record which matrices moved in the first step with a gradient, how far, and the change of the output.
 
-    A step whose gradient is exactly zero (no supervised token, a student equal to its teacher) or whose
-    update was refused proves nothing, and a warm-up's rate below SHOWS neither: the next is looked at. A run
-    that ends without a receipt says so.
-    A receipt that ends the run is written too.
-    stop True: a matrix that was left out ends the run. False: it is a warning (job/trained.py says when).
+    Steps that prove nothing are passed over: a gradient of exactly zero (no supervised token, a student equal
+    to its teacher), a refused update, or a warm-up rate below SHOWS. A run that ends without a receipt warns.
+
+    The receipt is written even if it stops the run.
+    stop  True: a matrix that did not move stops the run. False: it is a warning (see job/trained.py)
     """
 
     def __init__(self, state: State, dataset: Dataset, group: Group, *, stop: bool):
@@ -44,11 +44,11 @@ class FirstStepReceipt:
         self._receipt: Receipt | None = Receipt(
             state.model, state.optimizer.masters, state.optimizer.gradient
         )
-        self._probe = pack(dataset.examples[:8])  # the receipt looks at the first 256 of its tokens
+        self._probe = pack(dataset.examples[:8])  # the receipt uses its first 256 tokens
         self._group, self._stop, self._held = group, stop, state.optimizer.held
 
     def _part(self, name: str) -> tuple[Rows | None, int]:
-        """What this process holds of a parameter, and how many hold the same."""
+        """Return (rows of a parameter that this process holds, number of processes that hold the same)."""
         held = self._held(name, self._group)
         return held.rows, held.copies
 
@@ -62,7 +62,7 @@ class FirstStepReceipt:
             self._receipt.pass_over()
             if state.step == state.schedule.steps:
                 message = (
-                    f"no receipt: in none of the {state.step:,} steps did a gradient move a weight. Nothing"
+                    f"no receipt: no gradient moved a weight in any of the {state.step:,} steps. Nothing"
                     " was learned"
                 )
                 state.run.events.emit("warning", state.step, message=message)

@@ -1,6 +1,6 @@
-"""Prompts from held-out rows, else from training rows, answered before and after training, for the report.
+"""Answer prompts before and after training, for the report. Prompts come from held-out or training rows.
 
-A row that cannot be asked becomes a warning event.
+A row that gives no prompt becomes a warning event.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ if TYPE_CHECKING:
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.run import Run
 
-ANSWER = 64  # tokens of a sample answer at most: enough to see style, cheap beside a step
-WORDS = 8  # of a text's opening
-ROUNDS = 8  # times as many rows as samples are looked at for prompts that differ
+ANSWER = 64  # most tokens of a sample answer: enough to see its style, cheap beside a step
+WORDS = 8  # words of a text used as prompt
+ROUNDS = 8  # rows tried per sample, to find different prompts
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is asked: the text the report shows, and the ids the model sees."""
+    """A prompt: the text that the report shows, and the ids that the model gets."""
 
     shown: str
     tokens: list[int]
 
 
 class Samples:
-    """What a run says: `own` prompts, then the first `count` of the rows that it holds out, or trains on.
+    """Sample answers: to `own` prompts, then to the first `count` held-out (or training) rows.
 
-    Each prompt once: rows may be several answers to one question.
-
-    Of a conversation the prompt ends before an answer, of a text after its eighth word.
-    Made from rows that were accepted, so a bad row that the run skips is skipped here too. A row that cannot
-    be asked (it begins with the assistant and says nothing else, or its prompt leaves less than ANSWER
-    positions) is a warning event, once, at step 0.
+    Each prompt is used once, although several rows can have the same question.
+    The prompt of a conversation stops before an answer, that of a text after its eighth word.
+    Only rows that were encoded are used, so a bad row is skipped here too. A row without a usable prompt (it
+    starts with the assistant and has nothing else, or leaves fewer than ANSWER positions) is a warning event,
+    once, at step 0.
     """
 
     def __init__(
@@ -67,18 +66,18 @@ class Samples:
         self._run, self._speaker, self._group = run, speaker, group
         self._prompts, self._own = list(own), len(own)
         room = speaker.decoder.shape.max_positions - ANSWER
-        asked, tried = {tuple(prompt.tokens) for prompt in own}, 0
+        seen, tried = {tuple(prompt.tokens) for prompt in own}, 0
         for row in rows_used(data, examples, count, columns, answers):
             if tried == count:
                 break
             try:
                 prompt = prompt_of(row, tokenizer)
-                if tuple(prompt.tokens) in asked:
+                if tuple(prompt.tokens) in seen:
                     continue
-                asked.add(tuple(prompt.tokens))
+                seen.add(tuple(prompt.tokens))
                 if len(prompt.tokens) > room:
                     raise DataError(
-                        f"row {row.row}: its prompt of {len(prompt.tokens)} tokens leaves less than {ANSWER}"
+                        f"row {row.row}: its prompt of {len(prompt.tokens)} tokens leaves fewer than {ANSWER}"
                         " of the model's positions"
                     )
                 self._prompts.append(prompt)
@@ -89,32 +88,31 @@ class Samples:
                     run.events.emit("warning", 0, message=f"no sample of {error.message}")
 
     def say(self, when: str, step: int) -> None:
-        """Greedy answers to all prompts in one batch, and their trainer/sampler gap (evaluate/gap.py).
+        """Answer all prompts greedily in one batch, and measure the trainer/sampler gap (evaluate/gap.py).
 
-        when is "before", "during" or "after". During training only own prompts are asked: answers take longer
-        than a validation.
-        Process 0 answers alone, while the others wait; where a pass needs all processes, all sample the
-        tokens that process 0 chose.
+        when: "before", "during" or "after". During training only own prompts are answered, because answers
+        take longer than a validation. Process 0 answers while the others wait. If a forward pass needs all
+        processes, all use the tokens that process 0 samples.
         """
-        asked = self._prompts[: self._own] if when == "during" else self._prompts
-        if not asked:
+        prompts = self._prompts[: self._own] if when == "during" else self._prompts
+        if not prompts:
             return
         if self._group.lockstep:
-            self._say(when, step, asked)
+            self._say(when, step, prompts)
         else:
-            self._group.on_rank0(lambda: self._say(when, step, asked))
+            self._group.on_rank0(lambda: self._say(when, step, prompts))
 
-    def _say(self, when: str, step: int, asked: Sequence[Prompt]) -> None:
+    def _say(self, when: str, step: int, asked_prompts: Sequence[Prompt]) -> None:
         from unfreeze.evaluate.gap import gap_of_answers
         from unfreeze.generate.sampling import NotFinite
 
         started = time.perf_counter()
-        prompts = [prompt.tokens for prompt in asked]
+        prompts = [prompt.tokens for prompt in asked_prompts]
         try:
             answers = self._speaker.complete(prompts, max_new_tokens=ANSWER)
         except NotFinite as error:
             raise self._of_the_file(error, step) from error
-        for index, (prompt, answer) in enumerate(zip(asked, answers, strict=True)):
+        for index, (prompt, answer) in enumerate(zip(asked_prompts, answers, strict=True)):
             self._run.events.emit(
                 "sample",
                 step,
@@ -130,18 +128,18 @@ class Samples:
         self._run.events.emit("gap", step, when=when, **gap.as_dict(), seconds=seconds, **warned)
 
     def _of_the_file(self, error: UserError, step: int) -> UserError:
-        """The error; where a weight came so from its file, one that says so."""
+        """Return the error, or a clearer one if the file itself holds a non-finite weight."""
         from unfreeze.models.finite import bad_weight
         from unfreeze.train.events import DOWNLOAD, of_the_file
         from unfreeze.train.optim import NonFinite
 
-        found = bad_weight(self._speaker.decoder, updated=step > 0)
-        return NonFinite(of_the_file(*found), next=DOWNLOAD) if found else error
+        weight = bad_weight(self._speaker.decoder, updated=step > 0)
+        return NonFinite(of_the_file(*weight), next=DOWNLOAD) if weight else error
 
     def _gap_warning(self, gap: Gap) -> dict[str, str]:
-        """Give a warning field if the gap is larger than rounding explains.
+        """Return a warning field if the gap is larger than rounding explains.
 
-        In bfloat16 rounding hides such gaps: no limit.
+        There is no limit in bfloat16, where rounding hides such gaps.
         """
         import torch
 
@@ -160,7 +158,7 @@ class Samples:
 
 
 def of_the_first(group: Group, device: torch.device, tokens: list[int]) -> list[int]:
-    """The tokens that process 0 sampled: where two are equally likely, rounding may part the processes."""
+    """Broadcast the tokens that process 0 sampled: with equally likely tokens, rounding could differ."""
     import torch
 
     chosen = torch.tensor(tokens, device=device)
@@ -169,7 +167,7 @@ def of_the_first(group: Group, device: torch.device, tokens: list[int]) -> list[
 
 
 def own_prompts(texts: Sequence[str], tokenizer: Tokenizer, *, chat: bool) -> list[Prompt]:
-    """The config's `prompts`: each a user's message (chat), or a text to be continued."""
+    """Encode the config's `prompts`, each as a user's message (chat) or as a text to continue."""
     from unfreeze.data import encode_chat, encode_prompt
 
     return [
@@ -192,10 +190,9 @@ def rows_used(
     columns: Sequence[str] = (),
     answers: Answers = "taught",
 ) -> Iterator[Row]:
-    """The first ROUNDS x `count` rows of the files that became examples.
+    """Yield the first ROUNDS x `count` rows of the files that became examples.
 
-    They come `count` at a time; it reads no further than the last that is asked for. Of rows with two answers
-    the chosen one: both have the same prompt.
+    Rows are read lazily, `count` at a time. A pair yields its chosen answer; both have the same prompt.
     """
     from unfreeze.data import Examples, read_rows
 
@@ -205,23 +202,23 @@ def rows_used(
     )[: ROUNDS * count]
     for first in range(0, len(used), max(1, count)):
         wanted = used[first : first + count]
-        found: dict[tuple[int, int], Row] = {}
+        rows: dict[tuple[int, int], Row] = {}
         for source in sorted({source for source, _ in wanted}):
             missing = {number for file, number in wanted if file == source}
             # bad rows are counted by data.encode_files, not here
             for row in read_rows(Path(data[source]), lambda bad: None, columns, answers):
                 if row.row in missing:
-                    found[source, row.row] = row if answers == "taught" else row.answers[0]
+                    rows[source, row.row] = row if answers == "taught" else row.answers[0]
                     missing.remove(row.row)
                 if not missing:
                     break
-        yield from (found[row] for row in wanted if row in found)
+        yield from (rows[row] for row in wanted if row in rows)
 
 
 def prompt_of(row: Row, tokenizer: Tokenizer) -> Prompt:
-    """The prompt of a row: up to its first answer that something precedes.
+    """Prompt of a row: everything before its first answer that is not its first message.
 
-    Raises DataError where there is none, or the template refuses it.
+    Raises DataError if there is no such answer, or if the template refuses it.
     """
     from unfreeze.data import Conversation, encode_chat, encode_prompt
 
@@ -232,13 +229,13 @@ def prompt_of(row: Row, tokenizer: Tokenizer) -> Prompt:
         (i for i, message in enumerate(row.messages) if message["role"] == "assistant" and i > 0), None
     )
     if place is None:
-        raise DataError(f"row {row.row}: it begins with the assistant, and nothing asks for another answer")
+        raise DataError(f"row {row.row}: it starts with the assistant, and no later turn is answered")
     before = row.messages[:place]
     return Prompt(_shown(before[-1]), encode_chat(tokenizer, before, row.tools))
 
 
 def _shown(message: Mapping[str, object]) -> str:
-    """A message's words; its content may be a text, a list of text parts, or nothing beside tool calls."""
+    """Text of a message, whose content can be a text, a list of text parts, or missing beside tool calls."""
     content = message.get("content")
     return "".join(part["text"] for part in content) if _are_parts(content) else str(content or "")
 

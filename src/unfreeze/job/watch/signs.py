@@ -1,7 +1,7 @@
-"""Two signs that a comparison teaches something else than is wanted, said once in a run.
+"""Two signs that preference training teaches the wrong thing; each is a warning once per run.
 
 falls    the chosen answers become less likely: the margin grows because the rejected ones fall faster
-length   the chosen answer is the longer (or the shorter) one of nearly every pair, and the model chooses so
+length   the chosen answer is the longer (or shorter) one of nearly every pair, and the model does so too
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from unfreeze.train.state import State
     from unfreeze.train.step import StepResult
 
-WINDOW = 16  # steps of a mean; as many at the start are compared with as many at the end
-ERRORS = 4.0  # standard errors of their difference: of noise one run in 30,000 has as many
-NATS = 1.0  # an answer that is e times less likely; less is said of none
-SHARE = 0.8  # of the pairs, from which on length alone would choose about as well as a trained model
+WINDOW = 16  # steps per mean: the first and the last WINDOW steps are compared
+ERRORS = 4.0  # standard errors of the difference; by noise alone, one run in 30,000 exceeds it
+NATS = 1.0  # smallest fall that is reported: the answers are e times less likely
+SHARE = 0.8  # share of pairs at which length alone chooses about as well as a trained model
 FALLS, LENGTH = "the chosen answers become less likely", "length alone tells chosen from rejected"
 USED = "reward_chosen reward_rejected logp_chosen logp_rejected length_chosen length_rejected".split()
 USED.extend(("longer", "by_length"))
@@ -29,32 +29,32 @@ Metrics = Mapping[str, float]
 
 
 class Signs:
-    """A hook of fit() (Parts.on_step) that reads the metrics of objectives/preference.py.
+    """Hook of fit() (Parts.on_step) that reads the metrics of objectives/preference.py.
 
-    beta: of the loss, by which a reward is nats; 0 where rewards are of tokens (simpo, orpo): then the
-    answers' own log-probabilities are looked at.
+    beta: that of the loss; reward / beta is in nats. 0 if rewards are per token (simpo, orpo): then the
+    answers' log-probabilities are used.
     """
 
     def __init__(self, beta: float = 0.0):
         self._beta = beta
         self._seen: list[dict[str, float]] | None = None
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(self, state: State, result: StepResult) -> None:
         if self._seen is None:
             self._seen = self._before(state)
         self._seen.append({name: result.metrics[name] for name in USED if name in result.metrics})
         for sign, message in ((FALLS, falls(self._seen, self._beta)), (LENGTH, by_length(self._seen))):
-            if message and sign not in self._said:
-                self._said.add(sign)
+            if message and sign not in self._warned:
+                self._warned.add(sign)
                 state.run.events.emit("warning", state.step, message=f"{sign}: {message}")
 
     def _before(self, state: State) -> list[dict[str, float]]:
-        """The steps of a run that goes on, and what was said of them."""
+        """Metrics of a resumed run's earlier steps. Also mark the signs already reported."""
         path = state.run.path / "events.jsonl"
         events = read_events(path) if state.step > 1 and path.is_file() else []
         for event in of_kind(events, WarningEvent):
-            self._said |= {sign for sign in (FALLS, LENGTH) if event["message"].startswith(sign)}
+            self._warned |= {sign for sign in (FALLS, LENGTH) if event["message"].startswith(sign)}
         return [
             {name: float(value) for name in USED if isinstance(value := event.get(name), int | float)}
             for event in of_kind(events, TrainEvent)
@@ -63,7 +63,7 @@ class Signs:
 
 
 def falls(steps: Sequence[Metrics], beta: float) -> str:
-    """What is to be said where log p of chosen answers fell over the run; else "".
+    """Warning if log p of chosen answers fell over the run; else "".
 
     mean of the last WINDOW steps < mean of the first - max(NATS, ERRORS · standard error of the difference).
     """
@@ -81,15 +81,16 @@ def falls(steps: Sequence[Metrics], beta: float) -> str:
     beside = statistics.fmean(others[-WINDOW:]) - statistics.fmean(others[:WINDOW])
     return (
         f"by {-change:.1f} nats an answer since the start, the rejected ones by {-beside:.1f}. A lower"
-        " learning_rate or a higher beta holds them; --preference.nll 0.2 or --loss orpo teaches them too"
+        " learning_rate or a higher beta keeps them likely; --preference.nll 0.2 or --loss orpo also"
+        " trains them"
     )
 
 
 def by_length(steps: Sequence[Metrics]) -> str:
-    """What is to be said where length alone would have chosen; else "".
+    """Warning if length alone would choose the same answers; else "".
 
-    The share of pairs whose chosen answer is the longer one is at least SHARE (or at most 1 - SHARE), over
-    all steps, and in the last WINDOW the model's own choice agrees with that rule as often.
+    Condition: over all steps, the share of pairs whose chosen answer is longer is at least SHARE (or at most
+    1 - SHARE), and in the last WINDOW steps the model's choice agrees with that rule equally often.
     """
     seen = [step for step in steps if "longer" in step and "by_length" in step]
     if len(seen) < WINDOW:
@@ -106,6 +107,6 @@ def by_length(steps: Sequence[Metrics]) -> str:
     share = longer if rule == "longer" else 1 - longer
     return (
         f"the chosen answer is the {rule} one in {100 * share:.0f} % of the pairs ({chosen:.0f} tokens to"
-        f" {rejected:.0f}), and the model chooses the {rule} one in {100 * agrees:.0f} %. Whether it learned"
-        " more than that cannot be seen: balance the lengths, or --loss simpo, which counts per token"
+        f" {rejected:.0f}), and the model chooses the {rule} one in {100 * agrees:.0f} %. It may have learned"
+        " nothing else: balance the lengths, or use --loss simpo, which normalises by length"
     )

@@ -1,4 +1,4 @@
-"""The judge of a run whose loss is counted in nats: loss spikes, and spikes of the gradient norm."""
+"""Judge of a run whose loss is in nats: detects spikes of the loss and of the gradient norm."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def spike_guard(job: Job) -> SpikeGuard:
-    """The judge of the steps.
+    """Create the judge.
 
-    Its window is filled from the events of the steps before, so a resumed run judges as an unbroken one.
+    Its window is filled from the events of earlier steps, so a resumed run judges like an uninterrupted one.
     """
     from unfreeze.train.guards import WINDOW, SpikeGuard
 
@@ -29,7 +29,7 @@ def spike_guard(job: Job) -> SpikeGuard:
         and (loss := event.get("loss")) is not None
         and (norm := event.get("grad_norm")) is not None
     ]
-    # only process 0 has the events of the steps before, and all must judge alike
+    # only process 0 has the earlier events, and all processes must judge alike
     history = json.loads(job.group.texts(json.dumps(history[-WINDOW:]))[0])
     return SpikeGuard(
         state.model,

@@ -1,6 +1,6 @@
 """Validation inside training: the held-out loss every N steps, as "eval" events.
 
-The best save is kept, and prompts are answered in between. Gradients, random numbers and expert counts are
+The best save is kept, and prompts are answered in between. Gradients, random state and expert counts are
 unchanged afterwards. The loss, perplexity and bits per byte are those of evaluate/perplexity.py
 (docs/why/trust.md N8).
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Measured(Protocol):
-    """What was found on held-out documents; `loss` decides which save is the best."""
+    """Result on held-out documents; `loss` decides which save is the best."""
 
     @property
     def loss(self) -> float: ...
@@ -44,7 +44,7 @@ class Measured(Protocol):
 
 
 class Heldout(Protocol):
-    """The objective itself on held-out batches, which the processes of a group deal out to each other."""
+    """Measure the objective on held-out batches, which the group's processes share."""
 
     def __call__(
         self, model: Decoder, batches: Iterable[Batch], group: Group, *, objective: Objective
@@ -52,22 +52,23 @@ class Heldout(Protocol):
 
 
 HeldoutOf = Callable[["Decoder", "Iterable[Batch]", "Group"], Measured]
-"""(model, held-out batches, processes that deal them out) -> what is measured of them."""
+"""(model, held-out batches, processes that share them) -> their measure."""
 
 
 class Validation:
-    """A hook of fit() that measures the held-out loss.
+    """Hook of fit() that measures the held-out loss.
 
-    Before the first step (by `first`), every `every` steps (0: never in between) and after the last.
+    It runs before the first step (through `first`), every `every` steps (0: never in between) and after the
+    last.
 
-    measure  -> the held-out loss of the model as it is now.
-    keep     saves the state, called where the loss is the lowest so far; -> whether there is such a save.
-             State.best then names it.
-    between  answers or other looks at the model in between, called with the step.
-    patience the run ends after so many validations in a row without a lower loss (State.ended); 0: never.
-    agreed   whether any process says so: all must end at the same step.
-    fingerprint  of the held-out documents, told by every event.
-    anew     nothing was measured on these documents yet, though the run is under way.
+    measure      -> the held-out loss of the current model
+    keep         saves the state; called when the loss is the lowest so far. -> True if the save exists;
+                 State.best then names it
+    between      called with the step between validations, for example to answer prompts
+    patience     validations in a row without a lower loss after which the run stops (State.ended); 0: never
+    agreed       True if any process says so: all must stop at the same step
+    fingerprint  of the held-out documents, in every event
+    anew         True if the run is under way but nothing was measured on these documents yet
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class Validation:
         self._fingerprint, self._anew = fingerprint, anew
 
     def first(self) -> None:
-        """The loss before training, as an event of step 0; a run that is resumed has it already.
+        """Measure the loss before training, as an event of step 0. A resumed run has it already.
 
-        Unless its held-out documents are others now: then it is what later ones are compared with.
+        If a resumed run has other held-out documents now, measure again, for comparison with later losses.
         """
         if self._state.step == 0 or (self._anew and not self._state.finished):
             with self._state.model.looking():
@@ -126,35 +127,35 @@ class Validation:
         state.run.events.emit("early_stop", state.step, validations=state.stale, **best)
 
     def _evaluate(self, state: State) -> float | None:
-        """The event; -> the loss, None where it is not finite."""
+        """Measure and emit the event. -> the loss, None if it is not finite."""
         started = time.perf_counter()
-        found = self._measure()
-        fields: dict[str, Any] = {name: _finite(value) for name, value in found.scores.items()}
+        measured = self._measure()
+        fields: dict[str, Any] = {name: _finite(value) for name, value in measured.scores.items()}
         if self._fingerprint:
             fields["fingerprint"] = self._fingerprint
-        if found.by_row is not None:
-            changes = changes_since(found.by_row, fields["loss"], state, self._fingerprint)
-            fields |= {"rows": found.by_row.rows, "changes": changes}
+        if measured.by_row is not None:
+            changes = changes_since(measured.by_row, fields["loss"], state, self._fingerprint)
+            fields |= {"rows": measured.by_row.rows, "changes": changes}
         state.run.events.emit(
-            "eval", state.step, **fields, tokens=found.tokens, seconds=time.perf_counter() - started
+            "eval", state.step, **fields, tokens=measured.tokens, seconds=time.perf_counter() - started
         )
         if fields["loss"] is None:
-            state.run.events.emit("warning", state.step, message=f"the held-out loss is {found.loss}")
+            state.run.events.emit("warning", state.step, message=f"the held-out loss is {measured.loss}")
         return fields["loss"]
 
 
 def changes_since(
     now: ByRow, loss: float | None, state: State, fingerprint: str = ""
 ) -> list[dict[str, Any]]:
-    """What an eval event says of every measure since the first one, and of the loss since the lowest before.
+    """Changes for an eval event: of every measure since the first validation, of the loss since the lowest.
 
-    Both earlier validations stay in State.heldout, by row. Of other rows, as far as a save without a
-    fingerprint tells, this one is the first.
+    State.heldout keeps both earlier validations, by row. If their rows differ (a save without a fingerprint
+    cannot tell earlier), this validation becomes the first.
     """
     from unfreeze.evaluate.by_row import ByRow
 
-    rows, kept = now.record(), state.heldout
-    first = kept.get("first")
+    rows, earlier_by_name = now.record(), state.heldout
+    first = earlier_by_name.get("first")
     others = first is not None and not now.same_rows(ByRow.of(first["rows"]))
     if others:
         state.best, state.stale = None, 0
@@ -162,31 +163,31 @@ def changes_since(
         first = {"step": state.step, "loss": loss, "rows": rows}
         state.heldout = {"first": first, "fingerprint": fingerprint}
         return []
-    made: list[dict[str, Any]] = []
+    rows_of_event: list[dict[str, Any]] = []
     for name, measures in (("first", list(now.sums)), ("lowest", ["loss"])):
-        if name not in kept:
+        if name not in earlier_by_name:
             continue
-        earlier, since = ByRow.of(kept[name]["rows"]), kept[name]["step"]
+        earlier, since = ByRow.of(earlier_by_name[name]["rows"]), earlier_by_name[name]["step"]
         changes = {measure: now.change(earlier, measure) for measure in measures}
-        made += [
-            {"measure": measure, "since": since, "change": found[0], "error": found[1]}
-            for measure, found in changes.items()
-            if found is not None
+        rows_of_event += [
+            {"measure": measure, "since": since, "change": change[0], "error": change[1]}
+            for measure, change in changes.items()
+            if change is not None
         ]
-    lowest = kept.get("lowest", kept.get("first"))  # step 0 is not kept twice
+    lowest = earlier_by_name.get("lowest", earlier_by_name.get("first"))  # step 0 is not stored twice
     if lowest and loss is not None and (lowest["loss"] is None or loss < lowest["loss"]):
         here = {"step": state.step, "loss": loss, "rows": {"loss": rows["loss"]}}
-        state.heldout = {"first": kept["first"], "lowest": here, "fingerprint": fingerprint}
-    return made
+        state.heldout = {"first": earlier_by_name["first"], "lowest": here, "fingerprint": fingerprint}
+    return rows_of_event
 
 
 def refuse_other_rows(run: Run, held_out: Examples | None, data: Data) -> None:
-    """Refuse to go on where a save measured other held-out documents, unless that is allowed.
+    """Raise ConfigError if the save measured other held-out documents, unless that is allowed.
 
-    A loss on them says nothing beside one on these. A save of an earlier version has no fingerprint.
+    Losses on different documents cannot be compared. Saves of earlier versions have no fingerprint.
     """
-    kept: dict[str, Any] = (run.saved or {}).get("heldout") or {}
-    before = kept.get("fingerprint")
+    saved: dict[str, Any] = (run.saved or {}).get("heldout") or {}
+    before = saved.get("fingerprint")
     if not before or held_out is None or before == held_out.fingerprint():
         return
     if data.validation and "data.validation" in run.allow_changed:
@@ -195,19 +196,20 @@ def refuse_other_rows(run: Run, held_out: Examples | None, data: Data) -> None:
         f"the rows of {data.validation}" if data.validation else "the rows that validation_fraction holds out"
     )
     allow = (
-        f", or add {run.allowing('data.validation')}: the held-out loss is compared from step {run.step} on"
+        f", or add {run.allowing('data.validation')}: the held-out loss is then compared from step"
+        f" {run.step} on"
         if data.validation
         else ", or start a new run with another --out"
     )
     raise ConfigError(
-        f"cannot resume: {what} are others than those of the saved held-out loss (fingerprint was"
+        f"cannot resume: {what} differ from those of the saved held-out loss (fingerprint was"
         f" {before!r}, is {held_out.fingerprint()!r})",
         next=f"restore the file{allow}",
     )
 
 
 def begin_anew(state: State, fingerprint: str) -> bool:
-    """Whether none of these documents was measured yet; what was found on others is forgotten then."""
+    """True if nothing was measured on these documents yet. Results on other documents are then dropped."""
     if state.heldout.get("fingerprint", fingerprint) != fingerprint:
         state.heldout, state.best, state.stale = {}, None, 0
     return not state.heldout and state.best is None
@@ -226,9 +228,9 @@ def validation_of(
     saves: Save,
     heldout_of: HeldoutOf | None = None,
 ) -> list[Validation]:
-    """The Validation in batches of `tokens`; none where nothing is held out.
+    """Create the Validation, in batches of `tokens`; [] if nothing is held out.
 
-    The processes deal its batches out to each other. heldout_of: what is measured instead of cross entropy.
+    The processes share its batches. heldout_of: the measure to use instead of cross entropy.
     """
     from unfreeze.data import validation_batches
     from unfreeze.evaluate.perplexity import heldout
@@ -256,7 +258,7 @@ def validation_of(
 
 
 def supervised_bytes(examples: Sequence[Example], tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the text that carries loss after the shift; special tokens are no text and count 0."""
+    """UTF-8 bytes of the supervised text, after the shift. Special tokens count 0."""
     return sum(
         _span_bytes(example.tokens, first, end, tokenizer)
         for example in examples
@@ -265,7 +267,7 @@ def supervised_bytes(examples: Sequence[Example], tokenizer: Tokenizer) -> int:
 
 
 def _spans(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """[first, end) of each stretch of supervised targets; the first token of a document is never one."""
+    """Yield [first, end) of each run of supervised targets. A document's first token is never a target."""
     first: int | None = None
     for i in range(1, len(weights) + 1):
         supervised = i < len(weights) and bool(weights[i])
@@ -279,13 +281,13 @@ def _spans(weights: Sequence[float]) -> Iterator[tuple[int, int]]:
 def _span_bytes(tokens: Sequence[int], first: int, end: int, tokenizer: Tokenizer) -> int:
     """Bytes of tokens first to end: decode(up to end) minus decode(up to first).
 
-    Some decoders strip a space at the beginning of a text, and only there.
+    The difference is needed because some decoders strip a space at the start of a text.
     """
     return len(tokenizer.decode(tokens[:end]).encode()) - len(tokenizer.decode(tokens[:first]).encode())
 
 
 def write_best(state: State, folder: Path, write: Callable[[Path, int], object]) -> None:
-    """If an earlier save was better than the run's end: load its weights and write(folder, its step)."""
+    """If an earlier save was better than the last step, load its weights and call write(folder, its step)."""
     from unfreeze.train.state import load_best
 
     if (step := load_best(state)) is not None:
@@ -293,7 +295,7 @@ def write_best(state: State, folder: Path, write: Callable[[Path, int], object])
 
 
 def best_is_written(run: Run, folder: Path) -> bool:
-    """Whether a finished run has nothing left to write of its best save."""
+    """True if a finished run need not write its best save (any more)."""
     best = (run.saved or {}).get("best")
     there = folder.is_dir() and is_noted(run.path, folder)
     return best is None or best["step"] == run.step or there

@@ -15,7 +15,7 @@ from unfreeze.kernels.loops import triton_options
 
 __all__ = ["OP", "AdamWRule", "AdamWUpdate", "adamw", "bucket"]
 
-SMALL = 1 << 20  # numbers per tensor on average; below, what a call costs counts
+SMALL = 1 << 20  # numbers per tensor on average; below this the overhead of a call counts
 
 
 def adamw(
@@ -26,20 +26,20 @@ def adamw(
 ) -> list[Tensor]:
     """Update weights in place by AdamW, all tensors on one device.
 
-    g = s grad;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g²;  w = w (1 - lr decay) - lr (m / (1-b1^t)) /
-    (sqrt(v / (1-b2^t)) + eps).
+        g = s grad;  m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g²
+        w = w (1 - lr decay) - lr (m / (1-b1^t)) / (sqrt(v / (1-b2^t)) + eps)
 
-    among: all updates of this step, where these are a part: the implementation is that of all, and so are
-    the bits. A half precision weight beside its float32 master gets the master rounded. Returns master,
-    exp_avg and exp_avg_sq of each tensor. Source: Loshchilov & Hutter, arXiv:1711.05101; the arithmetic of
-    torch.optim.AdamW to float32 rounding.
+    among: all updates of this step, if `updates` are only a part of them. The implementation is then chosen
+    for all, so the bits are the same. A half precision weight beside its float32 master gets the rounded
+    master. Returns master, exp_avg and exp_avg_sq of each tensor.
+    Source: Loshchilov & Hutter, arXiv:1711.05101; the arithmetic of torch.optim.AdamW to float32 rounding.
     """
     master = updates[0].master
     return choose(OP, master.device, master.dtype, bucket(among or updates, rule), impl)(updates, rule)
 
 
 def bucket(updates: Sequence[AdamWUpdate], rule: AdamWRule) -> str:
-    """By the size of the tensors, and whether weights and gradients are in half precision beside them."""
+    """The bucket by the size of the tensors, and by half precision weights and gradients."""
     small = sum(u.master.numel() for u in updates) < SMALL * len(updates)
     half = any(u.weight is not None for u in updates)
     return f"{'small' if small else 'large'} tensors, {'half precision weights' if half else 'as they are'}"
@@ -81,8 +81,8 @@ def _case(sizes: Sequence[tuple[int, ...]], half: bool) -> Case:
         return updates, AdamWRule(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, gradient_scale=0.5)
 
     blank = [torch.empty(size, device="meta") for size in sizes]
-    made = [AdamWUpdate(x, x, x, x, x if half else None, weight_decay=0.0, step=1) for x in blank]
-    return Case(bucket(made, AdamWRule(0.0, (0.0, 0.0), 0.0)), inputs, (torch.float32,))
+    metas = [AdamWUpdate(x, x, x, x, x if half else None, weight_decay=0.0, step=1) for x in blank]
+    return Case(bucket(metas, AdamWRule(0.0, (0.0, 0.0), 0.0)), inputs, (torch.float32,))
 
 
 OP = Op(

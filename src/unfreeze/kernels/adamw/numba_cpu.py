@@ -1,8 +1,8 @@
 """AdamW on CPU: one launch over all tensors, each number read and written once.
 
-With a half precision weight: 14 bytes read and 14 written per parameter. torch's fused step beside the passes
-around it (gradient to float32, clipping, copy to bf16) reads and writes 48 in all. Tensors arrive as
-addresses, so that 300 small adapters cost one call of a compiled function.
+With a half precision weight: 14 bytes read and 14 written per parameter. torch's fused step with the passes
+around it (gradient to float32, clipping, copy to bf16) reads and writes 48 in all. Tensors are passed as
+addresses, so 300 small adapters cost one call of a compiled function.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from unfreeze.kernels.adamw.rule import AdamWRule, AdamWUpdate, numbers_of, refu
 from unfreeze.kernels.loops.numba_options import ONE, Kernel, narrow, widen
 
 carray: Any = numba.carray  # type: ignore[attr-defined]
-CHUNK = 1 << 16  # numbers that one thread takes at a time
-# within it: three short loops over what is in the L1 cache. One loop over five arrays is not vectorised (too
-# many may overlap)
+CHUNK = 1 << 16  # numbers that one thread processes at a time
+# within a chunk: three short loops over data in the L1 cache. LLVM does not vectorise one loop over five
+# arrays (too many may overlap)
 PIECE = 1024
-BF16 = np.uint16(0)  # of the kind that `narrow` rounds to
+BF16 = np.uint16(0)  # selects the type that `narrow` rounds to
 
 
 def _to_pointer(typingctx: Any, address: Any) -> Any:
@@ -66,8 +66,7 @@ def _step(start, stop, chunks, addresses, halves, numbers, keep1, keep2, eps, sc
     """One update of all tensors, a chunk at a time.
 
     chunks [C, 3]: tensor, first, count. addresses [n, 5]: master, m, v, gradient, weight (0: none). halves
-    [n]: gradient in bf16.
-    numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t).
+    [n]: True for a bf16 gradient. numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t).
     """
     for c in range(start, stop):
         tensor, first, count = chunks[c, 0], chunks[c, 1], chunks[c, 2]
@@ -129,5 +128,5 @@ def step(updates: Sequence[AdamWUpdate], rule: AdamWRule) -> list[Tensor]:
         )
     for u in updates:
         for tensor in (u.master, u.exp_avg, u.exp_avg_sq, *([] if u.weight is None else [u.weight])):
-            torch.autograd.graph.increment_version(tensor)  # as an in-place operation of torch does
+            torch.autograd.graph.increment_version(tensor)  # as torch's in-place operations do
     return [x for u in updates for x in (u.master, u.exp_avg, u.exp_avg_sq)]

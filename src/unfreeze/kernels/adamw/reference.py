@@ -1,4 +1,4 @@
-"""AdamW by torch's own fused step, a tensor at a time.
+"""AdamW by torch's own fused step, one tensor at a time.
 
 With the passes around it: gradients to float32, clipping, the copy to half precision.
 """

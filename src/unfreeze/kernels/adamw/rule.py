@@ -1,4 +1,4 @@
-"""What one AdamW step is given: per tensor an Update, for all of them a Rule."""
+"""The inputs of one AdamW step: an AdamWUpdate per tensor, one AdamWRule for all."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 class AdamWUpdate:
     """One tensor and its state, changed in place.
 
-    master, exp_avg, exp_avg_sq: float32 (or wider), contiguous.
-    gradient  float32, or the half precision it arrived in; not changed.
+    master, exp_avg, exp_avg_sq  float32 (or wider), contiguous.
+    gradient  float32, or its original half precision; not changed.
     weight    None, or the half precision weight that gets the rounded master.
-    step      t, of this update: 1 at the first.
+    step      t of this update: 1 at the first.
     """
 
     master: Tensor
@@ -30,7 +30,7 @@ class AdamWUpdate:
 
 @dataclass(frozen=True)
 class AdamWRule:
-    """gradient_scale: what gradients are multiplied by first (clipping by the global norm)."""
+    """The rule for all tensors. gradient_scale multiplies the gradients first (global norm clipping)."""
 
     learning_rate: float
     betas: tuple[float, float]
@@ -39,10 +39,7 @@ class AdamWRule:
 
 
 def numbers_of(u: AdamWUpdate, rule: AdamWRule) -> tuple[float, float, float]:
-    """Work out what a step of one tensor needs of lr, decay and t.
-
-    (1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t))
-    """
+    """(1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t)): the numbers of one tensor's step."""
     beta1, beta2 = rule.betas
     return (
         1.0 - rule.learning_rate * u.weight_decay,
@@ -52,9 +49,9 @@ def numbers_of(u: AdamWUpdate, rule: AdamWRule) -> tuple[float, float, float]:
 
 
 def refuse_unread(updates: Sequence[AdamWUpdate], dtypes: Collection[torch.dtype]) -> None:
-    """Raise ValueError for what a loop over addresses would misread.
+    """Raise ValueError for tensors that a loop over addresses would misread.
 
-    Masters not in float32, state not contiguous, gradients or weights beyond `dtypes`.
+    Masters not in float32, state not contiguous, gradients or weights of other dtypes than `dtypes`.
     """
     for u in updates:
         if u.master.dtype != torch.float32 or not all(

@@ -1,11 +1,11 @@
 """AdamW on CUDA: one launch over all tensors of a dtype, each number read and written once.
 
-As numba_cpu.py does it on a CPU. Tensors arrive as addresses in a table, so that 300 small adapters cost one
-launch. The table of what stays in its place is kept on the device; addresses of gradients and the step's
-numbers go there at each step, from pinned memory, without a wait.
+The CUDA version of numba_cpu.py. Tensors are passed as addresses in a table, so 300 small adapters cost one
+launch. The table of tensors that do not move is kept on the device. Addresses of gradients and the step's
+numbers are copied at each step, from pinned memory, without a wait.
 """
 
-# A launch takes numbers for constexpr parameters, which the kernel's own signature doesn't say
+# A launch takes numbers for constexpr parameters, which the kernel's signature doesn't declare
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from unfreeze.kernels.adamw.rule import AdamWRule, AdamWUpdate, numbers_of, refuse_unread
 
-BLOCK = 4096  # numbers of a program: few enough that a tensor of an adapter fills several multiprocessors
-TABLES = 256  # kept: of each pair of dtypes; of moments in host memory of each 64 MiB, in either of two slots
+BLOCK = 4096  # numbers per program: few enough that one adapter tensor fills several multiprocessors
+TABLES = 256  # cached tables: one per pair of dtypes; for moments in host memory one per 64 MiB and slot
 WARPS = 16  # 8 numbers a thread: ptxas spills at 4 warps (docs/measured/ptxas.md)
 DTYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -46,9 +46,9 @@ def _step(
 ):
     """One update of all tensors of a dtype, a chunk per program.
 
-    chunks [C, 3]: tensor, first, size of the tensor. addresses [n, 4]: master, m, v, weight.
-    gradients [n]: their addresses. numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t).
-    WEIGHT None: masters are the weights.
+    chunks [C, 3]: tensor, first, size of the tensor. addresses [n, 4]: master, m, v, weight. gradients [n]:
+    their addresses. numbers [n, 3]: 1 - lr · decay, lr / (1 - b1^t), sqrt(1 - b2^t). WEIGHT None: masters are
+    the weights.
     """
     chunk = chunks + tl.program_id(0) * 3
     tensor = tl.load(chunk)
@@ -94,21 +94,21 @@ def step(updates: Sequence[AdamWUpdate], rule: AdamWRule) -> list[Tensor]:
         _launch(alike, rule, gradient, weight)
     for u in updates:
         for tensor in (u.master, u.exp_avg, u.exp_avg_sq, *([] if u.weight is None else [u.weight])):
-            torch.autograd.graph.increment_version(tensor)  # as an in-place operation of torch does
+            torch.autograd.graph.increment_version(tensor)  # as torch's in-place operations do
     return [x for u in updates for x in (u.master, u.exp_avg, u.exp_avg_sq)]
 
 
 def _launch(
     updates: Sequence[AdamWUpdate], rule: AdamWRule, gradient: tl.dtype, weight: tl.dtype | None
 ) -> None:
-    # a copy must live until the launch; its memory is then reused in the stream's order
+    # a copy must live until the launch; afterwards its memory is reused in stream order
     gradients = [u.gradient.contiguous() for u in updates]
-    kept = tuple(
+    rows = tuple(
         (*(x.data_ptr() for x in (u.master, u.exp_avg, u.exp_avg_sq)), address_of(u.weight), u.master.numel())
         for u in updates
     )
     device = updates[0].master.device
-    chunks, addresses = _tables(device, kept)
+    chunks, addresses = _tables(device, rows)
     if not len(chunks):
         return
     _step[(len(chunks),)](
@@ -128,25 +128,25 @@ def _launch(
 
 
 def address_of(weight: Tensor | None) -> int:
-    """Its address; 0 for none, which the kernel never reads."""
+    """The tensor's address; 0 for None, which the kernel never reads."""
     return 0 if weight is None else weight.data_ptr()
 
 
 @functools.lru_cache(maxsize=TABLES)
-def _tables(device: torch.device, kept: tuple[tuple[int, int, int, int, int], ...]) -> tuple[Tensor, Tensor]:
-    """(chunks, addresses) of tensors that lie there, the last of each row its size; made once for a run.
+def _tables(device: torch.device, rows: tuple[tuple[int, int, int, int, int], ...]) -> tuple[Tensor, Tensor]:
+    """(chunks, addresses) of tensors that do not move, made once per run; a row's last number is its size.
 
-    A step that made them anew would let the GPU wait: Qwen3-30B's adapters of rank 16 have 200,000 chunks.
+    Rebuilding them at each step would make the GPU wait: Qwen3-30B's adapters of rank 16 have 200,000 chunks.
     """
-    sizes = torch.tensor([row[-1] for row in kept], dtype=torch.int64)
+    sizes = torch.tensor([row[-1] for row in rows], dtype=torch.int64)
     count = -(-sizes // BLOCK)
-    tensor = torch.repeat_interleave(torch.arange(len(kept)), count)
+    tensor = torch.repeat_interleave(torch.arange(len(rows)), count)
     before = torch.cumsum(count, 0) - count
     first = (torch.arange(len(tensor)) - before[tensor]) * BLOCK
     chunks = torch.stack((tensor, first, sizes[tensor]), dim=1)
-    return _on(device, chunks, torch.int64), _on(device, [row[:4] for row in kept], torch.int64)
+    return _on(device, chunks, torch.int64), _on(device, [row[:4] for row in rows], torch.int64)
 
 
 def _on(device: torch.device, table: Sequence[Any] | Tensor, dtype: torch.dtype) -> Tensor:
-    made = torch.as_tensor(table, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+    host = torch.as_tensor(table, dtype=dtype)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,9 +1,9 @@
-"""Causal attention on CPU for documents of some hundred tokens and more, a block of queries at a time.
+"""Causal attention on CPU for documents of some hundred tokens and more, one block of queries at a time.
 
-Each block sees all keys it may. torch's CPU flash attention stays below the rate of the same cores' GEMMs
-(`unfreeze kernels list --op attention`: by how much, per record). Here the products are GEMMs over a batch of
-heads, and what stands between them is one loop over a row of scores while it is in cache. Scores are float32
-products of the exact inputs, as flash computes them; only P and dS are rounded to the inputs' dtype.
+A block computes no keys beyond its own last query. torch's CPU flash attention is slower than the GEMMs of
+the same cores (`unfreeze kernels list --op attention` shows by how much, per record). Here the products are
+GEMMs batched over heads; between them one loop handles a row of scores while it is in cache. Scores are
+float32 products of the exact inputs, as in flash; only P and dS are rounded to the inputs' dtype.
 
 S documents of L tokens, H query heads, G key/value heads (H = G · rep), d and v widths. A block has QUERIES
 queries of each head; queries and keys are padded with zeros to whole blocks, so that few GEMM shapes occur
@@ -31,7 +31,7 @@ from unfreeze.kernels.recompute import Reuse
 
 
 class _Heads:
-    """Some heads of one document, and where their rows lie in x [S, L, heads, w]."""
+    """Some heads of one document, and the position of their rows in x [S, L, heads, w]."""
 
     def __init__(self, document: int, length: int, begin: int, groups: int, repeat: int):
         self.document, self.length, self.begin, self.groups, self.repeat = (
@@ -58,7 +58,7 @@ class _Heads:
         return out
 
     def blocked(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Queries, or what is as many, as scratch [blocks, G, rep · QUERIES, w]."""
+        """Queries, or a tensor of as many rows, as scratch [blocks, G, rep · QUERIES, w]."""
         out = self.empty(name, x.shape[-1], dtype)
         first = self.document * self.length
         loops.take_blocks(
@@ -82,7 +82,7 @@ class _Heads:
         )
 
     def put(self, x: Tensor, out: Tensor) -> None:
-        """[G, n, w] back to its place in out [S, L, heads, w]."""
+        """Write [G, n, w] back to its place in out [S, L, heads, w]."""
         loops.put(
             x.numel(),
             len(x),
@@ -128,13 +128,13 @@ class _Wide:
         )
 
     def block(self, b: int, keys: int) -> Tensor:
-        """[G, rep · QUERIES, keys] float32 of the queries of block b."""
+        """Scores of the queries of block b, [G, rep · QUERIES, keys] float32."""
         return torch.bmm(
             self.q[b], self.k[:, :keys].transpose(1, 2), out=self.heads.scores("scores", keys, torch.float32)
         )
 
     def narrow(self) -> tuple[Tensor, Tensor]:
-        """Queries in blocks and keys in the inputs' dtype."""
+        """Queries in blocks, and keys, in the inputs' dtype."""
         q, k = self.given
         if q.dtype == torch.float32:
             return self.q, self.k
@@ -144,7 +144,7 @@ class _Wide:
 class _Tiled:
     """The same sums from bf16 inputs.
 
-    A product of two bf16 is exact in float32, so nothing is lost by not widening them first.
+    A product of two bf16 is exact in float32, so widening them first would gain nothing.
     """
 
     def __init__(self, heads: _Heads, q: Tensor, k: Tensor):
@@ -169,7 +169,7 @@ class _Tiled:
 
 
 def _products(heads: _Heads, q: Tensor, k: Tensor) -> _Wide | _Tiled:
-    """What multiplies the queries of some heads with their keys."""
+    """The object that multiplies the queries of some heads with their keys."""
     tiled = q.dtype == torch.bfloat16 and q.shape[-1] % 2 == 0 and bf16_cpu.panels_pay()
     return (_Tiled if tiled else _Wide)(heads, q, k)
 
@@ -179,7 +179,7 @@ def _each(
 ) -> None:
     """Call work(heads, worker) for all heads of all documents.
 
-    Each core has its own; what they write doesn't overlap.
+    Each core has its own heads; their writes don't overlap.
     """
     pair = groups * repeat * width
     workers, at_once = shared_out(num_documents, length, groups, repeat, pair, torch.get_num_threads())
@@ -193,7 +193,7 @@ def _each(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Give o [S, L, H, v] and the log-sum-exp of each row.
+    """Return o [S, L, H, v] and the log-sum-exp of each row.
 
     The latter per document and block for each group's rows: [S, blocks, G, rep · QUERIES] float32.
     """
@@ -205,7 +205,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
     )
 
     def work(heads: _Heads, _worker: int) -> None:
-        # The heads' queries, keys and values lie H · d apart in memory: side by side for the GEMMs.
+        # The heads' queries, keys and values lie H · d apart in memory: gather them side by side for the
+        # GEMMs.
         products, values = _products(heads, q, k), heads.plain("v", v, dtype)
         out = heads.empty("o", v.shape[-1], dtype)
         for b in range(heads.blocks):
@@ -213,7 +214,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
             keys = (b + 1) * QUERIES
             scores = products.block(b, keys)
 
-            # probs = softmax(scale · scores), the keys behind each query at zero; in place where dtypes agree
+            # probs = softmax(scale · scores), zero for the keys after each query; in place if dtypes agree
             probs = scores if dtype == torch.float32 else heads.scores("probs", keys, dtype)
             sums = scratch(
                 "attention sums", (heads.groups * heads.repeat * QUERIES,), torch.float32, o.device
@@ -241,7 +242,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Ten
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give dq, dk, dv in the shapes of q, k, v.
+    """Return dq, dk, dv in the shapes of q, k, v.
 
     With P the probabilities: dv = Pᵀ do, dP = do vᵀ, dS = scale · P (dP - Σ do·o), dq = dS k, dk = dSᵀ q.
     """
@@ -253,17 +254,18 @@ def _backward(
         products, values = _products(heads, q, k), heads.plain("v", v, dtype)
         queries, keys_ = products.narrow()
 
-        # delta = Σ do · o per query: what softmax's backward subtracts, Σ_s P dP, without a pass over P
+        # delta = Σ do · o per query: the term that softmax's backward subtracts, Σ_s P dP, without a pass
+        # over P
         do, out = heads.blocked("do", grad, dtype), heads.blocked("o", o, dtype)
         delta = heads.empty("delta", 1, torch.float32)[..., 0]
         loops.dots(do.numel(), heads.blocks * heads.groups, array(do), array(out), array(delta))
 
-        # dk and dv sum over the blocks, in float32
+        # sum dk and dv over the blocks, in float32
         dq_blocks = heads.empty("dq", q.shape[-1], dtype)
         dk_sum = scratch("attention dk", tuple(keys_.shape), torch.float32, grad.device).zero_()
         dv_sum = scratch("attention dv", tuple(values.shape), torch.float32, grad.device).zero_()
         for b in range(heads.blocks):
-            # scores = q kᵀ again, dP = do vᵀ
+            # recompute scores = q kᵀ; dP = do vᵀ
             keys = (b + 1) * QUERIES
             scores = products.block(b, keys)
             dscores = torch.bmm(

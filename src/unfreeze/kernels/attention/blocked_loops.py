@@ -1,4 +1,4 @@
-"""The loops of blocked_cpu.py: over rows of scores, and between heads that lie in rows and heads in blocks.
+"""The loops of blocked_cpu.py: over rows of scores, and copies of heads between row and block layouts.
 
 S documents of L tokens, H query heads, G key/value heads (H = G · rep), d and v widths, w either of them.
 """
@@ -13,7 +13,7 @@ from unfreeze.kernels.loops.numba_options import LANES, Kernel, convert, exp, in
 
 @inner
 def _exponentials(row, scale, shift):
-    """row[i] = exp(scale · row[i] - shift); their sum."""
+    """row[i] = exp(scale · row[i] - shift); returns their sum."""
     lanes = np.zeros(LANES, np.float32)
     whole = row.size // LANES * LANES
     for i in range(0, whole, LANES):
@@ -30,7 +30,7 @@ def _exponentials(row, scale, shift):
 
 @Kernel
 def softmax(start, stop, scores, first, rows, scale, probs, lse):
-    """probs[r, :] = softmax of scale · scores[r, : first + r % rows + 1], zero behind.
+    """probs[r, :] = softmax of scale · scores[r, : first + r % rows + 1], zero after that.
 
     lse[r] is the log-sum-exp of the same. scores are overwritten.
     """
@@ -38,7 +38,7 @@ def softmax(start, stop, scores, first, rows, scale, probs, lse):
         # row r is query first + r % rows of its head: it sees that many keys and itself
         seen = first + r % rows + 1
         row, target = scores[r, :seen], probs[r]
-        # the maximum is subtracted, so that no exponential overflows
+        # subtract the maximum, so that no exponential overflows
         shift = np.float32(scale * largest(row))
         denominator = _exponentials(row, scale, shift)
         lse[r] = np.float32(shift + np.float32(np.log(denominator)))
@@ -65,7 +65,7 @@ def softmax_backward(start, stop, scores, first, rows, scale, lse, delta, dprobs
 
 @Kernel
 def take(start, stop, source, first, count, head, out):
-    """out[g, l] = source[first + l, head + g] for l < count, zero behind.
+    """out[g, l] = source[first + l, head + g] for l < count, zero after that.
 
     source [rows, heads, w], out [G, n, w], converted.
     """
@@ -82,7 +82,7 @@ def take(start, stop, source, first, count, head, out):
 
 @Kernel
 def put(start, stop, x, first, count, head, out):
-    """The way back: out[first + l, head + g] = x[g, l]."""
+    """The inverse of take: out[first + l, head + g] = x[g, l]."""
     for g in range(start, stop):
         for n in range(count):
             target, row = out[first + n, head + g], x[g, n]
@@ -94,8 +94,8 @@ def put(start, stop, x, first, count, head, out):
 def take_blocks(start, stop, source, first, count, head, repeat, out):
     """As take, into blocks.
 
-    out[b, g, r · QUERIES + l] = source[first + b · QUERIES + l, head + g · repeat + r]. out [blocks, G, rep ·
-    QUERIES, w].
+    out[b, g, r · QUERIES + l] = source[first + b · QUERIES + l, head + g · repeat + r]. out [blocks, G,
+    rep · QUERIES, w].
     """
     groups = out.shape[1]
     for job in range(start, stop):
@@ -113,7 +113,7 @@ def take_blocks(start, stop, source, first, count, head, repeat, out):
 
 @Kernel
 def put_blocks(start, stop, x, first, count, head, repeat, out):
-    """The way back."""
+    """The inverse of take_blocks."""
     groups = x.shape[1]
     for job in range(start, stop):
         b, g = job // groups, job % groups
@@ -173,7 +173,7 @@ def scores(start, stop, q, panels, keys, out):
     for job in range(start, stop):
         g, p = job // whole, job % whole
         for row in range(0, q.shape[1], ROWS):
-            begin = min(row, q.shape[1] - ROWS)  # the last tile does some rows again
+            begin = min(row, q.shape[1] - ROWS)  # the last tile repeats some rows
             here = q.ctypes.data + g * q.strides[0] + begin * q.strides[1]
             there = out.ctypes.data + g * out.strides[0] + begin * out.strides[1] + 4 * COLUMNS * p
             panel = panels.ctypes.data + g * panels.strides[0] + p * panels.strides[1]

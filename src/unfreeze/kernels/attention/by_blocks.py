@@ -1,17 +1,19 @@
-"""Attention that torch's flash kernels do not have: sliding windows, softcapped scores, sinks.
+"""Attention that torch's flash kernels lack: sliding windows, softcapped scores, sinks.
 
-A block of queries at a time, which sees the keys it may and no others: no [L, L] scores are ever held, and a
-window of W tokens costs L · W, not L². Plain torch, on any device, in float32 (float64 inputs stay so).
+One block of queries at a time, with only the keys it can see. So no [L, L] scores are ever held, and a window
+of W tokens costs L · W, not L². Plain torch, on any device, in float32 (float64 inputs stay float64).
 
     c = cap · tanh(scale · q kᵀ / cap)         the scores; without a cap scale · q kᵀ
     P = exp(c - lse),   lse = log(Σ_keys exp(c) + exp(sink_h)),   o = P v
 
-A sink is a learnt score of each head that takes its share of the softmax and adds nothing to the output.
-Backward computes the scores again from q, k and lse:
+A sink is a learned score of each head that takes its share of the softmax and adds nothing to the output.
+Backward recomputes the scores from q, k and lse:
+
     dP = do vᵀ,   dc = P · (dP - Σ do·o),   d(scale q kᵀ) = dc · (1 - (c / cap)²)
     dsink = -Σ exp(sink - lse) · Σ do·o
-Sources: Gemma 2, arXiv:2408.00118, 2; gpt-oss, arXiv:2508.10925, 2.2; FlashAttention-2,
-arXiv:2307.08691, 2.3.
+
+Sources: Gemma 2, arXiv:2408.00118, 2; gpt-oss, arXiv:2508.10925, 2.2; FlashAttention-2, arXiv:2307.08691,
+2.3.
 
 S documents of L tokens, H query heads, G key/value heads (H = G · rep), d and v widths; N keys of a block.
 """
@@ -27,7 +29,7 @@ from torch import Tensor
 from unfreeze.kernels.recompute import Reuse
 
 QUERIES = 128
-SCORE_BYTES = 32 << 20  # float32 scores of the documents that are worked on at once
+SCORE_BYTES = 32 << 20  # float32 scores of the documents in flight
 
 
 class _Scores(NamedTuple):
@@ -49,14 +51,14 @@ def attend_by_blocks(
 ) -> Tensor:
     """Causal attention inside each of S documents of equal length -> [S, L, H, v] in q's dtype.
 
-    window: tokens that a query sees, itself included. softcap: bound of a score. sinks_H: a score per head.
-    `reuse`: at a layer's second visit output and log-sum-exp of the first are used again.
+    window: tokens that a query sees, including itself. softcap: bound of a score. sinks_H: a score per head.
+    `reuse`: when the layer is recomputed, output and log-sum-exp of the first visit are reused.
     """
     return _ByBlocks.apply(q_SLHd, k_SLGd, v_SLGv, sinks_H, _Scores(scale, window, softcap), reuse)
 
 
 def documents_at_once(heads: int, length: int, window: int | None) -> int:
-    """As many documents as have the scores of a block of queries within SCORE_BYTES; at least one."""
+    """Number of documents whose scores for one block of queries fit in SCORE_BYTES; at least one."""
     return max(1, SCORE_BYTES // (4 * heads * QUERIES * _most_keys(length, window)))
 
 
@@ -67,10 +69,10 @@ def _most_keys(length: int, window: int | None) -> int:
 def scratch_bytes(
     heads: int, key_heads: int, width: int, value_width: int, *, tokens: int, length: int, window: int | None
 ) -> int:
-    """Bytes that backward takes beside what attention holds, for documents of `length` among `tokens`.
+    """Bytes that backward adds to what attention holds, for documents of `length` among `tokens`.
 
-    Of the documents at work: q, o, do and dq per query head, k, v, dk and dv per key head, in float32; and
-    four times the scores of a block (scores, P, dP, and one that is being made).
+    For the documents in flight: q, o, do and dq per query head, k, v, dk and dv per key head, in float32; and
+    four times the scores of a block (scores, P, dP, and the next one).
     """
     documents = min(max(1, tokens // length), documents_at_once(heads, length, window))
     rows = 2 * heads * (width + value_width) + 2 * key_heads * (width + value_width)
@@ -141,13 +143,13 @@ def _backward(
     dsinks = None if sinks_H is None else sinks_H.new_zeros(sinks_H.shape, dtype=compute)
     for rows in _documents(q, scores.window):
         q_, k_, v_, o_, do_ = (_by_head(x[rows], G, compute) for x in (q, k, v, o, grad))
-        delta = (do_ * o_).sum(-1)  # Σ do·o = Σ_keys P dP: what softmax's backward subtracts
+        delta = (do_ * o_).sum(-1)  # Σ do·o = Σ_keys P dP: the term that softmax's backward subtracts
         if sinks_H is not None and dsinks is not None:
             share = (sinks_H.to(compute).view(G, -1, 1) - lse[rows]).exp()
             dsinks -= (share * delta).sum((0, 3)).flatten()
         dk_, dv_ = torch.zeros_like(k_[:, :, 0]), torch.zeros_like(v_[:, :, 0])
         for begin, end, first in _blocks(L, scores.window):
-            # P again, and dc = P (dP - delta)
+            # recompute P, then dc = P (dP - delta)
             c = _scores(q_, k_, begin, end, first, scores)
             slope = None if scores.softcap is None else 1 - (c / scores.softcap).square_()
             P = c.sub_(lse[rows, :, :, begin:end, None]).exp_()
@@ -180,7 +182,7 @@ def _blocks(length: int, window: int | None) -> Iterator[tuple[int, int, int]]:
 
 
 def _by_head(x: Tensor, groups: int, compute: torch.dtype) -> Tensor:
-    """[S, L, heads, w] -> [S, G, heads / G, L, w], contiguous."""
+    """Reshape [S, L, heads, w] -> [S, G, heads / G, L, w], contiguous."""
     return x.to(compute).unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).contiguous()
 
 

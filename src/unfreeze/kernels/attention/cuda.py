@@ -1,8 +1,7 @@
 """Attention candidates on CUDA: cuDNN's kernel, torch's flash kernel over padded values, FlexAttention.
 
-Shapes as in documents.py.
-Their speed on a GPU is not measured yet, so none is chosen until a record says so. `reuse` is not used: a
-second visit computes again.
+Shapes as in documents.py. They have not been measured on a GPU yet, so none is chosen without a record. They
+ignore `reuse` and recompute.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from unfreeze.kernels.attention.sdpa import torch_attention, ungrouped
 from unfreeze.kernels.recompute import Reuse
 
-BLOCK = 128  # queries, and keys, of a block of flex's mask: torch's own default
+BLOCK = 128  # queries and keys of a block of flex's mask: torch's default
 
 
 def cudnn(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Reuse | None = None) -> Tensor:
     """cuDNN's attention, which takes MLA's q, k of 192 and v of 128 on Hopper.
 
-    RuntimeError where cuDNN doesn't take the inputs.
+    RuntimeError if cuDNN doesn't take the inputs.
     """
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         return torch_attention(q_SLHd, *ungrouped(q_SLHd, k_SLGd, v_SLGv), scale)
@@ -35,7 +34,7 @@ def cudnn(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: R
 def padded(
     q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float, reuse: Reuse | None = None
 ) -> Tensor:
-    """torch's flash kernel, which takes equal widths only: values padded with zeros to the width of keys."""
+    """torch's flash kernel, which takes equal widths only: values are zero-padded to the width of keys."""
     width = v_SLGv.shape[-1]
     k, v = ungrouped(q_SLHd, k_SLGd, F.pad(v_SLGv, (0, q_SLHd.shape[-1] - width)))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -57,15 +56,15 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def _causal(length: int, device: torch.device) -> BlockMask:
-    """Give what create_block_mask gives for q >= k, without its 10 · length² bytes on the way.
+    """create_block_mask for q >= k, without its 10 · length² temporary bytes.
 
-    A block of queries sees the blocks of keys before it whole, and its own in part.
+    A block of queries sees all earlier blocks of keys in full, and its own in part.
     """
     blocks, cut = -(-length // BLOCK), length % BLOCK > 0
     row = torch.arange(blocks, dtype=torch.int32, device=device)
-    own = (row[:, None] + row) % blocks  # of block i: i first, and only that one counts
+    own = (row[:, None] + row) % blocks  # for block i: i first, and only that one counts
     whole, partial = row.clone(), torch.ones_like(row)
-    if cut:  # the last block of queries has rows beyond the length, so it sees no block whole
+    if cut:  # the last block of queries has rows beyond the length, so it sees no block in full
         own[-1], whole[-1], partial[-1] = row, 0, blocks
     return BlockMask.from_kv_blocks(
         partial[None, None],

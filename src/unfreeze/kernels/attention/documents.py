@@ -19,8 +19,8 @@ from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.loops import compiled
 from unfreeze.kernels.recompute import Reuse
 
-# where buckets part: blocked_cpu pads to 128 queries, from 1,024 tokens on scores outgrow the caches, from
-# 2,048 on what is done once for a token hardly counts
+# bucket bounds: blocked_cpu pads to 128 queries; from 1,024 tokens on scores outgrow the caches; from 2,048
+# on per-token costs hardly count
 LENGTHS = (96, 192, 1024, 2048)
 
 
@@ -34,18 +34,18 @@ def attend(
 ) -> Tensor:
     """Causal attention over S documents of equal length -> [S, L, H, v] in q's dtype.
 
-    o[s, t, h] = Σ_u softmax_u(scale · q[s, t, h]·k[s, u, g]) v[s, u, g] over u <= t, g = h·G/H
+        o[s, t, h] = Σ_u softmax_u(scale · q[s, t, h]·k[s, u, g]) v[s, u, g] over u <= t, g = h·G/H
 
-    The reference is torch's own scaled_dot_product_attention. It, not an explicit mask, because the reference
-    runs wherever nothing is measured, and a mask holds [S, H, L, L] scores; the explicit mask is what both
-    are tested against (attention/reference.py). `reuse`: of a layer that is recomputed; used on CPU.
+    The reference is torch's own scaled_dot_product_attention. It is not an explicit mask, because the
+    reference runs wherever nothing is measured, and a mask holds [S, H, L, L] scores. Both are tested against
+    the explicit mask (attention/reference.py). `reuse`: of a layer that is recomputed; used on CPU.
     """
     implementation = choose(OP, q_SLHd.device, q_SLHd.dtype, bucket(q_SLHd, k_SLGd, v_SLGv), impl)
     return implementation(q_SLHd, k_SLGd, v_SLGv, scale, reuse)
 
 
 def bucket(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> str:
-    """Name the bucket: document length, and whether values are as wide as keys.
+    """The bucket's name: document length, and ", v < d" if values are narrower than keys.
 
     "under 96", "96 on", "192 on", "1024 on", "2048 on", with ", v < d" for MLA. "other": v > d, or on CUDA
     widths that its kernels don't take.
@@ -57,7 +57,7 @@ def bucket(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> str:
 
 
 def bucket_of(length: int, d: int, v: int) -> str:
-    """Its name for documents of so many tokens, v at most d."""
+    """The bucket's name for documents of that many tokens, v at most d."""
     names = _NARROW if v < d else _EQUAL
     return names[sum(length >= limit for limit in LENGTHS)]
 
@@ -104,8 +104,8 @@ def _inputs(
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Draw q, k and v of enough documents for a measurement.
 
-    512 tokens or a document of 4 heads on CPU, 8,192 of 16 on a GPU. Two query heads share a key where v = d
-    (GQA).
+    512 tokens, or one longer document, of 4 heads on CPU; 8,192 tokens of 16 heads on a GPU. Two query heads
+    share a key if v = d (GQA).
     """
     tokens, heads = (8192, 16) if device.type == "cuda" else (512, 4)
     groups = heads // 2 if v == d else heads
@@ -118,7 +118,7 @@ def _inputs(
 
 
 def _cases() -> tuple[Case, ...]:
-    """Give a length inside each bucket, at the widths of common models.
+    """One length inside each bucket, at the widths of common models.
 
     64 / 64 as in small dense models, 96 / 64 and on a GPU 192 / 128 as in MLA.
     """

@@ -1,8 +1,8 @@
-"""Where the documents of a packed batch go when attention wants rectangles.
+"""Arranges the documents of a packed batch in the rectangles that attention needs.
 
-Documents of similar length share a bucket, one rectangle [S_b, L_b] and so one attention call. Padding stands
-on the right, where causal attention needs no mask: a real query never looks to its right, and what padded
-queries compute is dropped.
+Documents of similar length share a bucket: one rectangle [S_b, L_b] and so one attention call. Padding is on
+the right, where causal attention needs no mask: a real query never looks to its right, and the results of
+padded queries are dropped.
 
 T tokens of the batch, N >= T slots of all rectangles end to end, S documents, b a bucket.
 """
@@ -41,7 +41,7 @@ class DocumentLayout:
     source_N  int64, the token in each slot; padding repeats its document's first token. None: the slots are
               the tokens, in order.
     slot_T    int64, the slot of each token, the inverse of source_N without the padding. None as above.
-    starts    where documents begin, on the host; `cut` needs them
+    starts    the start of each document, on the host; `cut` needs them
     """
 
     num_tokens: int
@@ -56,10 +56,10 @@ class DocumentLayout:
     def build(
         starts: Tensor | Sequence[int], num_tokens: int, device: torch.device | str = "cpu"
     ) -> DocumentLayout:
-        """Build the layout of documents that begin at `starts` and end at `num_tokens`.
+        """Build the layout of documents that start at `starts`; the last one stops at `num_tokens`.
 
-        starts: on the host, ascending, the first is 0. All arithmetic is on the host, index tensors go to
-        `device` once. Raises ValueError where a document would be empty.
+        starts: on the host, ascending, the first is 0. All arithmetic is on the host; index tensors go to
+        `device` once. Raises ValueError if a document would be empty.
         """
         starts_S = torch.as_tensor(starts, dtype=torch.int64)
         if starts_S.device.type != "cpu":
@@ -95,7 +95,7 @@ class DocumentLayout:
         return DocumentLayout(num_tokens, tuple(buckets), *moved, places, device)
 
     def cut(self, chunk: int) -> DocumentLayout:
-        """The layout of the same tokens, documents cut into pieces of `chunk` tokens. Made once."""
+        """The layout of the same tokens with documents cut into pieces of `chunk` tokens. Cached."""
         if all(bucket.length <= chunk for bucket in self.buckets):
             return self
         if chunk not in self._cuts:
@@ -117,7 +117,7 @@ class DocumentLayout:
 def _group(lengths: list[int]) -> list[Bucket]:
     """Make buckets for descending `lengths`.
 
-    A document opens a new one where it would leave more than a quarter of its row empty.
+    A document opens a new one if it would leave more than a quarter of its row empty.
     """
     buckets: list[Bucket] = []
     for length in lengths:

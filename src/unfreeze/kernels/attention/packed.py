@@ -22,7 +22,7 @@ from unfreeze.kernels.recompute import Reuse
 class _ToSlots(torch.autograd.Function):
     """x_N = x_T[source_N].
 
-    The gradient of padding is exactly zero (no kept query sees it), so backward is a gather, not a
+    The gradient of padding is exactly zero (no real query sees it), so backward is a gather, not a
     scatter-add.
     """
 
@@ -64,13 +64,13 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention inside each document of a packed batch -> [T, H, v].
 
-    o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, over s <= t of the same document
+        o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, over s <= t of the same document
 
-    Never attends across documents. v may be narrower than d (MLA: d 192, v 128). No [L, L] scores of all
-    heads are ever held.
-    `reuse` and `impl` as in attend. `mask`: a window or chunks. `softcap` bounds the scores, `sinks_H` are
-    scores without a value (by_blocks.py). A softcap and a window shorter than a document run by blocks of
-    queries whatever `impl` says; so do sinks, but on a CPU torch's flash kernel takes them.
+    Never attends across documents. v may be narrower than d (MLA: d 192, v 128). [L, L] scores of all heads
+    are never held. `reuse` and `impl` as in attend. `mask`: a window or chunks. `softcap` bounds the scores;
+    `sinks_H` are scores without a value (by_blocks.py). A softcap, or a window shorter than a document, runs
+    by blocks of queries whatever `impl` says. Sinks do too, except on a CPU, where torch's flash kernel takes
+    them.
     """
     num_tokens = q_THd.shape[0]
     if num_tokens != layout.num_tokens:

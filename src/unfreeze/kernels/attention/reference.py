@@ -13,7 +13,7 @@ from unfreeze.kernels.attention.form import CAUSAL, Mask
 
 
 def document_mask(starts: Tensor, num_tokens: int, mask: Mask = CAUSAL) -> Tensor:
-    """allowed[t, s] = s, t in the same document, and t sees s there (`mask`). bool [T, T]."""
+    """allowed[t, s]: s and t are in the same document, and `mask` lets t see s. bool [T, T]."""
     begins_T = torch.zeros(num_tokens, dtype=torch.int64)
     begins_T[starts] = 1
     document_T = begins_T.cumsum(0)
@@ -35,7 +35,7 @@ def attention_map(
     """P[h, t, s] = softmax_s(scale · q[t, h]·k[s, g]), g = h·G/H, s <= t, same document -> [H, T, T].
 
     Softmax in at least float32. `mask`, `softcap` and `sinks_H` as in packed_attention: a sink is one more
-    score, whose share of the softmax is dropped. It is what attention computes and never holds: o = P v.
+    score, whose share of the softmax is dropped. Attention computes this map but never holds it: o = P v.
     """
     compute = torch.promote_types(q_THd.dtype, torch.float32)
     k_THd = k_TGd.to(compute).repeat_interleave(q_THd.shape[1] // k_TGd.shape[1], dim=1)

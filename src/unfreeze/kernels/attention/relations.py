@@ -1,9 +1,9 @@
-"""How far self-relations of two models are apart: KL between rows of softmax(A Aᵀ / √c), inside documents.
+"""Distance of two models' self-relations: KL between rows of softmax(A Aᵀ / √c), inside documents.
 
-Causal, and a block of rows at a time, as in by_blocks.py: no [L, L] matrix of a long document is held. The
-gradient is made in the same pass, from the scores that are there anyway.
+Causal, one block of rows at a time, as in by_blocks.py: no [L, L] matrix of a long document is held. The
+gradient is computed in the same pass, from the scores at hand.
 
-    z_ts = a_t · a_s / √c,  s <= t of one document;  p = softmax(z) of the one that trains, q of the other
+    z_ts = a_t · a_s / √c,  s <= t of one document;  p = softmax(z) of the trained model, q of the other
     loss_t = KL(q_t ‖ p_t),  dz = p - q,  da_t += Σ_s dz_ts a_s / √c,  da_s += Σ_t dz_ts a_t / √c
 
 T tokens, A relation heads, c width of one, S documents of L tokens of a bucket.
@@ -24,10 +24,11 @@ from unfreeze.kernels.attention.layout import DocumentLayout
 def relation_divergence(
     own_T: Tensor, their_T: Tensor, weights_T: Tensor, layout: DocumentLayout, heads: int
 ) -> Tensor:
-    """Σ_t w_t · (1/A) Σ_a KL(q_ta ‖ p_ta), float32 scalar (float64 inputs stay so).
+    """Σ_t w_t · (1/A) Σ_a KL(q_ta ‖ p_ta), float32 scalar (float64 inputs stay float64).
 
-    own_T, their_T  [T, …]: all of a token's numbers are cut into A = `heads` pieces; the widths of the two
+    own_T, their_T  [T, …]: all elements of a token are split into A = `heads` pieces; the widths of the two
                     models, and so c, may differ
+
     The gradient reaches own_T only.
     """
     exact = torch.promote_types(own_T.dtype, torch.float32)
@@ -35,13 +36,13 @@ def relation_divergence(
 
 
 def block_bytes(heads: int, tokens: int, longest: int) -> int:
-    """Bytes of a tensor of scores: of as many documents as have them within SCORE_BYTES. Three live."""
+    """Bytes of a tensor of scores, for as many documents as fit in SCORE_BYTES. Three are alive."""
     one = _block(heads, longest)
     return min(max(SCORE_BYTES, one), one * -(-tokens // longest))
 
 
 def _block(heads: int, length: int) -> int:
-    """Of a block of rows of one document."""
+    """Bytes of a block of rows of one document."""
     return 4 * heads * min(QUERIES, length) * length
 
 
@@ -53,7 +54,7 @@ class _Relations(torch.autograd.Function):
         wanted = ctx.needs_input_grad[0]
         total = weights_T.new_zeros(())
         own_N, their_N = (_slots(x, layout) for x in (own_T, their_T))
-        weights_N = weights_T  # of padding 0
+        weights_N = weights_T  # 0 for padding
         if layout.slot_T is not None:
             weights_N = weights_T.new_zeros(layout.num_slots).index_copy_(0, layout.slot_T, weights_T)
         d_N = torch.empty_like(own_N) if wanted else None
@@ -94,14 +95,14 @@ def _documents(
         if d_SALc is not None:
             d_SALc[:, :, begin:end] += dz @ own_SALc[:, :, :end]
             d_SALc[:, :, :end] += dz.mT @ own_SALc[:, :, begin:end]
-        del dz  # before the next block makes its own
+        del dz  # free it before the next block allocates its own
     return total, d_SALc
 
 
 def _rows(
     own_SALc: Tensor, their_SALc: Tensor, weights_S1n: Tensor, begin: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """Of the rows begin:end (the weighted sum, its gradient by a_t · a_s)."""
+    """For the rows begin:end: (the weighted sum, its gradient by a_t · a_s)."""
     hidden = torch.ones(end - begin, end, dtype=torch.bool, device=own_SALc.device).triu_(begin + 1)
     log_p, log_q = (_log_softmax(x, begin, end, hidden) for x in (own_SALc, their_SALc))
     # a masked pair has log 0 on both sides: its share is 0
@@ -112,7 +113,7 @@ def _rows(
 
 
 def _log_softmax(x_SALc: Tensor, begin: int, end: int, hidden: Tensor) -> Tensor:
-    """log softmax of the rows begin:end over the tokens before and at each, [S, A, n, end]."""
+    """log softmax of the rows begin:end over the tokens up to each, [S, A, n, end]."""
     scale = 1 / math.sqrt(x_SALc.shape[-1])
     scores = (x_SALc[:, :, begin:end] @ x_SALc[:, :, :end].mT).mul_(scale)
     return scores.masked_fill_(hidden, -torch.inf).log_softmax(-1)

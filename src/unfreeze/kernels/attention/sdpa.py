@@ -1,4 +1,4 @@
-"""torch's own attention over documents of one length: what runs where no record proves a candidate.
+"""torch's own attention over documents of one length: runs if no record proves a candidate.
 
 Shapes as in documents.py.
 """
@@ -15,17 +15,19 @@ from torch import Tensor
 from unfreeze.kernels.recompute import Reuse
 
 FLASH = (torch.float32, torch.bfloat16, torch.float16)
-"""What torch's CPU flash kernel is used for."""
+"""Dtypes for which torch's CPU flash kernel is used."""
 
 
 class _FlashReused(torch.autograd.Function):
-    """torch's causal flash attention on CPU, whose output and log-sum-exp come from `reuse`.
+    """torch's causal flash attention on CPU, with output and log-sum-exp from `reuse`.
 
-    So they are computed at the first visit only.
-    A sink adds exp(sink) to the sum of the softmax, and nothing to the output:
+    So they are computed at the first visit only. A sink adds exp(sink) to the sum of the softmax, and nothing
+    to the output:
+
         lse' = log(exp(lse) + exp(sink)),   o' = o · exp(lse - lse')
-    Backward of the same kernel is right for both, given o' and lse': P = exp(scores - lse') and Σ do·o' are
-    all that it takes of them. dsink = -Σ exp(sink - lse') · Σ do·o'.
+
+    The same kernel's backward is right for both, given o' and lse': it uses them only as P = exp(scores -
+    lse') and Σ do·o'. dsink = -Σ exp(sink - lse') · Σ do·o'.
     """
 
     @staticmethod
@@ -75,11 +77,10 @@ def sdpa(
 ) -> Tensor:
     """As `attend`, by torch's kernels. `reuse` is used on CPU.
 
-    sinks_H: a score per head without a value (by_blocks.py); on a CPU in a dtype of FLASH only.
-
-    torch's CPU flash kernel takes equal widths only (else torch holds all scores), so there the narrower ones
-    are padded with zeros. On CUDA no kernel takes grouped keys in float32, and torch would hold all scores
-    several times: there each query head has its own.
+    sinks_H: a score per head without a value (by_blocks.py); on a CPU in a dtype of FLASH only. torch's CPU
+    flash kernel takes equal widths only (otherwise torch holds all scores), so there the narrower ones are
+    padded with zeros. On CUDA no kernel takes grouped keys in float32, and torch would hold all scores
+    several times: there each query head gets its own keys.
     """
     if q_SLHd.device.type != "cpu":
         if q_SLHd.dtype not in (torch.bfloat16, torch.float16):
@@ -92,20 +93,20 @@ def sdpa(
     )
     if q.dtype not in FLASH:
         return torch_attention(q, k, v, scale)[..., :width]
-    # the same operations with and without `reuse`: what is recomputed then changes no bit of a gradient.
-    # torch's own function sums the gradients of grouped keys in another order
+    # the same operations with and without `reuse`, so recomputation changes no bit of a gradient; torch's own
+    # function sums the gradients of grouped keys in another order
     k, v = ungrouped(q, k, v)
     o: Tensor = _FlashReused.apply(*(x.transpose(1, 2) for x in (q, k, v)), sinks_H, scale, reuse or _made)
     return o.transpose(1, 2)[..., :width]
 
 
 def _made(make: Callable[[], Any]) -> Any:
-    """What `reuse` is where nothing is recomputed."""
+    """The default `reuse`, if nothing is recomputed."""
     return make()
 
 
 def ungrouped(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values per query head."""
+    """Keys and values repeated per query head."""
     repeat = q_SLHd.shape[2] // k_SLGd.shape[2]
     if repeat == 1:
         return k_SLGd, v_SLGv
@@ -113,7 +114,7 @@ def ungrouped(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> tuple[Tensor, T
 
 
 def torch_attention(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor, scale: float) -> Tensor:
-    """torch's function on tensors as they are. -> [S, L, H, v]."""
+    """torch's function on unmodified tensors. -> [S, L, H, v]."""
     grouped = k_SLGd.shape[2] != q_SLHd.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_SLHd, k_SLGd, v_SLGv))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped).transpose(

@@ -1,4 +1,4 @@
-"""How much of a document blocked_cpu.py works on at once, and the memory that this takes.
+"""The part of a document that blocked_cpu.py processes at once, and the memory for it.
 
 L tokens in blocks of QUERIES, H query heads, G key/value heads (H = G · rep), d and v widths.
 """
@@ -11,23 +11,23 @@ from unfreeze.kernels.attention.documents import OP, bucket_of
 from unfreeze.kernels.choice.choose import by_record
 from unfreeze.kernels.loops import bf16_cpu
 
-# queries of a block: the half block above the diagonal that is computed in vain is 1/8 of the work at L = 512
+# queries of a block: the wasted half block above the diagonal is 1/8 of the work at L = 512
 QUERIES = 128
-SCORE_BYTES = 8 << 20  # float32 scores of the heads worked on at once
-# multiply-adds of a call from which cores get heads of their own; less work is not worth handing out
+SCORE_BYTES = 8 << 20  # float32 scores of the heads in flight
+# multiply-adds of a call from which heads are divided among cores; less work is not worth handing out
 SPREAD_FROM = 1 << 26
 
 
 def shared_out(
     documents: int, length: int, groups: int, repeat: int, multiply_adds: int, threads: int
 ) -> tuple[int, int]:
-    """(workers, key/value heads that one works on at once).
+    """(workers, key/value heads that one processes at once).
 
     As many heads as have scores within SCORE_BYTES; multiply_adds: of one pair of tokens, all heads.
     """
     workers = threads if documents * length**2 * multiply_adds >= SPREAD_FROM else 1
     at_once = min(groups, max(1, SCORE_BYTES // (4 * repeat * QUERIES * length)))
-    if documents < workers:  # then a document's heads are shared
+    if documents < workers:  # then workers share a document's heads
         at_once = min(at_once, -(-groups // workers))
     return min(workers, documents * -(-groups // at_once)), at_once
 
@@ -45,8 +45,8 @@ def workspace_bytes(
 ) -> int:
     """Bytes of scratch that backward takes for documents of `length` among `tokens`; forward takes less.
 
-    Of each worker, for its heads: a block's scores, dP and P; q, k, v, o, do and dq, with bf16 also as the
-    GEMM takes q and k; dk, dv and what is added to them. 0 where the reference runs, which has no blocks.
+    For the heads of each worker: a block's scores, dP and P; q, k, v, o, do and dq, with bf16 also q and k as
+    the GEMM takes them; dk, dv and their increments. 0 if the reference runs, which has no blocks.
     """
     narrow = dtype != torch.float32
     runs = by_record(OP, torch.device("cpu"), dtype, bucket_of(length, width, value_width)).runs
@@ -62,7 +62,7 @@ def workspace_bytes(
     scores = repeat * QUERIES * keys * (4 + 2 * size)
     rows = queries * (2 * width * size + 2 * value_width * size + 4)  # q, dq; o, do; Σ do · o
     rows += keys * (width + value_width) * size  # k, v
-    rows += keys * ((width + value_width) * 4 + max(width, value_width) * size)  # dk, dv, what is added
+    rows += keys * ((width + value_width) * 4 + max(width, value_width) * size)  # dk, dv, their increments
     if narrow and bf16_cpu.panels_pay():
         rows += keys * width * size  # k in the instruction's order
     elif narrow:

@@ -1,1 +1,1 @@
-"""Which implementation of an op runs: its candidates, the measured records, and measuring them."""
+"""Chooses the implementation of an op: its candidates, the measured records, and measuring them."""

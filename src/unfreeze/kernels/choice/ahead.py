@@ -1,11 +1,11 @@
-"""The first run on a machine compiles its CPU loops, some 20 seconds of one core in bf16.
+"""The first run on a machine compiles its CPU loops: some 20 seconds of one core in bf16.
 
 A second process (prepare.py) compiles those of backward and of the optimizer. It starts before this one
-imports torch, which takes 2 s in each, and goes on while the run reads the model and answers the samples
+imports torch, which takes 2 s in each. It continues while the run reads the model and generates the samples
 (decision 77).
 
-Both keep what they compile in numba's cache on disk, where the next run finds it. A stamp beside the cache
-says that all of it is there; it is named after the loops' source, so that edited loops are compiled anew.
+Both keep their compiled code in numba's cache on disk, where the next run finds it. A stamp beside the cache
+says that it is complete. The stamp is named after the loops' source, so edited loops are compiled again.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ COMPILER = "unfreeze.kernels.choice.prepare"
 
 @contextmanager
 def compiling(device: str, threads: int, dtype: str) -> Iterator[subprocess.Popen[bytes] | None]:
-    """While the body runs, a second process compiles the loops; it ends with the body.
+    """While the body runs, a second process compiles the loops; it stops with the body.
 
-    None where there is nothing to compile (a GPU, one thread, or all of it done before), and in all processes
-    of a host but the first. The second process looks again, with torch: it ends at once where "auto" is a GPU
-    or torch takes one thread.
+    None if there is nothing to compile (a GPU, one thread, or already done), and in all processes of a host
+    but the first. The second process checks again, with torch: it stops at once if "auto" is a GPU or torch
+    takes one thread.
 
-    device: a name of torch's or "auto"      threads: of the run; 0: the machine's
-    dtype: a name of torch's, "bfloat16" or "float32"
+    device: a torch device name or "auto"; threads: of the run, 0: the machine's; dtype: a torch dtype name,
+    "bfloat16" or "float32".
     """
     one_thread = 1 in (threads, os.cpu_count()) or (not threads and os.environ.get("OMP_NUM_THREADS") == "1")
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    made = None if one_thread or not first or device.startswith("cuda") else stamp(dtype)
-    if made is None or made.exists():
+    done_stamp = None if one_thread or not first or device.startswith("cuda") else stamp(dtype)
+    if done_stamp is None or done_stamp.exists():
         yield None
         return
     quiet = subprocess.DEVNULL
@@ -54,7 +54,7 @@ def compiling(device: str, threads: int, dtype: str) -> Iterator[subprocess.Pope
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """While the body runs, the second process stands still: what is timed has the machine to itself."""
+    """While the body runs, the second process is paused: timings have the machine to themselves."""
     stopped = (
         [process for process in _RUNNING if process.poll() is None] if hasattr(signal, "SIGSTOP") else []
     )

@@ -1,4 +1,4 @@
-"""Candidates whose work lies in a module each, imported only where one of them is asked for.
+"""Candidates implemented in one module each, imported only when requested.
 
 numba_cpu, triton_cuda.
 """
@@ -20,9 +20,9 @@ def of_modules(
 ) -> dict[str, Candidate]:
     """The candidates of the op in package `folder`.
 
-    implementation(module) is the op as autograd sees it, with the module's functions inside. The module is
-    looked up by name: no type is known of it here.
-    because: of its Triton candidate (triton_options.candidate).
+    implementation(module) returns the op as autograd sees it, built on the module's functions. The module is
+    looked up by name, so its type is not known here. because: of its Triton candidate
+    (triton_options.candidate).
     """
 
     def load(name: str) -> Callable[[], Implementation]:
@@ -35,16 +35,16 @@ def of_modules(
 
 
 def numba(load: Callable[[], Implementation], buckets: tuple[str, ...] = ()) -> Candidate:
-    """Loops that plain torch needs several passes over memory for.
+    """A candidate of numba loops that replace several passes of plain torch over memory.
 
-    They run on a CPU where nothing was timed or measured, for inputs of `buckets`, () all.
+    It runs on a CPU if nothing was timed or measured, for inputs of `buckets`; () means all.
     """
     because = "one pass over memory, plain torch takes several"
     return Candidate(load, numba_refuses, (), ("cpu",), because, buckets)
 
 
 def numba_refuses(device: str, dtype: torch.dtype) -> str:
-    """Why loops in numba that read float32 and bf16 cannot run there; "" where they can."""
+    """The reason why numba loops that read float32 and bf16 cannot run there; "" if they can."""
     if device != "cpu":
         return f"it runs on cpu, not {device}"
     return "" if dtype in (torch.float32, torch.bfloat16) else f"{dtype}: its loops read float32 and bfloat16"

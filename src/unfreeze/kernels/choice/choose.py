@@ -1,11 +1,11 @@
-"""Which implementation of an op runs, and what decided: the first of LOOKS that has an answer.
+"""Chooses the implementation of an op: the first of LOOKS that has an answer decides.
 
-by design      one that holds a promise beyond speed, or the only one that can run
-the run's      what the run folder says, so that a resumed run and every process take the same (table.py)
+by design      a candidate that keeps a promise beyond speed, or the only one that can run
+the run's      read from the run folder, so that a resumed run and all processes use the same (table.py)
 timed here     CPU: timed against plain torch at this machine's first start (timed.py)
-measured       a record of this device class shows that it is exact within the op's tolerance, and at
-               least 5 % faster than the reference and by more than the spread of both (record.py)
-predicted      by count it moves fewer bytes; on a GPU it is checked first (predicted.py)
+measured       a record of this device class shows that it is exact within the op's tolerance, and faster
+               than the reference by at least 5 % and by more than the spread of both (record.py)
+predicted      it moves fewer bytes by count; on a GPU it is checked first (predicted.py)
 not measured   the reference runs, and the log says so once
 """
 
@@ -39,7 +39,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 REQUIRED_GAIN = 0.05
-CHECKED = ("cuda",)  # where what is predicted is compared with the reference first; on a CPU tests do it
+CHECKED = ("cuda",)  # here predicted candidates are checked against the reference first; on a CPU tests do it
 
 Origin = Literal[
     "timed here",
@@ -50,19 +50,19 @@ Origin = Literal[
     "by design",
     "as asked",
 ]
-"""What decided: a time of this machine, the user's own record, a committed one of this device class, counted
-bytes, nothing (the reference runs), a promise beyond speed or the only one that can run, a name."""
+"""What decided: a timing on this machine, the user's own record, a committed record of this device class,
+counted bytes, nothing (the reference runs), a promise beyond speed or the only one that can run, a name."""
 SAID: dict[Origin, str] = {
-    "predicted, not measured": "on {} some ops run as counted bytes predict, not measured; unfreeze kernels"
-    " measure --to user measures them, about 5 minutes",
-    "not measured": "{} has no records for some ops, which run as their references; unfreeze kernels measure"
-    " makes them",
+    "predicted, not measured": "on {} some kernels are chosen by predicted memory traffic, not measured; to"
+    " measure them (about 5 minutes): unfreeze kernels measure --to user",
+    "not measured": "{} has no records for some ops, which run as plain torch; to measure them:"
+    " unfreeze kernels measure",
 }
-"""Origin -> what the log says once of a device class; nothing of the others."""
+"""Origin -> line that is logged once per device class; other origins log nothing."""
 
 
 class Choice(NamedTuple):
-    """The name of the implementation that runs, and why in words."""
+    """The name of the implementation that runs, and the reason in words."""
 
     runs: str
     why: str
@@ -70,7 +70,7 @@ class Choice(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a choice is made for. impl: "auto", or the name that was asked for."""
+    """The inputs that a choice is for. impl: "auto", or the requested name."""
 
     op: str
     device: torch.device
@@ -89,15 +89,15 @@ def choose(
 ) -> Implementation:
     """The implementation of `op` for inputs of that kind. After the first call it is a dictionary lookup.
 
-    impl: "auto" (by record), "reference", or a candidate's name.
-    Raises ConfigError for an unknown name, or a candidate that cannot run there.
+    impl: "auto" (by record), "reference", or a candidate's name. Raises ConfigError for an unknown name, or
+    for a candidate that cannot run there.
     """
     return _CHOSEN.get((op.name, device, dtype, bucket, impl)) or _choose(op, device, dtype, bucket, impl)
 
 
 def _choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str) -> Implementation:
-    asked = Choice(impl, "as asked", "as asked")
-    choice = asked if impl != "auto" else by_record(op, device, dtype, bucket)
+    named = Choice(impl, "as asked", "as asked")
+    choice = named if impl != "auto" else by_record(op, device, dtype, bucket)
     implementation = implementation_of(op, choice.runs, device, dtype)
     precision = str(dtype).removeprefix("torch.")
     log.info("%s on %s in %s, %s: %s (%s)", op.name, device, precision, bucket, choice.runs, choice.why)
@@ -107,12 +107,12 @@ def _choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl:
 
 
 def choices() -> dict[Inputs, Choice]:
-    """What was chosen since choose_anew, in that order."""
+    """The choices made since choose_anew, in order."""
     return dict(_CHOICES)
 
 
 def choose_anew() -> None:
-    """Forget what was chosen, so that `choices` has what is used from here on."""
+    """Forget all choices, so that `choices` lists only those made from here on."""
     _CHOSEN.clear()
     _CHOICES.clear()
 
@@ -120,7 +120,7 @@ def choose_anew() -> None:
 def implementation_of(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> Implementation:
     """The implementation with that name.
 
-    Raises ConfigError where there is none, or it cannot run on that device in that dtype.
+    Raises ConfigError if there is none, or if it cannot run on that device in that dtype.
     """
     if name == "reference":
         return op.reference
@@ -141,9 +141,9 @@ def _loaded(op: str, name: str, load: Callable[[], Implementation]) -> Implement
 
 
 def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, check: bool = True) -> Choice:
-    """What runs where no name is given.
+    """The choice if no name is requested.
 
-    check: whether a predicted candidate is checked on a GPU; without, it is taken to be right.
+    check: check a predicted candidate on a GPU first; if False, take it to be right.
     """
     for look in LOOKS:
         choice = look(op, device, dtype, bucket)
@@ -157,7 +157,7 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
 
 
 def running(op: Op, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The candidates that can run there; where a device is in `named_on`, one runs only by name."""
+    """The candidates that can run there; on a device in `named_on`, a candidate runs only by name."""
     return [
         name
         for name, part in op.candidates.items()
@@ -200,7 +200,7 @@ def _recorded(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
     if not rows:
         return None
     origin = "measured here" if is_own(rows[0], device_key(device)) else "measured on its class"
-    # of the proven ones, that with the smallest ratio of its time to the reference's
+    # of the proven ones, take the smallest ratio of its time to the reference's
     proven = [row for row in rows if row["candidate"] in able and proves(row, op)]
     if not proven:
         return Choice("reference", f"{len(rows)} measured, none 5 % faster within the tolerance", origin)
@@ -223,16 +223,17 @@ _TABLE: dict[Key, Choice] = {}
 
 
 def fix(table: Mapping[Key, Choice]) -> None:
-    """From here on these run on the CPU, by op, dtype and bucket; what is not among them is looked up."""
+    """Fix these CPU choices from here on, by op, dtype and bucket; others are looked up."""
     _TABLE.clear()
     _TABLE.update(table)
     choose_anew()
 
 
 def proves(row: Row, op: Op) -> bool:
-    """Whether a record allows its candidate: exact enough, and faster.
+    """True if a record allows its candidate: exact enough, and faster.
 
-    Faster: by 5 % of the reference's median, and by more than both spreads (half the interquartile ranges).
+    Faster means: by 5 % of the reference's median, and by more than both spreads (half the interquartile
+    ranges).
     """
     if "refused" in row:
         return False
@@ -247,7 +248,7 @@ def proves(row: Row, op: Op) -> bool:
 
 
 def _fails(choice: Choice, op: Op, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a predicted candidate fails its check there. Asked once per device and dtype."""
+    """True if a predicted candidate fails its check there. Checked once per device and dtype."""
     if choice.origin != "predicted, not measured" or device.type not in CHECKED:
         return False
     key = (op.name, choice.runs, device, dtype)

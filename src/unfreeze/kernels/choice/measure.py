@@ -1,8 +1,8 @@
 """Makes records: an op's candidates are compared with its reference in float64, then timed in turn with it.
 
 A time covers forward and backward, if the op has a backward. CPU: wall clock; with one thread CPU time, which
-other processes disturb less. CUDA: events, and the L2 cache is overwritten before each sample, so that every
-sample reads its inputs from memory.
+other processes disturb less. CUDA: events. The L2 cache is overwritten before each sample, so every sample
+reads its inputs from memory.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key
 from unfreeze.quant.codec import Packed
 
-SAMPLE = 2e-3  # seconds a CPU sample should last: a call of some microseconds is repeated within one
+SAMPLE = 2e-3  # target seconds of a CPU sample: a call of some microseconds is repeated within one
 FEWEST, MOST = 9, 101  # samples; odd, so that the median is one of them
-CLEAR = 4.0  # a difference of this many times what a record needs (choose.proves) is final: stop sampling
-SHORT_CALL = 0.05  # seconds; a longer call is timed by one call, not two
+CLEAR = 4.0  # stop sampling when the difference is this many times what a record needs (choose.proves)
+SHORT_CALL = 0.05  # seconds; a sample of a longer call is one call, not two
 L2_BYTES = 256 << 20  # more than any GPU's L2 (an H200 has 50 MB)
-LEAD = 4_000_000  # cycles the device waits before a sample, 2 ms: the host has queued the launches by then
+LEAD = 4_000_000  # the device waits this many cycles before a sample, 2 ms: time to queue launches
 SEED = 0
 
 
 class Wrong(Exception):
-    """A candidate whose outputs don't have the reference's number, shape or dtype."""
+    """A candidate's outputs differ from the reference's in number, shape or dtype."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Errors:
 
 
 def arguments(case: Case, device: torch.device, dtype: torch.dtype) -> Arguments:
-    """A case's inputs: the same numbers at each call, in new memory, as an op may write to its arguments."""
+    """A case's inputs: the same numbers at each call, in new memory: an op may write to its arguments."""
     return case.inputs(device, dtype, torch.Generator().manual_seed(SEED))
 
 
 def converted(value: object, dtype: torch.dtype) -> object:
     """Convert each floating point tensor in `value` to `dtype`.
 
-    Each is a new leaf, which requires a gradient if the original did. A Packed weight stays as it is.
+    Each is a new leaf, which requires a gradient if the original did. A Packed weight is not converted.
     """
     if isinstance(value, Tensor):
         return (
@@ -74,7 +74,7 @@ def converted(value: object, dtype: torch.dtype) -> object:
 
 
 def tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in `value`, those of a Packed weight excepted."""
+    """The tensors in `value`, except those of a Packed weight."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value) and not isinstance(value, (Packed, type)):
@@ -88,7 +88,7 @@ def tensors(value: object) -> Iterator[Tensor]:
 def visit(op: Op, implementation: Implementation, args: Arguments) -> tuple[list[Tensor], list[Tensor]]:
     """One timed call: (outputs, gradients of the leaves for a random gradient of the outputs).
 
-    The outputs of an op that returns nothing are the arguments it wrote to.
+    For an op that returns nothing, the outputs are the arguments it wrote to.
     """
     wanted = [tensor for tensor in tensors(args) if tensor.requires_grad] if op.differentiable else []
     with torch.set_grad_enabled(bool(wanted)):
@@ -111,8 +111,8 @@ _UPSTREAM: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 def _upstream(output: Tensor) -> Tensor:
     """The gradient of the outputs: random, and the same for every implementation.
 
-    It is made once per shape, so that no timing includes it. Its numbers are exact in bf16, so every dtype
-    holds the same ones.
+    It is drawn once per shape, so no timing includes it. Its numbers are exact in bf16, so they are the same
+    in every dtype.
     """
     key = (output.shape, output.dtype, output.device)
     if key not in _UPSTREAM:
@@ -129,7 +129,7 @@ def forget() -> None:
 def relative_error(got: Tensor, want: Tensor) -> float:
     """|got - want| / |want| in float64, Frobenius norms.
 
-    For integers and where `want` is zero: 0 if equal, else inf. NaN counts as inf.
+    For integers, or if `want` is zero: 0 if equal, else inf. NaN counts as inf.
     """
     if got.shape != want.shape:
         raise Wrong(f"shape {list(got.shape)}, wanted {list(want.shape)}")
@@ -145,9 +145,8 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 class Truth:
     """The reference's results for one case.
 
-    exact  in Op.exact_dtype (float64), or in the dtype itself where that is None: errors are measured
-           against it
-    kinds  the dtypes that outputs and gradients have in the dtype itself
+    exact  in Op.exact_dtype (float64), or in the dtype itself if that is None: errors are measured against it
+    kinds  the dtypes of outputs and gradients when computed in the dtype itself
     """
 
     def __init__(self, op: Op, case: Case, device: torch.device, dtype: torch.dtype):
@@ -161,7 +160,7 @@ class Truth:
         ]
 
     def errors(self, implementation: Implementation) -> Errors:
-        """The errors of an implementation. Raises Wrong where the number, a shape or a dtype differs."""
+        """The errors of an implementation. Raises Wrong if the number, a shape or a dtype differs."""
         got = visit(self.op, implementation, arguments(self.case, self.device, self.dtype))
         largest = []
         for what, ours, exact, kinds in zip(
@@ -184,7 +183,7 @@ class Truth:
 def candidates_of(
     op: Op, case: Case, device: torch.device, dtype: torch.dtype
 ) -> tuple[dict[str, Implementation], dict[str, Errors], dict[str, str]]:
-    """(the candidates to be timed, the errors of all, why the others may not run).
+    """Return (the candidates to time, the errors of all, the reasons why the others may not run).
 
     Each is called here for the first time, so this includes its compilation.
     """
@@ -198,7 +197,7 @@ def candidates_of(
         try:
             implementation = implementation_of(op, name, device, dtype)
             errors[name] = truth.errors(implementation)
-        # whatever a candidate does wrong is a reason not to use it, and no reason to stop measuring
+        # any failure of a candidate disqualifies it, and must not stop the measurement
         except Exception as error:
             refused[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             continue
@@ -225,16 +224,20 @@ def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, second
     times = in_turn(calls, device, seconds) if good else {}
     forget()
 
-    # a row of a refused candidate has the reason, any other has errors and times
+    # the row of a refused candidate has the reason; other rows have errors and times
     common = {
         "op": op.name,
         "device": device_key(device),
         "dtype": str(dtype).removeprefix("torch."),
         "bucket": case.bucket,
     }
-    made = {"threads": torch.get_num_threads(), "torch": torch.__version__, "date": date.today().isoformat()}
+    origin = {
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+    }
     rows: list[Row] = [
-        {**common, "candidate": name, "refused": reason, **made} for name, reason in refused.items()
+        {**common, "candidate": name, "refused": reason, **origin} for name, reason in refused.items()
     ]
     for name in good:
         (reference, reference_spread), (ours, spread) = (
@@ -251,7 +254,7 @@ def measure(op: Op, case: Case, device: torch.device, dtype: torch.dtype, second
                 "spread_us": spread,
                 "reference_spread_us": reference_spread,
                 "repeats": len(times[name]),
-                **made,
+                **origin,
             }
         )
     return rows
@@ -269,9 +272,9 @@ def in_turn(
 ) -> dict[str, list[float]]:
     """Microseconds per call of each, after a warm-up, sampled in turn (A B A B).
 
-    So whatever slows the machine for a while slows all of them.
-    It takes as many rounds as fit into `seconds`, from FEWEST to MOST. After FEWEST it stops as soon as every
-    call is clearly faster or slower than the first (`clear`).
+    So anything that slows the machine for a while slows all of them. It takes as many rounds as fit into
+    `seconds`, from FEWEST to MOST. After FEWEST it stops as soon as every call is clearly faster or slower
+    than the first (`clear`).
     """
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
     for call in calls.values():
@@ -294,10 +297,10 @@ def in_turn(
 
 
 def clear(times: dict[str, list[float]]) -> bool:
-    """Whether each of the others is clearly faster or slower than the first.
+    """True if each of the others is clearly faster or slower than the first.
 
-    It must be so in every round, and the medians must differ by CLEAR times the larger of two numbers: 5 % of
-    the first's median, and the mean of both spreads.
+    This must hold in every round, and the medians must differ by CLEAR times the larger of two numbers: 5 %
+    of the first's median, and the mean of both spreads.
     """
     first, *others = times.values()
     middle, spread = median_and_spread(first)
@@ -313,7 +316,7 @@ def clear(times: dict[str, list[float]]) -> bool:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A garbage collection during a sample would be counted in it."""
+    """Disable garbage collection, which would count in a sample."""
     was = gc.isenabled()
     gc.disable()
     try:

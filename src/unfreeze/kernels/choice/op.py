@@ -1,8 +1,8 @@
-"""What an op is: one reference, named candidates, the shapes it is measured at, and its tolerance.
+"""Definition of an op: one reference, named candidates, the shapes it is measured at, and its tolerance.
 
-The folder of an op (kernels/<op>/__init__.py) has one `OP: Op` and one public function, which asks choose()
-for the implementation and calls it. Reference and candidates share that function's signature; a
-differentiable op is differentiable in each of them.
+The folder of an op (kernels/<op>/__init__.py) has one `OP: Op` and one public function. That function gets
+the implementation from choose() and calls it. Reference and candidates share its signature; a differentiable
+op is differentiable in each of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 Implementation = Callable[..., Any]
 Arguments = tuple[object, ...]
-"""Of one call of an implementation."""
+"""Arguments of one call of an implementation."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Candidate:
     """One way to compute an op.
 
     load     -> the implementation. Imports what it needs only then. Called once.
-    refuses  (device type, dtype) -> why it cannot run there ("triton is not installed", "float64: it computes
-             in float32"); "" where it can.
-    named_on device types where it is measured like any other, but runs only where `impl` names it.
-    predicted_on  device types where it runs without a record, once it has been checked there
-             (choice/predicted.py), `because` it moves so many bytes less; in `predicted_buckets`, () all.
-             Any record of the op, dtype and bucket decides instead.
-    waits_on device types on which it was never measured: "GPU: not measured". With the first committed
-             records of one it stays by its rows (1.2 times the reference or more), or it goes.
+    refuses  (device type, dtype) -> the reason why it cannot run there ("triton is not installed", "float64:
+             it computes in float32"); "" if it can.
+    named_on device types where it is measured like any other, but runs only if `impl` names it.
+    predicted_on  device types where it runs without a record, once checked there (choice/predicted.py);
+             `because` gives the reason: how much less memory traffic it has. In `predicted_buckets`, () all.
+             Any record of the op, dtype and bucket overrides the prediction.
+    waits_on device types on which it was never measured: "GPU: not measured". The first committed records
+             of one decide: it stays by its rows (1.2 times the reference or more), or is removed.
     """
 
     load: Callable[[], Implementation]
@@ -42,15 +42,15 @@ class Candidate:
     waits_on: tuple[str, ...] = ()
 
     def predicted(self, device: str, bucket: str) -> bool:
-        """Whether it runs there without a record."""
+        """True if it runs there without a record."""
         return device in self.predicted_on and bucket in (self.predicted_buckets or (bucket,))
 
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs that stand for a bucket of shapes.
+    """Inputs that represent a bucket of shapes.
 
-    bucket  what the op's public function says of these inputs when it asks choose().
+    bucket  the bucket that the op's public function passes to choose() for these inputs.
     inputs  (device, dtype, generator on the host) -> the arguments: random, never zeros; tensors to be
             differentiated require grad.
     dtypes  in which it is measured.
@@ -65,18 +65,16 @@ class Case:
 class Op:
     """An op with its reference, its candidates, and how exact a candidate must be.
 
-    tolerance: largest |candidate - exact| / |exact| (Frobenius norms) of any output or input gradient, per
-    dtype; exact is the reference in float64 on the same inputs, or in the dtype itself where the op is
-    defined by its rounding (`exact_dtype` None).
-
-    An op that returns nothing works in place and is judged by what it left in its arguments (differentiable
-    False).
-
-    preferred: a candidate that runs wherever it doesn't refuse and was not timed as slower, whatever the
-    records say, `because` it holds a promise beyond speed (expert_mlp's "fused": nothing expanded is saved
-    for backward). "" for every op whose candidates differ in speed only.
-
-    against: what its candidates are timed against at a machine's first start (timed.py); None: the reference.
+    tolerance  largest |candidate - exact| / |exact| (Frobenius norms) of any output or input gradient, per
+               dtype; exact is the reference in float64 on the same inputs, or in the dtype itself if the op
+               is defined by its rounding (`exact_dtype` None).
+    differentiable  False for an op that returns nothing: it works in place and is judged by its arguments
+               afterwards.
+    preferred  a candidate that runs wherever it doesn't refuse and was not timed as slower, whatever the
+               records say, `because` it keeps a promise beyond speed (expert_mlp's "fused": nothing expanded
+               is saved for backward). "" for every op whose candidates differ in speed only.
+    against    the implementation that its candidates are timed against at a machine's first start (timed.py);
+               None: the reference.
     """
 
     name: str

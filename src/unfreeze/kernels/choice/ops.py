@@ -1,4 +1,4 @@
-"""All ops by name, and the one public function of each. An op is imported when it is asked for."""
+"""All ops by name, and the one public function of each. An op is imported when it is requested."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.kernels.choice.op import Op
 
-# name in records and on the command line -> folder in kernels/, and the function the rest of the house calls
+# name in records and on the command line -> folder in kernels/, and the function that other packages call
 OPS = {
     "adamw": "adamw.adamw",
     "attention": "attention.attend",
@@ -28,12 +28,12 @@ OPS = {
 
 
 def import_op(name: str) -> Op:
-    """The op of that name. Raises ConfigError where there is none."""
+    """The op of that name. Raises ConfigError if there is none."""
     return _folder(name).OP
 
 
 def public(name: str) -> Callable[..., Any]:
-    """The function the rest of the house calls: it asks choose() and calls what it gets."""
+    """The function that other packages call: it calls the implementation that choose() returns."""
     return getattr(_folder(name), OPS[name].partition(".")[2])
 
 

@@ -1,4 +1,4 @@
-"""Which candidates are predicted to be faster, and whether one is right here, asked before its first use."""
+"""Predicted candidates: those expected to be faster, each checked on this device before its first use."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from unfreeze.quant.codec import Packed
 
 
 def expected(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The ops of which a candidate runs there as predicted, if it passes its check, in a model of that dtype.
+    """The ops that run a predicted candidate there, if it passes its check, in a model of that dtype.
 
     An op that is not computed in that dtype (adamw: float32) counts in its own.
     """
-    found = []
+    names = []
     for op in map(ops.import_op, ops.OPS):
         for case in op.cases:
             kind = dtype if dtype in case.dtypes else case.dtypes[0]
-            # an op that has no prediction there needs no look at its records
+            # skip the records of an op without a prediction there
             predicted = any(part.predicted(device.type, case.bucket) for part in op.candidates.values())
             if predicted and _origin(op, device, kind, case.bucket) == "predicted, not measured":
-                found.append(op.name)
+                names.append(op.name)
                 break
-    return found
+    return names
 
 
 def _origin(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> str:
@@ -38,10 +38,11 @@ def _origin(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> st
 
 
 def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Say why that candidate may not run; "" where it is right.
+    """The reason why that candidate may not run; "" if it is right.
 
-    It raises, or is not exact within the op's own tolerance. On the smallest case of what it is predicted
-    for, as a CPU has it; the truth is computed on the CPU. Compiling it takes about a second.
+    It fails if it raises, or is not exact within the op's own tolerance. The check uses the smallest case
+    that it is predicted for, with CPU sizes; the exact result is computed on the CPU. Compiling it takes
+    about a second.
     """
     wanted = op.candidates[name].predicted_buckets if name in op.candidates else ()
     cases = (case for case in op.cases if not wanted or case.bucket in wanted)
@@ -63,14 +64,14 @@ def fault(
     dtype: torch.dtype,
     limit: float,
 ) -> str:
-    """What is wrong with the implementation that `load` returns: it raises, or an error is above `limit`.
+    """The fault of the implementation that `load` returns: it raises, or an error is above `limit`.
 
-    "" where nothing is. The first caller may be in inference mode, under no_grad or in a Function's forward.
+    "" if there is none. The first caller may be in inference mode, under no_grad or in a Function's forward.
     """
     try:
         with torch.inference_mode(False):
             worst = _error(op, case, load(), device, dtype)
-    # whatever it does wrong is a reason not to use it
+    # any failure disqualifies it
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return "" if worst <= limit else f"error {worst:.1e}, tolerance {limit:.1e}"
@@ -93,7 +94,7 @@ def _error(
 
 @functools.singledispatch
 def _on(value: object, device: torch.device) -> object:
-    """`value` with every tensor in it on `device`, leaves as leaves."""
+    """`value` with every tensor moved to `device`; leaves stay leaves."""
     if isinstance(value, Packed):
         return Packed(value.codec, {name: part.to(device) for name, part in value.parts.items()})
     if is_dataclass(value) and not isinstance(value, type):

@@ -20,13 +20,13 @@ from unfreeze.kernels.choice.measure import arguments, visit
 from unfreeze.kernels.expert_mlp.backend import Backend
 from unfreeze.kernels.loops.on_disk import stamp
 
-# After the experts' backward, which takes longest: each op and which of its cases. The smallest, but
-# "few" rows of rms_norm have no loop.
+# Compiled after the experts' backward, which takes longest: each op and the index of its case. It is the
+# smallest, but "few" rows of rms_norm have no loop.
 TRAINED = {"linear_cross_entropy": 0, "adamw": 0, "swiglu": 0, "rms_norm": -1, "rotary": 0}
 
 
 def compile_loops(dtype: torch.dtype) -> None:
-    """The loops of backward and of the optimizer, each op at one of its measured cases.
+    """Compile the loops of backward and of the optimizer, each op at one of its measured cases.
 
     The longest is the experts' backward. The run compiles their forward meanwhile, for its samples.
     """
@@ -55,14 +55,16 @@ class _OnlyBackward:
 
 
 def compile_ahead(dtype: str, device: str) -> None:
-    """compile_loops and the stamp, unless the run takes a GPU or one thread: it has nothing to compile then,
-    or no core to spare."""
+    """Run compile_loops and write the stamp, unless the run takes a GPU or one thread.
+
+    A GPU run has nothing to compile; one thread has no core to spare.
+    """
     if (device != "cpu" and torch.cuda.is_available()) or torch.get_num_threads() < 2:
         return
-    gc.disable()  # a short process needs no search for garbage
+    gc.disable()  # a short process needs no garbage collection
     compile_loops(getattr(torch, dtype))
-    if (made := stamp(dtype)) is not None:
-        made.touch()
+    if (done_stamp := stamp(dtype)) is not None:
+        done_stamp.touch()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Records of what was measured: where they lie, which apply to a device, how new rows replace old ones.
+"""Records of measurements: their place, the devices they apply to, how new rows replace old ones.
 
-A file per device class, <device_key>.json, a list of rows. Committed ones lie in kernels/records/. A user's
-own (`unfreeze kernels measure --to user`) lie in ~/.cache/unfreeze/kernels/ ($XDG_CACHE_HOME where it is set)
-and take precedence over committed ones of the same op, dtype and bucket. A record counts on devices of its
-class alone.
+A file per device class, <device_key>.json, a list of rows. Committed ones are in kernels/records/. A user's
+own (`unfreeze kernels measure --to user`) are in ~/.cache/unfreeze/kernels/ ($XDG_CACHE_HOME if it is set)
+and take precedence over committed ones of the same op, dtype and bucket. A record counts only on devices of
+its class.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice.op import Op
 
 Row = dict[str, Any]
-"""op, device, dtype, bucket, candidate, torch, threads, date; then either `refused` (why it may not run: it
-raised, or its results are wrong), or error_forward, error_backward, median_us, reference_median_us,
+"""op, device, dtype, bucket, candidate, torch, threads, date; then either `refused` (the reason it may not
+run: it raised, or its results are wrong), or error_forward, error_backward, median_us, reference_median_us,
 spread_us, reference_spread_us (interquartile ranges) and repeats."""
 
 COMMITTED = Path(__file__).parents[1] / "records"
@@ -32,7 +32,7 @@ COMMITTED = Path(__file__).parents[1] / "records"
 
 @functools.cache
 def device_key(device: torch.device) -> str:
-    """The device class that a record is for: a GPU's name, or the class of a CPU (core/cpu.py).
+    """The device class of a record: a GPU's name, or the class of a CPU (core/cpu.py).
 
     "nvidia-h200", "cpu-avx512-bf16".
     """
@@ -44,15 +44,15 @@ def device_key(device: torch.device) -> str:
 
 
 def user_folder() -> Path:
-    """Where a user's own records lie."""
+    """Folder of a user's own records."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unfreeze" / "kernels"
 
 
 @functools.cache
 def read(path: Path) -> list[Row]:
-    """The rows of a file; [] where there is none. Read once per process.
+    """The rows of a file; [] if there is none. Read once per process.
 
-    Raises ConfigError for a file that holds something else.
+    Raises ConfigError for any other content.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def read(path: Path) -> list[Row]:
         return []
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} holds no kernel records: {error}",
+            f"{path} has no valid kernel records: {error}",
             next="delete it, or measure again: unfreeze kernels measure",
         ) from error
     if not (
@@ -70,16 +70,16 @@ def read(path: Path) -> list[Row]:
         )
     ):
         raise ConfigError(
-            f"{path} is no list of kernel records",
+            f"{path} is not a list of kernel records",
             next="delete it, or measure again: unfreeze kernels measure",
         )
     return rows
 
 
 def record_rows(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> list[Row]:
-    """The records of this device class: the user's own, or the committed ones; [] where there are none.
+    """The records of this device class: the user's own, else the committed ones; [] if there are none.
 
-    Records of another class say nothing: what pays on one may cost on another.
+    Records of another class are ignored: what is faster on one may be slower on another.
     """
     wanted = (op.name, str(dtype).removeprefix("torch."), bucket)
     for folder in (user_folder(), COMMITTED):
@@ -94,22 +94,21 @@ def record_rows(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -
 
 
 def identity(row: Row) -> tuple[str, str, str, str]:
-    """What a row is about: a newer row of the same identity replaces it."""
+    """The subject of a row: a newer row with the same identity replaces it."""
     return row["op"], row["dtype"], row["bucket"], row["candidate"]
 
 
 def is_own(row: Row, key: str) -> bool:
-    """Whether the user measured that row, on a device of class `key`."""
+    """True if the user measured that row, on a device of class `key`."""
     return any(identity(row) == identity(other) for other in read(user_folder() / f"{key}.json"))
 
 
 def write(path: Path, new: list[Row], ops: dict[str, Op]) -> None:
     """Replace the rows of the same identity by `new`.
 
-    Rows of `ops` whose candidate or bucket no longer exists are dropped; all others stay.
-
-    A row per line, sorted, so that a diff shows what changed. Atomic: the file is the old one or the new one.
-    Raises OSError where it can't be written.
+    Rows of `ops` whose candidate or bucket no longer exists are dropped; all others stay. One sorted row per
+    line, so that a diff shows the changes. Atomic: the file is the old one or the new one. Raises OSError if
+    it can't be written.
     """
     read.cache_clear()
     replaced = {identity(row) for row in new}

@@ -1,4 +1,4 @@
-"""What runs in one run, op by op: made at its start, kept in its folder, the same in all processes."""
+"""The choice for each op of one run: made at its start, kept in its folder, the same in all processes."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from unfreeze.kernels.expand.bucket import kind_of
 from unfreeze.quant.codec import Codec
 
 CPU = torch.device("cpu")
-# What is timed, the dearest first. Not adamw and linear_cross_entropy: making their inputs alone
-# takes as long as all others, and their candidates differ by little.
+# Ops that are timed, the most expensive first. Not adamw and linear_cross_entropy: making their inputs alone
+# takes as long as all the others, and their candidates differ by little.
 TIMED = ("packed_experts", "attention", "expand", "rms_norm", "swiglu", "rotary", "few_rows")
-SHARE = 0.05  # of a run's tokens: attention over documents of a length that fewer have is not timed
+SHARE = 0.05  # of a run's tokens: attention is not timed for document lengths with a smaller share
 
 
 def all_ops() -> list[Op]:
-    """Every op that a CPU has a choice for."""
+    """Every op with a choice on a CPU."""
     return [expert_mlp.packed_op(), *map(ops.import_op, ops.OPS)]
 
 
 def cells(
     dtype: torch.dtype, lengths: Iterable[int], *, narrow: bool, experts: bool, codecs: Iterable[Codec]
 ) -> list[Cell]:
-    """What is timed for a run in that dtype, in that order.
+    """The cells to time for a run in that dtype, in order.
 
-    lengths: of its documents. narrow: values are narrower than keys (MLA). experts: whether the model has
+    lengths: of its documents. narrow: values are narrower than keys (MLA). experts: True if the model has
     any. codecs: of its packed weights.
     """
     kinds, by_name = {kind_of(codec) for codec in codecs}, {op.name: op for op in all_ops()}
@@ -62,7 +62,7 @@ def cells(
 
 
 def _buckets(lengths: Iterable[int], narrow: bool) -> list[str]:
-    """The buckets of attention that hold a share of the tokens; short documents are a block each."""
+    """The buckets of attention with a large enough share of the tokens; a short document is one block."""
     tokens: Counter[str] = Counter()
     for length in lengths:
         tokens[bucket_of(length, 2, 1 if narrow else 2)] += length
@@ -71,9 +71,9 @@ def _buckets(lengths: Iterable[int], narrow: bool) -> list[str]:
 
 
 def time_missing(wanted: Sequence[Cell], begin: Callable[[], object] = lambda: None) -> int:
-    """Time those of the cells that were not timed on this machine, and keep it. -> how many were.
+    """Time the cells that were not timed on this machine, and keep the rows. Returns their number.
 
-    Nothing where UNFREEZE_KERNELS says what runs. begin: called before the first is timed.
+    Does nothing if UNFREEZE_KERNELS fixes the choice. begin: called before the first is timed.
     """
     there = times.tried()
     missing = [cell for cell in wanted if cell.key not in there]
@@ -82,12 +82,12 @@ def time_missing(wanted: Sequence[Cell], begin: Callable[[], object] = lambda: N
     begin()
     rows = time_all(missing, quiet=ahead.quiet)
     times.keep(rows)
-    trim()  # the plan counts what this process holds
+    trim()  # the plan counts this process's memory
     return sum(not row.get("untimed") for row in rows)
 
 
 def made(dtype: torch.dtype) -> list[KernelChoice]:
-    """What runs on this CPU in that dtype, and in float32: a row for each op and bucket."""
+    """The choices on this CPU in that dtype and in float32: a row for each op and bucket."""
     return [
         row_of(Inputs(op.name, CPU, kind, case.bucket, "auto"), by_record(op, CPU, kind, case.bucket))
         for op in all_ops()
@@ -98,7 +98,7 @@ def made(dtype: torch.dtype) -> list[KernelChoice]:
 
 
 def row_of(inputs: Inputs, choice: Choice) -> KernelChoice:
-    """A choice as files and events have it."""
+    """A choice in the form of files and events."""
     return KernelChoice(
         op=inputs.op,
         bucket=inputs.bucket,
@@ -114,14 +114,14 @@ def read(file: Path, remedy: str = "delete it: they are chosen anew") -> list[Ke
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(rows, list) or not all(_is_row(row) for row in rows):
-            raise ValueError("it is no list of choices")
+            raise ValueError("it is not a list of choices")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} does not say which kernels run: {error}", next=remedy) from error
     return rows
 
 
 def take(rows: Sequence[KernelChoice]) -> list[str]:
-    """From here on these run. -> "op as candidate" of each that cannot run on this CPU, and is looked up."""
+    """Fix these choices. Returns "op as candidate" for each that cannot run here; those are looked up."""
     by_name = {op.name: op for op in all_ops()}
     table, cannot = {}, []
     for row in rows:

@@ -1,8 +1,8 @@
-"""At a machine's first start the candidates of the CPU are timed against plain torch, for at most 2 seconds.
+"""At a machine's first start the CPU candidates are timed against plain torch, for at most 2 seconds.
 
-Compiling is not counted, and numba keeps what it compiled. A cell, that is an op, a dtype and a bucket of
-shapes, is timed once: times.py keeps it. A time beats any record, because a record was measured on a machine
-of the same class, and a time on this one.
+Compiling is not counted, and numba keeps its compiled code. A cell (an op, a dtype and a bucket of shapes) is
+timed once; times.py keeps the result. A timing overrides any record: a record was measured on a machine of
+the same class, a timing on this one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from unfreeze.kernels.choice.times import Key, Row, key_of
 
 BUDGET = 2.0  # seconds of timing at one start
 FEWEST, MOST = 3, 9  # samples of each implementation
-ENOUGH = 0.05  # seconds of samples of one implementation, then no more are taken
-TORCH = "torch"  # in a row: plain torch, where the op's reference is something else
-FAR = 2.0  # times the fastest: not sampled again
+ENOUGH = 0.05  # seconds of samples of one implementation, after which no more are taken
+TORCH = "torch"  # in a row: plain torch, if the op's reference is something else
+FAR = 2.0  # times the fastest; slower ones are not sampled again
 CPU = torch.device("cpu")
 
 
 class Cell(NamedTuple):
-    """What is decided at once."""
+    """The unit of a decision."""
 
     op: Op
     case: Case
@@ -48,11 +48,12 @@ def time_all(
     clock: Callable[[], float] | None = None,
     quiet: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[Row]:
-    """A row for each cell, in their order, until `seconds` are spent.
+    """A row for each cell, in order, until `seconds` are spent.
 
-    A cell that would take more than what is left has no row; one that would take more than all has a row that
-    says so ("untimed"), and is not tried again. quiet: a context in which nothing else of ours
-    computes. clock: by default CPU time with one thread, which other processes disturb less, else the wall's.
+    A cell that would take more than the remaining time has no row. One that would take more than the whole
+    budget has a row that says so ("untimed"), and is not tried again. quiet: a context in which none of our
+    other processes computes. clock: by default CPU time with one thread, which other processes disturb less,
+    else wall time.
     """
     clock = clock or (time.process_time if torch.get_num_threads() == 1 else time.perf_counter)
     rows: list[Row] = []
@@ -72,12 +73,12 @@ def _timed(
     clock: Callable[[], float],
     quiet: Callable[[], AbstractContextManager[object]],
 ) -> tuple[Row | None, float]:
-    """(the cell's row, the seconds of timing); no row where `seconds`, left of `budget`, do not suffice."""
+    """(the cell's row, the seconds of timing); no row if `seconds`, the rest of `budget`, do not suffice."""
     op, case, dtype = cell
     plain = op.against or op.reference
     beside = (
         {TORCH: op.against} if op.against else {}
-    )  # timed, and never chosen: it keeps no promise of memory
+    )  # timed, but never chosen: it does not keep the promise about memory
     args = measure.arguments(case, CPU, dtype)
 
     def once(implementation: Implementation) -> float:
@@ -85,7 +86,7 @@ def _timed(
         measure.visit(op, implementation, args)
         return clock() - begun
 
-    # the first call of each: buffers are made, loops are compiled; the results must be those of plain torch
+    # the first call of each allocates buffers and compiles loops; its results must equal plain torch's
     want = _results(op, plain, case, dtype)
     lap = once(plain)
     able = running(op, CPU, dtype)
@@ -100,15 +101,15 @@ def _timed(
         try:
             implementation = good.get(name) or op.candidates[name].load()
             wrong[name] = _differs(_results(op, implementation, case, dtype), want, 2 * op.tolerance[dtype])
-        # whatever it does wrong is a reason not to use it
+        # any failure disqualifies it
         except Exception as error:
             wrong[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             continue
         if not wrong[name]:
             good[name] = implementation
 
-    # samples in turn, so that whatever slows the machine for a while slows all of them; none of what is
-    # clearly slower
+    # sample in turn, so that anything that slows the machine for a while slows all of them; skip the clearly
+    # slower ones
     times: dict[str, list[float]] = {name: [] for name in good}
     spent, sampled = lap, list(good)
     with quiet():
@@ -142,7 +143,7 @@ def _results(
 def _differs(
     got: tuple[list[Tensor], list[Tensor]], want: tuple[list[Tensor], list[Tensor]], limit: float
 ) -> str:
-    """How results differ from plain torch's by more than `limit` of the norm; "" where they agree."""
+    """The difference if results differ from plain torch's by more than `limit` of the norm; else ""."""
     for ours, theirs in zip(got, want, strict=True):
         for x, y in zip(ours, theirs, strict=True):
             if x.shape != y.shape or x.dtype != y.dtype:

@@ -1,7 +1,7 @@
-"""What was timed on this machine: a file in the user's cache.
+"""Timings on this machine: a file in the user's cache.
 
-A file per machine: class and model of the CPU, torch, numba, threads and the source of the loops. A damaged
-file counts as none, and where the cache cannot be written nothing is kept.
+One file per machine: class and model of the CPU, torch, numba, threads and the source of the loops. A damaged
+file counts as none, and nothing is kept if the cache cannot be written.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from unfreeze.kernels.choice.op import Op
 from unfreeze.kernels.choice.record import user_folder
 
 Key = tuple[str, str, str]
-"""op, dtype, bucket: what is decided at once."""
+"""op, dtype, bucket: the unit of a decision."""
 Row = dict[str, Any]
-"""op, dtype, bucket; runs: what is fastest; us: microseconds by implementation, plain torch as "torch" where
-that is not the op's "reference"; wrong: candidate -> why it may not run; untimed: why it was not timed, then
-runs is "" and us is {}; date."""
+"""op, dtype, bucket; runs: the fastest; us: microseconds by implementation, plain torch as "torch" if it is
+not the op's "reference"; wrong: candidate -> the reason it may not run; untimed: the reason it was not timed
+(then runs is "" and us is {}); date."""
 
 
 def key_of(op: Op, dtype: torch.dtype, bucket: str) -> Key:
-    """What a row is about."""
+    """The key of a row."""
     return op.name, str(dtype).removeprefix("torch."), bucket
 
 
 def machine() -> dict[str, object]:
-    """What a time holds for."""
+    """The properties that a timing depends on."""
     import numba
 
     from unfreeze.kernels.loops.on_disk import ROOM, sources
@@ -58,12 +58,12 @@ def path() -> Path:
 
 
 def known() -> dict[Key, Row]:
-    """What was timed on this machine, by `key_of`; nothing where UNFREEZE_KERNELS fixes what runs."""
+    """The timings on this machine, by `key_of`; empty if UNFREEZE_KERNELS fixes the choice."""
     return {key: row for key, row in tried().items() if not row.get("untimed")}
 
 
 def tried() -> dict[Key, Row]:
-    """As `known`, with what was too dear to be timed."""
+    """As `known`, plus the cells that were too expensive to time."""
     if os.environ.get("UNFREEZE_KERNELS") or not any(user_folder().glob("timed-*.json")):
         return {}
     return _read(path())
@@ -71,7 +71,7 @@ def tried() -> dict[Key, Row]:
 
 @functools.cache
 def _read(file: Path) -> dict[Key, Row]:
-    """The rows of a file; {} where there is none, or it holds something else: then they are made anew."""
+    """The rows of a file; {} if there is none or its content is invalid (then the rows are made again)."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
         return {(row["op"], row["dtype"], row["bucket"]): row for row in rows if _whole(row)}
@@ -80,9 +80,9 @@ def _read(file: Path) -> dict[Key, Row]:
 
 
 def _whole(row: Row) -> bool:
-    """Whether a row has every field, of its kind, and a time above 0 of what runs and of plain torch.
+    """True if a row has every field with its type, and times above 0 for `runs` and plain torch.
 
-    One that was not timed has no times.
+    A row that was not timed has no times.
     """
     us, words = row["us"], (row["op"], row["dtype"], row["bucket"], row["runs"], row["date"])
     whole = all(isinstance(word, str) for word in words) and isinstance(row["wrong"], dict)
@@ -96,11 +96,11 @@ def _whole(row: Row) -> bool:
 
 
 def keep(rows: Sequence[Row]) -> None:
-    """Add rows to this machine's file, at once or not at all. Where it cannot be written nothing is kept."""
+    """Add rows to this machine's file atomically. If it cannot be written, nothing is kept."""
     file = path()
     _read.cache_clear()
-    made = {(row["op"], row["dtype"], row["bucket"]): row for row in rows}
-    text = json.dumps({"machine": machine(), "rows": list((_read(file) | made).values())}, indent=1)
+    new = {(row["op"], row["dtype"], row["bucket"]): row for row in rows}
+    text = json.dumps({"machine": machine(), "rows": list((_read(file) | new).values())}, indent=1)
     name = ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

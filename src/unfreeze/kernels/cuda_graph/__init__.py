@@ -1,4 +1,4 @@
-"""The same launches again and again, as a step of generation is.
+"""Repeats the same launches, such as a step of generation.
 
 From the host each time, or captured once as a CUDA graph and replayed.
 """
@@ -22,17 +22,16 @@ __all__ = ["OP", "CannotCapture", "Launches", "bucket", "pays", "replay"]
 def replay(launches: Launches, impl: str = "auto") -> Tensor:
     """Run launches.run(*launches.buffers) without gradients.
 
-    The result is valid until the next call with these launches.
-    Raises CannotCapture where the implementation captures and these launches ask for a value; then the errors
-    of `choose`.
+    The result is valid until the next call with these launches. Raises CannotCapture if the implementation
+    captures and these launches read a value on the host, and the errors of `choose`.
     """
     return choose(OP, launches.device, launches.dtype, bucket(launches.rows), impl)(launches)
 
 
 def bucket(rows: int) -> str:
-    """Name the bucket by rows.
+    """The bucket by rows.
 
-    A launch costs the host the same whatever it does, so what decides is how long the device is busy with it.
+    A launch costs the host the same whatever it does, so the time it keeps the device busy decides.
     """
     return (
         "1 row" if rows == 1 else "2 to 16 rows" if rows <= 16 else "17 to 64 rows" if rows <= 64 else "other"
@@ -40,7 +39,7 @@ def bucket(rows: int) -> str:
 
 
 def pays(device: torch.device, dtype: torch.dtype, rows: int) -> bool:
-    """Whether a record says that replaying beats launching."""
+    """True if a record says that replaying is faster than launching."""
     return choose(OP, device, dtype, bucket(rows)) is not OP.reference
 
 
@@ -55,10 +54,10 @@ def _refuses(device: str, dtype: torch.dtype) -> str:
 
 
 def decoder_like(x_SD: Tensor, cached_SGNd: Tensor, *weights: Tensor) -> Tensor:
-    """Make a stand-in of a step of generation.
+    """A stand-in for a step of generation.
 
-    Per layer two norms, attention of one query per row over what is cached, SwiGLU; weights [q, o, gate_up,
-    down] each.
+    Per layer two norms, attention of one query per row over the cache, SwiGLU; weights [q, o, gate_up, down]
+    each.
     """
     groups, width = cached_SGNd.shape[1], cached_SGNd.shape[3]
     norm = weights[0]
@@ -73,7 +72,7 @@ def decoder_like(x_SD: Tensor, cached_SGNd: Tensor, *weights: Tensor) -> Tensor:
 def _case(rows: int) -> Case:
     """28 layers of the Qwen3-0.6B shape, 512 positions cached; two narrow layers on a CPU.
 
-    Its query heads are 128 wide, 16 over 8.
+    Its 16 query heads, over 8 key heads, are 128 wide.
     """
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
@@ -82,13 +81,13 @@ def _case(rows: int) -> Case:
         )
         shapes = [(H * d, D), (D, H * d), (2 * I, D), (D, I)] * layers
         weights = [torch.randn(shape, generator=generator) * shape[1] ** -0.5 for shape in shapes]
-        made = [
+        buffers = [
             torch.randn((rows, D), generator=generator),
             torch.randn((rows, G, N, d), generator=generator),
             torch.ones(D),
             *weights,
         ]
-        return (Launches(decoder_like, tuple(tensor.to(device, dtype) for tensor in made), rows, dtype),)
+        return (Launches(decoder_like, tuple(tensor.to(device, dtype) for tensor in buffers), rows, dtype),)
 
     return Case(bucket(rows), inputs)
 
@@ -98,8 +97,8 @@ OP = Op(
     reference=reference.replay,
     candidates={"cuda_graph": Candidate(_cuda_graph, _refuses, waits_on=("cuda",))},
     cases=(_case(1), _case(8), _case(64)),
-    # the same launches; a library may choose another GEMM on another stream, and a rounding of one layer goes
-    # through all after it
+    # the launches are the same, but a library may choose another GEMM on another stream, and a rounding in
+    # one layer passes through all later ones
     tolerance={torch.float32: 1e-5, torch.bfloat16: 2e-2},
     differentiable=False,
     exact_dtype=None,

@@ -1,8 +1,8 @@
 """Launches as one CUDA graph: captured at the first call, replayed at each.
 
-Not measured on a GPU yet, so no record chooses it. Before it captures, it calls twice on a stream of its own:
-once for what happens at a first call only (kernels compiled, tables copied), once with torch watching for
-whatever makes the host wait, which a graph cannot hold. That one's message is the reason given.
+Not measured on a GPU yet, so no record chooses it. Before capturing, it calls the launches twice on a
+separate stream. The first call is a warm-up (kernels compiled, tables copied). During the second, torch
+watches for anything that makes the host wait, which a graph cannot hold; that message is the reason reported.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from unfreeze.kernels.loops.scratch import forget_contents, held
 
 @dataclass
 class Captured:
-    """A captured graph and what it needs.
+    """A captured graph and the tensors it needs.
 
-    scratch: the buffers the graph writes into; another call may outgrow and replace them, and the graph would
-    write into memory given back.
+    scratch: the buffers that the graph writes to. Without these references another call may outgrow and
+    replace them, and the graph would write to freed memory.
     """
 
     graph: torch.cuda.CUDAGraph
@@ -30,7 +30,7 @@ class Captured:
 
 
 def replay(launches: Launches) -> Tensor:
-    """The result lies where the next replay writes its own."""
+    """The result is in memory that the next replay overwrites."""
     captured = launches.captured
     if not isinstance(captured, Captured):
         captured = launches.captured = capture(launches)
@@ -40,7 +40,7 @@ def replay(launches: Launches) -> Tensor:
 
 
 def capture(launches: Launches) -> Captured:
-    """Raises CannotCapture, with what torch says of the launch that cannot be captured."""
+    """Capture the launches. Raises CannotCapture with torch's message if one cannot be captured."""
     with torch.cuda.device(launches.device):
         aside, here = torch.cuda.Stream(), torch.cuda.current_stream()
         aside.wait_stream(here)
@@ -50,7 +50,7 @@ def capture(launches: Launches) -> Captured:
                 _refuse_waiting(launches)
             here.wait_stream(aside)
             graph = torch.cuda.CUDAGraph()
-            # other threads of the process may go on using the GPU
+            # other threads of the process may keep using the GPU
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 output = launches.run(*launches.buffers)
         except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""What can be captured: a function that does the same on the same memory at every call.
+"""Work that can be captured: a function that does the same on the same memory at every call.
 
 Whatever that memory holds.
 """
@@ -17,7 +17,7 @@ from unfreeze.core.errors import UserError
 class CannotCapture(UserError):
     """These launches cannot be captured; the message is the reason.
 
-    Nothing has been changed by the attempt but what a call changes.
+    The attempt changes nothing beyond the effects of a call.
     """
 
 
@@ -25,12 +25,11 @@ class CannotCapture(UserError):
 class Launches:
     """A function that can be captured, and the buffers it reads: run(*buffers) -> a tensor.
 
-    No number of it may come from the device to the host, and none that changes from call to call may lie on
-    the host.
-    Inputs change by being written into `buffers`. A call twice in a row must do what one does: capturing
-    calls it before it replays it.
-    rows: tokens that go through at once. captured: what an implementation keeps; it lives and ends with this
-    object.
+    It must not read a number from the device, and no number that changes between calls may be on the host.
+    Inputs change by being written to `buffers`. Calling it twice in a row must have the effect of one call:
+    capturing calls it before it replays it.
+
+    rows: tokens processed at once. captured: what an implementation keeps; it is freed with this object.
     """
 
     run: Callable[..., Tensor]

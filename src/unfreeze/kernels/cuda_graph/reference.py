@@ -1,4 +1,4 @@
-"""Launches in their order, from the host, at every call."""
+"""Launches in order, from the host, at every call."""
 
 from __future__ import annotations
 

@@ -29,11 +29,12 @@ __all__ = ["OP", "bucket", "expand", "expand_reference", "expand_stack"]
 def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") -> Tensor:
     """out = packed[expert].dequantize(), in out's dtype; returns `out`.
 
-    INT4: (nibble - 8) * scale, rounded once to bf16; a float32 `out` holds that number, widened.
-    packed [out, in] (expert None) or [E, out, in]; out [out, in] bf16 or float32, rows may be strided (a
-    block of a larger workspace).
-    Every implementation equals Packed.dequantize() bit for bit where the scales are finite; what only the
-    reference can read goes to it. Gate and up with parts of their own are two matrices, below each other.
+    INT4: (nibble - 8) * scale, rounded once to bf16; a float32 `out` holds that number, widened. packed [out,
+    in] (expert None) or [E, out, in]; out [out, in] bf16 or float32, rows may be strided (a block of a larger
+    workspace).
+
+    Every implementation equals Packed.dequantize() bit for bit if the scales are finite; formats that only
+    the reference can read go to it. Gate and up with separate parts are two matrices, one below the other.
     """
     if isinstance(packed.codec, Halves):
         for place, (codec, parts) in zip(out.chunk(2), packed.codec.each(packed.parts), strict=True):
@@ -45,7 +46,7 @@ def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") 
 def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str = "auto") -> None:
     """out[m] = packed[experts[m]], as `expand` of each: out [M, out, in].
 
-    In one launch where the implementation can, else one after the other.
+    In one launch if the implementation supports it, else one after the other.
     """
     if isinstance(packed.codec, Halves):
         for place, (codec, parts) in zip(out.chunk(2, dim=1), packed.codec.each(packed.parts), strict=True):
@@ -55,7 +56,7 @@ def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str 
     fill = getattr(chosen, "fill", None)
     if fill is not None:
         first = experts[0] if experts else 0
-        # consecutive: no list for the device, which would wait for it
+        # consecutive: no list to copy to the device, which would make the host wait
         consecutive = list(experts) == list(range(first, first + len(experts)))
         fill(packed, first if consecutive else torch.tensor(list(experts), device=out.device), out)
         return
@@ -138,5 +139,5 @@ OP = Op(
     ),
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
     differentiable=False,
-    exact_dtype=None,  # the format says how it rounds
+    exact_dtype=None,  # the format defines its rounding
 )

@@ -1,4 +1,4 @@
-"""Which kind of input the op is given: what its loops can read, and whether a call is large."""
+"""Classifies the input of the op: the format that its loops can read, and large or small calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.int4 import Int4
 from unfreeze.quant.mxfp4 import Mxfp4
 
-LARGE = 1 << 16  # numbers; below, what a call costs before its loop counts
+LARGE = 1 << 16  # numbers; below this the overhead of a call counts
 
 
 def readable(packed: Packed) -> str:
-    """The name of the format as the candidates know it, "int4", "fp8" or "mxfp4"; "" where they do not.
+    """The candidates' name of the format, "int4", "fp8" or "mxfp4"; "" if they cannot read it.
 
-    All in one piece. INT4 with bf16 scales and an even group, so that a byte lies in one group. FP8 with
-    scales per block, row or matrix, of float32, bf16 or powers of two.
+    Contiguous parts. INT4 with bf16 scales and an even group size, so that a byte is within one group. FP8
+    with scales per block, row or matrix, in float32, bf16 or powers of two.
     """
     codec, kind = packed.codec, kind_of(packed.codec)
     parts = [packed.parts[suffix] for suffix in codec.suffixes[:2] if suffix in packed.parts]
@@ -32,7 +32,7 @@ def readable(packed: Packed) -> str:
 
 
 def kind_of(codec: Codec) -> str:
-    """The name of the format as the candidates know it, whatever its parts are; "" where they do not."""
+    """The candidates' name of the format, whatever its parts are; "" if they do not know it."""
     if isinstance(codec, Int4):
         return "int4"
     if isinstance(codec, Fp8 | Fp8Scaled):
@@ -41,8 +41,10 @@ def kind_of(codec: Codec) -> str:
 
 
 def bucket(packed: Packed, expert: int | None, out: Tensor) -> str:
-    """ "small" or "large" by the numbers written, for FP8 and MXFP4 with the format's name; "other" for what
-    only the reference reads."""
+    """The bucket: "small" or "large" by the numbers written; FP8 and MXFP4 with the format's name.
+
+    "other" for formats that only the reference reads.
+    """
     kind = readable(packed)
     if not kind or out.stride(-1) != 1:
         return "other"

@@ -1,4 +1,4 @@
-"""Packed weights as the loops of a CPU read them: a named tuple per format, which numba takes."""
+"""Packed weights as the CPU loops read them: one named tuple per format, which numba accepts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Int4Codes(NamedTuple):
 
 
 class Fp4Codes(NamedTuple):
-    """The same for e2m1 with a power of two per 32 columns."""
+    """The same for e2m1 with a power-of-two scale per 32 columns."""
 
     codes: np.ndarray  # uint8 [E, N, M / 2]: two codes a byte, the low half first
     scales: np.ndarray  # uint8 [E, N, M / 32]: exponents + 127
@@ -36,11 +36,11 @@ class Fp8Codes(NamedTuple):
     scales: np.ndarray  # float32 [E, ceil(N / rows), ceil(M / columns)]
     rows: int
     columns: int
-    narrow: bool  # whether the format's numbers are bf16: its scales are
+    narrow: bool  # True if the format's numbers are bf16: its scales are
 
 
 class DenseWeights(NamedTuple):
-    """E frozen matrices that no one has to expand."""
+    """E frozen matrices that need no expanding."""
 
     weights: np.ndarray  # float32, or uint16: bits of bf16 [E, N, M]
 
@@ -49,12 +49,12 @@ Codes = Int4Codes | Fp4Codes | Fp8Codes
 
 
 def expandable(packed: Packed) -> bool:
-    """Whether these loops can read it: on CPU, contiguous, of a format above, in groups that they know."""
+    """True if these loops can read it: on CPU, contiguous, in a format and group size above."""
     return packed.device.type == "cpu" and bool(readable(packed))
 
 
 def codes_of(packed: Packed) -> Codes:
-    """The codes of a stack [E, N, M]. Raises ValueError where it is not `expandable`."""
+    """The codes of a stack [E, N, M]. Raises ValueError if it is not `expandable`."""
     if not expandable(packed):
         raise ValueError("not a packed weight these loops can read; see expandable()")
     codec = packed.codec

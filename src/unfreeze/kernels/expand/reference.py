@@ -1,4 +1,4 @@
-"""The oracle for expand: the codec's own dequantize, copied into place.
+"""The oracle for expand: the codec's dequantize, copied into place.
 
 Works for every codec and device.
 """
@@ -12,13 +12,13 @@ from unfreeze.quant.codec import ByRows, Packed
 from unfreeze.quant.halves import Halves
 
 AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
-"""Weights that are expanded at once: on a CPU what its cache holds, on a GPU few launches."""
+"""Weights that are expanded at once: on a CPU they fit its cache, on a GPU launches are few."""
 
 
 def expand_reference(packed: Packed, expert: int | None, out: Tensor) -> Tensor:
     """out = packed[expert].dequantize(), widened if `out` is float32.
 
-    Shapes as in `expand`. Temporaries are several times AT_ONCE, or several times `out` where a format's rows
+    Shapes as in `expand`. Temporaries are several times AT_ONCE, or several times `out` if a format's rows
     cannot be cut.
     """
     matrix = packed if expert is None else packed[expert]
@@ -33,7 +33,7 @@ def expand_reference(packed: Packed, expert: int | None, out: Tensor) -> Tensor:
 
 
 def _fill(out: Tensor, matrix: Packed) -> None:
-    """out = matrix.dequantize(), some rows at a time where its format can."""
+    """out = matrix.dequantize(), some rows at a time if its format allows it."""
     codec = matrix.codec
     if not isinstance(codec, ByRows):
         out.copy_(matrix.dequantize())
@@ -43,5 +43,5 @@ def _fill(out: Tensor, matrix: Packed) -> None:
     for first in range(0, rows, step):
         last = min(first + step, rows)
         weight = codec.dequantize(codec.rows(matrix.parts, first, last))
-        # float16 straight to bf16 takes 1 ns a weight here, over float32 0.2, to the same bits
+        # float16 to bf16 takes 1 ns a weight directly, 0.2 through float32, with the same bits
         out[first:last].copy_(weight.float() if weight.dtype == torch.float16 else weight)

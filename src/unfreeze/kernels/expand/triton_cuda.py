@@ -1,10 +1,10 @@
 """Expansion on CUDA: any number of matrices of a stack in one launch.
 
-Each goes into its block of a workspace. M matrices asked for, O output rows, a program per row and block of
-columns. INT4: a word is loaded once and gives eight neighbouring numbers.
+Each goes into its block of a workspace. M requested matrices, O output rows, a program per row and block of
+columns. INT4: a word is loaded once and yields eight neighbouring numbers.
 """
 
-# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
+# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's signature doesn't declare
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from unfreeze.quant.int4 import PER_WORD, Int4
 
 @triton.jit
 def widen(x):
-    """bf16 -> float32 by its bits, subnormal ones too.
+    """bf16 -> float32 by its bits, including subnormals.
 
     The interpreter's own conversion gets those wrong.
     """
@@ -35,7 +35,7 @@ def widen(x):
 def to_bf16(x, BY_HAND: tl.constexpr):
     """float32 -> the nearest bf16, ties to even, as float32.
 
-    BY_HAND: in integers, as the interpreter's own conversion cuts off.
+    BY_HAND: in integers, because the interpreter's conversion truncates.
     """
     if BY_HAND:
         bits = x.to(tl.uint32, bitcast=True)
@@ -79,7 +79,7 @@ def _expand(
     inside = column < columns
     bits = tl.load(packed + source * words + word, mask=word < words, other=0)
     codes = ((bits[:, None] >> (lane * 4)[None, :]) & 15) - 8
-    if GROUP % 8 == 0:  # the eight of a word have one scale
+    if GROUP % 8 == 0:  # the eight codes of a word share a scale
         scales = widen(tl.load(scale + source * groups + word * 8 // GROUP, mask=word < words, other=0))[
             :, None
         ]
@@ -171,7 +171,7 @@ def _expand_mxfp4(
     inside = column < columns
     byte = tl.load(packed + source * (columns // 2) + column // 2, mask=inside, other=0).to(tl.int32)
     code = (byte >> (column % 2 * 4)) & 15
-    # (1 + m / 2) 2^(e - 1), and m / 2 where e is 0
+    # (1 + m / 2) 2^(e - 1), and m / 2 if e is 0
     e, half = (code >> 1) & 3, (code & 1).to(tl.float32) * 0.5
     size = tl.where(e == 0, half, (1 + half) * power_of_two_of(e + 126))
     sign = tl.where(code < 8, 1.0, -1.0)
@@ -184,11 +184,10 @@ SCALES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float8_e8m
 
 
 def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
-    """out[m] = weight[experts[m]], or weight[experts + m] where that is a number: one launch.
+    """out[m] = weight[experts[m]], or weight[experts + m] if `experts` is a number: one launch.
 
-    Nothing but what is asked for is read.
-    packed: what `readable` names, [E, O, I]; experts int on the device; out [M, O, I] bf16 or float32, last
-    stride 1.
+    Reads only the requested matrices. packed: a `readable` format, [E, O, I]; experts int on the device; out
+    [M, O, I] bf16 or float32, last stride 1.
     """
     parts = list(packed.parts.values())
     any_group = isinstance(packed.codec, Int4) and all(part.is_contiguous() for part in parts)
@@ -232,7 +231,7 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
             WORDS=block,
         )
         return
-    # of experts that are not chosen one by one the kernel reads none: any tensor stands there
+    # consecutive experts need no list: pass any tensor in its place
     which = (experts if chosen else codes.view(torch.uint8), 0 if chosen else experts)
     wide = min(power_of_two(columns), 1024)
     grid = (matrices * rows, triton.cdiv(columns, wide))
@@ -267,7 +266,7 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
 
 
 class Expand:
-    """The candidate: expand() as kernels.expand has it, and `fill` for many matrices in one launch."""
+    """The candidate: expand() as in kernels.expand, and `fill` for many matrices in one launch."""
 
     fill = staticmethod(fill)
 

@@ -1,4 +1,4 @@
-"""The one hot op: routed experts with LoRA over a packed base, forward and backward.
+"""The hottest op: routed experts with LoRA over a packed base, forward and backward.
 
 `expert_mlp` picks the implementation.
 """
@@ -47,8 +47,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-SELF_CHECK_LIMIT = 0.03  # of the norm; in bf16 a right one is off by less than 1.5 %
-MANY = 64  # rows per expert; below, expanding the weights costs more than multiplying with them
+SELF_CHECK_LIMIT = 0.03  # of the norm; in bf16 a correct implementation is off by less than 1.5 %
+MANY = 64  # rows per expert; below this, expanding the weights costs more than multiplying with them
 
 
 def expert_mlp(
@@ -66,15 +66,18 @@ def expert_mlp(
     """y_t = Σ_k w_tk · down_e( a(gate_e x_t + b_e, up_e x_t + c_e) ),  e = ids_tk  -> [T, D] in x's dtype.
 
     x_TD float32 or bf16; weights_TK (differentiable); gate_up [E, 2I, D], gate rows first; down [E, D, I]:
-    packed or dense, a dense one may require grad. ids_TK int64 in 0..E-1: others are an IndexError on a CPU,
-    and rows that mean nothing on CUDA, where looking would make the host wait; who drops ids does so before.
-    factors add scale · B A to each matrix; computed in x's dtype, gradients in the parameters' own.
-    "fused" agrees with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16
-    (tests/kernels/expert_mlp), "reference" with B = 0 changes no bit. "auto": fused where its preconditions
-    hold (see `OP.preferred`, `narrow_refuses`), else reference, said once in the log.
-    activation: a, silu(gate) · up by default, and how gate and up lie in gate_up (activation.py);
-    gate_up_bias [E, 2I]: b and c, lying likewise, may require grad.
-    `reuse`: of a layer that is recomputed (kernels/recompute.py); the reference has no use for it.
+    packed or dense, a dense one may require grad. ids_TK int64 in 0..E-1: others raise IndexError on a CPU,
+    but give undefined rows on CUDA, where a check would make the host wait. Callers that drop ids do so
+    before.
+
+    factors add scale · B A to each matrix; computed in x's dtype, gradients in the parameters' own. "fused"
+    agrees with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16
+    (tests/kernels/expert_mlp); "reference" with B = 0 changes no bit. "auto": fused if its preconditions hold
+    (see `OP.preferred`, `narrow_refuses`), else reference, logged once.
+
+    activation: a, silu(gate) · up by default, and the layout of gate and up in gate_up (activation.py);
+    gate_up_bias [E, 2I]: b and c in the same layout, may require grad. `reuse`: of a layer that is recomputed
+    (kernels/recompute.py); the reference ignores it.
     """
     reason = narrow_refuses(x_TD, down.shape[-1])
     if reason and impl == "fused":
@@ -88,9 +91,9 @@ def expert_mlp(
 
 
 def bucket(ids_TK: Tensor, gate_up: Tensor | Packed) -> str:
-    """Rows per expert, on average, "under 64" or "64 on", and what the base is.
+    """Mean rows per expert, "under 64" or "64 on", and the kind of base.
 
-    Packed and frozen: "". In x's dtype: ", unpacked", or ", all weights" where it trains.
+    Packed and frozen: "". In x's dtype: ", unpacked", or ", all weights" if it trains.
     """
     rows = "64 on" if ids_TK.numel() >= MANY * gate_up.shape[0] else "under 64"
     if isinstance(gate_up, Packed):
@@ -99,9 +102,9 @@ def bucket(ids_TK: Tensor, gate_up: Tensor | Packed) -> str:
 
 
 def narrow_refuses(x: Tensor, intermediate: int) -> str:
-    """Why grouped GEMMs on CUDA cannot take x [T, D] and experts of width `intermediate`.
+    """The reason why grouped GEMMs on CUDA cannot take x [T, D] and experts of width `intermediate`.
 
-    Empty where they can, and elsewhere.
+    Empty if they can, and on other devices.
     """
     if x.is_cuda and (x.shape[1] % 8 or intermediate % 8):
         return f"widths {x.shape[1]} and {intermediate}; grouped GEMMs need multiples of 8"
@@ -110,7 +113,7 @@ def narrow_refuses(x: Tensor, intermediate: int) -> str:
 
 @functools.cache
 def fused_refuses(device: str, dtype: torch.dtype) -> str:
-    """Why the fused op cannot run on that device in that dtype; empty where it can."""
+    """The reason why the fused op cannot run on that device in that dtype; empty if it can."""
     if device == "cpu":
         return (
             ""
@@ -126,7 +129,7 @@ def fused_refuses(device: str, dtype: torch.dtype) -> str:
 
 @functools.cache
 def _self_check(device: torch.device) -> str:
-    """Why the fused op is wrong on that device, "" where it is right; asked once per GPU.
+    """The reason why the fused op is wrong on that device, "" if it is right; checked once per GPU.
 
     Packed and dense bases with adapters, and dense ones that train: outputs and every gradient. Grouped GEMMs
     have been reported wrong on transposed views.
@@ -150,7 +153,7 @@ def backend_for(
     activation: Activation = SWIGLU,
     gate_up_bias: Tensor | None = None,
 ) -> Backend[Any]:
-    """What does the work on that device, with weights of that kind; what it routes with is its own."""
+    """The backend for that device and kind of weights. Each backend has its own routing type."""
     if x_TD.is_cuda:
         from unfreeze.kernels.expert_mlp.grouped import Grouped
 
@@ -165,7 +168,7 @@ def backend_for(
 
 @functools.cache
 def packed_op() -> Op:
-    """Which backend computes packed experts on a CPU: timed, like any other op (packed.py)."""
+    """The op that chooses the backend of packed experts on a CPU: timed like any other op (packed.py)."""
     from unfreeze.kernels.expert_mlp import packed
 
     return packed.op_of(functools.partial(_inputs, 128, "packed"))
@@ -214,7 +217,7 @@ def _inputs(
 def _small_inputs(
     kind: Base, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> Arguments:
-    """24 tokens; one of 4 experts gets none. Rank 3: the workspace's rows are padded."""
+    """24 tokens; one of 4 experts gets none. Rank 3, so the workspace's rows are padded."""
     return _problem((4, 64, 32, 3), 3, 24, kind, device, dtype, generator)
 
 
@@ -235,7 +238,7 @@ def _problem(
         return torch.randn(shape, generator=generator) * scale
 
     bases = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
-    given = (
+    matrices = (
         [
             Packed(codec, {name: part.to(device) for name, part in codec.quantize(base.bfloat16()).items()})
             for base in bases
@@ -253,7 +256,7 @@ def _problem(
     ids = torch.rand(T, used, generator=generator).topk(2, dim=1).indices.to(device)
     weights = torch.rand(T, 2, generator=generator).to(device).requires_grad_()
     x = randn(T, D).to(device, dtype).requires_grad_()
-    return x, ids, weights, *given, None if kind == "all weights" else factors
+    return x, ids, weights, *matrices, None if kind == "all weights" else factors
 
 
 def _cases() -> tuple[Case, ...]:

@@ -1,4 +1,4 @@
-"""What an expert does between its two products: h = a(gate, up), and how gate and up lie in gate_up.
+"""The activation between an expert's two products, h = a(gate, up), and the layout of gate and up in gate_up.
 
     SwiGLU         silu(gate) · up                            Shazeer 2020, arXiv:2002.05202
     GeGLU          gelu(gate) · up, gelu by its tanh form     the same
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Activation(ABC):
-    """Its own equal is the same activation: a part that is passed to the op.
+    """The activation of an expert. Instances that compare equal are the same activation.
 
     interleaved   gate and up alternate along gate_up's 2I, gate first; else gate is the first half
     """
@@ -45,7 +45,7 @@ class Activation(ABC):
 
 @dataclass(frozen=True)
 class SwiGLU(Activation):
-    """silu(gate) · up. Halves have loops and kernels of their own (kernels/swiglu)."""
+    """silu(gate) · up. If gate and up are halves, dedicated loops and kernels run (kernels/swiglu)."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up

@@ -1,6 +1,7 @@
-"""The types that the files of this folder share: a backend, the routing of a call, a group of its experts.
+"""The types shared by the files of this folder: a backend, the routing of a call, a group of its experts.
 
-How a packed INT4 weight reaches its GEMM; each name is a definition to go to:
+The path of a packed INT4 weight to its GEMM; each name is a definition to look up:
+
     Packed                  quant/codec.py   the checkpoint's codes and scales
     expert_mlp              __init__.py      backend_for(x, gate_up, down): Panels, LoopCpu or Grouped
     fused_expert_mlp        fused.py         Call.gate_up, Call.down: a workspace.Base around the Packed
@@ -8,8 +9,8 @@ How a packed INT4 weight reaches its GEMM; each name is a definition to go to:
     ByGemms                 by_gemms.py      Base.stack expands the group's experts; ByGemms.nt multiplies
     Panels                  panels_cpu.py    Base.codes: Int4Codes; pack.py; products.py; a tile of loops/
 
-T tokens, K experts per token, E experts, D model width, I expert width. n rows: a token at one expert,
-sorted by expert. Q and P adapter columns (factors.py).
+T tokens, K experts per token, E experts, D model width, I expert width. n rows: a token at one expert, sorted
+by expert. Q and P adapter columns (factors.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from unfreeze.quant.codec import Packed
 
 @dataclass(frozen=True)
 class Routing:
-    """The rows of a call, sorted by expert. The subclasses have what only the host or only a GPU knows.
+    """The rows of a call, sorted by expert. The subclasses hold what only the host or only a GPU knows.
 
     experts      ids of the experts that are divided into groups, ascending
     weight_n     float32, the routing weight of each row
@@ -51,7 +52,7 @@ class Routing:
         return self.weight_n.numel()
 
     def selection(self) -> Tensor | None:
-        """Index of `experts` among all E on the host; None where they are all."""
+        """Index of `experts` among all E on the host; None if they are all."""
         if len(self.experts) == self.num_experts:
             return None
         return torch.tensor(self.experts, dtype=torch.int64)
@@ -71,10 +72,10 @@ class HostRouting(Routing):
 
 @dataclass(frozen=True)
 class DeviceRouting(Routing):
-    """Counted on the device, which the host doesn't wait for: `experts` are all.
+    """Counted on the device, without making the host wait: `experts` are all.
 
     slot_n     int64, row r is slot slot_n[r] = t K + k
-    offsets_E  int32, where each expert's rows end
+    offsets_E  int32, the end of each expert's rows
     per_token  K
     permute    the implementation that sorted, and will gather and combine
     """
@@ -86,7 +87,7 @@ class DeviceRouting(Routing):
 
     @cached_property
     def ends(self) -> list[int]:
-        """offsets_E on the host, which waits for the device: only where experts go in groups."""
+        """offsets_E on the host, which waits for the device: only used if experts go in groups."""
         ends: list[int] = self.offsets_E.tolist()
         return ends
 
@@ -101,8 +102,11 @@ R = TypeVar("R", bound=Routing)
 
 @dataclass(frozen=True)
 class ExpertGroup(Generic[R]):
-    """Some experts and their rows. `positions`: their places in routing.experts; `rows`: theirs among all n.
-    `workspace`: the name of the workspace that gate_up and down share; "": each has its own."""
+    """Some experts and their rows.
+
+    `positions`: their places in routing.experts; `rows`: theirs among all n. `workspace`: the name of the
+    workspace that gate_up and down share; "": each has its own.
+    """
 
     routing: R
     positions: slice
@@ -132,7 +136,7 @@ class ExpertGroup(Generic[R]):
 
 
 class SavedRows(NamedTuple):
-    """What forward leaves for backward; None where nothing is saved, or there is no adapter."""
+    """Results that forward saves for backward; None if nothing is saved, or there is no adapter."""
 
     gate_up: Tensor | None  # [n, 2I] before the activation
     xA: Tensor | None  # [n, Q]
@@ -140,7 +144,7 @@ class SavedRows(NamedTuple):
 
 
 class Call(Generic[R]):
-    """What forward and backward of one call share.
+    """State shared by forward and backward of one call.
 
     Routing, base weights, and the adapters in the dtype of the computation.
     """
@@ -168,7 +172,7 @@ class Call(Generic[R]):
     def groups(self, *, both: bool) -> Iterator[ExpertGroup[R]]:
         """Divide the experts into groups.
 
-        `both`: gate_up and down are needed at once (backward), else one after the other.
+        `both`: gate_up and down are needed at once (backward); else one after the other.
         """
         weight_bytes = (self.gate_up.nbytes(self.gate_up_adapter), self.down.nbytes(self.down_adapter))
         row_bytes = (2 * self.gate_up.columns + 3 * self.down.columns) * self.dtype.itemsize
@@ -184,7 +188,7 @@ class Call(Generic[R]):
         Two workers may have rows of one token, so each adds into its own.
         """
         shape = (self.workers(), *x_TD.shape)
-        # Scratch: fresh memory would cost a page fault for every 4 KB.
+        # Scratch: new memory would cost a page fault for every 4 KB.
         return scratch("sums", shape, torch.float32, x_TD.device).zero_()
 
     def total(self, sums: Tensor) -> Tensor:
@@ -198,12 +202,12 @@ class Call(Generic[R]):
 
 
 class ExpertGradients:
-    """Buffers that the groups of a call write their gradients to.
+    """Buffers for the gradients of a call's groups.
 
-    Adapters: a matrix per expert in use, float32 as the parameters are; A's buffer is its gradient. Where a
-    backend's GEMM allocates its result (factor_buffers False), these are None until that result is put here,
-    in the dtype of the computation. Dense base: a matrix per expert, in the dtype of the computation, zero
-    for experts without rows.
+    Adapters: a matrix per expert in use, float32 like the parameters; A's buffer is its gradient. If a
+    backend's GEMM allocates its result (factor_buffers False), these are None until that result is stored
+    here, in the dtype of the computation. Dense base: a matrix per expert, in the dtype of the computation,
+    zero for experts without rows.
     """
 
     def __init__(self, call: Call[R], D: int, *, gate_up: bool, down: bool, gate_up_bias: bool = False):
@@ -228,10 +232,10 @@ class ExpertGradients:
 
 
 class Backend(ABC, Generic[R]):
-    """Does the work of `fused` on one kind of device.
+    """Computes `fused` on one kind of device.
 
-    row_stride       a workspace's rows have a multiple of so many elements (factors.columns)
-    factor_buffers   whether `ExpertGradients` allocates buffers for the gradients of adapters
+    row_stride       a workspace's rows have a multiple of this many elements (factors.columns)
+    factor_buffers   True if `ExpertGradients` allocates buffers for the gradients of adapters
     """
 
     row_stride = 8
@@ -245,18 +249,21 @@ class Backend(ABC, Generic[R]):
     def groups(
         self, routing: R, weight_bytes: tuple[int, int], row_bytes: int, *, both: bool
     ) -> Iterator[ExpertGroup[R]]:
-        """All experts of `routing` in groups; an expert costs weight_bytes (of gate_up, of down), each of its
-        rows row_bytes. both: as in Call.groups."""
+        """Yield all experts of `routing` in groups.
+
+        An expert costs weight_bytes (of gate_up, of down), each of its rows row_bytes. both: as in
+        Call.groups.
+        """
 
     @abstractmethod
     def workers(self, routing: R, weights: int) -> int:
-        """How many cores share a call whose experts have `weights` weights each."""
+        """Number of cores that share a call whose experts have `weights` weights each."""
 
     @abstractmethod
     def each(
         self, groups: Iterator[ExpertGroup[R]], workers: int, work: Callable[[ExpertGroup[R], int], None]
     ) -> None:
-        """work(group, worker) for every group."""
+        """Call work(group, worker) for every group."""
 
     @abstractmethod
     def decode(
@@ -279,7 +286,7 @@ class Backend(ABC, Generic[R]):
     ) -> None:
         """Add the group's share to y [T, D] float32.
 
-        Its rows of gate_up, xA and hA go to `saved` where there is room for them.
+        Also store its rows of gate_up, xA and hA in `saved` if that has buffers.
         """
 
     @abstractmethod
@@ -297,5 +304,5 @@ class Backend(ABC, Generic[R]):
         """Compute the group's gradients.
 
         It writes the group's rows of score_n (the gradient of the routing weight) and its experts' part of
-        `grads`, and adds the group's share to dx [T, D] float32 (None: not asked for).
+        `grads`, and adds the group's share to dx [T, D] float32 (None: not needed).
         """

@@ -1,8 +1,8 @@
 """A group of experts as GEMMs over expanded (or dense) matrices.
 
-What the backends for CUDA and for any CPU share. This file has the order of the operations; the abstract
-methods are the operations themselves. Names and shapes as in backend.py. w is the routing weight of a row;
-A1, B1 adapt gate_up, A2, B2 adapt down.
+Shared by the backends for CUDA and for any CPU. This file has the order of the operations; the abstract
+methods are the operations. Names and shapes as in backend.py. w is the routing weight of a row; A1, B1 adapt
+gate_up, A2, B2 adapt down.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class ByGemms(Backend[R]):
 
     @abstractmethod
     def rows(self, name: str, group: ExpertGroup[R], columns: int, dtype: torch.dtype) -> Tensor:
-        """Uninitialised [rows of the group, columns], valid until asked for by that name again."""
+        """Uninitialised [rows of the group, columns], valid until the next request with that name."""
 
     @abstractmethod
     def product_rows(
         self, name: str, group: ExpertGroup[R], columns: int, dtype: torch.dtype
     ) -> Tensor | None:
-        """As `rows`, for a GEMM to write to; None where the backend's GEMM allocates its result itself."""
+        """As `rows`, for a GEMM to write to; None if the backend's GEMM allocates its result itself."""
 
     @abstractmethod
     def nt(
@@ -56,7 +56,7 @@ class ByGemms(Backend[R]):
 
     @abstractmethod
     def gather(self, source: Tensor, group: ExpertGroup[R], out: Tensor) -> None:
-        """out[r, :D] = source[token of r]. source [T, D]; out may be wider, the rest is left alone."""
+        """out[r, :D] = source[token of r], source [T, D]; out may be wider, other columns are unchanged."""
 
     @abstractmethod
     def scatter_add(self, rows: Tensor, group: ExpertGroup[R], weight: Tensor | None, out: Tensor) -> None:
@@ -72,7 +72,7 @@ class ByGemms(Backend[R]):
 
     @abstractmethod
     def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        """out[:, :I] = silu(gate) · up. gate_up [rows, 2I]; out may be wider, the rest is left alone."""
+        """out[:, :I] = silu(gate) · up, gate_up [rows, 2I]; out may be wider, other columns are unchanged."""
 
     @abstractmethod
     def swiglu_backward(
@@ -84,13 +84,13 @@ class ByGemms(Backend[R]):
         grad_gate_up: Tensor,
         score: Tensor,
     ) -> None:
-        """The gradient of SwiGLU from dh (`grad`, not yet times w).
+        """The gradient of SwiGLU from dh (`grad`, before the factor w).
 
         weighted = w h; grad_gate_up[:, :2I] = w times the gradient of gate_up; score = <dh, h>.
         """
 
     def activate(self, activation: Activation, gate_up: Tensor, out: Tensor) -> None:
-        """out[:, :I] = a(gate, up), in float32 rounded once; SwiGLU of halves by `swiglu`."""
+        """out[:, :I] = a(gate, up), in float32 rounded once; `swiglu` computes SwiGLU of halves."""
         if activation == SWIGLU:
             self.swiglu(gate_up, out)
             return
@@ -107,7 +107,7 @@ class ByGemms(Backend[R]):
         grad_gate_up: Tensor,
         score: Tensor,
     ) -> None:
-        """As `swiglu_backward`, of any activation."""
+        """As `swiglu_backward`, for any activation."""
         if activation == SWIGLU:
             self.swiglu_backward(grad, gate_up, group, weighted, grad_gate_up, score)
             return
@@ -125,7 +125,7 @@ class ByGemms(Backend[R]):
         self.tn(a, b, group, group.experts_of(getattr(grads, name)), range(len(group.experts)))
 
     def instead(self, name: str, product: Tensor, group: ExpertGroup[R]) -> Tensor:
-        """`rows` as wide as `product`, which is read for the last time while they are written, row by row."""
+        """`rows` as wide as `product`, whose rows are read for the last time while these are written."""
         return self.rows(name, group, product.shape[1], product.dtype)
 
     def weighted(self, rows: Tensor, group: ExpertGroup[R]) -> Tensor:
@@ -190,7 +190,7 @@ class ByGemms(Backend[R]):
         assert saved.gate_up is not None
         D, I, adapters = x.shape[1], call.I, range(len(group.experts))
 
-        # dh = dy W2 + (dy B2) A2, not yet times w: <dh, h> is the gradient of w
+        # dh = dy W2 + (dy B2) A2, before the factor w: <dh, h> is the gradient of w
         dy_rows, dy_left, dyB = self.beside("dy", group, (D, call.P), x.dtype)
         self.gather(dy, group, dy_rows)
         weights, index = _operand(call.down, group, call.down_adapter, "backward")
@@ -226,7 +226,7 @@ class ByGemms(Backend[R]):
 
         # dA1 = (dgu B1)ᵀ x; dB1ᵀ = xAᵀ dgu; dW1 = dguᵀ x
         if call.gate_up_adapter or grads.gate_up is not None:
-            x_rows = dy_left  # dy is done with
+            x_rows = dy_left  # dy is no longer needed
             self.gather(x, group, dy_rows)
             if saved.xA is not None:
                 self.factor("gate_up_A", dguB, x_rows, group, grads)
@@ -238,9 +238,9 @@ class ByGemms(Backend[R]):
 def _operand(
     base: Base, group: ExpertGroup[R], adapter: Adapter | None, direction: Direction
 ) -> tuple[Tensor, Sequence[int]]:
-    """Give (matrices, where each of the group's experts is among them).
+    """(matrices, index of each of the group's experts among them).
 
-    The weight itself if no expanding is needed, else what that direction reads of a workspace.
+    The weight itself if no expanding is needed, else the part of a workspace that this direction reads.
     """
     dense = base.dense(adapter)
     if dense is not None:

@@ -1,11 +1,11 @@
 """The expert MLP for a handful of tokens on CPU, straight from the INT4 codes.
 
 For generation, where each expert sees one row or a few. The groups of `fused` would expand every expert into
-memory, start a GEMM of one row on it and cross Python thirty times an expert. Here two loops cover the whole
-layer: a weight row is expanded in registers, multiplied with up to four of the expert's rows, and forgotten
-(row_dots.py).
-Arithmetic in float32 with the same weights (bf16-rounded, as the checkpoint defines them) whatever the dtype
-of x.
+memory, start a GEMM of one row on it and return to Python thirty times per expert. Here two loops cover the
+whole layer: a weight row is expanded in registers, multiplied with up to four of the expert's rows, and
+discarded (row_dots.py).
+
+Arithmetic in float32 with the same weights (bf16-rounded, as the checkpoint defines them) for any dtype of x.
 
 n rows (a token at one expert), sorted by expert, A experts in use, D model width, I expert width, R rank of
 gate and up, P rank of down.
@@ -28,8 +28,8 @@ from unfreeze.kernels.loops.row_dots import halves, int4_row, row_dots
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
-# up to here on average one GEMM per expert is slower: at 4 by 2.3, at 6 by 1.6, at 8 by 1.2 (128 experts, one
-# Zen 4 thread)
+# up to this mean one GEMM per expert is slower: at 4 by 2.3, at 6 by 1.6, at 8 by 1.2 (128 experts, one Zen 4
+# thread)
 ROWS_PER_EXPERT = 8
 JOB_ROWS = 16  # weight rows of a job
 
@@ -48,7 +48,7 @@ def _widen(x, out):
     halves(x, out)
 
 
-# the order of the sum is the compiler's: vectors side by side, the same at every call
+# the compiler chooses the order of the sum: parallel vectors, the same at every call
 @numba.njit(fastmath={"reassoc", "contract"})
 def _thin_dot(A, x):
     """A · x, A in its own order, x in that of `halves`."""
@@ -74,7 +74,7 @@ def _gate_up(start, stop, x, rows, weight, B, xA, scale, h):
     B, xA  [E, 2I, R], [n, 2R]: gate's columns, then up's     h  [n, I]
     """
     I, rank = h.shape[1], B.shape[2]
-    # out of the tuples once: numba counts a reference to an array at each access
+    # unpack the tuples once: numba counts a reference to an array at each access
     experts, begins, codes, scales = rows.experts, rows.begins, weight.codes, weight.scales
     blocks = (I + JOB_ROWS - 1) // JOB_ROWS
     for job in range(start, stop):
@@ -121,15 +121,15 @@ def _down(start, stop, h, rows, weight, B, hA, scale, y):
 
 
 def supports(routing: Routing, gate_up: Packed, down: Packed) -> bool:
-    """Whether a call without gradients is one for these loops.
+    """True if a call without gradients suits these loops.
 
-    INT4 codes in groups of 32 or a multiple, as published models have, and few rows per expert in use.
+    INT4 codes in groups of 32 or a multiple, as in published models, and few rows per expert in use.
     """
     return reads(routing.num_rows, len(routing.experts), gate_up, down)
 
 
 def reads(rows: int, experts: int, gate_up: Packed, down: Packed) -> bool:
-    """`supports` of so many rows at so many experts in use."""
+    """`supports` for that many rows at that many experts in use."""
     if not 0 < rows <= ROWS_PER_EXPERT * experts:
         return False
     return all(
@@ -141,7 +141,7 @@ def reads(rows: int, experts: int, gate_up: Packed, down: Packed) -> bool:
 def decode(
     x_TD: Tensor, routing: HostRouting, gate_up: Packed, down: Packed, factors: ExpertFactors
 ) -> Tensor:
-    """As fused_expert_mlp, without gradients. `routing` without padded rows (made for float32)."""
+    """As fused_expert_mlp, without gradients. `routing` has no padded rows (made for float32)."""
     T, D = x_TD.shape
     E, I, n = gate_up.shape[0], down.shape[-1], routing.num_rows
     experts = np.asarray(routing.experts)
@@ -172,7 +172,7 @@ def decode(
 def _factors(
     A: Tensor | None, B: Tensor | None, inputs: int, outputs: int, num_experts: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(A [E, R, in], B [E, out, R]) in float32; of rank 0 where there is no adapter."""
+    """(A [E, R, in], B [E, out, R]) in float32; of rank 0 if there is no adapter."""
     if A is None or B is None:
         shapes = (num_experts, 0, inputs), (num_experts, outputs, 0)
         return np.empty(shapes[0], np.float32), np.empty(shapes[1], np.float32)

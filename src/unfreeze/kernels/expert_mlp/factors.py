@@ -1,4 +1,4 @@
-"""The LoRA factors of one MoE layer's routed experts, as the op takes them and as its workspace holds them.
+"""The LoRA factors of one MoE layer's routed experts: the op's inputs and their form in its workspace.
 
 E experts, D model width, I intermediate width, R rank of gate and up, Rd rank of down, Q = 2R and P = Rd
 rounded up (`columns`); the extra columns are zero.
@@ -47,9 +47,9 @@ def round_up(value: int, multiple: int) -> int:
 def columns(rank: int, width: int, stride: int) -> int:
     """Columns of an adapter of `rank` beside a matrix of `width` columns.
 
-    A multiple of 8, as grouped GEMMs need strides of 16 bytes.
-    stride 16: width and columns together are a multiple of 16. Triton then knows that each row of the
-    workspace begins at 16 bytes and stores 16 at once, else 2. stride 8 adds nothing.
+    A multiple of 8, as grouped GEMMs need strides of 16 bytes. stride 16: width and columns together are a
+    multiple of 16. Triton then knows that each row of the workspace starts at 16 bytes and stores 16 at once,
+    else 2. stride 8 adds nothing.
     """
     wanted = round_up(rank, 8)
     return wanted + (8 if stride == 16 and (width + wanted) % 16 == 8 else 0)
@@ -73,12 +73,12 @@ class Adapter:
 
     @functools.cached_property
     def Bt(self) -> Tensor:
-        """B transposed, [., Q, out]: backward's thin GEMM dy B reads it along its rows."""
+        """B transposed, [., Q, out]: backward's thin GEMM dy B reads it row by row."""
         return self.B.transpose(1, 2).contiguous()
 
 
 def width(adapter: Adapter | None) -> int:
-    """Its columns; 0 where there is none."""
+    """The adapter's columns; 0 if there is none."""
     return adapter.width if adapter else 0
 
 
@@ -94,7 +94,7 @@ def gate_up_adapter(
 ) -> Adapter:
     """A [E, 2R, D], B [E, 2I, R] -> Adapter whose B [., 2I, Q] is block diagonal.
 
-    Gate rows see the gate's columns, up rows the up's; the rows lie as `activation` has them in the base.
+    Gate rows use the gate's columns, up rows the up's; the rows have `activation`'s layout, as in the base.
     stride: as in `columns`.
     """
     A, B = _select(A, experts), _select(B, experts)
@@ -123,9 +123,9 @@ def adapters(
     stride: int = 8,
     activation: Activation = SWIGLU,
 ) -> tuple[Adapter | None, Adapter | None]:
-    """Give the adapters (of gate_up, of down) for `experts` (None: all).
+    """The adapters (of gate_up, of down) for `experts` (None: all).
 
-    None where `factors` has no pair. stride, activation: as in `gate_up_adapter`.
+    None if `factors` lacks a pair. stride, activation: as in `gate_up_adapter`.
     """
     gate_up = down = None
     if factors.gate_up_A is not None and factors.gate_up_B is not None:
@@ -147,7 +147,8 @@ def gate_up_grads(
 ) -> tuple[Tensor, Tensor]:
     """Gradients in the shape and dtype of the parameters.
 
-    dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, of which the two blocks count; its columns lie as in the base.
+    dA [., Q, D]; dBt [., Q, 2I] = (x Aᵀ)ᵀ dy, in which only the two diagonal blocks count; its columns have
+    the base's layout.
     """
     rank, half = B.shape[2], B.shape[1] // 2
     grad_B = torch.empty((dBt.shape[0], 2 * half, rank), dtype=B.dtype, device=B.device)
@@ -174,7 +175,7 @@ def down_grads(
 def _select(tensor: Tensor, experts: Tensor | None) -> Tensor:
     """Select the experts in use (None: all).
 
-    A decode step touches a handful: converting the other factors would cost more than its GEMMs.
+    A decode step uses a handful: converting the other factors would cost more than its GEMMs.
     """
     return tensor if experts is None else tensor.index_select(0, experts)
 
@@ -187,7 +188,7 @@ def _spread(grad: Tensor, experts: Tensor | None, num_experts: int) -> Tensor:
 
 
 def _padded(tensor: Tensor, dim: int, size: int, dtype: torch.dtype) -> Tensor:
-    """`tensor` in dtype, with `size` numbers along dim: zeros beyond its own."""
+    """`tensor` in dtype, padded with zeros to `size` along dim."""
     missing = size - tensor.shape[dim]
     if not missing:
         return tensor.to(dtype)

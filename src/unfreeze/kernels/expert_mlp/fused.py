@@ -2,13 +2,13 @@
 
 Over a frozen base (packed or dense) or a trainable dense one.
 
-Nothing expanded survives a group of experts: backward expands the same codes again. Saved: x, the routing
+No expanded weight outlives a group of experts: backward expands the same codes again. Saved: x, the routing
 weights, the parameters (no copies), and backend.SavedRows: gate_up [n, 2I] before the activation, xA [n, Q],
 hA [n, P]. gate_up is saved rather than recomputed: under per-layer recompute it lives only for its layer's
 backward (n * 2I * 2 bytes: 34 MB for 16,384 rows at I = 512) and saves a third of backward's GEMM work.
 
 T tokens, D width, E experts, K per token, I intermediate, n rows, Q and P adapter columns (factors.py). A
-`Backend` does the work on a device.
+`Backend` computes on a device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unfreeze.quant.codec import Packed
 
 @dataclass(frozen=True)
 class _Problem(Generic[R]):
-    """A call's arguments but x and the routing weights."""
+    """A call's arguments except x and the routing weights."""
 
     backend: Backend[R]
     ids_TK: Tensor
@@ -47,12 +47,12 @@ class _Problem(Generic[R]):
 
 
 def _forward(call: Call[R], x: Tensor, *, save: bool) -> tuple[Tensor, SavedRows]:
-    """y_TD and, if `save`, what backward needs."""
+    """y_TD and, if `save`, the results that backward needs."""
     n = call.routing.num_rows
 
     def buffer(columns: int) -> Tensor | None:
-        # Rounded up so that layers and steps ask for the same size again: chunks of many sizes leave the heap
-        # in pieces.
+        # Rounded up so that layers and steps request the same size again: chunks of many sizes fragment the
+        # heap.
         return x.new_empty((round_up(n, 2048), columns))[:n] if save and columns else None
 
     saved = SavedRows(gate_up=buffer(2 * call.I), xA=buffer(call.Q), hA=buffer(call.P))
@@ -69,7 +69,7 @@ def _forward(call: Call[R], x: Tensor, *, save: bool) -> tuple[Tensor, SavedRows
 def _visit(
     problem: _Problem[R], x: Tensor, weights: Tensor, reuse: Reuse | None
 ) -> tuple[Tensor, R, SavedRows]:
-    """(y_TD, routing, what backward needs). Where `reuse` has the last two, y is zeros: nobody reads it."""
+    """(y_TD, routing, saved rows). If `reuse` has the last two, y is zeros: nobody reads it."""
     computed: list[Tensor] = []
 
     def compute() -> tuple[R, SavedRows]:
@@ -83,7 +83,7 @@ def _visit(
 
 
 class _ExpertMLP(torch.autograd.Function):
-    """Inputs that may need a gradient stand first: x, weights, dense base, factors; then what is constant."""
+    """Inputs that may need a gradient come first: x, weights, dense base, factors; then the constants."""
 
     @staticmethod
     def forward(
@@ -103,7 +103,7 @@ class _ExpertMLP(torch.autograd.Function):
         y, routing, saved = _visit(problem, x, weights, reuse)
         pairs = (gate_up_A, gate_up_B, down_A, down_B)
         ctx.save_for_backward(x, weights, gate_up, down, *pairs, gate_up_bias, *saved)
-        # Not `problem`: it holds the factors, which ctx has already, and ids_TK, which backward doesn't need.
+        # Not `problem`: ctx already has its factors, and backward doesn't need its ids_TK.
         scales = (problem.factors.scale, problem.factors.down_scale)
         ctx.constants = (problem.backend, routing, problem.gate_up, problem.down, scales, problem.activation)
         return y
@@ -167,9 +167,9 @@ def fused_expert_mlp(
     activation: Activation = SWIGLU,
     gate_up_bias: Tensor | None = None,
 ) -> Tensor:
-    """As `expert_mlp`, with the work done by `backend`.
+    """As `expert_mlp`, computed by `backend`.
 
-    Without gradients nothing is saved, unless `reuse` asks for it.
+    Without gradients nothing is saved, unless `reuse` requests it.
     """
     factors = factors or ExpertFactors()
     x_TD = x_TD.contiguous()
@@ -183,7 +183,7 @@ def fused_expert_mlp(
     with torch.no_grad():
         if reuse is not None:
             return _visit(problem, x_TD, weights_TK, reuse)[0]
-        if activation == SWIGLU and gate_up_bias is None:  # the loops over codes know no other
+        if activation == SWIGLU and gate_up_bias is None:  # the loops over codes support no other
             y_TD = backend.decode(x_TD, ids_TK, weights_TK, gate_up, down, factors)
             if y_TD is not None:
                 return y_TD

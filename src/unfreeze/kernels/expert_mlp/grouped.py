@@ -1,11 +1,10 @@
 """The CUDA backend of the expert MLP: all experts at once by torch grouped GEMMs.
 
-Offsets are on the device, without host synchronisation. Where the workspace of all experts would exceed
-WORKSPACE bytes they go in groups, with one wait for the offsets per call; the results have the same bits.
-
-Runs on CPU too (bf16), which is how it is tested; speed on a GPU is not measured yet. Sorting, gathering and
-SwiGLU are the ops token_permute and swiglu, by record. torch's grouped GEMM has no `out` argument: a result
-that belongs into a wider buffer is copied there, any other is used as it is returned.
+Offsets are on the device, without host synchronisation. If the workspace of all experts would exceed
+WORKSPACE bytes they go in groups, with one wait for the offsets per call; the results are bit-identical. Runs
+on CPU too (bf16), where it is tested; speed on a GPU is not measured yet. Sorting, gathering and SwiGLU are
+the ops token_permute and swiglu, chosen by record. torch's grouped GEMM has no `out` argument: a result that
+belongs in a wider buffer is copied there, any other is used as returned.
 
 n = T * K rows sorted by expert, E experts, D, I, Q, P as in factors.py.
 """
@@ -34,12 +33,12 @@ Made = TypeVar("Made")
 
 
 class Cuts:
-    """A call's tensors, cut for its parts.
+    """A call's tensors, split for its parts.
 
-    One torch operation cuts or transposes a tensor for all parts: for small groups it is the number of
-    operations that costs time on the host.
+    One torch operation splits or transposes a tensor for all parts: for small groups the host's time goes
+    into the number of operations.
 
-    rows, experts  how many each part has
+    rows, experts  the number of each per part
     collected      [n, D], rows of all parts. The last part combines them: the order of a token's sum is then
                    always the same, so no bit of it depends on the groups
     products       gradients of adapters, a tensor per part, which the last part concatenates
@@ -50,16 +49,19 @@ class Cuts:
         self.collected: dict[str, Tensor] = {}
         self.products: dict[str, list[Tensor]] = {}
         self._made: dict[tuple[str, int], tuple[Tensor, Any]] = {}
-        self._place: dict[int, tuple[Tensor, int]] = {}  # id of a piece -> (what it was cut from, its number)
+        self._place: dict[int, tuple[Tensor, int]] = {}  # id of a piece -> (its whole tensor, its index)
 
     def once(self, name: str, source: Tensor, make: Callable[[Tensor], Made]) -> Made:
         """make(source), computed once and kept under `name`."""
         if (name, id(source)) not in self._made:
-            self._made[name, id(source)] = source, make(source)  # the source too: its id stays taken
+            self._made[name, id(source)] = (
+                source,
+                make(source),
+            )  # also keeps the source, so that its id is not reused
         return self._made[name, id(source)][1]
 
     def of(self, whole: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-        """`whole` cut along its first dimension."""
+        """`whole` split along its first dimension."""
 
         def cut(whole: Tensor) -> Sequence[Tensor]:
             pieces = whole.split(sizes)
@@ -75,9 +77,9 @@ class Cuts:
         return self.of(first, self.rows)[number], self.of(second, self.rows)[number]
 
     def turned(self, tensor: Tensor) -> Tensor:
-        """`tensor` with its last two dimensions transposed; a piece is cut from its transposed whole."""
+        """`tensor` with its last two dimensions transposed; a piece is split from its transposed whole."""
         if id(tensor) not in self._place:
-            return tensor.transpose(-2, -1)  # not kept: it would hold a part's buffers until the last part
+            return tensor.transpose(-2, -1)  # not cached: it would hold a part's buffers until the last part
         whole, number = self._place[id(tensor)]
         sizes = [len(piece) for piece in self.of(whole, [])]
         dim = 1 if whole.dim() == 2 else 0
@@ -105,7 +107,7 @@ class Part(DeviceGroup):
 
 
 class Grouped(ByGemms[DeviceRouting]):
-    """The backend that `fused` is given on CUDA.
+    """The backend of `fused` on CUDA.
 
     bf16; D and I multiples of 8 (16-byte strides). Expert ids are not checked: that would synchronise.
     """
@@ -134,10 +136,10 @@ class Grouped(ByGemms[DeviceRouting]):
     def groups(
         self, routing: DeviceRouting, weight_bytes: tuple[int, int], row_bytes: int, *, both: bool
     ) -> Iterator[DeviceGroup]:
-        """One group where the workspace holds gate_up and down of every expert, whatever `both` says.
+        """One group if the workspace holds gate_up and down of every expert, whatever `both` is.
 
-        Forward then leaves what backward needs. Otherwise as few groups of equal size as fit, with either
-        gate_up or down in the workspace.
+        Forward's workspace can then be reused in backward. Otherwise as few groups of equal size as fit, with
+        either gate_up or down in the workspace.
         """
         E = routing.num_experts
         if sum(weight_bytes) * E <= workspace.WORKSPACE:
@@ -149,7 +151,7 @@ class Grouped(ByGemms[DeviceRouting]):
         ends = [min(E, first + size) for first in begins]
         edges = [0, *(routing.ends[end - 1] for end in ends)]
         cuts = Cuts([b - a for a, b in pairwise(edges)], [b - a for a, b in pairwise([0, *ends])])
-        # the offsets of each part from its own first row on
+        # the offsets of each part, counted from its own first row
         offsets: Sequence[Tensor] = torch._foreach_sub(  # pyright: ignore[reportPrivateImportUsage]
             routing.offsets_E.split(cuts.experts), edges[:-1]
         )
@@ -166,7 +168,7 @@ class Grouped(ByGemms[DeviceRouting]):
         down: Tensor | Packed,
         factors: ExpertFactors,
     ) -> Tensor | None:
-        """The result, where a record says that multiplying with the codes beats expanding them; else None."""
+        """The result, if a record says that multiplying with the codes beats expanding them; else None."""
         if not (isinstance(gate_up, Packed) and isinstance(down, Packed)):
             return None
         rows = x_TD.new_empty((1, 1)).expand(ids_TK.numel(), 1)  # only the number of rows matters
@@ -206,7 +208,7 @@ class Grouped(ByGemms[DeviceRouting]):
         return y_TD.to(x_TD.dtype)
 
     def workers(self, routing: DeviceRouting, weights: int) -> int:
-        """One: the device shares the work out itself."""
+        """One: the device distributes the work itself."""
         return 1
 
     def each(
@@ -222,7 +224,7 @@ class Grouped(ByGemms[DeviceRouting]):
     def product_rows(self, name: str, group: DeviceGroup, columns: int, dtype: torch.dtype) -> Tensor | None:
         """None, so that a GEMM's result is used without a copy: 1.9 GB for y at 65,536 rows of 7,168.
 
-        Only of several parts the rows of y are collected in one tensor.
+        Only with several parts, the rows of y are collected in one tensor.
         """
         if not isinstance(group, Part) or name != "y":
             return None
@@ -241,7 +243,7 @@ class Grouped(ByGemms[DeviceRouting]):
     def nn(
         self, a: Tensor, weights: Tensor, index: Sequence[int], group: DeviceGroup, out: Tensor | None
     ) -> Tensor:
-        if not len(a):  # a part that no token chose
+        if not len(a):  # a part without tokens
             return a.new_empty((0, weights.shape[2])) if out is None else out
         product = F.grouped_mm(a, _of(weights, index), offs=_offsets(group))
         return product if out is None else out.copy_(product)
@@ -250,13 +252,13 @@ class Grouped(ByGemms[DeviceRouting]):
         _of(out, index).copy_(self.outer(a, b, group))
 
     def outer(self, a: Tensor, b: Tensor, group: DeviceGroup) -> Tensor:
-        """a[rows of g]ᵀ @ b[rows of g] of each expert g; zero for one without rows."""
+        """a[rows of g]ᵀ @ b[rows of g] for each expert g; zero for one without rows."""
         if not len(a):
             return a.new_zeros((len(group.experts), a.shape[1], b.shape[1]))
         return F.grouped_mm(_turned(a, group), b, offs=_offsets(group))
 
     def factor(self, name: str, a: Tensor, b: Tensor, group: DeviceGroup, grads: ExpertGradients) -> None:
-        """The product itself is the gradient; of several parts the last one joins them."""
+        """The product itself is the gradient; with several parts the last one joins them."""
         product = self.outer(a, b, group)
         if isinstance(group, Part):
             products = group.cuts.products.setdefault(name, [])
@@ -283,7 +285,7 @@ class Grouped(ByGemms[DeviceRouting]):
         return product
 
     def scatter_add(self, rows: Tensor, group: DeviceGroup, weight: Tensor | None, out: Tensor) -> None:
-        """By gathering each token's K rows, not by atomic adds: the same bits at every run."""
+        """By gathering each token's K rows, not by atomic adds: bit-identical at every run."""
         routing = group.routing
         if isinstance(group, Part):
             if not group.last:
@@ -325,7 +327,7 @@ def _turned(tensor: Tensor, group: DeviceGroup) -> Tensor:
 
 
 def _of(stack: Tensor, index: Sequence[int]) -> Tensor:
-    """Its matrices `index`, which are consecutive."""
+    """The matrices `index` of a stack, which are consecutive."""
     return stack if len(index) == len(stack) else stack[index[0] : index[-1] + 1]
 
 
@@ -336,7 +338,7 @@ def _experts(group: DeviceGroup) -> Tensor:
 
 
 def _offsets(group: DeviceGroup) -> Tensor:
-    """Where the rows of each of the group's experts end."""
+    """The end of the rows of each of the group's experts."""
     return group.offsets if isinstance(group, Part) else group.routing.offsets_E
 
 

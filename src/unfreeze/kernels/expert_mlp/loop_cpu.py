@@ -1,7 +1,7 @@
 """The CPU backend of the expert MLP: experts in groups that stay in cache, a torch.mm per expert.
 
-numba loops do what stands around the GEMMs. n rows (a token at one expert, sorted by expert, each expert's
-rows padded), D, I, Q, P as in factors.py.
+numba loops do the work around the GEMMs. n rows (a token at one expert, sorted by expert, each expert's rows
+padded), D, I, Q, P as in factors.py.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from unfreeze.kernels.loops.numba_options import array
 from unfreeze.kernels.loops.scratch import scratch
 from unfreeze.quant.codec import Packed
 
-# multiply-adds of a call from which it is shared among cores; less work is not worth handing out
+# multiply-adds from which a call is divided among cores; less work is not worth handing out
 WORKERS_FROM = 1 << 26
 
 HostGroup = ExpertGroup[HostRouting]
 
 
 def padded_rows(rows: int, dtype: torch.dtype) -> int:
-    """How many rows a GEMM gets for `rows`, padding included. float32: no padding.
+    """Rows of a GEMM for `rows`, including padding. float32: no padding.
 
-    bf16: oneDNN compiles one kernel per row count and keeps 1,024 of them (0.7 ms and up to 0.5 MB each). So
-    there are few counts: powers of two up to 16, then multiples of 16 or more, at most 8 from a power of two
-    to the next.
+    bf16: oneDNN compiles one kernel per row count and caches 1,024 of them (0.7 ms and up to 0.5 MB each). So
+    only few counts are used: powers of two up to 16, then multiples of 16 or more, at most 8 from a power of
+    two to the next.
     """
     if dtype != torch.bfloat16 or rows == 0:
         return rows
@@ -44,10 +44,10 @@ def padded_rows(rows: int, dtype: torch.dtype) -> int:
 
 
 class LoopCpu(ByGemms[HostRouting]):
-    """The backend that `fused` is given on CPU. bf16 or float32."""
+    """The backend of `fused` on CPU. bf16 or float32."""
 
     def route(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype) -> HostRouting:
-        """Raises IndexError where an id is not an expert."""
+        """Sort the slots by expert. Raises IndexError for an id that is not an expert."""
         ids = ids_TK.detach().contiguous().view(-1).numpy()
         weights = weights_TK.detach().float().contiguous().view(-1).numpy()
 
@@ -57,7 +57,7 @@ class LoopCpu(ByGemms[HostRouting]):
         if wrong != -1:
             raise IndexError(f"expert id {ids[wrong]} outside 0..{num_experts - 1}")
 
-        # Pad them; an expert's rows begin where those of the experts before it end.
+        # Pad them; an expert's rows start where those of the previous expert stop.
         experts = np.flatnonzero(counts).tolist()
         sizes = [self.padded(rows, dtype) for rows in counts[experts].tolist()]
         begins = np.zeros(num_experts, np.int64)
@@ -79,7 +79,7 @@ class LoopCpu(ByGemms[HostRouting]):
         )
 
     def padded(self, rows: int, dtype: torch.dtype) -> int:
-        """How many rows an expert gets for `rows`."""
+        """Rows of an expert for `rows`, including padding."""
         return padded_rows(rows, dtype)
 
     def groups(
@@ -121,9 +121,9 @@ class LoopCpu(ByGemms[HostRouting]):
         return min(torch.get_num_threads(), len(routing.experts))
 
     def each(self, groups: Iterator[HostGroup], workers: int, work: Callable[[HostGroup, int], None]) -> None:
-        """Give each worker, which is a core, its own run of consecutive groups, the same at every call.
+        """Give each worker, one per core, its own run of consecutive groups, the same at every call.
 
-        What it sums up has a fixed order, so a repeated step has the same bits.
+        Its sums have a fixed order, so a repeated step is bit-identical.
         """
         listed = list(groups)
         spread([listed] if workers == 1 else _shares(listed, workers), work)
@@ -137,7 +137,7 @@ class LoopCpu(ByGemms[HostRouting]):
     def nt(
         self, a: Tensor, weights: Tensor, index: Sequence[int], group: HostGroup, out: Tensor | None
     ) -> Tensor:
-        assert out is not None  # product_rows gave it
+        assert out is not None  # product_rows allocated it
         sizes = group_sizes(group)
         for i, a_rows, out_rows in zip(index, a.split(sizes), out.split(sizes), strict=True):
             if not thin_cpu.dots(a_rows, weights.select(0, i), out_rows):
@@ -199,7 +199,7 @@ def group_sizes(group: HostGroup) -> list[int]:
 def _shares(groups: list[HostGroup], workers: int) -> list[list[HostGroup]]:
     """Divide the groups into runs of consecutive ones with about the same work.
 
-    Work is rows, and 48 per expert for expanding its weights (measured, INT4).
+    The work of an expert is its rows, plus 48 for expanding its weights (measured, INT4).
     """
     costs = np.cumsum([group.num_rows + 48 * len(group.experts) for group in groups])
     cuts = np.searchsorted(costs, costs[-1] * np.arange(1, workers) / workers).tolist()

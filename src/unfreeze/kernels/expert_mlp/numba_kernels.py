@@ -3,7 +3,8 @@
 Sort by expert, gather, SwiGLU forward and backward, weighted scatter-add.
 
 Elements are float32, or bf16 as uint16 bits (see numba_options); arithmetic is float32 with one rounding per
-result. In-cache numba loops because torch's bf16 elementwise kernels make a pass over memory per operation.
+result. numba, because these loops stay in cache, while torch's bf16 elementwise kernels make a pass over
+memory per operation.
 
 T tokens, K experts per token, E experts, n rows (a token at one expert; -1 marks a row of padding), D width,
 I intermediate width.
@@ -18,9 +19,9 @@ from unfreeze.kernels.loops.numba_options import ONE, Kernel, inner, narrow, ser
 
 @serial
 def count_experts(ids, counts):
-    """counts[e] = how often e stands in ids (flat).
+    """counts[e] = number of times that e occurs in ids (flat).
 
-    Returns where the first id outside 0..E-1 stands, or -1.
+    Returns the position of the first id outside 0..E-1, or -1.
     """
     for slot in range(ids.size):
         if ids[slot] < 0 or ids[slot] >= counts.size:
@@ -45,14 +46,14 @@ def place_rows(ids, weights, per_token, begins, token, weight, row):
 
 @Kernel
 def gather(start, stop, source, token, out):
-    """out[r, :D] = source[token[r]], zero for padding. out may be wider than D; the rest is left alone."""
+    """out[r, :D] = source[token[r]], zero for padding; out may be wider, other columns are unchanged."""
     width = source.shape[1]
     for r in range(start, stop):
         target, row = out[r, :width], source[max(token[r], 0)]
         if token[r] < 0:
             target[:] = 0
         else:
-            # a slice assignment looks for overlap first and copies slower: 104 us instead of 40, 128 x 1024
+            # a slice assignment checks for overlap first and copies slower: 104 us instead of 40, 128 x 1024
             for d in range(width):
                 target[d] = row[d]
 
@@ -75,7 +76,7 @@ def scatter_add(start, stop, rows, token, weight, out):
 def swiglu(start, stop, gate_up, out):
     """out[r, :I] = silu(gate) * up, gate_up [n, 2I] with gate first.
 
-    out may be wider than I; the rest is left alone.
+    out may be wider than I; the other columns are unchanged.
     """
     width = gate_up.shape[1] // 2
     for r in range(start, stop):
@@ -89,9 +90,9 @@ def swiglu(start, stop, gate_up, out):
 def _score(dh, gate, up):
     """Σ_i dh[i] silu(gate[i]) up[i].
 
-    A loop of its own: with a fourth output LLVM gives up on vectorising (515 us instead of 84, 128 x 512).
+    A separate loop: with a fourth output LLVM stops vectorising (515 us instead of 84, 128 x 512).
     """
-    # sixteen sums side by side: a float sum is vectorised only where its order is written down
+    # sixteen parallel sums: a float sum is vectorised only if the code fixes its order
     lanes = np.zeros(16, np.float32)
     whole = dh.size // 16 * 16
     for i in range(0, whole, 16):
@@ -113,7 +114,7 @@ def _score(dh, gate, up):
 def swiglu_backward(start, stop, grad, gate_up, weight, weighted, grad_gate_up, score):
     """From the *unweighted* gradient dh of h = silu(g) u, with w the routing weight of the row.
 
-    weighted = w h            what dW and dA of the down projection multiply
+    weighted = w h            the factor of dW and dA of the down projection
     grad_gate_up[:, :2I] = w dh u silu'(g) | w dh silu(g)
     score = <dh, h>           the gradient of w, with no second pass through the down projection
     """

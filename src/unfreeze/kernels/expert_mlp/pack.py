@@ -1,4 +1,4 @@
-"""Panels of one expert's weight, whatever its format: numba picks the loop by the type of the codes.
+"""Panels of one expert's weight in any format: numba picks the loop by the type of the codes.
 
 `weight` is one of expand/codes.py, E matrices [N, M]; e the expert; `first` and `panel` as in
 loops/int4_panels.py for bf16 (a panel of uint32), as in loops/strips.py for float32.
@@ -28,7 +28,7 @@ from unfreeze.quant.int4 import Int4
 
 
 def fits(weight: Packed) -> bool:
-    """Whether 32 neighbouring weights of a row share a scale, and the columns are whole panels.
+    """True if 32 neighbouring weights of a row share a scale, and the columns are whole panels.
 
     For a weight that is `expandable` (expand/codes.py).
     """
@@ -40,7 +40,7 @@ def fits(weight: Packed) -> bool:
     if isinstance(codec, Fp8):
         down, across = codec.block
         return (down == 1 or down % COLUMNS == 0) and (across % 32 == 0 or across >= columns)
-    return True  # MXFP4 has groups of 32; FP8 without blocks a scale for a row or more
+    return True  # MXFP4 has groups of 32; FP8 without blocks has one scale for a row or more
 
 
 def pack_rows(weight: Any, e: int, first: int, panel: Any) -> None:
@@ -80,7 +80,7 @@ def _append(rows, first, panel, begin):
 
 
 def _pairs(weight: Any, int4: Any, mxfp4: Any, fp8: Any) -> Any:
-    """Panels of pairs of bf16: the loop of the weight's format."""
+    """Panels of bf16 pairs: the loop for the weight's format."""
     kind = weight.instance_class
     if kind is Fp4Codes:
         return lambda weight, e, first, panel: mxfp4(weight.codes[e], weight.scales[e], first, panel)
@@ -94,7 +94,7 @@ def _pairs(weight: Any, int4: Any, mxfp4: Any, fp8: Any) -> Any:
 
 
 def _strips(weight: Any, loop_of: Any) -> Any:
-    """Panels of float32 strips: the loop of the weight's format, with the shape of its blocks of scales."""
+    """Panels of float32 strips: the loop for the weight's format, with the shape of its scale blocks."""
     kind = weight.instance_class
     if kind is Fp4Codes:
         fill = loop_of(MXFP4)

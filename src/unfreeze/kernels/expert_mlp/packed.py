@@ -1,6 +1,6 @@
-"""The backend of packed experts on a CPU, as an op of its own: which of them runs is timed like any other.
+"""The backend of packed experts on a CPU as a separate op: its choice is timed like any other.
 
-Whichever it is, nothing expanded is saved for backward: that is fused.py's promise, and no question of speed.
+With any of them, nothing expanded is saved for backward: fused.py promises that, independent of speed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from unfreeze.kernels.expert_mlp.fused import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
 from unfreeze.quant.codec import Packed
 
-BUCKET = "64 on"  # as OP of the room has it; its inputs are timed
+BUCKET = "64 on"  # as in OP; its inputs are timed
 
 
 @dataclass(frozen=True)
 class By:
-    """The op with the work done by one backend."""
+    """The op, computed by one backend."""
 
     backend: Callable[[], Backend[Any]]
 
@@ -51,7 +51,7 @@ def _panels_refuse(device: str, dtype: torch.dtype) -> str:
 
 
 def op_of(inputs: Callable[[torch.device, torch.dtype, torch.Generator], Arguments]) -> Op:
-    """The op; `inputs` as a case of expert_mlp has them."""
+    """The op; `inputs` as in a case of expert_mlp."""
     return Op(
         name="packed_experts",
         reference=By(loop_cpu.LoopCpu),

@@ -1,19 +1,21 @@
-"""A group of experts on a CPU, multiplied straight from their codes: forward is one compiled loop, and so is
-backward.
+"""A group of experts on a CPU, multiplied straight from their codes.
 
-64 columns of a weight at a time are expanded into a panel, multiplied with all the expert's rows while the
-panel is in L2, and overwritten by the next 64. The operations, their order and their roundings are those of
-by_gemms.py, which has a torch.mm per product. Differences:
+Forward is one compiled loop, and so is backward. 64 columns of a weight at a time are expanded into a panel,
+multiplied with all the expert's rows while the panel is in L2, and overwritten by the next 64. The
+operations, their order and their roundings are those of by_gemms.py, which has a torch.mm per product.
+Differences:
+
 - no expanded matrix exists, and oneDNN has nothing to pack;
 - the last product of either direction is added to the float32 sums of its tokens without being rounded or
   stored;
-- threads do not wait for Python's lock.
-A frozen base in INT4, MXFP4 or FP8 whose scales cover 32 neighbouring weights or more (pack.py), and widths
-in multiples of 64: in bf16 on CPUs with AVX512-bf16, in float32 on any. In float32 also a dense one, in
-float32 or bf16. products.py has what differs between the two.
+- threads do not wait for the GIL.
 
-n rows of a group, r of one expert (a multiple of ROWS, padding included), T, D, I, Q, P as in factors.py.
-B1 [Q, 2I] and B2 [P, D] are transposed.
+It takes a frozen base in INT4, MXFP4 or FP8 whose scales cover 32 neighbouring weights or more (pack.py),
+with widths in multiples of 64: in bf16 on CPUs with AVX512-bf16, in float32 on any. In float32 it also takes
+a dense base, in float32 or bf16. products.py has the differences between the two dtypes.
+
+n rows of a group, r of one expert (a multiple of ROWS, including padding), T, D, I, Q, P as in factors.py. B1
+[Q, 2I] and B2 [P, D] are transposed.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ class _Rows(NamedTuple):
 class _Factors(NamedTuple):
     """The group's adapters as bf16 bits, or their gradients in float32.
 
-    Without an adapter they have rank 0, and its gradients are empty. A1 and B1 adapt gate_up, A2 and B2 down;
-    both B are transposed.
+    A missing adapter has rank 0, and its gradients are empty. A1 and B1 adapt gate_up, A2 and B2 down; both B
+    are transposed.
     """
 
     A1: np.ndarray  # [G, Q, D]
@@ -76,7 +78,7 @@ class _Factors(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """backend.SavedRows of the group's rows as bf16 bits; 0 columns wide where there is no adapter."""
+    """backend.SavedRows of the group's rows as bf16 bits; 0 columns wide if there is no adapter."""
 
     gate_up: np.ndarray  # [n, 2I]
     xA: np.ndarray  # [n, Q]
@@ -111,8 +113,10 @@ class _Backward(NamedTuple):
 
 @inner
 def _copy(source, target):
-    """target[:] = source, of one shape. numba's own assignment is slow to compile: it contains the error
-    message for unequal shapes."""
+    """target[:] = source, of one shape.
+
+    numba's own assignment is slow to compile: it contains the error message for unequal shapes.
+    """
     for row in range(source.shape[0]):
         for column in range(source.shape[1]):
             target[row, column] = source[row, column]
@@ -161,9 +165,8 @@ def _forward(x, rows, gate_up, down, factors, saved, y, buffers):
 def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx, buffers):
     """Gradients of a group: score, `grads` and dx.
 
-    score [n] is the gradient of the routing weights, `grads` are those of `factors`. dx[token] += …,
-    unless dx has no rows (it was not asked for).
-    As in `_forward`; dy [T, D] bf16 bits, dx [T, D] float32, ones [n] float32.
+    score [n] is the gradient of the routing weights, `grads` are those of `factors`. dx[token] += …, unless
+    dx has no rows (not needed). As in `_forward`; dy [T, D] bf16 bits, dx [T, D] float32, ones [n] float32.
     """
     D, I = x.shape[1], saved.gate_up.shape[1] // 2
     Q, P = saved.xA.shape[1], saved.hA.shape[1]
@@ -173,7 +176,7 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
         r, here = end - begin, slice(begin, end)
         dys, dh, wh, dgu = buffers.dy[:r], buffers.dh[:r], buffers.wh[:r], buffers.dgu[:r]
 
-        # dh = dy W2 + (dy B2ᵀ) A2, not yet times the routing weight
+        # dh = dy W2 + (dy B2ᵀ) A2, before the factor of the routing weight
         _gather(0, r, dy, rows.token[here], dys)
         if P:
             dots(dys[:, :D], factors.B2[g], buffers.dots, buffers.sums, dys[:, D:])
@@ -194,7 +197,7 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
             outer(dys[:, D:], wh, buffers.thin_P, grads.A2[g])
             outer(whA, dys[:, :D], buffers.thin_P, grads.B2[g])
 
-        # dx[token] += dgu W1 + (dgu B1ᵀ) A1; the routing weight is in dgu already, hence `ones`
+        # dx[token] += dgu W1 + (dgu B1ᵀ) A1; dgu already has the routing weight, hence `ones`
         if Q:
             dots(dgu[:, : 2 * I], factors.B1[g], buffers.dots, buffers.sums, dgu[:, 2 * I :])
         if dx.shape[0]:
@@ -213,7 +216,7 @@ def _backward(x, dy, rows, ones, gate_up, down, factors, saved, score, grads, dx
 
 @functools.cache
 def available() -> bool:
-    """Whether this CPU has AVX512-bf16, which makes panels of bf16 pay; logged once."""
+    """True if this CPU has AVX512-bf16, which makes bf16 panels faster; logged once."""
     pay = bf16_cpu.panels_pay()
     log.info(
         "packed experts in bfloat16: %s",
@@ -229,7 +232,7 @@ def supports(
     activation: Activation = SWIGLU,
     gate_up_bias: Tensor | None = None,
 ) -> bool:
-    """Whether `Panels` can do a call. Its loops know SwiGLU without a bias; the log says so of another."""
+    """True if `Panels` can do a call. Its loops support SwiGLU without a bias; others are logged."""
     if activation != SWIGLU or gate_up_bias is not None:
         _say_refused(type(activation).__name__, gate_up_bias is not None)
         return False
@@ -240,7 +243,7 @@ def supports(
 
 
 def _reads(base: Tensor | Packed) -> bool:
-    """Whether a loop fills panels from such a base: packed, or frozen in float32 or bf16."""
+    """True if a loop fills panels from such a base: packed, or frozen in float32 or bf16."""
     if isinstance(base, Packed):
         return expandable(base) and fits(base)
     whole = base.shape[1] % COLUMNS == base.shape[2] % COLUMNS == 0
@@ -255,7 +258,7 @@ def _say_refused(activation: str, bias: bool) -> None:
 
 
 class Panels(LoopCpu):
-    """The backend that `fused` is given on CPU where `supports` says so."""
+    """The backend of `fused` on CPU if `supports` is true."""
 
     def padded(self, rows: int, dtype: torch.dtype) -> int:
         return round_up(rows, ROWS)
@@ -360,18 +363,18 @@ class _Room:
         return array(scratch(name, (count, columns), self.dtype, torch.device("cpu")))
 
     def tile(self, inner: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A panel with `inner` rows of weights, sums, and what `dots` needs."""
+        """A panel with `inner` rows of weights, sums, and the scratch of `dots`."""
         if self.wide:
             panel = _floats("panel", COLUMNS // WIDTH, inner, WIDTH)
             return panel, _floats("sums of rows", BLOCK, COLUMNS), _floats("strip", 1, inner, WIDTH)
         return _words("panel", -(-inner // 2), COLUMNS), _floats("tile", ROWS, COLUMNS), _floats("dots", 16)
 
     def thin(self, name: str, count: int, columns: int) -> np.ndarray:
-        """What `outer` needs for `count` rows of a thin factor."""
+        """Scratch of `outer` for `count` rows of a thin factor."""
         return _floats(name, columns, count) if self.wide else _words(name, count // 2, columns)
 
     def none(self, *shape: int) -> np.ndarray:
-        """Where there is nothing to compute with."""
+        """An empty array, if there is nothing to compute."""
         return np.empty(shape, np.float32 if self.wide else np.uint16)
 
 

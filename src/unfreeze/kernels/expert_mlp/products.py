@@ -1,7 +1,8 @@
-"""What an expert's rows are multiplied with a panel by, in bf16 or float32: numba picks by the arrays' types.
+"""Products of an expert's rows with a panel, in bf16 or float32: numba picks by the arrays' types.
 
 In bf16 panels of pairs (loops/panels.py) and the tile of loops/bf16_tile.py; in float32 strips
-(loops/strips.py) and that of loops/float_tile.py. a [r, >= inner], r a multiple of ROWS; Q a multiple of 8.
+(loops/strips.py) and the tile of loops/float_tile.py. a [r, >= inner], r a multiple of ROWS; Q a multiple of
+8.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def store(a: Any, inner: int, panel: Any, first: int, out: Any) -> None:
 def add(a: Any, inner: int, panel: Any, sums: Any, first: int, token: Any, weight: Any, out: Any) -> None:
     """out[token[r], first : first + COLUMNS] += weight[r] · (a · panel)[r], in float32.
 
-    Nothing where the token is -1 (padding). sums: room of the thread. Inside numba loops only.
+    Rows with token -1 (padding) are skipped. sums: scratch of the thread. Inside numba loops only.
     """
     raise NotImplementedError("called by compiled loops")
 
@@ -114,7 +115,7 @@ def _scatter(sums, token, weight, begin, end, first, out):
 
 @linked
 def _strips(a, begin, end, inner, panel, out, out_stride):
-    """a[begin:end, :inner] · panel at address `out`. INNER of it and a strip's share stay in L1 and L2."""
+    """a[begin:end, :inner] · panel at address `out`; INNER of a and of a strip stay in L1 and L2."""
     for k in range(0, inner, INNER):
         count, fresh = min(INNER, inner - k), 1 if k == 0 else 0
         for s in range(panel.shape[0]):
@@ -165,14 +166,14 @@ def _dots_strips(a, b, room, sums, out):
 
 @linked
 def _outer_tiles(a, b, room, out):
-    """room [Q, >= r]: a's columns as rows. b's columns are strips as they lie."""
+    """room [Q, >= r]: a's columns as rows. b's columns are strips already."""
     rows, columns = a.shape
     for row in range(rows):
         for q in range(columns):
             room[q, row] = a[row, q]
     for first in range(0, b.shape[1], WIDTH):
         for begin in range(0, columns, ROWS):
-            # the last tile does some columns again
+            # the last tile repeats some columns
             q = min(begin, columns - ROWS)
             float_tile.tile(
                 room.ctypes.data + q * room.strides[0],

@@ -29,14 +29,14 @@ def reference_expert_mlp(
     """y_t = Σ_k w_tk · down_e( a(gate_e x_t, up_e x_t) ), e = ids_tk, one expert after the other.
 
     Shapes as in `expert_mlp`. Base and adapter are separate GEMMs, so B = 0 changes no bit. Autograd keeps
-    each expanded expert until backward: for small shapes; `reuse` unused.
+    each expanded expert until backward, so this is for small shapes; `reuse` is ignored.
     """
     lora = factors or ExpertFactors()
     y_TD = torch.zeros_like(x_TD, dtype=torch.promote_types(x_TD.dtype, torch.float32))
     for expert in torch.unique(ids_TK).tolist():
         token, slot = torch.where(ids_TK == expert)
         x = x_TD[token]
-        # contiguous halves: silu of a strided view rounds otherwise than silu of the sums below, and B = 0
+        # contiguous halves: silu of a strided view rounds differently from silu of the sums below, and B = 0
         # must change no bit
         bias = None if gate_up_bias is None else gate_up_bias[expert].to(x.dtype)
         both = F.linear(x, _matrix(gate_up, expert, x.dtype), bias)

@@ -1,10 +1,10 @@
 """GEMMs with eight or sixteen columns in bf16, on CPUs with AVX512-bf16.
 
-What LoRA needs beside every expert's large ones. oneDNN packs an operand for each call and looks its kernel
-up among those of a hundred shapes, which costs more than eight columns of arithmetic and leaves a compiled
+LoRA needs one beside each large GEMM of an expert. For each call oneDNN packs an operand and looks its kernel
+up among those of a hundred shapes. That costs more than eight columns of arithmetic and leaves a compiled
 kernel behind for each number of rows. Here both operands are read in place. The instruction is the one oneDNN
-uses (products of bf16 pairs, summed in float32); numba has no name for it, hence the LLVM intrinsic.
-Elsewhere torch.mm, said once in the log.
+uses (products of bf16 pairs, summed in float32); numba does not expose it, hence the LLVM intrinsic. Other
+CPUs use torch.mm, logged once.
 
 R rows, W the long side, Q columns (a multiple of 8, at most WIDEST).
 """
@@ -45,7 +45,7 @@ STRIPE = 32  # columns of a tile of outer products, two vectors
 
 @functools.cache
 def available() -> bool:
-    """Whether this CPU multiplies pairs of bf16; the log says it once."""
+    """True if this CPU multiplies pairs of bf16; logged once."""
     has_bf16 = bf16_cpu.available()
     log.info(
         "thin GEMMs of expert adapters in bfloat16: %s",
@@ -55,14 +55,14 @@ def available() -> bool:
 
 
 def supports(a: Tensor, b: Tensor) -> bool:
-    """Whether rows of both bf16 operands can be read in place."""
+    """True if rows of both bf16 operands can be read in place."""
     return available() and a.dtype == b.dtype == torch.bfloat16 and a.stride(-1) == 1 and b.stride(-1) == 1
 
 
 def dots(a_RW: Tensor, b_QW: Tensor, out_RQ: Tensor) -> bool:
     """out[r, q] = Σ_w a[r, w] b[q, w], rounded once to bf16.
 
-    False, and nothing done, where the loops don't support the shapes.
+    Returns False and does nothing if the loops don't support the shapes.
     """
     columns, width = b_QW.shape
     if width % 32 or columns % TILE or columns > WIDEST or not supports(a_RW, b_QW):
@@ -73,7 +73,7 @@ def dots(a_RW: Tensor, b_QW: Tensor, out_RQ: Tensor) -> bool:
 
 
 def outer(a_RQ: Tensor, b_RW: Tensor, out_QW: Tensor) -> bool:
-    """out[q, w] = Σ_r a[r, q] b[r, w] in float32. False, and nothing done, where the shapes don't suit."""
+    """out[q, w] = Σ_r a[r, q] b[r, w] in float32. Returns False and does nothing for unsupported shapes."""
     (rows, columns), width = a_RQ.shape, b_RW.shape[1]
     if (
         rows % 2
@@ -168,7 +168,7 @@ def dots_loop(a, b, sums, out):
     rows, columns = out.shape
     steps, alone = a.shape[1] // 32, rows < 4
     for begin in range(0, rows, 1 if alone else 4):
-        # the last tile does some rows again; where there are not four, one row four times
+        # the last tile repeats some rows; with fewer than four, one row four times
         first = begin if alone else min(begin, rows - 4)
         stride, count = (0, 1) if alone else (a.strides[0], 4)
         for column in range(0, columns, 4):
@@ -183,7 +183,7 @@ def dots_loop(a, b, sums, out):
 
 @serial
 def outer_loop(a, b, pairs, out):
-    """`outer` for numba loops; pairs [rows / 2, Q] is room for a's rows two by two."""
+    """`outer` for numba loops; pairs [rows / 2, Q] is scratch for a's rows in pairs."""
     steps, columns = pairs.shape
     for i in range(steps):
         for q in range(columns):

@@ -1,9 +1,11 @@
-"""The base weights in the form a GEMM takes.
+"""The base weights in the form that a GEMM takes.
 
 The workspace of a matrix W [N, M] with adapter A [Q, M], B [N, Q] is  WS [N + Q, M + Q] = [[W, B], [A,
 unused]]:
+
     forward   y  = [x | x Aᵀ]   WS[:N, :]ᵀ  =  x Wᵀ + x Aᵀ Bᵀ
     backward  dx = [dy | dy B]  WS[:, :M]   =  dy W + dy B A
+
 base and adapter in one GEMM per direction. Each direction writes only the factor that it reads.
 """
 
@@ -24,18 +26,18 @@ from unfreeze.kernels.loops.scratch import scratch, scratch_of
 from unfreeze.quant.codec import Packed
 
 Direction = Literal["forward", "backward"]
-# bytes of expanded experts at once on a GPU. Of Kimi-K2's at rank 16, gate_up and down of 48 take 4.3e9, and
-# gate_up of 77 takes 4.6e9: its 384 experts go in five groups
+# bytes of expanded experts at once on a GPU. For Kimi-K2 at rank 16, gate_up and down of 48 experts take
+# 4.3e9, and gate_up of 77 takes 4.6e9: its 384 experts go in five groups
 WORKSPACE = 9 << 29
-GROUP_BYTES = 4 << 20  # weights and rows of a group on a CPU: what a core's L2 and its share of L3 hold
+GROUP_BYTES = 4 << 20  # weights and rows of a group on a CPU: they fit a core's L2 and its share of L3
 
 
 def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str) -> int:
     """Bytes of expanded weights that one call holds at once, without adapters.
 
-    cuda  all experts of the layer, E · 3 D I, or where WORKSPACE doesn't take them a group's gate_up, 2 D I
-          each (grouped.py); but in bf16 alone: elsewhere the reference runs, whose autograd keeps every
-          expanded expert until backward
+    cuda  all experts of the layer, E · 3 D I, or if that exceeds WORKSPACE a group's gate_up, 2 D I each
+          (grouped.py). Only in bf16: otherwise the reference runs, whose autograd keeps every expanded expert
+          until backward
     cpu   one expert, and a group of small ones (loop_cpu.py): GROUP_BYTES in forward, and in backward as much
           again for the gradients of its rows
     """
@@ -48,9 +50,9 @@ def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: tor
 
 
 def expert_groups(num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str) -> int:
-    """Groups that a layer's experts go in on CUDA, without adapters.
+    """Number of groups of a layer's experts on CUDA, without adapters.
 
-    One, or as many as WORKSPACE asks for when gate_up is there without down. 1 elsewhere, and where the
+    One, or as many as WORKSPACE requires if it holds gate_up without down. 1 on other devices, and if the
     reference runs.
     """
     every = num_experts * hidden * intermediate * dtype.itemsize
@@ -60,10 +62,10 @@ def expert_groups(num_experts: int, hidden: int, intermediate: int, dtype: torch
 
 
 def adapter_columns(num_experts: int, hidden: int, intermediate: int, groups: int = 1) -> int:
-    """E · (3 D + 5 I): numbers that E adapters hold in the workspace per unit of rank.
+    """E · (3 D + 5 I): elements of E adapters in the workspace per unit of rank.
 
-    In one of several groups those of its gate_up, 2 D + 4 I each.
-    B is block-diagonal. Rank 16 pads to itself, others to multiples of 8.
+    With several groups, those of one group's gate_up, 2 D + 4 I each. B is block-diagonal. Rank 16 needs no
+    padding, others pad to multiples of 8.
     """
     if groups > 1:
         return -(-num_experts // groups) * (2 * hidden + 4 * intermediate)
@@ -71,7 +73,7 @@ def adapter_columns(num_experts: int, hidden: int, intermediate: int, groups: in
 
 
 def remembers(device: torch.device) -> bool:
-    """Whether a workspace there is asked what it holds.
+    """True if a workspace on that device can be reused by its contents.
 
     Not on a CPU, where a checkpoint is read into a weight's memory without torch knowing of it.
     """
@@ -79,16 +81,16 @@ def remembers(device: torch.device) -> bool:
 
 
 class Base:
-    """One base weight, packed or dense [E, N, M], for the length of a call.
+    """One base weight, packed or dense [E, N, M], for the duration of a call.
 
-    `Base.stack` gives matrices as one 3-D tensor.
+    `Base.stack` returns matrices as one 3-D tensor.
     """
 
     def __init__(self, weight: Tensor | Packed, dtype: torch.dtype, name: str):
         self.weight, self.dtype, self.name = weight, dtype, name
         _, self.rows, self.columns = weight.shape
         self._expander = None
-        self._views: tuple[Tensor, ...] = ()  # of a space, which groups of one size share: see operand
+        self._views: tuple[Tensor, ...] = ()  # views of the memory shared by groups of one size: see operand
         if isinstance(weight, Packed) and weight.device.type == "cpu":
             from unfreeze.kernels.expand.numba_cpu import Expander
 
@@ -96,7 +98,7 @@ class Base:
 
     @cached_property
     def codes(self) -> Codes | DenseWeights:
-        """The weight as the loops of a CPU read it. Raises ValueError where they cannot."""
+        """The weight as the CPU loops read it. Raises ValueError if they cannot."""
         return codes_of(self.weight) if isinstance(self.weight, Packed) else DenseWeights(array(self.weight))
 
     def nbytes(self, adapter: Adapter | None) -> int:
@@ -105,18 +107,18 @@ class Base:
         return (self.rows + width) * (self.columns + width) * self.dtype.itemsize
 
     def dense(self, adapter: Adapter | None) -> Tensor | None:
-        """The weight where it lies, if a GEMM can take it so; else None.
+        """The weight in place, if a GEMM can take it; else None.
 
-        It can where the weight is dense, of the computation's dtype, and without an adapter.
+        It can if the weight is dense, has the computation's dtype, and has no adapter.
         """
         if adapter is None and isinstance(self.weight, Tensor) and self.weight.dtype == self.dtype:
             return self.weight
         return None
 
     def stack(self, experts: Sequence[int], name: str, width: int) -> tuple[Tensor, ...]:
-        """WS [len(experts), N + Q, M + Q], Q = `width`, with W filled in; of it W, [W | B], B, [W; A], A.
+        """WS [len(experts), N + Q, M + Q], Q = `width`, with W filled in; as views W, [W | B], B, [W; A], A.
 
-        Valid until the next of this name.
+        Valid until the next call with this name.
         """
         device = self.weight.device
         shape = (len(experts), self.rows + width, self.columns + width)
@@ -125,10 +127,10 @@ class Base:
             space, filled = scratch(name, shape, self.dtype, device), False
         else:
             # Experts are consecutive there. A recomputed layer's forward and backward follow each other, and
-            # forward leaves what backward needs.
+            # backward can reuse forward's workspace.
             content = (*(part._version for part in parts), experts[0], shape)
             space, filled = scratch_of(name, shape, self.dtype, device, parts[0], content)
-        views = self._views  # read once: another thread may put the views of its own space there
+        views = self._views  # read once: another thread may replace it with views of its own memory
         if not views or views[0] is not space:
             (above, below), (left, _) = (
                 space.split([size, width], dim=dim) for dim, size in ((1, self.rows), (2, self.columns))
@@ -142,8 +144,10 @@ class Base:
     def operand(
         self, experts: Sequence[int], factor: Tensor | None, direction: Direction, name: str
     ) -> Tensor:
-        """What a GEMM of that direction reads: [W | B] (forward) or [W; A], `factor` being B or A of
-        `experts`. `name`: of the workspace."""
+        """The operand of a GEMM in that direction: [W | B] (forward) or [W; A].
+
+        `factor` is B or A of `experts`. `name`: of the workspace.
+        """
         forward = direction == "forward"
         width = 0 if factor is None else factor.shape[2 if forward else 1]
         _, _, above, B, left, A = self.stack(experts, name, width)
@@ -152,7 +156,7 @@ class Base:
         return above if forward else left
 
     def _parts(self) -> list[Tensor]:
-        """What a packed weight is expanded from; [] for a dense one, and where torch counts no versions."""
+        """The parts of a packed weight; [] for a dense one, and if torch counts no versions."""
         parts = list(self.weight.parts.values()) if isinstance(self.weight, Packed) else []
         return [] if any(part.is_inference() for part in parts) else parts
 

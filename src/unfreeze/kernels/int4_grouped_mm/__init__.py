@@ -1,6 +1,6 @@
 """Rows sorted by expert, times the INT4 matrices of their experts.
 
-What a decode step of a mixture of experts does. No gradient. n rows, E experts, N outputs, M inputs.
+Used by a decode step of an MoE model. No gradient. n rows, E experts, N outputs, M inputs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ __all__ = ["OP", "bucket", "expands", "int4_grouped_mm"]
 def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor, impl: str = "auto") -> Tensor:
     """y[r] = W_e x[r] for the rows r of expert e -> [n, N] in x's dtype.
 
-    Rows of expert e end at offsets_E[e] (int32, on the device).
-    packed [E, N, M]; W is rounded to bf16 as the format says, sums are float32. x last stride 1; rows beyond
-    offsets_E[-1] are undefined.
+    Rows of expert e stop at offsets_E[e] (int32, on the device). packed [E, N, M]; W is rounded to bf16 as
+    the format requires, sums are float32. x last stride 1; rows beyond offsets_E[-1] are undefined.
     """
     return choose(OP, x_nM.device, x_nM.dtype, bucket(x_nM, packed, offsets_E), impl)(x_nM, packed, offsets_E)
 
 
 def bucket(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> str:
-    """Name the bucket: rows per expert, on average.
+    """The bucket: rows per expert, on average.
 
     "other" for what only the reference reads (the candidate's tiles are whole groups of 8 to 128 columns).
     """
@@ -51,9 +50,9 @@ def bucket(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> str:
 
 
 def expands(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> bool:
-    """Whether the chosen implementation expands whole experts in memory first.
+    """True if the chosen implementation expands whole experts in memory first.
 
-    An op with a workspace of its own does that better itself.
+    An op with its own workspace is better off expanding them itself.
     """
     return choose(OP, x_nM.device, x_nM.dtype, bucket(x_nM, packed, offsets_E)) is OP.reference
 
@@ -67,7 +66,7 @@ def _load_triton() -> Implementation:
 def _drawn(device: torch.device, generator: torch.Generator, draw: Callable[..., Tensor]) -> Tensor:
     """Call `draw` on `device`.
 
-    A GPU has a generator of its own: on the host 352 million numbers would take 8 s of a core, for each of a
+    A GPU uses its own generator: on the host 352 million numbers would take 8 s of a core, for each of a
     cell's five draws.
     """
     if device.type == "cuda":
@@ -104,7 +103,7 @@ OP = Op(
         )
     },
     cases=(_case("up to 8", 1), _case("up to 64", 32), _case("up to 512", 256), _case("over 512", 1024)),
-    # float32: sums of some thousand terms; bf16: the result is rounded once
+    # float32: sums of some thousand terms; bf16: one rounding of the result
     tolerance={torch.float32: 1e-5, torch.bfloat16: 4e-3},
     differentiable=False,
 )

@@ -1,6 +1,6 @@
 """Rows times INT4 experts by expanding them.
 
-The oracle, and what runs where no faster candidate is proven.
+The oracle; it runs if no faster candidate is proven.
 """
 
 from __future__ import annotations

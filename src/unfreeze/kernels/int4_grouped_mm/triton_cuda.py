@@ -1,12 +1,12 @@
 """Rows times INT4 experts with the codes expanded inside the GEMM's tile.
 
-The weights are read from memory at 0.5625 byte each, once per block of rows. Worth it for few rows per
-expert; beyond some hundred, expanding once and a plain grouped GEMM win (records decide).
+The weights are read from memory at 0.5625 byte each, once per block of rows. This is faster for few rows per
+expert; beyond some hundred rows, expanding once and a plain grouped GEMM win (records decide).
 
 n rows sorted by expert, E experts, N outputs, M inputs.
 """
 
-# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
+# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's signature doesn't declare
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _multiply(
 ):
     """A program per tile of ROWS rows of one expert and OUT outputs.
 
-    It counts from the offsets which expert it is; spare programs leave.
+    It finds its expert by counting from the offsets; spare programs exit.
     """
     tile = tl.program_id(1)
     expert = tl.arange(0, EXPERTS)
@@ -52,7 +52,7 @@ def _multiply(
     begins = tl.load(offsets + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
     tiles = tl.where(expert < num_experts, (ends - begins + ROWS - 1) // ROWS, 0)
     through = tl.cumsum(tiles, axis=0)
-    mine = (through - tiles <= tile) & (tile < through)  # of at most one expert
+    mine = (through - tiles <= tile) & (tile < through)  # true for at most one expert
     if tl.sum(mine.to(tl.int32), axis=0) == 0:
         return
     e = tl.sum(tl.where(mine, expert, 0), axis=0).to(tl.int64)
@@ -89,11 +89,12 @@ def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> Tensor:
     y_nN = torch.empty((n, N), dtype=x_nM.dtype, device=x_nM.device)
     if not y_nN.numel():
         return y_nN
-    # A tensor core's tile has 16 rows at least. float32 sums without tensor cores: of more rows ptxas spills.
+    # A tensor core's tile has at least 16 rows. float32 runs without tensor cores; with more rows ptxas
+    # spills.
     most_rows = 128 if x_nM.dtype != torch.float32 else 32
     rows = min(most_rows, max(16, power_of_two(-(-n // num_experts))))
     outs, ins = 64, max(64, codec.group_size)
-    most = n // rows + min(num_experts, n)  # tiles there can be, whatever the routing: the host doesn't ask
+    most = n // rows + min(num_experts, n)  # upper bound of tiles for any routing: no host sync
     _multiply[(triton.cdiv(N, outs), most)](
         x_nM,
         codes,

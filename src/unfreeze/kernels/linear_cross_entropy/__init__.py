@@ -1,10 +1,9 @@
 """Cross entropy of a linear head, without ever holding the logits of all rows.
 
-[T, V] logits of one Kimi-K2 step (65,536 tokens, a vocabulary of 163,840) would be 43 GB in float32.
-Here a block of rows goes through the head, its loss and that loss's gradient are computed at once, and the
-block's logits are dropped.
-What lives until backward is the gradient of the hidden states and of the head's trainable parameters.
-The reference goes by blocks as well: it runs where no record says better.
+[T, V] logits of one Kimi-K2 step (65,536 tokens, a vocabulary of 163,840) would be 43 GB in float32. Here a
+block of rows goes through the head, its loss and that loss's gradient are computed at once, and the block's
+logits are dropped. Only the gradients of the hidden states and of the head's trainable parameters live until
+backward. The reference works in blocks too: it runs unless a record is better.
 
 N rows (supervised tokens), D model width, V vocabulary.
 """
@@ -45,7 +44,7 @@ __all__ = [
 
 
 class DenseHead(NamedTuple):
-    """A head as tensors: z = factor · (W h) + b, and c · tanh(z / c) where softcap is a number c."""
+    """A head as tensors: z = factor · (W h) + b, then c · tanh(z / c) if softcap is a number c."""
 
     weight_VD: Tensor
     bias_V: Tensor | None = None
@@ -64,20 +63,18 @@ def linear_cross_entropy(
     *,
     softcap: float | None = None,
 ) -> Answer:
-    """The weighted loss of a head W h + b, how often the target is likeliest, and every log p.
+    """The weighted loss of a head W h + b, the weight of rows whose target is likeliest, and every log p.
 
-    z_n = W h_n + b, with a softcap c · tanh(z_n / c);  log p_n = z_n[target_n] - logsumexp(z_n)
-    -> (sum_n w_n · -log p_n,  sum_n w_n [z_n[target_n] is the largest],  log p_N)
+        z_n = W h_n + b, with a softcap c · tanh(z_n / c);  log p_n = z_n[target_n] - logsumexp(z_n)
+        -> (sum_n w_n · -log p_n,  sum_n w_n [z_n[target_n] is the largest],  log p_N)
 
     hidden_ND  [N, D] in the dtype of weight_VD [V, D]
     targets_N  int64
     weights_N  float32, of any sign: a policy gradient has negative ones
-    block_rows overrides the rows of a block
 
-    Sums and log p are float32 (float64 for float64).
-    The first sum can be differentiated once, by hidden, weight and bias.
-    For a loss that is not linear in log p: call without gradients first, then with d loss / d log p_n as
-    weights.
+    block_rows overrides the rows of a block. Sums and log p are float32 (float64 for float64). The first sum
+    can be differentiated once, with respect to hidden, weight and bias. For a loss that is not linear in log
+    p: call without gradients first, then with d loss / d log p_n as weights.
     """
     kind = bucket(hidden_ND, weight_VD, bias_V, targets_N, weights_N)
     return choose(OP, hidden_ND.device, hidden_ND.dtype, kind, impl)(
@@ -93,10 +90,10 @@ def head_cross_entropy(
     block_rows: int | None = None,
     impl: str = "auto",
 ) -> Answer:
-    """The same for a head that is a module; the gradient also reaches its trainable parameters.
+    """As linear_cross_entropy for a head that is a module; its trainable parameters get a gradient too.
 
-    A head whose `dense_head()` gives its tensors goes through linear_cross_entropy, so does torch's Linear.
-    A packed or adapted one runs its own forward and backward, by blocks.
+    A head whose `dense_head()` returns its tensors uses linear_cross_entropy; so does torch's Linear. A
+    packed or adapted one runs its own forward and backward, by blocks.
     """
     dense = _dense(head)
     if dense is not None and dense.weight_VD.dtype == hidden_ND.dtype:
@@ -114,9 +111,10 @@ def head_cross_entropy(
 
 
 def sums_through_head(hidden_ND: Tensor, head: nn.Module, sums: Sums, block_rows: int) -> tuple[Tensor, ...]:
-    """The totals of another sum over rows (blocks.Sums), through any head that head_cross_entropy takes.
+    """The totals of another sum over rows (blocks.Sums), through any head that head_cross_entropy accepts.
 
-    The first total can be differentiated once, by the hidden states and the head's trainable parameters.
+    The first total can be differentiated once, with respect to the hidden states and the head's trainable
+    parameters.
     """
     dense = _dense(head)
     if dense is None or dense.weight_VD.dtype != hidden_ND.dtype:
@@ -126,17 +124,17 @@ def sums_through_head(hidden_ND: Tensor, head: nn.Module, sums: Sums, block_rows
 
 
 def _dense(head: nn.Module) -> DenseHead | None:
-    """The head as tensors, where that is all it is."""
+    """The head as tensors, if it is nothing more."""
     if _hooked(head):
         return None
     if type(head) is nn.Linear:
         return DenseHead(head.weight, head.bias)
-    asked: Callable[[], DenseHead | None] | None = getattr(head, "dense_head", None)
-    return None if asked is None else asked()
+    dense_head: Callable[[], DenseHead | None] | None = getattr(head, "dense_head", None)
+    return None if dense_head is None else dense_head()
 
 
 def _hooked(head: nn.Module) -> bool:
-    """Whether somebody looks at what goes through the module: then it must be called."""
+    """True if the module has hooks: then it must be called."""
     return bool(
         head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
     )
@@ -145,7 +143,7 @@ def _hooked(head: nn.Module) -> bool:
 def bucket(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_N: Tensor, weights_N: Tensor
 ) -> str:
-    """By what the softmax costs beside the GEMMs, and whether the head's gradient is asked for."""
+    """The bucket by the softmax's cost relative to the GEMMs, and by a trained or frozen head."""
     return _bucket(len(weight_VD), weight_VD.requires_grad)
 
 
@@ -158,9 +156,9 @@ def block_cost(
 ) -> tuple[int, int]:
     """For the plan: (rows of the largest block, bytes alive per logit of it).
 
-    The candidates work in place. The reference's softmax adds a float32 copy, two for half precision.
-    A softcap keeps what it capped, and has the slope of it in float32 beside the gradient.
-    With more rows than a block, a trained head in half precision also sums its gradient in float32, [V, D].
+    The candidates work in place. The reference's softmax adds a float32 copy, two for half precision. A
+    softcap keeps its input, and has its slope in float32 beside the gradient. With more rows than a block, a
+    trained head in half precision also sums its gradient in float32, [V, D].
     """
     most = rows_per_block(0, vocab, dtype.itemsize, device.type, trained)
     in_place = by_record(OP, device, dtype, _bucket(vocab, trained)).runs in ("numba", "triton")
@@ -187,7 +185,7 @@ def _case(rows: int, width: int, vocab: int, trained: bool) -> Case:
         weight_VD = torch.randn((vocab, width), generator=generator) / width**0.5
         targets_N = torch.randint(0, vocab, (rows,), generator=generator)
         hidden_ND = torch.randn((rows, width), generator=generator)
-        # every other row points at its target, so no rounding decides which logit is the largest
+        # every other row points at its target, so rounding cannot change which logit is the largest
         hidden_ND[::2] += 8 * weight_VD[targets_N[::2]]
         weights_N = 0.5 + torch.rand(rows, generator=generator)
         hidden_ND, weight_VD = (x.to(device, dtype) for x in (hidden_ND, weight_VD))

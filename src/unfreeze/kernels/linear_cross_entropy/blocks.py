@@ -1,6 +1,6 @@
-"""A loss of logits by blocks of rows: cross entropy (TargetSums), and what else is a sum over rows (Sums).
+"""Losses of logits by blocks of rows: cross entropy (TargetSums), and any other sum over rows (Sums).
 
-A block's logits, their loss and the gradient of that loss are made at once; then the logits are dropped.
+A block's logits, their loss and the gradient of that loss are computed at once; then the logits are dropped.
 
 N rows, B rows of a block, D model width, V vocabulary.
 """
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from unfreeze.kernels.linear_cross_entropy.softcap import capped, through_softcap_
 
 MAX_BLOCK_ROWS = 4096
-MIN_BLOCK_ROWS = 128  # below it the head's GEMM is bound by reading the weight, not by arithmetic
+MIN_BLOCK_ROWS = 128  # below this the head's GEMM is bound by reading the weight, not by arithmetic
 # Bytes of a block's logits. Frozen head: blocks of 128 rows are as fast as larger ones and take the least
 # memory. Head that trains in bf16: few blocks. With one block its gradient needs no float32 sum of [V, D]
 # (545 MB at V = 151,936, D = 896: more than the logits of 1,024 rows); each further block would read and
@@ -27,16 +27,16 @@ MIN_BLOCK_ROWS = 128  # below it the head's GEMM is bound by reading the weight,
 CPU_BLOCK_BYTES = {"frozen": 16 * 2**20, "trained": 320 * 2**20}
 # 1.25 GiB: 4,096 rows in bf16 at V = 163,840, where a GPU's GEMM is at its full rate
 DEVICE_BLOCK_BYTES = 5 * 2**28
-# of the head's gradient in half precision, on its way into the float32 sum: fits a cache
+# bytes of the head's half precision gradient added to the float32 sum at a time: fits a cache
 WEIGHT_CHUNK_BYTES = 8 * 2**20
 
 Answer = tuple[Tensor, Tensor, Tensor]
-"""sum_n w_n · -log p_n (differentiable), sum_n w_n where the target wins, and log p_N of each row (neither
-is)."""
+"""sum_n w_n · -log p_n (differentiable); not differentiable: sum_n w_n over rows whose target wins, and log
+p_N of each row."""
 
 
 class SoftmaxFunctions(Protocol):
-    """The module of an implementation; what softmax_gradient() does is said in reference.py."""
+    """The module of an implementation; reference.py documents softmax_gradient()."""
 
     def softmax_gradient(
         self, logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wanted: bool, /
@@ -44,12 +44,12 @@ class SoftmaxFunctions(Protocol):
 
 
 class Sums(Protocol):
-    """What blocks of rows add up to.
+    """Sums over blocks of rows.
 
-    add     a block's logits, and which rows they are -> the gradient of the first total by these logits, in
-            their dtype; it may lie in their memory. Where it is not `wanted` it means nothing
-    totals  when all blocks are added. The first is a scalar and can be differentiated; the others cannot
-    dtype   in which is summed: float32, or float64 for float64
+    add     a block's logits and its slice of rows -> the gradient of the first total by these logits, in
+            their dtype, possibly in their memory. If not `wanted` it is undefined
+    totals  after all blocks. The first is a differentiable scalar; the others are not differentiable
+    dtype   of the sums: float32, or float64 for float64
     """
 
     dtype: torch.dtype
@@ -99,7 +99,7 @@ def through_dense(
     block_rows: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """The totals of `sums` over all rows of W h + b, softcapped where `softcap` is a number."""
+    """The totals of `sums` over all rows of W h + b, softcapped if `softcap` is a number."""
     wanted = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (hidden_ND, weight_VD, bias_V)
     )
@@ -143,7 +143,7 @@ class _Dense(torch.autograd.Function):
                 dweight.add(dlogits_BV, hidden_BD)
             if dbias_V is not None:
                 dbias_V += dlogits_BV.sum(0, dtype=sums.dtype)
-            # or two blocks are alive while the next one's logits are made
+            # otherwise two blocks would be alive while the next one's logits are computed
             del dlogits_BV, logits_BV, shown_BV
         ctx.save_for_backward(
             dhidden_ND,
@@ -161,7 +161,7 @@ class _Dense(torch.autograd.Function):
 
 
 class TargetSums:
-    """Of cross entropy: the loss, how often the target wins, and every log p."""
+    """Sums of cross entropy: the loss, the weight of rows whose target wins, and every log p."""
 
     def __init__(self, functions: SoftmaxFunctions, hidden_ND: Tensor, targets_N: Tensor, weights_N: Tensor):
         self.functions, self.targets_N = functions, targets_N
@@ -175,7 +175,7 @@ class TargetSums:
     def add(self, logits_BV: Tensor, rows: slice, wanted: bool) -> Tensor:
         """Add a block's loss. -> its gradient w · (softmax(z) - onehot(target)).
 
-        It is in the memory of the logits where `functions` can do that.
+        It is in the memory of the logits if `functions` can do that.
         """
         weights_B, targets_B = self.weights_N[rows], self.targets_N[rows]
         log_p_B, wins_B, dlogits_BV = self.functions.softmax_gradient(logits_BV, targets_B, weights_B, wanted)
@@ -191,16 +191,16 @@ class TargetSums:
 class _WeightGradient:
     """dW = sum over blocks of dzᵀ h.
 
-    In half precision one block's product is the result. Several blocks: sum in float32, because bf16 drops
-    addends below 1/256 of the sum. A block is added in slices of the vocabulary; its whole product [V, D]
-    would be one more copy in memory.
+    In half precision the product of a single block is the result. Several blocks are summed in float32,
+    because bf16 drops addends below 1/256 of the sum. A block is added in slices of the vocabulary; its whole
+    product [V, D] would be one more copy in memory.
     """
 
     def __init__(self, weight_VD: Tensor, single: bool):
         self.dtype, self.half = weight_VD.dtype, weight_VD.element_size() < 4
         self.single = single and self.half
-        made = torch.empty_like if self.single else torch.zeros_like
-        self.sum_VD = made(
+        new = torch.empty_like if self.single else torch.zeros_like
+        self.sum_VD = new(
             weight_VD, dtype=self.dtype if self.single else torch.promote_types(self.dtype, torch.float32)
         )
 
@@ -223,9 +223,9 @@ class _WeightGradient:
 def through_head(
     hidden_ND: Tensor, head: Callable[[Tensor], Tensor], sums: Sums, block_rows: int
 ) -> tuple[Tensor, ...]:
-    """The same for any head [B, D] -> [B, V]: packed in 4 bits, with an adapter beside it.
+    """The same for any head [B, D] -> [B, V]: packed in 4 bits, or with an adapter.
 
-    Its own backward is asked block by block.
+    It uses the head's own backward, block by block.
     """
     parameters = [p for p in head.parameters() if p.requires_grad] if isinstance(head, nn.Module) else []
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or parameters):
@@ -252,7 +252,7 @@ class _Through(torch.autograd.Function):
             hidden_BD = hidden_ND[rows].detach().requires_grad_()
             with torch.enable_grad():
                 logits_BV = head(hidden_BD)
-            # its backward may need them
+            # a copy: the head's backward may need the logits
             dlogits_BV = sums.add(logits_BV.detach().clone(), rows, True)
             inputs = [hidden_BD, *parameters]
             dhidden_ND[rows], *dparameters = torch.autograd.grad(logits_BV, inputs, dlogits_BV)

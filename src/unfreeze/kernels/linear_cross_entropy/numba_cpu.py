@@ -1,7 +1,7 @@
 """The softmax of one block of logits and its gradient on CPU, in the memory of the logits.
 
-A row at a time while it is in cache. A row of 151,936 words is 304 kB in bf16, within a core's L2. torch
-reads and writes float32 copies of the whole block five times over.
+One row at a time while it is in cache. A row of 151,936 words is 304 kB in bf16, within a core's L2. torch
+reads and writes float32 copies of the whole block five times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, exp, inne
 
 @inner
 def _sum_of_exponentials(row, shift):
-    """sum_i exp(row[i] - shift); NaN where a number is NaN (exp itself would bound it)."""
+    """sum_i exp(row[i] - shift); NaN if any number is NaN (exp itself would clamp it)."""
     lanes = np.zeros(LANES, np.float32)
     whole = row.size // LANES * LANES
     for i in range(0, whole, LANES):

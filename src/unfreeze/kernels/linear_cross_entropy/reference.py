@@ -9,10 +9,10 @@ from torch import Tensor
 def softmax_gradient(
     logits_NV: Tensor, targets_N: Tensor, weights_N: Tensor, wanted: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give log p, whether no word outscores the target, and the gradient w · (softmax(z) - onehot(target)).
+    """log p, True where no word outscores the target, and the gradient w · (softmax(z) - onehot(target)).
 
-    log p = z[target] - logsumexp(z). The gradient is in the dtype of z, and may lie in the memory of
-    `logits_NV`; if it is not `wanted` it means nothing. Computed in float32 (float64 in float64).
+    log p = z[target] - logsumexp(z). The gradient has the dtype of z, and may be in the memory of
+    `logits_NV`; if not `wanted` it is undefined. Computed in float32 (float64 in float64).
 
     logsumexp(z) = max z - log(max softmax(z)): the softmax is needed for the gradient anyway, and a second
     pass of exp would cost as much again (measured, 512 x 8,192 in float32 on one core: softmax 2.9 ms,

@@ -17,20 +17,20 @@ def softcapped(logits: Tensor, cap: float) -> Tensor:
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:
-    """The values alone, in new memory."""
+    """The values without autograd, in new memory."""
     return _tanh(logits, cap).mul_(cap).to(logits.dtype)
 
 
 def through_softcap_(gradient: Tensor, logits: Tensor, cap: float) -> Tensor:
     """d loss / d capped -> d loss / d logits, in the gradient's memory.
 
-    From the logits and not from what they were capped to: near the cap bf16 leaves nothing of 1 - tanh².
+    Computed from the logits, not from the capped values: near the cap bf16 leaves nothing of 1 - tanh².
     """
     return gradient.mul_(_tanh(logits, cap).square_().neg_().add_(1))
 
 
 def _tanh(logits: Tensor, cap: float) -> Tensor:
-    """tanh(z / c) in float32 (float64 of float64), a new tensor."""
+    """tanh(z / c) in float32 (float64 for float64), a new tensor."""
     exact = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(exact, copy=True).div_(cap).tanh_()
 

@@ -1,10 +1,10 @@
 """The softmax of one block of logits and its gradient on CUDA, in the memory of the logits.
 
-A program per row, two walks over its words.
-Source of the one-pass maximum and sum: Milakov & Gimelshein 2018, arXiv:1805.02867.
+A program per row, two passes over its words. Source of the one-pass maximum and sum: Milakov & Gimelshein
+2018, arXiv:1805.02867.
 """
 
-# A launch takes numbers for constexpr parameters, which the kernel's own signature doesn't say
+# A launch takes numbers for constexpr parameters, which the kernel's signature doesn't declare
 # pyright: reportArgumentType=false
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How CPU and Triton loops are written here: compiler options, tiles, rows, scratch memory, cores."""
+"""Shared parts of the CPU and Triton loops: compiler options, tiles, rows, scratch memory, cores."""

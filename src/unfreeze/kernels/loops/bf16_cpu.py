@@ -1,4 +1,4 @@
-"""What this CPU multiplies bf16 with."""
+"""The bf16 instructions of this CPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from unfreeze.core import cpu
 
 
 def available() -> bool:
-    """Whether numba can be given vdpbf16ps (AVX512-bf16), the instruction of bf16_tile.py."""
+    """True if numba can compile vdpbf16ps (AVX512-bf16), the instruction of bf16_tile.py."""
     return cpu.loops_have("cpu-avx512-bf16")
 
 
 def panels_pay() -> bool:
-    """Whether that is the fastest instruction this CPU has.
+    """True if that is the fastest instruction of this CPU.
 
     With AMX one instruction multiplies sixteen rows, and oneDNN's GEMMs use it.
     """

@@ -1,16 +1,16 @@
-"""The inner tile of a bf16 GEMM for CPUs with AVX512-bf16, in LLVM's own language.
+"""The inner tile of a bf16 GEMM for CPUs with AVX512-bf16, in LLVM IR.
 
 For numba loops that prepare its operands themselves.
 
 The instruction (vdpbf16ps) multiplies 16 pairs of bf16 and adds each pair's two products to a float32 sum. So
-one operand is read as pairs along the inner dimension, as rows lie in memory, and the other as a *panel*: for
+one operand is read as pairs along the inner dimension, in row-major memory order. The other is a *panel*: for
 each pair of inner indices 64 words, one per column, two bf16 each.
 
     out[i, j] = Σ_k a[i, 2k] panel[k, j].low + a[i, 2k + 1] panel[k, j].high          i < ROWS, j < COLUMNS
 
-6 rows by 4 vectors are 24 sums, 4 vectors of the panel and one of the row: 29 of 32 registers, and 24
-multiplications for 10 loads. A sum's order is fixed: the same bits at every call. numba has no name for the
-instruction, hence the LLVM intrinsic.
+6 rows by 4 vectors take 24 sums, 4 vectors of the panel and one of the row: 29 of 32 registers, and 24
+multiplications for 10 loads. The order of a sum is fixed: bit-identical at every call. numba does not expose
+the instruction, hence the LLVM intrinsic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLOATS, PAIRS, HALVES = ir.VectorType(F32, 16), ir.VectorType(I32, 16), ir.Vecto
 
 
 def pointer(builder: ir.IRBuilder, address: Value, offset: Value | int, kind: ir.Type) -> Value:
-    """address + offset bytes."""
+    """The pointer to address + offset bytes."""
     offset = I64(offset) if isinstance(offset, int) else offset
     return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
 
@@ -48,7 +48,7 @@ def multiply(builder: ir.IRBuilder, total: Value, a: Value, b: Value) -> Value:
 
 
 class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite has no name for."""
+    """LLVM's bfloat, which llvmlite does not define."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -58,7 +58,7 @@ BFLOATS = ir.VectorType(_BFloat(), 16)
 
 
 def narrowed(builder: ir.IRBuilder, wide: Value) -> Value:
-    """16 float32 as bf16 by one instruction: to nearest, ties to even; what is under 1e-38 becomes zero."""
+    """16 float32 to bf16 by one instruction: to nearest, ties to even; magnitudes under 1e-38 become zero."""
     convert = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(BFLOATS, [FLOATS]), "llvm.x86.avx512bf16.cvtneps2bf16.512"
     )
@@ -66,7 +66,7 @@ def narrowed(builder: ir.IRBuilder, wide: Value) -> Value:
 
 
 def zeros(builder: ir.IRBuilder, count: int) -> list[Value]:
-    """Vectors of sums at zero; LLVM keeps them in registers."""
+    """Zero-initialised vectors of sums; LLVM keeps them in registers."""
     totals = [cgutils.alloca_once(builder, FLOATS) for _ in range(count)]
     for total in totals:
         builder.store(ir.Constant(FLOATS, [0.0] * 16), total)
@@ -111,7 +111,7 @@ def _write(builder: ir.IRBuilder, arguments: list[Value], kind: ir.Type, size: i
 
 @instruction
 def tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma: no cover - compiled
-    """The formula over `pairs` pairs, out float32. Addresses and strides in bytes."""
+    """The formula over `pairs` pairs, with float32 out. Addresses and strides in bytes."""
 
     def generate(_context, builder, _signature, arguments):
         _write(builder, arguments, FLOATS, 64, lambda _, total: total)
@@ -122,7 +122,7 @@ def tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma: no cov
 
 @instruction
 def narrow_tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma: no cover - compiled
-    """The formula, rounded once: out bf16. Addresses and strides in bytes."""
+    """The formula, rounded once to bf16 out. Addresses and strides in bytes."""
 
     def generate(_context, builder, _signature, arguments):
         _write(builder, arguments, BFLOATS, 32, narrowed)
@@ -133,9 +133,9 @@ def narrow_tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma:
 
 @instruction
 def prefetch(context, address):  # pragma: no cover - compiled
-    """Ask for the cache line at `address`, which may lie outside of what is ours.
+    """Prefetch the cache line at `address`, which may lie outside our memory.
 
-    Nothing is read that could fail.
+    No read happens that could fault.
     """
 
     def generate(_context, builder, _signature, arguments):

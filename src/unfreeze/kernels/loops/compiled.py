@@ -1,4 +1,4 @@
-"""Whether torch.compile can build a kernel on this machine, and if not, why (attention's "flex")."""
+"""Check that torch.compile can build a kernel on this machine, and the reason if not (attention's "flex")."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 
 @functools.cache
 def refuses(device: str, dtype: torch.dtype) -> str:
-    """Why torch.compile cannot build a kernel there; "" where it can."""
+    """The reason why torch.compile cannot build a kernel there; "" if it can."""
     if device == "cpu":
-        # what inductor takes
+        # the compiler that inductor takes
         compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         return (
             ""

@@ -1,6 +1,6 @@
-"""Work for several cores at once, each with its own share and torch kept to one thread.
+"""Runs work on several cores at once, each with its own share and torch limited to one thread.
 
-Where shares are large, that is better than all cores on each op.
+If shares are large, that is faster than using all cores for each op.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _Run = tuple[Callable[[int, int], object], int, int, list[BaseException | None],
 def spread(shares: Sequence[Sequence[Part]], work: Callable[[Part, int], None]) -> None:
     """Call work(part, worker) for every part of every share, without gradients.
 
-    Share by share in one thread each; one share alone stays in this thread.
-    A share's parts keep their order, so what a worker sums up has the same bits at every call. An error is
-    raised once all workers have stopped.
+    Each share runs in one thread; a single share stays in this thread. The parts of a share keep their order,
+    so a worker's sums are bit-identical at every call. An error is raised once all workers have stopped.
     """
     if len(shares) == 1:
         for part in shares[0]:
             work(part, 0)
         return
 
-    @torch.no_grad()  # a setting of the thread
+    @torch.no_grad()  # grad mode is a per-thread setting
     def go(worker: int) -> None:
         for part in shares[worker]:
             work(part, worker)
 
     started = [_pool(len(shares)).submit(go, worker) for worker in range(len(shares))]
-    # all, before an error or Ctrl-C is raised: a worker still at it would write into buffers of the next call
+    # wait for all before raising an error or Ctrl-C: a worker still running would write into the next call's
+    # buffers
     interrupts: list[BaseException] = []
     while not all(future.done() for future in started):
         try:
@@ -52,11 +52,11 @@ def spread(shares: Sequence[Sequence[Part]], work: Callable[[Part, int], None]) 
 
 
 def in_runs(parts: int, workers: int, work: Callable[[int, int], object]) -> None:
-    """work(start, stop) for consecutive runs of 0 .. parts, equally long within one: a run in this thread,
-    each other one in a thread of its own.
+    """Call work(start, stop) for consecutive runs of 0 .. parts, whose lengths differ by at most one.
 
-    Short runs are not worth handing over; a ThreadPoolExecutor takes several times as long for it
-    (docs/why/decisions.md, 77). An error is raised once all have stopped.
+    One run stays in this thread; each other one runs in a thread of its own. Not for short runs: the
+    hand-over costs too much. A ThreadPoolExecutor takes several times as long for it (docs/why/decisions.md,
+    77). An error is raised once all have stopped.
     """
     cuts = [parts * worker // workers for worker in range(workers + 1)]
     answers: list[BaseException | None] = []
@@ -71,8 +71,8 @@ def in_runs(parts: int, workers: int, work: Callable[[int, int], object]) -> Non
     except BaseException as error:
         errors.append(error)
 
-    # All, before an error is raised: a thread still at it would write into memory that is used again. So
-    # Ctrl-C waits too, for the milliseconds that a loop takes.
+    # Wait for all before raising an error: a thread still running would write into memory that is used again.
+    # So Ctrl-C waits too, for the milliseconds that a loop takes.
     while len(answers) < handed_over:
         try:
             done.get()
@@ -85,7 +85,7 @@ def in_runs(parts: int, workers: int, work: Callable[[int, int], object]) -> Non
 
 @functools.cache
 def _runner(worker: int) -> SimpleQueue[_Run]:
-    """What is put here is done by a thread that lives as long as the process."""
+    """A queue whose jobs run in a thread that lives as long as the process."""
     jobs: SimpleQueue[_Run] = SimpleQueue()
 
     def serve() -> None:
@@ -103,8 +103,10 @@ def _do(
     answers: list[BaseException | None],
     done: SimpleQueue[None],
 ) -> None:
-    """A run of another thread, and its answer. Nothing of it stays with the thread, which waits for the next
-    one: `work` holds all tensors of the loop."""
+    """Run another thread's part and report back.
+
+    The thread keeps no reference while it waits for the next part: `work` holds all tensors of the loop.
+    """
     answer = None
     try:
         work(start, stop)
@@ -117,17 +119,17 @@ def _do(
 
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
-    """Threads that live as long as the process and keep torch to one core each.
+    """Threads that live as long as the process and limit torch to one core each.
 
-    torch.mm and the numba loops release Python's lock.
+    torch.mm and the numba loops release the GIL.
     """
     wanted = torch.get_num_threads()
     pool = ThreadPoolExecutor(workers, "cores", torch.set_num_threads, (1,))
     for started in [pool.submit(time.sleep, 0.01) for _ in range(workers)]:
         started.result()
-    torch.set_num_threads(wanted)  # the setting of a thread, but also what threads begin with that come later
+    torch.set_num_threads(wanted)  # a per-thread setting, but also the default of threads started later
     return pool
 
 
-for _threads in (_runner, _pool):  # a forked process has none of them
+for _threads in (_runner, _pool):  # threads do not survive a fork
     os.register_at_fork(after_in_child=_threads.cache_clear)

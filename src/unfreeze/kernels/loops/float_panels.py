@@ -1,9 +1,9 @@
 """MXFP4 and FP8 weights expanded directly into the panels of `bf16_tile` (panels.py), 64 columns at a time.
 
-Values are the format's, bit for bit, rounded to bf16; but numbers under 1e-38 become 0, as they do in the
+Values are the format's, bit for bit, rounded to bf16; but magnitudes under 1e-38 become 0, as they do in the
 multiplication.
 
-N rows of W, M columns. `rows` and `columns` are those of a block of FP8 that shares a scale.
+N rows of W, M columns. `rows` and `columns` are the dimensions of an FP8 block that shares a scale.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def word(value: int) -> ir.Constant:
 def _mxfp4(builder: ir.IRBuilder, codes: Value, scale: Value) -> Value:
     """codes: address of 16 bytes, the low half of each first; scale: address of an exponent + 127.
 
-    A group has 16 possible values, a table in one register. An exponent of 0 is 2^-127, half of the bits' 0.
+    A group has 16 possible values, a table in one register. An exponent byte of 0 means 2^-127, a subnormal.
     """
     exponent = builder.zext(builder.load(builder.inttoptr(scale, I8.as_pointer()), align=1), I32)
     zero = builder.icmp_unsigned("==", exponent, I32(0))
@@ -61,8 +61,10 @@ def _fp8(builder: ir.IRBuilder, codes: Value, scale: Value) -> Value:
 
 
 def e4m3(builder: ir.IRBuilder, byte: Value) -> Value:
-    """kernels/expand/numba_cpu.py has the formula: shifted bits, and 2^-9 of the mantissa where there is no
-    exponent. 16 lanes."""
+    """Convert e4m3 bytes to float32, 16 lanes: shifted bits; without an exponent, 2^-9 times the mantissa.
+
+    kernels/expand/numba_cpu.py has the formula.
+    """
     low = builder.and_(byte, word(127))
     normal = builder.add(builder.shl(low, word(20)), word(0x3C000000))
     tiny = builder.fmul(builder.sitofp(low, FLOATS), ir.Constant(FLOATS, [2.0**-9] * 16))

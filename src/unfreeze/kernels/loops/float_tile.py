@@ -1,13 +1,13 @@
-"""The inner tile of a float32 GEMM, in LLVM's own language, for CPUs without instructions for bf16.
+"""The inner tile of a float32 GEMM, in LLVM IR, for CPUs without bf16 instructions.
 
-For numba loops that prepare its operands themselves. One operand is read as rows lie in memory, the other as
-a *strip*: for each inner index WIDTH neighbouring columns.
+For numba loops that prepare its operands themselves. One operand is read in row-major memory order. The other
+is a *strip*: for each inner index WIDTH neighbouring columns.
 
     out[i, j] += Σ_k a[i, k] strip[k, j]          i < ROWS, j < WIDTH
 
-With AVX2 6 rows by 16 columns are 12 sums of 8, which with 2 vectors of the strip and one number of the row
-are 15 of 16 registers; with AVX512 6 by 32 in as many of 16. A sum's order is fixed: the same bits at every
-call. Plain LLVM vectors: another CPU compiles the same code for its own.
+With AVX2 6 rows by 16 columns take 12 sums of 8. With 2 vectors of the strip and one number of the row they
+fill 15 of 16 registers. With AVX512 6 rows by 32 columns take as many registers of 16. The order of a sum is
+fixed: bit-identical at every call. Plain LLVM vectors: another CPU compiles the same code for itself.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from unfreeze.kernels.loops.bf16_tile import F32, FLOATS, I64, everywhere, point
 from unfreeze.kernels.loops.llvm import Value, instruction
 
 ROWS = 6
-VECTORS = 2 if cpu.loops_have("cpu-avx512") else 1  # of 16 numbers, which AVX2 takes as two of 8
+VECTORS = 2 if cpu.loops_have("cpu-avx512") else 1  # of 16 numbers; AVX2 splits each into two of 8
 WIDTH = 16 * VECTORS
-INNER = 4096 // WIDTH  # inner indices at a time: so much of a strip is 16 KB, half of a core's L1
-BLOCK = 32 * ROWS  # rows at a time: so much of them is in L2 while strips pass
+INNER = 4096 // WIDTH  # inner indices at a time: that part of a strip is 16 KB, half of a core's L1
+BLOCK = 32 * ROWS  # rows at a time: they stay in L2 while strips pass
 
 
 def multiply_add(builder: ir.IRBuilder, a: Value, b: Value, total: Value) -> Value:
-    """a · b + total for sixteen numbers, rounded once where the CPU can."""
+    """a · b + total for sixteen numbers, rounded once if the CPU can."""
     kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
     add = cgutils.get_or_insert_function(builder.module, kind, "llvm.fmuladd.v16f32")
     return builder.call(add, [a, b, total])
@@ -46,7 +46,7 @@ def _places(builder: ir.IRBuilder, out: Value, out_stride: Value) -> list[Value]
 def tile(
     context, a, a_stride, strip, strip_stride, inner, fresh, out, out_stride
 ):  # pragma: no cover - compiled
-    """The formula over `inner` indices; `fresh` 1 begins at zero instead of at `out`.
+    """The formula over `inner` indices; `fresh` 1 starts from zero instead of from `out`.
 
     Addresses and strides in bytes.
     """

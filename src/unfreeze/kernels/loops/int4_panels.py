@@ -1,6 +1,6 @@
 """INT4 weights expanded directly into the panels of `bf16_tile` (panels.py), 64 columns at a time.
 
-Values are the format's, bit for bit: bf16(float32(code - 8) · scale); but numbers under 1e-38 become 0, as
+Values are the format's, bit for bit: bf16(float32(code - 8) · scale); but magnitudes under 1e-38 become 0, as
 they do in the multiplication. A group (32 weights or more) has 16 possible values: a table in one register,
 indexed by the nibble (more in row_dots.py).
 
@@ -22,7 +22,7 @@ CHUNK_BYTES = 16  # bytes of codes at a time: 32 weights of one group
 def _weights(builder: ir.IRBuilder, codes: Value, scale: Value) -> Value:
     """codes: address of 16 bytes, the low nibble of each first; scale: address of the group's bf16 scale.
 
-    The 16 values of a group are rounded to nearest even by one instruction.
+    One instruction rounds the 16 values of a group to nearest even.
     """
     bits = builder.shl(
         builder.zext(builder.load(builder.inttoptr(scale, I16.as_pointer()), align=2), I32), I32(16)
@@ -53,7 +53,7 @@ def pack_int4_rows(codes, scales, group_bytes, first, panel):
             here = codes.ctypes.data + (first + j) * codes.strides[0] + begin
             scale = scales.ctypes.data + (first + j) * scales.strides[0] + begin // group_bytes * 2
             if begin % LINE == 0:
-                # those of the next panel: no hardware prefetcher foresees rows so far apart
+                # prefetch the next panel's: no hardware prefetcher foresees rows so far apart
                 for i in range(16):
                     prefetch(here + (COLUMNS + i) * codes.strides[0])
                     prefetch(scale + (COLUMNS + i) * scales.strides[0])

@@ -1,7 +1,7 @@
-"""Reductions over a row in LANES partial results side by side: LLVM makes vector instructions of them.
+"""Reductions over a row in LANES parallel partial results, which LLVM vectorises.
 
-A plain loop over floats is a chain: each addition waits for the one before it, and the compiler may not
-change their order. Lane j takes the numbers j, j + LANES, …; the order is fixed, and with it every bit.
+A plain loop over floats is a chain: each addition waits for the previous one, and the compiler may not
+reorder them. Lane j takes the numbers j, j + LANES, …; the order is fixed, so results are bit-identical.
 """
 
 from __future__ import annotations

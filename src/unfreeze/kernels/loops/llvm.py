@@ -1,4 +1,4 @@
-"""LLVM code inside numba loops: for instructions that numba has no name for."""
+"""LLVM code inside numba loops, for instructions that numba does not expose."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from numba.extending import intrinsic
 
 Value = Any
-"""An ir.Value. llvmlite does not say what type the methods of its builder return."""
+"""An ir.Value. llvmlite does not annotate the return types of its builder's methods."""
 
 
 def instruction(function: Callable[..., object]) -> Callable[..., Any]:
-    """numba's intrinsic, as loops call it: without the first argument, which is numba's typing context."""
+    """numba's intrinsic, as loops call it: without the first argument, numba's typing context."""
     return intrinsic(function)

@@ -1,8 +1,8 @@
-"""How kernels/ compiles its numba loops, how tensors reach them, and bf16 inside them.
+"""Compiler options of the numba loops in kernels/, conversion of tensors for them, and bf16 inside them.
 
-numba has no bfloat16: a bf16 tensor travels as the uint16 of its bits, `widen` and `narrow` convert. Kernels
-are compiled at their first call for each dtype and kept on disk beside the source, or in the user's cache
-where the source folder is read-only.
+numba has no bfloat16: a bf16 tensor is passed as the uint16 of its bits, which `widen` and `narrow` convert.
+Kernels are compiled at their first call for each dtype. They are cached on disk beside the source, or in the
+user's cache if the source folder is read-only.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 Loop = Callable[..., Any]
 """A function of arrays and numbers, compiled by numba or about to be; numba infers their types."""
 
-njit: Any = numba.njit  # its stubs know neither forceinline nor no_cpython_wrapper
+njit: Any = numba.njit  # its stubs lack forceinline and no_cpython_wrapper
 OPTIONS: dict[str, Any] = dict(nogil=True, boundscheck=False, error_model="numpy", no_cfunc_wrapper=True)
 
-# For functions that only loops call: LLVM links them into the loop, and Python has no way in.
+# For functions that only loops call: LLVM links them into the loop, and Python cannot call them.
 LINKED: dict[str, Any] = OPTIONS | dict(no_cpython_wrapper=True)
 
-# Loops of fewer elements run on one thread: handing a part to a second one takes about as long as they do
+# Loops of fewer elements run on one thread: handing a part to a second thread takes about as long as the loop
 # (docs/why/decisions.md, 77).
 SERIAL = 1 << 18
 
@@ -45,14 +45,14 @@ LN2_HIGH = np.float32(0.693145751953125)  # 12 bits of ln 2: n * LN2_HIGH is exa
 LN2_LOW = np.float32(1.42860677e-06)
 ONE = np.float32(1.0)
 HALF = np.float32(0.5)
-LANES = 16  # partial sums side by side: a float sum is vectorised only where the code fixes its order
+LANES = 16  # parallel partial sums: a float sum is vectorised only if the code fixes its order
 
 
 @inlined
 def exp(x):
     """exp(x) in float32 for x within -87 .. 88 (clamped), relative error under 2e-7.
 
-    Written here because numba's own calls the C library for each element and is not vectorised.
+    Written here because numba's own calls the C library for each element, which is not vectorised.
     """
     y = np.float32(min(max(np.float32(x), np.float32(-87.0)), np.float32(88.0)))
     n = np.float32(np.floor(np.float32(np.float32(y * LOG2E) + HALF)))
@@ -73,14 +73,14 @@ def sigmoid(x):
 
 
 class Kernel:
-    """A numba loop over parts that don't depend on each other: rows, chunks, jobs.
+    """A numba loop over independent parts: rows, chunks, jobs.
 
-    The function takes `start, stop` before its own arguments and does the parts start .. stop - 1. The kernel
-    is called with the number of elements it goes through, the number of parts, then those arguments. Where
-    there are few elements, or torch.get_num_threads() is 1, the calling thread does all parts. Otherwise each
-    thread does a run of consecutive parts.
+    The function takes `start, stop` before its own arguments and processes the parts start .. stop - 1. Call
+    the kernel with the number of elements it processes, the number of parts, then those arguments. If there
+    are few elements, or torch.get_num_threads() is 1, the calling thread processes all parts. Otherwise each
+    thread processes a run of consecutive parts.
 
-    numba's `prange` would do the same, but compiles a loop three times over (docs/why/decisions.md, 77).
+    numba's `prange` would do the same, but compiles a loop three times (docs/why/decisions.md, 77).
     """
 
     def __init__(self, function: Loop):
@@ -103,28 +103,29 @@ def inner(function: Loop) -> Loop:
 
 
 def serial(function: Loop) -> Loop:
-    """A numba loop that runs in the thread that calls it: njit with OPTIONS, cached on disk.
+    """A numba loop that runs in the calling thread: njit with OPTIONS, cached on disk.
 
-    Where neither the source folder nor the user's cache can be written, it says so and compiles anew.
+    If neither the source folder nor the user's cache is writable, it warns and compiles again in each
+    process.
     """
     try:
-        made = njit(cache=True, **OPTIONS)(function)
-        file = made._cache._cache_file
-        # numba compares this with what its cached file begins with, and compiles anew where they differ,
-        # before it reads the rest: types that were renamed since could not be read
+        compiled = njit(cache=True, **OPTIONS)(function)
+        file = compiled._cache._cache_file
+        # numba compares this with the start of its cached file and compiles again if they differ, before it
+        # unpickles the rest: types renamed since then could not be unpickled
         file._version = f"{file._version} {sources(ROOM)}"
-        return made
+        return compiled
     except RuntimeError as error:  # numba: "cannot cache function: no locator available"
         log.warning(
-            "numba kernels are compiled anew in each process (%s); NUMBA_CACHE_DIR names a writable folder",
+            "numba kernels are compiled again in each process (%s); set NUMBA_CACHE_DIR to a writable folder",
             error,
         )
         return njit(**OPTIONS)(function)
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """The memory of a CPU tensor as numpy sees it, bf16 as uint16. Shares memory."""
-    # detach costs as much as the rest; decoding comes here hundreds of times a token
+    """The memory of a CPU tensor as a numpy array, bf16 as uint16. Shares memory."""
+    # detach costs as much as everything else here, and decoding calls this hundreds of times per token
     if tensor.requires_grad:
         tensor = tensor.detach()
     if _lent:
@@ -136,9 +137,9 @@ _lent = False
 
 
 def lend_memory() -> None:
-    """From here on `array` leaves tensors their memory to resize, which FSDP2 frees gathered weights by.
+    """From here on `array` keeps a tensor's storage resizable, which FSDP2 needs to free gathered weights.
 
-    Tensor.numpy forbids that for good. DLPack does not, and takes 3 µs instead of 1.
+    Tensor.numpy makes it non-resizable for good. DLPack does not, and takes 3 µs instead of 1.
     """
     global _lent
     _lent = True
@@ -157,12 +158,12 @@ def flat_rows(tensor: Tensor) -> tuple[np.ndarray, int]:
 
 
 def widen(x):  # pragma: no cover - body below
-    """A kernel element as float32: uint16 is read as the bits of a bf16, float32 stays as it is."""
+    """A kernel element as float32: uint16 is read as the bits of a bf16, float32 is unchanged."""
     raise NotImplementedError("only inside numba kernels")
 
 
 def narrow(x, like):  # pragma: no cover - body below
-    """float32 -> element of the kind of `like`.
+    """float32 -> element of the type of `like`.
 
     bf16 bits rounded to nearest even (NaN stays NaN), or float32 itself.
     """
@@ -170,7 +171,7 @@ def narrow(x, like):  # pragma: no cover - body below
 
 
 def convert(x, like):  # pragma: no cover - body below
-    """A kernel element as one of the kind of `like`: bf16 bits and float32 either way, or as it is."""
+    """A kernel element as the type of `like`: bf16 bits and float32 either way, or unchanged."""
     raise NotImplementedError("only inside numba kernels")
 
 

@@ -1,4 +1,4 @@
-"""Compiled loops on disk: where numba keeps them, and what tells one version from another. Without torch."""
+"""Compiled loops on disk: the folder where numba keeps them, and a hash of their version. Without torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ROOM = Path(__file__).parents[1]
 def sources(room: Path) -> str:
     """A hash of all files of kernels/ that mention numba.
 
-    A compiled kernel on disk has inlined code from any of them, but numba itself only compares the time of
-    the kernel's own file.
+    A compiled kernel on disk has inlined code from any of them, but numba itself compares only the
+    modification time of the kernel's own file.
     """
     digest = hashlib.sha256()
     for text in (path.read_bytes() for path in sorted(room.rglob("*.py"))):
@@ -28,7 +28,7 @@ def sources(room: Path) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where numba keeps the compiled loops of kernels/; None where it has no folder that can be written."""
+    """Folder of numba's compiled loops of kernels/; None if it has no writable folder."""
     try:
         return Path(FunctionCache(cache_folder).cache_path)
     except RuntimeError:  # numba: "cannot cache function: no locator available"
@@ -36,12 +36,12 @@ def cache_folder() -> Path | None:
 
 
 def stamp(dtype: str, what: str = "compiled") -> Path | None:
-    """The file that says "all loops of a run in `dtype` are compiled", or another thing of such runs.
+    """The file that marks "all loops of a run in `dtype` are compiled", or another fact about such runs.
 
-    None where numba has no folder to keep anything in.
+    None if numba has no cache folder.
     """
     folder = cache_folder()
-    # numba's are of one CPU too, and of what it was told to compile for (core/cpu.py)
+    # numba's files are specific to a CPU too, and to its target settings (core/cpu.py)
     cpu = config.CPU_NAME or llvm.get_host_cpu_name()  # type: ignore[attr-defined]
     name = f"{what}-{dtype}-{cpu}-{sources(ROOM)[:16]}"
     return None if folder is None else folder / name

@@ -1,11 +1,12 @@
-"""Panels of `bf16_tile` filled from packed or bf16 weights: what the formats share.
+"""Panels of `bf16_tile` filled from packed or bf16 weights: the parts shared by all formats.
 
-A panel holds pairs of bf16, COLUMNS of them in a row; it stays in a core's L2 cache. Two ways to fill it from
-W [N, M]:
+A panel holds rows of COLUMNS bf16 pairs; it stays in a core's L2 cache. Two ways to fill it from W [N, M]:
+
 - by rows, for y = x Wᵀ: the product's columns are rows of W. A pair is two neighbours of a row, and sixteen
   rows have to be transposed.
 - by columns, for dx = dy W: the product's columns are columns of W. A pair is two rows, one above the other.
-A format says how 32 neighbouring weights of a row become bf16 (`Weights`).
+
+A format defines how 32 neighbouring weights of a row become bf16 (`Weights`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unfreeze.kernels.loops.bf16_tile import COLUMNS, HALVES, I16, I32, I64, PAI
 from unfreeze.kernels.loops.llvm import Value
 from unfreeze.kernels.loops.numba_options import serial
 
-AHEAD = 32  # rows to prefetch ahead: 16 steps of packing by columns, about the latency of memory
+AHEAD = 32  # rows to prefetch ahead: 16 steps of packing by columns, about the memory latency
 BYTES, SHORTS = ir.VectorType(ir.IntType(8), 16), ir.VectorType(I16, 16)
 
 Weights = Callable[[ir.IRBuilder, Value, Value], Value]
@@ -29,17 +30,16 @@ Weights = Callable[[ir.IRBuilder, Value, Value], Value]
 
 
 def looked_up(builder: ir.IRBuilder, codes: Value, values: Value) -> Value:
-    """32 weights by their codes of 4 bits: `codes` is the address of 16 bytes, the low half of each first.
+    """32 weights by their 4-bit codes: `codes` is the address of 16 bytes, the low half of each first.
 
-    `values`: the 16 bf16 that a code may stand for. Each byte fills one 32-bit lane, which is looked up as
-    two 16-bit lanes:
+    `values`: the 16 bf16 that a code may mean. Each byte fills one 32-bit lane, which is looked up as two
+    16-bit lanes:
 
         bit   31..20   19..16 | 15..12   11..8   7..4   3..0
               0        high   | low      0       high   low        lane = byte | byte << 12
 
     The lookup (vpermw) takes the low five bits of each half. In the upper half bit 4 is 0. In the lower half
-    it is the lowest bit of `high`, which must not matter: so the table of 16 values stands twice in the
-    register.
+    it is the lowest bit of `high`, which must not matter: so the register holds the table of 16 values twice.
     """
     once = builder.bitcast(values, SHORTS)
     twice = ir.Constant(ir.VectorType(I32, 32), [*range(16), *range(16)])
@@ -53,7 +53,7 @@ def looked_up(builder: ir.IRBuilder, codes: Value, values: Value) -> Value:
 
 
 def _transposed(builder: ir.IRBuilder, rows: list[Value]) -> list[Value]:
-    """16 vectors of 16 words, transposed.
+    """Transpose 16 vectors of 16 words.
 
     In four rounds, which exchange blocks of 1, 2, 4 and 8 words.
     """
@@ -80,7 +80,7 @@ def emit_rows(weights: Weights) -> tuple[Any, Any]:
 
     def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, arguments: list[Value]) -> Value:
         codes, code_stride, scales, scale_stride, out = arguments
-        # 16 rows of 32 weights: a register each, a pair of weights per lane
+        # 16 rows of 32 weights: one register each, a pair of weights per lane
         rows = []
         for j in range(16):
             here, scale = (
@@ -119,7 +119,7 @@ def emit_columns(weights: Weights) -> tuple[Any, Any]:
 def pack_bf16_columns(rows, first, panel, begin):
     """panel[begin + k, j] = (rows[2k, first + j], rows[2k + 1, first + j]).
 
-    Appends bf16 rows [2 · pairs, .], a LoRA factor, to a panel as further pairs.
+    Appends a LoRA factor, bf16 rows [2 · pairs, .], to a panel as further pairs.
     """
     for k in range(rows.shape[0] // 2):
         upper, lower, words = (

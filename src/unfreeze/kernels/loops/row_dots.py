@@ -2,14 +2,14 @@
 
 Written in LLVM IR with vectors of 16 lanes, because numba's vectoriser does not recognise table lookups.
 
-INT4: a group of weights has 16 possible values, scale · (-8 … 7), each rounded to bf16 as the format says.
-They fill one 512-bit register, and a code of 4 bits picks its value with one instruction (vpermps);
-subtracting, scaling and rounding each weight would take ten. Without AVX-512 the values are computed for each
-weight, with the same bits.
+INT4: a group of weights has 16 possible values, scale · (-8 … 7), each rounded to bf16 as the format
+requires. They fill one 512-bit register, and a 4-bit code picks its value with one instruction (vpermps);
+subtracting, scaling and rounding each weight would take ten. Without AVX-512 each weight is computed,
+bit-identically.
 
 bf16: the two weights of a 32-bit word are widened by a shift and a mask.
 
-Sums are float32, in a fixed order: two calls give the same bits.
+Sums are float32, in a fixed order: bit-identical at every call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Read = Callable[[ir.IRBuilder, list[Value], Value], tuple[Value, Value]]
 
 
 def _looks_up() -> bool:
-    """Whether numba compiles for a machine with vpermps of 16 lanes."""
+    """True if numba compiles for a machine with vpermps of 16 lanes."""
     return cpu.loops_have("cpu-avx512")
 
 
@@ -61,7 +61,7 @@ def _rounded(builder: ir.IRBuilder, code: Value, scale: Value) -> Value:
 
 
 def _weights(builder: ir.IRBuilder, bytes_: Value, scale: Value) -> tuple[Value, Value]:
-    """32 weights of one group: (those of the low half-bytes, those of the high ones).
+    """32 weights of one group: (those of the low half-bytes, those of the high half-bytes).
 
     `bytes_` int32 lanes 0..255.
     """
@@ -110,7 +110,7 @@ def _bf16(builder: ir.IRBuilder, row: list[Value], chunk: Value) -> tuple[Value,
 
 
 def _emit(builder: ir.IRBuilder, read: Read, row: list[Value], xs: list[Value]) -> list[Value]:
-    """For each address in xs: Σ over the row. x has even elements first, odd ones after them."""
+    """For each address in xs: the sum over the row. x has even elements first, then odd ones."""
     chunks, word = row[2], row[2].type
     muladd = builder.module.declare_intrinsic(
         "llvm.fmuladd.v16f32", (), ir.FunctionType(FLOAT, (FLOAT, FLOAT, FLOAT))
@@ -131,7 +131,7 @@ def _emit(builder: ir.IRBuilder, read: Read, row: list[Value], xs: list[Value]) 
 
 
 def _sum(builder: ir.IRBuilder, vector: Value) -> Value:
-    """The sum of 16 lanes: the upper half is added to the lower, until one lane is left."""
+    """Sum 16 lanes: add the upper half to the lower until one lane is left."""
     width = LANES
     while width > 1:
         width //= 2

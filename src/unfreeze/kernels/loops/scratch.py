@@ -1,4 +1,4 @@
-"""Memory that one call of an op uses and the next call uses again."""
+"""Scratch memory that successive calls of an op reuse."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 _buffers: dict[
     tuple[int, str, torch.dtype, torch.device], Tensor
-] = {}  # the first of the key is the thread (CPU)
-# The last views of a buffer, by shape: the same request gets the same tensor.
+] = {}  # the first element of the key is the thread (CPU)
+# The last views of a buffer, by shape: the same request returns the same tensor.
 _views: dict[tuple[int, str, torch.dtype, torch.device], dict[tuple[int, ...], Tensor]] = {}
-VIEWS = 4  # of a buffer: a workspace is asked for in two shapes in turn
-# What a buffer was filled with: the tensor it was made from, and which part of it.
+VIEWS = 4  # per buffer: a workspace is requested in two shapes in turn
+# The contents of a buffer: the tensor they were computed from, and the part of it.
 _contents: dict[tuple[int, str, torch.dtype, torch.device], tuple[weakref.ref[Tensor], object]] = {}
 
 
@@ -23,11 +23,10 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
 
     Contents last until the next such call.
 
-    One buffer per thread and name (on a GPU per name: backward runs in a thread of its own, on the same
-    stream as forward, and a second workspace of all experts would cost gigabytes), grown in steps of an
-    eighth (on a GPU: as asked) to the largest request so far and never shrunk: flat once it has seen the
-    largest expert.
-    `release_scratch` gives everything back.
+    One buffer per thread and name. On a GPU one per name: backward runs in another thread, but on the same
+    stream as forward, and a second workspace of all experts would cost gigabytes. A buffer grows in steps of
+    an eighth (on a GPU: exactly) to the largest request so far and never shrinks: its size is constant once
+    it has seen the largest expert. `release_scratch` frees everything.
     """
     count = 1
     for size in shape:
@@ -39,14 +38,14 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
     if shape not in views:
         if len(views) == VIEWS:
             views.clear()
-        # Whatever the caller's mode, the next one may write with another. A write that autograd would record
-        # is refused by torch: the next caller must not inherit it.
+        # The next caller may write in another grad mode, and torch refuses writes that autograd would record.
+        # So the buffer must not inherit this caller's mode.
         with torch.inference_mode(False), torch.no_grad():
             if held is None or held.numel() < count:
                 step = max(1024, 1 << max(0, count.bit_length() - 4)) if device.type == "cpu" else 1
                 _buffers.pop(key, None)
                 views.clear()
-                held = None  # given back before more is asked for
+                held = None  # freed before more is allocated
                 held = _buffers[key] = torch.empty(-(-count // step) * step, dtype=dtype, device=device)
             views[shape] = held[:count].view(shape)
     return views[shape]
@@ -55,9 +54,9 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
 def scratch_of(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, source: Tensor, part: object
 ) -> tuple[Tensor, bool]:
-    """Give (as `scratch`, whether it still holds that part of `source`).
+    """(memory as from `scratch`, True if it still holds that part of `source`).
 
-    Who gets False fills it before anything else asks for that name.
+    A caller that gets False must fill it before anything else requests that name.
     """
     key = _key(name, dtype, device)
     made_from, had = _contents.get(key, (None, None))
@@ -66,11 +65,11 @@ def scratch_of(
     if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         _contents[key] = (weakref.ref(source), part)
         return memory, filled
-    return memory, False  # a recording fills it at each replay
+    return memory, False  # a recorded graph fills it at each replay
 
 
 def forget_contents() -> None:
-    """After a replay, which writes to buffers without asking for them."""
+    """Call after a replay, which writes to buffers without requesting them."""
     _contents.clear()
 
 
@@ -79,20 +78,20 @@ def _key(name: str, dtype: torch.dtype, device: torch.device) -> tuple[int, str,
 
 
 def scratch_bytes() -> int:
-    """Bytes the buffers of all threads hold."""
+    """Bytes of the buffers of all threads."""
     return sum(buffer.nbytes for buffer in list(_buffers.values()))
 
 
 def held() -> list[Tensor]:
-    """The buffers as they are now.
+    """The current buffers.
 
-    Whoever goes on using their addresses (a recorded graph) keeps them alive by keeping these.
+    A caller that keeps using their addresses (a recorded graph) must keep these references.
     """
     return list(_buffers.values())
 
 
 def release_scratch() -> None:
-    """Forget all buffers. Not while a call runs in another thread."""
+    """Free all buffers. Not while a call runs in another thread."""
     _buffers.clear()
     _views.clear()
     _contents.clear()

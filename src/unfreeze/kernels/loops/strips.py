@@ -1,14 +1,15 @@
-"""Strips of `float_tile` filled from packed or dense weights: the formats, and what they share.
+"""Strips of `float_tile` filled from packed or dense weights: the formats, and their shared parts.
 
 A panel is COLUMNS columns of a product as strips [COLUMNS / WIDTH, inner, WIDTH] of float32. Two ways to fill
 it from W [N, M], as in panels.py: by rows, for y = x Wᵀ, and by columns, for dx = dy W.
 
-A weight is c · scale, rounded to bf16 where the format's numbers are bf16. That takes no integers: c and the
-scale have at most 12 bits together, and adding 2^16 times a number to it rounds its last 16 bits away,
+A weight is c · scale, rounded to bf16 if the format's numbers are bf16. That takes no integer arithmetic. c
+and the scale have at most 12 bits together, and adding 2^16 times a number to it rounds its last 16 bits
+away:
 
-    rounded(c · s) = c · (2^16 + 1) s - c · 2^16 s        both products but for that rounding exact
+    rounded(c · s) = c · (2^16 + 1) s - c · 2^16 s        both products exact except for that rounding
 
-for s under 2^100 and numbers that are normal in bf16. Without rounding the factors are s and 0.
+This holds for s under 2^100 and numbers that are normal in bf16. Without rounding the factors are s and 0.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ Build = Callable[[ir.IRBuilder, Value], Value]
 
 
 class _Format(NamedTuple):
-    """How sixteen weights come from sixteen codes.
+    """Decoding of sixteen codes into sixteen weights.
 
-    element: the type that is read, `size` bytes with `codes` codes in it, the low half first
-    number: 16 lanes of codes in 32 bits -> c in float32
-    scale: its address -> float32; None where c is the weight
+    element  the type that is read, `size` bytes with `codes` codes in it, the low half first
+    number   16 lanes of codes in 32 bits -> c in float32
+    scale    its address -> float32; None if c is the weight
     """
 
     element: ir.Type
@@ -87,7 +88,7 @@ def _bf16_scale(builder: ir.IRBuilder, address: Value) -> Value:
 
 
 def _power_of_two(builder: ir.IRBuilder, address: Value) -> Value:
-    """An exponent + 127; 0 is 2^-127, half of the bits' 0."""
+    """An exponent + 127; 0 means 2^-127, a subnormal."""
     exponent = builder.zext(builder.load(builder.inttoptr(address, I8.as_pointer()), align=1), I32)
     zero = builder.icmp_unsigned("==", exponent, I32(0))
     return builder.bitcast(builder.select(zero, I32(1 << 22), builder.shl(exponent, I32(23))), F32)
@@ -105,7 +106,7 @@ FLOAT32 = _Format(I32, 4, 1, _float32, None)
 
 
 def transposed(builder: ir.IRBuilder, rows: list[Value]) -> list[Value]:
-    """16 vectors of 16, transposed: four times the first eight are interleaved with the last eight."""
+    """Transpose 16 vectors of 16: interleave the first eight with the last eight, four times."""
     kind = ir.VectorType(I32, 16)
     low = ir.Constant(kind, [i // 2 + 16 * (i % 2) for i in range(16)])
     high = ir.Constant(kind, [8 + i // 2 + 16 * (i % 2) for i in range(16)])
@@ -116,7 +117,7 @@ def transposed(builder: ir.IRBuilder, rows: list[Value]) -> list[Value]:
 
 
 def _factors(builder: ir.IRBuilder, scale: Value, narrow: Value) -> tuple[Value, Value]:
-    """The two factors above, of a scale in any number of lanes."""
+    """The two factors above, for a scale in any number of lanes."""
     many = scale.type != F32
 
     def constant(value: float) -> ir.Constant:
@@ -135,10 +136,10 @@ def _weights(builder: ir.IRBuilder, number: Value, factors: tuple[Value, Value] 
 
 
 def _emit_rows(form: _Format) -> tuple[Any, Any]:
-    """An instruction (codes, code_stride, scales, scale_stride, narrow, out), addresses and strides in bytes:
+    """An instruction (codes, code_stride, scales, scale_stride, narrow, out), addresses and strides in bytes.
 
-    out[k, j] = W[j, k] for 16 rows j and the weights k of 16 elements, which share a scale in each row. out
-    has rows of WIDTH numbers.
+    out[k, j] = W[j, k] for 16 rows j and the weights k of 16 elements, which share a scale in each row. Rows
+    of out have WIDTH numbers.
     """
 
     def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, arguments: list[Value]) -> Value:
@@ -167,8 +168,10 @@ def _emit_rows(form: _Format) -> tuple[Any, Any]:
 
 
 def _emit_columns(form: _Format) -> tuple[Any, Any]:
-    """An instruction (codes, scale, narrow, out, other), addresses: 16 of 32 weights of a row that share a
-    scale go to `out`, the others to `other`."""
+    """An instruction (codes, scale, narrow, out, other), all addresses.
+
+    Of 32 weights of a row that share a scale, 16 go to `out`, the others to `other`.
+    """
 
     def generate(_context: Any, builder: ir.IRBuilder, _signature: Any, arguments: list[Value]) -> Value:
         codes, scale, narrow, *targets = arguments
@@ -181,7 +184,7 @@ def _emit_columns(form: _Format) -> tuple[Any, Any]:
         for half, target in enumerate(targets):
             bits = builder.load(pointer(builder, codes, half * count * size, kind), align=size)
             if form.codes == 2:
-                # each byte in two lanes, whose first takes its low half
+                # each byte goes to two lanes, the first of which takes its low half
                 twice = ir.Constant(PAIRS, [i // 2 for i in range(16)])
                 bits = builder.zext(builder.shuffle_vector(bits, bits, twice), PAIRS)
                 bits = builder.and_(builder.lshr(bits, ir.Constant(PAIRS, [0, 4] * 8)), word(15))
@@ -198,7 +201,7 @@ def rows_of(form: _Format) -> Callable[..., None]:
     """A loop for numba loops: panel[s, k, j] = W[first + s · WIDTH + j, k] for k < M.
 
     codes [N, M / codes of an element]; scales [., .] of blocks of `rows` by `columns` weights; narrow 1:
-    rounded to bf16; panel float32 [COLUMNS / WIDTH, >= M, WIDTH].
+    round to bf16; panel float32 [COLUMNS / WIDTH, >= M, WIDTH].
     """
 
     @instruction
@@ -219,7 +222,7 @@ def rows_of(form: _Format) -> Callable[..., None]:
                     + k // columns * scales.strides[1]
                 )
                 if k // per * codes.strides[1] % 64 == 0:
-                    # those of the next panel: no hardware prefetcher foresees rows so far apart
+                    # prefetch the next panel's: no hardware prefetcher foresees rows so far apart
                     for i in range(16):
                         prefetch(here + (COLUMNS + i) * codes.strides[0])
                 at = panel.ctypes.data + j // WIDTH * panel.strides[0] + k * panel.strides[1] + j % WIDTH * 4
@@ -229,13 +232,13 @@ def rows_of(form: _Format) -> Callable[..., None]:
 
 
 def columns_of(form: _Format) -> Callable[..., None]:
-    """The same: panel[s, k, j] = W[k, first + s · WIDTH + j] for k < N."""
+    """As rows_of: panel[s, k, j] = W[k, first + s · WIDTH + j] for k < N."""
 
     @instruction
     def fill(context, codes, scale, narrow, out, other):  # pragma: no cover - compiled
         return _emit_columns(form)
 
-    per, other = form.codes, 16 // WIDTH  # whether 16 columns on lie in the next strip
+    per, other = form.codes, 16 // WIDTH  # 1 if the next 16 columns lie in the next strip
 
     @inner
     def loop(codes, scales, rows, columns, narrow, first, panel):
@@ -267,7 +270,7 @@ def append_rows(rows, first, panel, begin):
 
 @inner
 def fill_strip(rows, begin, panel):
-    """panel[0, k, j] = rows[begin + j, k], zero where there are no more rows: thin factors, of any count."""
+    """panel[0, k, j] = rows[begin + j, k], zero beyond the last row: thin factors, of any count."""
     for j in range(WIDTH):
         if begin + j < rows.shape[0]:
             for k in range(rows.shape[1]):

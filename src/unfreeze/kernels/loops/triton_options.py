@@ -1,12 +1,12 @@
-"""Where Triton kernels can run, and how this room writes them.
+"""The machines that can run Triton kernels, and the kernels' conventions.
 
 Kernels load, widen to float32, compute, and round once at the store. Offsets of rows are int64: T · D passes
-2^31 at 300,000 tokens of 7,168.
-A file with kernels is called triton_cuda.py and is imported only by a candidate's load(): Triton is missing
-on many machines.
-Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported), which is how
-the tests check them on a CPU. It is right for float32 and integers, and rounds float32 to bf16 towards zero,
-so bf16 is refused there.
+2^31 at 300,000 tokens of 7,168. A file with kernels is called triton_cuda.py and is imported only by a
+candidate's load(): Triton is missing on many machines.
+
+Without a GPU they run in Triton's interpreter (TRITON_INTERPRET=1 before Triton is imported), which the tests
+use on a CPU. It is right for float32 and integers, but rounds float32 to bf16 towards zero, so bf16 is
+refused there.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def installed() -> bool:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter stands in for a GPU."""
+    """True if Triton's interpreter replaces a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def refuses(device: str, dtype: torch.dtype) -> str:
-    """Why these kernels cannot run there: for Candidate.refuses."""
+    """The reason why these kernels cannot run there, for Candidate.refuses."""
     if not installed():
         return "triton is not installed"
     if device == "cpu" and interpreted():
@@ -49,13 +49,13 @@ def candidate(
 ) -> Candidate:
     """Make a candidate of a Triton implementation.
 
-    because: the bytes it moves, for which it is predicted to be faster on CUDA ("": not predicted). On a CPU,
-    interpreted, it runs only where it is named: in tests of its own.
+    because: its memory traffic, by which it is predicted to be faster on CUDA ("": not predicted). On a CPU,
+    interpreted, it runs only if named: in its own tests.
     """
     predicted_on = ("cuda",) if because else ()
     return Candidate(load, refuses, ("cpu",), predicted_on, because, buckets, waits_on=("cuda",))
 
 
 def power_of_two(value: int) -> int:
-    """The smallest power of two that is at least `value`: what a Triton block may be."""
+    """The smallest power of two that is at least `value`: the size of a Triton block."""
     return 1 << max(0, value - 1).bit_length()

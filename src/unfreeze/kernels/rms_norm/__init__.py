@@ -20,24 +20,24 @@ from unfreeze.kernels.rms_norm import reference
 
 __all__ = ["OP", "bucket", "rms_norm"]
 
-FEW = 1 << 16  # numbers; below, what a call costs before its loop counts: the steps of generation
+FEW = 1 << 16  # numbers; below this the overhead of a call counts: the steps of generation
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, impl: str = "auto") -> Tensor:
-    """y = weight · x / sqrt(mean(x²) + eps), the mean in float32 whatever x is.
+    """y = weight · x / sqrt(mean(x²) + eps), with the mean in float32 for any dtype of x.
 
-    In bf16 or fp16 an all-zero row with a tiny eps becomes NaN.
-    x [..., D] -> y [..., D] in x's dtype, whatever the weight's: normalised in float32, rounded, then scaled
-    (the rounding order of the Llama reference).
+    In bf16 or fp16 an all-zero row with a tiny eps becomes NaN. x [..., D] -> y [..., D] in x's dtype,
+    whatever the weight's: normalised in float32, rounded, then scaled (the rounding order of the Llama
+    reference).
     Source: Zhang & Sennrich 2019.
     """
     return choose(OP, x_TD.device, x_TD.dtype, bucket(x_TD, weight_D, eps), impl)(x_TD, weight_D, eps)
 
 
 def bucket(x_TD: Tensor, weight_D: Tensor, eps: float) -> str:
-    """Name the bucket: "few" or "many" numbers.
+    """The bucket: "few" or "many" numbers.
 
-    "other" where the weight is neither of x's dtype nor float32 (only the reference takes that).
+    "other" if the weight has neither x's dtype nor float32 (only the reference takes that).
     """
     if weight_D.dtype not in (x_TD.dtype, torch.float32):
         return "other"
@@ -45,7 +45,7 @@ def bucket(x_TD: Tensor, weight_D: Tensor, eps: float) -> str:
 
 
 class RMSNormFunctions(Protocol):
-    """The module of an implementation; what each function does is said in reference.py."""
+    """The module of an implementation; reference.py documents each function."""
 
     def forward(self, x_TD: Tensor, weight_D: Tensor, eps: float, /) -> tuple[Tensor, Tensor]: ...
 
@@ -79,7 +79,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _by(functions: RMSNormFunctions) -> Implementation:
-    """The op with the work done by `functions`."""
+    """The op, computed by `functions`."""
 
     def rms_norm_by(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return _RMSNorm.apply(x_TD, weight_D, eps, functions)
@@ -119,12 +119,12 @@ OP = Op(
         "triton": triton_options.candidate(_triton, "4 bytes a number, the reference 36"),
         "liger": Candidate(liger.load_rms_norm, liger.refuses, waits_on=("cuda",)),
     },
-    # few: as generation asks, without gradients; many: a training step
+    # few: as in generation, without gradients; many: a training step
     cases=(
         Case("few", functools.partial(_inputs, 4, 1024, False)),
         Case("many", functools.partial(_inputs, 2048, 1024, True)),
     ),
-    # float32: sums of some thousand terms in another order. bf16: two roundings of 2^-9 each, and dweight's
-    # sum is rounded once.
+    # float32: sums of some thousand terms in another order. bf16: two roundings of 2^-9 each, and one
+    # rounding of dweight's sum.
     tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
 )

@@ -1,4 +1,4 @@
-"""RMSNorm on CPU, a row at a time while it is in cache.
+"""RMSNorm on CPU, one row at a time while it is in cache.
 
 torch makes seven passes over memory and three float32 copies.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from unfreeze.kernels.loops.lanes import total
 from unfreeze.kernels.loops.numba_options import LANES, Kernel, array, flat_rows, inner, narrow, widen
 
-# of rows in the sum of weight_gradient: always as many, so that its bits don't depend on the number of
+# blocks of rows in the sum of weight_gradient: a fixed number, so that its bits don't depend on the number of
 # threads
 BLOCKS = 16
 
@@ -132,6 +132,6 @@ def weight_gradient(dy_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T1: Tensor)
 
 
 def _rows(x_TD: Tensor) -> Tensor:
-    """x [T, D], the numbers of a row side by side."""
+    """x [T, D] with the numbers of a row contiguous."""
     x = x_TD.reshape(-1, x_TD.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()

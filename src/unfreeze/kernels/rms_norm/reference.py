@@ -1,4 +1,4 @@
-"""RMSNorm in plain torch: the oracle, and what runs where no faster candidate does. T rows, D width."""
+"""RMSNorm in plain torch: the oracle; it runs if no faster candidate does. T rows, D width."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least float32; float64 stays what it is, so that this file is its own oracle."""
+    """At least float32; float64 stays float64, so that this file is its own oracle."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -1,9 +1,9 @@
-"""RMSNorm on CUDA: one program per few rows, each row whole in registers.
+"""RMSNorm on CUDA: one program per few rows, each row entirely in registers.
 
 Functions as in reference.py. T rows, D width.
 """
 
-# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
+# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's signature doesn't declare
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def _weight_gradient(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Give (rows per program, block, warps).
+    """(rows per program, block, warps).
 
-    Some thousand numbers per program, so narrow rows (a head) go several at a time.
+    Some thousand numbers per program, so a program takes several narrow rows (a head).
     """
     block = power_of_two(width)
     rows = max(1, 2048 // block)

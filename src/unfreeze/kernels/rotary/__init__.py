@@ -1,4 +1,4 @@
-"""Rotary positions on R elements of each head, the others copied.
+"""Rotary positions on R elements of each head; the others are copied.
 
 The whole q of a head in one pass over memory.
 """
@@ -24,11 +24,14 @@ def rotary(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing, impl
     """y = [x_0 … x_(d-R-1) | (a cos - b sin), (b cos + a sin)], R = 2r.
 
     cos and sin [T, r] float32, one row per token, for all heads.
+
     pairing: a and b are the halves of the last R elements (Llama, Qwen), or their even and odd elements
-    (DeepSeek, Kimi); "leading halves": those of the *first* R (GLM, MiniMax-M2), which stand last in y.
-    y has halves last in every case: q and k are permuted alike, so their product is unchanged.
-    Formed in float32, rounded once. The gradient is the rotation by -angle; it keeps cos and sin only. x may
-    be a view with last stride 1. Source: Su et al. 2021, arXiv:2104.09864.
+    (DeepSeek, Kimi). "leading halves": those of the *first* R (GLM, MiniMax-M2), which come last in y. y has
+    halves last in every case: q and k are permuted alike, so their product is unchanged.
+
+    Computed in float32, rounded once. The gradient is the rotation by -angle; it keeps cos and sin only. x
+    may be a view with last stride 1.
+    Source: Su et al. 2021, arXiv:2104.09864.
     """
     return choose(OP, x_THd.device, x_THd.dtype, bucket(x_THd, cos_Tr, sin_Tr, pairing), impl)(
         x_THd, cos_Tr, sin_Tr, pairing
@@ -36,13 +39,13 @@ def rotary(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing, impl
 
 
 def bucket(x_THd: Tensor, cos_Tr: Tensor, sin_Tr: Tensor, pairing: Pairing) -> str:
-    """Shapes that are measured as one, by the numbers in x."""
+    """The bucket of shapes that share a measurement, by the numbers in x."""
     elements = x_THd.numel()
     return "under 256k" if elements < 1 << 18 else "256k to 4M" if elements < 1 << 22 else "over 4M"
 
 
 class RotaryFunctions(Protocol):
-    """The module of an implementation; what rotate() does is said in reference.py."""
+    """The module of an implementation; reference.py documents rotate()."""
 
     def rotate(
         self,
@@ -71,9 +74,9 @@ class Rotary:
 
 
 class _Rotary(torch.autograd.Function):
-    """The pairs are read as the checkpoint has them and written as halves.
+    """Reads the pairs as in the checkpoint and writes them as halves.
 
-    The gradient comes in halves and leaves as the checkpoint's pairs.
+    The gradient arrives in halves and is returned as the checkpoint's pairs.
     """
 
     @staticmethod
@@ -125,9 +128,9 @@ OP = Op(
     name="rotary",
     reference=Rotary(reference),
     candidates={**of_modules("unfreeze.kernels.rotary", Rotary, "4 bytes a number, the reference 40")},
-    # torch.compile takes sizes that are equal at first for one: 20 tokens, 12 heads and 16 pairs, or it
-    # compiles anew for the next case
+    # torch.compile assumes that sizes equal at first stay equal: hence 20 tokens, 12 heads and 16 pairs, or
+    # it recompiles for the next case
     cases=(_case(20, 12, 20), _case(2048, 16, 2048), _case(1024, 64, 8192)),
-    # one rounding, 2^-8 at most in bf16
+    # one rounding, at most 2^-8 in bf16
     tolerance={torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},
 )

@@ -1,4 +1,4 @@
-"""The rotation in plain torch: the oracle, and what runs where no faster candidate is proven.
+"""The rotation in plain torch: the oracle; it runs if no faster candidate is proven.
 
 T tokens, H heads, d head width, r = R/2 pairs.
 """
@@ -20,9 +20,8 @@ def rotate(
 ) -> None:
     """y = [x's first d - R elements | (a cos - b sin, b cos + a sin)], with sin times sign.
 
-    In float32 (float64 for float64), rounded once.
-    The pairs (a, b) are elements (i, i + r) of the last R, or (2i, 2i + 1) where adjacent; read from x one
-    way, written to y one way.
+    In float32 (float64 for float64), rounded once. The pairs (a, b) are elements (i, i + r) of the last R, or
+    (2i, 2i + 1) if adjacent; x and y each have their own layout.
     """
     begin = x_THd.shape[-1] - 2 * cos_Tr.shape[-1]
     wide = torch.promote_types(x_THd.dtype, torch.float32)

@@ -3,7 +3,7 @@
 rotate() as in reference.py; x and y [T, H, d] with last stride 1.
 """
 
-# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
+# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's signature doesn't declare
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _rotate(
     PAIRS: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """STEP 2: element i of a and b lie at 2i and 2i + 1 (adjacent); STEP 1: at i and pairs + i (halves)."""
+    """STEP 2: pair i is at 2i and 2i + 1 (adjacent); STEP 1: at i and pairs + i (halves)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     source = x + token * x_token + head[:, None] * x_head

@@ -1,6 +1,6 @@
-"""y = x Wᵀ + b without gradients for a few rows, as generation asks for it.
+"""y = x Wᵀ + b without gradients for a few rows, as needed in generation.
 
-The time is that of reading W once.
+Its time is that of reading W once.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from unfreeze.kernels.skinny_linear.reference import reference
 __all__ = ["OP", "is_skinny", "skinny_linear"]
 
 MAX_ROWS = 3
-# rows, by the dtype of x. bf16: from 4 on the CPU's float32 multiplications take longer than reading W, and a
-# GEMM has twice as many. float32: the GEMM would have to widen W first
+# rows, by the dtype of x. bf16: from 4 rows on the CPU's float32 multiplications take longer than reading W,
+# and a GEMM multiplies twice as fast. float32: a GEMM would have to widen W first
 MOST_ROWS = {torch.bfloat16: MAX_ROWS, torch.float32: 16}
 
 
 def bucket(rows: int) -> str:
-    """Rows are what decides; W is read whole in any case."""
+    """The bucket by rows, which decide the time; W is read whole in any case."""
     return "1 row" if rows == 1 else f"2 or {MAX_ROWS} rows" if rows <= MAX_ROWS else "4 rows on"
 
 
 def is_skinny(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether x Wᵀ is for this op: no gradient is asked for, few rows, W in bf16."""
+    """True if this op can compute x Wᵀ: no gradient is needed, few rows, W in bf16."""
     most = MOST_ROWS.get(x_TI.dtype, 0) if weight_OI.dtype == torch.bfloat16 else 0
     skinny = x_TI.dim() == 2 and 0 < x_TI.shape[0] <= most
     return skinny and not (torch.is_grad_enabled() and (x_TI.requires_grad or weight_OI.requires_grad))
@@ -37,8 +37,8 @@ def skinny_linear(
 ) -> Tensor:
     """y[t, o] = Σ_i x[t, i] w[o, i] + b[o], summed in float32, rounded once.
 
-    w [out, in] bf16; x [T, in] and b [out] bf16, or float32 -> [T, out] in x's dtype.
-    No gradient flows back: ask `is_skinny` first. Errors of `choose`.
+    w [out, in] bf16; x [T, in] and b [out] bf16, or float32 -> [T, out] in x's dtype. No gradient flows back:
+    check `is_skinny` first. Errors of `choose`.
     """
     return choose(OP, x_TI.device, x_TI.dtype, bucket(x_TI.shape[0]), impl)(x_TI, weight_OI, bias_O)
 
@@ -77,7 +77,7 @@ OP = Op(
         )
     },
     cases=(_case(1), _case(MAX_ROWS), _case(8, (torch.float32,))),
-    # bf16: the result is rounded once, 2^-9 at most of each element
+    # bf16: one rounding of the result, at most 2^-9 of each element
     tolerance={torch.bfloat16: 4e-3, torch.float32: 1e-6},
     differentiable=False,
 )

@@ -1,8 +1,8 @@
 """Few rows on CPU: each row of W is read once, widened in registers and multiplied with all rows of x.
 
-By kernels/loops/row_dots.py. One row costs what reading W costs; each further one adds its multiplications in
-float32, and from four on oneDNN's bf16 GEMM is faster. Record: few_rows in kernels/records/ (`unfreeze
-kernels list --op few_rows`).
+By kernels/loops/row_dots.py. One row costs the time of reading W; each further one adds its float32
+multiplications, and from four on oneDNN's bf16 GEMM is faster. Record: few_rows in kernels/records/
+(`unfreeze kernels list --op few_rows`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _linear(start, stop, x, weight, bias, y):
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     """As skinny_linear.
 
-    A width that is no multiple of 32, or a weight that doesn't lie row by row, is left to torch.
+    A width that is not a multiple of 32, or a weight that is not row-contiguous, is left to torch.
     """
     if weight_OI.shape[1] % 32 or weight_OI.stride() != (weight_OI.shape[1], 1):
         return reference(x_TI, weight_OI, bias_O)

@@ -9,7 +9,7 @@ from unfreeze.kernels.widened import times_transposed
 
 
 def reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """y = x Wᵀ + b; where W has another dtype than x, it is widened by panels."""
+    """y = x Wᵀ + b; if W has another dtype than x, it is widened by panels."""
     if x_TI.dtype == weight_OI.dtype:
         return F.linear(x_TI, weight_OI, bias_O)
     y_TO = times_transposed(x_TI, weight_OI)

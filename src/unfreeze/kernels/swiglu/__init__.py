@@ -1,6 +1,6 @@
 """SwiGLU with its own backward.
 
-It keeps gate and up. Autograd would keep silu(gate) too, and pass over memory four times.
+It keeps gate and up. Autograd would also keep silu(gate), and pass over memory four times.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def swiglu(gate: Tensor, up: Tensor | None = None, impl: str = "auto") -> Tensor
 
 
 def bucket(gate: Tensor, up: Tensor | None = None) -> str:
-    """Shapes that are measured as one, by the elements of h.
+    """The bucket of shapes that share a measurement, by the elements of h.
 
-    Small ones are decided by what a call costs, large ones by memory bandwidth.
+    The time of small ones is the overhead of a call, of large ones memory bandwidth.
     """
     elements = gate.numel() if up is not None else gate.numel() // 2
     return "under 256k" if elements < 1 << 18 else "256k to 4M" if elements < 1 << 22 else "over 4M"
 
 
 class SwiGLUFunctions(Protocol):
-    """The module of an implementation; what each function does is said in reference.py."""
+    """The module of an implementation; reference.py documents each function."""
 
     def forward(self, gate: Tensor, up: Tensor, h: Tensor, /) -> None: ...
 
@@ -64,7 +64,7 @@ class SwiGLUFunctions(Protocol):
 def functions_for(gate: Tensor, up: Tensor | None = None) -> SwiGLUFunctions:
     """forward and backward of the chosen implementation, for an op that writes its own backward."""
     chosen = choose(OP, gate.device, gate.dtype, bucket(gate, up))
-    return chosen.functions if isinstance(chosen, SwiGLU) else reference  # Liger's are not of this form
+    return chosen.functions if isinstance(chosen, SwiGLU) else reference  # Liger's have another form
 
 
 class SwiGLU:
@@ -108,11 +108,11 @@ def _case(rows: int, width: int, cuda_rows: int) -> Case:
     """Inputs of [rows, width] to measure with; a GPU gets cuda_rows."""
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
-        made = (
+        tensors = (
             torch.randn((cuda_rows if device.type == "cuda" else rows, width), generator=generator)
             for _ in range(2)
         )
-        return tuple(tensor.to(device, dtype).requires_grad_() for tensor in made)
+        return tuple(tensor.to(device, dtype).requires_grad_() for tensor in tensors)
 
     return Case(bucket(torch.empty((rows, width), device="meta"), torch.empty(0, device="meta")), inputs)
 

@@ -1,9 +1,8 @@
-"""SwiGLU on CPU as one loop per function, a row at a time while it is in cache.
+"""SwiGLU on CPU as one loop per function, one row at a time while it is in cache.
 
-Functions as in reference.py, float32 and bf16.
-
-Arrays go in flat with the stride of their rows: of a strided 2-D array numba doesn't know that a row's
-elements lie side by side, and one compilation serves contiguous and strided tensors.
+Functions as in reference.py, float32 and bf16. Arrays are passed flat with the stride of their rows. In a
+strided 2-D array numba doesn't know that a row's elements are contiguous; this way one compilation serves
+contiguous and strided tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 from unfreeze.kernels.loops.numba_options import ONE, Kernel, flat_rows, narrow, sigmoid, widen
 from unfreeze.kernels.swiglu.reference import backward_weighted
 
-# the experts' own loops (expert_mlp/numba_kernels) do the weighted one on a CPU
+# on a CPU the experts' own loops (expert_mlp/numba_kernels) do the weighted one
 __all__ = ["backward", "backward_weighted", "forward"]
 
 

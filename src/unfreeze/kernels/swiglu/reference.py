@@ -1,7 +1,7 @@
-"""SwiGLU in plain torch: the oracle, and what runs where no faster candidate is proven.
+"""SwiGLU in plain torch: the oracle; it runs if no faster candidate is proven.
 
 n rows, I intermediate width. gate and up are [n, I] with any row stride, so that the halves of a stacked [n,
-2I] are given as they lie. Results go into memory of the caller.
+2I] need no copy. Results go into the caller's memory.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ def backward_weighted(
 ) -> None:
     """`backward` of rows whose h is multiplied by weight w *after* the next projection.
 
-    From the unweighted dh; with what the gradient of w needs, in float32:
-    weighted = w h (what the gradient of the next projection multiplies), dgate and dup times w, score = <dh,
-    h> (the gradient of w).
+    From the unweighted dh, in float32, together with the inputs of w's gradient. weighted = w h (multiplied
+    in the gradient of the next projection); dgate and dup times w; score = <dh, h> (the gradient of w).
     """
     wide, grad, weight_n1 = _wide(gate), _wide(dh), weight_n[:, None]
     silu = F.silu(wide)

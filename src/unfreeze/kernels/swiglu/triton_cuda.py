@@ -1,10 +1,10 @@
-"""SwiGLU on CUDA: one program per row walks over its columns. Functions as in reference.py.
+"""SwiGLU on CUDA: one program per row loops over its columns. Functions as in reference.py.
 
-n rows, I columns. Each pointer comes with the stride of its rows, so that halves of a stacked matrix and
-blocks of a wider buffer need no copy.
+n rows, I columns. Each pointer comes with its row stride, so that halves of a stacked matrix and blocks of a
+wider buffer need no copy.
 """
 
-# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
+# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's signature doesn't declare
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tokens to their experts and back: sort, gather, combine.
 
-`token_permute` is all three in a row, which is how they are measured and tested.
+`token_permute` does all three in a row; measurements and tests use it.
 
 T tokens, K experts per token, E experts, n = T K rows (a token at one expert, sorted by expert), D width.
 """
@@ -23,12 +23,11 @@ __all__ = ["OP", "TokenPermute", "bucket", "token_permute"]
 def token_permute(
     x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, impl: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Give (y [T, D], offsets_E int32), y_t = Σ_k w_tk x_t by way of the n rows sorted by expert.
+    """(y [T, D], offsets_E int32): y_t = Σ_k w_tk x_t through the n rows sorted by expert.
 
-    Expert e's rows end at offsets_E[e].
-    The identity expert: what stands between gather and combine is the caller's. Sums are float32 in the order
-    of k, without atomics, so y has the same bits at every run; dw_tk = <dy_t, row>, dx_t = Σ_k w_tk dy_t. No
-    implementation waits for the device.
+    Expert e's rows stop at offsets_E[e]. This is the identity expert: real callers compute between gather and
+    combine. Sums are float32 in the order of k, without atomics, so y is bit-identical at every run;
+    dw_tk = <dy_t, row>, dx_t = Σ_k w_tk dy_t. No implementation waits for the device.
     """
     return choose(OP, x_TD.device, x_TD.dtype, bucket(x_TD, ids_TK, weights_TK, num_experts), impl)(
         x_TD, ids_TK, weights_TK, num_experts
@@ -36,13 +35,13 @@ def token_permute(
 
 
 def bucket(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, num_experts: int) -> str:
-    """Shapes that are measured as one, by the number of rows n."""
+    """The bucket of shapes that share a measurement, by the number of rows n."""
     rows = ids_TK.numel()
     return "under 1k" if rows < 1 << 10 else "1k to 32k" if rows < 1 << 15 else "over 32k"
 
 
 class PermuteFunctions(Protocol):
-    """The module of an implementation; what each function does is said in reference.py."""
+    """The module of an implementation; reference.py documents each function."""
 
     def sort(self, ids_TK: Tensor, num_experts: int, /) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -68,7 +67,7 @@ class PermuteFunctions(Protocol):
 class TokenPermute:
     """An implementation: the op as autograd sees it.
 
-    Whoever computes between gather and combine takes its functions.
+    A caller that computes between gather and combine uses its functions.
     """
 
     def __init__(self, functions: PermuteFunctions):
@@ -123,7 +122,7 @@ def _load_triton() -> TokenPermute:
 
 
 def _case(tokens: int, per_token: int, num_experts: int, width: int, cuda_width: int) -> Case:
-    """A GPU gets wider rows."""
+    """Inputs to measure with; a GPU gets wider rows."""
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         D = cuda_width if device.type == "cuda" else width
@@ -147,7 +146,7 @@ OP = Op(
         "triton": triton_options.candidate(_load_triton, "2 bytes a number to combine, the reference 22")
     },
     cases=(_case(64, 4, 64, 1024, 7168), _case(1024, 8, 128, 256, 7168), _case(8192, 8, 384, 64, 7168)),
-    # float32: a sum of K terms. bf16: y and dx are rounded once; dx goes through rows that are rounded once
+    # float32: a sum of K terms. bf16: one rounding of y and dx; dx passes through rows that were rounded once
     # before
     tolerance={torch.float32: 1e-6, torch.bfloat16: 5e-3},
 )

@@ -1,4 +1,4 @@
-"""Rows in expert order in plain torch: the oracle, and what runs where no faster candidate is proven.
+"""Rows in expert order in plain torch: the oracle; it runs if no faster candidate is proven.
 
 No function waits for the device. T tokens, K experts per token, E experts, n = T K rows (a token at one
 expert), D width.
@@ -9,20 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# of `combine` and its backward: at 65,536 tokens of 8 rows of 7,168 all rows at once would be 15 GB
+# bytes for `combine` and its backward: for 65,536 tokens of 8 rows of 7,168 all rows at once would be 15 GB
 SLAB_BYTES = 1 << 30
 
 
 def sort(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Give (slot_n int64, row_of_slot int64 [T K], offsets_E int32).
+    """(slot_n int64, row_of_slot int64 [T K], offsets_E int32).
 
-    Row r is slot slot_n[r] = t K + k, and expert e's rows end at offsets_E[e].
-    Stable: within an expert the tokens stay in order. Ids outside 0 … E-1 are not looked for (that would wait
-    for the device).
+    Row r is slot slot_n[r] = t K + k, and expert e's rows stop at offsets_E[e]. Stable: within an expert the
+    tokens stay in order. Ids outside 0 … E-1 are not checked (that would wait for the device).
     """
     ids = ids_TK.reshape(-1)
     if num_experts <= 1 << 15:
-        # a radix sort goes over the keys once per byte or so: two bytes instead of eight
+        # a radix sort passes over the keys once per byte or so: two bytes instead of eight
         ids = ids.to(torch.int16)
     sorted_ids, slot_n = ids.sort(stable=True)
     row_of_slot = torch.empty_like(slot_n).scatter_(
@@ -33,7 +32,7 @@ def sort(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gather(source_TD: Tensor, slot_n: Tensor, per_token: int, out: Tensor) -> None:
-    """out[r, :D] = source[slot_n[r] // K]. out may be wider than D; the rest is left alone."""
+    """out[r, :D] = source[slot_n[r] // K]. out may be wider than D; the other columns are unchanged."""
     token_n = torch.div(slot_n, per_token, rounding_mode="floor")
     out[:, : source_TD.shape[1]] = source_TD.index_select(0, token_n)
 
@@ -41,13 +40,13 @@ def gather(source_TD: Tensor, slot_n: Tensor, per_token: int, out: Tensor) -> No
 def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_n: Tensor | None, out_TD: Tensor) -> None:
     """out[t] += Σ_k weight[r] · rows[r], r the row of slot t K + k.
 
-    Summed in float32 in the order of k (weight None: ones). No atomics: the same bits at every run. out
+    Summed in float32 in the order of k (weight None: ones). No atomics: bit-identical at every run. out
     float32, or float64 for float64.
     """
     tokens, width = out_TD.shape
     per_token = row_of_slot.numel() // max(1, tokens)
-    # Rows in float32 take twice what they take in bf16: only a slab of tokens has them at a time. A token's
-    # sum is the same whatever its slab.
+    # float32 rows take twice the memory of bf16, so only one slab of tokens is widened at a time. A token's
+    # sum is the same in any slab.
     slab = max(1, SLAB_BYTES // max(1, per_token * width * out_TD.itemsize))
     for first in range(0, tokens, slab):
         out = out_TD[first : first + slab]

@@ -1,11 +1,11 @@
 """Rows in expert order on CUDA. Functions as in reference.py; no host synchronisation, no atomics.
 
-The sort counts: blocks of slots count their experts, a cumulative sum over (expert, block) says where each
-block's rows of each expert begin, and each slot goes to that place plus its rank among the equal ids before
-it in its block.
+A counting sort: blocks of slots count their experts. A cumulative sum over (expert, block) gives the start of
+each block's rows of each expert. Each slot goes to that place plus its rank among the equal ids before it in
+its block.
 """
 
-# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's own signature doesn't say
+# A launch takes numbers for constexpr parameters, and num_warps, which the kernel's signature doesn't declare
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXPERTS = 64  # compared with a block's slots at a time
 
 @triton.jit
 def _count(ids, counts, slots, experts, SLOTS: tl.constexpr, EXPERTS: tl.constexpr):
-    """counts[e, block] = how often e stands in the block's slots."""
+    """counts[e, block] = number of times that e occurs in the block's slots."""
     block, blocks = tl.program_id(0), tl.num_programs(0)
     slot = block * SLOTS + tl.arange(0, SLOTS)
     here = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
@@ -34,7 +34,7 @@ def _count(ids, counts, slots, experts, SLOTS: tl.constexpr, EXPERTS: tl.constex
 
 @triton.jit
 def _place(ids, ends, counts, slot_n, row_of_slot, slots, SLOTS: tl.constexpr):
-    """ends: the inclusive cumulative sum of counts, so a block's rows of e begin at ends - counts."""
+    """ends: the inclusive cumulative sum of counts, so a block's rows of e start at ends - counts."""
     block, blocks = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, SLOTS)
     slot = block * SLOTS + lane

@@ -19,16 +19,16 @@ from unfreeze.models.blocks.passes import Pass
 
 
 class Attending(Block):
-    """y = o_proj(softmax(scale · q kᵀ) v), q and k rotated in `pairs`: what follows the projections.
+    """Attention after its projections: y = o_proj(softmax(scale · q kᵀ) v), q and k rotated in `pairs`.
 
-    scale    1/sqrt(d) where it is None
-    rope     name of the rotary tables (`Shape.ropes`), "" for the model's own; None: a layer without rotation
-    query_rope   of the tables for q, where they are others than k's: those that grow with the position
+    scale    None: 1/sqrt(d)
+    rope     name of the rotary tables (`Shape.ropes`); "": the model's own; None: a layer without rotation
+    query_rope   name of the tables for q, if they differ from k's: those that grow with the position
     mask     a sliding window or chunks; softcap: cap · tanh(score / cap)
-    sinks    [H], a learnt score of each head that takes its share of the softmax (gpt-oss)
+    sinks    [H], a learned score per head that takes its share of the softmax (gpt-oss)
     """
 
-    o_proj: Linear  # set behind the other projections: modules are listed in this order
+    o_proj: Linear  # registered after the other projections: modules are listed in this order
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Attending(Block):
         self.pairs: Pairing = pairs
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGv: Tensor, run: Pass) -> Tensor:
-        """Rotation, the cache, attention, o_proj. -> [T, D]."""
+        """Rotate, update the cache, attend, apply o_proj. -> [T, D]."""
         run.unrotated(q_THd, k_TGd)
         if self.query_rope is not None:
             q_THd = rotary(q_THd, *run.tables(self.query_rope), self.pairs)
@@ -62,7 +62,7 @@ class Attending(Block):
         return self.o_proj(o_THv.flatten(1), run.reuse_linear)
 
     def attend_bytes(self, heads: int, key_heads: int, dtype: torch.dtype, device: str) -> Bytes:
-        """Of `attend` between the projections; the linear layer's is o_proj's."""
+        """Bytes of `attend` between the projections; o_proj counts its own."""
         # torch's flash kernel takes sinks on a CPU (kernels/attention/packed.py)
         by_blocks = self.softcap is not None or (self.sinks is not None and device != "cpu")
         shape = AttentionShape(heads, key_heads, self.head_dim, self.head_dim, self.mask.window, by_blocks)
@@ -71,7 +71,7 @@ class Attending(Block):
 
 
 class Attention(Attending):
-    """Attention with a projection each for q, k and v.
+    """Attention with separate projections for q, k and v.
 
     q_norm, k_norm   per head, before the rotation (Qwen3). `parts` as in Attending.
     """
@@ -102,9 +102,9 @@ class Attention(Attending):
         return self.attend(q_THd, k_TGd, v_TGv, run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Held and own: as attention itself (`attention_bytes`); held besides what q_norm and k_norm take.
+        """Held and own: as for attention itself (`attention_bytes`); q_norm and k_norm add theirs to held.
 
-        Kept are attention's output and the linear layers' outputs.
+        Recomputation keeps attention's output and the linear layers' outputs.
         """
         q, k = self.q_proj.out_features, self.k_proj.out_features
         normed = q + k if self.q_norm is not None else 0
@@ -125,7 +125,7 @@ class WideNormAttention(Attention):
 
 
 class NormedValueAttention(Attending):
-    """Attention whose values are normed too; without v_proj they are the keys as projected (Gemma 4)."""
+    """Attention that norms the values too; without v_proj the values are the projected keys (Gemma 4)."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class NormedValueAttention(Attending):
         return self.attend(self.q_norm(q_THd), self.k_norm(k_TGd), self.v_norm(v_TGd), run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """As Attention with norms, of which values have one too."""
+        """As Attention with norms, plus a norm of the values."""
         q, k = self.q_proj.out_features, self.k_proj.out_features
         v = 0 if self.v_proj is None else k
         projections = Bytes(held=(q + k + v) * dtype.itemsize, linear=(q + k + v) * dtype.itemsize)
@@ -161,7 +161,7 @@ class NormedValueAttention(Attending):
 
 
 class FusedAttention(Attending):
-    """Attention with one projection for q, k and v, in this order along its output (Phi-3)."""
+    """Attention with one projection for q, k and v, concatenated in this order (Phi-3)."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class FusedAttention(Attending):
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         qkv_THd = self.qkv_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
         q_THd, k_TGd, v_TGv = qkv_THd.split((self.heads, self.key_heads, self.key_heads), dim=1)
-        # a copy of v: a view of it would keep the whole product until backward, q and k a second time
+        # copy v: a view would keep the whole product alive until backward, q and k a second time
         return self.attend(q_THd, k_TGd, v_TGv.contiguous(), run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
@@ -190,12 +190,13 @@ class FusedAttention(Attending):
 
 
 def attention_bytes(shape: AttentionShape, dtype: torch.dtype, device: str) -> Bytes:
-    """Of attention between its projections, H query and G key heads, d and v wide.
+    """Bytes of attention between its projections: H query heads, G key heads, widths d and v.
 
     Held: q, k, v, the output and its float32 log-sum-exp per head. Own: gradients of the output and of q, k,
-    v. A flash kernel on CUDA also sums dq in float32, and has dk and dv per query head until it adds up those
+    v. A flash kernel on CUDA also sums dq in float32, and holds dk and dv per query head until it sums those
     of a group. Source: FlashAttention-2, arXiv:2307.08691, 3.1.
-    Kept are output and log-sum-exp; nothing on CUDA, where a second visit computes them again.
+
+    Recomputation keeps output and log-sum-exp; nothing on CUDA, where they are computed again.
     """
     size = dtype.itemsize
     heads, key_heads, width, value_width, *_ = shape
@@ -204,5 +205,5 @@ def attention_bytes(shape: AttentionShape, dtype: torch.dtype, device: str) -> B
     own = (o + q + k + v) * size
     if device == "cuda":
         own += 4 * q + (q + o) * size * (heads != key_heads)
-    kept = 0 if device == "cuda" else output
-    return Bytes((q + k + v) * size + output, own, expensive=kept, attention=shape)
+    saved = 0 if device == "cuda" else output
+    return Bytes((q + k + v) * size + output, own, expensive=saved, attention=shape)

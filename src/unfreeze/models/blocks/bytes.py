@@ -1,4 +1,4 @@
-"""The bytes that a block needs in training. Each block answers for itself; parallel/plan adds the answers up.
+"""Bytes that a block needs in training. Each block counts its own; parallel/plan adds them up.
 
 They are counted, not fitted: each term is a tensor of the code that runs (tests/parallel).
 """
@@ -13,10 +13,10 @@ from torch import nn
 
 
 class AttentionShape(NamedTuple):
-    """Of attention between its projections: H query and G key heads, the width of both and that of values.
+    """Sizes of attention between its projections: H query heads, G key heads, their width and that of values.
 
     window     tokens that a query sees; None: all before it
-    by_blocks  whether it always runs by blocks of queries: softcapped scores, sinks
+    by_blocks  True if it always runs by blocks of queries: softcapped scores, sinks
     """
 
     heads: int
@@ -29,18 +29,18 @@ class AttentionShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a block needs.
+    """Memory needed by a block.
 
     held       bytes per token that forward leaves for backward
-    own        bytes per token that backward has at its worst moment beside all that is held then
+    own        bytes per token that backward adds at its peak to everything held then
     expensive  bytes per token of the outputs that recompute = "selective" keeps: of attention and experts
-    linear     bytes per token of the outputs that "elementwise" keeps besides: of linear layers
-    scratch    bytes of a workspace, whatever the number of tokens
-    scratch_per_rank  numbers, in the computation's dtype, that an adapter has in the workspace per unit of
+    linear     bytes per token of the outputs that "elementwise" keeps in addition: of linear layers
+    scratch    bytes of a workspace, independent of the number of tokens
+    scratch_per_rank  elements, in the computation's dtype, that an adapter takes in the workspace per unit of
                rank
-    adapter_per_rank  bytes per unit of rank of the copies of an expert adapter's factors, and of their
-               gradient
-    attention  its workspace grows with the longest document, which the plan knows
+    adapter_per_rank  bytes per unit of rank of the copies of an expert adapter's factors and of their
+                      gradient
+    attention  its sizes; its workspace grows with the longest document, which the plan knows
     """
 
     held: int = 0
@@ -54,13 +54,13 @@ class Bytes:
 
     @property
     def peak(self) -> int:
-        """Bytes per token at the worst moment of backward."""
+        """Bytes per token at the peak of backward."""
         return self.held + self.own
 
     def __add__(self, after: Bytes) -> Bytes:
-        """Of this block and one that comes after it in forward, so before it in backward.
+        """Sum of this block and one that runs after it in forward, so before it in backward.
 
-        What `after` held is freed when this one's backward begins.
+        Backward has freed what `after` held when it reaches this block.
         """
         return Bytes(
             self.held + after.held,
@@ -78,8 +78,8 @@ class Block(nn.Module):
     """A part of a decoder layer."""
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """What it needs in training, computed in `dtype`.
+        """Bytes it needs in training when computed in `dtype` on `device` ("cpu" or "cuda").
 
-        On a device of that kind: "cpu" or "cuda". What an adapter adds per unit of rank is left out.
+        What an adapter adds per unit of rank is left out.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not say its bytes, which the plan asks for")
+        raise NotImplementedError(f"{type(self).__name__} has no bytes(), which the plan needs")

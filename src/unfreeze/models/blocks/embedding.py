@@ -10,9 +10,10 @@ from unfreeze.models.blocks.norm import RMSNorm
 
 
 class Embedding(nn.Module):
-    """Rows of a table: tokens [T] -> [T, D]. No padding row: packed batches have no padding.
+    """Table lookup: tokens [T] -> [T, D]. No padding row: packed batches have no padding.
 
-    dtype: of its output. held: the dtype of a frozen table, if it is narrower; rows are widened when taken.
+    dtype: of the output. held: the dtype of a frozen table if it is narrower; rows are widened after the
+    lookup.
     """
 
     def __init__(

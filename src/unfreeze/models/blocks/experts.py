@@ -26,7 +26,7 @@ from unfreeze.models.blocks.linear import PackedHolder
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.halves import stacked
 
-UNEVEN = 1.25  # rows of the fullest group of experts over the mean group's
+UNEVEN = 1.25  # rows of the busiest group of experts over the mean group's
 
 
 class ExpertWeight(PackedHolder):
@@ -60,15 +60,15 @@ class ExpertWeight(PackedHolder):
 
 
 class ExpertAdapter(Protocol):
-    """What adapts the E experts of a layer; a module, so that its parameters are found."""
+    """Adapter of the E experts of a layer; a module, so that its parameters are registered."""
 
     def factors(self) -> ExpertFactors: ...
 
 
 class Dispatch(Protocol):
-    """Takes rows to the processes that hold their experts, and brings the results back.
+    """Sends rows to the processes that hold their experts and brings the results back.
 
-    rows  the experts that are held here, of all E
+    rows  the experts that this process holds, of all E
     """
 
     rows: Rows
@@ -88,11 +88,11 @@ class Dispatch(Protocol):
 class Experts(nn.Module):
     """E gated experts: gate_up_proj [E, 2I, D], down_proj [E, D, I].
 
-    `activation`: SwiGLU, or another (kernels/expert_mlp/activation.py); it says how gate and up are stacked
-    on the output dimension: gate first, or row by row in turn.
-    `adapter.factors()` gives the low-rank factors of every expert (see kernels/expert_mlp).
-    `dispatch`: where other processes hold some of the E experts (parallel/placement/dispatch.py).
-    Dimension 0 of the tensors is then what is `held` here; ids still count all E.
+    `activation`: SwiGLU or another (kernels/expert_mlp/activation.py). It decides how gate and up are stacked
+    on the output dimension: gate first, or interleaved row by row. `adapter.factors()` returns the low-rank
+    factors of every expert (see kernels/expert_mlp). `dispatch`: set if other processes hold some of the E
+    experts (parallel/placement/dispatch.py). Dimension 0 of the tensors then counts the experts held here;
+    ids still count all E.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Experts(nn.Module):
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
 
         def weight(in_features: int, out_features: int, codec: Codec | None) -> ExpertWeight:
-            made: dict[str, Any] = {"codec": codec, "dtype": dtype, "device": device, "held": held}
-            return ExpertWeight(num_experts, in_features, out_features, **made)
+            options: dict[str, Any] = {"codec": codec, "dtype": dtype, "device": device, "held": held}
+            return ExpertWeight(num_experts, in_features, out_features, **options)
 
         both = codec
-        if codec is not None and not activation.interleaved:  # which the files have as one matrix
+        if codec is not None and not activation.interleaved:  # on disk it is one matrix
             both = stacked(codec, 2 * intermediate_size, hidden_size)
         self.gate_up_proj = weight(hidden_size, 2 * intermediate_size, both)
         self.down_proj = weight(intermediate_size, hidden_size, codec)
@@ -126,7 +126,7 @@ class Experts(nn.Module):
 
     @property
     def held(self) -> Rows:
-        """The experts that are here, of all E."""
+        """The experts that this process holds, of all E."""
         return Rows(0, self.num_experts, self.num_experts) if self.dispatch is None else self.dispatch.rows
 
     def forward(
@@ -143,15 +143,15 @@ class Experts(nn.Module):
         return self.dispatch(self, x_TD, ids_TK, weights_TK, reuse, once)
 
     def here(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
-        """What the experts held here make of rows; ids count from the first of them."""
+        """Output of the experts held here for these rows; ids count from the first of them."""
         return self.biased(self.product(x_TD, ids_TK, weights_TK, reuse), ids_TK, weights_TK)
 
     def product(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
-        """What `here` gives without the biases of down, which need no weight that streams."""
+        """`here` without the biases of down, which need no streamed weight."""
         return self._mlp(x_TD, ids_TK, weights_TK, reuse, None)
 
     def biased(self, y_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """`product` -> `here`."""
+        """Add the biases of down: `product` -> `here`."""
         return y_TD
 
     def _mlp(
@@ -177,13 +177,13 @@ class Experts(nn.Module):
         )
 
     def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:
-        """What K = `per_token` rows of each token need, and the expert op's scratch.
+        """Bytes for K = `per_token` rows of each token, and the expert op's scratch.
 
         held       gate and up of each row, 2 I
-        own        the float32 sum dx of a token, D, beside what it is rounded to, or on CUDA the rows at work
+        own        the float32 sum dx of a token, D, with its rounded copy, or on CUDA the rows in flight
                    (`bytes_at_work`)
         expensive  gate and up of each row, on a CPU an eighth more for padding
-        adapter_per_rank  the factors in the computation's dtype, and their gradient, on a CPU in float32
+        adapter_per_rank  the factors in the computation's dtype and their gradient, on a CPU in float32
         """
         K, D, I, size = per_token, self.hidden_size, self.intermediate_size, dtype.itemsize
         gate_up = K * 2 * I * size
@@ -205,7 +205,7 @@ class Experts(nn.Module):
 class BiasedExperts(Experts):
     """Experts with biases: down_e(a(gate_up_e x + b_e)) + c_e (gpt-oss).
 
-    gate_up_proj_bias [E, 2I], its gate and up lying as in gate_up_proj; down_proj_bias [E, D].
+    gate_up_proj_bias [E, 2I], with gate and up laid out as in gate_up_proj; down_proj_bias [E, D].
     """
 
     def __init__(
@@ -240,22 +240,22 @@ class BiasedExperts(Experts):
         return self._mlp(x_TD, ids_TK, weights_TK, reuse, self.gate_up_proj_bias)
 
     def biased(self, y_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Σ_k w_tk c_e is one product of the weights, as [T, E], with all biases."""
+        """Add Σ_k w_tk c_e as one product: the weights as [T, E] times all biases."""
         share_TE = weights_TK.new_zeros(len(y_TD), len(self.held)).scatter(1, ids_TK, weights_TK)
         return y_TD + share_TE.to(y_TD.dtype) @ self.down_proj_bias
 
     def bytes(self, per_token: int, dtype: torch.dtype, device: str) -> Bytes:
-        """As Experts, and each token's weights as [T, E], twice in backward."""
+        """As Experts, plus each token's weights as [T, E], twice in backward."""
         shares = Bytes(held=self.num_experts * dtype.itemsize, own=self.num_experts * (4 + dtype.itemsize))
         return super().bytes(per_token, dtype, device) + shares
 
 
 def bytes_at_work(per_token: int, hidden: int, intermediate: int, size: int, groups: int) -> int:
-    """Bytes per token of the rows that backward has on CUDA, numbers of `size` bytes.
+    """Bytes per token of the rows that backward holds on CUDA, with elements of `size` bytes.
 
-    Of each row two of width D (dy, then x; dx) and 3 I (dh, then the weighted h; gradients of gate and up).
-    All experts work at once, or 1/G of them in each of G groups, whose fullest has UNEVEN times its share,
-    beside dx of all rows.
+    Each row takes two tensors of width D (dy, then x; dx) and 3 I (dh, then the weighted h; gradients of gate
+    and up). All experts work at once, or 1/G of them in each of G groups. The busiest group has UNEVEN times
+    its share; dx of all rows comes on top.
     """
     row = 2 * hidden + 3 * intermediate
     if groups == 1:

@@ -1,6 +1,6 @@
 """An output head that is more than W h. T tokens, D model width, V vocabulary.
 
-A loss, a score and a sample all go through the head, so what stands here reaches them all.
+Losses, scores and samples all go through the head, so an operation added here reaches them all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unfreeze.quant.codec import Codec
 
 
 class Head(Linear):
-    """z = factor · (W h + what an adapter adds), then c · tanh(z / c): logits within ±c.
+    """z = factor · (W h + adapter(h)), then c · tanh(z / c): logits within ±c.
 
     factor   1 / logits_scaling (Granite)
     softcap  c (Gemma 2, arXiv:2408.00118, section 2); None: z itself
@@ -39,12 +39,12 @@ class Head(Linear):
         self.factor, self.softcap = factor, softcap
 
     def forward(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:
-        # the factor on the narrow side: D numbers per token, not V
+        # scale the narrow side: D elements per token, not V
         logits_TV = self.product(x_TI if self.factor == 1 else x_TI * self.factor, reuse)
         return logits_TV if self.softcap is None else softcapped(logits_TV, self.softcap)
 
     def product(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:
-        """W h + what an adapter adds: what checkpoints call lm_head."""
+        """W h + adapter(h): checkpoints call this lm_head."""
         return super().forward(x_TI, reuse)
 
     def dense_head(self) -> DenseHead | None:

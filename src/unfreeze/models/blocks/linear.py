@@ -1,7 +1,7 @@
-"""Linear: y = x Wᵀ + b, with W dense or packed (4 bits), and one joint where an adapter can be attached.
+"""Linear: y = x Wᵀ + b, with W dense or packed (4 bits), and one place to attach an adapter.
 
-A frozen W may be held in a narrower dtype than the computation's, as the files have it: bf16 under float32.
-It is widened by panels while it is used (kernels/widened.py).
+A frozen W may be held in a narrower dtype than the computation's, as in the files: bf16 under float32. It is
+widened panel by panel as it is used (kernels/widened.py).
 
 T rows, in/out features.
 """
@@ -55,9 +55,9 @@ class PackedHolder(nn.Module):
 
 
 class _FrozenLinear(torch.autograd.Function):
-    """y = x · wide(W)ᵀ, W packed or in a narrower dtype than x.
+    """y = x · wide(W)ᵀ, with W packed or in a narrower dtype than x.
 
-    W is made wide in forward and again in backward; nothing wide is saved.
+    W is widened in forward and again in backward; no wide copy is saved.
     """
 
     @staticmethod
@@ -85,9 +85,9 @@ def _product_back(dy_TO: Tensor, base: Tensor | Packed) -> Tensor:
 
 
 class _ReusedLinear(torch.autograd.Function):
-    """y = x Wᵀ + b, where a layer's second visit reuses y: no GEMM then, gradients the same to the bit.
+    """y = x Wᵀ + b that reuses y when the layer is recomputed: no GEMM then, bit-identical gradients.
 
-    Zeros where `reuse` gives None at the second visit: nobody reads y there.
+    If `reuse` returns None during recomputation, y is zeros: nobody reads it there.
     """
 
     @staticmethod
@@ -128,7 +128,7 @@ def _expanded(packed: Packed, like: Tensor) -> Tensor:
 
 
 class LinearAdapter(Protocol):
-    """What adapts one Linear: called with (x [T, in], y [T, out]) -> y + what it adds."""
+    """Adapter of one Linear: called with (x [T, in], y [T, out]) -> y + its update."""
 
     def __call__(self, x_TI: Tensor, y_TO: Tensor) -> Tensor: ...
 
@@ -141,11 +141,13 @@ class Linear(PackedHolder):
     """y = x Wᵀ + b (+ adapter(x)).
 
     x [T, in] -> y [T, out]. `codec` None: W is a parameter `weight` [out, in]; otherwise W stays packed in
-    buffers and is expanded at use.
-    dtype: of the computation. held: the dtype of `weight`, if that is another; only a frozen one can be.
-    `reuse`: where the layer is recomputed, x Wᵀ + b of its first visit is reused at the second
-    (PackedPass.reuse_linear). What an adapter adds is computed again.
-    `adapter` is set by adapters.attach and by nothing else.
+    buffers and is expanded at each use. dtype: of the computation. held: the dtype of `weight` if it differs;
+    only a frozen weight can have one.
+
+    `reuse`: if the layer is recomputed, reuse x Wᵀ + b from its first visit (PackedPass.reuse_linear). The
+    adapter's update is computed again.
+
+    `adapter` is set by adapters.attach only.
     """
 
     def __init__(
@@ -186,13 +188,13 @@ class Linear(PackedHolder):
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
 
     def dense_head(self) -> DenseHead | None:
-        """This layer as tensors, for a kernel that multiplies itself; None where it is more than W x + b."""
+        """This layer as tensors, for a kernel that multiplies itself; None if it is more than W x + b."""
         return DenseHead(self.weight, self.bias) if self.codec is None and self.adapter is None else None
 
     def matrix(self) -> Tensor:
         """W [out, in] for reading, without bias and adapter.
 
-        In the dtype of the computation: the parameter itself, or the weight made wide.
+        In the computation's dtype: the parameter itself, or the widened weight.
         """
         if self.codec is not None:
             return self.packed.dequantize().to(self.dtype)

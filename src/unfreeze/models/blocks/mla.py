@@ -2,9 +2,9 @@
 
 Keys and values are expanded from one small latent per token, and only the latent is cached.
 
-T tokens, S sequences (one new token each), N cached positions, D model width, H heads, R adapter rank.
-c latent width (kv_lora_rank); n, r, v widths of a head's part without position, its part with position and
-its value; d = n + r.
+T tokens, S sequences (one new token each), N cached positions, D model width, H heads, R adapter rank. c
+latent width (kv_lora_rank). A head has widths n (part without position), r (rotary part) and v (value);
+d = n + r.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from unfreeze.models.blocks.passes import Pass
 class MLA(Block):
     """Multi-head latent attention: keys and values come from one low-rank latent.
 
-    q = [q_nope | rotate(q_rope)]
-    k = [kv_b(latent).nope | rotate(k_rope)], k_rope shared by all heads
-    v = kv_b(latent).value,  where latent = norm(kv_a(x)[:c]) and k_rope = kv_a(x)[c:].
+      q = [q_nope | rotate(q_rope)]
+      k = [kv_b(latent).nope | rotate(k_rope)], k_rope shared by all heads
+      v = kv_b(latent).value, where latent = norm(kv_a(x)[:c]) and k_rope = kv_a(x)[c:].
 
-    The query goes through its own low-rank pair (q_a, q_b), or through q_proj where the checkpoint has no
-    q_lora_rank. `pairs`: which elements rotate together, adjacent ones in the releases. `scale` holds YaRN's
-    temperature. `temperature`: name of a table (Shape.ropes) that scales the queries by position.
+    The query goes through its own low-rank pair (q_a, q_b), or through q_proj if the checkpoint has no
+    q_lora_rank. `pairs`: the elements that rotate together, adjacent ones in the releases. `scale` includes
+    YaRN's temperature. `temperature`: name of a table (Shape.ropes) that scales the queries by position.
+
     Source: arXiv:2405.04434, 2.1.
     """
 
@@ -67,7 +68,7 @@ class MLA(Block):
         self.kv_b_proj, self.o_proj = kv_b_proj, o_proj
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
-        # the query; only its last r elements rotate
+        # the query: only its last r elements rotate
         q_THd = self._query(x_TD).unflatten(-1, (self.num_heads, -1))
         tables = run.tables()
         q_THd = rotary(q_THd, *tables, self.pairs)
@@ -75,7 +76,7 @@ class MLA(Block):
             factor_T1, _ = run.tables(self.temperature)
             q_THd = q_THd * factor_T1[:, None].to(q_THd.dtype)
 
-        # what is cached: the latent and one rotary key for all heads
+        # cached: the latent and one rotary key shared by all heads
         latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD).split(
             (self.kv_b_proj.in_features, self.rope), dim=-1
         )
@@ -86,7 +87,7 @@ class MLA(Block):
         return self.o_proj(attend(q_THd, latent, run).flatten(1))
 
     def expanded(self, q_THd: Tensor, latent_TC: Tensor, run: Pass) -> Tensor:
-        """Keys and values of every token are made from its latent, C = [c | r], once. -> [T, H, v]."""
+        """Expand keys and values of every token from its latent, C = [c | r], once. -> [T, H, v]."""
         latent_Tc, k_rope_Tr = latent_TC.split((self.kv_b_proj.in_features, self.rope), dim=-1)
         k_nope, v = (
             self.kv_b_proj(latent_Tc)
@@ -98,14 +99,14 @@ class MLA(Block):
         return run.attend(q_THd, k, v, self.scale)
 
     def absorbed(self, q_SHd: Tensor, latent_SNC: Tensor, run: Pass) -> Tensor:
-        """The same for one query per sequence, in the space of the latents. -> [S, H, v].
+        """Attention of one query per sequence, in the space of the latents. -> [S, H, v].
 
             q · (W_k latent) = (W_kᵀ q) · latent,      Σ p (W_v latent) = W_v Σ p latent
 
         kv_b_proj is applied to one token per sequence instead of the whole cache. All heads share the same N
-        keys, C wide. The latents are the values too; the last r columns of the result belong to the rotary
-        keys and are dropped. An adapter is a second product, B (A latent), never merged.
-        Source: arXiv:2405.04434, 2.1.2.
+        keys, C wide. The latents serve as values too; the last r columns of the result belong to the rotary
+        keys and are dropped. An adapter is a second product, B (A latent), never merged. Source:
+        arXiv:2405.04434, 2.1.2.
         """
         q_nope_SHn, q_rope_SHr = q_SHd.split((self.nope, self.rope), dim=-1)
         # On a CPU a bf16 product of one row converts the weight anyway. In float32 it takes 36 instead of
@@ -136,7 +137,7 @@ class MLA(Block):
         return o_HSv.transpose(0, 1).to(q_nope_SHn.dtype)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Held: of attention (`attention_bytes`, whose values are a view of kv_b_proj's output), inputs of
+        """Held: attention's (`attention_bytes`; its values are a view of kv_b_proj's output), the inputs of
         kv_b_proj and of the norms, and q_a_layernorm's output. Outputs of linear layers are never kept.
         """
         H, size = self.num_heads, dtype.itemsize
@@ -147,9 +148,9 @@ class MLA(Block):
         return before + attention_bytes(shape, dtype, device)
 
     def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Give kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity).
+        """Return kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity).
 
-        Its weight, and its adapter's scale · B and A.
+        The terms are its weight, and its adapter's scale · B and A.
         """
         products: list[tuple[Tensor, Tensor | None]] = [
             (self.kv_b_proj.matrix().unflatten(0, (self.num_heads, -1)), None)

@@ -1,4 +1,4 @@
-"""Dense MLPs: with a gate (SwiGLU and its like), and plain. T tokens, D model width, I intermediate width."""
+"""Dense MLPs: gated (SwiGLU and similar) and plain. T tokens, D model width, I intermediate width."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unfreeze.models.blocks.passes import Pass
 
 
 class MLP(Block):
-    """y = down(silu(gate x) · up x), or with another gate than silu (nonlinearity.py)."""
+    """y = down(silu(gate x) · up x), or with another activation than silu (nonlinearity.py)."""
 
     def __init__(
         self, *, gate_proj: Linear, up_proj: Linear, down_proj: Linear, activation: Nonlinearity = GATED_SILU
@@ -25,7 +25,7 @@ class MLP(Block):
         return self.down_proj(self._inner(x_TD, run), None if run is None else run.skip_unread)
 
     def read(self, x_TD: Tensor, run: Pass) -> Tensor:
-        """The same for a caller whose gradient reads y: a recomputed layer has y too, not zeros for it."""
+        """forward() for a caller whose backward reads y: recomputation returns y too, not zeros."""
         return self.down_proj(self._inner(x_TD, run), run.reuse_linear)
 
     def _inner(self, x_TD: Tensor, run: Pass | None) -> Tensor:
@@ -35,8 +35,8 @@ class MLP(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: gate, up and h, 3 I. No gradient needs down_proj's output.
 
-        Own: 5 I is alive in SwiGLU's backward (`Nonlinearity.alive`), and later dgate and dup beside two
-        gradients of the input, of the product and of its adapter: 2 I + 2 D.
+        Own: 5 I are alive in SwiGLU's backward (`Nonlinearity.alive`). Later dgate and dup are alive with two
+        gradients of the input, from the product and from its adapter: 2 I + 2 D.
         """
         D, I = self.down_proj.out_features, self.gate_proj.out_features
         worst = max(self.activation.alive * I, 2 * I + 2 * D)
@@ -56,7 +56,7 @@ class FusedMLP(Block):
         return self.down_proj(GATED_SILU.apply(self.gate_up_proj(x_TD, reuse)), skip)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """As of MLP."""
+        """As for MLP."""
         D, I = self.down_proj.out_features, self.down_proj.in_features
         worst = max(GATED_SILU.alive * I, 2 * I + 2 * D)
         size = dtype.itemsize
@@ -64,7 +64,7 @@ class FusedMLP(Block):
 
 
 class PlainMLP(Block):
-    """y = fc2(a(fc1 x)), a an activation without a gate (nanochat)."""
+    """y = fc2(a(fc1 x)), where a is an activation without a gate (nanochat)."""
 
     def __init__(self, *, fc1: Linear, fc2: Linear, activation: Nonlinearity):
         super().__init__()
@@ -75,7 +75,7 @@ class PlainMLP(Block):
         return self.fc2(self.activation.apply(self.fc1(x_TD, reuse)), skip)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """Held: the products before and behind the activation, 2 I. Own: as in MLP, here I + 2 D later."""
+        """Held: the tensors before and after the activation, 2 I. Own: as in MLP, but later I + 2 D."""
         D, I = self.fc2.out_features, self.fc1.out_features
         worst = max(self.activation.alive * I, I + 2 * D, 2 * I)
         size = dtype.itemsize

@@ -1,8 +1,6 @@
 """Mixture of experts: a router chooses K of E experts per token; shared experts see every token.
 
-The routers are in routers.py.
-
-T tokens, D model width, E experts, K experts per token.
+The routers are in routers.py. T tokens, D model width, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from unfreeze.models.blocks.routers import Router
 class MoE(Block):
     """y = experts(x, ids, weights) (+ shared_experts(x)).
 
-    counts_E (int64): tokens given to each expert in forward passes; a recomputation does not count again.
+    counts_E (int64): tokens routed to each expert in forward passes; a recomputation does not count again.
     Its reader resets it (train/step.py, once per optimizer step).
     """
 
@@ -39,7 +37,7 @@ class MoE(Block):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate(x_TD)
-        # Reused when the layer is recomputed: rounding could choose other experts.
+        # Recomputation reuses the ids: rounding could choose other experts.
         ids_TK = run.reuse(lambda: self._choose(scores_TE))
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
         y_TD = self.experts(x_TD, ids_TK, weights_TK, run.reuse_expensive, run.reuse)
@@ -48,8 +46,8 @@ class MoE(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """The router, the experts for K rows of each token, and the shared experts.
 
-        Of the router the scores in float32, and in its backward the gradient of its float32 input, D, which
-        is rounded. Where there are shared experts, the gradient that they give is there during the experts'.
+        The router holds its scores in float32. Its backward has the gradient of its float32 input, D, which
+        is rounded. If there are shared experts, their input gradient is alive during the experts' backward.
         """
         D, size = self.experts.hidden_size, dtype.itemsize
         router = Bytes(held=4 * self.experts.num_experts, own=(4 + size) * D)
@@ -67,7 +65,7 @@ class MoE(Block):
 
 
 class GatedSharedMoE(MoE):
-    """y = experts(x, ids, weights) + sigmoid(g · x) · shared_expert(x), Qwen2-MoE's.
+    """y = experts(x, ids, weights) + sigmoid(g · x) · shared_expert(x), as in Qwen2-MoE.
 
     shared_expert_gate maps D to one number per token. Source: arXiv:2407.10671, 2.2.2.
     """
@@ -83,7 +81,7 @@ class GatedSharedMoE(MoE):
         return super().forward(x_TD, run) + share_T1 * self.shared_expert.read(x_TD, run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """As MoE's, and the shared expert's output, D, which the gate's gradient reads."""
+        """As MoE, plus the shared expert's output, D, which the gate's gradient reads."""
         D, size = self.experts.hidden_size, dtype.itemsize
         gated = Bytes(held=D * size, own=2 * D * size, linear=D * size)
         return super().bytes(dtype, device) + self.shared_expert.bytes(dtype, device) + gated
@@ -92,7 +90,7 @@ class GatedSharedMoE(MoE):
 class InputScaledMoE(MoE):
     """y = Σ_k expert(w_tk x_t) + shared_experts(x): the weight scales an expert's input (Llama 4).
 
-    To the expert op each slot is a token of its own, with one expert and weight 1.
+    The expert op sees each slot as a separate token with one expert and weight 1.
     """
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
@@ -107,7 +105,7 @@ class InputScaledMoE(MoE):
         return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """As MoE's, and K scaled copies of each token, with their gradients."""
+        """As MoE, plus K scaled copies of each token and their gradients."""
         scaled = self.gate.top_k * self.experts.hidden_size * dtype.itemsize
         return super().bytes(dtype, device) + Bytes(held=scaled, own=scaled)
 
@@ -115,7 +113,7 @@ class InputScaledMoE(MoE):
 class NormedMoE(MoE):
     """y = post_norm(experts(pre_norm(x), ids, weights)), routed by x itself (Gemma 4).
 
-    post_norm's gradient reads what the experts made, so that a recomputed layer computes it again.
+    post_norm's gradient reads the experts' output, so a recomputed layer computes it again.
     """
 
     def __init__(self, layer: int, *, gate: Router, experts: Experts, pre_norm: RMSNorm, post_norm: RMSNorm):
@@ -129,9 +127,9 @@ class NormedMoE(MoE):
         return self.post_norm(self.experts(self.pre_norm(x_TD), ids_TK, weights_TK, None, run.reuse))
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
-        """As MoE's with the two norms, and the router's float32 copy of x where x is not float32.
+        """As MoE with the two norms, plus the router's float32 copy of x if x is not float32.
 
-        Nothing of the experts is kept.
+        Recomputation keeps no output of the experts.
         """
         copy = Bytes(held=4 * self.experts.hidden_size * (dtype != torch.float32))
         mixture = replace(super().bytes(dtype, device), expensive=0)

@@ -1,6 +1,6 @@
-"""The nonlinearities of a dense MLP as parts, each with its own backward. I intermediate width.
+"""Activations of a dense MLP as parts, each with its own backward. I intermediate width.
 
-Each keeps its inputs for backward and nothing else.
+Each saves its inputs for backward and nothing else.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from unfreeze.kernels.swiglu import swiglu
 
 @dataclass(frozen=True)
 class Nonlinearity:
-    """What an MLP does between its projections.
+    """The function between an MLP's projections.
 
-    apply   gate, up [..., I] -> h [..., I]; of an MLP without a gate: x [..., I] -> h [..., I]
-    alive   tensors of width I that its backward has at its worst, its inputs among them
+    apply   gate, up [..., I] -> h [..., I]; in an MLP without a gate: x [..., I] -> h [..., I]
+    alive   tensors of width I alive at the peak of its backward, inputs included
     """
 
     name: str
@@ -69,4 +69,4 @@ GATED_GELU = Nonlinearity("gelu_pytorch_tanh", _gated_gelu, 6)  # the same, and 
 SQUARED_RELU = Nonlinearity("relu2", _squared_relu, 3)  # x, dh, dx
 """max(x, 0)². Source: So et al. 2021, arXiv:2109.08668. nanochat."""
 GATED = {part.name: part for part in (GATED_SILU, GATED_GELU)}
-"""By the name that config.json has for it, for an MLP with a gate."""
+"""Gated activations by their name in config.json."""

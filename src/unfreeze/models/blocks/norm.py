@@ -24,18 +24,18 @@ class RMSNorm(Block):
         return rms_norm(x_TD, self.gain(), self.eps)
 
     def gain(self) -> Tensor:
-        """What a normalised number is multiplied with, [D]."""
+        """The factor of the normalised values, [D]."""
         return self.weight
 
     def reset(self) -> None:
-        """Begin with a gain of 1."""
+        """Set the gain to 1."""
         nn.init.ones_(self.weight)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: its output, for the products that follow, and a float32 per row.
 
-        Own: gradients of output and input, of which one has the place of the output. Where a CPU runs the
-        reference, two float32 copies besides.
+        Own: gradients of output and input, one of which takes the place of the output. The CPU reference adds
+        two float32 copies.
         """
         size = dtype.itemsize
         reference = device == "cpu" and by_record(OP, torch.device(device), dtype, "many").runs == "reference"
@@ -45,7 +45,7 @@ class RMSNorm(Block):
 class OffsetRMSNorm(RMSNorm):
     """RMSNorm whose gain is 1 + weight (Gemma).
 
-    The sum in float32: in bf16 a weight of 0.01 would lose most of its digits to the 1.
+    The sum is in float32: in bf16 a weight of 0.01 would lose most of its digits to the 1.
     """
 
     def gain(self) -> Tensor:
@@ -69,4 +69,4 @@ class PlainRMSNorm(RMSNorm):
         return torch.ones(self.size)
 
     def reset(self) -> None:
-        """It has nothing to learn."""
+        """Do nothing: it has no weight."""

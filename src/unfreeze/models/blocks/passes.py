@@ -1,10 +1,10 @@
 """The three passes through a decoder: packed, prefill and step.
 
-packed (training, scoring), prefill (packed, and written to the cache), step (one new token per sequence; also
-at a fixed width).
+Packed is for training and scoring. Prefill is packed and also fills the cache. Step runs one new token per
+sequence; it can also run at a fixed width.
 
-Every layer is given the pass. It holds the rotary tables, what attention may look at, and the cache. A layer
-does not ask which pass it is.
+Every layer receives the pass, which holds the rotary tables, the attention layout and the cache. A layer
+never checks the kind of its pass.
 
 T tokens, S sequences, N cached positions, H query heads, G key/value heads.
 """
@@ -32,15 +32,15 @@ Value = TypeVar("Value")
 Tables = tuple[Tensor, Tensor]
 """cos and sin, [T, R/2] float32, of each token."""
 LatentForm = Literal["expanded", "absorbed"]
-"""Of latent attention (mla.py). expanded: keys and values of each token are made once, for many queries.
-absorbed: one query per sequence attends to the latents themselves."""
+"""Form of latent attention (mla.py). expanded: keys and values of each token are expanded once, for many
+queries. absorbed: one query per sequence attends to the latents themselves."""
 
 
 class Cache:
-    """The key-value cache of S sequences: per layer a few tensors [S, capacity, …].
+    """The KV cache of S sequences: per layer a few tensors [S, capacity, …].
 
-    They are keys and values, or MLA's latent with its rotary key.
-    `lengths` (host) is how many positions of each row are filled. Rows are independent; `keep` drops some.
+    They are keys and values, or MLA's latent with its rotary key. `lengths` (on the host) counts the filled
+    positions of each row. Rows are independent; `keep` drops some.
     """
 
     def __init__(self, num_sequences: int, capacity: int):
@@ -64,7 +64,7 @@ class Cache:
         return self.layers[layer]
 
     def require_room(self) -> None:
-        """Raise UserError where a row has no position left."""
+        """Raise UserError if a row has no position left."""
         if max(self.lengths) >= self.capacity:
             raise UserError(
                 f"the cache holds {self.capacity} positions and all are filled; create it with a larger"
@@ -74,10 +74,9 @@ class Cache:
     def keep(self, rows: list[int]) -> list[int]:
         """Keep only these rows: finished sequences leave the batch.
 
-        Returns for each row of the cache now the index it had before.
-
-        The last rows move into the freed places and nothing else is copied: at most one row where one ends.
-        The memory is freed with the whole cache.
+        Returns for each remaining row the index it had before. The last rows move into the freed places and
+        nothing else is copied: at most one row per finished sequence. The memory is freed with the whole
+        cache.
         """
         stays, moves = (
             {row for row in rows if row < len(rows)},
@@ -99,13 +98,13 @@ class Cache:
 class PackedPass:
     """Every document attends to itself only; nothing is cached.
 
-    saved      results of the layer being visited: forward saves there what the recomputation in backward
+    saved      results of the layer being visited: forward stores in it what the recomputation in backward
                reuses. None: nothing is recomputed
     chunks     the same pass cut into whole documents: (tokens, pass over them)
-    named      further rotary tables, where layers differ: name -> (cos, sin)
-    residency  is told each layer before it is computed
-    boundary   keeps the input of a layer that is recomputed
-    taps       collects what an objective asked for of the layer being visited; None: nothing
+    named      further rotary tables, if layers differ: name -> (cos, sin)
+    residency  is notified before each layer is computed
+    boundary   keeps the input of a recomputed layer
+    taps       collects the tensors that an objective requests from the layer being visited; None: none
     """
 
     cos_Tr: Tensor
@@ -121,7 +120,7 @@ class PackedPass:
 
     @contextmanager
     def visiting(self, saved: Saved, taps: LayerTaps | None = None) -> Iterator[None]:
-        """Within it, the layer saves to `saved` and reuses from it; `taps` collects."""
+        """Within this context, the layer saves to `saved` and reuses from it; `taps` collects."""
         before, self.saved, self.taps = (self.saved, self.taps), saved, taps
         try:
             yield
@@ -129,7 +128,7 @@ class PackedPass:
             self.saved, self.taps = before
 
     def reuse(self, compute: Callable[[], Value]) -> Value:
-        """compute(), but not again when the layer is recomputed.
+        """Return compute(); when the layer is recomputed, return the first result instead.
 
         For results that must not differ (the chosen experts) and for counters.
         """
@@ -137,12 +136,12 @@ class PackedPass:
 
     @property
     def reuse_expensive(self) -> Reuse | None:
-        """`reuse` for outputs of attention and experts, if those are saved; else None."""
+        """`reuse` for outputs of attention and experts if those are saved, else None."""
         return self.saved.reuse if self.saved is not None and self.saved.expensive else None
 
     @property
     def reuse_linear(self) -> Reuse | None:
-        """`reuse` for outputs of linear layers, if those are saved; else None."""
+        """`reuse` for outputs of linear layers if those are saved, else None."""
         return self.saved.reuse if self.saved is not None and self.saved.linear else None
 
     @property
@@ -151,14 +150,14 @@ class PackedPass:
         return self.saved.skip if self.saved is not None and self.saved.unread else None
 
     def tables(self, name: str = "") -> Tables:
-        """The rotary tables of that name (`Shape.ropes`); "": the model's own."""
+        """Rotary tables of that name (`Shape.ropes`); "": the model's own."""
         return self.named[name] if name else (self.cos_Tr, self.sin_Tr)
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
 
     def unrotated(self, q_THd: Tensor, k_TGd: Tensor, width: int | None = None) -> None:
-        """Queries and keys without a position, for an objective that asks: the first `width` of a head."""
+        """Tap queries and keys before rotation if an objective requests them: the first `width` of a head."""
         if self.taps is not None:
             self.taps.put("q_plain", q_THd[..., :width])
             self.taps.put("k_plain", k_TGd[..., :width])
@@ -174,7 +173,7 @@ class PackedPass:
         softcap: float | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        """Attention of every token to its own document; the arguments as in packed_attention."""
+        """Attention of every token to its own document; arguments as in packed_attention."""
         if self.taps is not None:
             self.taps.put("q", q_THd)
             self.taps.put("k", k_TGd)
@@ -220,7 +219,7 @@ class StepPass:
         return compute()
 
     def unrotated(self, q_THd: Tensor, k_TGd: Tensor, width: int | None = None) -> None:
-        """As in PackedPass; of a step nobody asks."""
+        """As in PackedPass; a step has no taps."""
 
     reuse_expensive = reuse_linear = skip_unread = None
     latent: ClassVar[LatentForm] = "absorbed"
@@ -236,12 +235,12 @@ class StepPass:
         return self.named[name] if name else (self.cos_Tr, self.sin_Tr)
 
     def allowed(self, mask: Mask) -> Tensor:
-        """Which of the N remembered positions each row's new token sees, bool [S, 1, 1, N]."""
+        """Mask of the N cached positions that each row's new token sees, bool [S, 1, 1, N]."""
         steps = torch.arange(self.longest, device=self.positions_T.device)
         return mask.allowed(self.positions_T[:, None], steps[None])[:, None, None, :]
 
     def mask_of(self, mask: Mask) -> Tensor | None:
-        """`allowed`, made once for all layers; None where every row sees all N."""
+        """`allowed`, computed once for all layers; None if every row sees all N."""
         if not mask.narrows(self.longest):
             return self.mask_S11N
         if mask not in self.masks:
@@ -249,7 +248,7 @@ class StepPass:
         return self.masks[mask]
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """The new values -> everything remembered so far, [S, N, …]."""
+        """Cache the new values and return everything cached so far, [S, N, …]."""
         return tuple(
             t[:, : self.longest] for t in self.cache.write(layer, self.rows_T, self.positions_T, new)
         )
@@ -285,7 +284,7 @@ def _one_query(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """Softcapped scores, and sinks, for one query per head (formulas: kernels/attention/by_blocks.py)."""
+    """Softcapped or sink attention, one query per head (formulas: kernels/attention/by_blocks.py)."""
     score_SGJN = (q_SGJd.float() @ k_SGNd.float().mT) * scale
     if softcap is not None:
         score_SGJN = softcap * torch.tanh(score_SGJN / softcap)
@@ -302,9 +301,8 @@ def _one_query(
 class StepWithin(StepPass):
     """A step over the first `width` positions of the cache.
 
-    Of the numbers on the host its kernel launches depend on `width` alone.
-
-    A mask made on the device hides the positions beyond a row's own; the cache holds finite numbers there.
+    Its kernel launches depend on no host value but `width`. A mask computed on the device hides the positions
+    beyond a row's own; the cache holds finite numbers there.
     """
 
     width: int = field(kw_only=True)

@@ -1,8 +1,8 @@
 """Residency: where a layer's weights are while it is computed.
 
-A pass carries one and tells it which layer comes next. By default every weight is here all the time. A
-residency that streams (parallel/placement/residency.py) fills a buffer before the layer is computed, and
-again before its backward.
+A pass carries one and notifies it of the next layer. By default every weight is on the device all the time. A
+streaming residency (parallel/placement/residency.py) fills a buffer before the layer is computed, and again
+before its backward.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 
 class Residency(Protocol):
-    """Told each layer before it is computed, in forward and in backward.
+    """Notified before each layer is computed, in forward and in backward.
 
-    After `visit(layer)` that layer's weights are here, until another layer is visited. The tensors of its
-    parameters and buffers are the same objects at every visit; their memory may be another layer's between.
+    After `visit(layer)` that layer's weights are on the device until another layer is visited. The tensors of
+    its parameters and buffers are the same objects at every visit; between visits their memory may hold
+    another layer.
     """
 
     def visit(self, layer: nn.Module, /) -> None: ...
 
 
 class Resident:
-    """Every weight is here all the time."""
+    """Every weight is on the device all the time."""
 
     def visit(self, layer: nn.Module) -> None:
         pass
@@ -34,7 +35,7 @@ RESIDENT = Resident()
 
 
 class _Returning(torch.autograd.Function):
-    """y = x; its backward runs before that of all that x was made of, and visits the layer first."""
+    """y = x; its backward runs before that of everything x was computed from, and visits the layer first."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, layer: nn.Module, residency: Residency) -> Tensor:
@@ -48,9 +49,9 @@ class _Returning(torch.autograd.Function):
 
 
 def visited_again(y_TD: Tensor, layer: nn.Module, residency: Residency) -> Tensor:
-    """y, a layer's output, such that autograd visits the layer before it goes back through it.
+    """Return y, a layer's output, such that autograd visits the layer before its backward.
 
-    For a layer whose graph autograd keeps: its nodes refer to weights that are another layer's by then.
-    Autograd runs the nodes that were made last first, so the layer behind is done when this one is visited.
+    For a layer whose graph autograd keeps: by then the memory of its weights holds another layer. Autograd
+    runs the newest nodes first, so the following layer is done when this one is visited.
     """
     return y_TD if isinstance(residency, Resident) else _Returning.apply(y_TD, layer, residency)

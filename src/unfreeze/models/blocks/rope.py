@@ -1,8 +1,9 @@
-"""Rotary position embeddings with the scalings published models use: none, linear, llama3, yarn, longrope.
+"""Rotary position embeddings with the scalings of published models: none, linear, llama3, yarn, longrope.
 
 A Rope is the table of inverse frequencies (R/2 numbers, R rotary width) and the factor on cos and sin, from
-config.json. In a model the table is float32 and has the bits of transformers' (rope_float32.py): an angle is
-position · frequency, so at position 8,000 one rounding apart would be 5e-4 of a radian.
+config.json. In a model the table is float32 and bit-identical to transformers' (rope_float32.py). An angle is
+position · frequency, so at position 8,000 a difference of one rounding would be 5e-4 of a radian.
+
 The rotation itself is kernels/rotary.
 
 T tokens, R rotary width of a head.
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rope:
-    """inverse_frequency[i] = theta^(-2i/R) after scaling, in double precision: what it should be.
+    """inverse_frequency[i] = theta^(-2i/R) after scaling, in double precision: the exact values.
 
-    computed           how the float32 table of it is made; None: rounded from it
-    attention_factor   of cos and sin (1 except with yarn and longrope)
+    computed           how its float32 table is computed; None: by rounding it
+    attention_factor   factor on cos and sin (1 except with yarn and longrope)
     long, short_until  other frequencies for a whole document of more than short_until tokens (longrope)
     growth, per        cos and sin also grow with the position p, by 1 + growth · ln(1 + floor(p / per)): for
-                       queries that are scaled so (Llama 4's temperature, Ministral 3)
+                       queries that are scaled this way (Llama 4's temperature, Ministral 3)
     """
 
     inverse_frequency: tuple[float, ...]
@@ -47,7 +48,7 @@ class Rope:
     def tables(self, positions_T: Tensor, lengths_T: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin [T, R/2] in fp32 for integer positions [T].
 
-        lengths_T: the tokens of the document that each is in, which longrope asks for; None: each is its
+        lengths_T: the length of each token's document, which longrope needs; None: each token is its
         document's last.
         """
         frequency = _on_device(self, positions_T.device, False)
@@ -61,7 +62,7 @@ class Rope:
         return angle.cos() * factor, angle.sin() * factor
 
     def backwards(self) -> Rope:
-        """The rotation the other way round."""
+        """The rotation in the opposite direction."""
         inverse, long = (
             numbers and tuple(-f for f in numbers) for numbers in (self.inverse_frequency, self.long)
         )
@@ -73,8 +74,8 @@ class Rope:
 class Temperature(Rope):
     """Queries that grow and do not rotate: by 1 + growth · ln(1 + floor((p + first) / per)) at position p.
 
-    As rotary tables: cos is that factor for each of inverse_frequency, which are zeros, and sin is 0.
-    Source: arXiv:2501.19399, as Llama 4 and Mistral 4 have it.
+    As rotary tables: inverse_frequency is zeros, cos is that factor and sin is 0. Source: arXiv:2501.19399,
+    as used by Llama 4 and Mistral 4.
     """
 
     first: int = 0
@@ -86,7 +87,7 @@ class Temperature(Rope):
 @functools.cache
 def _on_device(rope: Rope, device: torch.device, long: bool) -> Tensor:
     """The frequencies in float32, once per device: a copy from the host at every step would make it wait."""
-    import torch  # here, because config.json is read, and refused, without it
+    import torch  # imported here: config.json is read, and refused, without torch
 
     if rope.computed is not None:
         return rope.computed.numbers(long).to(device)
@@ -98,28 +99,27 @@ def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
     """The Rope of a config.json, in either spelling.
 
     The spellings: `rope_theta` + `rope_scaling` (with `type` or `rope_type`), or transformers 5's
-    `rope_parameters`.
-    `width` is R, the rotary width of a head. Raises CheckpointError for a scaling this file does not know, by
-    name.
+    `rope_parameters`. `width` is R, the rotary width of a head. Raises CheckpointError naming a scaling that
+    this file does not know.
     """
     parameters = rope_parameters(config)
     theta = float(parameters["rope_theta"])
     kind = parameters["rope_type"]
     inverse = [theta ** (-2 * i / width) for i in range(width // 2)]
-    made = partial(Computed, kind, theta, width)
+    table = partial(Computed, kind, theta, width)
     if kind == "default":
-        return Rope(tuple(inverse), computed=made())
+        return Rope(tuple(inverse), computed=table())
     if kind == "linear":
         factor = float(parameters["factor"])
-        return Rope(tuple(f / factor for f in inverse), computed=made(factor))
+        return Rope(tuple(f / factor for f in inverse), computed=table(factor))
     if kind == "llama3":
-        return _llama3(inverse, parameters, made)
+        return _llama3(inverse, parameters, table)
     if kind == "yarn":
-        return _yarn(inverse, theta, width, parameters, config, made)
+        return _yarn(inverse, theta, width, parameters, config, table)
     if kind == "proportional":
-        return _proportional(inverse, parameters, made)
+        return _proportional(inverse, parameters, table)
     if kind == "longrope":
-        return _longrope(inverse, parameters, config, made)
+        return _longrope(inverse, parameters, config, table)
     raise CheckpointError(
         f"config.json: rope type {kind!r} is not known; known: default, linear, llama3, yarn, longrope,"
         " proportional",
@@ -130,9 +130,9 @@ def rope_from_config(config: Mapping[str, Any], width: int) -> Rope:
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary parameters as one flat dict with `rope_theta`, from either spelling of config.json.
 
-    As transformers reads them: a field within the table stands above the same one outside, but
-    original_max_position_embeddings outside above the one within. Raises CheckpointError where both
-    spellings are there and differ.
+    Precedence as in transformers: a field in the table overrides the same one outside, except
+    original_max_position_embeddings, where the outer one wins. Raises CheckpointError if both spellings are
+    present and differ.
     """
     old, new = (dict(config.get(name) or {}) for name in ("rope_scaling", "rope_parameters"))
     theta = config.get("rope_theta", 10000.0)
@@ -155,11 +155,17 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotary_width(config: Mapping[str, Any], head_dim: int, absent: float = 1.0) -> int:
-    """R = partial_rotary_factor · head_dim, of the table, else of the config, else `absent`.
+    """R = partial_rotary_factor · head_dim; the factor is the table's, else the config's, else `absent`.
 
-    Raises CheckpointError where R is no even number from 2 to head_dim.
+    Raises CheckpointError if R is not an even number from 2 to head_dim, and for "proportional", where the
+    factor says which pairs of a whole head rotate: no release of the families that call this has it.
     """
     parameters = rope_parameters(config)
+    if parameters["rope_type"] == "proportional":
+        raise CheckpointError(
+            f"config.json: rope type 'proportional' is not built for model_type {config.get('model_type')!r}",
+            next="check rope_parameters against the publisher's",
+        )
     factor = float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or absent)
     width = int(head_dim * factor)
     if width % 2 or not 0 < width <= head_dim:
@@ -171,10 +177,10 @@ def rotary_width(config: Mapping[str, Any], head_dim: int, absent: float = 1.0) 
     return width
 
 
-def _llama3(inverse: list[float], parameters: Mapping[str, Any], made: Callable[..., Computed]) -> Rope:
-    """Llama 3.1's scaling: long wavelengths are divided by factor, short ones kept, a linear ramp between.
+def _llama3(inverse: list[float], parameters: Mapping[str, Any], table: Callable[..., Computed]) -> Rope:
+    """Llama 3.1's scaling: divide long wavelengths by factor, keep short ones, with a linear ramp between.
 
-    Where both bounds are the same there is no ramp (Llama 4 Scout). Source: Meta's reference.
+    If both bounds are equal there is no ramp (Llama 4 Scout). Source: Meta's reference.
     """
     factor, low, high = (float(parameters[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = float(parameters["original_max_position_embeddings"])
@@ -188,7 +194,7 @@ def _llama3(inverse: list[float], parameters: Mapping[str, Any], made: Callable[
         smooth = (context / wavelength - low) / (high - low)
         return (1 - smooth) * frequency / factor + smooth * frequency
 
-    return Rope(tuple(map(scaled, inverse)), computed=made(factor, low=low, high=high, context=context))
+    return Rope(tuple(map(scaled, inverse)), computed=table(factor, low=low, high=high, context=context))
 
 
 def _yarn(
@@ -197,11 +203,11 @@ def _yarn(
     width: int,
     parameters: Mapping[str, Any],
     config: Mapping[str, Any],
-    made: Callable[..., Computed],
+    table: Callable[..., Computed],
 ) -> Rope:
     """YaRN (Peng et al. 2023): interpolate low frequencies by `factor`, keep high ones.
 
-    Between beta_fast and beta_slow rotations is a ramp.
+    A ramp lies between beta_fast and beta_slow rotations.
     """
     context = float(parameters.get("original_max_position_embeddings") or config["max_position_embeddings"])
     factor = float(parameters.get("factor") or config["max_position_embeddings"] / context)
@@ -212,8 +218,8 @@ def _yarn(
     low = dimension(float(parameters.get("beta_fast") or 32))
     high = dimension(float(parameters.get("beta_slow") or 1))
     if not math.isfinite(low) or not math.isfinite(high):
-        given = {name: parameters.get(name) for name in ("beta_fast", "beta_slow")} | {"rope_theta": theta}
-        words = ", ".join(f"{name} {value!r}" for name, value in given.items())
+        settings = {name: parameters.get(name) for name in ("beta_fast", "beta_slow")} | {"rope_theta": theta}
+        words = ", ".join(f"{name} {value!r}" for name, value in settings.items())
         raise CheckpointError(
             f"config.json: {words} give no rotation", next="check rope_parameters against the publisher's"
         )
@@ -232,27 +238,29 @@ def _yarn(
             if mscale and mscale_all
             else yarn_mscale(factor)
         )
-    return Rope(tuple(scaled), float(attention), computed=made(factor, low=low, high=high))
+    return Rope(tuple(scaled), float(attention), computed=table(factor, low=low, high=high))
 
 
-def _proportional(inverse: list[float], parameters: Mapping[str, Any], made: Callable[..., Computed]) -> Rope:
-    """Gemma 4's: the first partial_rotary_factor of the frequencies, the other pairs stand still."""
+def _proportional(
+    inverse: list[float], parameters: Mapping[str, Any], table: Callable[..., Computed]
+) -> Rope:
+    """Gemma 4's: the first partial_rotary_factor of the frequencies rotate; the other pairs do not."""
     share = float(parameters.get("partial_rotary_factor") or 1.0)
     factor = float(parameters.get("factor") or 1.0)
     turning = int(share * 2 * len(inverse) // 2)
     numbers = tuple(f / factor if i < turning else 0.0 for i, f in enumerate(inverse))
-    return Rope(numbers, computed=made(factor, turning=turning))
+    return Rope(numbers, computed=table(factor, turning=turning))
 
 
 def _longrope(
     inverse: list[float],
     parameters: Mapping[str, Any],
     config: Mapping[str, Any],
-    made: Callable[..., Computed],
+    table: Callable[..., Computed],
 ) -> Rope:
-    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency has a divisor of its own.
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency has its own divisor.
 
-    One set for documents as long as those of pretraining, one for longer ones.
+    One set is for documents up to the pretraining length, one for longer ones.
     """
     context = parameters.get("original_max_position_embeddings") or config["max_position_embeddings"]
     if not context >= 2:
@@ -274,10 +282,10 @@ def _longrope(
                 next="get config.json from the model's publisher again",
             )
     short, long = (tuple(f / float(d) for f, d in zip(inverse, divisors, strict=True)) for divisors in sets)
-    computed = made(divisors=tuple(map(float, sets[0])), long=tuple(map(float, sets[1])))
+    computed = table(divisors=tuple(map(float, sets[0])), long=tuple(map(float, sets[1])))
     return Rope(short, float(attention), long=long, short_until=int(context), computed=computed)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """0.1 · mscale · ln(factor) + 1: how attention's temperature grows with the context (YaRN, 3.4)."""
+    """0.1 · mscale · ln(factor) + 1: growth of attention's temperature with the context (YaRN, 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

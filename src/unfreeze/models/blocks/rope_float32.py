@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Computed:
-    """A table of R/2 numbers for the rope type `kind`, of base theta and rotary width R.
+    """A table of R/2 numbers for the rope type `kind`, with base theta and rotary width R.
 
-    factor    of all types but default
-    low, high, context   llama3: the bounds of its ramp and the length they are of; yarn: first and last pair
-                         of its ramp
-    turning   proportional: pairs that turn
-    divisors, long       longrope: a divisor for each pair, of short and of long documents
-    sign      -1 where the rotation goes the other way
+    factor    for all types but default
+    low, high, context   llama3: the bounds of its ramp and the length they refer to; yarn: the first and last
+                         pair of its ramp
+    turning   proportional: pairs that rotate
+    divisors, long       longrope: a divisor per pair, for short and for long documents
+    sign      -1 for the opposite direction
     """
 
     kind: str
@@ -39,7 +39,7 @@ class Computed:
     sign: float = 1.0
 
     def numbers(self, long: bool = False) -> Tensor:
-        """float32 [R/2] on the host. long: longrope's for long documents."""
+        """float32 [R/2] on the host. long: longrope's table for long documents."""
         import torch
 
         i_P = torch.arange(0, self.width, 2, dtype=torch.float32)

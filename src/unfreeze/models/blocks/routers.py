@@ -1,7 +1,8 @@
-"""Routers: which K of the E experts a token goes to, and with which weights.
+"""Routers: choose K of the E experts for a token, and their weights.
 
-RoutingRule is the same in training and evaluation, runs in fp32, and its weights carry gradients back to the
-hidden state (and to the router if it trains). A selection bias chooses and never enters the weights.
+RoutingRule is the same in training and evaluation and runs in fp32. Its weights carry gradients back to the
+hidden state (and to the router if it trains). A selection bias affects the choice and never enters the
+weights.
 
 T tokens, D model width, E experts, K experts per token.
 """
@@ -19,17 +20,16 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How a family routes: score, choose, weigh. z = W x.
+    """A family's routing: score, choose, weigh. z = W x.
 
     score       s = sigmoid(z), softmax(z) over the experts, or z itself ("logits")
-    correction  shape of e_score_correction_bias, whose last dim is E; None without one. The largest s + bias
-                are chosen
-    groups      groups of E / groups experts, of which the `topk_group` best stay. A group's score is the sum
-                of its `best` largest s + bias
+    correction  shape of e_score_correction_bias, whose last dim is E; None: no bias. The largest s + bias win
+    groups      groups of E / groups experts; the `topk_group` best stay. A group's score is the sum of its
+                `best` largest s + bias
     normalize   weights are s / (max(Σ s, smallest) + added), the sum over the chosen
     after       weights are sigmoid(s) of the chosen
-    scale       what weights are multiplied with last
-    eps         of the norm before W, where there is one (NormedRouter)
+    scale       final factor on the weights
+    eps         of the norm before W, if there is one (NormedRouter)
     """
 
     score: Literal["sigmoid", "softmax", "logits"] = "softmax"
@@ -56,7 +56,7 @@ def noaux_tc(
 
 
 def best_groups(scores_TE: Tensor, of_group_TG: Tensor, topk_group: int) -> Tensor:
-    """scores_TE, -inf outside the `topk_group` groups with the largest of_group; G groups of E/G experts."""
+    """scores_TE with -inf outside the `topk_group` groups of largest of_group; G groups of E/G experts."""
     keep_TG = torch.zeros_like(of_group_TG, dtype=torch.bool)
     keep_TG.scatter_(1, of_group_TG.topk(topk_group, dim=-1).indices, True)
     grouped = scores_TE.unflatten(-1, (of_group_TG.shape[1], -1))
@@ -64,8 +64,11 @@ def best_groups(scores_TE: Tensor, of_group_TG: Tensor, topk_group: int) -> Tens
 
 
 class Router(nn.Module):
-    """scores(x) [T, E] -> the chosen ids [T, K] -> their weights [T, K]; three steps, as a recomputed layer
-    reuses the ids. `weight` [E, D]; e_score_correction_bias [E] or [1, E] fp32 where the routing has one."""
+    """scores(x) [T, E] -> the chosen ids [T, K] -> their weights [T, K].
+
+    Three separate steps, because a recomputed layer reuses the ids. `weight` [E, D]; e_score_correction_bias
+    [E] or [1, E] fp32 if the routing has one.
+    """
 
     e_score_correction_bias: Tensor | None
 
@@ -90,7 +93,7 @@ class Router(nn.Module):
         self.add(lambda size: nn.Parameter(torch.empty(size, dtype=dtype, device=device)))
 
     def add(self, vector: Callable[[int], nn.Parameter]) -> None:
-        """Parameters beside `weight`; vector(size) makes one in its dtype and place."""
+        """Register parameters beside `weight`; vector(size) creates one with its dtype and device."""
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """W x in float32, [T, E]."""
@@ -104,7 +107,7 @@ class Router(nn.Module):
         return logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
 
     def choose(self, scores_TE: Tensor) -> Tensor:
-        """ids [T, K]: the K largest scores, with the bias and within the best groups where there are."""
+        """ids [T, K]: the K largest scores, with bias and best groups if the rule has them."""
         rule, scores_TE = self.routing, scores_TE.detach()
         if self.e_score_correction_bias is not None:
             scores_TE = scores_TE + self.e_score_correction_bias
@@ -115,7 +118,7 @@ class Router(nn.Module):
         return scores_TE.topk(self.top_k, dim=-1).indices
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """The weights [T, K] of the chosen, by their scores."""
+        """Weights [T, K] of the chosen experts, from their scores."""
         rule, weights_TK = self.routing, scores_TE.gather(1, ids_TK)
         if rule.after:
             weights_TK = weights_TK.sigmoid()
@@ -128,7 +131,7 @@ class Router(nn.Module):
 
 
 class LinearRouter(Router):
-    """gpt-oss's: z = W x + b."""
+    """z = W x + b (gpt-oss)."""
 
     def add(self, vector: Callable[[int], nn.Parameter]) -> None:
         self.bias = vector(self.weight.shape[0])
@@ -140,7 +143,7 @@ class LinearRouter(Router):
 class NormedRouter(Router):
     """Gemma 4's: z = W n, n = scale · x / (sqrt(mean(x²) + eps) · sqrt(D)); weights · per_expert_scale.
 
-    scale [D] and per_expert_scale [E] are of the release.
+    scale [D] and per_expert_scale [E] come from the checkpoint.
     """
 
     def add(self, vector: Callable[[int], nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""What the first visit of a layer saves for its recomputation in backward."""
+"""Results that a layer's first visit saves for its recomputation in backward."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ T = TypeVar("T")
 
 
 class Skip(Protocol):
-    """`Saved.skip`: a result that the second visit of a layer does without."""
+    """`Saved.skip`: a result that the recomputation can do without."""
 
     def __call__(self, compute: Callable[[], T], /) -> T | None: ...
 
 
 class Saved:
-    """Results of the first visit, in the order in which the layer asks.
+    """Results of the first visit, in the order in which the layer requests them.
 
-    The second visit asks in the same order.
+    The second visit requests them in the same order.
 
     expensive  outputs of attention and experts are saved: they cost the most to compute per byte
     linear     outputs of linear layers are saved
@@ -26,16 +26,16 @@ class Saved:
 
     def __init__(self, *, expensive: bool = False, linear: bool = False, unread: bool = False):
         self.expensive, self.linear, self.unread = expensive, linear, unread
-        self.second = False  # whether this is the second visit
+        self.second = False  # True during the second visit
         self.values: list[Any] = []
 
     def reuse(self, compute: Callable[[], T]) -> T:
-        """compute() on the first visit; on the second what it gave then."""
+        """Return compute() on the first visit, and that result again on the second."""
         if self.second:
             return self.values.pop(0)
         self.values.append(compute())
         return self.values[-1]
 
     def skip(self, compute: Callable[[], T]) -> T | None:
-        """compute() on the first visit, None on the second."""
+        """Return compute() on the first visit, None on the second."""
         return None if self.second else compute()

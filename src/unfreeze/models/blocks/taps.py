@@ -1,4 +1,4 @@
-"""What a pass collects of its layers for an objective (core/taps.py)."""
+"""Taps: the layer tensors that a pass collects for an objective (core/taps.py)."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from unfreeze.core.taps import TAP_NAMES, Tap, TapName
 
 
 class LayerTaps:
-    """The tensors of those names of one layer, in the order of TAP_NAMES."""
+    """The named tensors of one layer, in the order of TAP_NAMES."""
 
     def __init__(self, names: Iterable[TapName]):
-        asked = frozenset(names)
-        self.names: tuple[TapName, ...] = tuple(name for name in TAP_NAMES if name in asked)
+        requested = frozenset(names)
+        self.names: tuple[TapName, ...] = tuple(name for name in TAP_NAMES if name in requested)
         self.found: dict[TapName, Tensor] = {}
 
     def put(self, name: TapName, tensor: Tensor) -> None:
-        """Keep it where it is asked for.
+        """Keep the tensor if it is requested.
 
-        A view: what several readers give back is added up there, before it meets the layer's own gradient. So
-        the sum is the same to the bit whether or not the layer is computed again.
+        It keeps a view. The gradients of several readers are summed there before they meet the layer's own.
+        So the sum is bit-identical whether or not the layer is recomputed.
         """
         if name in self.names:
             self.found[name] = tensor.view_as(tensor)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """In the order of `names`."""
+        """The tensors, in the order of `names`."""
         return tuple(self.found[name] for name in self.names)
 
     def replace(self, tensors: Iterable[Tensor]) -> None:
-        """Others in their place, in the order of `names`."""
+        """Replace the tensors, in the order of `names`."""
         self.found = dict(zip(self.names, tensors, strict=True))
 
     def put_rows(self, rows: slice, part: LayerTaps, num_tokens: int) -> None:
-        """Copy what a chunk of the tokens found into [T, …]."""
+        """Copy the tensors of a chunk of the tokens into [T, …]."""
         for name, tensor in part.found.items():
             if name not in self.found:
                 self.found[name] = tensor.new_empty((num_tokens, *tensor.shape[1:]))
@@ -48,17 +48,20 @@ class _Carries(Protocol):
 
 
 class Taps:
-    """What one pass over a batch is asked for, and found. A layer behind the last has its input only."""
+    """The taps requested from one pass over a batch, and the tensors found.
 
-    def __init__(self, asked: Iterable[Tap]):
-        self.asked = frozenset(asked)
+    The index after the last layer has its input only.
+    """
+
+    def __init__(self, taps: Iterable[Tap]):
+        self.asked = frozenset(taps)
         self.found: dict[Tap, Tensor] = {}
 
     def enter(self, layer: int, x_TD: Tensor, run: _Carries) -> Tensor:
-        """Before a layer, and behind the last: take what the one before left, and tell the pass what to keep.
+        """Before each layer and after the last: collect the previous layer's taps, set those of this one.
 
-        The layer gets a view of an input that is asked for: its own gradient there is one sum, as it is where
-        the layer is computed again.
+        If its input is requested, the layer gets a view of it. The layer's own gradient there is then one
+        sum, as it is when the layer is recomputed.
         """
         if run.taps is not None:
             of_layer = zip(run.taps.names, run.taps.tensors(), strict=True)

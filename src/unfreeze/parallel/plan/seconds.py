@@ -1,36 +1,37 @@
 """Seconds of a step, term by term, on machines that may not be here.
 
-How fast each kind of work is done, rates.py says: from facts of the device (machines.toml), or from records.
+The rates of each kind of work come from rates.py: device facts (machines.toml) or records.
 
 T tokens a step on n devices, t = T / n of each; D model width, I expert width, E experts, K per token.
-rows = t · K · imbalance · fullest of the device with the most experts, ⌈E / s⌉ where s devices share them:
-fullest = ⌈E / s⌉ s / E; m = t · K · imbalance · s / E rows per expert. v forward visits of experts: 2 where
-they are recomputed, else 1; one more visit is backward, for the input's gradient, and a second where weights
-train.
+rows = t · K · imbalance · fullest, of the device with the most experts (⌈E / s⌉ if s devices share them),
+with fullest = ⌈E / s⌉ s / E; m = t · K · imbalance · s / E rows per expert. v is the number of forward
+visits: 2 if layers are recomputed, else 1. Backward is one more visit, for the input's gradient, and a second
+one if weights train.
 
     experts    rows · (6 D I · visits + 2 A · (v + 2)) / experts(m)   A adapter numbers of an expert;
                                                                  experts(m) = R · m / (m + h)
     expansion  E here · 3 D I · 2.56 B · x / expansion           packed experts only: 0.56 in, 2 out; x = 2,
-                                                                 or v + 1 where they come in groups
+                                                                 or v + 1 if loaded in groups
     passes     rows · 2 · (14 D + 16 I) / passes                 gather, SwiGLU, combine, and their backward
     dense      t · 2 · (N · visits + A · (v + 2)) / dense        N weights of layers, A numbers of adapters
-    norms      t · 2 D · (v + 1) / 2 / norms                     two a layer; a record has both directions
+    norms      t · 2 D · (v + 1) / 2 / norms                     two per layer; a record has both directions
     attention  t · A · L / 2 · (v + 2.5) / attention             A FLOP per pair, documents of L tokens
     router     t · 2 · router · visits / routers                 float32
     all-to-all 5 · rows · (n - 1) / n · 2 D / link               x, y, x again, dy, dx
-    stream     bytes of experts here · 2 / host link             forward and backward, under the computation
-    gather     rest · (n - 1) / n · 2 / link                     likewise; of sharded weights all of them
-    head       t · 2 · D V · 2 / head                            3 where it trains; never computed again
+    stream     bytes of experts here · 2 / host link             forward and backward, overlapped
+    gather     rest · (n - 1) / n · 2 / link                     likewise; for sharded weights all of them
+    head       t · 2 · D V · 2 / head                            3 if it trains; never recomputed
     optimizer  trained here / optimizer                          moments in host memory: 8 B · trained here /
-                                                                 host link where that is longer
+                                                                 host link if that is longer
     sums       2 · 4 B · trained here · (c - 1) / c / link       c devices hold a copy; sharded: half
-    launches   layers · 200 · 3 · launch                         what of it the device does not hide
+    launches   layers · 200 · 3 · launch                         the part the device does not hide
 
     step = Σ over layers of max(compute + all-to-all, stream + gather) + head + optimizer
 
-link: NVLink inside a host; between hosts a port for each GPU, which all-to-all has to itself, while what all
-GPUs of a host get alike comes through all of its ports.
-With several micro-batches t is one's, and all but optimizer and sums comes once for each of them.
+link: NVLink inside a host. Between hosts each GPU has one port, which all-to-all uses alone; data that all
+GPUs of a host receive alike comes through all of its ports.
+With several micro-batches, t is one micro-batch's, and every term except optimizer and sums occurs once per
+micro-batch.
 """
 
 from __future__ import annotations

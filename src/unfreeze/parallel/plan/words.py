@@ -35,8 +35,8 @@ def plan_lines(plan: Plan) -> list[str]:
     if layout.sharing > 1:
         held = f"{experts_held(plan)} of {plan.sizes.num_experts}"
         lines.append(
-            f"  experts split over {layout.sharing} processes: each holds {held} of a layer, and all of the"
-            " rest; a layer's tokens go through it at once"
+            f"  experts split over {layout.sharing} processes: each holds {held} per layer and all"
+            " other weights; a layer processes its tokens at once"
         )
     if layout.experts != "device":
         lines += _streamed(plan)
@@ -47,7 +47,7 @@ def plan_lines(plan: Plan) -> list[str]:
     if layout.optimizer == "host":
         lines += _moments(plan)
     if layout.sharded:
-        lines.append(f"  every weight, its gradient and moments in {work.processes} parts, one of them here")
+        lines.append(f"  every weight, its gradient and moments are sharded over {work.processes} processes")
     if plan.why_layout:
         lines.append(f"  because {plan.why_layout}")
     if plan.why:
@@ -74,10 +74,10 @@ def _streamed(plan: Plan) -> list[str]:
     layers, total = plan.sizes.streamed, sum(plan.sizes.streamed)
     come = units(plan.sizes, plan.layout.buffer_bytes)
     first, later = (reads_of(len(come), first=begins) for begins in (True, False))
-    what = f"{len(layers)} layers of {format_bytes(total // len(layers))} come one after another"
+    what = f"{len(layers)} layers of {format_bytes(total // len(layers))} are loaded one after another"
     if groups := groups_of(plan):
         what += (
-            f", each in {groups} groups of at most {format_bytes(max(come))}, whose tokens go through a layer"
+            f", each in {groups} groups of at most {format_bytes(max(come))}; a layer processes its tokens"
             " at once"
         )
     return [
@@ -93,8 +93,8 @@ def _gathered(plan: Plan) -> list[str]:
     n = plan.work.processes
     come = later * total // len(layers) * (n - 1) // n
     return [
-        f"  the rest of {len(layers)} layers, {format_bytes(total)}, in {n} parts, one of them here: each is"
-        f" gathered as it is visited; {first} in the first micro-batch, {later} in each later one"
+        f"  other frozen weights of {len(layers)} layers, {format_bytes(total)}, sharded over {n} processes:"
+        f" a layer is gathered when visited; {first} in the first micro-batch, {later} in each later one"
         f" ({format_bytes(come)} from the others)"
     ]
 
@@ -104,7 +104,7 @@ def _boundary(plan: Plan) -> list[str]:
     layers, work = plan.sizes.num_layers - 1, plan.work
     each = work.tokens * plan.sizes.hidden_size * plan.sizes.compute_bytes
     return [
-        f"  the inputs of {layers} layers lie in host memory until backward, {format_bytes(layers * each)};"
+        f"  the inputs of {layers} layers are in host memory until backward, {format_bytes(layers * each)};"
         " two are on the device at once"
     ]
 
@@ -113,8 +113,8 @@ def _moments(plan: Plan) -> list[str]:
     """Describe the adapters' moments in host memory."""
     there = plan.terms["moments on their way"]
     return [
-        f"  the moments of the adapters lie in host memory, {format_bytes(plan.host_moments)}; for an update"
-        f" they come some at a time, {format_bytes(there)} on the device at once"
+        f"  the adapters' moments are in host memory, {format_bytes(plan.host_moments)}; updates load them in"
+        f" groups, {format_bytes(there)} on the device at once"
     ]
 
 
