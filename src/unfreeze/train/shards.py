@@ -26,8 +26,8 @@ from unfreeze.train.moments import BLOCK, NARROW, Part, Uncut
 
 TENSORS = "tensors.safetensors"
 OLD_MOMENTS = (
-    "if the save is of an earlier version with --optimizer.moments int8: its scales have another layout;"
-    " start a new run with another --out from its output (--adapter, or --model)"
+    "int8 moments of an earlier version have another layout: start a new run from its output"
+    " (--adapter or --model, and another --out)"
 )
 _ROWS = "rows"  # in a header's metadata: name -> [first, last, of], and [.., 1] for what cannot be divided
 

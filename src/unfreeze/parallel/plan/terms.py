@@ -378,11 +378,12 @@ def _micro_batch(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int
     boundary = {"boundary activations": stream * alive}
     layer = {"one layer's recompute": at_once * sizes.layer + stream * chunked}
 
-    def others(kept: Sequence[int]) -> int:
-        return sum(kept) if chunked else sum(kept) - max(kept, default=0)
+    def others(bytes_by_layer: Sequence[int]) -> int:
+        total = sum(bytes_by_layer)
+        return total if chunked else total - max(bytes_by_layer, default=0)
 
-    def own(kept: Sequence[int]) -> int:
-        return kept[0] if chunked else 0
+    def own(bytes_by_layer: Sequence[int]) -> int:
+        return bytes_by_layer[0] if chunked else 0
 
     return [
         {"gradients": early, **boundary, **_kept(sizes, layout, work, sum), "loss block": loss},
@@ -448,7 +449,7 @@ def _kept(sizes: Sizes, layout: Layout, work: Work, count: Callable[[Sequence[in
         by_name["kept of linear layers"] = sizes.products
     first = 0 if layout.keep_layers is None else max(0, sizes.num_layers - layout.keep_layers)
     return {
-        name: work.tokens * count([kept if layer >= first else 0 for layer, kept in enumerate(by_layer)])
+        name: work.tokens * count([size if layer >= first else 0 for layer, size in enumerate(by_layer)])
         for name, by_layer in by_name.items()
     }
 

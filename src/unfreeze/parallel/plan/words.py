@@ -94,7 +94,7 @@ def _gathered(plan: Plan) -> list[str]:
     come = later * total // len(layers) * (n - 1) // n
     return [
         f"  other frozen weights of {len(layers)} layers, {format_bytes(total)}, sharded over {n} processes:"
-        f" a layer is gathered when visited; {first} in the first micro-batch, {later} in each later one"
+        f" gathered on visit; {first} in the first micro-batch, {later} in each later one"
         f" ({format_bytes(come)} from the others)"
     ]
 
