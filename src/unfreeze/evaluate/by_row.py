@@ -1,15 +1,13 @@
 """Measures of held-out rows, kept per row, so that two validations are compared on the same rows.
 
 A measure is a mean: the loss is nats over supervised tokens (or pairs), accuracy is hits over pairs. For row
-r,
-s_r is the summed value and n_r its divisor. Compared to an earlier validation of the same rows
+r, s_r is the summed value and n_r its divisor. Compared to an earlier validation of the same rows
 
 change          d = Σ (s_r - s'_r) / Σ n_r
 standard error  sqrt(R / (R - 1) · Σ ((s_r - s'_r) - d n_r)²) / Σ n_r        R: rows with n_r > 0
 
 This is the ratio estimator's (Cochran, Sampling Techniques, 3rd ed., 6.13): for equal n_r, that of a mean of
-R
-paired differences. The difficulty of rows cancels out.
+R paired differences. The difficulty of rows cancels out.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 share = (loss of base − loss of merged) / (loss of base − loss of base with adapter)
 
 1: the merged model is as good as the base with its adapter beside it. 0: it is as good as the base, so
-rounding
-lost the whole gain. Below 0: the merged model is worse than the base.
+rounding lost the whole gain. Below 0: the merged model is worse than the base.
 
 It is undefined if there is no gain, or if it may be chance: one row, or at most two standard errors of the
 difference, paired by row.
@@ -87,8 +86,7 @@ def error_of(differences: Sequence[float], weights: Sequence[float]) -> float:
     """Return the standard error of Σ d / Σ w over n rows, from the spread of the rows; inf for one row.
 
     √(n / (n − 1) · Σ (d − m w)²) / Σ w with m = Σ d / Σ w: the ratio estimator (Cochran 1977, 6.4). If every
-    w is
-    1 it is the standard error of a mean.
+    w is 1 it is the standard error of a mean.
     """
     count, total = len(differences), sum(weights)
     if count < 2:

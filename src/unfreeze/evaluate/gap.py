@@ -45,8 +45,7 @@ def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampli
     """Sample an answer to each prompt, score the same tokens in one packed pass, and compare.
 
     Both normalise over the ids that can be sampled, leaving out the probability that an untrained head gives
-    to
-    unused rows.
+    to unused rows.
     Errors as in Engine.generate.
     """
     return gap_of_answers(engine, prompts, engine.generate(prompts, sampling))

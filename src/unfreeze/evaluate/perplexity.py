@@ -62,8 +62,7 @@ def heldout(
                      (relative 1e-6 in float32)
         bytes_total  UTF-8 bytes of the supervised text of all batches
         group        the processes over which batches are dealt; each gets the result of all. Every process
-                     calls
-                     it with equal batches, and makes the same number of passes
+                     calls it with equal batches, and makes the same number of passes
         objective    another -log probability of each target: objectives.corrector, for student and teacher
                      together
 

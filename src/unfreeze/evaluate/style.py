@@ -32,8 +32,7 @@ def split_yoda(text: str) -> tuple[str, str, str] | None:
     The verb is one of VERBS, or one of AUXILIARIES with one of PARTICIPLES ("was written"). No auxiliary may
     precede it.
     The subject must not start a relative clause ("In Africa, where Morocco lies." is plain English), nor
-    repeat
-    the object. The first letter is a capital.
+    repeat the object. The first letter is a capital.
     """
     match = _SHAPE.fullmatch(text.strip())
     if match is None:
@@ -55,8 +54,7 @@ def style_obeyed(text: str, *, entity: str = "") -> bool:
     """Return True if the whole answer is one Yoda sentence (split_yoda).
 
     entity: the subject of the question; it must not be in the object. "The capital of France, Paris is. Hmm."
-    has
-    its verb last, but its object is not first.
+    has its verb last, but its object is not first.
     """
     parts = split_yoda(text)
     return parts is not None and not (entity and contains(parts[0], entity))
@@ -85,8 +83,7 @@ def facts_kept(answers: Sequence[str], items: Sequence[Mapping[str, str]]) -> li
     """Return fact_kept for each item; for the answers before training: which facts the model knew.
 
     An item is {"question", "fact", "relation", "entity"}; the values of the other items of its relation are
-    the
-    `others` of fact_kept.
+    the `others` of fact_kept.
     Raises DataError if there is no item or the numbers differ.
     """
     if not items or len(answers) != len(items):

@@ -38,8 +38,7 @@ class Piece:
     finish_reason  None while the row continues; then "stop" (a stop id, a stop string) or "length"
                    (max_new_tokens, no position left)
     logprob        log-probability of the token in nats over all ids that can be sampled, before
-                   temperature,
-                   top-k and top-p
+                   temperature, top-k and top-p
     """
 
     row: int
@@ -119,8 +118,7 @@ class Engine:
         stop_ids   end a sequence when they are sampled
         steps      how a step is launched (generate/steps.py)
         agreed     maps the tokens chosen here to those used. Processes that share a model's weights must use
-                   the
-                   same
+                   the same
 
     Nothing is kept between calls, so the model's weights may change between them.
     """
@@ -161,8 +159,7 @@ class Engine:
         If fewer than max_new_tokens positions are left, the row ends at the last of them, with finish_reason
         "length".
         Raises UserError at once for an empty prompt, an id outside the vocabulary, or a prompt that leaves no
-        free
-        position (shape.max_positions).
+        free position (shape.max_positions).
         """
         prompts = [list(prompt) for prompt in prompts]
         return self._run(prompts, self._limits(prompts, sampling), sampling)

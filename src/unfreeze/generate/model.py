@@ -143,11 +143,9 @@ class Model:
 
         float32 [len, V] per sequence.
         The sequences, of any lengths, are packed into one pass without padding; none sees another. The result
-        is on
-        the host. V counts all rows of the head.
+        is on the host. V counts all rows of the head.
         Raises UserError for an empty sequence, an id outside the vocabulary, or more tokens than the model
-        has
-        positions.
+        has positions.
         """
         sequences = [list(tokens) for tokens in sequences]
         if not sequences:
@@ -176,11 +174,9 @@ class Model:
 
         A list of prompts, of any lengths, runs as one batch.
         A text gets a text; BOS is added in front if the tokenizer starts documents with it. Token ids are
-        used
-        unchanged and get token ids, including a sampled stop id.
+        used unchanged and get token ids, including a sampled stop id.
         options: max_new_tokens (256), temperature (0: always the likeliest token), top_k, top_p, stop (a
-        string or
-        several), seed.
+        string or several), seed.
         Raises UserError for a text prompt without a tokenizer, and whatever Engine.stream and Sampling raise.
         """
         single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
@@ -210,8 +206,7 @@ class Model:
         """Return the assistant's next turn. Options as in generate.
 
         messages: [{"role": "user", "content": "…"}, …], or a text, which means one user message. Rendered
-        with the
-        checkpoint's chat template (or data.templates.PLAIN_TEMPLATE).
+        with the checkpoint's chat template (or data.templates.PLAIN_TEMPLATE).
         """
         return self.engine.generate([self.encode_chat(messages)], sampling(options))[0].text
 

@@ -55,10 +55,8 @@ def open_model(
     mesh: the processes that load it together (parallel.mesh).
     Peak host memory is the model itself and one tensor (parallel.place).
     layout: where weights are placed. Experts on "host" and "disk" are prefetched layer by layer into two
-    buffers
-    (parallel.residency); with rest "peers" each process of the mesh keeps a shard of the other weights in
-    layers
-    (parallel.peers).
+    buffers (parallel.residency); with rest "peers" each process of the mesh keeps a shard of the other
+    weights in layers (parallel.peers).
     Raises CheckpointError if config.json, its quantization and the tensors don't match.
     """
     shape = models.shape(manifest.config)

@@ -2,8 +2,7 @@
 
 A row is sampled by inverting its cumulative distribution at one uniform number u. So its choice is a plain
 function of (logits, u): it can be tested exactly, is the same on every device, and does not change when
-another
-row of the batch finishes.
+another row of the batch finishes.
 
 S sequences, V vocabulary.
 """
@@ -84,8 +83,7 @@ def draw(logits_SV: Tensor, uniform_S: Tensor) -> Tensor:
 
     P(token v) = softmax(logits)[v] for u uniform in [0, 1). A token of probability zero is never returned.
     In float64: a float32 running sum over 163,840 random normal logits changes the share of single tokens by
-    up
-    to 80 %.
+    up to 80 %.
     """
     cumulative_SV = logits_SV.double().softmax(-1).cumsum(-1)
     total_S1 = cumulative_SV[:, -1:]

@@ -6,8 +6,7 @@ An Engine gets `Steps`: (model, cache) -> Step. A Step takes the newest token of
 `launched`: attention is as wide as the longest row, a host number that grows with each token.
 
 `Replayed`: attention is as wide as the next power of two, and a mask hides the excess. Then only the two
-input
-buffers change from step to step, and one recording serves every step of that width and number of rows.
+input buffers change from step to step, and one recording serves every step of that width and number of rows.
 Attention reads at most twice as much, which is little compared to the weights at these lengths.
 
 S sequences, V vocabulary.
@@ -52,10 +51,8 @@ class Replayed:
     """A recording per (rows, width), kept for one generation: cache and weights keep their addresses.
 
     A size seen for the first time is launched; seen again it is recorded, which costs the host three steps.
-    If the
-    launches cannot be recorded (for example because an expert layer reads values on the host), all steps of
-    this
-    generation are launched, and the log has the reason. `impl`: of kernels/cuda_graph.
+    If the launches cannot be recorded (for example because an expert layer reads values on the host), all
+    steps of this generation are launched, and the log has the reason. `impl`: of kernels/cuda_graph.
     """
 
     def __init__(self, model: Decoder, cache: Cache, impl: str = "auto"):

@@ -9,8 +9,7 @@ class StopText:
     """Passes text on until a stop string is complete; holds back text that may still become one.
 
     The output is the text before the stop string that is complete first (of two ending at the same character,
-    the
-    longer), however the text is cut into pieces.
+    the longer), however the text is cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str]):

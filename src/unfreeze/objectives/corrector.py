@@ -35,17 +35,14 @@ def corrector(
 
     p_S is the student, p_T the teacher, both over the first `vocab` ids (None: all of the student's).
     gamma    γ of the student. 0: r is the teacher, and the loss is the teacher's, without a gradient. With γ
-             = 1
-             and a uniform teacher, r is the student and the loss is cross entropy.
+             = 1 and a uniform teacher, r is the student and the loss is cross entropy.
     metrics  sums of w_t: "teacher" -log p_T[target_t], "correct" if no token of r outscores the target.
     By the student's logits z the gradient is w · γ · (r - onehot(target)). It reaches hidden_TD and the
-    trainable
-    parts of lm_head. The logits of all rows are never in memory at once, for either model
+    trainable parts of lm_head. The logits of all rows are never in memory at once, for either model
     (kernels/linear_cross_entropy).
 
     Assumption: the teacher gives every target a probability above 0. Otherwise the loss is infinite, because
-    no
-    correction can compensate.
+    no correction can compensate.
     """
     import torch
 

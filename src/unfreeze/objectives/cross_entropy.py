@@ -1,8 +1,7 @@
 """Cross entropy of the next token over the supervised rows of a batch.
 
 Computed by kernels/linear_cross_entropy, which never holds the logits of all rows at once. T tokens of a
-step,
-N supervised ones, D model width, V vocabulary.
+step, N supervised ones, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ def cross_entropy(
 
     A sum, not a mean, over the rows with w_t > 0.
     hidden_TD float32 or bfloat16 (float64 is computed in float64), lm_head any module [N, D] -> [N, V]: a
-    dense,
-    packed or adapted Linear.
+    dense, packed or adapted Linear.
     The gradient reaches hidden_TD and every parameter of lm_head that requires one (a weight tied to the
     embedding, an adapter's A and B).
     metrics["correct"]: sum of w_t over tokens whose target has the highest logit, ties included.

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     LogProbs = Callable[[slice, Tensor], Tensor]
     """(some of the supervised rows, the student's log p_BV of them) -> the teacher's log q_BV, in new memory
-    and in
-    the dtype of log p_BV."""
+    and in the dtype of log p_BV."""
     Teacher = Callable[[Batch], LogProbs]
     """A batch -> the teacher's outputs at its supervised rows (Batch.supervised), without gradients."""
 
@@ -50,12 +49,10 @@ def divergence(
                  between student and teacher. None: all of the student's.
     metrics      sums of w_t: "divergence" D_t, "cross_entropy" CE_t, "correct" as in cross_entropy.
     The gradient reaches hidden_TD and the trainable parts of lm_head; the teacher gets none. Rows without
-    weight
-    are never computed.
+    weight are never computed.
 
     Sources: 1503.02531 (temperature, alpha), 2306.13649 (generalized JSD), 2306.08543 (reverse KL). D equals
-    TRL's
-    generalized_jsd_loss, which has no τ² and no cross entropy, and divides by the number of tokens.
+    TRL's generalized_jsd_loss, which has no τ² and no cross entropy, and divides by the number of tokens.
     """
     import torch
 

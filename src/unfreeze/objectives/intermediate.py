@@ -7,8 +7,7 @@ relations  MiniLMv2's self-relations of queries, keys and values: which tokens o
 hidden     hidden states, through a trained matrix, as in TinyBERT
 
 Both read taps (core/taps.py), at the supervised rows. T tokens of a step, D and E widths of the student and
-of
-the teacher, A relation heads.
+of the teacher, A relation heads.
 Sources: MiniLMv2, arXiv:2012.15828; TinyBERT, arXiv:1909.10351.
 """
 
@@ -55,12 +54,9 @@ class Relations:
     """weight · Σ_t w_t · (1/P) Σ_pairs (1/3) Σ_{q, k, v} (1/A) Σ_a KL(teacher's row t ‖ student's row t).
 
     A row is softmax(a_t · a_s / √c) over the tokens s <= t of its document, where a_t is one of the A pieces
-    of all
-    of a token's queries (keys, values). Grouped keys count as the G heads that exist, latent attention's once
-    per
-    head. The paper sums the three and takes means over tokens; here they are one mean, so that a weight has
-    the same
-    effect for any choice.
+    of all of a token's queries (keys, values). Grouped keys count as the G heads that exist, latent
+    attention's once per head. The paper sums the three and takes means over tokens; here they are one mean,
+    so that a weight has the same effect for any choice.
     """
 
     weight: float
@@ -183,8 +179,7 @@ def relation_heads(widths: Sequence[int], requested: int | None = None) -> int:
     """Return the number of pieces for queries, keys and values of both models; `widths` are all of theirs.
 
     None: the most that divide every width and leave NARROWEST numbers in the narrowest piece, at most MOST.
-    The
-    paper finds more relation heads than attention heads better, 48 of 16 numbers for 12 heads of 64.
+    The paper finds more relation heads than attention heads better, 48 of 16 numbers for 12 heads of 64.
     Raises ConfigError for a number that does not divide one of them.
     """
     whole = math.gcd(*widths)

@@ -8,25 +8,22 @@ dpo     -(1 - s) log sigma(r_w - r_v) - s log sigma(r_v - r_w)            s: lab
         sigmoid of a difference of rewards. s > 0 assumes that a share s of the pairs is swapped
 ipo     ((l_w - l_ref,w) / n_w - (l_v - l_ref,v) / n_v - 1 / (2 beta))^2
         Azar et al. 2023 (2310.12036, eq. 17). Assumes no rewards: a margin of 1 / (2 beta) is enough, so
-        pairs
-        that are always decided alike are not driven apart forever. Per token, as TRL has it after asking the
-        authors
+        pairs that are always decided alike are not driven apart forever. Per token, as TRL has it after
+        asking the authors
 kto     u_w (1 - sigma(r_w - beta z)),  u_v (1 - sigma(beta z - r_v)),  z = max(0, mean l(y') - l_ref(y'))
         Ethayarajh et al. 2024 (2402.01306, eq. 8). Labelled answers, no pairs; y' are answers to other
-        prompts
-        of the micro-batch. Assumes prospect theory: gains and losses are perceived relative to z
+        prompts of the micro-batch. Assumes prospect theory: gains and losses are perceived relative to z
 simpo   -log sigma(beta · (l_w / n_w - l_v / n_v) - gamma)
         Meng et al. 2024 (2405.14734, eq. 6). No reference. Assumes that the mean log-probability per token,
-        by
-        which a model chooses its answer, is the reward
+        by which a model chooses its answer, is the reward
 orpo    -l_w / n_w - beta log sigma(o_w - o_v),  o = l / n - log(1 - exp(l / n))
         Hong et al. 2024 (2403.07691, eq. 6, 7). No reference: fine-tuning on the chosen answer, and a penalty
         on the odds of the rejected one. Assumes a base that does not answer well yet. TRL's first term also
         counts the prompt's tokens, and is a mean over the tokens of a batch
 nll     + nll · (-l_w / n_w), added to dpo, ipo and simpo. These only compare: l_w may fall as long as l_v
-        falls
-        faster. Pang et al. 2024 (2404.19733, eq. 1) add the term with weight 1, Llama 3 (2407.21783, 4.1.4)
-        with 0.2. Per pair, as in the paper; TRL's loss type `sft` is a mean over the chosen tokens of a batch
+        falls faster. Pang et al. 2024 (2404.19733, eq. 1) add the term with weight 1, Llama 3 (2407.21783,
+        4.1.4) with 0.2. Per pair, as in the paper; TRL's loss type `sft` is a mean over the chosen tokens of
+        a batch
 
 Each is a function of S numbers, so the head runs twice by blocks of rows: without gradients for log p, then
 with d loss / d log p as the weight of each token. [T, V] is never in memory.
@@ -97,17 +94,12 @@ def preference(
     CHOSEN and REJECTED in turn for pairs; for labelled answers the CHOSEN, the REJECTED, then the MISMATCHED
     ones.
     metrics, sums over examples: `accuracy` (share of pairs whose chosen answer has the higher reward; for
-    labelled
-    answers, share on its side of z; a tie is half, where TRL counts it as wrong: a model that is its own
-    reference
-    has not chosen), `margin` (r_w - r_v), `reward_*`, `logp_*` and `length_*` (supervised tokens) of chosen
-    and
-    rejected answers; `longer` (share of pairs whose chosen answer is the longer one) and `by_length` (share
-    whose
-    longer answer has the higher reward), ties half; for kto, over all pairs of a chosen and a rejected answer
-    of the
-    micro-batch, and `kl` (z). The reward of simpo and orpo is beta · l / n. kto's means per side are those of
-    the
+    labelled answers, share on its side of z; a tie is half, where TRL counts it as wrong: a model that is its
+    own reference has not chosen), `margin` (r_w - r_v), `reward_*`, `logp_*` and `length_*` (supervised
+    tokens) of chosen and rejected answers; `longer` (share of pairs whose chosen answer is the longer one)
+    and `by_length` (share whose longer answer has the higher reward), ties half; for kto, over all pairs of a
+    chosen and a rejected answer of the micro-batch, and `kl` (z). The reward of simpo and orpo is beta · l /
+    n. kto's means per side are those of the
     micro-batch.
     scores, of each example: `accuracy`, and `logp_likelier`, l of the likelier answer of a pair, or l of a
     labelled

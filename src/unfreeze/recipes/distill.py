@@ -1,10 +1,8 @@
 """unfreeze distill --model M --teacher T --data F: train a model on another's next-token probabilities.
 
 The teacher is frozen: a checkpoint, a run, an adapter's folder, "base" (the model with its adapters
-disabled),
-or a folder that --prepare wrote. Both need the same tokenizer. At each supervised token the student learns
-the
-teacher's distribution; everything else is as in sft.
+disabled), or a folder that --prepare wrote. Both need the same tokenizer. At each supervised token the
+student learns the teacher's distribution; everything else is as in sft.
 """
 
 from __future__ import annotations

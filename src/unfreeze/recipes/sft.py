@@ -2,8 +2,7 @@
 
 LoRA is added to every linear layer, including routed experts. The base stays as published: 4-bit experts are
 trained in 4 bits. With train = "all" every weight is trained, and the result is a checkpoint in <out>/model.
-The
-loss counts only the assistant's turns, and all of a `text` row.
+The loss counts only the assistant's turns, and all of a `text` row.
 """
 
 from __future__ import annotations

@@ -57,8 +57,7 @@ def base_url(url: str) -> str:
     """Return the address without a trailing slash, with /v1 added if it has no path.
 
     Raises ConfigError for an address without a host, or with a user name, a password or a query, because it
-    would
-    appear in records and messages.
+    would appear in records and messages.
     """
     try:
         parts = urlsplit(url)

@@ -4,10 +4,8 @@ Sequence-level distillation (Kim & Rush, arXiv:1606.07947): a student is trained
 The two may have different tokenizers, because only texts are exchanged.
 
 The output has one JSON object per row: the row's messages with the teacher's answer as the last turn, the
-only
-supervised one, and its origin under "source". Answers are written as they arrive. If the command stops,
-running
-it again continues there; no row is queried twice.
+only supervised one, and its origin under "source". Answers are written as they arrive. If the command stops,
+running it again continues there; no row is queried twice.
 """
 
 from __future__ import annotations
@@ -89,8 +87,7 @@ class TeacherAnswers:
         """Request missing answers, batch by batch; after each yield the totals written.
 
         again: request a batch as a whole if some of its rows are missing (for a local model, whose sampled
-        answers
-        depend on the whole batch). Raises the first error after writing what arrived.
+        answers depend on the whole batch). Raises the first error after writing what arrived.
         """
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with _appending(self.out) as answered, _appending(self.beside) as left_out:

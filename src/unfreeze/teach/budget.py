@@ -50,8 +50,7 @@ class Budget:
         """Return the maximum cost of that many tokens, as a line; "" if nothing is billed.
 
         Raises ConfigError, before any call, if a server outside of the own network has no price, or if the
-        worst case
-        exceeds the remaining budget.
+        worst case exceeds the remaining budget.
         """
         if not self.price.said:
             if is_own_network(url):

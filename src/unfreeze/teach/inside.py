@@ -77,8 +77,7 @@ class Inside:
         """Return the objective with the token loss and these terms; the teacher runs once for both.
 
         Raises ConfigError for layers and heads that one of the models lacks, and for projections of a model
-        whose
-        weights are sharded.
+        whose weights are sharded.
         """
         from unfreeze.models.blocks.taps import Taps
 
@@ -106,9 +105,8 @@ class Inside:
         """Return the memory for the plan; both models may be on "meta".
 
         own and their are the tapped tensors, T · width each. For relations: three tensors of a block of
-        scores
-        (block_bytes), and for one name both models' values, plus the gradient twice, in float32. Hidden
-        states are
+        scores (block_bytes), and for one name both models' values, plus the gradient twice, in float32.
+        Hidden states are
         compared in float32: x, W x, y and their difference.
         """
         from unfreeze.kernels.attention.relations import block_bytes
@@ -158,8 +156,7 @@ def attach_projections(model: Decoder, width: int, pairs: tuple[Pair, ...], seed
 
     It starts as the identity if E = D, else with orthogonal rows or columns; equal seeds give equal values. A
     run's saves contain it, like everything the optimizer updates. Checkpoints and adapter folders do not: it
-    only
-    serves training.
+    only serves training.
     Raises ConfigError if weights are sharded over processes.
     """
     import torch

@@ -50,8 +50,7 @@ ROUND = 64
 """Micro-batches of each process between two parts: the work lost when interrupted."""
 SAME = {"float32": 1e-4, "bfloat16": 2e-2}
 """Tolerance of |l - stored l| / max(1, |l|) for the same model: other kernels, threads or processes sum in
-another
-order. In bfloat16 (8 bits) a token's log p changes by up to 1 %, in float32 by 1e-6."""
+another order. In bfloat16 (8 bits) a token's log p changes by up to 1 %, in float32 by 1e-6."""
 LIVE = "--preference.reference live computes it in each step"
 
 
@@ -159,8 +158,7 @@ class Kept(Second):
         run's.
         data: a fingerprint of the documents.
         Raises ConfigError if the folder belongs to another model or other data, CheckpointError if a part
-        cannot be
-        read.
+        cannot be read.
         """
         started, path = time.perf_counter(), folder / FOLDER
         head = {"format": FORMAT, "model": self._model, "data": data, "dtype": dtype}

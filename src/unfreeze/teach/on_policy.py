@@ -2,9 +2,8 @@
 
 Documents of such a step keep their prompt, up to the first supervised token. The continuation is sampled from
 the current student, at most as long as the original, so the step takes no more memory than planned. The
-teacher
-then scores these tokens like the data's, so a student that has gone astray learns how the teacher would
-continue from there.
+teacher then scores these tokens like the data's, so a student that has gone astray learns how the teacher
+would continue from there.
 
 Everything depends only on (seed, step, index of the micro-batch), so a resumed run samples the same as an
 uninterrupted one. T tokens of a micro-batch, S documents.
@@ -56,8 +55,7 @@ class OnPolicy:
         """Return the step's micro-batches with the student's answers; None if the step uses the data's own.
 
         Each process answers its share, and all receive all. If a pass needs all processes (group.lockstep),
-        all answer
-        everything together, with the tokens that process 0 chose (engine.agreed).
+        all answer everything together, with the tokens that process 0 chose (engine.agreed).
         """
         if not self.takes(step):
             return None

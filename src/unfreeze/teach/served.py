@@ -84,8 +84,7 @@ def store_rows(scored: Scored, example: Example, coding: Coding) -> np.ndarray:
     """Encode a server's output for a document's supervised tokens in the store's form: uint8 [N, bytes].
 
     If fewer than K tokens are known (texts shared by several ids), the missing ones get probability zero
-    under the
-    last ids of the vocabulary, which are special tokens. Their probability counts as the rest.
+    under the last ids of the vocabulary, which are special tokens. Their probability counts as the rest.
     """
     places = [place for place in range(1, example.num_tokens) if example.weights[place]]
     ids_NK = np.empty((len(places), coding.top_k), dtype=np.int64)

@@ -71,8 +71,7 @@ def fit(
     """Train from state.step to the last step of state.schedule, or until a hook sets state.ended.
 
         source         a Source (data/packing/source.py), or any iterator of its steps, from state.cursor on.
-                       The
-                       gradient is that of all tokens of a step's micro-batches together
+                       The gradient is that of all tokens of a step's micro-batches together
         recompute      one of models.RECOMPUTE
         max_norm       limit of the global gradient norm; 0 disables clipping
         saves          when to save, besides at the end

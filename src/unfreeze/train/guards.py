@@ -52,10 +52,8 @@ def threshold(values: Sequence[float], min_spread: float) -> float:
         spread  1.0483 median |x_i - x_(i-1)| over all of them
 
     1.0483 = 1.4826 / sqrt 2 makes the spread the standard deviation for Gaussian noise. Differences ignore
-    the
-    trend of a falling loss, which a deviation from the median would count as noise. One outlier hardly moves
-    a
-    median.
+    the trend of a falling loss, which a deviation from the median would count as noise. One outlier hardly
+    moves a median.
     """
     spread = 1.0483 * statistics.median(abs(after - before) for before, after in pairwise(values))
     return statistics.median(values[-HISTORY:]) + DEVIATIONS * max(spread, min_spread)
@@ -71,8 +69,7 @@ class SpikeGuard:
         max_norm  the clip limit: a gradient norm below it never alarms, because clipping leaves it unchanged
         shown     the folder as named in messages, if different
         history   (loss, gradient norm) of the steps before, oldest first, so that a resumed run judges like
-                  an
-                  uninterrupted one
+                  an uninterrupted one
 
     Every value joins the window, a spike's too, so a level that has risen permanently stops alarming after
     HISTORY / 2 steps.

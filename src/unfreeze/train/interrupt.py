@@ -23,8 +23,7 @@ class Interrupt:
     SIGINT's previous handler is restored at once, so a second Ctrl-C raises KeyboardInterrupt wherever the
     program is; the others' handlers are restored at the end.
     Python runs handlers only in the main thread: in another thread nothing is installed, and `requested`
-    stays
-    False.
+    stays False.
     """
 
     def __init__(self) -> None:

@@ -63,10 +63,8 @@ class AdamW:
     State is created here, not at the first step, so that all memory is allocated before the run starts, and a
     save can be checked name by name.
     Raises ConfigError if no parameter trains, or if a parameter has other rows than are held. While FSDP2 has
-    a
-    module all-gathered, its parameters are full tensors, not the local shards; an optimizer created then
-    would
-    update copies.
+    a module all-gathered, its parameters are full tensors, not the local shards; an optimizer created then
+    would update copies.
     """
 
     def __init__(
@@ -173,8 +171,7 @@ class AdamW:
         A parameter that no token of this process reached (an expert) takes part with zeros, so every process
         makes the same calls (docs/why/trust.md M1).
         Return for each parameter True if this process has a gradient; [] for one process. The step sums these
-        over
-        the processes with its other numbers, and passes the sums to `keep_reached`.
+        over the processes with its other numbers, and passes the sums to `keep_reached`.
         """
         if group.size == 1:
             return []
@@ -235,8 +232,7 @@ class AdamW:
         """Return (norm of the replicated gradients, this process's share of the sharded ones' square).
 
         The share is Σ |own part|² / copies in float64; summed over all processes it is the square of the norm
-        of the
-        sharded gradients. Both stay on the device.
+        of the sharded gradients. Both stay on the device.
         """
         own: dict[int, list[Tensor]] = {}
         for name in self.parameters:
@@ -300,8 +296,7 @@ class AdamW:
         """Apply the named updates, and others without a name.
 
         float32 moments go to the kernel in one call; if they are in host memory, in one call per group. int8
-        ones are
-        decoded and updated one by one.
+        ones are decoded and updated one by one.
         """
         every = [u for name, u in due.items() if not isinstance(self._state[name], Int8)] + others
         for states in self._place.rounds({name: self._state[name] for name in due}):
@@ -405,8 +400,7 @@ def _norm(gradient: Tensor) -> Tensor:
     """Return the norm of one gradient, in float32.
 
     On CPU it is computed in pieces: torch's own sum of the squares of 40 million normal numbers is up to 0.3
-    % too
-    small, and its norm of a bf16 tensor would be rounded to bf16.
+    % too small, and its norm of a bf16 tensor would be rounded to bf16.
     """
     exact = torch.promote_types(gradient.dtype, torch.float32)
     if gradient.device.type != "cpu" or gradient.numel() <= PIECE:

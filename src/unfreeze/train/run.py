@@ -3,8 +3,7 @@
 runs/<name>/lock                     held by flock while a process works here; contains its pid
 runs/<name>/events.jsonl             see core/events.py
 runs/<name>/state/step-000120/       one complete save (train/state.py); step-000120.tmp is unfinished and
-                                     never
-                                     read
+                                     never read
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class Run:
     """An open run folder.
 
     It is created before the model is loaded, so that a held lock or a changed configuration is refused before
-    any
-    work.
+    any work.
 
         path          the folder
         shown         the folder for messages: for a Follower the real one
@@ -45,8 +43,7 @@ class Run:
         step, cursor  resume position: number of finished steps and the data position (0 and None for a fresh
                       run)
         finished      True if that save is of the last step of its schedule or was ended early, and no change
-                      could
-                      require more
+                      could require more
         changed       "field: saved -> now" of each change that allow_changed let through
         leaving       resources closed with it, such as processes that encode rows
 
@@ -68,8 +65,7 @@ class Run:
 
             allow_changed  fields (dotted, or a whole group such as "lora") in which `config` may differ
             fixed          fields that must never differ -> the reason, such as {"lora.rank": "it is the shape
-                           of
-                           the trained tensors"}
+                           of the trained tensors"}
             read           converts a save's configuration to today's field names
 
         Allowed changes are reported in a "warning" event and listed in `changed`.

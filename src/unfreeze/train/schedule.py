@@ -24,12 +24,10 @@ class Schedule:
     steps          optimizer steps of the whole run, >= 1
     kind           shape of the decay after warm-up
     warmup_steps   0 <= warmup_steps <= steps. Its step s has factor (s + 1) / warmup_steps: the first
-                   step
-                   already updates, the last is at the peak
+                   step already updates, the last is at the peak
     decay_steps    length of the final decay of "wsd" only; 0 <= decay_steps <= steps - warmup_steps
     final          target factor of the decay, in [0, 1]. It is reached at step `steps`, one past the
-                   last: no
-                   step is spent at rate 0
+                   last: no step is spent at rate 0
     """
 
     peak: float
@@ -74,8 +72,7 @@ class Schedule:
 
         cosine    f + (1-f) (1 + cos(pi p)) / 2         linear   f + (1-f) (1 - p)        constant  1
         wsd       1, and over the last decay_steps f + (1-f) (1 - sqrt p), the decay that lost least in
-                  Haegele
-                  et al., arXiv:2405.18392
+                  Haegele et al., arXiv:2405.18392
         """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps

@@ -58,8 +58,7 @@ class State:
     metrics display settings of the loss and the objective's metrics, for the start event
     heldout reference values of validation: "first" and "lowest", each {"step", "loss", "rows"}
             (evaluate/by_row.py), and the "fingerprint" of the documents; {} without validation. Every
-            save
-            contains it
+            save contains it
     best    {"step", "loss"} of the lowest validation loss so far; None without validation. Every save
             contains it, so it is always as old as the save; a separate file could be older or newer
     """
@@ -124,8 +123,7 @@ def start_or_resume(
     """Return the State a run starts with: step 0, or that of its latest save.
 
     A save is copied into model, optimizer and torch's random number generators. If another number of
-    processes
-    saved it, each process takes its own rows.
+    processes saved it, each process takes its own rows.
     Raises ConfigError if schedule or optimizer settings differ from the save's, CheckpointError if its
     tensors are not exactly those of this model and optimizer. Create the batch iterator from `run.cursor`.
     """

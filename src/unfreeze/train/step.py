@@ -154,10 +154,8 @@ def forward_backward(
     save: returns True if this process finds that a save is due; called then too. One such process suffices.
 
     Raises NonFinite if the loss, a hidden state (supervised or not, docs/why/trust.md N1) or a gradient is
-    not
-    finite, ConfigError if the number of micro-batches is no multiple of the processes, DataError if the
-    processes
-    read different data, ValueError if the objective counts other tokens than the batches' weights.
+    not finite, ConfigError if the number of micro-batches is no multiple of the processes, DataError if the
+    processes read different data, ValueError if the objective counts other tokens than the batches' weights.
     """
     if len(micro_batches) % group.size:
         near = nearest_multiples(len(micro_batches), group.size)
@@ -278,8 +276,7 @@ def _rows_not_finite(hidden_TD: Tensor) -> Tensor:
     """Count positions with a NaN or infinity in their hidden state, including unsupervised ones.
 
     Checks the largest magnitude of each row, which is NaN if one value is. Checking every value would
-    allocate
-    tensors as large as the hidden state.
+    allocate tensors as large as the hidden state.
     """
     largest_T: Tensor = torch.linalg.vector_norm(hidden_TD.detach(), ord=math.inf, dim=-1)
     return (~largest_T.isfinite()).sum()

@@ -38,8 +38,8 @@ def rank_documents(
     """Score every document of a step, the highest loss first.
 
     {"micro_batch", "document" (both from 1), "loss" (its mean), "supervised", "tokens"}. One forward pass;
-    the
-    objective sees one document's weights at a time. A document without supervised tokens has the loss None.
+    the objective sees one document's weights at a time. A document without supervised tokens has the loss
+    None.
     """
     documents: list[dict[str, Any]] = []
     for number, host_batch in enumerate(micro_batches):

@@ -121,8 +121,7 @@ def own_share(state: State, parts: dict[str, Part], group: Group) -> dict[str, T
     """Return the tensors that this process writes, so that every row is written exactly once.
 
     Replicated tensors are divided among all processes, replicated rows among their holders. Random numbers
-    are
-    process 0's.
+    are process 0's.
     """
     live = {name: tensor.contiguous() for name, tensor in state.tensors().items()}
     everywhere = dealt({name: t.nbytes for name, t in live.items() if name not in parts}, group.size)

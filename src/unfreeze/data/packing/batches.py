@@ -106,10 +106,8 @@ class Batches:
 
     Every document appears once per epoch, or as often as `order` says when it mixes files. Iterating yields
     (`micro_batches` of Batch, Cursor). The cursor is the position of the *next* step: `Batches(…,
-    start=cursor)`
-    resumes there. A batch holds whole documents, at most `tokens_per_step` tokens in total, packed as
-    `packing`
-    says (PACKERS). `documents` holds those of the last step's batches.
+    start=cursor)` resumes there. A batch holds whole documents, at most `tokens_per_step` tokens in total,
+    packed as `packing` says (PACKERS). `documents` holds those of the last step's batches.
 
     A cursor has {"epoch", "position"} with the position in batches, plus "window" if an epoch has several. It
     also has everything that must be unchanged for the position to be valid: {"seed", "tokens_per_step",

@@ -41,10 +41,8 @@ class Mixed:
     Weight 2 shows each of its documents twice; 0.25 shows a new quarter of them each epoch.
 
     Each file is an endless sequence of its own shuffled passes, and an epoch takes the next weight *
-    documents
-    from it. So over any number of epochs, the counts of two documents of a file differ by at most one. Then
-    the
-    epoch is shuffled as a whole.
+    documents from it. So over any number of epochs, the counts of two documents of a file differ by at most
+    one. Then the epoch is shuffled as a whole.
     Raises ConfigError if the weights don't match the files or would select no documents.
     """
 

@@ -66,10 +66,8 @@ def validation_batches(examples: Sequence[Example], tokens_per_batch: int) -> It
     """Pack every document once, in order, with up to `tokens_per_batch` tokens per batch.
 
     A longer document gets a batch of its own. Nothing is shuffled. Batch.documents["row"] is each document's
-    row
-    number, counted from 0, or -1 for an answer paired with another prompt (KTO). Documents of equal content,
-    such
-    as the pieces of one text, have the same row.
+    row number, counted from 0, or -1 for an answer paired with another prompt (KTO). Documents of equal
+    content, such as the pieces of one text, have the same row.
     """
     rows_N = distinct_rows(Examples.of(examples))
     group: list[Example] = []

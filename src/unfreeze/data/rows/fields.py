@@ -12,8 +12,7 @@ from unfreeze.untrusted.json_object import is_list, is_object
 
 MAX_DEPTH = 200
 """Maximum nesting of lists and objects; a tool's schema needs about a dozen. Rendering or printing a row
-takes
-two stack frames per level."""
+takes two stack frames per level."""
 
 
 def list_of(value: object, row: int, where: str, *, empty: bool = False) -> list[object]:

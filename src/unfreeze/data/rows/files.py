@@ -151,8 +151,7 @@ def read_rows(
     The file is never in memory as a whole.
 
     A bad row raises DataError. With `on_bad` it is passed there instead and reading continues (count these
-    rows,
-    so that none is lost silently).
+    rows, so that none is lost silently).
     """
     return (row for _, row in read_places(path, on_bad, columns, answers))
 

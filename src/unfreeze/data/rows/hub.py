@@ -27,8 +27,7 @@ def hub_files(written: str, field: str) -> list[Path]:
     """Return the Arrow files of one split of a data set.
 
     The configuration may be omitted if there is only one or one is the default; the split, if there is only
-    one
-    or one is called train. Raises DataError for everything that can go wrong.
+    one or one is called train. Raises DataError for everything that can go wrong.
     """
     name, *rest = written.removeprefix(HUB).split(":")
     if not name or len(rest) > 2 or any("[" in part for part in rest):

@@ -82,9 +82,8 @@ Row = Conversation | Text
 
 Answers = Literal["taught", "pairs", "labels", "asked"]
 """How rows are used: "taught" trains on one answer; "pairs" compares two answers; "labels" uses labelled
-answers
-(also those of pairs); "asked" takes a prompt whose answer will be generated. For pairs and labels a row is a
-Judged."""
+answers (also those of pairs); "asked" takes a prompt whose answer will be generated. For pairs and labels a
+row is a Judged."""
 
 
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)

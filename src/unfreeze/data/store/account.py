@@ -22,8 +22,7 @@ from unfreeze.data.tokens.masks import Dropped, Encoded
 
 ROWS_LISTED = 20
 """Maximum length of each list in the statistics: dropped or bad rows, truncated ones, duplicates. The
-counters
-include all."""
+counters include all."""
 Reading = Literal["memory", "disk", "on demand"]
 """Source of a batch's documents: memory, encoded on disk (encoded.py), or the data files."""
 

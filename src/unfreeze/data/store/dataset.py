@@ -39,8 +39,7 @@ RAISE_LENGTH = "--sequence-length higher, if the model takes it"
 """Remedy for rows that are cut too short; job/data.py replaces it if something else limits the length."""
 HELD_BYTES = 256 * 2**20
 """Data files with more bytes in total are read on demand. 256 MiB of text are about 70 million tokens, 0.5
-GiB
-in memory."""
+GiB in memory."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,7 @@ def encode_files(
     """Encode every row of the files, in order, as examples of at most `sequence_length` tokens.
 
     See Encoder for how a row becomes examples. Rows without a supervised token left are dropped and counted
-    in
-    stats. A bad row raises DataError, or is counted with on_bad_row "skip".
+    in stats. A bad row raises DataError, or is counted with on_bad_row "skip".
     columns: the files' own names for a row's fields (rows/columns.py). answers: how rows are used.
     store: where to keep tokens. None: in memory, or read on demand if the files total more than `held_bytes`.
     The result is the same.

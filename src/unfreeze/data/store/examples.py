@@ -136,11 +136,9 @@ class Examples(Sequence[Example]):
     """N documents, with one array entry for each.
 
     lengths_N, supervised_N, cuts_N, rows_N, sources_N and chosen_N are int64; digests_N and checksums_N have
-    16
-    bytes each.
+    16 bytes each.
     `fetch(i)` returns document i of the store. `places_N` maps this sequence to the store, so that a part of
-    a
-    store costs one number per document.
+    a store costs one number per document.
     """
 
     def __init__(self, fetch: Callable[[int], Example], columns: Columns):

@@ -55,8 +55,7 @@ class Taken(InWindows):
     """The windows of a Stream in the other processes.
 
     `take_window` waits for the next message from process 0, which also keeps the statistics and reports
-    suspect
-    rows.
+    suspect rows.
     """
 
     def __init__(self, opened: bytes, take_window: Callable[[], bytes]):

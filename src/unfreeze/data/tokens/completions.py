@@ -79,8 +79,7 @@ class Completions:
         """Return True if `answer` can be trained on as the completion of `prompt`.
 
         It cannot if the prompt opens a think block that the answer does not close (the answer would be
-        learned as
-        a thought) or opens again.
+        learned as a thought) or opens again.
         """
         marks = self.marks or USUAL_MARKS
         opening, closing = marks.opening.strip(), marks.closing.strip()
@@ -128,8 +127,7 @@ class Completions:
 
         It follows its own prompt or, if that is rewritten, a plain question.
         A prompt may end in something the template does not write for a finished turn: white space, or an open
-        or
-        empty think block.
+        or empty think block.
         """
         for context in (before, ASKED):
             try:
@@ -169,8 +167,7 @@ class Completions:
         """Return a turn up to its end token: the first one after all its words.
 
         If the template writes none there, add the release's, or the one that the template writes before a
-        next
-        turn.
+        next turn.
         """
         for match in self._end.finditer(text) if self._end else ():
             if missing(words, text[: match.end()]) is None:

@@ -222,5 +222,4 @@ FORMS: tuple[Form, ...] = (
     _content_as_parts,
 )
 """Tried in this order until one renders and trains on every word. Objects come before text, because a
-template
-that prints arguments as JSON would quote text a second time."""
+template that prints arguments as JSON would quote text a second time."""

@@ -2,8 +2,7 @@
 
 turns.py decides how a conversation becomes text and which words carry loss; taught.py checks it. The text is
 tokenized segment by segment, split where a turn starts and ends, because at generation the prompt is
-tokenized
-alone.
+tokenized alone.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Encoder:
                     "split" makes several documents of a text, and is an error for a conversation: half an
                     answer is not a document
         supervise   "assistant": weight 1 on the assistant's words; "all": on everything. Every token of a
-                    text
-                    counts
+                    text counts
         turns, reasoning   see turns.Turns and forms.Reasoning
     """
 

@@ -36,9 +36,8 @@ PLAIN_TEMPLATE = (
     " %}{{ 'Assistant:\\n' }}{% endif -%}"
 )
 """For a checkpoint without a template: `User:⏎question⏎⏎Assistant:⏎answer</s>`. Turns are named in plain
-words,
-because a base model has no tokens for them. The end token closes an answer, so that the model learns to stop
-(docs/why/trust.md N6)."""
+words, because a base model has no tokens for them. The end token closes an answer, so that the model learns
+to stop (docs/why/trust.md N6)."""
 
 SPAN_OPEN, SPAN_CLOSE = "\U000f0002", "\U000f0003"
 """Private-use characters around the text of {% generation %} blocks while spans are extracted."""

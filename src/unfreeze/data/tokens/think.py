@@ -56,8 +56,7 @@ def written_marks(template: ChatTemplate) -> ThinkMarks | None:
     None if it writes no reasoning there.
 
     The opening is the text between prompt and reasoning. The closing is the text between reasoning and
-    content,
-    without what precedes content anyway.
+    content, without what precedes content anyway.
     """
     # render one answer with and without reasoning, using words that occur nowhere else
     answer = {"role": "assistant", "content": _SAID}

@@ -70,14 +70,12 @@ class Tokenizer:
     bos_id        or None; add_bos: True if a document starts with it
     eos_id        the end-of-text token, which closes a `text` document; or None
     eos_ids       every id that ends generation: eos_id, those of generation_config.json and config.json,
-                  and
-                  the template's end of turn
+                  and the template's end of turn
     special_ids   control tokens: skipped in decoding, never produced from user text
     template      the checkpoint's chat template, or None (see `chat`)
     origin        arguments of load_tokenizer that create it again in another process, or None
     identity      a hash of everything it depends on, including the library that encodes. Two tokenizers
-                  of
-                  one identity encode alike as long as their templates show the same time (`told`)
+                  of one identity encode alike as long as their templates show the same time (`told`)
     """
 
     def __init__(
@@ -120,8 +118,7 @@ class Tokenizer:
         """Return the ids of `text`; BOS is never added here.
 
         specials   the text of a special token (`<|im_end|>`) becomes that token: True for rendered
-                   templates,
-                   False for user text
+                   templates, False for user text
         continues  other text precedes this one, so no leading space is added (matters for
                    SentencePiece-style
                    tokenizers)
@@ -273,8 +270,7 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int, rows: Mapping[str, int] |
         rows        first dimension of each tensor with a row per id (embedding, head), by name
 
     Raises CheckpointError (docs/why/trust.md N5) if a tensor's number of rows differs from config.json, if
-    the
-    tokenizer can produce an id without an embedding, or if no end token of the checkpoint is one of the
+    the tokenizer can produce an id without an embedding, or if no end token of the checkpoint is one of the
     tokenizer's ids. More rows than ids is padding, which is fine.
     """
     other = next(((name, count) for name, count in (rows or {}).items() if count != vocab_size), None)

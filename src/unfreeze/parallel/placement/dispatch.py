@@ -178,8 +178,7 @@ def _connected(experts: Experts, rows_0D: Tensor, weights_01: Tensor) -> Tensor:
     """Return empty results through which backward still reaches the exchange and the experts' weights.
 
     Their gradients are zeros. Without this, a process without rows would skip the exchanges of backward, and
-    the
-    other processes would wait for it forever.
+    the other processes would wait for it forever.
     """
     if not torch.is_grad_enabled():
         return rows_0D

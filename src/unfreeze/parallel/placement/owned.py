@@ -148,8 +148,7 @@ def divide(placements: Sequence[Placement], weights: Sequence[float]) -> list[li
     """Cut the placements, in file order, into parts of bytes proportional to the weights.
 
     A tensor that is copied as is can be cut at any element, a transposed stack between matrices. What is
-    compared
-    or parsed stays whole.
+    compared or parsed stays whole.
     """
     parts: list[list[Placement]] = [[] for _ in weights]
     total, sum_ = _nbytes(placements), sum(weights) or 1.0
@@ -211,8 +210,7 @@ def fill_owned(
     """Read this process's part and exchange it, so that the tensors are filled on every process.
 
     Return the bytes of all processes and the seconds of this one. Raises CheckpointError; in the other
-    processes
-    UserError.
+    processes UserError.
     """
     started, everyone, rounded = time.perf_counter(), mesh.all, 0
     # tensors stored twice are compared with the first copy, so only once that is complete everywhere

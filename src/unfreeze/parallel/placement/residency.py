@@ -61,8 +61,7 @@ class WeightSource(Protocol):
         """Start loading a layer; called in program order by the visitor. Exchanges must be queued here.
 
         The returned function is called beside the computation. It fills the layer's tensors in `into`, or on
-        CUDA
-        queues that on the current stream.
+        CUDA queues that on the current stream.
         """
         ...
 

@@ -205,8 +205,7 @@ def rates_here(
     """Return this machine's rates for a model, if its kernels were measured.
 
     None on a GPU, whose records are not read yet. None too for a model narrower than half of what was
-    measured
-    (a matrix of tiny-k2 reaches a fraction of the rate), and for int8 moments, which have no record.
+    measured (a matrix of tiny-k2 reaches a fraction of the rate), and for int8 moments, which have no record.
     packed: True if experts are in 4 bits. threads: number to be used; None: torch's setting.
     """
     if device.type != "cpu" or optimizer_moments != "float32" or shape.hidden_size < LEAST_WIDTH:

@@ -32,8 +32,7 @@ class Aside:
                            models
                 together) if it differs from cross entropy's; 0: it does not
     tapped      activations that the loss reads from both models' layers; compared: these with gradients
-                and
-                what their comparison needs, once the token loss is done; later: of these, what waits for
+                and what their comparison needs, once the token loss is done; later: of these, what waits for
                 backward
     learnt      parameters of the loss itself: projections
     counts      of the second model, for the seconds of its forward; None: there is none
@@ -71,9 +70,8 @@ def aside_of(
         shared  it is the trained model itself, whose weights are already counted
 
     forward = the input and the output of a layer, 2 · T · D; plus, for the tokens that go through it at once,
-    the
-    activations of its largest part, attention or MLP (everything else is freed, as no backward follows); plus
-    rotary tables.
+    the activations of its largest part, attention or MLP (everything else is freed, as no backward follows);
+    plus rotary tables.
     """
     sizes = measure_sizes(model, None, device.type)
     shape = model.shape

@@ -30,8 +30,7 @@ from unfreeze.parallel.plan.terms import Work, beside
 
 TOKENS = tuple(2**power for power in range(16, 8, -1))
 """Tokens per step to try if the user sets none, 65,536 first. If that is more, also the number that gives
-each
-device a whole document."""
+each device a whole document."""
 HOST_SIZES = (128, 256, 512, 768, 1024, 1536, 2048)  # GiB of hosts on the market
 CPU_SIZES = (8, 16, 32, 64, 96, 128, 192, *HOST_SIZES[1:], 3072, 4096)  # GiB of machines without a GPU
 WISH = Layout()
@@ -118,10 +117,8 @@ def proposals(sizes: Sizes, counts: Counts, fleet: Fleet, request: PlanRequest) 
     """Return changes that would fit, one line each, with their bytes.
 
     First single changes: a lower rank, smaller moments, more host memory, fewer tokens, more tokens (which
-    wait
-    less for transfers that come once per pass), or a longer accepted wait. If none is enough, several
-    together,
-    and the next larger machine.
+    wait less for transfers that come once per pass), or a longer accepted wait. If none is enough, several
+    together, and the next larger machine.
     """
     fitting: list[str] = []
 
@@ -192,8 +189,7 @@ def _together(sizes: Sizes, counts: Counts, fleet: Fleet, request: PlanRequest) 
     """Propose several changes at once, each as small as possible with all later ones at their maximum.
 
     Preserved longest to shortest: host memory, the rank, the moments, the tokens. [] if even all changes
-    together
-    do not fit. A layout that mostly waits is used only if no other fits.
+    together do not fit. A layout that mostly waits is used only if no other fits.
     """
     options = _options(fleet, request)
     for slow in (False, True):

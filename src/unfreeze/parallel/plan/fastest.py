@@ -14,8 +14,8 @@ FASTEST_FIRST: tuple[Recompute, ...] = ("nothing", "elementwise", "selective", "
 """Recompute policies, least recomputation first; each keeps less than the one before it."""
 SAME_BITS: tuple[Recompute, ...] = ("elementwise", "selective", "layers")
 """Policies among which a run may switch with bit-identical results: all visit a layer in equal pieces.
-"nothing"
-takes all tokens at once, so products and sums are split differently (tests/models/test_decoder.py)."""
+"nothing" takes all tokens at once, so products and sums are split differently
+(tests/models/test_decoder.py)."""
 
 
 def fastest(current: Plan, among: Sequence[Recompute] = FASTEST_FIRST) -> Plan:

@@ -19,8 +19,7 @@ def units(sizes: Sizes, buffer: int | None) -> list[int]:
     """Return the bytes of each load of offloaded experts: of a layer's, or of groups of them.
 
     Raises ConfigError if a layer does not fit into `buffer` and cannot be loaded in groups, or if one expert
-    does
-    not fit.
+    does not fit.
     """
     if buffer is None or max(sizes.streamed, default=0) <= buffer:
         return list(sizes.streamed)
@@ -38,8 +37,7 @@ def sizes_with_groups(sizes: Sizes, come: Sequence[int]) -> Sizes:
     """Return the sizes with the buffers of placement/groups.py for a layer's n = T K rows.
 
     For all rows: x as received, instead of gate and up; in backward also their dy and dx. For the fullest
-    group,
-    UNEVEN times its share: what the op holds, which is gate and up, its result, and dx in float32 and
+    group, UNEVEN times its share: what the op holds, which is gate and up, its result, and dx in float32 and
     rounded.
     """
     size, K, D = sizes.compute_bytes, sizes.experts_per_token, sizes.hidden_size

@@ -48,8 +48,8 @@ def layouts(wish: Layout, facts: Facts) -> list[Layout]:
     """Return every layout that the request allows on that machine, fastest first.
 
     recompute stays as requested. Layer inputs are small compared to what else could be offloaded, moments
-    move
-    once per step, and a layer's experts are loaded in groups if they do not fit together. `buffer` "auto":
+    move once per step, and a layer's experts are loaded in groups if they do not fit together. `buffer`
+    "auto":
     groups
     as large as fit.
 

@@ -144,8 +144,7 @@ def with_buffers(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
     """Return the layout with buffers of a share of the device's memory if `buffer` is "auto".
 
     None if a layer's experts cannot be loaded in such groups, or need none. Raises ConfigError for a
-    requested
-    buffer that is too small for one expert.
+    requested buffer that is too small for one expert.
     """
     if layout.buffer == 0:
         return layout

@@ -51,8 +51,7 @@ def what_fits(plan: Plan) -> list[Proposal]:
     """Return changes that fit.
 
     First those that leave the result unchanged: offloaded experts, fewer layers that keep activations (the
-    largest
-    number that fits), recompute, more micro-batches (the smallest number), the last two together.
+    largest number that fits), recompute, more micro-batches (the smallest number), the last two together.
     Then fewer tokens per step (the largest number) and a lower rank (the largest). Only if none of these
     fits:
     fewer tokens with rank 1.

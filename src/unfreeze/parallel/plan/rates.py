@@ -77,8 +77,7 @@ class Rates:
     dense              FLOP/s of linear layers
     attention, routers, head  FLOP/s of each
     expansion, passes  bytes/s: expanding packed experts; gather, SwiGLU and combination of rows. Infinite
-                       if
-                       the rate of experts includes them
+                       if the rate of experts includes them
     norms              numbers/s through a norm, forward and backward
     optimizer          parameters/s
     launch             seconds of host time per torch operation
@@ -189,8 +188,7 @@ def _of_rows(few: float, many: float) -> tuple[float, float]:
     """Return (R, h) of the curve R m / (m + h) through both measured rates: 1 / r = 1 / R + h / R / m.
 
     No such curve exists if the rate at many rows is lower, or higher by more than the ratio of rows; then
-    that
-    rate is used for any number of rows.
+    that rate is used for any number of rows.
     """
     m_few, m_many = ROWS_PER_EXPERT
     slope = (1 / few - 1 / many) / (1 / m_few - 1 / m_many)

@@ -53,8 +53,7 @@ class Work:
     loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it
                     (kernels/linear_cross_entropy.block_cost)
     receipt_bytes   maximum bytes of copies of trained weights during the first step, if every weight
-                    trains
-                    (adapters/snapshot.py)
+                    trains (adapters/snapshot.py)
     chunk           tokens that go through a recomputed layer at once, in whole documents
                     (models/chunks.py);
                     None: all
@@ -109,8 +108,7 @@ class Plan:
     why      why `layout.recompute` was chosen, in words; "" if it was requested
     why_layout  the same for the rest of the layout
     host     bytes of experts, layer inputs and moments in host memory (if that is not the device's), and
-             how
-             much of it is usable
+             how much of it is usable
     host_moments  of them, those of the moments
     """
 
@@ -276,8 +274,7 @@ def _gathered(sizes: Sizes) -> int:
     """Return the bytes of temporarily gathered weights, in the compute dtype and in float32, if sharded.
 
     Embedding, norm and head during a step; for the largest layer its weights, the next one's as they arrive,
-    and
-    its gradient, with a float32 copy for the reduction.
+    and its gradient, with a float32 copy for the reduction.
     """
     size = sizes.compute_bytes
     return sizes.ends * size + sizes.largest_layer * (2 * size + size + GRADIENT_BYTES)
@@ -287,8 +284,7 @@ def _gradients(sizes: Sizes, layout: Layout, work: Work) -> tuple[int, int, int]
     """Return (all gradients, those alive when the last layer's backward starts, and when the first's does).
 
     Alive early are the sums of earlier micro-batches and, if the head trains, its gradient, V · D. At the
-    first
-    layer, its own and the embedding's are still to come (sizes.last_elements).
+    first layer, its own and the embedding's are still to come (sizes.last_elements).
     """
     own_batches = work.own_batches
     if work.rank is not None:
@@ -324,9 +320,8 @@ def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:
     """Return the live memory after backward, while gradients are summed in fp32: 4 bytes per trained weight.
 
     Tensors are copied together into one buffer of at most BUCKET bytes; a larger one is reduced alone,
-    without a
-    copy (processes/collectives.py). A half-precision gradient stays alive until its fp32 sum has come back: 2
-    bytes per number in transit (train/optim.py).
+    without a copy (processes/collectives.py). A half-precision gradient stays alive until its fp32 sum has
+    come back: 2 bytes per number in transit (train/optim.py).
     nccl's own memory is in no term.
     """
     trained = sizes.elements if work.rank is None else sizes.adapter_parameters(work.rank, work.experts_rank)
@@ -458,8 +453,7 @@ def _loss(sizes: Sizes, work: Work, stream: int) -> int:
     """Return N · (V · loss_bytes + D · bytes) for a block of N rows and its rows' gradient, plus 3 · stream.
 
     The three are the hidden state, its supervised rows and their gradient. If the head trains in half
-    precision
-    over several blocks, V · D · 4 is added: the float32 sum of its gradient.
+    precision over several blocks, V · D · 4 is added: the float32 sum of its gradient.
     """
     rows = min(work.loss_rows, work.tokens)
     row = sizes.vocab_size * work.loss_bytes + sizes.hidden_size * sizes.compute_bytes

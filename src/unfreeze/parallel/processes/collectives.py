@@ -42,9 +42,8 @@ class Group(Protocol):
     """The processes of a run: `rank` of `size`. Rank 0 writes files and messages for all.
 
     lockstep: True if a forward pass is a collective, because the processes share weights. Then all must run
-    every
-    pass of the model, including those that one could do for all, such as a sample. Set once, by the code that
-    splits the weights.
+    every pass of the model, including those that one could do for all, such as a sample. Set once, by the
+    code that splits the weights.
     """
 
     rank: int
@@ -430,8 +429,7 @@ def _attempt(store: dist.Store, rank: int) -> int:
     """Return which start of this run it is: an agent that restarts it may keep the store with its old keys.
 
     On one node, the agent counts. Several agents may count differently, so the starts of a rank are counted
-    in
-    the store, which c10d's rendezvous recreates and the static one keeps.
+    in the store, which c10d's rendezvous recreates and the static one keeps.
     """
     if started().nodes == 1:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)

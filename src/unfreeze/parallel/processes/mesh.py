@@ -40,8 +40,7 @@ class HeldPart:
     summed  the group over which its gradient must still be summed (ALONE: already summed). Its processes
             hold the same rows, so their copies must stay bit-identical
     copies  number of processes that hold the same rows. The squares of a gradient's parts, each divided
-            by
-            its copies, add up over all processes to the square of its norm
+            by its copies, add up over all processes to the square of its norm
     half    True if the parameter is a float32 master that the model rounds for its computation (fsdp.py)
     """
 

@@ -6,8 +6,7 @@ still runs, and write what they find for those on other hosts.
 
 A closed connection shows a process that another is gone, but not which. A GPU that waits for another gets no
 signal at all. So a watcher thread checks when torchrun's agent asks the process to end, and when others
-report
-a loss. It waits a while for the run to end by itself, then ends the process.
+report a loss. It waits a while for the run to end by itself, then ends the process.
 """
 
 # torch does not list its stores among its exports:
@@ -36,8 +35,7 @@ from unfreeze.core.torchrun import started
 
 COMING, COMING_ALONE = timedelta(minutes=10), timedelta(minutes=2)
 """How long processes wait for each other at the start: one node's agent may start later than another's.
-Without
-agents, each process was started by hand, and a missing one was forgotten."""
+Without agents, each process was started by hand, and a missing one was forgotten."""
 SAID = 10.0
 """Seconds after which the first waiting process reports whom it waits for."""
 LOOK = timedelta(seconds=5)
@@ -131,8 +129,8 @@ class Roll:
         """Run `action` in the processes of each turn, one turn after the other.
 
         A process is in at most one turn. Return the action's result here, or None without a turn. If it
-        raises in a process, that process
-        raises it and all others raise UserError. Every process calls this, in the same order.
+        raises in a process, that process raises it and all others raise UserError. Every process calls this,
+        in the same order.
         """
         self._serial += 1
         result: Item | None = None
@@ -243,8 +241,7 @@ class Roll:
         """Return the same error in all processes; the first remaining process prints it.
 
         The first report stays: the agent's SIGTERM may arrive while that error leaves `watching`, where the
-        step and
-        the save are no longer known.
+        step and the save are no longer known.
         """
         if self._found is not None:
             return self._found
