@@ -79,7 +79,7 @@ class TeacherAnswers:
             if (before := known.get(row.row)) and before != _digest(row):
                 raise DataError(
                     f"row {row.row} differs from the one answered in {self.out}",
-                    next="the data as it was, or another --out",
+                    next="use the original data, or another --out",
                 )
         return [row for row in rows if row.row not in known]
 

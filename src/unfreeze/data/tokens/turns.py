@@ -269,7 +269,7 @@ class Renderer:
         if len(marked) != len(speakers):
             raise Unstable(
                 f"the {{% generation %}} marks of the chat template made {len(marked)} spans for"
-                f" {len(speakers)} turns of the assistant"
+                f" {len(speakers)} assistant turns"
             )
         spans: list[tuple[int, int, int]] = []
         for (start, end), turn in zip(marked, speakers, strict=True):
@@ -401,7 +401,7 @@ class Renderer:
     def _notes(self, samples: list[Sample], row: Conversation) -> list[str]:
         notes: list[str] = []
         if len(samples) > 1 and self.turns == "auto":
-            notes.append("one example per turn of the assistant, as the chat template rewrites earlier turns")
+            notes.append("one example per assistant turn, because the chat template rewrites earlier turns")
         supervised = [segment.text for sample in samples for segment in sample if segment.supervised]
         if not self.supervise_all and not all(text.endswith(tuple(self.ends)) for text in supervised):
             notes.append("the answer does not end with an end token, so the model does not learn to stop")
@@ -439,7 +439,7 @@ def _refuse_unstable(
     full: str | None,
     turn: int,
     *,
-    remedy: str = "--data.turns each makes one example per turn of the assistant",
+    remedy: str = "--data.turns each makes one example per assistant turn",
 ) -> None:
     """Raise Unstable if a text does not start with the one before it, and show where they diverge."""
     for shorter, longer, what in (

@@ -249,7 +249,7 @@ def read_part(
     if failed:
         raise UserError(
             "another process could not read its part of the checkpoint, so this one stops too",
-            next="see what it says",
+            next="see that process's message",
         )
     return rounded
 

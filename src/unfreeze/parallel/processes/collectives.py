@@ -420,7 +420,7 @@ def _met() -> tuple[dist.Store, int, int]:
             next="torchrun --master-port with a free port, the same on every node",
         ) from error
     except ValueError as error:  # a variable is missing, or the port is invalid
-        words = f"WORLD_SIZE is set, but not what belongs to it: {error}"
+        words = f"WORLD_SIZE is set, but other variables are missing or wrong: {error}"
         raise ConfigError(words, next="start the processes by torchrun") from error
     return dist.PrefixStore(f"attempt-{_attempt(store, rank)}", store), rank, size
 

@@ -132,7 +132,7 @@ def check_copies(everyone: Group, tensors: Mapping[str, Tensor], held: Callable[
     if len(by_group) > 1 and everyone.any(different is not None) and different is None:
         raise UserError(
             "other processes hold different values of the same weights, so this one stops too",
-            next="see what they say",
+            next="see the messages of those processes",
         )
     if different is not None:
         raise different
