@@ -142,5 +142,5 @@ def test_the_engines_log_probabilities_ignore_temperature_and_top_k():
 
 
 def test_a_sampler_without_log_probabilities_is_refused():
-    with pytest.raises(ConfigError, match="gives no log-probabilities"):
+    with pytest.raises(ConfigError, match="returned no log-probabilities"):
         gap_of([[1]], [Completion([2], "", "stop")], [[-1.0]])

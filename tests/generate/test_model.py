@@ -303,7 +303,7 @@ def test_sources_that_are_no_model_are_refused(tmp_path, llama):
     for step in (2, 4):  # an interrupted run that trains every weight
         (tmp_path / "run" / "state" / f"step-00000{step}").mkdir(parents=True)
     (tmp_path / "run" / "state" / "step-000006.tmp").mkdir()
-    with pytest.raises(CheckpointError, match="is saved as of step-000004, and its model") as said:
+    with pytest.raises(CheckpointError, match="its last save is step-000004, but its model") as said:
         unfreeze.load(tmp_path / "run", dtype="float32")
     assert said.value.next == "start the same training command again: it continues from that save"
     (tmp_path / "adapter").mkdir()

@@ -70,7 +70,7 @@ def faults(loss: Objective) -> list[str]:
         loss(hidden[: STARTS[2]], head, part(batch, 0, 2)),
         loss(hidden[STARTS[2] :], head, part(batch, 2, 4)),
     ]
-    doubled = loss(hidden, head, replace(batch, weights_T=2 * batch.weights_T, found=None))
+    doubled = loss(hidden, head, replace(batch, weights_T=2 * batch.weights_T, nonzero=None))
     claims = {
         f"count is {float(both.count):g}, the weights sum to {count:g}": (float(both.count), count),
         "sum of the whole is not the sum of its two halves": (

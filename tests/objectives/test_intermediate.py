@@ -234,7 +234,7 @@ def test_terms_are_sums_over_supervised_tokens():
         )
         for cut in cuts
     ]
-    doubled = replace(batch, weights_T=2 * batch.weights_T, found=None)
+    doubled = replace(batch, weights_T=2 * batch.weights_T, nonzero=None)
     for term in terms():
         of = [
             term.sum({n: t[cut] for n, t in found.items()}, {n: t[cut] for n, t in said.items()}, half)

@@ -195,7 +195,7 @@ def test_two_processes_equal_one(prefer, rows, tmp_path):
 BAD = {
     "equal": ({"prompt": "a", "chosen": "b", "rejected": "b"}, [], "the same answer"),
     "empty": ({"prompt": "a", "chosen": "b", "rejected": ""}, [], "field rejected is empty"),
-    "no pair": ({"prompt": "a", "completion": "b"}, [], "no pair of answers"),
+    "no pair": ({"prompt": "a", "completion": "b"}, [], "not a pair of answers"),
     "a label for dpo": ({"prompt": "a", "completion": "b", "label": True}, [], "compares pairs"),
     "no boolean": ({"prompt": "a", "completion": "b", "label": "so-so"}, ["--loss", "kto"], "expected true or false"),
 }  # fmt: skip

@@ -23,7 +23,7 @@ def test_one_s_own_server_costs_nothing(tmp_path):
 
 
 def test_another_s_server_needs_a_price(tmp_path):
-    with pytest.raises(ConfigError, match="what it costs was not said"):
+    with pytest.raises(ConfigError, match="its price is unknown"):
         Budget(tmp_path, 5.0, Price()).worst(REMOTE, 1, 1)
     assert Budget(tmp_path, 0.0, Price(0.0, 0.0)).worst(REMOTE, 10**6, 10**6) == ""
 

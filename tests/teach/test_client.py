@@ -182,11 +182,11 @@ def test_over_http_the_key_stays_on_this_machine():
 @pytest.mark.parametrize(
     "url, says",
     [
-        ("http://", "no address"),
-        ("ftp://host", "no address"),
-        ("http://host:99999", "no address"),
-        ("https://me:secret@host/v1", "no name, password"),
-        ("https://host/v1?key=secret", "no name, password"),
+        ("http://", "not (a valid|the) address"),
+        ("ftp://host", "not (a valid|the) address"),
+        ("http://host:99999", "not (a valid|the) address"),
+        ("https://me:secret@host/v1", "not have a name, password"),
+        ("https://host/v1?key=secret", "not have a name, password"),
     ],
 )
 def test_an_address_that_cannot_be_is_refused_without_its_secret(url, says):

@@ -121,14 +121,14 @@ LIES = {
         lambda c: entries(c).update({"99999": {"logprob": -9.0, "decoded_token": "zebra"}}),
         "id 99999 is 'zebra' there, and we have 1,536 ids",
     ),
-    "no id": (lambda c: entries(c).update({"word": {"logprob": -9.0}}), "'word' is no token id"),
+    "no id": (lambda c: entries(c).update({"word": {"logprob": -9.0}}), "'word' is not a token id"),
     "not the prompt's own": (
         lambda c: c.update(prompt_logprobs=[None] + c["prompt_logprobs"][2:] * 2),
         "own",
     ),
     "fewer words": (
         lambda c: c.update(prompt_logprobs=[p and dict(list(p.items())[-2:]) for p in c["prompt_logprobs"]]),
-        "5 were asked for",
+        "5 were requested",
     ),
     "fewer tokens": (lambda c: c.update(prompt_logprobs=c["prompt_logprobs"][:-1]), "log-probabilities for"),
     "other tokens": (lambda c: c.update(prompt_token_ids=[1, 2]), "came back as 2 other tokens"),
@@ -161,7 +161,10 @@ def test_nothing_but_certainty_at_top_1_is_a_lie_too(completions, tiny, document
 TOLD_TWICE = {
     "two accounts": (lambda c: c["logprobs"].update(token_logprobs=[-0.5] * 50), "in another list"),
     "other words": (lambda c: c["logprobs"]["tokens"].__setitem__(2, "zebra"), "is 'zebra' there and"),
-    "a word we have not": (lambda c: c["logprobs"]["top_logprobs"][2].update(zebra=-9.0), "no word of ours"),
+    "a word we have not": (
+        lambda c: c["logprobs"]["top_logprobs"][2].update(zebra=-9.0),
+        "not in our vocabulary",
+    ),
     "no list": (lambda c: c["logprobs"].update(top_logprobs=None), "have 12, 12, 0"),
 }
 

@@ -224,7 +224,7 @@ def test_layers_and_heads_that_are_not_there_are_refused():
         with pytest.raises(ConfigError, match=says):
             inside.terms(model, teacher)
     model.sharded = True
-    with pytest.raises(ConfigError, match=r"--distillation\.hidden learns a matrix that is not divided"):
+    with pytest.raises(ConfigError, match=r"--distillation\.hidden trains a matrix that cannot be sharded"):
         Inside(0.0, 1.0).terms(model, teacher)
 
 

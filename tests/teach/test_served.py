@@ -153,7 +153,7 @@ def test_broken_off_it_goes_on_and_no_document_is_asked_twice(distill, tiny, ser
     server = serving(breaking)
     said = distill(server.url, "--prepare", tmp_path / "said", code=2)
     assert "answers 503: restarting; 2 tries" in said and "continues" in said
-    assert "is not whole" in distill(tmp_path / "said", *TRAIN, code=2)
+    assert "is incomplete" in distill(tmp_path / "said", *TRAIN, code=2)
     fails["from"] = 100
     result = distill(server.url, "--prepare", tmp_path / "said")
     assert result["documents"] == len(ROWS) and result["asked"] == len(ROWS) - TOGETHER
@@ -181,7 +181,7 @@ def test_documents_before_a_lie_are_kept(distill, completions, tmp_path):
 def test_what_cannot_be_is_refused(distill, tmp_path, completions):
     remote, said = "https://api.example.com/v1", tmp_path / "said"
     assert "add --prepare FOLDER" in distill(remote, code=2)
-    assert "what it costs was not said" in distill(remote, "--prepare", said, code=2)
+    assert "its price is unknown" in distill(remote, "--prepare", said, code=2)
     priced = ["--prepare", said, "--endpoint.price-read", 2, "--endpoint.price-written", 8]
     assert "the budget is $0" in distill(remote, *priced, code=2)
     assert "probabilities at temperature 1 only" in distill(remote, *priced, "--temperature", 2, code=2)

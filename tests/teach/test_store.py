@@ -210,14 +210,14 @@ def test_what_does_not_fit_is_refused(store, rows, tmp_path, capsys):
     command("--teacher", store, "--out", tmp_path / "a", *RUN, rows=more, code=2)
     assert "lacks 2 of 14 documents of this data (first: row 13)" in capsys.readouterr().err
     command("--teacher", store, "--out", tmp_path / "b", *RUN, "--temperature", 2, rows=rows, code=2)
-    assert "was made at temperature 1, and 2 is asked for" in capsys.readouterr().err
+    assert "was made at temperature 1, and 2 is requested" in capsys.readouterr().err
 
     other = tmp_path / "other"
     other.mkdir()
     head = json.loads((store / "teacher.json").read_text())
     for field, value, says in (
         ("vocabulary", {**head["vocabulary"], "hash": "0" * 12}, "has another vocabulary"),
-        ("whole", False, "is not whole"),
+        ("whole", False, "is incomplete"),
         ("format", 9, "format is 9"),
     ):
         (other / "teacher.json").write_text(json.dumps({**head, field: value}))
@@ -335,7 +335,7 @@ def test_a_folder_has_one_writer_and_one_teacher(run_dir, rows, tmp_path, capsys
     given = ["--distillation.coding", "float32", "--distillation.top-k", 4, "--prepare"]
     with one_writer(tmp_path / "busy"):
         command("--teacher", run_dir, *given, tmp_path / "busy", rows=rows, code=2)
-        assert "another process writes" in capsys.readouterr().err
+        assert "another process is writing" in capsys.readouterr().err
     command("--teacher", run_dir, *given, rows, rows=rows, code=2)
     assert "is a file, not a folder" in capsys.readouterr().err
 
