@@ -186,7 +186,7 @@ def test_a_server_that_refuses_everything_is_no_row_s_fault(generate, serving, t
 def test_another_teacher_other_settings_or_other_data_do_not_mix(generate, serving, tmp_path, rows):
     server = serving(chat())
     generate(server.url)
-    assert "temperature = 0.0, now it is 1.0" in generate(server.url, "--temperature", 1, code=2)
+    assert "temperature = 0.0, but now it is 1.0" in generate(server.url, "--temperature", 1, code=2)
     assert "answered with teacher" in generate(serving(chat()).url, code=2)
     rows.write_text(rows.read_text().replace("France", "Spain"))
     assert "row 1 is another than the one" in generate(server.url, code=2)
@@ -195,7 +195,7 @@ def test_another_teacher_other_settings_or_other_data_do_not_mix(generate, servi
 
 def test_what_costs_is_said_first_and_refused_by_default(generate, tmp_path):
     said = generate("https://api.example.com/v1", code=2)
-    assert "what it costs was not said" in said
+    assert "its price is unknown" in said
     said = generate(
         "https://api.example.com/v1", "--endpoint.price-read", 1, "--endpoint.price-written", 3, code=2
     )
@@ -214,7 +214,7 @@ def test_rows_that_ask_nothing(tmp_path):
     path = tmp_path / "rows.jsonl"
     for row, says in [
         ({"text": "Paris."}, "a plain text has no prompt to answer"),
-        ({"messages": [{"role": "assistant", "content": "Hi."}]}, "begins with the assistant"),
+        ({"messages": [{"role": "assistant", "content": "Hi."}]}, "starts with the assistant"),
         ({"messages": []}, "empty"),
         ({"words": "x"}, "no known field"),
     ]:

@@ -230,4 +230,4 @@ def test_bad_rows_are_listed_or_stop_it_and_where_none_is_left_skipping_is_no_re
     assert cli.main([*command, "--data.on-bad-row", "error"]) == 2
     assert capsys.readouterr().err.endswith("next: correct the row, or --data.on-bad-row skip\n")
     file.write_text("{broken\n")
-    assert cli.main(command) == 2 and capsys.readouterr().err.endswith("next: mend the row\n")
+    assert cli.main(command) == 2 and capsys.readouterr().err.endswith("next: correct the row\n")

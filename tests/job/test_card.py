@@ -180,7 +180,7 @@ def test_an_adapter_goes_on_a_base_that_lies_elsewhere(run_dir, tmp_path, unfree
         unfreeze_json("generate", tmp_path / "sent", *asked, "--base", TINY_K2)["tokens"] == there["tokens"]
     )
     assert cli.main(["generate", str(tmp_path / "sent"), *asked]) == 2
-    assert "if the base lies elsewhere: --base DIR" in capsys.readouterr().err
+    assert "if the base is elsewhere: --base DIR" in capsys.readouterr().err
     assert cli.main(["generate", str(TINY_K2), *asked, "--base", str(TINY_K2)]) == 2
     assert "base = " in capsys.readouterr().err
 

@@ -132,7 +132,7 @@ def open_source(
     except CheckpointError as error:
         if opened.adapter is None:
             raise
-        here = "" if base else "if the base is elsewhere: --base DIR; else:  "
+        here = "" if base else "if the base is elsewhere: --base DIR; else: "
         raise CheckpointError(
             f"{opened.adapter} is an adapter of {opened.base}: {error.message}", next=f"{here}{error.next}"
         ) from error
