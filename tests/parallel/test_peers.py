@@ -417,7 +417,7 @@ def test_the_parts_cover_a_layer(size: int) -> None:
         rest = rest_of(layout, theirs, size)
         own = {name: params[name] for name in names}
         check_coverage([p for reads in rest.reads for p in reads], own)
-        assert not any(rest.given)
+        assert not any(rest.shared)
         if size > 1:  # control arm: without one of them there is a hole
             with pytest.raises(CheckpointError, match="left uninitialised"):
                 check_coverage([p for reads in rest.reads[1:] for p in reads], own)
@@ -431,7 +431,7 @@ def test_what_cannot_be_cut_is_read_by_one_process_and_given_to_the_others() -> 
     whole = Placement(info, "a", (), 0, 64, 0)
     parsed = Placement(text, "b", (), 0, 64, 0, parse=lambda raw: [0.0] * 64)
     rest = rest_of(layout, [whole, parsed], 2)
-    assert rest.part == 256 and rest.reads == [[whole], [parsed]] and rest.given == [[], [parsed]]
+    assert rest.part == 256 and rest.reads == [[whole], [parsed]] and rest.shared == [[], [parsed]]
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def test_the_plan_is_within_a_tenth_for_experts_packed_ones_bf16_and_a_store(
         batch = replace(batch, extras={IDS: ids_TK, LOG_Q: log_q_TK, REST: rest_T})
         says, aside = (
             said_in,
-            Aside(said=tokens * (8 * 64 + 4), **size),
+            Aside(outputs=tokens * (8 * 64 + 4), **size),
         )  # those of the batch lie there already
         there += batch.extras.values()
     else:

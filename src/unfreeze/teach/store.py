@@ -321,7 +321,7 @@ class Stored(Second):
         rows = 0, student.vocab_size, dtype, beside.device, beside.head_trains, self.beta
         each = bytes_per_logit(dtype, self.beta) + dtype.itemsize * (student.softcap is not None)
         return Aside(
-            said=2 * beside.tokens * (8 * self.opened[0].top_k + 4),
+            outputs=2 * beside.tokens * (8 * self.opened[0].top_k + 4),
             loss_rows=divergence_rows(*rows),
             loss_bytes=each,
         )

@@ -60,13 +60,13 @@ class Rest:
     """A layer's non-expert weights: their place in a buffer, the bytes per process, and who reads what.
 
     reads[r]  placements that process r reads: those in its part
-    given[r]  of these, what the others need too, because it could not be cut at the parts' boundaries
+    shared[r]  of these, what the others need too, because it could not be cut at the parts' boundaries
     """
 
     layout: Layout
     part: int
     reads: list[list[Placement]]
-    given: list[list[Placement]]
+    shared: list[list[Placement]]
 
 
 class FromPeers:
@@ -147,7 +147,7 @@ class FromPeers:
     def _read(self, rest: Rest, views: Mapping[str, Tensor]) -> None:
         group = self._everyone
         self.rounded += read_part(group, rest.reads[group.rank], views)
-        give(Shared(group, [spans_of(placements) for placements in rest.given]), views)
+        give(Shared(group, [spans_of(placements) for placements in rest.shared]), views)
 
 
 def rest_names(layer: nn.Module, name: str) -> list[str]:

@@ -27,7 +27,7 @@ class Aside:
     stays       its weights, during the whole run
     workspace   its experts' scratch, which both models use one after the other
     forward     additional bytes at the worst moment of its forward
-    said        its outputs for a micro-batch, which live until the loss is computed
+    outputs     its outputs for a micro-batch, which live until the loss is computed
     loss_rows, loss_bytes  rows of the largest block of logits, and bytes alive per logit of it (both
                            models
                 together) if it differs from cross entropy's; 0: it does not
@@ -42,7 +42,7 @@ class Aside:
     stays: int = 0
     workspace: int = 0
     forward: int = 0
-    said: int = 0
+    outputs: int = 0
     loss_rows: int = 0
     loss_bytes: int = 0
     tapped: int = 0
@@ -85,7 +85,7 @@ def aside_of(
         stays=more + (0 if shared else sizes.base),
         workspace=sizes.workspace,
         forward=2 * stream + at_once * part + tokens * sizes.tables,
-        said=stream,
+        outputs=stream,
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,
         counts=counts(model),

@@ -397,7 +397,7 @@ def _asking(moments: list[dict[str, int]], aside: Aside, stream: int) -> list[di
     """
     at_loss, *later = moments
     others = {name: size for name, size in at_loss.items() if name != "loss block"}
-    outputs = {"what the second model said": aside.said}
+    outputs = {"what the second model said": aside.outputs}
     if not aside.compared:
         return [others | {"second model's forward": aside.forward}, at_loss | outputs, *later]
     read = "read inside of layers"
