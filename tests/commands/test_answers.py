@@ -189,7 +189,7 @@ def test_another_teacher_other_settings_or_other_data_do_not_mix(generate, servi
     assert "temperature = 0.0, but now it is 1.0" in generate(server.url, "--temperature", 1, code=2)
     assert "answered with teacher" in generate(serving(chat()).url, code=2)
     rows.write_text(rows.read_text().replace("France", "Spain"))
-    assert "row 1 is another than the one" in generate(server.url, code=2)
+    assert "row 1 differs from the one" in generate(server.url, code=2)
     assert len(records(tmp_path)) == len(ROWS)
 
 
