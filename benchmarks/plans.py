@@ -46,7 +46,7 @@ def needed(configs: Path) -> list[str]:
                 try:
                     planned = plan_on(config, fleet(words))
                 except UserError:  # packed weights are not trained
-                    cell = "packed: adapters only"
+                    cell = "quantized: adapters only"
                     break
                 places = planned.choice.places
                 if planned.fits:

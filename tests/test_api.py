@@ -88,6 +88,8 @@ def test_a_loop_of_ones_own_is_the_same_run_and_leaving_it_saves(whole, tmp_path
     for number, batch in enumerate(job.batches):
         gradients = job.forward_backward(batch)
         assert gradients.norm > 0 and job.state.step == number
+        with pytest.raises(ConfigError, match="twice without optim_step"):  # it would train on the last alone
+            job.forward_backward(batch[-1])
         job.optim_step()
         if number == 1:
             break

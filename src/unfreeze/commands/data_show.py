@@ -20,6 +20,7 @@ from tyro.conf import Positional, arg
 
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Files, Frozen, ModelName, parse
+from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.core.field import about
@@ -196,6 +197,8 @@ def model_folder(model: str) -> Path:
     folder = Path(model)
     if folder.is_dir():
         return folder
+    if model == TINY_K2.name:
+        return TINY_K2
     if hub.is_id(model):
         return hub.download(model, partial(print, file=sys.stderr), allow=hub.TEXT_FILES)
     raise ConfigError(

@@ -228,8 +228,8 @@ class Memory(Frozen):
         default=1,
         ge=1,
         description=(
-            "micro-batches per step (gradient accumulation): more save memory; the gradient is the same as"
-            " with one"
+            "micro-batches per step (gradient accumulation): more save memory; the loss of a step is still"
+            " over all its tokens"
         ),
         json_schema_extra=about("Memory and machine", alias="micro_batches", first=True),
     )

@@ -108,13 +108,21 @@ class Loop:
     def forward_backward(
         self, batch: Batch | Sequence[Batch], objective: Objective | None = None
     ) -> Gradients:
-        """Compute loss and gradients of a batch, or of several batches together. Changes no weight.
+        """Compute loss and gradients of a step: one batch, or all its micro-batches. Changes no weight.
 
         objective: used instead of the run's own.
+        Raises ConfigError on a second call before optim_step: the loss of a step is divided once, by the
+        tokens of all its micro-batches, so they come in one call.
         """
         from unfreeze.core.batch import Batch
         from unfreeze.train.step import forward_backward
 
+        if self._gradients is not None:
+            raise ConfigError(
+                "forward_backward was called twice without optim_step; a step takes all its micro-batches in"
+                " one call",
+                next="job.forward_backward(batch) with the whole list that job.batches gives",
+            )
         state = self.state
         self._gradients = forward_backward(
             state.model,
@@ -128,7 +136,7 @@ class Loop:
         return self._gradients
 
     def optim_step(self, learning_rate: float | None = None) -> StepResult:
-        """Update the weights with the gradients of the last forward_backward, and count the step.
+        """Update the weights with the gradients of forward_backward, and count the step.
 
         learning_rate: used instead of the schedule's.
         """
