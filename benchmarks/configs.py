@@ -22,6 +22,7 @@ import argparse
 import copy
 import json
 import logging
+import re
 import shutil
 import sys
 import tempfile
@@ -427,6 +428,11 @@ def table(rows: list[tuple[str, str, Change, str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def kinds_in(text: str) -> set[str]:
+    """Return the model types that have a row in the first table."""
+    return set(re.findall(r"^\| ([\w-]+) \| \d+ \|", text, flags=re.MULTILINE))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
@@ -445,6 +451,12 @@ def main() -> int:
     print(made.split("\n\n")[0])
     if options.write:
         before, _, rest = options.write.read_text(encoding="utf-8").partition(BEGIN)
+        if gone := kinds_in(rest.partition(END)[0]) - kinds_in(made):
+            raise SystemExit(
+                f"{options.write}: the rows of {', '.join(sorted(gone))} would be lost: their configs are not"
+                f" in {options.folder}\n  next: give the folder of all published configs, or leave --write out"
+                " and add the printed row by hand"
+            )
         options.write.write_text(before + BEGIN + made + END + rest.partition(END)[2], encoding="utf-8")
     return int(any(verdict == "SILENT" for *_, verdict, _ in rows))
 

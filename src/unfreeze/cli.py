@@ -89,7 +89,7 @@ FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--pl
 
 
 def usage() -> str:
-    """Text of `unfreeze --help`: at most 24 lines of 80 columns."""
+    """Text of `unfreeze --help`: at most 28 lines of 80 columns."""
     lines = ["unfreeze trains open-weight language models in the format they came in."]
     for heading, commands in HEADINGS.items():
         lines += ["", heading, *_listed(commands, "unfreeze")]

@@ -74,7 +74,7 @@ def shown(pages: list[Path]) -> set[str]:
     for page in pages:
         for block in blocks_of(page):
             text = block.text
-            found |= set(re.findall(r"\bunfreeze (dev \w+|\w+)", text))
+            found |= set(re.findall(r"\bunfreeze (dev [\w-]+|[\w-]+)", text))
         found |= set(re.findall(r"`unfreeze (dev \w+)", page.read_text(encoding="utf-8")))
     return found
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from unfreeze import __version__, cli
+from unfreeze.config.recipes import CONFIGS
 
 MACHINE = [
     (re.compile(r"^(load|encode)  .*\n", re.M), ""),  # progress of what took long
@@ -86,7 +87,7 @@ def help(say: Session) -> None:
         say(command)
     for name in cli.COMMANDS:
         say(f"{'dev ' * (name in cli.DEV)}{name} --help")
-    for name in ("sft", "distill", "prefer", "pretrain", "plan"):
+    for name in (*CONFIGS, "plan"):
         say(f"{name} --help-all")
 
 
