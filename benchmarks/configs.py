@@ -454,8 +454,8 @@ def main() -> int:
         if gone := kinds_in(rest.partition(END)[0]) - kinds_in(made):
             raise SystemExit(
                 f"{options.write}: the rows of {', '.join(sorted(gone))} would be lost: their configs are not"
-                f" in {options.folder}\n  next: give the folder of all published configs, or leave --write out"
-                " and add the printed row by hand"
+                f" in {options.folder}\n  next: give the folder of all published configs, or print without"
+                " --write and add the printed row by hand"
             )
         options.write.write_text(before + BEGIN + made + END + rest.partition(END)[2], encoding="utf-8")
     return int(any(verdict == "SILENT" for *_, verdict, _ in rows))

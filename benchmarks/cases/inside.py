@@ -1,10 +1,7 @@
 """Layers compared with a teacher's, beside its words alone: does a student of the same steps come nearer?
 
-`unfreeze dev bench inside`, about 5 minutes on two cores, 0.6 GB; `--write docs/measured/teacher_layers.md`
-makes the
-page. The language is that of `unfreeze dev bench teach`. A teacher, a llama of 3 layers, width 96 and 6
-heads, learns it; then students of 2 layers, width 64 and 4 heads learn the teacher, each from the same
-documents for the same steps.
+`unfreeze dev bench inside --write docs/measured/teacher_layers.md`: 5 minutes on two cores, 0.6 GB. A llama
+of 3 layers learns the language of `bench teach`; students of 2 layers learn from it for as many steps.
 """
 
 import statistics

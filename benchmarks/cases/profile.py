@@ -2,9 +2,8 @@
 
 `unfreeze dev bench profile moe|dense|decode|growth`, 1 to 2 minutes. One step of our side of that benchmark
 (of decode: 32 tokens) under torch's profiler, on one core, so that times add up to the step's. Numba loops
-are listed by name. GEMMs come with their FLOP, and what share that is of torch.mm's rate on one core at the
-job's shapes. Of growth: the same step at each of --tokens, the smallest first, per token.
-Written to docs/measured/profiles/<name>.md, or --out.
+are listed by name. GEMMs come with their FLOP and their share of torch.mm's rate at the same shapes. Of
+growth: one step at each of --tokens. Written to docs/measured/profiles/<name>.md, or --out.
 """
 
 from pathlib import Path

@@ -1,12 +1,9 @@
 """Learn a language whose next-token probabilities are known: from its texts, and from the probabilities.
 
-`unfreeze dev bench teach`, about 3 minutes on two cores, 0.6 GB.
-`--write docs/measured/distill.md` makes the page. The teacher is the language itself (harness/language.py).
-The
-student is a small llama of random weights that sees the same documents for the same number of steps in every
-arm; only the loss differs. gain = 1 - KL / KL of cross entropy alone: the share of the gap to the teacher
-that is recovered.
-"""
+`unfreeze dev bench teach --write docs/measured/distill.md`: 3 minutes on two cores, 0.6 GB. The teacher is
+the language itself (harness/language.py). The student is a small llama of random weights; in every arm it
+sees the same documents for as many steps, and only the loss differs. gain = 1 - KL / KL of cross entropy
+alone."""
 
 from functools import partial
 

@@ -554,9 +554,7 @@ def test_failures_are_shared_and_named(two):
     first, second = two[1]
     for facts in (first, second):
         assert facts["too few"].startswith("ConfigError: 2 processes share 1 micro-batches of a step")
-        assert facts["uneven"].startswith(
-            "ConfigError: 2 processes share 3 micro-batches of a step, which is no"
-        )
+        assert facts["uneven"].startswith("ConfigError: 2 processes share 3 micro-batches of a step, not a")
         assert facts["other data"] == "DataError: the processes read different data at this step"
         assert facts["nan"] == "NonFinite: the loss is nan over 4 supervised tokens"
         assert facts["found"] == (  # the second process found it, both say it

@@ -157,5 +157,5 @@ def test_a_thread_makes_the_lanes_gpu_its_own(cuda: Cuda) -> None:
 
 def test_where_cuda_refuses_the_bytes_are_said(cuda: Cuda) -> None:
     cuda.refuses = 2
-    with pytest.raises(DoesNotFit, match=r"CUDA does not page-lock 4\.0 KiB of host memory \(error 2\)"):
+    with pytest.raises(DoesNotFit, match=r"CUDA cannot page-lock 4\.0 KiB of host memory \(error 2\)"):
         lanes.pinned(4096)

@@ -177,7 +177,7 @@ def test_ctrl_c_at_torchrun_saves_in_all_and_rows_were_encoded_by_one(data: Path
     (last,) = events(tmp_path / "run", "end")
     assert last["reason"] == "interrupted", error
     assert (tmp_path / "run" / "state" / f"step-{last['step']:06d}" / "state.json").is_file()
-    assert f"interrupted after step {last['step']}, all is saved" in error
+    assert f"interrupted after step {last['step']}, everything is saved" in error
     encoded_once(tmp_path, error)
 
 

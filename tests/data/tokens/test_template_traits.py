@@ -270,7 +270,7 @@ def test_an_answer_behind_an_open_block_is_not_learned_as_a_thought():
         DataError,
         match=(
             r"messages\[1\] \(assistant\): the prompt opens a think block and the chat template does not"
-            r" go on"
+            r" continue"
         ),
     ):
         examples(source, [USER, ANSWER], turns="whole")
