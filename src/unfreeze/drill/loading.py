@@ -229,26 +229,36 @@ def gate_in_training(sandbox: Sandbox) -> Outcome:
 
 
 def expanded_weights_pile_up(sandbox: Sandbox) -> Outcome:
-    """Measure resident memory over 50 steps with 4-bit experts."""
+    """Measure resident memory over MEMORY_STEPS with 4-bit experts.
+
+    Measured once more if it grew: a process that has trained nothing before may still touch pages for the
+    first time in step 3, which a leak does in every step.
+    """
     model = sandbox.open(TINY_K2)
     attach(model, LoraConfig(rank=2), seed=0)
     optimizer, batch = AdamW(model), sandbox.batch([40, 20, 60])
-    resident = []
-    for _ in range(MEMORY_STEPS):
-        train_step(
-            model,
-            optimizer,
-            [batch],
-            cross_entropy,
-            learning_rate=1e-4,
-            max_norm=1.0,
-            recompute=models.keep_inputs,
-        )
-        resident.append(resident_bytes())
-    growth = max(resident[2:]) / resident[1] - 1
+
+    def measure() -> tuple[float, int]:
+        resident: list[int] = []
+        for _ in range(MEMORY_STEPS):
+            train_step(
+                model,
+                optimizer,
+                [batch],
+                cross_entropy,
+                learning_rate=1e-4,
+                max_norm=1.0,
+                recompute=models.keep_inputs,
+            )
+            resident.append(resident_bytes())
+        return max(resident[2:]) / resident[1] - 1, resident[-1]
+
+    growth, final = measure()
+    if growth > 0.01:
+        growth, final = measure()
     line = (
         f"resident memory grew by {100 * growth:.2f} % from step 2 to {MEMORY_STEPS} (limit 1 %),"
-        f" {format_bytes(resident[-1])} at the end"
+        f" {format_bytes(final)} at the end"
     )
     return measured(train_step, line, holds=growth <= 0.01)
 
