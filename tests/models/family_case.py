@@ -12,7 +12,7 @@ class Case(NamedTuple):
     config, model: the two classes' whole names, where they are spelled otherwise.
     renamed: (ours, transformers') parts of the names of parameters, where they differ.
     transposed: experts are [E, in, out] in transformers, ours are [E, out, in].
-    With a text_config among the fields, SMALL goes there: a language model inside a release that sees.
+    With a text_config among the fields, SMALL goes there: the text model of a vision-language release.
     """
 
     name: str
@@ -86,7 +86,7 @@ LLAMA3 = {
     "rope_theta": 10000.0,
 }
 NESTED = (("model.", "model.language_model."),)
-"""`renamed` of a language model inside a release that sees."""
+"""`renamed` of the text model of a vision-language release."""
 VISION = {  # the smallest towers, which no test looks through
     "hidden_size": 16,
     "intermediate_size": 16,

@@ -19,8 +19,7 @@ T, D, V = 24, 8, 31
 STARTS = (0, 5, 12, 18)
 FOLDER = Path(__file__).resolve().parents[2] / "src" / "unfreeze" / "objectives"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-# of pairs of answers a loss is no sum over tokens, of what is inside of models there is no batch here, and log p is
-# what losses are made of: what is claimed here of tokens, their own tests claim of those
+# left out: preference (a sum over pairs), intermediate (needs hidden layers), log_p (no loss); each has its own tests
 OF_TOKENS = [file for file in FILES if file not in ("preference", "intermediate", "log_p")]
 Objective = Callable[[Tensor, nn.Module, Batch], Loss]
 

@@ -111,8 +111,8 @@ class Loss:
     count    sum of weights_T (Batch.count). Counts add over micro-batches and devices; means do not.
     metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when
              logged.
-    each     loss of each example, in the order of Batch.documents["example"], for a loss over examples. For a
-             loss over tokens computed without gradient: sum of each document, [S].
+    each     of a loss over examples: one value per example, in the order of Batch.documents["example"]. Of a
+             loss over tokens, without gradient only: the sum of each document, [S]. Else None.
     scores   name -> one value per example: measures of held-out rows.
 
     count and metrics are numbers or scalars on the device. train/step.py reads them all at once at the end of

@@ -59,7 +59,8 @@ def about(
 
     heading   heading in --help-all
     alias     short name for a frequent field, besides the dotted one
-    was       names in earlier versions, separated by spaces; they still work, with a note
+    was       names in earlier versions, separated by spaces, also the flat name of before there were tables;
+              they still work, with a note
     name      dotted name, if it differs from the attribute path
     since     version that added the field; "": the first. A record leaves the field out at its default, so
               that runs of earlier versions can be resumed

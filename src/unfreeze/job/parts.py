@@ -45,7 +45,8 @@ class Parts:
     source        (setup, rows, the placed model, a cursor to resume from) -> source of batches
     metrics       names and format of the loss and the objective's metrics (core/metrics.py)
     judge         (the run) -> judge that can refuse an update. Default: refuse a loss (in nats) or a gradient
-                  norm far above those of earlier steps. A policy loss has no such level
+                  norm far above those of earlier steps. Override it for a loss without a usual level, such
+                  as a policy gradient's
     plan_check    raises ConfigError for a plan that the recipe cannot train with
     start_lines   lines shown at the start, after model, memory and trained weights
     """

@@ -43,7 +43,7 @@ class Adapters:
     """
 
     name, marker, strict, when_interrupted = "adapter", "adapter_config.json", True, True
-    begins = ""  # start of the adapters, for the plan's line
+    begins = ""  # suffix of the plan's line: where the adapters' first values come from
 
     def __init__(self, lora: LoraConfig, seed: int):
         self.lora = lora

@@ -34,7 +34,7 @@ class Fields:
     only     field -> the one value that is implemented, computed from the config; a field of ONLY that is
              read may have any value
     silent   fields without effect on this family's numbers, at any value
-    neutral  field -> the value that asks for what this family does anyway; takes precedence over NEUTRAL
+    neutral  field -> its only value without effect in this family; others are warned about. Overrides NEUTRAL
     rope_silent  fields of the rotary table without effect on this family's numbers
     per_kind     kinds of layers that may have a table of their own in rope_parameters
     nested       sizes of the config class, which a text_config may leave out but a standalone config may not

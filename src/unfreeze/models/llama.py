@@ -54,8 +54,8 @@ def attention(
 ) -> Attention:
     """Grouped-query attention; with `qk_norm` an RMSNorm per head on q and k (Qwen3).
 
-    norm: the class of that norm. parts: options of blocks.attention.Attending: a scale, a mask, other rotary
-    tables.
+    norm: the class of that norm. parts: further arguments of Attention, such as pairs="adjacent", a scale, a
+    mask.
     """
     from unfreeze.models.blocks.attention import Attention
 

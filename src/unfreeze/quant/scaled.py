@@ -46,7 +46,7 @@ class Scaled:
 
     A format adds `suffixes` (codes, scales, then any others), `parts`, `dequantize` and `quantize`.
 
-    group        columns that share a scale; 0 or less if the codes' shape is the matrix's
+    group        columns that share a scale; 0: a row or a block does, -1: the whole matrix does
     scale_dtype  dtype of the scales, in the files and in memory alike
     """
 
