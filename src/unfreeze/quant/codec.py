@@ -137,7 +137,7 @@ class Format(NamedTuple):
     read      (location of the table, the table) -> the codec. The table is the quantization_config, or the
               `weights` of one compressed-tensors group. Raises Unreadable for anything it would read wrongly
     known     fields of that table that are read, or have no effect on packed weights
-    suffixes  last parts of tensor names that occur in this format only: in no other format, in no dense weight
+    suffixes  last parts of tensor names that only this format has: no other format, and no dense weight
     ignored   the field that lists the modules that stay unquantized
     """
 
