@@ -484,7 +484,7 @@ def test_a_model_planned_for_several_machines_is_opened_once(config, monkeypatch
     [
         ([], "plan needs a model"),
         (["--model", "nowhere.json"], "nowhere.json"),
-        (["--model", "CONFIG", "--hardware", "8xH20O"], "no facts of a device 'H20O'"),
+        (["--model", "CONFIG", "--hardware", "8xH20O"], "no data for a device 'H20O'"),
         (["--model", "CONFIG", "--usd-per-hour", "0"], "--usd-per-hour 0: must be more than 0.0"),
     ],
 )

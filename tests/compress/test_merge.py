@@ -323,7 +323,7 @@ def test_another_merge_and_other_files_are_not_written_over(bases, adapter, merg
         merging.run(bases["moe"], adapter("moe")[0], tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds notes\.txt and no merge"):
+    with pytest.raises(ConfigError, match=r"holds notes\.txt, not a merge"):
         merging.run(bases["llama"], folder, tmp_path / "mine")
 
 
@@ -351,7 +351,7 @@ def test_two_merges_at_once_are_refused(bases, adapter, merging, tmp_path):
     folder, _ = adapter("llama")
 
     def second(done, total):
-        with pytest.raises(ConfigError, match="another process merges"):
+        with pytest.raises(ConfigError, match="another process is merging"):
             merging.run(bases["llama"], folder, tmp_path / "out")
 
     merging.run(bases["llama"], folder, tmp_path / "out", progress=second)

@@ -68,7 +68,7 @@ def test_a_new_run_takes_what_the_hardware_multiplies(tmp_path, units, yes, name
         return dtype_line(dtype)
 
     assert said() == (
-        "dtype: bfloat16 (this CPU (amx) multiplies it)"
+        "dtype: bfloat16 (this CPU (amx) has bf16 matmul units)"
         if yes
         else "dtype: float32 (this CPU (avx2) has no bfloat16 units)"
     )

@@ -17,7 +17,7 @@ def units(request, monkeypatch):
 def test_a_cpu_takes_what_it_multiplies(units):
     found = precision("auto", torch.device("cpu"))
     assert found == (
-        Precision("bfloat16", "this CPU (amx) multiplies it")
+        Precision("bfloat16", "this CPU (amx) has bf16 matmul units")
         if units
         else Precision("float32", "this CPU (avx2) has no bfloat16 units")
     )

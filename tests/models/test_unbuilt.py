@@ -115,7 +115,7 @@ def test_the_nearest_family_is_by_fields_and_only_where_they_tell():
     config = {**transformers.CONFIG_MAPPING["qwen3_moe"]().to_dict(), "model_type": "made_up"}
     with pytest.raises(CheckpointError) as caught:
         models.shape(config)
-    assert "nearest to 'qwen3_moe', which computes something else" in caught.value.next
+    assert "resemble 'qwen3_moe' most, but that computes something else" in caught.value.next
     with pytest.raises(CheckpointError) as caught:
         models.shape({"model_type": "made_up"})
     assert "nearest" not in caught.value.next

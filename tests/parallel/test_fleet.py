@@ -30,8 +30,8 @@ def test_what_the_words_mean(words, count, host, kind):
 @pytest.mark.parametrize(
     "words, says",
     [
-        ("8xH20O", "no facts of a device 'H20O'.*H200"),
-        ("eight H200", "no facts of a device 'eightH200'"),
+        ("8xH20O", "no data for a device 'H20O'.*H200"),
+        ("eight H200", "no data for a device 'eightH200'"),
         ("8xH200, 1xH100", "is not COUNTxDEVICE"),
         ("H" * 5000, "device 'H{60}'"),
         ("0xH100", "number of devices must be 1 to 65,536"),

@@ -1,9 +1,8 @@
-"""unfreeze bisect MODEL --against hf: find the first module that differs from transformers'.
+"""unfreeze dev bisect MODEL --against hf: find the first module that differs from transformers'.
 
 Both models hold the same weights in float32. transformers runs once over a few tokens while hooks record
 every module's input and output. Then each of our modules gets the recorded input, so an error in one does
-not spread to the next. Needs transformers, a development dependency. This is the only file of the package
-that imports it (tests/test_layout.py names it).
+not spread to the next. Needs transformers, a development dependency.
 """
 
 from __future__ import annotations

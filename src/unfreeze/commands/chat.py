@@ -47,8 +47,7 @@ class Config(Frozen):
     )
     seed: int = Field(default=0, description="seed of the sampling")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto",
-        description="number format of the computation. auto: bfloat16 where the hardware multiplies it",
+        default="auto", description="compute dtype. auto: bfloat16 where the hardware has bf16 matmul units"
     )
     device: Device = Field(default="auto", description="auto (CUDA if there is one), cpu, cuda, cuda:1")
 

@@ -2,7 +2,7 @@
 
 The written file is read back and compared with the run's adapter.
 
-peft: one stacked pair per layer of experts, as peft >= 0.19 loads it over transformers. RUN/adapter already
+peft: one stacked A/B pair per MoE layer, as peft >= 0.19 loads it over transformers. RUN/adapter already
 has this layout.
 
 vllm, sglang: two-dimensional tensors per expert, with one r and one lora_alpha for all.
@@ -147,7 +147,7 @@ def export(config: Config, common: Common) -> dict[str, Any]:
         say(common)(line)
     say(common)(
         f"wrote {target} for {reader.name} and read it back: {verified.matrices} matrices of {verified.sites}"
-        f" modules are equal ({verified.nonzero} not zero, largest relative difference"
+        f" modules match ({verified.nonzero} of them not zero, largest relative difference"
         f" {verified.max_difference:.1g})"
     )
     files = {"adapter_model.safetensors", "adapter_config.json", CARD, *TOKENIZER_FILES}

@@ -1,11 +1,11 @@
-"""unfreeze kernels list|measure: which implementation of each op runs here, and why.
+"""unfreeze dev kernels list|measure: which implementation of each op runs here, and why.
 
 list shows them. measure times them and writes the records that decide.
 
 On a CPU, a training run times the implementations it needs against plain torch, once per machine, for at most
 2 seconds. Everything else is decided by records. An implementation runs if its record shows that it is exact
-enough, forward and backward, and at least 5 % faster than plain torch beyond the spread of both. The package
-has records for some machines; measure makes them for yours.
+enough, forward and backward, and faster than plain torch by at least 5 % and by more than the spread of the
+timings. The package has records for some machines; measure makes them for yours.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     if not arguments or arguments[0] not in ("measure", "list"):
         got = f"{arguments[0]!r}{nearest(arguments[0], ['measure', 'list'])}" if arguments else "nothing"
         raise ConfigError(
-            f"kernels takes the subcommand measure or list, got {got}", next="unfreeze kernels list"
+            f"kernels takes the subcommand measure or list, got {got}", next="unfreeze dev kernels list"
         )
     config = parse(
         MeasureConfig if arguments[0] == "measure" else Shown,

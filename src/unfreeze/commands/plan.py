@@ -6,7 +6,7 @@ It needs no weights, GPU or network, and not the machine itself: MODEL can be a 
 every setting that you leave open: where experts, adapters and activations are held, how experts are split,
 what is recomputed, and tokens per step. If nothing fits, it shows the arithmetic and what would fit.
 Times are predicted, never measured: from data sheets (--machines FILE for a table of your own), and for this
-machine from its records (`unfreeze kernels measure --to user`).
+machine from its records (`unfreeze dev kernels measure --to user`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Config(Frozen):
     lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="the adapters")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="number format of the computation; auto: bfloat16 where the machine multiplies it",
+        description="compute dtype; auto: bfloat16 where the machine has bf16 matmul units",
         json_schema_extra=about("Memory and machine", name="memory.dtype", alias="dtype"),
     )
     optimizer_moments: Literal["float32", "int8"] = Field(
@@ -116,7 +116,7 @@ class Config(Frozen):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """-> the plan for the first machine (Planned.fields); for several machines `plans` has all.
 
-    exit_code 2 if it fits none of them with what is built, as a run would return.
+    exit_code 2, as of a run, if it fits none of them, or only with a layout that is not built.
     """
     config, second = configured(arguments)
     if not config.model:

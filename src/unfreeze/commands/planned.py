@@ -107,7 +107,7 @@ class Planned:
         if choice.not_built:
             would = "it would fit" if self.fits else "it would not fit either"
             fits = f"not built yet: {', '.join(choice.not_built)}; {would}"
-        experts = f", experts {format_bytes(self.experts_per_device)} a device"
+        experts = f" in all, experts {format_bytes(self.experts_per_device)} per device"
         lines = [
             f"{printable(self.model)} on {self.fleet.name}: {fits}",
             f"  weights {format_bytes(weights)}{experts * (self.counts.num_experts > 0)}",
@@ -124,7 +124,7 @@ class Planned:
 
         # bytes per place, then the sum
         for place, terms, usable in (
-            ("a device", places.device, places.device_usable),
+            ("per device", places.device, places.device_usable),
             ("host memory", places.host, places.host_usable),
         ):
             if terms:
@@ -146,7 +146,8 @@ class Planned:
             longest = sorted(time.terms.items(), key=lambda term: -term[1])[:5]
             words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)
             lines.append(
-                f"  {format_step(time.step)} a step, {time.shown:.2f} s of it for transfers: {words}"
+                f"  {format_step(time.step)} a step, {time.shown:.2f} s of it waiting for transfers; longest"
+                f" terms: {words}"
             )
             lines.append(f"  {choice.tokens_per_second:,.0f} tokens/s, predicted{self._price()}")
             lines.append(f"  rates: {self.rates}")

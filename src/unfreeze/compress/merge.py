@@ -205,7 +205,7 @@ def merge_begun(out: Path, inputs: dict[str, Any]) -> Record:
     if not (out / RECORD).is_file():
         mine = [path for path in out.iterdir() if ".unfinished-" not in path.name] if out.is_dir() else []
         if mine:
-            raise ConfigError(f"{out} holds {mine[0].name} and no merge", next="give an empty or new folder")
+            raise ConfigError(f"{out} holds {mine[0].name}, not a merge", next="give an empty or new folder")
         return Record(inputs)
     stored = read_object(out / RECORD, ConfigError)
     damaged = ConfigError(f"{out / RECORD} is damaged", next="give another folder, or empty this one")
@@ -276,7 +276,7 @@ def _alone(out: Path) -> Generator[None]:
     except BlockingIOError:
         os.close(descriptor)
         raise ConfigError(
-            f"another process merges into {out}", next="wait for it, or give another --out"
+            f"another process is merging into {out}", next="wait for it, or give another --out"
         ) from None
     try:
         yield

@@ -1,6 +1,6 @@
 """W' = W + ΔW in float32, rounded once by the format, and how much of ΔW survives the rounding.
 
-    size      ‖Q(W + ΔW) − W‖ / ‖ΔW‖           1 if nothing is lost; a coarse grid gives any number
+    size      ‖Q(W + ΔW) − W‖ / ‖ΔW‖           1 if nothing is lost; on a coarse grid far below or above 1
     cosine    of the angle between Q(W + ΔW) − W and ΔW
     kept      size · cosine: the share of ΔW that is in the merged weight, along ΔW
     noise     size · √(1 − cosine²): the part of the change that is across ΔW, relative to ‖ΔW‖
@@ -30,7 +30,7 @@ from unfreeze.quant.kept import by_rows, can_keep, kept, refitted
 
 Scales = Literal["refit", "keep"]
 PLAIN = "BF16"  # the format that --to bf16 writes
-BLOCK = 2**19  # weights rounded at once: a matrix of Kimi-K2 then takes 0.4 s of a core, 1.3 s as a whole
+BLOCK = 2**19  # weights rounded at a time: a Kimi-K2 matrix takes 0.4 core-seconds so, 1.3 in one piece
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class LoraConfig(BaseModel):
     # alpha = 2 x rank, and adapters on all linear layers: Biderman et al. 2024, arXiv:2405.09673
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=16,
-        description="size of the adapters (1 to 4096). More learns more and takes more memory",
+        description="rank r of A and B (1 to 4096). A higher rank can learn more and takes more memory",
         json_schema_extra=about("Adapters", alias="rank", first=True),
     )
     alpha: Annotated[float, Field(gt=0)] = Field(

@@ -17,7 +17,8 @@ class Data(tables.Data):
     """Data fields; texts that are too long are split."""
 
     truncation: Literal["tail", "error", "drop", "split"] = Field(
-        default="split", description="texts longer than sequence_length are split"
+        default="split",
+        description="texts longer than sequence_length: cut the tail, stop with an error, drop, or split",
     )
 
 
@@ -35,7 +36,7 @@ class Optimizer(tables.Optimizer):
     balance_rate: float = Field(
         default=0.001,
         ge=0,
-        description="step of the loss-free balancing bias per optimizer step; 0: none (DeepSeek-V3: 0.001)",
+        description="bias update speed of auxiliary-loss-free load balancing; 0: none (DeepSeek-V3: 0.001)",
         json_schema_extra=about("Learning", was="balance_rate"),
     )
 
@@ -46,8 +47,8 @@ class Memory(tables.Memory):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description=(
-            "number format of weights and computation. auto: float32 from random weights, else bfloat16 where"
-            " the hardware multiplies it; bfloat16 keeps float32 master weights"
+            "dtype of weights and computation. auto: float32 from random weights, else bfloat16 where the"
+            " hardware has bf16 matmul units; bfloat16 keeps float32 master weights"
         ),
     )
 

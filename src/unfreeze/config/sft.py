@@ -56,7 +56,7 @@ class Config(TrainingConfig):
 
     train: Literal["adapters", "all"] = Field(
         default="adapters",
-        description="adapters: LoRA beside the frozen base; all: every weight of an unpacked checkpoint",
+        description="adapters: LoRA beside the frozen base; all: every weight of an unquantized checkpoint",
         json_schema_extra=about("Model and data", first=True),
     )
     adapter: Folder = Field(
@@ -93,7 +93,7 @@ class Config(TrainingConfig):
             raise ConfigError(
                 f'train = "all" trains every weight and has no adapters, but {", ".join(lora_fields)}'
                 f" {'is' if len(lora_fields) == 1 else 'are'} given",
-                next="remove them (in a file: the whole table [lora])"
+                next="remove what is given (in a file: the whole table [lora])"
                 + (
                     f", and also learning_rate = {rate:g}, or choose another: the default for all is"
                     f" {ALL_RATE:g}"

@@ -228,15 +228,15 @@ class Memory(Frozen):
         default=1,
         ge=1,
         description=(
-            "micro-batches per step (gradient accumulation): more save memory; the loss of a step is still"
-            " over all its tokens"
+            "micro-batches per step (gradient accumulation): more of them need less memory; the loss is still"
+            " normalised over all tokens of the step"
         ),
         json_schema_extra=about("Memory and machine", alias="micro_batches", first=True),
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description=(
-            "number format of the computation. auto: bfloat16 where the hardware multiplies it, else float32."
+            "compute dtype. auto: bfloat16 where the hardware has bf16 matmul units, else float32."
             " On a CPU, frozen weights stay as stored; adapters are float32"
         ),
         json_schema_extra=about("Memory and machine", alias="dtype", first=True),
@@ -326,7 +326,7 @@ class Watch(Frozen):
     on_spike: Literal["warn", "skip", "stop"] = Field(
         default="warn",
         description=(
-            "loss or gradient norm beyond 8 robust deviations of the last 64 steps: warn, skip the update,"
+            "loss or gradient norm more than 8 robust deviations above the last steps: warn, skip the update,"
             " or stop. The rows of the step go to suspects.jsonl"
         ),
         json_schema_extra=about("When things go wrong", was="on_spike", computes=False),

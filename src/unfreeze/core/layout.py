@@ -47,7 +47,7 @@ class Layout(BaseModel):
         default="auto",
         description=(
             "expert parallelism: processes that share one set of experts. 1: every process holds all; auto:"
-            " 1, or the fewest that fit, within a host"
+            " 1 if that fits, else the fewest processes of one host that fit"
         ),
         json_schema_extra=about("Memory and machine", was="split", computes=False),
     )

@@ -48,7 +48,7 @@ ROWS = (
     "R9",
 )
 """The 30 rows of the drill: loading (L), numbers (N), mixtures of experts (M), runs (R). R6, a paid API over
-its budget, has no code yet."""
+its budget, is tested in tests/teach/test_budget.py, not here."""
 
 
 class Unnamed(Exception):

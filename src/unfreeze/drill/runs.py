@@ -254,7 +254,7 @@ def two_runs(sandbox: Sandbox) -> Outcome:
 
 
 def dead_process(sandbox: Sandbox) -> Outcome:
-    """Kill one of two processes registered in process 0's store, so that a collective fails.
+    """Kill one of two processes registered in process 0's store, and raise what a collective would raise.
 
     torch's own error says only that a connection closed.
     """
@@ -274,7 +274,7 @@ def dead_process(sandbox: Sandbox) -> Outcome:
 
 
 def other_files(sandbox: Sandbox) -> Outcome:
-    """Start two processes with the same command, but a row less in the second one's data file."""
+    """Compare the data files of two processes, the second's with a row less. Process 0 is a stand-in."""
     first, here = (
         {"data file 1 (its size and hash)": contents(sandbox.sft_config(data=sandbox.rows(rows)).data)[0]}
         for rows in (ROWS, ROWS[1:])

@@ -45,7 +45,7 @@ class ByRow:
         return float(sum_R.sum() / count_R.sum()) if count_R.any() else None
 
     def same_rows(self, earlier: ByRow) -> bool:
-        """Return True if both have the same measures over equally many rows with the same divisors."""
+        """Return True if the measures that both have cover equally many rows with the same divisors."""
         both = self.sums.keys() & earlier.sums.keys()
         return all(np.array_equal(self.sums[name][1], earlier.sums[name][1]) for name in both)
 

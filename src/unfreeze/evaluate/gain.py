@@ -5,8 +5,8 @@ share = (loss of base − loss of merged) / (loss of base − loss of base with 
 1: the merged model is as good as the base with its adapter beside it. 0: it is as good as the base, so
 rounding lost the whole gain. Below 0: the merged model is worse than the base.
 
-It is undefined if there is no gain, or if it may be chance: one row, or at most two standard errors of the
-difference, paired by row.
+It is undefined if there is no gain, or if the gain may be chance: fewer than three rows, or a gain within
+`errors` standard errors of the difference, paired by row (Student's t: 4.5 for three rows, 2 for many).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def load(
 
         source    a checkpoint folder, a Hugging Face id, a run folder, or an adapter folder (it names its
                   base)
-        dtype     compute dtype: "float32", "bfloat16", or "auto": bfloat16 if the hardware multiplies it.
+        dtype     compute dtype: "float32", "bfloat16", or "auto": bfloat16 if the hardware has bf16 matmuls.
                   Weights stay as stored if that is no wider
         device    "cpu", "cuda", "cuda:1", or "auto": CUDA if there is one
         progress  called with (bytes done, total bytes) while weights are read
@@ -206,7 +206,7 @@ class Model:
         """Return the assistant's next turn. Options as in generate.
 
         messages: [{"role": "user", "content": "…"}, …], or a text, which means one user message. Rendered
-        with the checkpoint's chat template (or data.templates.PLAIN_TEMPLATE).
+        with the checkpoint's chat template (or data.PLAIN_TEMPLATE).
         """
         return self.engine.generate([self.encode_chat(messages)], sampling(options))[0].text
 

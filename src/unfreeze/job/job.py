@@ -93,7 +93,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
 
 @contextmanager
 def no_target_first(config: TrainingConfig, parts: Parts, common: Common) -> Generator[None]:
-    """If lora.targets differ from the folder's run, first report new ones that match no module."""
+    """When new lora.targets are refused for this folder, report first those that match no module."""
     try:
         yield
     except ConfigError as error:

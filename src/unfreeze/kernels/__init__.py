@@ -3,8 +3,8 @@
 choice/ decides which one runs; loops/ has shared code of the CPU loops. Layer 3.
 
 A candidate's module is imported when it is chosen, inside a function: numba takes 0.4 s, Triton is missing on
-many machines, and a run needs only its own device's candidates. No other import of this package is inside a
-function.
+many machines, and a run needs only its own device's candidates. The other imports inside functions break a
+cycle, such as choose.py's of predicted.py.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The dtype of the computation: bfloat16 if the hardware multiplies it, float32 otherwise.
+"""The compute dtype: bfloat16 if the hardware has bf16 matmul units, float32 otherwise.
 
 A CPU without bf16 instructions emulates them: two cores with AVX2 reach 0.9 GFLOP/s in bf16 and 115.9 in
 float32 (torch.mm, 512 x 1,024 x 1,024, torch 2.13). Packed weights stay packed in either case. On a CPU bf16
@@ -47,7 +47,7 @@ def precision_on(kind: str, bf16: bool | None = None) -> Precision:
     """
     bf16 = (kind != "cpu" or multiplies_bf16()) if bf16 is None else bf16
     if bf16:
-        return Precision("bfloat16", f"{_here(kind)} multiplies it")
+        return Precision("bfloat16", f"{_here(kind)} has bf16 matmul units")
     return Precision("float32", f"{_here(kind)} has no bfloat16 units")
 
 

@@ -170,7 +170,7 @@ def _near(config: Mapping[str, Any]) -> str:
     text = config.get("text_config")
     fields = {kind: family.FIELDS.read | family.FIELDS.absent.keys() for kind, family in FAMILIES.items()}
     nearest = nearest_family(text if isinstance(text, Mapping) else config, fields)
-    return f"; its fields are nearest to {nearest!r}, which computes something else" if nearest else ""
+    return f"; its fields resemble {nearest!r} most, but that computes something else" if nearest else ""
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -269,7 +269,7 @@ def renamed(shape: Shape) -> tuple[tuple[str, str], ...]:
 
 
 def swapped_by_peft(shape: Shape) -> bool:
-    """True if peft takes in for out in its fused experts (PEFT_SWAPS in the family's file says why)."""
+    """True if peft swaps in_features and out_features of fused experts (the family's PEFT_SWAPS says why)."""
     return getattr(FAMILIES[shape.model_type], "PEFT_SWAPS", False)
 
 

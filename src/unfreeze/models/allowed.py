@@ -158,7 +158,7 @@ def refuse_unbuilt(config: Config, table: Fields) -> None:
                 f"config.json: {name} {shown(config[name])} is not built for model_type "
                 f"{config.get('model_type')!r}; built: {_short(built(config))}",
                 next=(
-                    "it changes the numbers: take a release without it, or open an issue with the model's"
+                    "it changes the outputs: take a release without it, or open an issue with the model's"
                     " name"
                 ),
             )

@@ -191,9 +191,9 @@ class Decoder(nn.Module):
         return self.model.norm(x_TD)
 
     def prepare_step(self, cache: Cache) -> None:
-        """Before a step: check room, and rewrite rows that grow past longrope's short documents.
+        """Before a step: check room, and recompute the cache of rows that outgrow longrope's short context.
 
-        All keys of a longer document rotate by other frequencies (Rope.long), including the earlier ones.
+        Past short_until tokens all keys of a document use the frequencies of Rope.long, cached ones too.
         """
         cache.require_room()
         short = self.shape.rope.short_until

@@ -7,9 +7,9 @@ dpo     -(1 - s) log sigma(r_w - r_v) - s log sigma(r_v - r_w)            s: lab
         Rafailov et al. 2023 (2305.18290, eq. 7). Assumes Bradley-Terry: the chance of being preferred is the
         sigmoid of a difference of rewards. s > 0 assumes that a share s of the pairs is swapped
 ipo     ((l_w - l_ref,w) / n_w - (l_v - l_ref,v) / n_v - 1 / (2 beta))^2
-        Azar et al. 2023 (2310.12036, eq. 17). Assumes no rewards: a margin of 1 / (2 beta) is enough, so
-        pairs that are always decided alike are not driven apart forever. Per token, as TRL has it after
-        asking the authors
+        Azar et al. 2023 (2310.12036, eq. 17). Assumes no rewards: the margin is regressed to 1 / (2 beta), so
+        pairs without disagreement do not push it to infinity. Per token, as TRL has it after asking the
+        authors
 kto     u_w (1 - sigma(r_w - beta z)),  u_v (1 - sigma(beta z - r_v)),  z = max(0, mean l(y') - l_ref(y'))
         Ethayarajh et al. 2024 (2402.01306, eq. 8). Labelled answers, no pairs; y' are answers to other
         prompts of the micro-batch. Assumes prospect theory: gains and losses are perceived relative to z
@@ -167,7 +167,7 @@ def preference(
 
 
 Each = tuple["Tensor", tuple["Tensor", "Tensor"]]
-"""Return the loss of each pair, and the rewards of its chosen and its rejected answer."""
+"""(loss of each pair, (rewards of the chosen answers, rewards of the rejected ones))"""
 
 
 def _dpo(w: Answers, v: Answers, beta: float, gamma: float, smoothing: float) -> Each:

@@ -88,7 +88,7 @@ def kept(codec: Codec, weight: Tensor, parts: Parts, fresh: Parts) -> tuple[dict
     requantized, over = onto(codec, weight, parts)
     count = int(over.sum())
     if count:
-        if isinstance(codec, Nvfp4):  # with the matrix's number unchanged
+        if isinstance(codec, Nvfp4):  # with the per-tensor scale unchanged
             fresh = {scale: _nvfp4_scales(codec, weight, parts)}
         mixed = torch.where(over, fresh[scale].float(), parts[scale].float()).to(parts[scale].dtype)
         if parts[scale].dtype == torch.uint8:  # exponents, not numbers
@@ -110,7 +110,7 @@ def _int4(codec: Int4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor],
 
 
 def _fp8(codec: Fp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    """The scale of a block beyond 448 + 16, half a step above the largest code, cannot be kept."""
+    """A block with |w / scale| above 448 + 16, half a step over the largest code, cannot keep its scale."""
     import torch
 
     name, (rows, columns) = codec.suffixes[1], codec.block
@@ -126,7 +126,7 @@ def _fp8(codec: Fp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], T
 
 
 def _mxfp4(codec: Mxfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    """The scale of a group beyond 7, half a step above the largest code, cannot be kept."""
+    """A group with |w / scale| above 7, half a step (1) over the largest code 6, cannot keep its scale."""
 
     scales = parts[codec.names.scales]
     steps = by_exponents(weight.float().reshape(*scales.shape, GROUP), scales)
@@ -155,7 +155,7 @@ def _mxfp8(codec: Mxfp8, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor
 
 
 def _nvfp4(codec: Nvfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor], Tensor]:
-    """The number for the matrix is always kept."""
+    """The per-tensor (global) scale is always kept."""
     codes, scale, whole = codec.suffixes
     each = codec.effective(parts[scale].float(), parts[whole].reshape(1, 1))
     steps = weight.float().reshape(*each.shape, -1) / _nonzero(each).unsqueeze(-1)
@@ -168,7 +168,7 @@ def _nvfp4(codec: Nvfp4, weight: Tensor, parts: Parts) -> tuple[dict[str, Tensor
 
 
 def _nvfp4_scales(codec: Nvfp4, weight: Tensor, parts: Parts) -> Tensor:
-    """Group scales from each group's max, the matrix's number unchanged; at most 448, the largest e4m3."""
+    """Group scales from each group's absmax, the per-tensor scale unchanged; at most 448, e4m3's maximum."""
     import torch
 
     _, scale, whole = codec.suffixes

@@ -3,7 +3,6 @@
 vocabulary.py   the contract: the same token ids for the same tokens
 chosen.py       the teacher and the objective of a distill run
 teacher.py      a checkpoint, a run, or the model itself without its adapters, queried while training
-same.py         tells if two checkpoints are one model
 store.py        a teacher's outputs on disk: the top-K tokens at each supervised token
 coding.py       the encoding of such an entry
 endpoint.py     a server's top tokens, checked; address.py validates a server's address, client.py sends
@@ -15,5 +14,5 @@ answers.py      a teacher's answers as rows for sft; chat.py requests them from 
 reference.py    the model as it was when training began, the reference of a policy;
                 kept.py caches its log-probabilities
 
-A model queried while training is a Second (job/second.py). It never trains.
+A model queried while training is a Second (second.py). It never trains.
 """

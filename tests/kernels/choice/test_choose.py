@@ -153,7 +153,7 @@ def test_a_record_of_something_else_says_nothing(files, other):
     name, why, _ = by_record(planted(), CPU, BF16, "any")
     assert (
         name == "reference"
-        and why == "no record for cpu-avx2; unfreeze kernels measure --op double makes one"
+        and why == "no record for cpu-avx2; unfreeze dev kernels measure --op double makes one"
     )
 
 
@@ -279,7 +279,7 @@ def test_a_gpu_without_records_borrows_nothing_and_says_so_once(files, caplog):
     assert (
         len(caplog.records) == 1
         and "some-gpu has no records" in caplog.text
-        and "unfreeze kernels measure" in caplog.text
+        and "unfreeze dev kernels measure" in caplog.text
     )
 
 

@@ -56,8 +56,8 @@ def split_by_content(
 def none_left(fraction: float, of: str, side: str) -> ConfigError:
     """Return the error for a split that leaves one side empty."""
     return ConfigError(
-        f"validation_fraction {fraction} of {of} leaves none for {side} (a row's side is drawn from its"
-        " content)",
+        f"validation_fraction {fraction} of {of} leaves none for {side} (a hash of each"
+        " row decides its side)",
         next="another --validation-fraction, or --validation FILE",
     )
 

@@ -463,7 +463,7 @@ def check_numerics(subject: Subject) -> Iterator[Finding]:
         "numerics",
         "ok" if finite else "fault",
         line,
-        "" if finite else "--dtype float32, or: unfreeze bisect MODEL --against hf",
+        "" if finite else "--dtype float32, or: unfreeze dev bisect MODEL --against hf",
     )
 
 

@@ -1,8 +1,8 @@
 """Chooses the implementation of an op: the first of LOOKS that has an answer decides.
 
-by design      a candidate that keeps a promise beyond speed, or the only one that can run
 the run's      read from the run folder, so that a resumed run and all processes use the same (table.py)
 timed here     CPU: timed against plain torch at this machine's first start (timed.py)
+by design      a candidate that keeps a promise beyond speed, or the only one that can run
 measured       a record of this device class shows that it is exact within the op's tolerance, and faster
                than the reference by at least 5 % and by more than the spread of both (record.py)
 predicted      it moves fewer bytes by count; on a GPU it is checked first (predicted.py)
@@ -54,9 +54,9 @@ Origin = Literal[
 counted bytes, nothing (the reference runs), a promise beyond speed or the only one that can run, a name."""
 SAID: dict[Origin, str] = {
     "predicted, not measured": "on {} some kernels are chosen by predicted memory traffic, not measured; to"
-    " measure them (about 5 minutes): unfreeze kernels measure --to user",
+    " measure them (about 5 minutes): unfreeze dev kernels measure --to user",
     "not measured": "{} has no records for some ops, which run as plain torch; to measure them:"
-    " unfreeze kernels measure",
+    " unfreeze dev kernels measure",
 }
 """Origin -> line that is logged once per device class; other origins log nothing."""
 
@@ -151,7 +151,7 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
             if choice.origin == "predicted, not measured":
                 _log_once(device_key(device), choice.origin)
             return choice
-    why = f"no record for {device_key(device)}; unfreeze kernels measure --op {op.name} makes one"
+    why = f"no record for {device_key(device)}; unfreeze dev kernels measure --op {op.name} makes one"
     _log_once(device_key(device), "not measured")
     return Choice("reference", why, "not measured")
 

@@ -56,9 +56,8 @@ def place(
         progress  called with (bytes done, total bytes)
         mesh      the processes that load it together: each holds its own experts (dispatch.py) and reads its
                   share of the bytes (owned.py)
-        streaming takes tensors out of what is loaded and fills them when needed. They are resolved and
-        checked
-                  for coverage like all others
+        streaming takes tensors out of what is loaded, and fills them when needed. They are resolved and
+                  checked for coverage like all others
 
     Parameters under ".adapter." and non-persistent buffers don't come from the files: they keep their values
     and are moved to `device`. One that is on meta is an error, because no file could fill it.

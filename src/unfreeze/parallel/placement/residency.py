@@ -10,8 +10,8 @@ as a layer here.
 
 Layer l always uses buffer l mod 2, so its tensors are the same objects at every visit, and only their memory
 changes. While layer l computes, l + 1 arrives; in backward, l - 1 does. When forward turns into backward the
-last two layers are still loaded, and when backward ends the first two are. So of L layers, a step's first
-micro-batch reads 2 L - 2, and each later one, and each of the next steps, 2 L - 4 (L > 2).
+last two layers are still loaded, and when backward ends the first two are. So of L layers, the run's first
+micro-batch reads 2 L - 2, and each later one, also of the next steps, 2 L - 4 (L > 2).
 
 All writes go through views with their own version counters: autograd would refuse a weight that was written
 since forward, and here the same values are written again.

@@ -9,7 +9,7 @@ sizes.py    what the plan knows of a model: sums over its blocks' sizes (models/
 layouts.py  requested layout -> possible layouts, fastest first (core/layout.py)
 terms.py    Layout, Work -> bytes per term
 grouped.py  how experts in groups change these bytes
-places.py   the same for machines that are not here; choose.py: the best layout of one
+places.py   terms.py's bytes for machines that are not here; choose.py: the best layout of such a machine
 propose.py  settings that would fit, if the run does not
 words.py    the plan as text and for plan.json
 rates.py    a device's speed, from its maker's data or from records; seconds.py: of a step
@@ -237,7 +237,7 @@ def rates_of_second(
 def work_of(model: PlannedModel, *, tokens: int, aside: Aside | None = None, **fields: Any) -> Work:
     """Return the Work of a run; `fields` are further fields of it.
 
-    For a GPU that is not here, this machine's block of logits is assumed, whose rows are bounded by bytes.
+    For a GPU that is not here, the size of a logits block is taken from this machine's rule (a byte limit).
     """
     shape, lora, device = model.shape, model.lora, model.device
     known = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")

@@ -80,7 +80,7 @@ def fleet(words: str, table: Path | str = "") -> Fleet:
     names = {key.lower(): key for key in known}
     if name.lower() not in names:
         raise ConfigError(
-            f"hardware: no facts of a device {name[:60]!r}{nearest(name, known)}; known: {', '.join(known)}",
+            f"hardware: no data for a device {name[:60]!r}{nearest(name, known)}; known: {', '.join(known)}",
             next="a computer without a GPU is cpu:24GB; for another GPU write"
             f" [{name[:20]}] with {', '.join(DeviceFacts.model_fields)} into a file: --machines FILE",
         )

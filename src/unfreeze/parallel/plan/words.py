@@ -12,7 +12,7 @@ from unfreeze.parallel.plan.grouped import units
 from unfreeze.parallel.plan.terms import Plan
 
 SOURCES = {"host": "host memory", "disk": "disk"}
-KERNELS = f"0.3 to {COMPILED_AT_MOST} for kernels as they are compiled"
+KERNELS = f"up to {COMPILED_AT_MOST} for kernels compiled at run time"
 
 
 def plan_lines(plan: Plan) -> list[str]:
@@ -29,14 +29,14 @@ def plan_lines(plan: Plan) -> list[str]:
     lines += [f"  {name:<{width}}  {format_bytes(size):>10}" for name, size in terms.items()]
     lines.append(f"  {'total':<{width}}  {format_bytes(plan.total):>10}  of {format_bytes(plan.usable)}")
     if device.process:
-        lines.append(f"  beside it: this process {format_bytes(device.process)}, and {KERNELS}")
+        lines.append(f"  not in the total: this process {format_bytes(device.process)}, and {KERNELS}")
     lines.append(f"  1 device, largest / smallest {plan.max_over_min:.2f}; {work.tokens:,} tokens per pass")
 
     if layout.sharing > 1:
         held = f"{experts_held(plan)} of {plan.sizes.num_experts}"
         lines.append(
             f"  experts split over {layout.sharing} processes: each holds {held} per layer and all"
-            " other weights; a layer processes its tokens at once"
+            " other weights; a layer processes all its tokens in one pass"
         )
     if layout.experts != "device":
         lines += _streamed(plan)
@@ -55,7 +55,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
     # numbers outside the sum
     moments = plan.beside | {"loading": plan.load}
-    lines += [f"  at another moment: {name} {format_bytes(size)}" for name, size in moments.items()]
+    lines += [f"  not at the peak: {name} {format_bytes(size)}" for name, size in moments.items()]
     if plan.avoided:
         lines.append(
             f"  packed weights stay packed: {format_bytes(plan.avoided)} of expanded weights avoided"
@@ -77,8 +77,8 @@ def _streamed(plan: Plan) -> list[str]:
     what = f"{len(layers)} layers of {format_bytes(total // len(layers))} are loaded one after another"
     if groups := groups_of(plan):
         what += (
-            f", each in {groups} groups of at most {format_bytes(max(come))}; a layer processes its tokens"
-            " at once"
+            f", each in {groups} groups of at most {format_bytes(max(come))}; a layer processes all its"
+            " tokens in one pass"
         )
     return [
         f"  experts from {SOURCES[plan.layout.experts]}: {what}; {first} in the first micro-batch, {later} in"

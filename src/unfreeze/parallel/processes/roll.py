@@ -35,7 +35,7 @@ from unfreeze.core.torchrun import started
 
 COMING, COMING_ALONE = timedelta(minutes=10), timedelta(minutes=2)
 """How long processes wait for each other at the start: one node's agent may start later than another's.
-Without agents, each process was started by hand, and a missing one was forgotten."""
+Without agents, each process was started by hand, and a missing one was probably never started."""
 SAID = 10.0
 """Seconds after which the first waiting process reports whom it waits for."""
 LOOK = timedelta(seconds=5)
