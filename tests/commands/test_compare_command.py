@@ -24,3 +24,13 @@ def test_two_runs(run_dir, tmp_path, unfreeze_json, capsys):
     assert "lora.rank" in said and f"{result['runs'][0]['loss_last']:.4f}" in said and str(page) in said
     assert cli.main(["compare", str(run_dir), str(tmp_path)]) == 2
     assert "events.jsonl is missing" in capsys.readouterr().err
+
+
+def test_a_page_among_the_runs_is_passed_over(run_dir, tmp_path, unfreeze_json):
+    """`runs/*` matches the page that the comparison before wrote. Control arm: another file is no run."""
+    shutil.copytree(run_dir, tmp_path / "other", ignore=shutil.ignore_patterns("state", "adapter"))
+    page = tmp_path / "compare-a-b.html"
+    page.write_text("")
+    result = unfreeze_json("compare", run_dir, tmp_path / "other", page, "--html", tmp_path / "c.html")
+    assert len(result["runs"]) == 2
+    assert cli.main(["compare", str(run_dir), str(tmp_path / "notes.txt")]) == 2

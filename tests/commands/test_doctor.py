@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import unfreeze
 from unfreeze import cli
 from unfreeze.commands.doctor import Config, findings_of
 from unfreeze.drill.sandbox import ROWS, Sandbox
@@ -181,6 +182,22 @@ def test_a_fault_planted_in_the_data_is_found(sandbox, rows, key, says, monkeypa
     model = sandbox.checkpoint("llama")
     assert key not in findings(model=model, data=sandbox.rows())  # control arm
     assert says in findings(model=model, data=sandbox.rows(rows))[key].line
+
+
+def test_a_run_that_is_left_resumes_and_one_that_is_done_is_finished(sandbox, tmp_path):
+    model, data, out = sandbox.checkpoint("llama"), sandbox.rows(), tmp_path / "run"
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f'model = "{model}"\ndata = "{data}"\nout = "{out}"\ntokens_per_step = 128\nsteps = 2\n[watch]\nsamples = 0\n'
+    )
+    for left_after in (1, 2):
+        job = unfreeze.prepare(toml, quiet=True)
+        for batch in job.batches:
+            job.forward_backward(batch)
+            job.optim_step()
+            break
+        ends = "resumes from step 1" if left_after == 1 else "is finished at step 2"
+        assert findings(model=model, config=toml)["run ok"].line.endswith(ends)
 
 
 def test_the_run_folder_held_or_of_another_configuration(sandbox, tmp_path):

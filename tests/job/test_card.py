@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -206,3 +207,22 @@ def test_the_card_of_an_export_is_about_its_reader_and_what_it_leaves_out(run_di
     )
     # control arm: peft's own
     assert "PeftModel" in (run_dir / "adapter" / "README.md").read_text()
+
+
+def test_the_cards_lines_load_the_model_in_transformers(run_dir, tmp_path):
+    """Control arm: transformers refuses the model_type that the release names, so the plain line would fail."""
+    from transformers import AutoModelForCausalLM
+
+    from unfreeze.commands.demo import TINY_K2
+    from unfreeze.job.end.card import usage
+
+    text = (run_dir / "adapter" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code == "\n".join(usage("tiny-k2", "kimi_k2", adapter="FOLDER_OR_ID_OF_THIS_ADAPTER")[3:-2]) + "\n"
+    lines = code.replace('"tiny-k2"', repr(str(TINY_K2))).replace('"FOLDER_OR_ID_OF_THIS_ADAPTER"', "adapter")
+    scope = {"adapter": str(run_dir / "adapter")}
+    exec(lines, scope)
+    assert any("lora" in name for name, _ in scope["model"].named_parameters())
+    with pytest.raises(ValueError, match="kimi_k2"):
+        AutoModelForCausalLM.from_pretrained(TINY_K2)
+    assert "AutoModelForCausalLM" in "".join(usage("org/base", "qwen3"))

@@ -13,6 +13,7 @@ from unfreeze.config.names import by_path, fields, flat, given, nested
 from unfreeze.config.parse import Folder, Frozen, ModelName
 from unfreeze.config.tables import HUB, Data, Memory, Optimizer, Save, Training, Watch
 from unfreeze.config.template import template_time, template_values
+from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.field import About, about
 from unfreeze.core.layout import Layout
 
@@ -149,6 +150,8 @@ def _stem(written: str) -> str:
 
 
 def portable(model: str) -> str:
-    """Absolute path of a local model folder; a Hub id is unchanged."""
+    """Absolute path of a local model folder or of the built-in model; a Hub id is unchanged."""
     path = Path(model)
+    if model == TINY_K2.name and not path.exists():
+        return str(TINY_K2)
     return str(path.resolve()) if path.is_dir() else model

@@ -413,7 +413,8 @@ def check_run(subject: Subject) -> Iterator[Finding]:
         )
         yield Finding("run", "fault", line, "restore these fields, or give another --out")
     else:
-        ends = "is finished at" if record["step"] >= record["schedule"]["steps"] else "resumes from"
+        done = record.get("ended") or record["step"] >= record["schedule"]["steps"]
+        ends = "is finished at" if done else "resumes from"
         yield Finding("run", "ok", f"{folder} {ends} step {record['step']}")
 
 
