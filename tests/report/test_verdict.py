@@ -95,6 +95,10 @@ SAID = [
         [*FALLS, *evals(loss=(2.5, 1.75)), *answers(("a", "a")), END],
         TRAINED + "held-out loss 2.500 → 1.750; its sample answer is the same as before.",
     ),
+    (  # held-out loss proves it; the words stay honest about the answers
+        [*FALLS, *evals(loss=(2.5, 1.75)), *answers(("a", "a"), ("b", "b"), ("b", "c")), END],
+        LEARNT + "held-out loss 2.500 → 1.750; 2 of its 3 sample answers are the same as before.",
+    ),
     # control arm: one answer that changed
     ([*FALLS, *answers(("a", "a"), ("b", "c")), END], LEARNT + f"training loss 3.000 → 1.000{QUARTERS}."),
     (

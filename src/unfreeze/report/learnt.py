@@ -65,8 +65,10 @@ def finding(run: RunFolder) -> Evidence:
     else:
         learnt, note = bool(trained and trained.clear) and moved(run, trained), _rambles(run)
         measured, note = _trained_words(run, trained), note or _by_heart(run)
-    same = _unchanged(run, most=not evals and not words)
-    return Evidence(learnt and not (same or note), measured + same, note)
+    same, all_same = _unchanged(run)
+    # the training loss falls long before answers to the trained rows change: alone it is no proof beside them
+    doubt = all_same or (bool(same) and not evals and not words)
+    return Evidence(learnt and not (doubt or note), measured + same, note)
 
 
 # --- on held-out rows
@@ -332,19 +334,21 @@ def _answers_changed(run: RunFolder) -> bool:
     return any(was != now for was, now in _answers(run))
 
 
-def _unchanged(run: RunFolder, *, most: bool) -> str:
-    """'; its 4 sample answers are the same as before' if all of them are, else "".
+def _unchanged(run: RunFolder) -> tuple[str, bool]:
+    """Return ('; 3 of its 4 sample answers are the same as before', True if all are).
 
-    most: more than half of them suffice. That is required if only the training loss speaks for a run: it
-    falls long before answers to the trained rows change.
+    The words come if more than half of the answers are the same, else "".
     """
     answers = _answers(run)
     count, same = len(answers), sum(was == now for was, now in answers)
-    if most and count / 2 < same < count:
-        return f"; {same} of its {count} sample answers are the same as before"
-    if not count or same < count:
-        return ""
-    return f"; its {'sample answer is' if count == 1 else f'{count} sample answers are'} the same as before"
+    if same <= count / 2:
+        return "", False
+    if same < count:
+        return f"; {same} of its {count} sample answers are the same as before", False
+    return (
+        f"; its {'sample answer is' if count == 1 else f'{count} sample answers are'} the same as before",
+        True,
+    )
 
 
 def _change_of(name: str, values: Sequence[float]) -> str:
