@@ -43,14 +43,14 @@ def usage() -> str:
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> what the subcommand found: rows, and the file they were appended to."""
+    """Run the benchmark -> its rows, and the file they were appended to."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(usage())
         return {}
     if not arguments or arguments[0] not in BENCHMARKS:
-        given = f"{arguments[0]!r}{nearest(arguments[0], BENCHMARKS)}" if arguments else "nothing"
+        got = f"{arguments[0]!r}{nearest(arguments[0], BENCHMARKS)}" if arguments else "nothing"
         raise ConfigError(
-            f"bench takes one of {', '.join(BENCHMARKS)}; got {given}", next="unfreeze dev bench --help"
+            f"bench takes one of {', '.join(BENCHMARKS)}; got {got}", next="unfreeze dev bench --help"
         )
     from benchmarks.harness import case, report
 

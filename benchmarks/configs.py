@@ -1,19 +1,19 @@
-"""What becomes of every field of config.json: one field at a time is changed, added or left out, and logits
-are compared with transformers'.
+"""Test how each field of config.json is followed: change, add or remove one field at a time, and compare
+logits with transformers'.
 
     python benchmarks/configs.py FOLDER_OF_CONFIGS [--only NAME] [--write docs/reference/config_json.md]
 
 Each config of a built family keeps all its fields but the sizes, which are made tiny; weights are random,
 written under transformers' names. A change of one field is then
 
-    followed   our logits are transformers' (within 1e-4), and the change moved them
-    no effect  our logits are transformers', and the change did not move them
+    followed   our logits equal transformers' (within 1e-4), and the change moved them
+    no effect  our logits equal transformers', and the change did not move them
     refused    one error before any weight is read
     named      a line says that the field is not followed
-    SILENT     transformers' logits are others than ours, or it fails, and nothing was said. Exit code 1 if
-               there is one
+    SILENT     transformers' logits differ from ours, or it fails, and no line said so. Exit code 1 if there
+               is one
 
---write puts the table into a page, between the lines that name this script.
+--write replaces the table in a page, between the lines that name this script.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ class Bench:
         return {"model_type": config["model_type"], "tie_word_embeddings": bool(tied), **outer}
 
     def _transformers(self, config: dict[str, Any]) -> torch.Tensor | str:
-        """Its logits, or why there are none: an error, or tensors that don't fit."""
+        """Its logits, or the reason why there are none: an error, or tensors that don't fit."""
         try:
             (self.theirs / "config.json").write_text(json.dumps(self._text(config)))
             text = within(self.config_class.from_pretrained(self.theirs))
@@ -340,23 +340,23 @@ class Bench:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
     def _unfreeze(self, config: dict[str, Any]) -> tuple[torch.Tensor | str, list[str]]:
-        """(logits, or the refusal; what was said)."""
-        said: list[str] = []
+        """(logits, or the refusal; the lines that loading printed)."""
+        lines: list[str] = []
         (self.ours / "config.json").write_text(json.dumps(config))
         try:
-            return unfreeze.load(self.ours, say=said.append, dtype="float32").logits([TOKENS])[0], said
+            return unfreeze.load(self.ours, say=lines.append, dtype="float32").logits([TOKENS])[0], lines
         except UserError as error:
-            return error.message, said
+            return error.message, lines
 
     def judge(self, change: Change) -> tuple[str, str]:
         """(followed, no effect, refused, named or SILENT; the words that go with it)."""
         config = change.of(self.config)
-        ours, said = self._unfreeze(config)
+        ours, lines = self._unfreeze(config)
         name = change.field.split(".")[-1]
         if isinstance(ours, str):
             return "refused", ours
-        if any(f"{name} = " in line for line in said):
-            return "named", said[0]
+        if any(f"{name} = " in line for line in lines):
+            return "named", lines[0]
         theirs = self._transformers(config)
         if isinstance(theirs, str):
             return "SILENT", f"transformers: {theirs}"
@@ -406,7 +406,7 @@ ORDER = ("followed", "no effect", "refused", "named", "SILENT")
 
 
 def table(rows: list[tuple[str, str, Change, str, str]]) -> str:
-    """The counts per model_type, then every field with what became of its changes."""
+    """The counts per model_type, then every field with the verdicts of its changes."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     fields: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for _, kind, change, verdict, _ in rows:
@@ -447,17 +447,17 @@ def main() -> int:
         file, _, change, verdict, words = row
         value = "absent" if change.value is ABSENT else json.dumps(change.value)
         print(f"{verdict:<9}  {file}  {change.field} -> {value}  {words}"[:200], flush=True)
-    made = table(rows)
-    print(made.split("\n\n")[0])
+    text = table(rows)
+    print(text.split("\n\n")[0])
     if options.write:
         before, _, rest = options.write.read_text(encoding="utf-8").partition(BEGIN)
-        if gone := kinds_in(rest.partition(END)[0]) - kinds_in(made):
+        if gone := kinds_in(rest.partition(END)[0]) - kinds_in(text):
             raise SystemExit(
                 f"{options.write}: the rows of {', '.join(sorted(gone))} would be lost: their configs are not"
                 f" in {options.folder}\n  next: give the folder of all published configs, or print without"
                 " --write and add the printed row by hand"
             )
-        options.write.write_text(before + BEGIN + made + END + rest.partition(END)[2], encoding="utf-8")
+        options.write.write_text(before + BEGIN + text + END + rest.partition(END)[2], encoding="utf-8")
     return int(any(verdict == "SILENT" for *_, verdict, _ in rows))
 
 

@@ -1,12 +1,12 @@
-"""Broken inputs by the thousand, over every reader: accepted whole, or one UserError; never a traceback, a
-hang, or a file outside its folder.
+"""Thousands of broken inputs for every reader: each is accepted whole or refused with one UserError; never a
+traceback, a hang, or a file opened outside its folder.
 
     python benchmarks/fuzz.py --inputs 10000 --seed 0
     python benchmarks/fuzz.py --inputs 20000 --seed 1000000 2000000
 
 Prints per reader: inputs, accepted, refused by class of error, tracebacks, hangs, files opened outside. The
-generators are those of the property tests (tests/fuzz/fuzzers.py). One finding again: --only READER:SEED.
-Exit code 1 if there was any.
+generators are those of the property tests (tests/fuzz/fuzzers.py). Repeat one finding: --only READER:SEED.
+Exit code 1 if there is any finding.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def fuzzers() -> ModuleType:
 
 
 class Watch:
-    """Which files are opened while an input is read. Anything under the sandbox's root but not under the
-    input's own folder is outside."""
+    """Record the files outside the input's folder that are opened while it is read: those in /etc, and those
+    under the sandbox's root but not in that folder."""
 
     def __init__(self, root: Path):
         self.root, self.folder = str(root), None
@@ -139,7 +139,7 @@ def main() -> int:
 
 def report(counts: dict[str, Counter[str]], inputs: int, seeds: list[int], seconds: float) -> int:
     columns = sorted(
-        {outcome for found in counts.values() for outcome in found}
+        {outcome for outcomes in counts.values() for outcome in outcomes}
         - {"accepted", "traceback", "hang", "outside"}
     )
     columns = ["accepted", *columns, "traceback", "hang", "outside"]
@@ -149,10 +149,14 @@ def report(counts: dict[str, Counter[str]], inputs: int, seeds: list[int], secon
         )
     )
     total: Counter[str] = sum(counts.values(), Counter())
-    for name, found in [*counts.items(), ("all", total)]:
+    for name, outcomes in [*counts.items(), ("all", total)]:
         print(
             "  ".join(
-                [f"{name:<12}", f"{found.total():>8,}", *(f"{found[c]:>{max(8, len(c))},}" for c in columns)]
+                [
+                    f"{name:<12}",
+                    f"{outcomes.total():>8,}",
+                    *(f"{outcomes[c]:>{max(8, len(c))},}" for c in columns),
+                ]
             )
         )
     findings = total["traceback"] + total["hang"] + total["outside"]

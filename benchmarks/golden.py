@@ -1,12 +1,12 @@
-"""The same runs on two checkouts: losses, gradient norms, held-out losses, receipts and what was written must
-be equal to the bit.
+"""The same runs on two checkouts: losses, gradient norms, held-out losses, receipts and written weights must
+be bit-identical.
 
     python benchmarks/golden.py --against GIT_REF            (a worktree of that commit is made and removed)
 
 Five jobs, each in float32 and bfloat16, one thread: sft on INT4 experts, on a dense model, with every weight
-trained, pretrain, and two processes. Four in float32 whose batches are made otherwise: distillation on the
-student's own answers, dpo against a reference that is asked live and once, and rows in windows. For a change
-that may move no number: a rearrangement of the code. Exit code 1 if any differs.
+trained, pretrain, and two processes. Four in float32 with other kinds of batches: distillation on the
+student's own answers, dpo with a live and with a cached reference, and rows in windows. For changes that
+must not move a number, such as a refactoring. Exit code 1 if any differs.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def jobs(dense: Path, config: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def more_jobs(dense: Path, folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Those whose batches are made otherwise, in float32."""
+    """Jobs with other kinds of batches, in float32."""
     rows = f"{ROOT}/{TINY_K2}/yoda_train.jsonl"
     lines = [json.loads(line) for line in Path(rows).read_text(encoding="utf-8").splitlines()]
     more = [*COMMON, "--dtype", "float32"]
     k2, on_dense = ["--model", f"{ROOT}/{TINY_K2}"], ["--model", str(dense), "--lora.rank", "4"]
-    asked = ["--teacher", f"{ROOT}/{TINY_K2}", "--distillation.on-policy", "0.6"]
-    yield "own answers", ["unfreeze", "distill", *on_dense, "--data", rows, *asked, *more]
+    teacher = ["--teacher", f"{ROOT}/{TINY_K2}", "--distillation.on-policy", "0.6"]
+    yield "own answers", ["unfreeze", "distill", *on_dense, "--data", rows, *teacher, *more]
 
     pairs = folder / "pairs.jsonl"
     with pairs.open("w", encoding="utf-8") as file:
@@ -143,7 +143,7 @@ def make_models(folder: Path) -> tuple[Path, Path]:
 def run(checkout: Path, command: list[str], out: Path) -> dict[str, object]:
     """The compared numbers of one job."""
     environment = os.environ | {"PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
-    environment["UNFREEZE_KERNELS"] = "records"  # which kernels run must not hang on today's times
+    environment["UNFREEZE_KERNELS"] = "records"  # the choice of kernels must not depend on today's times
     done = subprocess.run(
         [sys.executable, "-m", *command, "--out", str(out)],
         cwd=out.parent,
@@ -155,18 +155,18 @@ def run(checkout: Path, command: list[str], out: Path) -> dict[str, object]:
     if done.returncode:
         return {"failed": done.stderr[-2000:]}
     events = [json.loads(line) for line in (out / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    found: dict[str, object] = {
+    compared: dict[str, object] = {
         kind: [{name: event.get(name) for name in names} for event in events if event["kind"] == kind]
         for kind, names in COMPARED.items()
     }
     written = [path for path in sorted(out.rglob("*.safetensors")) if "state" not in path.parts]
-    return found | {
+    return compared | {
         str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in written
     }
 
 
 def difference(name: str, before: object, now: object) -> str:
-    """Where two values part, for people."""
+    """The first difference between two values, in words."""
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         place = next(i for i, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
         return difference(f"{name}[{place}]", before[place], now[place])

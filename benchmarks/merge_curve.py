@@ -1,8 +1,8 @@
-"""How much of what was learned a merge keeps: tiny-k2 taught to answer like Yoda at three learning rates.
+"""Measure how much training survives a merge: tiny-k2 learns to answer like Yoda at three learning rates.
 
     python benchmarks/merge_curve.py --write docs/measured/merge.md      # 6 runs of 2 minutes, 18 merges
 
-Stopped, it goes on with the same command: runs and merges lie in --folder.
+If it is stopped, the same command resumes it: runs and merges are in --folder.
 
 Adapters sit on every linear layer, as in `unfreeze demo`, or on the INT4 experts alone. Each run is merged in
 the base's own formats with new scales and with kept ones, and in bf16. Every merged folder answers the demo's
@@ -58,16 +58,16 @@ COLUMNS = (
 
 
 def command(*words: object) -> dict[str, Any]:
-    """The result of `unfreeze …`, run here."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    """Run `unfreeze …` in this process and return its JSON result."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         code = cli.main([*map(str, words), "--json", "--quiet"])
     assert code == 0, f"unfreeze {' '.join(map(str, words))} ended with {code}"
-    return json.loads(said.getvalue().splitlines()[-1])
+    return json.loads(output.getvalue().splitlines()[-1])
 
 
 def trained(folder: Path, rate: str, targets: str) -> Path:
-    """The demo's training, for fewer epochs and with rows held out."""
+    """Train as the demo does, for fewer epochs and with rows held out."""
     out = folder / f"{targets}-{rate}"
     words = f"--epochs {EPOCHS} --tokens-per-step 1024 --optimizer.weight-decay 0.3 --dtype float32"
     words += " --place.recompute nothing --threads 1 --watch.samples 0 --rank 16"
@@ -99,14 +99,14 @@ def answers(folder: Path) -> list[str]:
         "eos_token_id": ends,
         "pad_token_id": pad,
     }
-    found = model.generate(input_ids=ids, attention_mask=mask, **options)[:, longest:].tolist()
-    cut = [row[: next((i for i, id in enumerate(row) if id in {*ends, pad}), len(row))] for row in found]
+    generated = model.generate(input_ids=ids, attention_mask=mask, **options)[:, longest:].tolist()
+    cut = [row[: next((i for i, id in enumerate(row) if id in {*ends, pad}), len(row))] for row in generated]
     return [ours.tokenizer.decode(row) for row in cut]
 
 
 def rows(folder: Path) -> list[tuple[str, ...]]:
     """A row per run and way of merging."""
-    made = []
+    lines = []
     for targets in TARGETS:
         for rate in RATES:
             run = trained(folder, rate, targets)
@@ -117,7 +117,7 @@ def rows(folder: Path) -> list[tuple[str, ...]]:
                 way = experts["ways"][experts["written"][0]]
                 scored = style_scores(answers(out), QUESTIONS)
                 losses = f"{gain['base']:.3f}, {gain['adapter']:.3f}, {gain['merged']:.3f}"
-                made.append(
+                lines.append(
                     (
                         targets,
                         rate,
@@ -130,13 +130,13 @@ def rows(folder: Path) -> list[tuple[str, ...]]:
                         f"{scored['facts']:.0f} %",
                     )
                 )
-                print(" | ".join(made[-1]), flush=True)
-    return made
+                print(" | ".join(lines[-1]), flush=True)
+    return lines
 
 
-def page(found: list[tuple[str, ...]]) -> str:
+def page(lines: list[tuple[str, ...]]) -> str:
     head = HEAD.format(date=date.today(), machine=hardware().name, epochs=EPOCHS, questions=len(QUESTIONS))
-    table = [COLUMNS, ("---",) * len(COLUMNS), *found]
+    table = [COLUMNS, ("---",) * len(COLUMNS), *lines]
     return head + "".join(f"| {' | '.join(row)} |\n" for row in table)
 
 

@@ -4,7 +4,7 @@
     python benchmarks/names.py --room kernels
 
 Counted are public classes and functions at a module's top level; methods are not. A name counts once, however
-many files define it. Left out is what a protocol of this package calls by name, file after file:
+many files define it. Names that a protocol of this package calls in every file are left out:
 
     commands, recipes  main and Config: the command line imports main by name, and main parses a Config
     recipes            parts and train: cli and api ask each recipe's module for them
@@ -40,7 +40,7 @@ PROTOCOLS: dict[str, frozenset[str]] = {
 
 def definitions(folder: Path = SOURCE) -> dict[str, list[str]]:
     """name -> the files, relative to `folder`, that define it."""
-    found: dict[str, list[str]] = defaultdict(list)
+    defined: dict[str, list[str]] = defaultdict(list)
     for file in sorted(folder.rglob("*.py")):
         where = file.relative_to(folder)
         left_out = PROTOCOLS.get(where.parts[0], frozenset())
@@ -51,20 +51,22 @@ def definitions(folder: Path = SOURCE) -> dict[str, list[str]]:
         }
         for name in sorted(names - left_out):
             if not name.startswith("_"):
-                found[name].append(str(where))
-    return found
+                defined[name].append(str(where))
+    return defined
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--room", default="", help="only doubles with a definition in this folder")
     room = parser.parse_args().room
-    found = definitions()
-    doubles = {name: files for name, files in found.items() if len(files) > 1}
+    defined = definitions()
+    doubles = {name: files for name, files in defined.items() if len(files) > 1}
     for name, files in sorted(doubles.items(), key=lambda item: (-len(item[1]), item[0])):
         if any(file.startswith(room) for file in files):
             print(f"{len(files):3}  {name:28} {', '.join(files)}")
-    print(f"{len(doubles)} of {len(found)} public names are defined twice: {len(doubles) / len(found):.1%}")
+    print(
+        f"{len(doubles)} of {len(defined)} public names are defined twice: {len(doubles) / len(defined):.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""make nightly: what is too long for every change, and its last result with its date.
+"""make nightly: the checks that take too long for every change, and their last result with its date.
 
     python benchmarks/nightly.py [--only NAME …] [--write docs/measured/nightly.md]
 
@@ -72,18 +72,21 @@ def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
 
 def interpreter(version: str) -> str | None:
     """A Python of that version that starts: on the PATH, or one that pyenv keeps."""
-    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = [shutil.which(f"python{version}"), *map(str, kept.glob(f"{version}*/bin/python{version}"))]
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [
+        shutil.which(f"python{version}"),
+        *map(str, versions.glob(f"{version}*/bin/python{version}")),
+    ]
     starts = (
         path
-        for path in found
+        for path in candidates
         if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0
     )
     return next(starts, None)
 
 
 def run(command: str, log: Path) -> tuple[int, float, str]:
-    """-> exit code, minutes, its last line that says something."""
+    """Run a command -> exit code, minutes, its last line that is not blank."""
     started = time.monotonic()
     with log.open("w") as file:
         done = subprocess.run(
@@ -107,14 +110,14 @@ def shown(command: str, folder: Path) -> str:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    options.add_argument("--only", nargs="+", default=[], help="parts whose name begins so")
+    options.add_argument("--only", nargs="+", default=[], help="parts whose name starts with one of these")
     options.add_argument("--write", type=Path, help="the page that holds the last result")
-    given = options.parse_args()
+    arguments = options.parse_args()
     today, here = date.today(), machine()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name, command in parts(int(today.strftime("%Y%m%d")), Path(folder)):
-            if given.only and not name.startswith(tuple(given.only)):
+            if arguments.only and not name.startswith(tuple(arguments.only)):
                 continue
             log = Path(tempfile.gettempdir()) / f"nightly-{name.replace(' ', '-').replace(',', '')}.log"
             code, minutes, last = run(command, log)
@@ -135,8 +138,8 @@ def main() -> int:
             for name, command, how, minutes, last in rows
         ),
     ]
-    if given.write:
-        given.write.write_text("\n".join(page) + "\n", encoding="utf-8")
+    if arguments.write:
+        arguments.write.write_text("\n".join(page) + "\n", encoding="utf-8")
     return int(any(how != "passed" for _, _, how, _, _ in rows))
 
 

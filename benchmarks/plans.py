@@ -63,10 +63,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("configs", type=Path)
     options.add_argument("--write", type=Path)
-    given = options.parse_args()
+    arguments = options.parse_args()
     page = ["# Plans for well-known releases", "", (__doc__ or "").strip(), ""]
     page += ["## Smallest machine that fits", ""]
-    page += ["16,384 tokens a step; of " + ", ".join(SMALLEST_FIRST) + ".", "", *needed(given.configs)]
+    page += ["16,384 tokens a step; of " + ", ".join(SMALLEST_FIRST) + ".", "", *needed(arguments.configs)]
     for release, machines in MACHINES.items():
         plans = []
         page += [
@@ -78,7 +78,7 @@ def main() -> None:
         ]
         for words in machines:
             for rank in RANKS:
-                config = Config(model=str(given.configs / f"{release}.json"), lora=LoraConfig(rank=rank))
+                config = Config(model=str(arguments.configs / f"{release}.json"), lora=LoraConfig(rank=rank))
                 planned = plan_on(config, fleet(words))
                 plans.append(planned)
                 choice, places = planned.choice, planned.choice.places
@@ -105,8 +105,8 @@ def main() -> None:
             *(f"- {p.fleet.name}, rank {p.rank}: fits with {'; or '.join(p.proposals)}" for p in refused),
         ]
     text = "\n".join(page) + "\n"
-    if given.write:
-        given.write.write_text(text, encoding="utf-8")
+    if arguments.write:
+        arguments.write.write_text(text, encoding="utf-8")
     else:
         print(text)
 

@@ -54,8 +54,8 @@ def awq() -> Cases:
         torch.manual_seed(group)
         linear = torch.nn.Linear(64, 32, bias=False)
         scales, zeros = affine(linear.weight.data, group, 15)
-        made = WQLinear_GEMM.from_linear(linear, 4, group, scales=scales.t().contiguous(), zeros=zeros.t())
-        cases[name] = {part: getattr(made, part) for part in ("qweight", "qzeros", "scales")}
+        layer = WQLinear_GEMM.from_linear(linear, 4, group, scales=scales.t().contiguous(), zeros=zeros.t())
+        cases[name] = {part: getattr(layer, part) for part in ("qweight", "qzeros", "scales")}
     scales = torch.randn(2, 32, generator=torch.Generator().manual_seed(0)).half()
     cases["any_bits"] = {"qweight": words(64, 4, seed=1), "qzeros": words(2, 4, seed=2), "scales": scales}
     for parts in cases.values():
@@ -65,13 +65,13 @@ def awq() -> Cases:
 
 
 def gptq() -> Cases:
-    """gptqmodel: TorchLinear packs and expands; zero points of version 1 are what its converter makes."""
+    """gptqmodel: TorchLinear packs and expands; zero points of version 1 come from its converter."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization import FORMAT, QuantizeConfig
     from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
 
     def layer(bits: int, group: int, act_order: bool, sym: bool) -> TorchLinear:
-        made = TorchLinear(
+        module = TorchLinear(
             bits=bits,
             group_size=group,
             sym=sym,
@@ -80,7 +80,7 @@ def gptq() -> Cases:
             out_features=24,
             format=FORMAT.GPTQ_V2,
         )
-        return made.eval()
+        return module.eval()
 
     cases: Cases = {}
     for bits, group, act_order, sym, old in (
@@ -93,7 +93,7 @@ def gptq() -> Cases:
         (2, 32, True, False, True),
     ):
         torch.manual_seed(bits * group + sym)
-        linear, made = torch.nn.Linear(64, 24, bias=False), layer(bits, group, act_order, sym)
+        linear, module = torch.nn.Linear(64, 24, bias=False), layer(bits, group, act_order, sym)
         width, top = (64 if group == -1 else group), 2**bits - 1
         g_idx = torch.arange(64) // width
         if act_order:
@@ -102,31 +102,31 @@ def gptq() -> Cases:
         scales, zeros = affine(linear.weight.data[:, g_idx.argsort(stable=True)], width, top)
         if sym:
             zeros = torch.full_like(zeros, (top + 1) / 2)
-        made.pack_original(linear, scales, zeros, g_idx.int())
+        module.pack_original(linear, scales, zeros, g_idx.int())
         if old:
             config = QuantizeConfig(bits=bits, group_size=group)
-            convert_gptq_v2_to_v1_format_module(made, config)
-        said = ("act_order " * act_order, "sym " * sym, "gptq" if old else "gptq_v2")
-        name = f"bits_{bits} group_{group} {''.join(said)}"
+            convert_gptq_v2_to_v1_format_module(module, config)
+        labels = ("act_order " * act_order, "sym " * sym, "gptq" if old else "gptq_v2")
+        name = f"bits_{bits} group_{group} {''.join(labels)}"
         parts = ("qweight", "qzeros", "scales", "g_idx")
-        cases[name] = {part: getattr(made, part).clone() for part in parts}
+        cases[name] = {part: getattr(module, part).clone() for part in parts}
         if old:
-            convert_gptq_v1_to_v2_format_module(made, bits, torch.int32)
-        cases[name]["weight"] = made.dequantize_weight()
+            convert_gptq_v1_to_v2_format_module(module, bits, torch.int32)
+        cases[name]["weight"] = module.dequantize_weight()
         if bits < 8:
             # trained with, it takes another way to the same numbers
-            assert torch.equal(cases[name]["weight"], made.train().dequantize_weight())
+            assert torch.equal(cases[name]["weight"], module.train().dequantize_weight())
 
     # zero points of any bits: what version 1 adds to a whole word carries from one number to the next
     for bits in (4, 8):
-        made = layer(bits, 32, True, False)
-        made.qweight.copy_(words(*made.qweight.shape, seed=3))
-        made.qzeros.copy_(words(*made.qzeros.shape, seed=4))
-        made.scales.copy_(torch.randn(made.scales.shape, generator=torch.Generator().manual_seed(5)))
-        made.g_idx.copy_(torch.arange(64) % 2)
-        parts = {part: getattr(made, part).clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
-        convert_gptq_v1_to_v2_format_module(made, bits, torch.int32)
-        cases[f"bits_{bits} group_32 any_bits gptq"] = parts | {"weight": made.dequantize_weight()}
+        module = layer(bits, 32, True, False)
+        module.qweight.copy_(words(*module.qweight.shape, seed=3))
+        module.qzeros.copy_(words(*module.qzeros.shape, seed=4))
+        module.scales.copy_(torch.randn(module.scales.shape, generator=torch.Generator().manual_seed(5)))
+        module.g_idx.copy_(torch.arange(64) % 2)
+        parts = {part: getattr(module, part).clone() for part in ("qweight", "qzeros", "scales", "g_idx")}
+        convert_gptq_v1_to_v2_format_module(module, bits, torch.int32)
+        cases[f"bits_{bits} group_32 any_bits gptq"] = parts | {"weight": module.dequantize_weight()}
     return cases
 
 

@@ -1,11 +1,11 @@
-"""What vLLM's and SGLang's own loading code makes of our exports: ΔW·v of each linear layer.
+"""Load our exports with vLLM's and SGLang's own code and record ΔW·v of each linear layer.
 
     pip download --no-deps vllm==0.33.0 sglang==0.5.23
     python benchmarks/reader_vectors.py vllm-0.33.0-*.whl sglang-0.5.23-*.whl --write tests/adapters/read_by
 
-Needs no GPU and installs neither: of a wheel only the modules in LOADING are imported, and everything else
-that they import is a stand-in. What runs is the reader's reading of adapter_config.json and of the names, its
-scale, and its fusing of layers. Not its kernels. tests/adapters/test_readers.py holds our files and our ΔW
+Needs no GPU and installs neither: only the modules in LOADING are imported from a wheel, and everything else
+that they import is a stand-in. The reader's code for adapter_config.json, tensor names, scale and fused
+layers runs; its kernels do not. tests/adapters/test_readers.py holds our files and our ΔW
 against what is written here. The adapters are made of exact binary fractions, so they are the same bytes on
 every machine.
 """
@@ -248,8 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("wheels", nargs="+", type=Path)
     parser.add_argument("--write", type=Path, required=True, help="folder of the records")
-    asked = parser.parse_args()
-    for wheel in asked.wheels:
+    arguments = parser.parse_args()
+    for wheel in arguments.wheels:
         reader, version = wheel.name.split("-")[:2]
         with tempfile.TemporaryDirectory() as scratch:
             root, cases = Path(scratch), {}
@@ -265,9 +265,9 @@ def main() -> None:
                     for name, A, B in READ[reader](folder, case)
                 }
                 cases[case] = {"sha256": sha256, "layers": read}
-        asked.write.mkdir(parents=True, exist_ok=True)
+        arguments.write.mkdir(parents=True, exist_ok=True)
         record = {"reader": reader, "version": version, "by": "benchmarks/reader_vectors.py", "cases": cases}
-        path = asked.write / f"{reader}.json"
+        path = arguments.write / f"{reader}.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"{path}: {reader} {version}, {sum(len(c['layers']) for c in cases.values())} layers")
 

@@ -101,7 +101,7 @@ def _limits(known: Known) -> str:
 
 
 def _values(known: Known) -> str:
-    """What a field takes: its choices, or its type and limits."""
+    """The values of a field: its choices, or its type and limits."""
     kind = kind_of(known.info.annotation)
     names = {"N": "whole number", "X": "number", "TEXT": "text", "": "true, false"}
     names |= {f"{short} …": f"{word}s" for short, word in names.items() if short}
@@ -174,7 +174,7 @@ def messages() -> Iterator[tuple[str, str, str]]:
 
 
 def errors() -> str:
-    """Every message and its remedy, in the order of the alphabet."""
+    """Every message and its remedy, in alphabetical order."""
     lines = [
         "# Errors",
         "",
@@ -183,9 +183,9 @@ def errors() -> str:
         "An error is one line that says what is wrong and a second one, `next:`, that says what to do."
         " … stands for a value. Search this page for a few words of your message.",
     ]
-    found = sorted(set(messages()), key=lambda row: (row[1].lstrip("… ").lower(), *row))
+    entries = sorted(set(messages()), key=lambda row: (row[1].lstrip("… ").lower(), *row))
     for kind, heading in ERRORS.items():
-        rows = [(text, remedy) for name, text, remedy in found if name == kind and text.strip("… :,;")]
+        rows = [(text, remedy) for name, text, remedy in entries if name == kind and text.strip("… :,;")]
         lines += ["", f"## {heading}", "", f"`{kind}`", "", "| message | next |", "|---|---|"]
         lines += [f"| {_cell(text)} | {_cell(remedy)} |" for text, remedy in rows]
     return "\n".join(lines) + "\n"

@@ -1,10 +1,10 @@
-"""What becomes of eight kinds of conversation under each chat template of a folder: taught, in how many
-examples, or refused and why.
+"""Render eight kinds of conversation with each chat template of a folder: taught, in how many examples, or
+refused and why.
 
     python benchmarks/templates.py FOLDER_OF_JINJA_FILES [--show NAME] [--write docs/reference/data.md]
 
---show prints what one template teaches, in [[ ]]; --write puts the table into a page, between the lines that
-name this script.
+--show marks the text that one template teaches with [[ ]]; --write replaces the table in a page, between the
+lines that name this script.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def renderer(source: str) -> Renderer:
 
 
 def rendered(source: str, case: str) -> Rendered:
-    """Raises DataError where the template, or the check, refuses the conversation."""
+    """Raises DataError if the template, or the check, refuses the conversation."""
     tools = [TOOL] if case.startswith("tools") else None
     row = row_from_dict({"messages": CASES[case], "tools": tools}, 1)
     return renderer(source)(row)  # type: ignore[arg-type]
@@ -123,10 +123,10 @@ def cell(source: str, case: str) -> str:
         ):
             if f".{field}" in error.message and "is not trained on" in error.message:
                 return f"refused: no place for {what}"
-        said = error.message.removeprefix("the chat template refuses these messages: ").partition(
+        reason = error.message.removeprefix("the chat template refuses these messages: ").partition(
             "; it does so from "
         )[0]
-        return f"refused: {said[:60].rstrip('./')}"
+        return f"refused: {reason[:60].rstrip('./')}"
 
 
 def table(folder: Path) -> str:
@@ -139,7 +139,7 @@ def table(folder: Path) -> str:
 
 
 def show(source: str) -> None:
-    """Every case as text, what is taught in [[ ]]."""
+    """Print every case as text, with supervised text in [[ ]]."""
     for case in CASES:
         try:
             result = rendered(source, case)
@@ -169,11 +169,11 @@ def main() -> None:
     if options.show:
         show((options.folder / f"{options.show}.jinja").read_text(encoding="utf-8"))
         return
-    made = table(options.folder)
-    print(made)
+    text = table(options.folder)
+    print(text)
     if options.write:
         before, _, rest = options.write.read_text(encoding="utf-8").partition(BEGIN)
-        options.write.write_text(before + BEGIN + made + END + rest.partition(END)[2], encoding="utf-8")
+        options.write.write_text(before + BEGIN + text + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ LABELS = [3, -100, 0, 6, -100]
 
 
 def gkd() -> dict[str, Any]:
-    """Of trl.experimental.gkd.GKDTrainer.generalized_jsd_loss: loss (a mean over labels) and its gradient."""
+    """Loss (mean over labels) and gradient of trl.experimental.gkd.GKDTrainer.generalized_jsd_loss."""
     from trl.experimental.gkd import GKDTrainer
 
     generator = torch.Generator().manual_seed(0)
@@ -38,8 +38,8 @@ def gkd() -> dict[str, Any]:
             logits[None], teacher[None], torch.tensor([LABELS]), beta=beta, temperature=temperature
         )
         (gradient,) = torch.autograd.grad(loss, logits)
-        made = {"loss": loss.item(), "gradient": gradient.tolist()}
-        cases.append({"beta": beta, "temperature": temperature, **made})
+        outputs = {"loss": loss.item(), "gradient": gradient.tolist()}
+        cases.append({"beta": beta, "temperature": temperature, **outputs})
     inputs = {"student": student.tolist(), "teacher": teacher.tolist(), "labels": LABELS}
     return {"trl": version("trl"), "torch": torch.__version__, **inputs, "cases": cases}
 
@@ -48,17 +48,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")
-    asked = parser.parse_args()
-    made = gkd()
-    if asked.write:
+    arguments = parser.parse_args()
+    current = gkd()
+    if arguments.write:
         GKD.parent.mkdir(exist_ok=True)
-        GKD.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    if asked.check:
+        GKD.write_text(json.dumps(current, indent=1) + "\n", encoding="utf-8")
+    if arguments.check:
         recorded = json.loads(GKD.read_text(encoding="utf-8"))
-        for now, then in zip(made["cases"], recorded["cases"], strict=True):
+        for now, then in zip(current["cases"], recorded["cases"], strict=True):
             if abs(now["loss"] - then["loss"]) > 1e-6:
-                sys.exit(f"trl {made['trl']} gives {now}, recorded was {then} by trl {recorded['trl']}")
-        print(f"{len(made['cases'])} losses of trl {made['trl']} are as recorded")
+                sys.exit(f"trl {current['trl']} gives {now}, recorded was {then} by trl {recorded['trl']}")
+        print(f"{len(current['cases'])} losses of trl {current['trl']} are as recorded")
 
 
 if __name__ == "__main__":

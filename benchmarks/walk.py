@@ -1,10 +1,10 @@
-"""How many functions of unfreeze a run enters between `main` and its first optimizer step.
+"""Count the functions of unfreeze that a run enters between `main` and its first optimizer step.
 
     python benchmarks/walk.py [--show]        sft on tiny-k2, its own sample rows, one thread
 
-Distinct functions of the main thread; comprehensions, lambdas and the bodies of classes are left out. Nothing
-is cached from before.
---show: by room.
+Distinct functions of the main thread; comprehensions, lambdas and the bodies of classes are left out. Caches
+are empty.
+--show: counts by folder of the package.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAST = ("train/optim.py", "AdamW.update")
 
 
 class Reached(BaseException):
-    """The first optimizer step begins."""
+    """Raised when the first optimizer step starts."""
 
 
 def entered(arguments: list[str]) -> list[tuple[str, str]]:
@@ -61,16 +61,16 @@ def entered(arguments: list[str]) -> list[tuple[str, str]]:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--show", action="store_true")
-    given = options.parse_args()
-    os.environ["UNFREEZE_KERNELS"] = "records"  # what is timed hangs on the machine
+    arguments = options.parse_args()
+    os.environ["UNFREEZE_KERNELS"] = "records"  # timed choices depend on the machine
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
         rows = str(TINY_K2 / "yoda_train.jsonl")
         command = ["sft", "--model", str(TINY_K2), "--data", rows, "--out", f"{folder}/run", "--steps", "1"]
-        found = entered([*command, "--threads", "1", "--watch.samples", "0", "--quiet"])
-    print(f"{len(set(found))} functions in {len({file for file, _ in found})} files")
-    if given.show:
-        for room, count in Counter(file.partition("/")[0] for file, _ in found).most_common():
+        functions = entered([*command, "--threads", "1", "--watch.samples", "0", "--quiet"])
+    print(f"{len(set(functions))} functions in {len({file for file, _ in functions})} files")
+    if arguments.show:
+        for room, count in Counter(file.partition("/")[0] for file, _ in functions).most_common():
             print(f"{count:5}  {room}")
 
 

@@ -1,14 +1,14 @@
-"""Published weights in our modules, trained by DeepSpeed's ZeRO-3, for who has a loop on it already.
+"""Published weights in our modules, trained by DeepSpeed's ZeRO-3, for users of a DeepSpeed loop.
 
     pip install deepspeed
     torchrun --nproc-per-node 2 examples/deepspeed_zero3.py --model Qwen/Qwen2.5-0.5B --data chat.jsonl
 
-ZeRO-3 cuts every parameter into flat pieces, one per process. Outside of a forward pass its .data has
-torch.Size([0]): what fills a parameter then fills nothing. Two ways are right
+ZeRO-3 shards every parameter into flat pieces, one per process. Outside of a forward pass its .data has
+torch.Size([0]), so code that fills it then fills nothing. Two ways are right
 (tests/examples/test_trainers.py compares both with the files, bit for bit):
-    --load before     each process reads the whole model, then deepspeed.initialize cuts it: simple
-    --load gathered   cut while it is built; then one parameter after another is made whole, and read by
-                      process 0: for a model that is larger than a process's memory
+    --load before     each process reads the whole model, then deepspeed.initialize shards it: simple
+    --load gathered   shard the model while it is built, then gather one parameter after another, which
+                      process 0 reads: for a model that is larger than a process's memory
 With the same settings its losses are those of `unfreeze sft --train all`, within 1e-5.
 """
 
@@ -55,7 +55,7 @@ class Config:
 
 
 class SumOfLosses(nn.Module):
-    """batch -> sum of the losses of its supervised tokens. DeepSpeed makes whole what its forward uses."""
+    """batch -> sum of the losses of its supervised tokens. DeepSpeed gathers the forward's parameters."""
 
     def __init__(self, decoder: models.Decoder):
         super().__init__()
@@ -68,7 +68,7 @@ class SumOfLosses(nn.Module):
 
 
 def gathered(manifest: Manifest, device: str) -> models.Decoder:
-    """A model that is cut while it is built, and filled under GatheredParameters."""
+    """A model that is sharded while it is built, and filled under GatheredParameters."""
     shape = models.shape(manifest.config)
     # The dtype is the config's: float32 without "bf16" or "fp16" in it. Init(dtype=torch.float32) gives
     # bfloat16 where there is no fp16, as on a CPU (DeepSpeed 0.19.8).

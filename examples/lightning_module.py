@@ -1,4 +1,4 @@
-"""Published weights in our modules as a LightningModule, for who has a Trainer already.
+"""Published weights in our modules as a LightningModule, for users of a Lightning Trainer.
 
     pip install lightning
     python examples/lightning_module.py --model Qwen/Qwen2.5-0.5B --data chat.jsonl
@@ -86,7 +86,7 @@ class FineTuning(lightning.LightningModule):
         return loss * (self.config.micro_batches / count)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Once a step, behind its last micro-batch."""
+        """Once per step, after its last micro-batch."""
         loss, self.total = self.trainer.strategy.reduce(self.total, reduce_op="sum"), 0.0
         if self.trainer.is_global_zero:
             print(f"step {self.global_step + 1}/{self.config.steps}  loss {float(loss):.7f}", flush=True)

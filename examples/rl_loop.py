@@ -2,18 +2,18 @@
 
     python examples/rl_loop.py        # the built-in tiny-k2 learns to put the answer first, as Yoda does
 
-Each step asks P prompts, samples G answers to each from the model as it is now, rewards every answer, and
-makes answers likelier that were better than their group (GRPO's advantage, arXiv:2402.03300, with one update
-per rollout, so that no ratio has to be clipped):
+Each step draws P prompts, samples G answers to each from the current weights, rewards every answer, and
+raises the probability of answers that were better than their group (GRPO's advantage, arXiv:2402.03300, with
+one update per rollout, so that no ratio has to be clipped):
 
     A_g = (r_g - mean r) / (std r + 0.01) over the G answers to one prompt
     minimised: - sum over answers and their tokens of A_g log p(token) / number of these tokens
 
-Rollouts are a Source (unfreeze/data/packing/source.py), as the documents of every recipe are, and fit learns
-from them. What is left out: a reference model, reuse of rollouts, answers of several turns.
+Rollouts are a Source (unfreeze/data/packing/source.py), like the documents of every recipe, and fit trains
+on them. Left out: a reference model, reuse of rollouts, answers of several turns.
 
-The reward sees the form of an answer alone, so the form is what is learned: at the end the reward is near
-1 and the sentences fall apart. A reference model, or a reward that reads the facts too, is what holds them.
+The reward sees only the form of an answer, so the model learns only the form: at the end the reward is near
+1 and the sentences fall apart. A reference model, or a reward that also reads the facts, prevents this.
 
 T tokens of a micro-batch, N of them sampled; D model width.
 """
@@ -52,7 +52,7 @@ TINY_K2 = Path(unfreeze.__file__).parent / "assets" / "tiny-k2"
 class Config:
     model: str = str(TINY_K2)  # checkpoint folder, or Hugging Face id
     data: str = str(TINY_K2 / "yoda_train.jsonl")  # JSON Lines with a "question"; its answers are not read
-    out: str = "runs/rl_loop"  # folder of events.jsonl and saves; the same command goes on there
+    out: str = "runs/rl_loop"  # folder of events.jsonl and saves; the same command resumes there
     steps: int = 24
     prompts: int = 6  # P, of a step
     answers: int = 8  # G, to each prompt
@@ -64,7 +64,7 @@ class Config:
 
 
 Reward = Callable[[str], float]
-"""An answer's text -> how good it is; any number."""
+"""An answer's text -> its reward, any finite number."""
 
 
 def answer_first(text: str) -> float:
@@ -74,15 +74,20 @@ def answer_first(text: str) -> float:
 
 
 class Rollouts:
-    """A Source: P prompts, G answers to each, as one micro-batch that knows every token's advantage.
+    """A Source: P prompts, G answers to each, as one micro-batch with the advantage of every token.
 
-    All of a step depends on (seed, step) and the weights alone, so its cursor is the number of the step.
+    A step depends only on (seed, step) and the weights, so its cursor is the number of the step.
     """
 
     def __init__(
-        self, engine: Engine, asked: Sequence[list[int]], reward: Reward, config: Config, start: Cursor | None
+        self,
+        engine: Engine,
+        prompt_ids: Sequence[list[int]],
+        reward: Reward,
+        config: Config,
+        start: Cursor | None,
     ):
-        self.engine, self.asked, self.reward, self.config = engine, asked, reward, config
+        self.engine, self.prompt_ids, self.reward, self.config = engine, prompt_ids, reward, config
         self.step = int(start["step"]) if start else 0
         self.mean_reward = 0.0
 
@@ -91,10 +96,10 @@ class Rollouts:
 
     def __next__(self) -> tuple[list[Batch], Cursor]:
         config, draw = self.config, torch.Generator().manual_seed(number(self.config.seed, self.step))
-        chosen = torch.randperm(len(self.asked), generator=draw)[: config.prompts].tolist()
-        prompts = [self.asked[i] for i in chosen for _ in range(config.answers)]
+        chosen = torch.randperm(len(self.prompt_ids), generator=draw)[: config.prompts].tolist()
+        prompts = [self.prompt_ids[i] for i in chosen for _ in range(config.answers)]
 
-        # Sample: the engine keeps nothing between calls, so it always answers with the weights of now.
+        # Sample: the engine keeps nothing between calls, so it always answers with the current weights.
         sampling = Sampling(config.max_new_tokens, temperature=1.0, seed=number(config.seed, self.step, 1))
         with self.engine.model.looking():
             done = self.engine.generate(prompts, sampling)
@@ -135,7 +140,7 @@ def number(*parts: int) -> int:
 
 
 def main(config: Config, reward: Reward = answer_first) -> list[float]:
-    """Train. -> the mean reward of each step that was made now."""
+    """Train. -> the mean reward of each step of this call."""
     # Model: base frozen as published, adapters at every linear layer and expert. The engine samples from it.
     speaker = unfreeze.load(config.model, dtype="float32")
     decoder, tokenizer = speaker.decoder, speaker.tokenizer
@@ -144,7 +149,7 @@ def main(config: Config, reward: Reward = answer_first) -> list[float]:
     # Prompts: a question in the model's own chat template, up to where its answer begins.
     lines = Path(config.data).read_text(encoding="utf-8").splitlines()
     questions = [json.loads(line)["question"] for line in lines]
-    asked = [encode_chat(tokenizer, [{"role": "user", "content": question}]) for question in questions]
+    prompt_ids = [encode_chat(tokenizer, [{"role": "user", "content": question}]) for question in questions]
 
     rewards: list[float] = []
     with Run(Path(config.out), {"recipe": "rl_loop", **vars(config)}) as run:
@@ -154,7 +159,7 @@ def main(config: Config, reward: Reward = answer_first) -> list[float]:
             optimizer=AdamW(decoder, betas=(0.9, 0.95), weight_decay=0.0),
             schedule=Schedule(config.learning_rate, config.steps, "constant", warmup_steps=2),
         )
-        source = Rollouts(speaker.engine, asked, reward, config, state.cursor)
+        source = Rollouts(speaker.engine, prompt_ids, reward, config, state.cursor)
 
         def tell(state: State, result: StepResult) -> None:
             rewards.append(source.mean_reward)
@@ -163,7 +168,7 @@ def main(config: Config, reward: Reward = answer_first) -> list[float]:
 
         # The loop of every recipe. Its guard of loss spikes stays out: this loss has no level to rise from.
         fit(state, source, policy_gradient, recompute=models.keep_inputs, on_step=[tell])
-    for answer in speaker.engine.generate(asked[:4], Sampling(config.max_new_tokens)):
+    for answer in speaker.engine.generate(prompt_ids[:4], Sampling(config.max_new_tokens)):
         print(f"  {answer.text}")
     return rewards
 

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning as one flat script: all of training to read from top to bottom, and to fork.
+"""Supervised fine-tuning as one flat script: all of training, to read from top to bottom and to fork.
 
     python examples/sft_loop.py              # the built-in tiny-k2 learns to answer like Yoda
     python examples/sft_loop.py --model org/name --data chat.jsonl --steps 500 --dtype bfloat16
 
 With the same settings its losses are those of `unfreeze sft`, in float32 to the bit (tests/examples).
-Left out is what that command does besides: memory plan, saves, resuming, guards, receipt, validation, report.
+Left out are the command's other parts: memory plan, saves, resuming, guards, receipt, validation, report.
 
 T tokens of a step, all documents end to end; N of them supervised; D model width; V vocabulary; R rank.
 """

@@ -40,7 +40,7 @@ class Config:
 
 
 class SumOfLosses(nn.Module):
-    """batch -> sum of the losses of its supervised tokens: what DDP's backward starts from."""
+    """batch -> sum of the losses of its supervised tokens; DDP's backward starts here."""
 
     def __init__(self, decoder: models.Decoder):
         super().__init__()

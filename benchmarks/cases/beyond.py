@@ -2,10 +2,10 @@
 
 `unfreeze dev bench beyond --gigabytes 12 --tokens 2048`, about 10 minutes, one of them to write the
 checkpoint: Kimi-format, INT4 experts, 10 of width 8192 in each layer of 0.28 GB, one expert a token. LoRA
-rank 4 on every linear layer, documents of 512 tokens, everything recomputed. A side's peak is its whole
+rank 4 on every linear layer, documents of 512 tokens, every layer recomputed. A side's peak is its whole
 resident memory, from its start to its last step. --beside adds the same job with all experts in memory, in
-turn: what streaming costs, and whether the losses are the same to the bit. The checkpoint is removed at the
-end unless --checkpoint names a folder, where it is found the next time; --clean removes it from there.
+turn; it shows the cost of streaming and checks that losses are bit-identical. The checkpoint is removed at
+the end unless --checkpoint names a folder, which the next run reuses; --clean removes it from there.
 """
 
 from typing import Literal
@@ -23,14 +23,14 @@ ALONE = {"loss": "nothing to compare with: without --beside"}
 
 
 class Config(InTurn, OnCheckpoint):
-    """What is measured."""
+    """Flags of this benchmark."""
 
     gigabytes: float = Field(default=12.0, gt=0, description="10^9 bytes of experts, in whole layers")
     tokens: int = Field(default=2048, ge=1, description="tokens per step, a multiple of 512")
     steps: int = Field(default=2, ge=1, description="timed steps of each side; the median counts")
     beside: bool = Field(default=False, description="measure the job with all experts in memory too")
     recompute: Literal["layers", "selective", "elementwise", "nothing"] = Field(
-        default="layers", description="what is computed again in backward"
+        default="layers", description="recompute policy in backward"
     )
     optimizer_moments: Literal["float32", "int8"] = Field(default="float32", description="AdamW's moments")
     clean: bool = Field(default=False, description="remove the checkpoint from that folder at the end")
@@ -47,14 +47,14 @@ def rows(config: Config, run: Run):
     settings |= pick(config, "recompute", "optimizer_moments", "steps", "warmup")
     with checkpoint(run, model) as folder:
         settings["checkpoint_bytes"] = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        given = "harness.streamed:trainer", job | {"checkpoint": str(folder)}
-        sides = [run.side(NAMES[place], given[0], experts=place, **given[1]) for place in places]
+        job |= {"checkpoint": str(folder)}
+        sides = [run.side(NAMES[place], "harness.streamed:trainer", experts=place, **job) for place in places]
         plans = [streamed.planned_bytes(folder, place, config, LENGTH) for place in places]
         with Sides(sides, run.say) as running:
             running.take_turns("step", warmup=config.warmup, rounds=config.steps)
-            found = [streamed.results(side, config.tokens) for side in running]
-    compare(found)
-    for side, plan, entry in zip(sides, plans, found, strict=True):
-        entry["correctness"] = streamed.losses_apart(entry, found[0]) if config.beside else ALONE
+            entries = [streamed.results(side, config.tokens) for side in running]
+    compare(entries)
+    for side, plan, entry in zip(sides, plans, entries, strict=True):
+        entry["correctness"] = streamed.losses_apart(entry, entries[0]) if config.beside else ALONE
         entry["note"] = streamed.note(entry, settings["checkpoint_bytes"])
         yield run.row(side.name, settings, entry | {"planned_bytes": plan})

@@ -3,8 +3,8 @@
 `unfreeze dev bench decode`, about 2 minutes. bf16 on both sides (transformers dequantizes the experts when it
 loads). tokens/s counts decoding only: all rows, from the first new token of each to the last; reading the
 prompt has a time of its own. Correctness: our model in float32 on the CPU, without a cache, scores each
-chosen token after that side's own text: the share of tokens that are not float32's first choice, and how much
-less likely the chosen token is at worst, in nats.
+chosen token after that side's own text. Reported are the share of tokens that are not float32's first choice,
+and the largest gap in log probability, in nats.
 Sides: unfreeze (steps launched one by one or replayed as a CUDA graph, as records say), unfreeze-launched,
 unfreeze-graphs (on a GPU only), transformers.
 """
@@ -33,7 +33,7 @@ class Config(Computed, OnCheckpoint):
 
 
 def rows(config: Config, run: Run):
-    cases, model, found = read_cases(config), shapes.kimi(), []
+    cases, model, generated = read_cases(config), shapes.kimi(), []
     with checkpoints(config.checkpoint, model, shapes.kimi(**shapes.CHECKED)) as (folder, _):
         job, sides = {"checkpoint": str(folder), "device": config.device, "dtype": config.computed}, []
         for name in config.sides:
@@ -42,19 +42,19 @@ def rows(config: Config, run: Run):
         with Sides(sides, run.say) as running:
             for batch, prompt in cases:
                 run.say(f"{batch} rows, prompts of {prompt} tokens, {config.new} new")
-                given = {"prompts": prompts_of(batch, prompt, model["vocab_size"]), "new": config.new}
+                request = {"prompts": prompts_of(batch, prompt, model["vocab_size"]), "new": config.new}
                 settings = {"shape": {name: model[name] for name in shapes.SIZES}, "dtype": config.computed}
                 settings |= {"batch": batch, "prompt": prompt, "warmup": 1}
                 settings |= pick(config, "new", "rounds", "device")
                 for side in running:
                     side.replies.clear()
-                running.take_turns("generate", warmup=1, rounds=config.rounds, fresh_peak=True, **given)
+                running.take_turns("generate", warmup=1, rounds=config.rounds, fresh_peak=True, **request)
                 compare(entries := [timings(side, batch, config.new) for side in running])
                 for side, entry in zip(running, entries, strict=True):
                     text = side.values("generate", "tokens")[-1][:SCORED]
-                    found.append((side.name, settings, entry, given["prompts"][:SCORED], text))
+                    generated.append((side.name, settings, entry, request["prompts"][:SCORED], text))
         judge = run.side("float32", "harness.generation:judge", checkpoint=str(folder))
         with Sides([judge], run.say):
-            for name, settings, entry, prompts, tokens in found:
+            for name, settings, entry, prompts, tokens in generated:
                 entry["correctness"] = scored(judge.call("score", prompts=prompts, tokens=tokens))
                 yield run.row(name, settings, entry | {"note": note(settings, entry)})

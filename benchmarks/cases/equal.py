@@ -52,8 +52,8 @@ def rows(config: Config, run: Run):
             model = str(folder / "unpacked") if arm.train == "all" else config.model
             job = {"model": model, "steps": config.steps, "length": LENGTH, "threads": config.threads}
             seconds = run_arm(arm, job, folder)
-            found = worst(folder, arm, firsts.setdefault(arm.train, arm))
-            note = ", ".join(f"{name} {shown(found[name])}" for name in COLUMNS if name in found)
-            given = {name: value for name, value in asdict(arm).items() if name != "name"}
-            results = {"correctness": found, "seconds": seconds, "note": note}
-            yield run.row(arm.name, settings | given, results)
+            differences = worst(folder, arm, firsts.setdefault(arm.train, arm))
+            note = ", ".join(f"{name} {shown(differences[name])}" for name in COLUMNS if name in differences)
+            fields = {name: value for name, value in asdict(arm).items() if name != "name"}
+            results = {"correctness": differences, "seconds": seconds, "note": note}
+            yield run.row(arm.name, settings | fields, results)

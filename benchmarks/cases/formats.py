@@ -1,7 +1,7 @@
 """Time training steps with experts in INT4, FP8 with block scales and MXFP4, in turn.
 
-`unfreeze dev bench formats`, about 5 minutes. The model and the job of `unfreeze dev bench moe`. How much
-memory the process has after the first and after the last step stands beside.
+`unfreeze dev bench formats`, about 5 minutes. The model and the job of `unfreeze dev bench moe`. Rows also
+have the resident memory of the process after the first and after the last step.
 """
 
 import statistics
@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
         "ignore": SHARED,
     },
 }
-"""Format -> the quantization_config of the model that steps."""
+"""Format -> the quantization_config of the trained model."""
 
 
 Config = Trained
@@ -40,21 +40,21 @@ Config = Trained
 def rows(config: Config, run: Run):
     model, small = shapes.kimi(), shapes.kimi(**shapes.CHECKED)
     of = shapes.SIZES, moe.LORA, moe.DOCUMENTS, moe.LENGTH
-    with ExitStack() as kept, job(run, model, small, *of) as made:
-        sides, exact = [made.ours("int4", "selective")], {"int4": made.exact}
+    with ExitStack() as stack, job(run, model, small, *of) as training:
+        sides, exact = [training.ours("int4", "selective")], {"int4": training.exact}
         for name, table in CONFIGS.items():
             if table is not None:
                 change = {"quantization_config": table}
-                place, checked = kept.enter_context(checkpoints("", model | change, small | change))
-                sides.append(made.ours(name, "selective", checkpoint=str(place), checked=str(checked)))
+                place, checked = stack.enter_context(checkpoints("", model | change, small | change))
+                sides.append(training.ours(name, "selective", checkpoint=str(place), checked=str(checked)))
                 exact[name] = float64(run, str(checked), moe.LORA, moe.LENGTH)
-        found = made.in_turn(sides, own=exact)
+        entries = training.in_turn(sides, own=exact)
         for side in sides:
             seconds, first = side.values("step", "seconds"), sides[0].values("step", "seconds")
-            found[side.name] |= {
+            entries[side.name] |= {
                 "of_int4": statistics.median(one / other for one, other in zip(seconds, first, strict=True)),
                 "resident_first": side.values("step", "resident")[0],
                 "resident_last": side.values("step", "resident")[-1],
             }
-            settings = made.settings | {"rank": moe.RANK, "recompute": "selective"}
-            yield run.row(side.name, settings, found[side.name])
+            settings = training.settings | {"rank": moe.RANK, "recompute": "selective"}
+            yield run.row(side.name, settings, entries[side.name])

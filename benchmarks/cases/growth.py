@@ -1,4 +1,4 @@
-"""Measure time and peak memory per token from 4 k to 64 k tokens per step, beside what the plan states.
+"""Measure time and peak memory per token from 4 k to 64 k tokens per step, beside the plan's figures.
 
 `unfreeze dev bench growth`, about 4 minutes. A small Kimi-format model, LoRA rank 8 on every linear layer,
 documents of 512 tokens at every size, so attention costs each token the same. Each size is a process of its
@@ -30,30 +30,30 @@ class Config(Trained):
         default=(4096, 8192, 16384, 32768, 65536), min_length=2, description="tokens per step"
     )
     recompute: Literal["layers", "selective", "nothing"] = Field(
-        default="selective", description="what is computed twice; sft's default"
+        default="selective", description="recompute policy; the default is sft's"
     )
 
 
 def rows(config: Config, run: Run):
     model, by = shapes.kimi(**SIZES), {f"{tokens} tokens": tokens for tokens in config.tokens}
     whole(config.tokens, LENGTH)
-    with job(run, model, model, SIZES, LORA, 0, LENGTH) as made:
-        sides = [made.ours(name, config.recompute, documents=n // LENGTH) for name, n in by.items()]
-        found = made.in_turn(sides, peaks="timed", tokens=by)
-        settings = made.settings | {"rank": LORA["rank"], "recompute": config.recompute}
-        given = made.checkpoint, config.computed, LORA
-        stated = [planned(*given, n, LENGTH, recompute=config.recompute).training for n in by.values()]
-        line = growth(config.tokens, list(found.values()), stated)
+    with job(run, model, model, SIZES, LORA, 0, LENGTH) as training:
+        sides = [training.ours(name, config.recompute, documents=n // LENGTH) for name, n in by.items()]
+        entries = training.in_turn(sides, peaks="timed", tokens=by)
+        settings = training.settings | {"rank": LORA["rank"], "recompute": config.recompute}
+        common = training.checkpoint, config.computed, LORA
+        stated = [planned(*common, n, LENGTH, recompute=config.recompute).training for n in by.values()]
+        line = growth(config.tokens, list(entries.values()), stated)
         for (name, n), plan in zip(by.items(), stated, strict=True):
-            yield run.row(name, settings | {"tokens_per_step": n}, found[name] | {"planned_bytes": plan})
+            yield run.row(name, settings | {"tokens_per_step": n}, entries[name] | {"planned_bytes": plan})
         yield run.row("growth", settings | {"tokens": list(config.tokens)}, line)
 
 
-def growth(sizes, found, stated):
-    """Time and bytes per token, as measured and as the plan states them."""
-    times = [1e6 / entry["tokens_per_second"] for entry in found]
-    measured, promised = (np.polyfit(sizes, y, 1)[0] for y in ([e["peak_bytes"] for e in found], stated))
+def growth(sizes, entries, stated):
+    """Time and bytes per token, measured and planned."""
+    times = [1e6 / entry["tokens_per_second"] for entry in entries]
+    measured, promised = (np.polyfit(sizes, y, 1)[0] for y in ([e["peak_bytes"] for e in entries], stated))
     spread, ratio = max(times) / min(times) - 1, float(measured / promised)
-    said = f"time per token {', '.join(f'{time:.0f}' for time in times)} us, {spread:.1%} apart; memory"
-    said += f" {format_bytes(measured)} per token, the plan states {format_bytes(promised)} ({ratio:.2f})"
-    return {"spread": spread, "bytes_per_token": float(measured), "slope_ratio": ratio, "note": said}
+    note = f"time per token {', '.join(f'{time:.0f}' for time in times)} us, {spread:.1%} apart; memory"
+    note += f" {format_bytes(measured)} per token, the plan states {format_bytes(promised)} ({ratio:.2f})"
+    return {"spread": spread, "bytes_per_token": float(measured), "slope_ratio": ratio, "note": note}

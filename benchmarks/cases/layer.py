@@ -1,9 +1,9 @@
 """Measure one true Kimi-K2 layer on a GPU, with an eighth of its experts, beside what was predicted.
 
-`unfreeze dev bench layer`, about two minutes. The predictions were written down before there was a GPU. Every
-row says what was predicted, above which time the prediction is refuted, what was measured, and how far the
-numbers are from float64. Routing is balanced, then skewed. From the slice a node of eight GPUs is
-derived (harness/kimi_slice.py); no node was measured. The slice is made smaller until it fits the GPU;
+`unfreeze dev bench layer`, about two minutes. The predictions were written down before there was a GPU. Each
+row has the prediction, the time above which it is refuted, the measured time, and the error against float64.
+Routing is balanced, then skewed. The figures of a node of eight GPUs are derived from the slice
+(harness/kimi_slice.py); no node was measured. The slice is made smaller until it fits the GPU;
 predictions are about the whole slice on one H200.
 """
 
@@ -34,18 +34,18 @@ class Config(Measured):
 
 
 def verdict(name: str, ms: float, why: str) -> dict:
-    """met, missed (slower than predicted, not refuted) or refuted. why: it is not about this run."""
+    """met, missed (slower than predicted, not refuted) or refuted. why: it does not apply here."""
     words, met, limit = PREDICTED.get(name, ("", 0, 0))
-    said = why or ("met" if ms <= met else "missed" if ms <= limit else "refuted")
-    return {"predicted": words, "refuted_beyond": limit, "verdict": said} if words else {}
+    result = why or ("met" if ms <= met else "missed" if ms <= limit else "refuted")
+    return {"predicted": words, "refuted_beyond": limit, "verdict": result} if words else {}
 
 
 def rows(config: Config, run: Run):
-    found = hardware(config.device)
-    sizes = fitting(WHOLE, found)
-    why = "" if "H200" in found.name else "predicted for an H200"
+    gpu = hardware(config.device)
+    sizes = fitting(WHOLE, gpu)
+    why = "" if "H200" in gpu.name else "predicted for an H200"
     why = why if sizes == WHOLE else "smaller slice, not comparable"
-    run.say(f"{found.name}: {sizes.experts} experts, {sizes.tokens:,} tokens {why}")
+    run.say(f"{gpu.name}: {sizes.experts} experts, {sizes.tokens:,} tokens {why}")
     built, times = KimiSlice(sizes, torch.device(config.device)), dict[tuple[str, str], Timing]()
     settings = pick(sizes, "experts", "tokens", "rows", "sequence", "rank")
     for name, routing, works, errors in built.parts():

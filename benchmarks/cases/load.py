@@ -2,9 +2,9 @@
 
 `unfreeze dev bench load`, about 1 minute. Both read from the page cache into fresh memory. The raw read is
 file by file into new bytes objects: the least any loader must do, since a model's memory is new memory. Each
-reading is a process of its own, so that no allocator hands back pages that were touched before.
-Correctness: the tensors of the opened model, compared bit for bit with the files. Host peak: measured, beside
-what the plan states for loading.
+read runs in a new process, so that no allocator returns pages that were touched before.
+Correctness: the tensors of the opened model are compared bit for bit with the files. The measured host peak
+stands beside the planned one.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from benchmarks.harness.sides import Sides
 
 
 class Config(OnCheckpoint):
-    """What is measured."""
+    """Flags of this benchmark."""
 
     pairs: int = Field(
         default=5, ge=1, description="readings of each side; the median ratio of a pair counts"
@@ -28,8 +28,8 @@ class Config(OnCheckpoint):
 def once(run: Run, name: str, checkpoint: str) -> dict:
     """One reading in a process of its own: its facts, and GB/s as `rate`."""
     with Sides([run.side(name, f"harness.loading:{name}", checkpoint=checkpoint)], lambda line: None) as one:
-        found = one[name].loaded | {"rate": one[name].loaded["bytes"] / one[name].loaded["reading"] / 1e9}
-        return found | (one[name].call("compare") if name == "ours" else {})
+        facts = one[name].loaded | {"rate": one[name].loaded["bytes"] / one[name].loaded["reading"] / 1e9}
+        return facts | (one[name].call("compare") if name == "ours" else {})
 
 
 def rows(config: Config, run: Run):
@@ -52,7 +52,7 @@ def rows(config: Config, run: Run):
     different = max(one["different"] for one in ours)
     note = f"{mine:.2f} GB/s against {theirs:.2f} raw, {middle:.2f} of it;"
     note += f" peak {peak / 2**20:,.0f} MiB, promised {promised / 2**20:,.0f}"
-    found = {"gb_per_second": mine, "raw_gb_per_second": theirs, "ratio": middle, "bytes": ours[0]["bytes"]}
-    found |= {"ratio_lowest": min(ratios), "ratio_highest": max(ratios), "peak_bytes": peak, "note": note}
-    found["correctness"] = {f"tensors that differ from the file, of {ours[0]['tensors']}": float(different)}
-    yield run.row("unfreeze", settings, found | {"promised_bytes": promised})
+    results = {"gb_per_second": mine, "raw_gb_per_second": theirs, "ratio": middle, "bytes": ours[0]["bytes"]}
+    results |= {"ratio_lowest": min(ratios), "ratio_highest": max(ratios), "peak_bytes": peak, "note": note}
+    results["correctness"] = {f"tensors that differ from the file, of {ours[0]['tensors']}": float(different)}
+    yield run.row("unfreeze", settings, results | {"promised_bytes": promised})

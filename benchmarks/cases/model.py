@@ -2,8 +2,8 @@
 
 `unfreeze dev bench model`, about a minute for each model, one after the other. Each model's sizes are those
 of its published config.json; weights are random and made on the GPU. The step is training's own: packed
-documents of 4,096 tokens, forward, backward, clipping, AdamW. The same batch is given at every step, so the
-loss must fall. A model that does not fit has a row that says so with the plan's arithmetic.
+documents of 4,096 tokens, forward, backward, clipping, AdamW. Every step trains on the same batch, so the
+loss must fall. A model that does not fit gets a row with the plan's arithmetic.
 """
 
 from typing import Literal, get_args
@@ -46,14 +46,14 @@ def rows(config: Config, run: Run):
         settings |= {"sizes": job.config, "experts": job.experts, "rank": job.rank, "steps": config.steps}
         settings |= {"dtype": "bfloat16", "weights": "random"}
         try:
-            made = sized(job, config.tokens_per_step, config.recompute, gpu, config.device, SEQUENCE)
+            plan = sized(job, config.tokens_per_step, config.recompute, gpu, config.device, SEQUENCE)
         except DoesNotFit as error:
             yield run.row(name, settings, not_run=str(error).replace("\n", " "))
             continue
-        settings |= {"micro_batches": made.work.micro_batches, "recompute": made.layout.recompute}
-        found = train(job, made, config.steps, config.device, SEQUENCE)
-        if found["learned"]:
-            yield run.row(name, settings, results(job, made, found, gpu.name))
+        settings |= {"micro_batches": plan.work.micro_batches, "recompute": plan.layout.recompute}
+        measured = train(job, plan, config.steps, config.device, SEQUENCE)
+        if measured["learned"]:
+            yield run.row(name, settings, results(job, plan, measured, gpu.name))
         else:
-            losses = f"{found['loss_first']:.3f} to {found['loss_last']:.3f}"
+            losses = f"{measured['loss_first']:.3f} to {measured['loss_last']:.3f}"
             yield run.row(name, settings, not_run=f"the loss did not fall on repeated data: {losses}")

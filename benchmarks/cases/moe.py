@@ -30,7 +30,7 @@ TURNS = (
 
 
 class Config(Trained):
-    """What is measured."""
+    """Flags of this benchmark."""
 
     sides: tuple[Named, ...] = Field(default=get_args(Named), min_length=1, description="which sides")
 
@@ -46,15 +46,15 @@ def side(name: str, job: Job, model: shapes.Config):
 
 def rows(config: Config, run: Run):
     model, small = shapes.kimi(), shapes.kimi(**shapes.CHECKED)
-    with job(run, model, small, shapes.SIZES, LORA, DOCUMENTS, LENGTH) as made:
-        asked = {*config.sides, *([GEMM] if "unfreeze" in config.sides else [])}
-        settings = made.settings | {"rank": RANK, "alpha": 2 * RANK, "targets": ["attention", "experts"]}
+    with job(run, model, small, shapes.SIZES, LORA, DOCUMENTS, LENGTH) as training:
+        chosen = {*config.sides, *([GEMM] if "unfreeze" in config.sides else [])}
+        settings = training.settings | {"rank": RANK, "alpha": 2 * RANK, "targets": ["attention", "experts"]}
         for turn, names in enumerate(TURNS, start=1):
-            wanted = [name for name in names if name in asked]
+            wanted = [name for name in names if name in chosen]
             if turn == 1 or wanted != ["unfreeze"]:
-                sides = [side(name, made, model) for name in wanted]
-                found = made.in_turn(sides)
-                share_of_rate(found, sides, RECOMPUTE)
-                for name, entry in found.items():
-                    told = settings | {"turn": turn, "recompute": RECOMPUTE.get(name, "")}
-                    yield run.row(name, told, entry)
+                sides = [side(name, training, model) for name in wanted]
+                entries = training.in_turn(sides)
+                share_of_rate(entries, sides, RECOMPUTE)
+                for name, entry in entries.items():
+                    row_settings = settings | {"turn": turn, "recompute": RECOMPUTE.get(name, "")}
+                    yield run.row(name, row_settings, entry)

@@ -1,7 +1,7 @@
-"""Compare what the plan states of some twenty small runs with what they took.
+"""Compare the plans of some twenty small runs with the bytes and seconds that the runs took.
 
 `unfreeze dev bench plan`, about 10 minutes, on one core unless --threads says more. Each run is a process of
-its own: a model of random weights, adapters or all of its weights, one step that warms up, then timed ones.
+its own: a model of random weights, adapters or all of its weights, one warm-up step, then timed steps.
 Written to docs/measured/plan_checked.md, or --out; the page says how each figure is measured.
 """
 
@@ -39,20 +39,22 @@ RUNS = (
 
 
 class Config(Measured):
-    """What is measured."""
+    """Flags of this benchmark."""
 
     threads: int = Field(default=1, ge=1, description="torch's threads in each process")
     steps: int = Field(default=3, ge=1, description="timed steps of each run; the median counts")
-    only: tuple[str, ...] = Field(default=(), description="runs whose name begins so; default: all")
+    only: tuple[str, ...] = Field(
+        default=(), description="runs whose name starts with one of these; default: all"
+    )
     out: Folder = Field(default="", description="the page; default: docs/measured/plan_checked.md")
 
 
 def written(config: Config, run: Run):
-    out, found = Path(config.out or Path(__file__).parents[2] / "docs" / "measured" / "plan_checked.md"), []
+    out, results = Path(config.out or Path(__file__).parents[2] / "docs" / "measured" / "plan_checked.md"), []
     for one in RUNS:
         if one.name.startswith(config.only or ("",)):
-            found.append(checked(one, run))
-            run.say(" | ".join(cells(found[-1])))
+            results.append(checked(one, run))
+            run.say(" | ".join(cells(results[-1])))
     with writing(out, "out"):
-        out.write_text(page(run.stamp, found), encoding="utf-8")
-    return {"file": str(out), "rows": found}
+        out.write_text(page(run.stamp, results), encoding="utf-8")
+    return {"file": str(out), "rows": results}

@@ -1,10 +1,10 @@
-"""tiny-k2 taught to talk like Yoda by pairs of answers, beside fine-tuning on the chosen ones alone.
+"""Teach tiny-k2 to talk like Yoda from pairs of answers, beside fine-tuning on the chosen answers alone.
 
 `unfreeze dev bench prefer`, about 10 minutes on two cores. The chosen answer of a pair is Yoda's (the demo's
-rows), the rejected one what tiny-k2 itself says to the same question. Every side trains adapters of one rank
-on the INT4 base, with the same tokens a step and steps; sft sees the chosen answers alone. Measured on the
-demo's held-out questions: style and facts kept. Then memory, on a random INT4 model (harness/yoda.py): the
-same tokens a step, once with every answer a row of sft, once in pairs.
+rows), the rejected one is tiny-k2's own answer. Every side trains adapters of the same rank on the INT4
+base, with the same tokens per step and number of steps; sft sees the chosen answers alone. Style and facts
+are measured on the demo's held-out questions. Memory is measured on a random INT4 model (harness/yoda.py) at
+the same tokens per step: once with every answer as a row of sft, once in pairs.
 """
 
 import tempfile
@@ -26,14 +26,18 @@ Side = Literal["sft", "dpo", "ipo", "kto", "simpo", "orpo", "dpo+nll", "sft+dpo"
 
 class Config(Measured):
     sides: tuple[Side, ...] = Field(default=SIDES, description="dpo+nll: with --preference.nll")
-    nll: float = Field(default=5.0, gt=0, description="of dpo+nll; chosen on every other held-out question")
-    seed: int = Field(default=0, ge=0, description="of every side")
-    beta: float = Field(default=0.0, ge=0, description="of the losses; 0: as `unfreeze prefer` has it")
+    nll: float = Field(
+        default=5.0, gt=0, description="weight in dpo+nll; tuned on every other held-out question"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of every side")
+    beta: float = Field(
+        default=0.0, ge=0, description="beta of the losses; 0: the default of `unfreeze prefer`"
+    )
     steps: int = Field(default=80, ge=2, description="optimizer steps of every side")
-    tokens_per_step: int = Field(default=1024, ge=64, description="tokens of a step, of both answers")
-    learning_rate: float = Field(default=1e-3, gt=0, description="at its peak, as the demo's")
-    rank: int = Field(default=16, ge=1, description="of every adapter")
-    questions: int = Field(default=0, ge=0, description="of the demo's rows; 0: all")
+    tokens_per_step: int = Field(default=1024, ge=64, description="tokens per step, both answers counted")
+    learning_rate: float = Field(default=1e-3, gt=0, description="peak of the schedule, as in the demo")
+    rank: int = Field(default=16, ge=1, description="rank of every adapter")
+    questions: int = Field(default=0, ge=0, description="how many of the demo's rows; 0: all")
 
 
 def rows(config: Config, run: Run):
@@ -44,13 +48,13 @@ def rows(config: Config, run: Run):
         before = answers(TINY_K2, items)
         for side in config.sides:
             started = time.perf_counter()
-            made = trained(side, config, pairs, folder)
-            found = compare_style(before, answers(made, items), items) | found_in(made)
-            found["note"] = yoda.said(found)
-            run.say(f"{side}: {found['note']}")
+            out = trained(side, config, pairs, folder)
+            results = compare_style(before, answers(out, items), items) | found_in(out)
+            results["note"] = yoda.said(results)
+            run.say(f"{side}: {results['note']}")
             settings = {"model": "tiny-k2", "loss": side, **config.model_dump(exclude={"sides", "append"})}
-            yield run.row(side, settings, found | {"seconds": time.perf_counter() - started})
-        for side, found in yoda.memory(config, folder):
+            yield run.row(side, settings, results | {"seconds": time.perf_counter() - started})
+        for side, results in yoda.memory(config, folder):
             yield run.row(
-                f"{side}, memory", {**yoda.SMALL, "loss": side, "tokens_per_step": yoda.TOKENS}, found
+                f"{side}, memory", {**yoda.SMALL, "loss": side, "tokens_per_step": yoda.TOKENS}, results
             )

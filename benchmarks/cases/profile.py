@@ -1,8 +1,8 @@
-"""Say where the time of one step goes, op by op, beside the GEMM rate of a core.
+"""Profile one step op by op, beside the GEMM rate of a core.
 
 `unfreeze dev bench profile moe|dense|decode|growth`, 1 to 2 minutes. One step of our side of that benchmark
-(of decode: 32 tokens) under torch's profiler, on one core, so that times add up to the step's. Numba loops
-are listed by name. GEMMs come with their FLOP and their share of torch.mm's rate at the same shapes. Of
+(decode: 32 tokens) under torch's profiler, on one core, so that times add up to the step's. Numba loops
+are listed by name. GEMMs come with their FLOP and their share of torch.mm's rate at the same shapes.
 growth: one step at each of --tokens. Written to docs/measured/profiles/<name>.md, or --out.
 """
 
@@ -27,14 +27,14 @@ POSITIONAL = True
 
 class Config(OnCheckpoint):
     threads: Literal[1] = Field(default=1, description="one core")
-    job: Annotated[Literal["moe", "dense", "decode", "growth"], Positional] = Field(description="whose step")
-    batch: int = Field(default=1, ge=1, description="of decode: rows that are generated at once")
-    tokens: tuple[int, ...] = Field(default=(65536, 4096), description="of growth: of a step, n x 512")
+    job: Annotated[Literal["moe", "dense", "decode", "growth"], Positional] = Field(description="benchmark")
+    batch: int = Field(default=1, ge=1, description="decode: rows generated at once")
+    tokens: tuple[int, ...] = Field(default=(65536, 4096), description="growth: tokens per step, n x 512")
     out: Folder = Field(default="", description="the table; default: docs/measured/profiles/<name>.md")
 
 
 def written(config: Config, run: Run):
-    found, model = {}, shapes.kimi()
+    profiles, model = {}, shapes.kimi()
     lora, length, steps = moe.LORA, moe.LENGTH, [moe.DOCUMENTS if config.job == "moe" else 0]
     if config.job == "dense":
         model, lora = shapes.qwen("qwen2", shapes.QWEN2_05B), None
@@ -51,10 +51,10 @@ def written(config: Config, run: Run):
                 worker, prompts = ours(str(folder)), prompts_of(config.batch, 8, model["vocab_size"])
                 step = lambda: worker.calls["generate"](prompts, 32)  # noqa: B023, E731 - called at once
             else:
-                given = computed_here(), lora, "selective", documents, length
-                step = trainer(str(folder), str(folder), *given).calls["step"]
-            found[tokens] = profiled(step, mlp(model, tokens), computed_here())
+                options = computed_here(), lora, "selective", documents, length
+                step = trainer(str(folder), str(folder), *options).calls["step"]
+            profiles[tokens] = profiled(step, mlp(model, tokens), computed_here())
     out = Path(
         config.out or Path(__file__).parents[2] / "docs" / "measured" / "profiles" / f"{config.job}.md"
     )
-    return page(run, config.job, found, out)
+    return page(run, config.job, profiles, out)

@@ -1,4 +1,4 @@
-"""Time LoRA on the Qwen3-0.6B shape, as a run chooses what to recompute, beside transformers + peft.
+"""Time LoRA on the Qwen3-0.6B shape with the recompute policy a run chooses, beside transformers + peft.
 
 `unfreeze dev bench recompute`, about 6 minutes, 20 GB. A random checkpoint of 596 M parameters; adapters of
 rank 16 on every linear layer, 2 documents of 512 tokens a step, clipping, AdamW; bf16, or float32 on a CPU
@@ -27,7 +27,7 @@ DOCUMENTS, LENGTH, RANK = 2, 512, 16
 
 
 class Config(Trained):
-    """What is measured."""
+    """Flags of this benchmark."""
 
     sides: tuple[Named, ...] = Field(
         default=("auto", "selective", *PEERS), min_length=1, description="which sides"
@@ -35,13 +35,13 @@ class Config(Trained):
 
 
 def chosen(model: shapes.Config, config: Config) -> str:
-    """What a run of this job would choose on this machine now."""
+    """The recompute policy that a run of this job would choose on this machine now."""
     manifest = Manifest(path=Path(), config=model, tensors={}, prefix="", files=())
     layout = RESIDENT.but(recompute="auto")
-    given = {"dtype": config.computed, "device": config.device, "layout": layout}
+    options = {"dtype": config.computed, "device": config.device, "layout": layout}
     lora, tokens = LoraConfig(rank=RANK), DOCUMENTS * LENGTH
-    made = plan_here(models.shape(model), manifest, lora, tokens=tokens, longest=LENGTH, **given)
-    return made.layout.recompute
+    plan = plan_here(models.shape(model), manifest, lora, tokens=tokens, longest=LENGTH, **options)
+    return plan.layout.recompute
 
 
 def rows(config: Config, run: Run):
@@ -49,12 +49,12 @@ def rows(config: Config, run: Run):
     model, small = shapes.qwen("qwen3", sizes), shapes.qwen("qwen3", sizes | shapes.DENSE_CHECKED)
     ours = {name: name for name in config.sides if name not in PEERS}
     ours |= {"auto": chosen(model, config)} if "auto" in ours else {}
-    with job(run, model, small, list(sizes), {"rank": RANK}, DOCUMENTS, LENGTH) as made:
+    with job(run, model, small, list(sizes), {"rank": RANK}, DOCUMENTS, LENGTH) as training:
         sides = [
-            made.ours(name, ours[name])
+            training.ours(name, ours[name])
             if name in ours
-            else made.theirs(name, "peft", trained="all-linear", rank=RANK, checkpointing=name != "peft")
+            else training.theirs(name, "peft", trained="all-linear", rank=RANK, checkpointing=name != "peft")
             for name in config.sides
         ]
-        for name, entry in made.in_turn(sides).items():
-            yield run.row(name, made.settings | {"rank": RANK, "recompute": ours.get(name, "")}, entry)
+        for name, entry in training.in_turn(sides).items():
+            yield run.row(name, training.settings | {"rank": RANK, "recompute": ours.get(name, "")}, entry)

@@ -1,9 +1,9 @@
 """Time a run on tiny-k2 from Enter to its first training step.
 
-`unfreeze dev bench start`, about 2 minutes. "first" is the first run on a machine: its loops are compiled and
-its rows encoded, with an empty cache of its own. "warm" is every run after it. The two take turns. The clock
-starts before the interpreter does and ends at the time in the run's first "train" event. The answers sampled
-before training are part of it, as in a user's run.
+`unfreeze dev bench start`, about 2 minutes. "first" is the first run on a machine: with an empty cache it
+compiles its loops and encodes its rows. "warm" is every later run. The two take turns. The clock starts
+before the interpreter does and stops at the time in the run's first "train" event. The answers sampled before
+training are part of it, as in a user's run.
 """
 
 import json
@@ -25,7 +25,7 @@ ROWS = TINY_K2 / "yoda_train.jsonl"
 
 
 class Config(Measured):
-    """What is measured."""
+    """Flags of this benchmark."""
 
     pairs: int = Field(default=3, ge=1, description="first and warm starts; the median counts")
     dtype: Literal["auto", "bfloat16", "float32"] = Field(default="auto", description="dtype of the run")
@@ -43,14 +43,14 @@ def first_step(folder: Path, side: str, config: Config) -> float:
 
 
 def rows(config: Config, run: Run):
-    found: dict[str, list[float]] = {"first": [], "warm": []}
+    times: dict[str, list[float]] = {"first": [], "warm": []}
     for number in range(1, config.pairs + 1):
         with tempfile.TemporaryDirectory() as folder:
-            for side, seconds in found.items():
+            for side, seconds in times.items():
                 seconds.append(first_step(Path(folder), side, config))
-        run.say(f"pair {number}/{config.pairs}: {', '.join(f'{s} {t[-1]:.1f} s' for s, t in found.items())}")
+        run.say(f"pair {number}/{config.pairs}: {', '.join(f'{s} {t[-1]:.1f} s' for s, t in times.items())}")
     settings = {"model": "tiny-k2", "pairs": config.pairs, "dtype": precision(config.dtype, "cpu").name}
-    for side, seconds in found.items():
+    for side, seconds in times.items():
         middle, least, most = statistics.median(seconds), min(seconds), max(seconds)
         note = f"{middle:.1f} s from Enter to the first step ({least:.1f} to {most:.1f})"
         yield run.row(side, settings, {"seconds": middle, "fastest": least, "slowest": most, "note": note})

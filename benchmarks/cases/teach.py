@@ -1,9 +1,9 @@
-"""Learn a language whose next-token probabilities are known: from its texts, and from the probabilities.
+"""Learn a language with known next-token probabilities: from its texts, and from the probabilities.
 
 `unfreeze dev bench teach --write docs/measured/distill.md`: 3 minutes on two cores, 0.6 GB. The teacher is
 the language itself (harness/language.py). The student is a small llama of random weights; in every arm it
-sees the same documents for as many steps, and only the loss differs. gain = 1 - KL / KL of cross entropy
-alone."""
+sees the same documents for the same number of steps; only the loss differs. gain = 1 - KL / KL of cross
+entropy alone."""
 
 from functools import partial
 
@@ -18,13 +18,13 @@ ALONE, TEACHER, TOP = "cross entropy alone", "the teacher, forward KL", "its top
 
 
 class Config(Taught):
-    """What is measured."""
+    """Flags of this benchmark."""
 
-    top_k: int = Field(default=64, ge=1, description="words kept of each token in the arm from a store")
+    top_k: int = Field(default=64, ge=1, description="words per token in the arm that reads a store")
 
 
 def objectives(language: Language, top_k: int):
-    """Name -> what is minimised."""
+    """Name of an arm -> its loss."""
 
     def of(teacher, **options: float):
         return partial(divergence, teacher=teacher, **options)
@@ -46,13 +46,15 @@ def written(config: Config, run: Run):
         return {name: lambda model, o=o: o for name, o in objectives(language, config.top_k).items()}
 
     def gain(name: str) -> str:
-        gains = [1 - value / without for value, without in zip(found[name], found[ALONE], strict=True)]
+        gains = [
+            1 - value / without for value, without in zip(divergences[name], divergences[ALONE], strict=True)
+        ]
         return "–" if name == ALONE else f"{100 * sum(gains) / len(gains):.1f} %"
 
-    found = taught(config, run, arms)
+    divergences = taught(config, run, arms)
     what = f"An order-2 Markov source over {config.words} words with exact conditional probabilities q."
     what += f" In every row the student trains on {config.documents} documents of {config.length} tokens"
     what += f" for {config.steps} steps. The columns have KL(q ‖ student) on 64 other documents, in nats a"
     what += " token. Gap recovered: 1 - KL / KL of cross entropy alone."
     title = "Distillation from a teacher with known probabilities"
-    return page(run, title, what, ("loss", "gap recovered"), gain, found)
+    return page(run, title, what, ("loss", "gap recovered"), gain, divergences)

@@ -1,1 +1,1 @@
-"""What the benchmarks share: rows, sides in processes of their own, jobs, peers, targets, the page."""
+"""Shared parts of the benchmarks: rows, sides in processes of their own, jobs, peers, targets, the page."""

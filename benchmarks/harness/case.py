@@ -1,7 +1,7 @@
-"""What a case is: `Config`, its flags, and `rows(config, run)`, which measures and gives rows.
+"""The interface of a case: `Config`, its flags, and `rows(config, run)`, which measures and yields rows.
 
 The harness parses the flags, stamps the rows, appends them to benchmarks/results/<device>.jsonl and prints
-what was found. A case that writes a page instead has `written(config, run)`.
+them. A case that writes a page instead has `written(config, run)`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from unfreeze.kernels.precision import AUTO, precision
 from unfreeze.report.tables import align
 
 UNNAMED = ("append", "checkpoint", "out", "write")
-"""Flags that a row's command leaves out: they change nothing that is measured."""
+"""Flags that a row's command omits: they do not change what is measured."""
 
 
 class Measured(Frozen):
-    """The fields every case has."""
+    """Flags of every case."""
 
     append: Folder = Field(
         default="", description="file the rows are appended to; default: benchmarks/results/<device>.jsonl"
@@ -37,7 +37,7 @@ class Measured(Frozen):
 
 
 class Placed(Measured):
-    """And that of cases that run on a GPU too."""
+    """Flags of cases that also run on a GPU."""
 
     device: Literal["cpu", "cuda"] = Field(
         default="cpu", description="where all sides run; rows go to the file of that device"
@@ -45,14 +45,14 @@ class Placed(Measured):
 
 
 class InTurn(Measured):
-    """And those of cases that step in turn."""
+    """Flags of cases whose sides step in turn."""
 
     steps: int = Field(default=3, ge=1, description="timed steps of each side; the median counts")
     warmup: int = Field(default=1, ge=0, description="steps of each side before those")
 
 
 class OnCheckpoint(Measured):
-    """And that of cases that make a checkpoint of random weights."""
+    """Flags of cases that make a checkpoint of random weights."""
 
     checkpoint: Folder = Field(
         default="",
@@ -61,7 +61,7 @@ class OnCheckpoint(Measured):
 
 
 class Computed(Placed):
-    """And that of cases that compute in the hardware's own number format."""
+    """Flags of cases that compute in the dtype the hardware multiplies."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
@@ -70,21 +70,21 @@ class Computed(Placed):
 
     @property
     def computed(self) -> str:
-        """The dtype that "auto" is here."""
+        """The dtype in use; "auto" is resolved for this device."""
         return precision(self.dtype, self.device).name
 
 
 class Trained(Computed, InTurn, OnCheckpoint):
-    """And those of cases of whole training steps."""
+    """Flags of cases that run whole training steps."""
 
 
 def pick(of: Any, *names: str) -> dict[str, Any]:
-    """These fields of a config, or entries of a config.json."""
+    """The named fields of a config, or entries of a config.json."""
     return {name: of[name] if isinstance(of, Mapping) else getattr(of, name) for name in names}
 
 
 def computed_here() -> str:
-    """The dtype that "auto" is on this CPU."""
+    """The dtype that "auto" resolves to on this CPU."""
     return precision(AUTO, "cpu").name
 
 
@@ -98,7 +98,7 @@ class Run:
 
     @cached_property
     def stamp(self) -> Stamp:
-        """What all its rows share. Raises ConfigError for a device that isn't here."""
+        """The fields that all its rows share. Raises ConfigError if the device is missing."""
         return Stamp.now(self.name, command(self.name, self.config), self.device, self.config.threads or None)
 
     @property
@@ -121,7 +121,7 @@ class Run:
 
 
 def run(name: str, case: ModuleType, arguments: list[str], common: Common) -> dict[str, Any]:
-    """Parse, measure, append, print; -> rows and their file, or what a case that writes a page gives."""
+    """Parse, measure, append, print; -> rows and their file, or the result of a case that writes a page."""
     parsed = parse(
         case.Config,
         arguments,
@@ -133,11 +133,11 @@ def run(name: str, case: ModuleType, arguments: list[str], common: Common) -> di
 
 
 def measured(name: str, case: ModuleType, config: Any, common: Common) -> dict[str, Any]:
-    """`run` with a Config that was made already."""
+    """`run` with a parsed Config."""
     this = Run(name, config, common)
     if hasattr(case, "written"):
         return case.written(config, this)
-    this.stamp  # noqa: B018 - a device that isn't here is refused before the work
+    this.stamp  # noqa: B018 - a device that isn't here is refused before any work
     rows, path = list(case.rows(config, this)), where(config.append, this.device)
     append(rows, path)
     if not common.quiet:
@@ -151,7 +151,7 @@ HEAD = "side|tokens/s|fastest|slowest|peak|above state|loading|first side is|of 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for a terminal: sides that have a speed as a table, then what the rows say in words."""
+    """The rows for a terminal: a table of the sides with a speed, then the notes."""
     lines: list[tuple[str, ...]] = [tuple(HEAD.split("|"))]
     for side, r in ((row.side, row.results) for row in rows if "tokens_per_second" in row.results):
         speeds = (f"{r[name]:,.1f}" if name in r else "" for name in SPEEDS)
@@ -171,7 +171,7 @@ def worst(correctness: Mapping[str, Any]) -> str:
 
 
 def command(name: str, config: Frozen) -> str:
-    """The command line that measures the same again: every flag that isn't its default."""
+    """The command line that repeats the measurement: every flag with a value other than its default."""
     words = []
     for field, info in type(config).model_fields.items():
         value = getattr(config, field)

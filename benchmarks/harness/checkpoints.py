@@ -1,4 +1,4 @@
-"""Random checkpoints to measure on, written once per run or kept in a folder that is given."""
+"""Random checkpoints to measure on, written once per run or kept in the folder of --checkpoint."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def make(folder: Path, config: dict[str, Any], packed: Packed = quantized) -> No
 
 @contextmanager
 def checkpoints(folder: str, config: dict[str, Any], checked: dict[str, Any]) -> Iterator[tuple[Path, Path]]:
-    """Give (the checkpoint, the small one for the float64 comparison), made where they don't exist yet.
+    """Yield (the checkpoint, the small one for the float64 comparison); write them if they don't exist yet.
 
     folder "": a temporary one, removed afterwards.
-    Raises ConfigError where the folder holds another model.
+    Raises ConfigError if the folder holds another model.
     """
     with tempfile.TemporaryDirectory(prefix="unfreeze-bench-") as temporary:
         root = Path(folder or temporary)
-        found = []
+        places = []
         for name, wanted in (("model", config), ("checked", checked)):
             place = root / name
             if not (place / "config.json").is_file():
@@ -86,5 +86,5 @@ def checkpoints(folder: str, config: dict[str, Any], checked: dict[str, Any]) ->
                     f"checkpoint = {folder!r} holds another model than this benchmark's",
                     next="give an empty folder, or none",
                 )
-            found.append(place)
-        yield found[0], found[1]
+            places.append(place)
+        yield places[0], places[1]

@@ -21,7 +21,7 @@ from unfreeze.data.tokens.tiktoken_bpe import KIMI_PATTERN
 def encode(files: list[str], model: str, length: int, processes: int, first: int = 0) -> dict[str, Any]:
     """Seconds until the files are examples, and the ids of the `first` ones.
 
-    processes: 1 for this one alone, else as many workers as cores where they pay.
+    processes: 1 means this process alone, otherwise one worker per core where workers pay.
     """
     tokenizer = load_tokenizer(model)
     began = time.perf_counter()
@@ -37,7 +37,7 @@ def encode(files: list[str], model: str, length: int, processes: int, first: int
 
 
 def tokenized(files: list[str], model: str, processes: int, first: int) -> dict[str, Any]:
-    """Tokens by datasets.map with apply_chat_template, in `processes`; for `dev bench data`.
+    """Encode with datasets.map and apply_chat_template, in `processes`; for `dev bench data`.
 
     The tokenizer is tiktoken.model as transformers converts it, or the folder's tokenizer.json.
     """
@@ -51,12 +51,12 @@ def tokenized(files: list[str], model: str, processes: int, first: int) -> dict[
     else:
         slow = importlib.import_module("transformers.convert_slow_tokenizer")
         converter = slow.TikTokenConverter(vocab_file=str(folder / "tiktoken.model"), pattern=KIMI_PATTERN)
-        made, added = converter.converted(), settings["added_tokens_decoder"]
-        # ids behind the ranks, in order; a gap is filled by a name of its own
-        for id in range(made.get_vocab_size(), max(map(int, added)) + 1):
+        converted, added = converter.converted(), settings["added_tokens_decoder"]
+        # ids after the ranks, in order; a gap gets a placeholder name
+        for id in range(converted.get_vocab_size(), max(map(int, added)) + 1):
             entry = added.get(str(id), {"content": f"<|reserved_token_{id}|>"})
-            made.add_special_tokens([entry["content"]])
-        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+            converted.add_special_tokens([entry["content"]])
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=converted)
         fast.chat_template = settings["chat_template"]
     datasets.disable_progress_bars()
 
@@ -81,32 +81,32 @@ def tokenized(files: list[str], model: str, processes: int, first: int) -> dict[
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Conversations of one to three questions, put together from the demo's rows; the same every time."""
+    """Write conversations of one to three questions, built from the demo's rows; deterministic."""
     lines = (TINY_K2 / "yoda_train.jsonl").read_text(encoding="utf-8").splitlines()
     pairs, draw = [json.loads(line) for line in lines], random.Random(0)
 
-    def said(name: str, least: int, most: int) -> str:
+    def text_of(name: str, least: int, most: int) -> str:
         return " ".join(pair[name] for pair in draw.choices(pairs, k=draw.randint(least, most)))
 
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
             messages = [{"role": "system", "content": "Short answers, please."}] * (draw.random() < 0.3)
             for _ in range(draw.choice((1, 2, 2, 3))):
-                messages.append({"role": "user", "content": said("question", 1, 4)})
-                messages.append({"role": "assistant", "content": said("answer", 4, 10)})
+                messages.append({"role": "user", "content": text_of("question", 1, 4)})
+                messages.append({"role": "assistant", "content": text_of("answer", 4, 10)})
             file.write(json.dumps({"messages": messages}) + "\n")
 
 
-def rates(made: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the runs of one side say: the median of rows a second."""
-    rates = sorted(run["rows"] / run["seconds"] for run in made)
+def rates(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of the runs of one side; rows per second is the median."""
+    rates = sorted(run["rows"] / run["seconds"] for run in runs)
     middle = statistics.median(rates)
     return {
         "rows_per_second": middle,
         "fastest": rates[-1],
         "slowest": rates[0],
-        "seconds": statistics.median(run["seconds"] for run in made),
-        "tokens_per_row": made[0]["tokens"] / made[0]["rows"],
-        "peak_bytes": max(run["peak_bytes"] for run in made),
+        "seconds": statistics.median(run["seconds"] for run in runs),
+        "tokens_per_row": runs[0]["tokens"] / runs[0]["rows"],
+        "peak_bytes": max(run["peak_bytes"] for run in runs),
         "note": f"{middle:,.0f} rows/s ({rates[0]:,.0f} to {rates[-1]:,.0f})",
     }

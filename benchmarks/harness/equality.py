@@ -1,4 +1,4 @@
-"""Processes that train together, and how far what each found is from what one process found."""
+"""Runs on several processes, and how far the result of each is from a run on one process."""
 
 from __future__ import annotations
 
@@ -44,9 +44,12 @@ COLUMNS = ("expert op", "y", "expert gradients", "gradients", "losses")
 
 @dataclass(frozen=True)
 class Arm:
-    """processes, how many of them share one set of experts, where the experts' and the other weights lie.
+    """A run: its processes, how many of them share one set of experts, and the places of the weights.
 
-    train  "all": every weight, divided among several processes.
+    experts  place of the experts
+    rest     place of all other weights
+
+    train    "all": every weight, sharded over several processes (FSDP2)
     """
 
     name: str
@@ -58,7 +61,7 @@ class Arm:
 
 
 def run_arm(arm: Arm, job: Mapping[str, Any], folder: Path) -> float:
-    """Start the arm's processes and wait. -> seconds. What each found is in folder/<arm>-<rank>."""
+    """Start the arm's processes and wait. -> seconds. The tensors of each are in folder/<arm>-<rank>."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -70,11 +73,11 @@ def run_arm(arm: Arm, job: Mapping[str, Any], folder: Path) -> float:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(job["threads"]),
     }
-    given = json.dumps({"arm": asdict(arm), "folder": str(folder), **job})
+    request = json.dumps({"arm": asdict(arm), "folder": str(folder), **job})
     started = time.perf_counter()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import side; side({given!r})"],
+            [sys.executable, "-c", f"from {__name__} import side; side({request!r})"],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
@@ -94,15 +97,15 @@ def run_arm(arm: Arm, job: Mapping[str, Any], folder: Path) -> float:
     return time.perf_counter() - started
 
 
-def side(given: str) -> None:
-    """What one process of an arm does: y, gradients and losses, of what it holds, into its file."""
-    job = json.loads(given)
+def side(request: str) -> None:
+    """Train as one process of an arm; write the y, gradients and losses of this process to its file."""
+    job = json.loads(request)
     arm = Arm(**job["arm"])
     torch.set_num_threads(job["threads"])
     with open_group(torch.device("cpu")) as group:
         manifest = open_checkpoint(job["model"])
         mesh = mesh_of(group, arm.split, models.shape(manifest.config).num_experts)
-        held, found = mesh.held, dict[str, torch.Tensor]()
+        held, tensors = mesh.held, dict[str, torch.Tensor]()
         if arm.train == "all":
             if group.size == 1:
                 model = open_model(manifest, torch.float32)
@@ -114,12 +117,12 @@ def side(given: str) -> None:
                 manifest, torch.float32, mesh=mesh, layout=RESIDENT.but(experts=arm.experts, rest=arm.rest)
             )
             adapted(model, mesh)
-            found["op"] = torch.tensor(op_apart(model, mesh, job["model"]))
+            tensors["op"] = torch.tensor(op_apart(model, mesh, job["model"]))
         steps = [drawn(model.shape.vocab_size, job["length"], step) for step in range(job["steps"])]
         optimizer, losses = AdamW(model, held=held), list[float]()  # before a pass: it gathers the head
         with torch.no_grad():
             for index in group.share(range(MICRO_BATCHES)):
-                found[f"y.{index}"] = model.hidden(steps[0][index])
+                tensors[f"y.{index}"] = model.hidden(steps[0][index])
         for step, batches in enumerate(steps):
             gradients = forward_backward(
                 model, optimizer, batches, cross_entropy, recompute=models.keep_inputs, group=group
@@ -127,27 +130,27 @@ def side(given: str) -> None:
             losses.append(gradients.loss)
             for name in optimizer.parameters if step == 0 else ():
                 if (gradient := optimizer.gradient(name)) is not None:
-                    found[f"gradient.{name}"] = gradient.clone()
+                    tensors[f"gradient.{name}"] = gradient.clone()
                     if (rows := held(name).rows) is not None:
-                        found[f"rows.{name}"] = torch.tensor([rows.first, rows.last])
+                        tensors[f"rows.{name}"] = torch.tensor([rows.first, rows.last])
             optim_step(optimizer, gradients, learning_rate=1e-3, max_norm=1.0)
-        found["losses"] = torch.tensor(losses, dtype=torch.float64)
-        write_safetensors(Path(job["folder"]) / f"{arm.name}-{group.rank}", found)
+        tensors["losses"] = torch.tensor(losses, dtype=torch.float64)
+        write_safetensors(Path(job["folder"]) / f"{arm.name}-{group.rank}", tensors)
 
 
 def unpacked(model: str, folder: Path) -> None:
-    """A checkpoint of the model's shape, its weights random and in float32: codes cannot train."""
+    """Write a checkpoint of the model's shape with random float32 weights, because codes cannot train."""
     config = {name: of for name, of in open_checkpoint(model).config.items() if name != "quantization_config"}
     config |= {"dtype": "float32"}
-    made = models.build(models.shape(config), dtype=torch.float32, device="cpu")
-    models.initialize(made, 0)
-    save_checkpoint(folder, config, published(made, config))
+    random_model = models.build(models.shape(config), dtype=torch.float32, device="cpu")
+    models.initialize(random_model, 0)
+    save_checkpoint(folder, config, published(random_model, config))
 
 
 def op_apart(model: Decoder, mesh: Mesh, path: str, tokens: int = 96) -> float:
-    """The worst difference of this process's part of the expert op from the op with all experts here.
+    """The largest difference between this process's part of the expert op and the op with all experts here.
 
-    The processes that share experts have `tokens` tokens each; the op with all of them has those of all.
+    Each process that shares experts has `tokens` tokens; the op with all experts gets the tokens of all.
     """
     whole = open_model(open_checkpoint(path), torch.float32)
     adapted(whole, ONE)
@@ -170,18 +173,18 @@ def op_apart(model: Decoder, mesh: Mesh, path: str, tokens: int = 96) -> float:
         return [y_TD.detach(), *gradients[:2]], list(gradients[2:])
 
     of_tokens, of_experts = through(moe.experts, slice(None))
-    found = through(model.moe_layers()[layer].experts, mine)
+    actual = through(model.moe_layers()[layer].experts, mine)
     expected = [t[mine] for t in of_tokens] + [t[rows] for t in of_experts]
-    return max(apart(a, b) for a, b in zip([*found[0], *found[1]], expected, strict=True))
+    return max(apart(a, b) for a, b in zip([*actual[0], *actual[1]], expected, strict=True))
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|; 0 only where they are equal to the bit."""
-    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+def apart(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected|; 0 only if they are bit-identical."""
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def adapted(model: Decoder, mesh: Mesh) -> None:
-    """Adapters whose B are not zero, the same on every process."""
+    """Attach adapters with nonzero B, the same on every process."""
     attach(model, LoraConfig(**LORA), 0)
     for name, parameter in model.named_parameters():
         if name.endswith(("_B", ".B")):
@@ -194,25 +197,29 @@ def adapted(model: Decoder, mesh: Mesh) -> None:
 def drawn(vocabulary: int, length: int, step: int) -> list[Batch]:
     """The micro-batches of a step: documents of unequal length; one of the batches is a single short one."""
     generator = torch.Generator().manual_seed(step)
-    made: list[Batch] = []
+    micro_batches: list[Batch] = []
     for index in range(MICRO_BATCHES):
         lengths = [length // 4] if index == 1 else [length, length // 2 + index]
         documents = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
-        made.append(pack([Example(tokens, [0.0, *[1.0] * (len(tokens) - 1)]) for tokens in documents]))
-    return made
+        micro_batches.append(
+            pack([Example(tokens, [0.0, *[1.0] * (len(tokens) - 1)]) for tokens in documents])
+        )
+    return micro_batches
 
 
 def worst(folder: Path, arm: Arm, first: Arm) -> dict[str, float | str]:
-    """COLUMNS -> the worst relative difference of all processes' from the first arm's one process.
+    """COLUMNS -> the largest relative difference of any process from the first arm's single process.
 
-    rows.NAME says which rows of a tensor a process has; the others it has whole.
+    rows.NAME says which rows of a tensor a process has; tensors without it are whole.
     """
     expected = load_file(folder / f"{first.name}-0")
-    found: dict[str, float] = {name: 0.0 for name in COLUMNS if arm.train == "adapters" or name != COLUMNS[0]}
+    differences: dict[str, float] = {
+        name: 0.0 for name in COLUMNS if arm.train == "adapters" or name != COLUMNS[0]
+    }
     for rank in range(arm.processes):
         tensors = load_file(folder / f"{arm.name}-{rank}")
         if "op" in tensors:
-            found["expert op"] = max(found["expert op"], float(tensors.pop("op")))
+            differences["expert op"] = max(differences["expert op"], float(tensors.pop("op")))
         rows = {
             name: slice(*tensors.pop(name).tolist()) for name in list(tensors) if name.startswith("rows.")
         }
@@ -221,14 +228,16 @@ def worst(folder: Path, arm: Arm, first: Arm) -> dict[str, float | str]:
             if (part := rows.get(name.replace("gradient.", "rows.", 1))) is not None:
                 other = other[part]
             if name == "losses":
-                found["losses"] = max(found["losses"], float(((tensor - other) / other).abs().max()))
+                differences["losses"] = max(
+                    differences["losses"], float(((tensor - other) / other).abs().max())
+                )
                 continue
             difference = apart(tensor, other)
             columns = ["y"] if name.startswith("y.") else ["gradients"]
             columns += ["expert gradients"] if ".experts." in name else []
             for column in columns:
-                found[column] = max(found[column], difference)
-    return {**found}
+                differences[column] = max(differences[column], difference)
+    return {**differences}
 
 
 def shown(value: Any) -> str:

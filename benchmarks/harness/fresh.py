@@ -22,28 +22,28 @@ CALL = (
 
 
 def process(words: Sequence[str], **environment: str) -> str:
-    """What the command printed. Raises UserError with its last words where it fails."""
-    given = os.environ | {"PYTHONPATH": python_path()} | environment
-    done = subprocess.run(words, env=given, capture_output=True, text=True, check=False)
+    """Run the command and return its stdout. Raises UserError with the end of its stderr if it fails."""
+    variables = os.environ | {"PYTHONPATH": python_path()} | environment
+    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise UserError(f"{words[3]} ended with {done.returncode}: {done.stderr[-500:]}", next="report it")
     return done.stdout
 
 
-def call(function: str, given: dict[str, Any], cache: Path) -> dict[str, Any]:
-    """function: "module:name", called in a process with this folder as its caches; -> what it returns."""
+def call(function: str, arguments: dict[str, Any], cache: Path) -> dict[str, Any]:
+    """Call "module:name" in a new process with `cache` as its cache folders; return its result."""
     caches = dict.fromkeys(("XDG_CACHE_HOME", "HF_HOME", "HF_DATASETS_CACHE"), str(cache))
-    words = [sys.executable, "-c", CALL, function, json.dumps(given)]
-    said = process(words, TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", **caches)
-    return json.loads(said.splitlines()[-1])
+    words = [sys.executable, "-c", CALL, function, json.dumps(arguments)]
+    output = process(words, TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", **caches)
+    return json.loads(output.splitlines()[-1])
 
 
 def peak_bytes(processes: int = 0) -> int:
-    """Resident bytes at most: of this process, and of its largest child for each of `processes`.
+    """Peak resident bytes of this process, plus those of its largest child times `processes`.
 
-    Not getrusage's own: that begins with what the process had that started this one.
+    VmHWM, not getrusage: the latter starts from the memory of the parent process.
     """
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    own = int(found[1]) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    own = int(match[1]) if match else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return 1024 * (own + processes * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)

@@ -24,7 +24,7 @@ Gemm = tuple[int, int, int, bool]
 
 
 def expert_gemms(rows: int, hidden: int, width: int) -> list[Gemm]:
-    """Gate and up in one, down, and the input gradient of each."""
+    """The GEMMs of gate and up in one, of down, and of the input gradient of each."""
     forward = [(rows, hidden, 2 * width, True), (rows, width, hidden, True)]
     return [*forward, (rows, hidden, width, False), (rows, 2 * width, hidden, False)]
 
@@ -36,29 +36,29 @@ def flops(gemms: Sequence[Gemm]) -> float:
 def rate_here(
     gemms: Sequence[Gemm], dtype: torch.dtype, seconds: float = 0.5
 ) -> Callable[[], dict[str, float]]:
-    """Measures GFLOP per second of torch.mm on this CPU: `together`, `each`, and the faster of the two.
+    """Return a function that measures torch.mm on this CPU, in GFLOP/s: `together`, `each`, and the faster.
 
     Operands stay in cache, so no implementation can be fed faster.
     """
     cores, generator = torch.get_num_threads(), torch.Generator().manual_seed(0)
 
     def operands() -> list[tuple[torch.Tensor, ...]]:
-        made = []
+        factors = []
         for rows, inner, columns, transposed in gemms:
             a = torch.randn(rows, inner, generator=generator).to(dtype)
             b = torch.randn(columns, inner, generator=generator).to(dtype)
             b = b.t() if transposed else b.t().contiguous()
-            made.append((a, b, torch.empty(rows, columns, dtype=dtype)))
-        return made
+            factors.append((a, b, torch.empty(rows, columns, dtype=dtype)))
+        return factors
 
     mine = [operands() for _ in range(cores)]
     pool = ThreadPoolExecutor(cores, "gemm", torch.set_num_threads, (1,))
     list(pool.map(time.sleep, [0.01] * cores))
     torch.set_num_threads(cores)  # a pool thread's setting is also what the process begins with
 
-    def once(given: Sequence[tuple[torch.Tensor, ...]]) -> None:
+    def once(factors: Sequence[tuple[torch.Tensor, ...]]) -> None:
         for _ in range(4):
-            for a, b, out in given:
+            for a, b, out in factors:
                 torch.mm(a, b, out=out)
 
     def rate(work: Callable[[], object], copies: int) -> float:
@@ -79,7 +79,7 @@ def rate_here(
 
 
 def batched_rate(gemms: Sequence[Gemm], experts: int, device: str) -> Callable[[], dict[str, float]]:
-    """On a GPU, by torch.bmm over all experts' GEMMs: one alone would leave most of it idle."""
+    """The rate on a GPU, by torch.bmm over all experts' GEMMs: one GEMM would leave most of it idle."""
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(experts, *shape, device=device).bfloat16()
@@ -94,17 +94,17 @@ def batched_rate(gemms: Sequence[Gemm], experts: int, device: str) -> Callable[[
     ]
 
     def measure() -> dict[str, float]:
-        found = timed(
+        timing = timed(
             lambda: [torch.bmm(a, b, out=out) for a, b, out in operands], torch.device(device), repeats=20
         )
-        rate = experts * flops(gemms) / found.ms / 1e6
+        rate = experts * flops(gemms) / timing.ms / 1e6
         return {"gflops_per_second": rate, "batched": rate}
 
     return measure
 
 
 def rate(rows: int, hidden: int, width: int, experts: int, device: str, dtype: str) -> Worker:
-    """The rate as a side: each step measures it anew."""
+    """The rate as a side: each step measures it again."""
     gemms = expert_gemms(rows, hidden, width)
     step = (
         rate_here(gemms, getattr(torch, dtype)) if device == "cpu" else batched_rate(gemms, experts, device)
@@ -131,12 +131,12 @@ def rate_side(job: Any, model: Mapping[str, Any]) -> Side:
 
 
 def share_of_rate(
-    found: dict[str, dict[str, Any]], sides: Sequence[Side], ours: Sequence[str] | Mapping
+    entries: dict[str, dict[str, Any]], sides: Sequence[Side], ours: Sequence[str] | Mapping
 ) -> None:
-    """Add model FLOP per second of our sides over the measured rate; its replies become its results."""
-    if GEMM not in found:
+    """Add the share of the measured rate to our sides; replace the replies of GEMM by its results."""
+    if GEMM not in entries:
         return
-    loaded, replies = {side.name: side.loaded for side in sides}, found[GEMM].pop("replies")
+    loaded, replies = {side.name: side.loaded for side in sides}, entries[GEMM].pop("replies")
     rates = {
         name: statistics.median(reply[name] for reply in replies)
         for name in ("gflops_per_second", *WAYS)
@@ -144,9 +144,9 @@ def share_of_rate(
     }
     ways = ", ".join(f"{words} {rates[name]:.0f}" for name, words in WAYS.items() if name in rates)
     note = f"{rates['gflops_per_second']:.0f} GFLOP/s ({ways})"
-    found[GEMM] |= {**rates, "gemms": loaded[GEMM]["gemms"], "note": note}
-    for name in found.keys() & ours:
-        entry, model = found[name], loaded[name]["model_flops"]
+    entries[GEMM] |= {**rates, "gemms": loaded[GEMM]["gemms"], "note": note}
+    for name in entries.keys() & ours:
+        entry, model = entries[name], loaded[name]["model_flops"]
         entry["model_flops"] = model
         entry["share"] = model / (entry["step_seconds"] * rates["gflops_per_second"] * 1e9)
         entry["note"] = f"{entry['share']:.0%} of torch.mm's rate"

@@ -1,4 +1,4 @@
-"""Sides that generate, what times them, and what judges their tokens."""
+"""Sides that generate, their timings, and the judge of their tokens."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ STEPS = {"unfreeze": "by_record", "unfreeze-launched": "launched", "unfreeze-gra
 
 def read_cases(config: Any) -> list[tuple[int, int]]:
     """ "16x64" -> (16, 64): rows, tokens of the prompt. Raises ConfigError, also for CUDA graphs on a CPU."""
-    found = []
+    sizes = []
     for text in config.cases:
         batch, _, prompt = text.partition("x")
         if not (batch.isdigit() and prompt.isdigit() and int(batch) and int(prompt)):
             raise ConfigError(f"cases: {text!r} is not BATCHxPROMPT, such as 16x64", next="mend --cases")
-        found.append((int(batch), int(prompt)))
+        sizes.append((int(batch), int(prompt)))
     if config.device == "cpu" and "unfreeze-graphs" in config.sides:
         raise ConfigError(
             "sides: unfreeze-graphs records CUDA graphs, and this runs on the CPU",
             next="--device cuda, or leave that side out",
         )
-    return found
+    return sizes
 
 
 def prompts_of(batch: int, prompt: int, vocab_size: int) -> list[list[int]]:
@@ -44,7 +44,7 @@ def prompts_of(batch: int, prompt: int, vocab_size: int) -> list[list[int]]:
 
 
 def timings(side: Side, batch: int, new: int) -> dict[str, Any]:
-    """tokens_per_second of decoding, prompt_seconds, and the peak of memory.
+    """tokens_per_second of decoding, prompt_seconds, and peak memory.
 
     The first token of each row comes with the prompt, so decoding doesn't count it.
     """
@@ -60,16 +60,16 @@ def timings(side: Side, batch: int, new: int) -> dict[str, Any]:
     }
 
 
-def scored(said: Mapping[str, float]) -> dict[str, float]:
-    """What a judge's `score` is called in a row."""
+def scored(score: Mapping[str, float]) -> dict[str, float]:
+    """The result of a judge's `score`, under the names of a row's correctness."""
     names = "tokens that are not float32's first choice", "worst of them, nats less likely"
-    return dict(zip(names, (said["other"], said["nats"]), strict=True))
+    return dict(zip(names, (score["other"], score["nats"]), strict=True))
 
 
-def note(settings: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    other, nats = found["correctness"].values()
+def note(settings: Mapping[str, Any], entry: Mapping[str, Any]) -> str:
+    other, nats = entry["correctness"].values()
     return (
-        f"{settings['batch']}x{settings['prompt']}: prompt {found['prompt_seconds']:.2f} s;"
+        f"{settings['batch']}x{settings['prompt']}: prompt {entry['prompt_seconds']:.2f} s;"
         f" {other:.1%} other than float32's choice, at worst {nats:.3f} nats"
     )
 
@@ -95,15 +95,15 @@ def ours(checkpoint: str, device: str = "cpu", steps: str = "by_record", dtype: 
 def judge(checkpoint: str) -> Worker:
     """Our model in float32, without a cache.
 
-    calls: score(prompts, tokens) -> other (share of tokens that aren't the likeliest), nats (at worst).
+    calls: score(prompts, tokens) -> other (share of tokens that aren't the likeliest), nats (largest gap).
     """
     model = unfreeze.load(checkpoint, dtype="float32")
 
     def score(prompts: Sequence[list[int]], tokens: Sequence[list[int]]) -> dict[str, Any]:
         short = []
-        for prompt, said in zip(prompts, tokens, strict=True):
-            logits_TV = model.logits([[*prompt, *said[:-1]]])[0][len(prompt) - 1 :]
-            short.append(logits_TV.amax(-1) - logits_TV.gather(1, torch.tensor(said)[:, None])[:, 0])
+        for prompt, answer in zip(prompts, tokens, strict=True):
+            logits_TV = model.logits([[*prompt, *answer[:-1]]])[0][len(prompt) - 1 :]
+            short.append(logits_TV.amax(-1) - logits_TV.gather(1, torch.tensor(answer)[:, None])[:, 0])
         short_N = torch.cat(short)
         return {"other": float(short_N.gt(0).float().mean()), "nats": float(short_N.max())}
 

@@ -1,7 +1,7 @@
 """Our side of the training jobs: a model, its optimizer, and whole steps of `unfreeze.train` as a Worker.
 
-A step is what a run does on random documents: forward, backward, the norm of all gradients, clipping to 1,
-AdamW. B documents of L tokens, T = B · L.
+A step is that of a real run, on random documents: forward, backward, the norm of all gradients, clipping to
+1, AdamW. B documents of L tokens, T = B · L.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def tokens_of(generator: torch.Generator, documents: int, length: int, vocab_siz
 
 
 def batch_of(tokens_BL: torch.Tensor) -> Batch:
-    """B documents, each supervised but for its last position."""
+    """B documents, supervised at every position except their last."""
     documents, length = tokens_BL.shape
     weights_BL = torch.ones(documents, length)
     weights_BL[:, -1] = 0
@@ -87,7 +87,7 @@ def trainer(
 
 
 def model_flops(model: Decoder, documents: int, length: int) -> float:
-    """FLOP of the mathematics of one step, nothing recomputed counted; T tokens.
+    """Model FLOP of one step, without recompute; T tokens.
 
     T · (4·N + 6·A) + 3·attention with a frozen base, T · 6·N + 3·attention where every weight trains.
     N  weights that a token is multiplied with: dense matrices, routers, its K experts, the head
@@ -116,7 +116,7 @@ def planned(
     moments: Any = "float32",
     **layout: Any,
 ) -> Plan:
-    """The plan of such a job with so many tokens a step."""
+    """The plan of such a job with `tokens` tokens per step."""
     manifest = open_checkpoint(checkpoint)
     return plan_here(
         models.shape(manifest.config),
@@ -141,13 +141,13 @@ def training_worker(
     runtime_bytes: int = 0,
     moments: Any = "float32",
 ) -> Worker:
-    """The calls of `trainer` around a model that is already there."""
+    """Wrap an opened model in a Worker with the calls of `trainer`."""
     optimizer = AdamW(model, betas=BETAS, moments=moments)
     generator = torch.Generator().manual_seed(0)
 
     def step() -> dict[str, Any]:
         batch = batch_of(tokens_of(generator, documents, length, model.shape.vocab_size))
-        found = train_step(
+        result = train_step(
             model,
             optimizer,
             [batch],
@@ -156,7 +156,7 @@ def training_worker(
             max_norm=MAX_NORM,
             recompute=models.RECOMPUTE[recompute],
         )
-        return {"loss": found.loss, "grad_norm": found.grad_norm}
+        return {"loss": result.loss, "grad_norm": result.grad_norm}
 
     def state() -> dict[str, Any]:
         gradients = [
@@ -188,10 +188,10 @@ def check(
     length: int,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Give the numbers by which sides are compared: loss, loss_moved and grad_norm.
+    """Return the numbers by which sides are compared: loss_fresh, loss_moved and grad_norm.
 
-    loss is that of the model as it is. loss_moved and grad_norm are taken with every adapter's B drawn at
-    random too: with B = 0, A has no gradient.
+    loss_fresh is the loss of the model as opened. loss_moved and grad_norm are taken with a random B in every
+    adapter, because A has no gradient while B = 0.
     """
     model = open_job(checkpoint, dtype, lora, device)
     batch = batch_of(
@@ -217,18 +217,18 @@ def check(
 
 
 def exact(checked: str, lora: Mapping[str, Any] | None, length: int) -> Worker:
-    """Give `check` in float64 by the reference path: what every side is compared with.
+    """Return `check` in float64 on the reference path: every side is compared with it.
 
     Routing is computed in float32, as the models define it.
     """
     return Worker({}, check(checked, "float64", lora, "nothing", documents=2, length=min(length, 128)))
 
 
-def errors(found: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:
-    """Give |found - exact| / |exact| of each value a side's check found, by name."""
+def errors(checked: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float]:
+    """Return |checked - exact| / |exact| of each value of a side's `check`, by name."""
     names = {"loss_fresh": "loss, fresh adapters", "loss_moved": "loss", "grad_norm": "gradient norm"}
     return {
-        f"{names[key]}, against float64": abs(found[key] - exact[key]) / abs(exact[key])
+        f"{names[key]}, against float64": abs(checked[key] - exact[key]) / abs(exact[key])
         for key in names
-        if key in found and key in exact
+        if key in checked and key in exact
     }

@@ -4,7 +4,7 @@ That is 48 of 384 experts, the whole attention, and an eighth of the tokens.
 
 65,536 tokens of a step choose 8 of 384 experts each: 65,536 rows for each GPU's 48 experts, and 8,192 tokens
 for its attention. The slice gets the same rows from 8,192 tokens whose 8 experts all lie in it. Everything is
-measured through the same modules and parts that training uses.
+measured through the modules that training uses.
 
 T tokens, K experts per token, E experts of the slice, D width.
 """
@@ -42,7 +42,7 @@ DENSE, HEAD = "attention, shared expert and norms, all passes", "head and loss"
 
 @dataclass(frozen=True)
 class Slice:
-    """Sizes of what is measured.
+    """Sizes of the measured slice.
 
     config: config.json of the whole model, of which `experts` and one layer are built.
     """
@@ -58,7 +58,7 @@ class Slice:
         return self.tokens * int(self.config["num_experts_per_tok"])
 
     def nbytes(self) -> int:
-        """Give the bytes on the device at the worst moment, by which a slice is chosen.
+        """Return the peak bytes on the device; `fitting` chooses the slice by them.
 
         Packed and expanded experts, head and embedding, what a row and a token hold in forward and backward
         (bf16 copies of both GEMMs' inputs and outputs, float32 sums), and a float32 copy for the check.
@@ -70,12 +70,12 @@ class Slice:
         return int(experts + head + rows + self.tokens * hidden * 80 + 4 * 2**30)
 
 
-def fitting(sizes: Slice, found: Hardware) -> Slice:
+def fitting(sizes: Slice, gpu: Hardware) -> Slice:
     """The largest slice that fits; tokens are halved before experts.
 
-    Raises DoesNotFit where not even 8 experts and 1,024 tokens do.
+    Raises DoesNotFit if not even 8 experts and 1,024 tokens do.
     """
-    usable, smaller = found.available * USABLE, sizes
+    usable, smaller = gpu.available * USABLE, sizes
     for experts in (48, 24, 16, 8):
         for tokens in (8192, 4096, 2048, 1024):
             smaller = replace(sizes, experts=experts, tokens=tokens)
@@ -83,7 +83,7 @@ def fitting(sizes: Slice, found: Hardware) -> Slice:
                 return smaller
     raise DoesNotFit(
         f"the smallest slice (8 experts, 1,024 tokens) takes {format_bytes(smaller.nbytes())},"
-        f" {format_bytes(int(usable))} usable on {found.name}",
+        f" {format_bytes(int(usable))} usable on {gpu.name}",
         next="free the GPU's memory, or take a larger one",
     )
 
@@ -243,7 +243,7 @@ class KimiSlice:
         cross_entropy(hidden, self.decoder.lm_head, self.batch).sum.backward()
 
     def parts(self) -> Iterator[tuple[str, Routing, list[Callable[[], None]], dict[str, float | str]]]:
-        """What is timed: (name, routing, works whose times are added, errors)."""
+        """Yield (name, routing, works whose times are added, errors) of each timed part."""
         dense = self.dense_errors()
         routings: tuple[Routing, ...] = ("balanced", "zipf")
         for routing in routings:

@@ -1,7 +1,7 @@
-"""A language whose next-token probabilities are known, students of it, and how far they are from it.
+"""A language with known next-token probabilities, students of it, and their distance from it.
 
 q(c | a, b) = softmax of (A_a + B_b) W over V words, random factors of width 12: an order-2 Markov source
-whose conditionals are exact. What counts is KL(q ‖ p) on documents that nobody trained on, in nats a token.
+whose conditionals are exact. The measure is KL(q ‖ p) on held-out documents, in nats per token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RATE = 3e-3
 
 @dataclass(frozen=True)
 class Language:
-    """An order-2 Markov source whose conditionals are known."""
+    """An order-2 Markov source with known conditionals."""
 
     words: int
     seed: int
@@ -61,9 +61,9 @@ class Language:
     @cached_property
     def factors(self) -> tuple[Tensor, Tensor, Tensor]:
         """A and B [V + 1, WIDTH] (row V: before the text), W [WIDTH, V]."""
-        made = torch.Generator().manual_seed(1000 + self.seed)
-        A, B = (torch.randn(self.words + 1, WIDTH, generator=made) for _ in range(2))
-        return A, B, torch.randn(WIDTH, self.words, generator=made) * 2.5 / math.sqrt(2 * WIDTH)
+        generator = torch.Generator().manual_seed(1000 + self.seed)
+        A, B = (torch.randn(self.words + 1, WIDTH, generator=generator) for _ in range(2))
+        return A, B, torch.randn(WIDTH, self.words, generator=generator) * 2.5 / math.sqrt(2 * WIDTH)
 
     def log_q(self, before_N: Tensor, now_N: Tensor) -> Tensor:
         """log q(· | before, now), [N, V]."""
@@ -71,13 +71,13 @@ class Language:
         return ((A[before_N] + B[now_N]) @ W).log_softmax(-1)
 
     def texts(self, count: int, length: int, seed: int) -> list[Example]:
-        """Documents drawn from it."""
-        made = torch.Generator().manual_seed(seed)
+        """Documents sampled from the language."""
+        generator = torch.Generator().manual_seed(seed)
         tokens = torch.full((count, length + 1), self.words)
-        tokens[:, 1] = torch.randint(0, self.words, (count,), generator=made)
+        tokens[:, 1] = torch.randint(0, self.words, (count,), generator=generator)
         for place in range(2, length + 1):
             q = self.log_q(tokens[:, place - 2], tokens[:, place - 1]).exp()
-            tokens[:, place] = torch.multinomial(q, 1, generator=made)[:, 0]
+            tokens[:, place] = torch.multinomial(q, 1, generator=generator)[:, 0]
         weights = [0.0, *[1.0] * (length - 1)]
         return [Example(row.tolist(), weights, number) for number, row in enumerate(tokens[:, 1:])]
 
@@ -89,7 +89,7 @@ class Language:
         return self.log_q(before_T[rows_N], batch.tokens_T[rows_N])
 
     def says(self, batch: Batch) -> LogProbs:
-        """The teacher of objectives.divergence."""
+        """The language as the teacher of objectives.divergence."""
         log_q_NV = self.of(batch)
         return lambda rows, log_p_BV: log_q_NV[rows].clone()
 
@@ -99,9 +99,9 @@ class Language:
         return lambda rows, log_p_BV: log_q_NV[rows].clone()
 
     def kept(self, coding: Coding, batch: Batch) -> LogProbs:
-        """What a store gives back of it."""
-        said, extras = coding.decode(coding.encode(*top_of(self.of(batch), coding.top_k))), {}
-        for name, values in zip((IDS, LOG_Q, REST), said, strict=True):
+        """The same through a store: encoded, then decoded."""
+        arrays, extras = coding.decode(coding.encode(*top_of(self.of(batch), coding.top_k))), {}
+        for name, values in zip((IDS, LOG_Q, REST), arrays, strict=True):
             values_N = torch.from_numpy(values)
             extras[name] = values_N.new_zeros((batch.num_tokens, *values_N.shape[1:]))
             extras[name][batch.supervised()] = values_N
@@ -109,19 +109,19 @@ class Language:
 
 
 class Taught(Frozen):
-    """Fields of the cases that teach the language."""
+    """Flags of the cases that teach the language."""
 
     seeds: int = Field(default=3, ge=1, description="languages and students")
     steps: int = Field(default=200, ge=1, description="optimizer steps of each student")
-    documents: int = Field(default=3200, ge=1, description="that are trained on")
+    documents: int = Field(default=3200, ge=1, description="training documents")
     length: int = Field(default=64, ge=4, description="tokens of a document")
-    tokens: int = Field(default=1024, ge=4, description="of a step")
-    words: int = Field(default=128, ge=4, description="V, of the language")
-    write: str = Field(default="", description="page that the table is written to")
+    tokens: int = Field(default=1024, ge=4, description="tokens per step")
+    words: int = Field(default=128, ge=4, description="vocabulary of the language")
+    write: str = Field(default="", description="page to write the table to")
 
 
 Arms = Callable[[Language, Sequence[Example], int], dict[str, Any]]
-"""(language, documents, seed) -> name -> a student's objective; or a model that is measured as it is."""
+"""(language, documents, seed) -> name -> a student's objective, or a model to measure as it is."""
 
 
 def learned(
@@ -132,7 +132,7 @@ def learned(
     steps: int,
     seed: int,
 ) -> Decoder:
-    """A model of those sizes after so many steps. objective: of the model, before its first step."""
+    """A model of `sizes` after `steps` steps. objective: called with the model before the first step."""
     shape = models.shape({**sizes, "vocab_size": config.words})
     model = models.build(shape, dtype=torch.float32, device="cpu")
     models.initialize(model, seed)
@@ -141,14 +141,14 @@ def learned(
     batches = Batches(examples, config.tokens, seed)
     for step in range(steps):
         rate = schedule.learning_rate(step)
-        given = {"learning_rate": rate, "max_norm": 1.0, "recompute": models.plain}
-        train_step(model, optimizer, next(batches)[0], minimised, **given)
+        options = {"learning_rate": rate, "max_norm": 1.0, "recompute": models.plain}
+        train_step(model, optimizer, next(batches)[0], minimised, **options)
     return model
 
 
 @torch.no_grad()
 def apart(model: models.Decoder, language: Language, batch: Batch) -> float:
-    """KL(q ‖ p) in nats a token, over all words at once, in float64."""
+    """KL(q ‖ p) in nats per token, over the whole vocabulary, in float64."""
     log_p_NV = model.logits(model.hidden(batch)[batch.supervised()]).double().log_softmax(-1)
     log_q_NV = language.of(batch).double()
     return float(nn.functional.kl_div(log_p_NV, log_q_NV, log_target=True, reduction="batchmean"))
@@ -156,36 +156,36 @@ def apart(model: models.Decoder, language: Language, batch: Batch) -> float:
 
 def taught(config: Taught, run: Run, arms: Arms) -> dict[str, list[float]]:
     """Arm -> KL(q ‖ p) of each seed."""
-    found: dict[str, list[float]] = {}
+    divergences: dict[str, list[float]] = {}
     for seed in range(config.seeds):
         language = Language(config.words, seed)
         examples = language.texts(config.documents, config.length, seed=2 * seed)
         held_out = pack(language.texts(64, config.length, seed=10_000 + seed))
         for name, arm in arms(language, examples, seed).items():
-            made = (
+            model = (
                 arm
                 if isinstance(arm, Decoder)
                 else learned(STUDENT, arm, examples, config, config.steps, seed)
             )
-            found.setdefault(name, []).append(apart(made, language, held_out))
-            run.say(f"seed {seed}: {name}: {found[name][-1]:.4f}")
-    return found
+            divergences.setdefault(name, []).append(apart(model, language, held_out))
+            run.say(f"seed {seed}: {name}: {divergences[name][-1]:.4f}")
+    return divergences
 
 
 def page(
-    run: Run, title: str, what: str, head: Sequence[str], last: Callable[[str], str], found: Any
+    run: Run, title: str, what: str, head: Sequence[str], last: Callable[[str], str], divergences: Any
 ) -> dict[str, Any]:
-    """Print the table, write it where --write says. last: the last column of an arm."""
+    """Print the table and write it to --write. last: the last column of an arm."""
     seeds = [f"seed {seed}" for seed in range(run.config.seeds)]
     rows = [
         [name, *(f"{value:.4f}" for value in values), f"{sum(values) / len(values):.4f}", last(name)]
-        for name, values in found.items()
+        for name, values in divergences.items()
     ]
     lines, here = markdown([head[0], *seeds, "mean", head[1]], rows), machine()
     if run.config.write:
-        told = f"`{command(run.name, run.config)}`, {date.today()}, commit {commit() or '?'}, {here.name},"
-        text = "\n\n".join([f"# {title}", f"{told} {here.cores} cores.", what, lines])
+        origin = f"`{command(run.name, run.config)}`, {date.today()}, commit {commit() or '?'}, {here.name},"
+        text = "\n\n".join([f"# {title}", f"{origin} {here.cores} cores.", what, lines])
         Path(run.config.write).write_text(text + "\n", encoding="utf-8")
     if not run.common.quiet:
         print(lines)
-    return {"kl": found}
+    return {"kl": divergences}

@@ -19,17 +19,17 @@ from unfreeze.parallel.plan import LOAD_BUFFERS
 
 
 def raw(checkpoint: str) -> Worker:
-    """Every file into a new bytes object."""
+    """Read every file into a new bytes object."""
     files = sorted(Path(checkpoint).glob("*.safetensors"))
     started = time.perf_counter()
-    kept = [file.read_bytes() for file in files]
-    return Worker({}, {"reading": time.perf_counter() - started, "bytes": sum(map(len, kept))})
+    contents = [file.read_bytes() for file in files]
+    return Worker({}, {"reading": time.perf_counter() - started, "bytes": sum(map(len, contents))})
 
 
 def ours(checkpoint: str) -> Worker:
     """Open the checkpoint as a model.
 
-    calls: compare() -> tensors, different: every tensor against what safetensors' own reader finds.
+    calls: compare() -> tensors, different: every tensor against safetensors' own reader.
     """
     before, started = resident_bytes(), time.perf_counter()
     manifest = open_checkpoint(checkpoint)
@@ -50,10 +50,10 @@ def ours(checkpoint: str) -> Worker:
     return Worker({"compare": compare}, facts)
 
 
-def holds(tensors: Mapping[str, Tensor], name: str, found: Tensor) -> bool:
-    """Whether the model has what the file says under that name. Experts lie stacked, gate above up."""
+def holds(tensors: Mapping[str, Tensor], name: str, expected: Tensor) -> bool:
+    """True if the model holds the file's tensor under that name. Experts are stacked, gate above up."""
     if name in tensors:
-        return torch.equal(tensors[name], found.to(tensors[name].dtype))
+        return torch.equal(tensors[name], expected.to(tensors[name].dtype))
     expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight_(packed|scale|shape)", name)
     if expert is None:
         return False
@@ -65,4 +65,4 @@ def holds(tensors: Mapping[str, Tensor], name: str, found: Tensor) -> bool:
     ]
     if matrix != "down":
         stacked = stacked.chunk(2)[0 if matrix == "gate" else 1]
-    return torch.equal(stacked, found)
+    return torch.equal(stacked, expected)

@@ -28,19 +28,19 @@ Trained = Literal["experts", "attention", "all-linear"]
 def library(name: str) -> Any:
     """transformers, peft or liger_kernel, quiet; ConfigError with the command that installs it."""
     try:
-        found = importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError:
         raise ConfigError(
             f"this side needs {name}, which is not installed", next=f"pip install {name.replace('_', '-')}"
         ) from None
     if name == "transformers":
-        found.utils.logging.set_verbosity_error()
-        found.utils.logging.disable_progress_bar()
-    return found
+        module.utils.logging.set_verbosity_error()
+        module.utils.logging.disable_progress_bar()
+    return module
 
 
 def liger_refuses(device: str) -> str:
-    """Why transformers + Liger cannot be measured here; "" where it can."""
+    """The reason transformers + Liger cannot be measured here; "" if it can."""
     if device == "cpu":
         return "Liger-Kernel's kernels are Triton kernels and need a GPU; this is a CPU"
     return "" if installed("liger-kernel") else "liger-kernel is not installed: pip install liger-kernel"
@@ -49,8 +49,7 @@ def liger_refuses(device: str) -> str:
 def deepseek(checkpoint: str, trained: Trained, device: str, dtype: str = "bfloat16") -> Any:
     """Load the Kimi-format checkpoint in transformers, which dequantizes it.
 
-    Eager experts where they are frozen on a CPU: measured, its fastest there. On a GPU what transformers
-    chooses itself.
+    Frozen experts on a CPU run eagerly, the fastest there by measurement. On a GPU transformers chooses.
     """
     transformers = library("transformers")
     config = transformers.DeepseekV3Config.from_pretrained(checkpoint)
@@ -72,8 +71,8 @@ def peft(
     dtype: str = "bfloat16",
     checkpointing: bool = False,
 ) -> Worker:
-    """LoRA by peft: on every linear layer of a dense model; of Kimi's on the attention projections, and on
-    the routed experts through target_parameters. calls: step, state, check.
+    """LoRA by peft. Dense models: on every linear layer. Kimi: on the attention projections, and on the
+    routed experts through target_parameters. calls: step, state, check.
     """
     before, transformers = resident_bytes(), library("transformers")
     targets: Any = "all-linear" if trained == "all-linear" else list(ATTENTION)
@@ -102,8 +101,8 @@ def peft(
             return {"loss_fresh": float(model(input_ids=tokens_BL, labels=tokens_BL, use_cache=False).loss)}
 
     model = model_of(checkpoint)
-    if checkpointing:  # as transformers' Trainer does where it is asked to
-        model.enable_input_require_grads()  # or nothing frozen behind a checkpoint would pass a gradient on
+    if checkpointing:  # as transformers' Trainer does with gradient_checkpointing=True
+        model.enable_input_require_grads()  # or frozen layers behind a checkpoint would pass no gradient
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return _training(model, documents, length, before, check)
 
@@ -134,8 +133,8 @@ def dense(
         apply(rope=True, rms_norm=True, swiglu=True, cross_entropy=False, fused_linear_cross_entropy=True)
 
     def model_of(folder: str) -> Any:
-        made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
-        return made.to(device)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+        return model.to(device)
 
     def check() -> dict[str, Any]:
         model = model_of(checked)
@@ -210,7 +209,7 @@ def generator(checkpoint: str, device: str = "cpu", dtype: str = "bfloat16") -> 
     def generate(prompts: list[list[int]], new: int) -> dict[str, Any]:
         clock, tokens_SL = Clock(), torch.tensor(prompts, device=device)
         with torch.no_grad():
-            made = model.generate(
+            ids = model.generate(
                 tokens_SL,
                 attention_mask=torch.ones_like(tokens_SL),
                 do_sample=False,
@@ -221,7 +220,7 @@ def generator(checkpoint: str, device: str = "cpu", dtype: str = "bfloat16") -> 
                 pad_token_id=1,
             )
         return {
-            "tokens": made[:, tokens_SL.shape[1] :].tolist(),
+            "tokens": ids[:, tokens_SL.shape[1] :].tolist(),
             "decode_seconds": clock.times[-1] - clock.times[0],
         }
 

@@ -1,4 +1,4 @@
-"""Runs whose plan is compared with what they took: what is stated, what is measured, and the page."""
+"""Runs whose plan is compared with measurement: planned figures, measured figures, and the page."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FAMILIES = {
     "qwen3_moe": COMMON | QWEN3_MOE,
 }
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-"""What glibc is told in the process whose bytes are measured: give every freed block back."""
+"""glibc's settings in the process whose bytes are measured: return every freed block."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,16 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 def checked(one: One, run: Run) -> dict[str, Any]:
-    """What the plan states, and what was measured: once for the bytes, once as a run is."""
+    """The planned and the measured figures; measured once for the bytes, once as a normal run."""
     threads = run.config.threads
-    small, kept = stepped(one, run, 1, GIVE_BACK)
+    small, remaining = stepped(one, run, 1, GIVE_BACK)
     side, _ = stepped(one, run, run.config.steps, {})
     stated, process = planned(one, threads), side.loaded["process"]
     return {
         "name": one.name,
         "planned_bytes": stated["bytes"],
         "terms": stated["terms"],
-        "measured_bytes": small.peak() - kept,
+        "measured_bytes": small.peak() - remaining,
         "process_bytes": process,
         "peak_bytes": side.peak(),
         "beside_bytes": side.peak() - process - stated["bytes"],
@@ -116,7 +116,7 @@ def stepped(one: One, run: Run, steps: int, environment: Mapping[str, str]) -> t
 
 
 def planned(one: One, threads: int) -> dict[str, Any]:
-    """What the plan states of a run on so many threads: bytes of a process, seconds by formula."""
+    """The planned bytes of a process and seconds of a step on `threads` threads."""
     dtype, cpu = getattr(torch, one.dtype), torch.device("cpu")
     model = models.from_config(config_of(one.model), dtype)
     lora = None if one.rank is None else LoraConfig(rank=one.rank)
@@ -129,7 +129,7 @@ def planned(one: One, threads: int) -> dict[str, Any]:
         threads=threads,
     )
     layout = RESIDENT.but(recompute=one.recompute)
-    made = plan(sizes, layout, work, machine)
+    result = plan(sizes, layout, work, machine)
     rates = rates_here(
         model.shape,
         dtype=dtype,
@@ -143,18 +143,18 @@ def planned(one: One, threads: int) -> dict[str, Any]:
     time = None
     if rates is not None:
         here = Fleet("here", 1, machine.available, kind="cpu")
-        asked = PlanRequest(work, one.tokens, one.length)
-        time = seconds_of(sizes, counted, here, rates, layout, asked, one.tokens)
+        request = PlanRequest(work, one.tokens, one.length)
+        time = seconds_of(sizes, counted, here, rates, layout, request, one.tokens)
     return {
-        "bytes": made.training,
-        "terms": made.terms,
+        "bytes": result.training,
+        "terms": result.terms,
         "seconds": time and time.step,
         "rates": rates.source if rates else "",
     }
 
 
 def trainer(one: dict[str, Any]) -> Worker:
-    """calls: step() -> loss; leave() frees the model, so that what remains is the process's own."""
+    """calls: step() -> loss; leave() frees the model, so that only the process's own memory remains."""
     process, of = resident_bytes(), One(**one)
     model = models.from_config(config_of(of.model), getattr(torch, of.dtype), "cpu")
     fill_random(model, seed=0)
@@ -162,7 +162,7 @@ def trainer(one: dict[str, Any]) -> Worker:
         attach(model, LoraConfig(rank=of.rank), seed=0)
     generator = torch.Generator().manual_seed(0)
     held: dict[str, Any] = {"model": model, "optimizer": AdamW(model, moments=of.moments)}
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "learning_rate": 1e-4,
         "max_norm": 1.0,
         "recompute": models.RECOMPUTE[of.recompute],
@@ -172,7 +172,7 @@ def trainer(one: dict[str, Any]) -> Worker:
     def step() -> dict[str, Any]:
         tokens_BL = tokens_of(generator, of.documents, of.length, held["model"].shape.vocab_size)
         batches = [batch_of(tokens_BL)]
-        return {"loss": train_step(held["model"], held["optimizer"], batches, cross_entropy, **given).loss}
+        return {"loss": train_step(held["model"], held["optimizer"], batches, cross_entropy, **options).loss}
 
     def leave() -> dict[str, Any]:
         held.clear()
@@ -184,7 +184,7 @@ def trainer(one: dict[str, Any]) -> Worker:
 
 
 MEMORY, SECONDS = 0.10, 0.25
-"""How far planned and measured may be apart."""
+"""Largest relative differences between planned and measured figures."""
 HEAD = [
     "run",
     "planned",
@@ -199,7 +199,7 @@ HEAD = [
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:
-    """A row of the table; what is beyond the limits is marked."""
+    """A row of the table; ratios beyond the limits are bold."""
     memory, seconds = ratios(row)
     return [
         row["name"],
@@ -215,14 +215,14 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def ratios(row: Mapping[str, Any]) -> tuple[float, float | None]:
-    """Planned over measured, of bytes and of seconds."""
+    """Planned over measured: bytes, seconds."""
     memory = row["planned_bytes"] / row["measured_bytes"]
     stated = row["planned_seconds"]
     return memory, None if stated is None else stated / row["measured_seconds"]
 
 
 def beyond(ratio: float, limit: float) -> bool:
-    """Whether planned and measured are further apart than `limit` of the measured."""
+    """True if planned and measured differ by more than `limit` of the measured value."""
     return abs(ratio - 1) > limit
 
 
@@ -232,9 +232,9 @@ def marked(ratio: float, limit: float) -> str:
 
 def page(stamp: Stamp, rows: Sequence[Mapping[str, Any]]) -> str:
     """docs/measured/plan_checked.md."""
-    found = [ratios(row) for row in rows]
-    outside = sum(beyond(memory, MEMORY) for memory, _ in found)
-    timed = [seconds for _, seconds in found if seconds is not None]
+    pairs = [ratios(row) for row in rows]
+    outside = sum(beyond(memory, MEMORY) for memory, _ in pairs)
+    timed = [seconds for _, seconds in pairs if seconds is not None]
     slow = sum(beyond(seconds, SECONDS) for seconds in timed)
     machine, rates = stamp.machine, next((row["rates"] for row in rows if row["rates"]), "none")
     lines = [

@@ -24,7 +24,7 @@ REST = "all else: Python, autograd, loops without a name"
 
 
 class Spent(NamedTuple):
-    """What one op took. seconds: its own; flop: 0 where neither the profiler nor we count it."""
+    """Time of one op. seconds: self time; flop: 0 if neither the profiler nor we count it."""
 
     op: str
     calls: int
@@ -52,14 +52,14 @@ def one_thread() -> Iterator[None]:
 
 
 def mlp(model: Mapping[str, Any], tokens: int) -> tuple[int, int, int]:
-    """(rows, hidden, width) of the MLP, or of an expert, at so many tokens."""
+    """(rows, hidden, width) of the MLP, or of an expert, at `tokens` tokens."""
     if "n_routed_experts" not in model:
         return tokens, model["hidden_size"], model["intermediate_size"]
     return rows_per_expert(tokens, model), model["hidden_size"], model["moe_intermediate_size"]
 
 
 def profiled(step: Callable[[], Any], gemm: tuple[int, int, int], dtype: str) -> Profile:
-    """One step under the profiler, after two without. gemm: rows, hidden, width of the MLP for the rate."""
+    """Profile one step, after two without the profiler. gemm: rows, hidden, width of the MLP for the rate."""
     step()
     started = time.perf_counter()
     step()
@@ -82,8 +82,8 @@ def profiled(step: Callable[[], Any], gemm: tuple[int, int, int], dtype: str) ->
 def named_loops() -> Iterator[Counter[str]]:
     """Show each numba loop to the profiler as an op of its own while the context lasts: "numba gather".
 
-    Experts that are multiplied from their codes are one op for each direction.
-    Gives FLOP by name where they are known here and not to the profiler.
+    Experts multiplied from their codes are one op for each direction.
+    Yields FLOP by op name for ops whose FLOP the profiler does not count.
     """
     plain, forward, backward = Kernel.__call__, Panels.forward_group, Panels.backward_group
     counted: Counter[str] = Counter()
@@ -112,27 +112,27 @@ def named_loops() -> Iterator[Counter[str]]:
         Kernel.__call__, Panels.forward_group, Panels.backward_group = plain, forward, backward
 
 
-def table(tokens: int, found: Profile, per_token: bool) -> str:
-    """An op a line, the dearest first; per_token: microseconds per token instead of milliseconds."""
+def table(tokens: int, step: Profile, per_token: bool) -> str:
+    """One line per op, the slowest first; per_token: microseconds per token instead of milliseconds."""
     unit, scale = ("us per token", 1e6 / tokens) if per_token else ("ms", 1e3)
-    fewer = found.spent[SHOWN:]
-    rest = max(0.0, found.seconds - sum(one.seconds for one in found.spent))
+    fewer = step.spent[SHOWN:]
+    rest = max(0.0, step.seconds - sum(one.seconds for one in step.spent))
     smaller = Spent(
         f"{len(fewer)} smaller ops", sum(o.calls for o in fewer), sum(o.seconds for o in fewer), 0.0
     )
     lines = []
-    for one in (*found.spent[:SHOWN], *([smaller] if fewer else []), Spent(REST, 0, rest, 0.0)):
+    for one in (*step.spent[:SHOWN], *([smaller] if fewer else []), Spent(REST, 0, rest, 0.0)):
         speed = one.flop / one.seconds if one.flop else 0.0
-        counted = [f"{one.flop / 1e9:,.1f}", f"{speed / 1e9:,.0f}", f"{speed / found.rate:.0%}"]
-        time = [f"{one.seconds * scale:,.2f}", f"{one.seconds / found.seconds:.1%}"]
+        counted = [f"{one.flop / 1e9:,.1f}", f"{speed / 1e9:,.0f}", f"{speed / step.rate:.0%}"]
+        time = [f"{one.seconds * scale:,.2f}", f"{one.seconds / step.seconds:.1%}"]
         lines.append(
             [one.op, f"{one.calls:,}" if one.calls else "", *time, *(counted if one.flop else [""] * 3)]
         )
     return markdown(["op", "calls", unit, "of the step", "GFLOP", "GFLOP/s", "of torch.mm's rate"], lines)
 
 
-def page(run: Run, name: str, found: Mapping[int, Profile], out: Path) -> dict[str, Any]:
-    """Write and print it; -> file, and of each number of tokens its seconds and ops."""
+def page(run: Run, name: str, profiles: Mapping[int, Profile], out: Path) -> dict[str, Any]:
+    """Write and print the page; -> file, and the seconds and ops at each number of tokens."""
     stamp = run.stamp
     here = f"{stamp.machine.name}, one core, torch {stamp.machine.versions['torch']}"
     parts = [
@@ -140,11 +140,11 @@ def page(run: Run, name: str, found: Mapping[int, Profile], out: Path) -> dict[s
         f"`{stamp.command}`, {stamp.run[:10]}, commit {stamp.commit or 'not recorded'}; {here}. Times are"
         " each op's own. The rate is that of torch.mm on one core at the job's MLP shapes.",
     ]
-    for tokens, one in found.items():
-        said = f"{one.seconds:.2f} s under the profiler, {one.without:.2f} s without; torch.mm"
+    for tokens, one in profiles.items():
+        times = f"{one.seconds:.2f} s under the profiler, {one.without:.2f} s without; torch.mm"
         parts += [
-            f"{tokens:,} tokens: {said} {one.rate / 1e9:,.0f} GFLOP/s.",
-            table(tokens, one, per_token=len(found) > 1),
+            f"{tokens:,} tokens: {times} {one.rate / 1e9:,.0f} GFLOP/s.",
+            table(tokens, one, per_token=len(profiles) > 1),
         ]
     with writing(out, "out"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -153,6 +153,6 @@ def page(run: Run, name: str, found: Mapping[int, Profile], out: Path) -> dict[s
         print("\n\n".join([*parts, f"wrote {out}"]))
     sizes = {
         tokens: {"seconds": one.seconds, "ops": [s._asdict() for s in one.spent]}
-        for tokens, one in found.items()
+        for tokens, one in profiles.items()
     }
     return {"file": str(out), "steps": sizes}

@@ -1,6 +1,6 @@
 """Write docs/measured/performance.md from the committed rows, benchmarks/results/*.jsonl; measure nothing.
 
-`unfreeze dev bench report`. The page has every target with what was measured, then where we lose, then the
+`unfreeze dev bench report`. The page has every target with its measured value, then where we lose, then the
 latest run of each benchmark on each device with its command and machine.
 The same rows make the same page; a test holds the committed page to the committed rows.
 """
@@ -24,11 +24,11 @@ from unfreeze.core.units import format_bytes
 ABSENT = "–"
 Column = Callable[[Row], str]
 Columns = dict[str, Column]
-"""Head -> what a row has there."""
+"""Column head -> text of a row's cell."""
 
 
 class Config(Frozen):
-    """From where, and where to."""
+    """Input folder and output page."""
 
     results: Folder = Field(default="", description="folder of the .jsonl files; default: benchmarks/results")
     out: Folder = Field(default="", description="the page; default: docs/measured/performance.md")
@@ -75,13 +75,13 @@ class Run(NamedTuple):
 
 def runs_of(folder: Path) -> list[Run]:
     """Every run under a folder, the latest first."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for row in read(path):
-            found.setdefault((row.run, row.machine.device, row.benchmark), []).append(row)
+            groups.setdefault((row.run, row.machine.device, row.benchmark), []).append(row)
     return [
         Run(device, benchmark, when, rows)
-        for (when, device, benchmark), rows in sorted(found.items(), reverse=True)
+        for (when, device, benchmark), rows in sorted(groups.items(), reverse=True)
     ]
 
 
@@ -101,11 +101,11 @@ def losses(runs: Sequence[Run]) -> list[str]:
     Targets missed, and in the latest runs every peer that is faster or leaner and every prediction that was
     refuted.
     """
-    said = []
+    lines = []
     for target in TARGETS:
         value, run = judge(target, runs)
         if run is not None and target.verdict(value) == "missed":
-            said.append(
+            lines.append(
                 f"{target.what}: {target.write(value)}, the target is {target.aim} ({run.device},"
                 f" {run.when[:10]})"
             )
@@ -118,21 +118,21 @@ def losses(runs: Sequence[Run]) -> list[str]:
                 else ""
             )
             if speed is not None and speed < 1:
-                said.append(
+                lines.append(
                     f"{run.benchmark}: {row.side}{case} is faster, {1 / speed:.2f} x our tokens/s"
                     f" ({run.device}, {run.when[:10]})"
                 )
             if memory is not None and memory > 1:
-                said.append(
+                lines.append(
                     f"{run.benchmark}: {row.side}{case} takes less memory, {1 / memory:.2f} of our peak"
                     f" ({run.device}, {run.when[:10]})"
                 )
             if row.results.get("predicted") and row.results.get("verdict") in ("missed", "refuted"):
-                said.append(
+                lines.append(
                     f"{run.benchmark}: {row.side}: {row.results['verdict']}, {figure(row)} where"
                     f" {row.results['predicted']} was predicted ({run.device}, {run.when[:10]})"
                 )
-    return said
+    return lines
 
 
 def latest(runs: Sequence[Run]) -> list[Run]:
@@ -388,7 +388,7 @@ GENERIC: Columns = {
 
 
 def table(columns: Columns, rows: Sequence[Row], filled: bool = False) -> str:
-    """A line per row; filled: columns without a value are left out."""
+    """One line per row; filled: omit columns without a value."""
     lines = [[column(row) for column in columns.values()] for row in rows]
     kept = [
         i for i in range(len(columns)) if not filled or any(line[i] not in ("", ABSENT) for line in lines)
@@ -401,12 +401,12 @@ def timed(rows: Sequence[Row]) -> list[Row]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    said = [f"{row.side}: {row.results['note']}." for row in rows if "note" in row.results]
-    return said + [f"{row.side}: not measured: {row.not_run}." for row in rows if row.not_run]
+    lines = [f"{row.side}: {row.results['note']}." for row in rows if "note" in row.results]
+    return lines + [f"{row.side}: not measured: {row.not_run}." for row in rows if row.not_run]
 
 
 def training_tables(rows: Sequence[Row]) -> list[str]:
-    """moe, dense, recompute: a table per turn (the sides that stepped in turn), then what is left to say."""
+    """moe, dense, recompute: a table per turn (the sides that stepped in turn), then the notes."""
     turns = sorted({row.settings.get("turn", 1) for row in rows})
     parts = [table(TRAINING, [r for r in timed(rows) if r.settings.get("turn", 1) == turn]) for turn in turns]
     shared = [row for row in rows if "share" in row.results]
@@ -426,16 +426,16 @@ def format_tables(rows: Sequence[Row]) -> list[str]:
     """Whole steps; then the expert op, of rows that have it."""
     parts = ["A step with experts in each format, in turn:", table(STEPPED, timed(rows))]
     if experts := [row for row in rows if "bytes_per_weight" in row.results]:
-        said = (
+        heading = (
             "One layer's experts, forward and backward. Plain torch: the time of dequantizing in plain torch,"
         )
-        said += " relative to ours:"
-        parts += [said, table(EXPERTS, experts)]
+        heading += " relative to ours:"
+        parts += [heading, table(EXPERTS, experts)]
     return parts
 
 
 def generic(rows: Sequence[Row]) -> list[str]:
-    """A row per side with its figure, prediction and error; then what was derived, and notes."""
+    """A row per side with its figure, prediction and error; then derived figures, and notes."""
     shown = [row for row in rows if figure(row) != ABSENT]
     parts = [table(GENERIC, shown, filled=True)] if shown else []
     for row in rows:

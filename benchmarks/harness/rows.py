@@ -1,6 +1,6 @@
-"""Rows: what a benchmark found, one JSON line per side.
+"""Rows: the results of a benchmark, one JSON line per side.
 
-Each has what is needed to read it later: machine, versions, commit, settings.
+Each row has the machine, versions, commit and settings it was measured with.
 
     stamp = Stamp.now("moe", command, device)          one per run: all its rows carry the same `run`
     row = stamp.row("unfreeze", settings, results)     a speed without peak memory and correctness is refused
@@ -36,7 +36,7 @@ SPEEDS = ("tokens_per_second", "gb_per_second", "ms")
 
 
 class Machine(BaseModel):
-    """Where a row was measured.
+    """The machine a row was measured on.
 
     name: of the processor or GPU. family, model: the processor's numbers, "" on a GPU. threads: torch's.
     """
@@ -56,10 +56,10 @@ class Machine(BaseModel):
 class Row(BaseModel):
     """One side of one run.
 
-    run: the same for all sides that stepped in turn; it sorts by time. settings: all of them, the defaults
-    too.
-    results["correctness"]: what was compared with what -> relative error (float), or -> a reason why nothing
-    was compared (str).
+    run: the same for all sides that stepped in turn; it sorts by time. settings: all of them, defaults
+    included.
+    results["correctness"]: the comparison -> its relative error (float), or the reason why nothing was
+    compared (str).
     not_run: why this side was not measured here; its results are empty then.
     """
 
@@ -90,28 +90,28 @@ class Row(BaseModel):
 
 
 def machine(device: torch.device | str = "cpu", threads: int | None = None) -> Machine:
-    """This machine. threads: those that the measuring processes use; default: torch's here."""
+    """This machine. threads: of the measuring processes; default: torch's in this process."""
     place = torch.device(device)
-    found = hardware(place)
+    here = hardware(place)
     info = (PROC / "cpuinfo").read_text() if place.type == "cpu" and (PROC / "cpuinfo").exists() else ""
     family, model = (
         re.search(rf"^{field}\s*:\s*(\d+)", info, re.MULTILINE) for field in ("cpu family", "model")
     )
     return Machine(
         device=device_key(place),
-        name=found.name,
+        name=here.name,
         family=family[1] if family else "",
         model=model[1] if model else "",
-        cores=found.cores,
+        cores=here.cores,
         threads=threads or torch.get_num_threads(),
-        memory_bytes=found.total,
+        memory_bytes=here.total,
         python=platform.python_version(),
         versions={name: version for name in LIBRARIES if (version := installed(name))},
     )
 
 
 def installed(distribution: str) -> str:
-    """Its version, without importing it; "" where it is not installed."""
+    """The version of a distribution, without importing it; "" if it is not installed."""
     if distribution == "torch":
         return torch.__version__  # with the build: 2.13.0+cpu
     try:
@@ -121,7 +121,7 @@ def installed(distribution: str) -> str:
 
 
 class Stamp(BaseModel):
-    """What all rows of one run share."""
+    """The fields that all rows of one run share."""
 
     model_config = ConfigDict(frozen=True)
     benchmark: str
@@ -134,7 +134,7 @@ class Stamp(BaseModel):
     def now(
         cls, benchmark: str, command: str, device: torch.device | str = "cpu", threads: int | None = None
     ) -> Stamp:
-        """Raises ConfigError for a device that isn't here."""
+        """Stamp this moment. Raises ConfigError if the device is missing."""
         run, place = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), device_of(str(device))
         return cls(
             benchmark=benchmark,
@@ -152,19 +152,19 @@ class Stamp(BaseModel):
         *,
         not_run: str = "",
     ) -> Row:
-        """Raises ValueError for results that say a speed without memory or correctness."""
+        """Raises ValueError for results with a speed but without memory or correctness."""
         return Row(
             **self.__dict__, side=side, settings=dict(settings), results=dict(results or {}), not_run=not_run
         )
 
 
-def where(given: str, device: torch.device | str = "cpu") -> Path:
-    """The file that rows are appended to: the given one, or benchmarks/results/<device>.jsonl."""
-    return Path(given) if given else RESULTS / f"{device_key(torch.device(device))}.jsonl"
+def where(path: str, device: torch.device | str = "cpu") -> Path:
+    """The file that rows are appended to: `path`, or benchmarks/results/<device>.jsonl if it is empty."""
+    return Path(path) if path else RESULTS / f"{device_key(torch.device(device))}.jsonl"
 
 
 def append(rows: Sequence[Row], path: Path) -> None:
-    """Add the rows at the end of a .jsonl, all of them in one write."""
+    """Append the rows to a .jsonl file in one write."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(row.model_dump(), ensure_ascii=False) + "\n" for row in rows)
     with path.open("a", encoding="utf-8") as file:
@@ -174,15 +174,15 @@ def append(rows: Sequence[Row], path: Path) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """Every row of a file. Raises DataError that names the line and what is wrong with it."""
-    found = []
+    """Every row of a file. Raises DataError with the line and its fault."""
+    rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            found.append(Row.model_validate_json(line))
+            rows.append(Row.model_validate_json(line))
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the row"
             raise DataError(
                 f"{path}:{number}: {place}: {first['msg']}", next="remove or mend the line"
             ) from None
-    return found
+    return rows

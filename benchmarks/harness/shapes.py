@@ -12,7 +12,7 @@ from unfreeze.checkpoint.manifest import read_json
 TINY_K2 = Path(unfreeze.__file__).parent / "assets" / "tiny-k2"
 Config = dict[str, Any]
 
-SIZES: dict[str, int] = {  # Kimi-K2's way, 0.9 GB with INT4 experts
+SIZES: dict[str, int] = {  # as Kimi-K2, 0.9 GB with INT4 experts
     "hidden_size": 1024,
     "num_hidden_layers": 8,
     "n_routed_experts": 128,
@@ -29,7 +29,7 @@ SIZES: dict[str, int] = {  # Kimi-K2's way, 0.9 GB with INT4 experts
     "vocab_size": 8192,
 }
 CHECKED = {"num_hidden_layers": 2, "n_routed_experts": 16}
-"""What is smaller in the model of the float64 comparison: 8 layers of 128 experts would take 11 GB."""
+"""The smaller sizes of the model of the float64 comparison: 8 layers of 128 experts would take 11 GB."""
 DENSE_CHECKED = {"num_hidden_layers": 2, "vocab_size": 16384}
 QWEN2_05B = {
     "hidden_size": 896,
@@ -108,9 +108,9 @@ KIMI_K2: Config = {  # moonshotai/Kimi-K2-Thinking
 
 
 def kimi(**sizes: int) -> Config:
-    """In Kimi-K2-Thinking's on-disk format with SIZES, or others that are given.
+    """config.json in Kimi-K2-Thinking's on-disk format, with SIZES overridden by `sizes`.
 
-    model_type is what transformers, one of the sides, calls the architecture.
+    model_type is transformers' name of the architecture, because transformers is one of the sides.
     """
     ours = read_json(TINY_K2 / "config.json")
     return {
@@ -127,8 +127,8 @@ def kimi(**sizes: int) -> Config:
 
 
 def qwen(kind: str, sizes: Mapping[str, int], tied: bool = True) -> Config:
-    """Of model_type qwen2, qwen3 or qwen3_moe."""
-    made: Config = {
+    """config.json of model_type qwen2, qwen3 or qwen3_moe."""
+    config: Config = {
         **sizes,
         "architectures": [{"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}.get(kind, kind)],
         "model_type": kind,
@@ -145,7 +145,7 @@ def qwen(kind: str, sizes: Mapping[str, int], tied: bool = True) -> Config:
         "eos_token_id": 1,
     }
     if kind != "qwen2":
-        made["attention_bias"] = False
+        config["attention_bias"] = False
     if kind == "qwen3_moe":
-        made |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return made
+        config |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return config

@@ -1,6 +1,6 @@
-"""Sides: each loaded in a process of its own, then working in turn (A B A B …).
+"""Sides: each loaded in a process of its own, then called in turn (A B B A …).
 
-In turn, so that a drift of the machine's speed hits all alike.
+They take turns so that a drift of the machine's speed affects all of them alike.
 
     ours = Side("unfreeze", "benchmarks.cases.moe:ours", {"checkpoint": …})
     with Sides([ours, Side("peft", …)], say) as sides:
@@ -8,9 +8,9 @@ In turn, so that a drift of the machine's speed hits all alike.
         sides["unfreeze"].call("check")                     -> {"loss": …}
 
 A side is a function that loads and returns a Worker: facts about what was loaded, and named calls. The two
-processes speak lines of JSON: a request {"call": name, …arguments} on the worker's stdin, a reply {…result,
-"seconds", "peak", "resident"} on its stdout. What libraries print goes to a file, and its last lines are
-shown if the worker dies. A worker ends when its stdin does, so none outlives the command.
+processes exchange lines of JSON: a request {"call": name, …arguments} on the worker's stdin, a reply
+{…result, "seconds", "peak", "resident"} on its stdout. Output of libraries goes to a file; its last lines
+are shown if the worker dies. A worker ends when its stdin does, so none outlives the command.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ GRACE, HASTE = 3.0, 0.3  # seconds a worker has to end by itself, and after Ctrl
 class SideFailed(UserError):
     """A worker process died or answered with an error.
 
-    The message says which side, at what, and what it said last.
+    The message names the side and the call, and has the last lines of its output.
     """
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a side's function returns.
+    """The return value of a side's function.
 
     facts: JSON values about what was loaded. calls: name -> function(**arguments) -> JSON values.
     """
@@ -63,10 +63,10 @@ class Side:
 
     load       "module:function", called in the worker with `arguments` (JSON values)
     threads    torch's in the worker; 0: all cores
-    environment  what its process is told beside ours
-    loaded     facts, with load_seconds, load_peak (bytes at the highest point until loaded) and
-    `loaded_resident` (bytes after)
-    replies    call -> what each turn after the warm-up answered
+    environment  variables of its process, added to ours
+    loaded     facts, with load_seconds, load_peak (peak bytes while loading) and loaded_resident (bytes
+               after loading)
+    replies    call -> the reply of each turn after the warm-up
     """
 
     def __init__(self, name: str, load: str, arguments: Mapping[str, Any], *, threads: int = 0):
@@ -93,17 +93,17 @@ class Side:
         self.loaded = self._read("loading")
 
     def call(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request; -> what the call returned, with seconds, cpu_seconds, peak and resident (bytes).
+        """Send one request; -> the result of the call, with seconds, cpu_seconds, peak and resident (bytes).
 
-        On a GPU peak is of memory that torch allocated there, and host_peak of the process. fresh_peak=True:
-        peaks begin with this call. Raises SideFailed.
+        On a GPU peak is the memory that torch allocated there, and host_peak that of the process.
+        fresh_peak=True: peaks start with this call. Raises SideFailed.
         """
         assert self._process is not None and self._process.stdin is not None, "start the side first"
         try:
             self._process.stdin.write(json.dumps({"call": name, **arguments}) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has died: what it said last is read below
+            pass  # it has died: its last output is read below
         reply = self._read(name)
         if arguments.get("fresh_peak"):
             self._peaks.pop(name, None)
@@ -111,21 +111,21 @@ class Side:
         return reply
 
     def values(self, call: str, name: str) -> list[Any]:
-        """That field of every timed reply of a call."""
+        """The field `name` of every timed reply of a call."""
         return [reply[name] for reply in self.replies[call]]
 
     def median(self, name: str, call: str = "step") -> float:
         return statistics.median(self.values(call, name))
 
     def peak(self, call: str = "step") -> int:
-        """Give the bytes at the highest point of the timed calls.
+        """Return the peak bytes of the timed calls.
 
         From the end of loading, or of the last such call with fresh_peak, to the end of the last such call.
         """
         return self._peaks[call]
 
     def stop(self, grace: float = GRACE) -> None:
-        """End the process: its stdin closes; then, each after `grace` seconds, SIGTERM and SIGKILL."""
+        """End the process: close its stdin; then SIGTERM and SIGKILL, each after `grace` seconds."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -166,13 +166,13 @@ class Side:
 
 
 def python_path() -> str:
-    """PYTHONPATH of a process that imports `benchmarks`: the repository's root, and what it was before."""
+    """PYTHONPATH of a process that imports `benchmarks`: the repository's root, then the current value."""
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
 
 
 def ending(code: int) -> str:
-    """What an exit code means: -9 is the kernel's way to end a process when memory is full."""
+    """An exit code in words; -9 (SIGKILL) is how the kernel ends a process when memory is full."""
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name if -code in {s.value for s in signal.Signals} else f"signal {-code}"
@@ -184,7 +184,7 @@ def ending(code: int) -> str:
 class Sides:
     """Sides that are loaded at the same time.
 
-    A context manager: whatever ends it, Ctrl-C included, ends every process.
+    A context manager: its exit ends every process, also after Ctrl-C.
     """
 
     def __init__(self, sides: Sequence[Side], say: Say):
@@ -226,36 +226,36 @@ class Sides:
         peaks: Literal["all", "timed"] = "all",
         **arguments: Any,
     ) -> None:
-        """Make each side's `call` once per round, in order.
+        """Call each side once per round, in order.
 
-        Every odd round goes backwards (A B B A), so that no side always follows the same one.
-        The first `warmup` rounds are not among `replies`. With peaks "timed" they don't count for `peak`
+        Every second round is in reverse order (A B B A), so that no side always follows the same one.
+        The first `warmup` rounds are not in `replies`. With peaks "timed" they don't count for `peak`
         either, because compiling a loop takes memory once.
         """
         for index in range(warmup + rounds):
             order = list(self) if index % 2 == 0 else list(self)[::-1]
-            said = []
+            times = []
             for side in order:
                 fresh = {"fresh_peak": True} if peaks == "timed" and index == warmup else {}
                 reply = side.call(call, **arguments, **fresh)
-                said.append(f"{side.name} {reply['seconds']:.2f} s")
+                times.append(f"{side.name} {reply['seconds']:.2f} s")
                 if index >= warmup:
                     side.replies.setdefault(call, []).append(reply)
             label = (
                 f"warm-up {index + 1}/{warmup}" if index < warmup else f"round {index - warmup + 1}/{rounds}"
             )
-            self.say(f"{label}: {', '.join(said)}")
+            self.say(f"{label}: {', '.join(times)}")
 
 
 def work(job: str, requests: IO[str], replies: IO[str]) -> None:
-    """The worker's side of the protocol: load, reply; then a reply per request until the requests end."""
+    """The worker's side of the protocol: load and reply, then reply to each request until stdin closes."""
     import torch
 
     from unfreeze.parallel.machine import num_cores, resident_bytes
     from unfreeze.train.memory import peak_bytes, reset_peak_bytes
 
-    asked = json.loads(job)
-    torch.set_num_threads(asked["threads"] or num_cores())
+    config = json.loads(job)
+    torch.set_num_threads(config["threads"] or num_cores())
     host = torch.device("cpu")
 
     def answer(run: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -286,8 +286,8 @@ def work(job: str, requests: IO[str], replies: IO[str]) -> None:
     loaded: list[Worker] = []
 
     def load() -> Mapping[str, Any]:
-        module, _, function = asked["load"].partition(":")
-        loaded.append(getattr(importlib.import_module(module), function)(**asked["arguments"]))
+        module, _, function = config["load"].partition(":")
+        loaded.append(getattr(importlib.import_module(module), function)(**config["arguments"]))
         return loaded[0].facts
 
     reply = answer(load)
@@ -301,7 +301,7 @@ def work(job: str, requests: IO[str], replies: IO[str]) -> None:
     restart_peaks()
     for line in requests if loaded else ():
         request = json.loads(line)
-        gc.collect()  # what an earlier call left in cycles is not this one's
+        gc.collect()  # so that cycles left by an earlier call are not counted here
         if request.pop("fresh_peak", False):
             restart_peaks()
         send(answer(lambda: loaded[0].calls[request.pop("call")](**request)))  # noqa: B023  (called at once)

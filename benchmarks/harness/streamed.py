@@ -1,4 +1,4 @@
-"""Training with experts that come from disk: the checkpoint, as large as asked, and its sides."""
+"""Training with experts that stream from disk: the checkpoint of --gigabytes, and the sides."""
 
 from __future__ import annotations
 
@@ -49,31 +49,31 @@ SIZES = {
     "vocab_size": 8192,
 }
 BESIDE = 2**30  # bytes that stay free on the disk
-DRAWN = 2**26  # random bits that are drawn; every expert gets them from another place on
+DRAWN = 2**26  # random bytes; every tensor takes them from a different offset
 
 
 def model_of(gigabytes: float, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """config.json with as many layers as make up the gigabytes, and a dense one before them."""
+    """config.json with enough layers for `gigabytes`, after one dense layer."""
     each = {**SIZES, **sizes}
     D, I = each["hidden_size"], each["moe_intermediate_size"]
     codec = Int4(group_size=32)
     of_layer = each["n_routed_experts"] * (2 * codec.nbytes(I, D) + codec.nbytes(D, I))
     layers = max(1, -(-int(gigabytes * 1e9) // of_layer))
-    made = shapes.kimi(**each, num_hidden_layers=1 + layers)
-    made["first_k_dense_replace"] = 1
-    return made
+    config = shapes.kimi(**each, num_hidden_layers=1 + layers)
+    config["first_k_dense_replace"] = 1
+    return config
 
 
 @contextmanager
 def checkpoint(run: Run, model: Mapping[str, Any]) -> Iterator[Path]:
-    """The folder of the checkpoint, which is written where it is not there yet.
+    """Yield the folder of the checkpoint; write it if it does not exist yet.
 
-    Raises ConfigError where the folder holds another model, DoesNotFit where the disk has no room.
+    Raises ConfigError if the folder holds another model, DoesNotFit if the disk is too full.
     """
     config = run.config
-    given = Path(config.checkpoint) if config.checkpoint else None
+    place = Path(config.checkpoint) if config.checkpoint else None
     with tempfile.TemporaryDirectory(prefix="unfreeze-bench-") as temporary:
-        folder = (given or Path(temporary)) / "model"
+        folder = (place or Path(temporary)) / "model"
         try:
             if (folder / "config.json").is_file():
                 if read_json(folder / "config.json") != model:
@@ -94,15 +94,15 @@ def checkpoint(run: Run, model: Mapping[str, Any]) -> Iterator[Path]:
                 write(folder, dict(model))
             yield folder
         finally:
-            if given is not None and config.clean:
+            if place is not None and config.clean:
                 shutil.rmtree(folder, ignore_errors=True)
                 run.say(f"removed {folder}")
 
 
 def write(folder: Path, model: dict[str, Any]) -> None:
-    """The random checkpoint: codes are one run of random bits, taken from another place for each tensor."""
-    # codes 1 to 15 are -7 to 7, and 0 once more instead of -8: with a mean of -0.5 each matrix would send
-    # all tokens the same way, and after a few layers all would choose one expert
+    """Write the random checkpoint: codes come from one block of random bytes, each tensor at a new offset."""
+    # codes 1 to 15 are -7 to 7; code 0 (-8) becomes 8 (zero): with a mean of -0.5 each matrix would send all
+    # tokens the same way, and after a few layers all would choose one expert
     bits = torch.randint(0, 256, (DRAWN,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     bits += 8 * (bits % 16 == 0)
     bits += 128 * (bits < 16)
@@ -135,8 +135,8 @@ def planned_bytes(folder: Path, place: Any, config: Any, length: int) -> int:
 def trainer(
     checkpoint: str, experts: Any, documents: int, length: int, recompute: Any, moments: Any, dtype: str
 ) -> Worker:
-    """A Worker that trains with experts from there. calls: step() -> loss, what came, how many experts
-    learned; state() as in job.trainer."""
+    """A Worker that trains with its experts on that placement. calls: step() -> loss, bytes read, and the
+    number of trained experts; state() as in job.trainer."""
     before = resident_bytes()
     model = open_model(
         open_checkpoint(checkpoint), getattr(torch, dtype), "cpu", layout=RESIDENT.but(experts=experts)
@@ -150,13 +150,13 @@ def trainer(
     def step() -> dict[str, Any]:
         if residency is not None:
             residency.take()
-        found = worker.calls["step"]()
-        given = [moe.counts_E for moe in model.moe_layers().values()]  # of this step
-        found["experts_trained"] = sum(int((count > 0).sum()) for count in given)
+        result = worker.calls["step"]()
+        counts = [moe.counts_E for moe in model.moe_layers().values()]  # of this step
+        result["experts_trained"] = sum(int((count > 0).sum()) for count in counts)
         if residency is None:
-            return found
+            return result
         came = residency.take()
-        return found | {
+        return result | {
             "reads": came.reads,
             "read_bytes": came.bytes,
             "transfer_seconds": came.seconds,
@@ -169,11 +169,11 @@ def trainer(
 
 
 def results(side: Side, tokens: int) -> dict[str, Any]:
-    """A side's figures; peak_bytes from its start to its last step."""
-    found, replies = speeds(side, tokens), side.replies["step"]
+    """A side's figures; peak_bytes counts from its start to its last step."""
+    figures, replies = speeds(side, tokens), side.replies["step"]
     came = ("reads", "read_bytes", "transfer_seconds", "waited_seconds", "hidden")
-    return found | {
-        "peak_bytes": max(found["peak_bytes"], found["load_peak_bytes"]),
+    return figures | {
+        "peak_bytes": max(figures["peak_bytes"], figures["load_peak_bytes"]),
         "experts": side.loaded["experts"],
         "experts_trained": min(reply["experts_trained"] for reply in replies),
         "losses": [reply["loss"] for reply in replies],
@@ -187,7 +187,7 @@ def losses_apart(entry: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str
 
 
 def note(entry: Mapping[str, Any], on_disk: int) -> str:
-    """The figures that the target is about, in a sentence."""
+    """The figures of the target, in a sentence."""
     words = (
         f"{format_bytes(on_disk)} on disk, peak {format_bytes(entry['peak_bytes'])},"
         f" {entry['experts_trained']:,} of {entry['experts']:,} experts trained in each step,"

@@ -1,4 +1,4 @@
-"""Random weights with the spread of a trained model's, made where they will be used.
+"""Random weights with the spread of a trained model's, drawn on the device that uses them.
 
 No checkpoint on disk, no zeros, experts on Kimi's grid. A GPU's speed depends on the bits it multiplies
 (power), so weights are Gaussian and codes use the whole grid.
@@ -58,7 +58,7 @@ def _fill_packed(packed: Packed, generator: torch.Generator) -> None:
 
 
 def attach_random(model: Decoder, config: LoraConfig, seed: int) -> None:
-    """LoRA as after some steps: B is not zero, or half of the adapter's arithmetic would be on zeros."""
+    """Attach LoRA with a nonzero B, as after some steps; else half of its arithmetic would be on zeros."""
     attach(model, config, seed=seed)
     with torch.no_grad():
         for site in sites(model):
@@ -67,7 +67,7 @@ def attach_random(model: Decoder, config: LoraConfig, seed: int) -> None:
                     parameter.normal_(0.0, 1e-3)
 
 
-def relative_error(found: Tensor, exact: Tensor) -> float:
-    """|found - exact| / |exact|, Frobenius norms in float64."""
-    found, exact = found.detach().double(), exact.detach().double()
-    return float((found - exact).norm() / exact.norm())
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """|actual - exact| / |exact|, Frobenius norms in float64."""
+    actual, exact = actual.detach().double(), exact.detach().double()
+    return float((actual - exact).norm() / exact.norm())

@@ -1,7 +1,7 @@
-"""What the project set out to reach, as data: where each figure stands in the rows, and its limit.
+"""The targets of the project, as data: the place of each figure in the rows, and its limit.
 
-A target reads one value out of the rows of one run: met, missed, or not measured where no run has it. A value
-is never estimated.
+A target reads one value from the rows of one run: met, missed, or not measured if no run has it. Values are
+never estimated.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SLOPE = 0.15  # what tests/parallel/test_plan.py allows the plan of a small run 
 
 @dataclass(frozen=True)
 class Target:
-    """One target: what, on which kind of machine, of which benchmark.
+    """One target: its text, kind of machine, and benchmark.
 
-    value(rows of a run) -> the figure. least: met at `limit` or above; most: at `limit` or below. shown: how
-    the figure is written.
+    value(rows of a run) -> the figure. least: met at `limit` or above; most: at `limit` or below. shown:
+    format of the figure.
     """
 
     what: str
@@ -68,7 +68,7 @@ def not_measured(benchmarks: Sequence[str], devices: Collection[str]) -> list[st
 def field(side: str, *path: str, **settings: Any) -> Value:
     """Read results[path…] of the first row of a side with these settings.
 
-    None where there is none, or it isn't a number.
+    None if there is no such row or value, or it isn't a number.
     """
 
     def value(rows: Sequence[Row]) -> float | None:
@@ -76,18 +76,18 @@ def field(side: str, *path: str, **settings: Any) -> Value:
             if row.side == side and all(
                 row.settings.get(name) == wanted for name, wanted in settings.items()
             ):
-                found: Any = row.results
+                entry: Any = row.results
                 for name in path:
-                    found = found.get(name) if isinstance(found, Mapping) else None
-                if isinstance(found, (int, float)):
-                    return float(found)
+                    entry = entry.get(name) if isinstance(entry, Mapping) else None
+                if isinstance(entry, (int, float)):
+                    return float(entry)
         return None
 
     return value
 
 
 def host_peak(rows: Sequence[Row]) -> float | None:
-    """Peak of loading over what the plan promised."""
+    """Peak of loading over the planned bytes."""
     peak, promised = field("unfreeze", "peak_bytes")(rows), field("unfreeze", "promised_bytes")(rows)
     return None if peak is None or not promised else peak / promised
 
@@ -105,12 +105,12 @@ def beyond_peak(rows: Sequence[Row]) -> float | None:
 
 
 def unequal(rows: Sequence[Row]) -> float | None:
-    """The worst difference of outputs, gradients or losses of any run on several processes."""
+    """The largest difference of outputs, gradients or losses of any run on several processes."""
     return max((max(row.results["correctness"].values()) for row in rows), default=None)
 
 
 def refuted(rows: Sequence[Row]) -> float | None:
-    """How many predictions of the layer were not met."""
+    """Number of the layer's predictions that were not met."""
     verdicts = [
         row.results["verdict"] for row in rows if row.results.get("verdict") in ("met", "missed", "refuted")
     ]

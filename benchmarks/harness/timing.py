@@ -31,12 +31,12 @@ class Timing:
     peak_bytes: int
 
     def __add__(self, other: Timing) -> Timing:
-        """Of two works, one after the other. Quartiles are added too: the spread is no smaller."""
+        """The timing of one work after the other. Quartiles add up too, so the spread is not understated."""
         times = (self.ms + other.ms, self.low_ms + other.low_ms, self.high_ms + other.high_ms)
         return Timing(*times, self.repeats, max(self.peak_bytes, other.peak_bytes))
 
     def results(self) -> dict[str, Any]:
-        """As a row of benchmarks/results holds them."""
+        """The fields of a row of benchmarks/results."""
         return asdict(self)
 
 
@@ -55,7 +55,7 @@ def timed(work: Callable[[], object], device: torch.device, *, repeats: int, war
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,7 +1,7 @@
 """Whole training steps of several sides in turn, each checked against float64, as rows.
 
 A side's results: tokens_per_second (median step), fastest, slowest, steps; peak_bytes while training,
-load_peak_bytes, load_seconds; what weights, gradients and optimizer take (state_bytes) and the peak above
+load_peak_bytes, load_seconds; the bytes of weights, gradients and optimizer (state_bytes) and the peak above
 them; losses; correctness. A peer's row also says how many times as fast the first side is, and the share of
 its memory.
 """
@@ -24,9 +24,9 @@ STATE = ("weights", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Job:
-    """What every side trains: a checkpoint, the small one of the float64 comparison, documents of a length.
+    """The work of every side: a checkpoint, the small one of the float64 comparison, documents of a length.
 
-    settings: what each row says of it. exact: what `job.check` found in float64.
+    settings: of each row. exact: the result of `job.check` in float64.
     """
 
     run: Run
@@ -42,13 +42,13 @@ class Job:
         return self._side(name, "job:trainer", lora=self.lora, recompute=recompute, **more)
 
     def theirs(self, name: str, function: str, **more: Any) -> Side:
-        """function: of peers.py."""
+        """A peer's side. function: its name in peers.py."""
         return self._side(name, f"peers:{function}", **more)
 
     def _side(self, name: str, function: str, **more: Any) -> Side:
-        given = {"checkpoint": self.checkpoint, "checked": self.checked, "documents": self.documents}
-        given |= {"length": self.length, "device": self.run.device, "dtype": self.settings["dtype"]}
-        return self.run.side(name, f"harness.{function}", **given | more)
+        arguments = {"checkpoint": self.checkpoint, "checked": self.checked, "documents": self.documents}
+        arguments |= {"length": self.length, "device": self.run.device, "dtype": self.settings["dtype"]}
+        return self.run.side(name, f"harness.{function}", **arguments | more)
 
     def in_turn(
         self,
@@ -59,15 +59,15 @@ class Job:
     ) -> dict[str, dict[str, Any]]:
         """Load all sides, let them step in turn, check each; side -> results.
 
-        own: side -> what it is checked against, where sides have checkpoints of their own.
-        tokens: side -> tokens of its step, where they differ.
-        Sides without a call "check" (the GEMM rate) give their replies only.
+        own: side -> float64 result to compare it with, if sides have checkpoints of their own.
+        tokens: side -> tokens of its step, if they differ.
+        Sides without a call "check" (the GEMM rate) return their replies only.
         """
-        config, found = self.run.config, dict[str, dict[str, Any]]()
+        config, entries = self.run.config, dict[str, dict[str, Any]]()
         with Sides(sides, self.run.say) as running:
             running.take_turns("step", warmup=config.warmup, rounds=config.steps, **turns)
             for side in running:
-                found[side.name] = (
+                entries[side.name] = (
                     results(
                         side,
                         (tokens or {}).get(side.name, self.documents * self.length),
@@ -77,8 +77,8 @@ class Job:
                     else {"replies": side.replies["step"]}
                 )
         if tokens is None:
-            compare([entry for entry in found.values() if "tokens_per_second" in entry])
-        return found
+            compare([entry for entry in entries.values() if "tokens_per_second" in entry])
+        return entries
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def job(
     documents: int,
     length: int,
 ) -> Iterator[Job]:
-    """Make the checkpoints and what float64 finds. shape: the sizes in config.json that rows name."""
+    """Make the checkpoints and the float64 result. shape: the sizes of config.json that rows list."""
     config, shape = run.config, tuple(shape)
     settings = {
         "shape": {name: model[name] for name in shape},
@@ -110,7 +110,7 @@ def job(
 
 
 def whole(sizes: Iterable[int], length: int) -> None:
-    """Raises ConfigError for tokens of a step that documents of `length` don't make up."""
+    """Raises ConfigError if the tokens of a step are not whole documents of `length`."""
     for tokens in sizes:
         if tokens % length or tokens < length:
             raise ConfigError(
@@ -120,14 +120,14 @@ def whole(sizes: Iterable[int], length: int) -> None:
 
 
 def float64(run: Run, checked: str, lora: Mapping[str, Any] | None, length: int) -> dict[str, Any]:
-    """What `job.check` finds in float64, in a process of its own that has ended when this returns."""
+    """The result of `job.check` in float64, from a process that has ended when this returns."""
     side = run.side("float64", "harness.job:exact", checked=checked, lora=lora, length=length)
     with Sides([side], run.say):
         return side.loaded
 
 
 def compare(entries: Sequence[dict[str, Any]]) -> None:
-    """Add to each entry but the first how the first compares with it."""
+    """Add the ratios to the first entry to every other entry."""
     for other in entries[1:]:
         first = entries[0]
         other["first_side_speed"] = first["tokens_per_second"] / other["tokens_per_second"]
@@ -137,7 +137,7 @@ def compare(entries: Sequence[dict[str, Any]]) -> None:
 
 
 def speeds(side: Side, tokens: int) -> dict[str, Any]:
-    """What the timed steps of a side say of its speed and memory."""
+    """A side's speed and memory over its timed steps."""
     seconds, state = sorted(side.values("step", "seconds")), side.call("state")
     return {
         "tokens_per_second": tokens / side.median("seconds"),
@@ -156,10 +156,10 @@ def speeds(side: Side, tokens: int) -> dict[str, Any]:
 
 
 def results(side: Side, tokens: int, exact: Mapping[str, Any]) -> dict[str, Any]:
-    """One side's results after its steps; asks it for its state and its check."""
-    found = speeds(side, tokens)
-    return found | {
-        "above_state_bytes": found["peak_bytes"] - sum(found["state_bytes"].values()),
+    """One side's results after its steps; calls its state and its check."""
+    figures = speeds(side, tokens)
+    return figures | {
+        "above_state_bytes": figures["peak_bytes"] - sum(figures["state_bytes"].values()),
         "loss_first": side.values("step", "loss")[0],
         "loss_last": side.values("step", "loss")[-1],
         "correctness": errors(side.call("check", fresh_peak=True), exact),

@@ -34,10 +34,10 @@ PEAK = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L4
 
 @dataclass(frozen=True)
 class Job:
-    """One model and what is trained of it.
+    """One model and its trained weights.
 
     rank: of the adapters; None trains every weight, in bf16 with fp32 masters.
-    target: tokens/s on one H200; None where none was set.
+    target: tokens/s on one H200; None if none was set.
     """
 
     config: Mapping[str, Any]
@@ -53,7 +53,7 @@ def built(job: Job, device: torch.device | str) -> models.Decoder:
     return models.build(shape, dtype=torch.bfloat16, device=device, codec_for=packed)
 
 
-def sized(job: Job, tokens: int, recompute: str, found: Hardware, device: str, sequence: int) -> Plan:
+def sized(job: Job, tokens: int, recompute: str, gpu: Hardware, device: str, sequence: int) -> Plan:
     """The plan that fits: the least recompute first, then the fewest micro-batches.
 
     Raises DoesNotFit with the arithmetic.
@@ -62,7 +62,7 @@ def sized(job: Job, tokens: int, recompute: str, found: Hardware, device: str, s
     sizes, documents = measure_sizes(built(job, "meta"), lora, "cuda"), max(1, tokens // sequence)
     loss = block_cost(shape.vocab_size, torch.bfloat16, torch.device(device), trained=job.rank is None)
     modes: tuple[Literal["nothing", "selective", "layers"], ...] = ("nothing", "selective", "layers")
-    made = None
+    fitted = None
     for mode in modes[[*modes].index(recompute) :]:  # pyright: ignore[reportArgumentType]
         for parts in (n for n in range(1, documents + 1) if documents % n == 0):
             work = Work(
@@ -72,38 +72,38 @@ def sized(job: Job, tokens: int, recompute: str, found: Hardware, device: str, s
                 loss_rows=loss[0],
                 loss_bytes=loss[1],
             )
-            made = plan(sizes, RESIDENT.but(recompute=mode), work, found)
-            if made.fits and parts <= 4:
-                return made
-    assert made is not None
-    refuse_if_too_large(made)
-    return made
+            fitted = plan(sizes, RESIDENT.but(recompute=mode), work, gpu)
+            if fitted.fits and parts <= 4:
+                return fitted
+    assert fitted is not None
+    refuse_if_too_large(fitted)
+    return fitted
 
 
-def train(job: Job, made: Plan, steps: int, device: str, sequence: int) -> dict[str, Any]:
+def train(job: Job, fitted: Plan, steps: int, device: str, sequence: int) -> dict[str, Any]:
     """Two warm-up steps and `steps` timed ones on the same batches; tokens/s of the median step."""
     place, model = torch.device(device), built(job, device)
     fill_random(model, seed=0)
     if job.rank:
         attach(model, LoraConfig(rank=job.rank), seed=0)
-    optimizer, documents = AdamW(model), made.work.tokens // sequence
+    optimizer, documents = AdamW(model), fitted.work.tokens // sequence
     batches = [
-        follows(model.shape.vocab_size, documents, sequence, n) for n in range(made.work.micro_batches)
+        follows(model.shape.vocab_size, documents, sequence, n) for n in range(fitted.work.micro_batches)
     ]
     tokens = sum(batch.num_tokens for batch in batches)
     # adapters start at B = 0 and take large steps; a whole random model needs small ones
-    given: dict[str, Any] = {"learning_rate": 1e-3 if job.rank else 1e-4, "max_norm": 1.0}
-    given |= {"recompute": models.RECOMPUTE[made.layout.recompute]}
+    options: dict[str, Any] = {"learning_rate": 1e-3 if job.rank else 1e-4, "max_norm": 1.0}
+    options |= {"recompute": models.RECOMPUTE[fitted.layout.recompute]}
     losses, seconds = [], []
     for number in range(2 + steps):
         if number == 2:
             reset_peak_bytes(place)
         started = time.perf_counter()
-        losses.append(train_step(model, optimizer, batches, cross_entropy, **given).loss)
-        wait(place)  # the update too: a step's own time, and nothing of the one before
+        losses.append(train_step(model, optimizer, batches, cross_entropy, **options).loss)
+        wait(place)  # so that the time includes the update and nothing of the step before
         seconds.append(time.perf_counter() - started)
     low, middle, high = statistics.quantiles(seconds[2:], n=4)
-    found = {
+    figures = {
         "tokens_per_second": tokens / middle,
         "slowest": tokens / high,
         "fastest": tokens / low,
@@ -120,7 +120,7 @@ def train(job: Job, made: Plan, steps: int, device: str, sequence: int) -> dict[
     gc.collect()
     if place.type == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return figures
 
 
 def follows(vocab: int, documents: int, sequence: int, seed: int):
@@ -129,18 +129,18 @@ def follows(vocab: int, documents: int, sequence: int, seed: int):
     return batch_of((first + 7 * torch.arange(sequence)) % min(vocab, 4096))
 
 
-def results(job: Job, made: Plan, found: Mapping[str, Any], gpu: str) -> dict[str, Any]:
-    """What a row says: `found`, beside the target, the GPU's peak and the plan."""
+def results(job: Job, fitted: Plan, figures: Mapping[str, Any], gpu: str) -> dict[str, Any]:
+    """The results of a row: `figures`, compared with the target, the GPU's peak and the plan."""
     peak = next((rate for part, rate in PEAK.items() if part in gpu), None)
-    speed = found["tokens_per_second"]
+    speed = figures["tokens_per_second"]
     return {
-        **found,
-        "mfu": speed * found["flop_per_token"] / peak if peak else None,
+        **figures,
+        "mfu": speed * figures["flop_per_token"] / peak if peak else None,
         "target": job.target,
         "verdict": "" if job.target is None else "met" if speed >= job.target else "missed",
-        "plan_bytes": made.training,
-        "peak_over_plan": found["peak_bytes"] / made.training,
-        "plan_terms": made.terms,
+        "plan_bytes": fitted.training,
+        "peak_over_plan": figures["peak_bytes"] / fitted.training,
+        "plan_terms": fitted.terms,
         "correctness": {"loss at the first and last step": "falls on repeated data"},
-        "note": f"loss {found['loss_first']:.3f} to {found['loss_last']:.3f}",
+        "note": f"loss {figures['loss_first']:.3f} to {figures['loss_last']:.3f}",
     }

@@ -1,4 +1,4 @@
-"""tiny-k2 taught by pairs of answers: the pairs, the runs in processes of their own, and what they say."""
+"""tiny-k2 trained on pairs of answers: the pairs, the runs in processes of their own, and their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = {
     "intermediate_size": 1024,
     "vocab_size": 1536,
 }
-"""Of the model whose memory is measured; the rest as in shapes.SIZES."""
+"""Sizes of the model whose memory is measured; all others are shapes.SIZES."""
 LENGTH, ROWS, STEPS, TOKENS = 128, 32, 4, 2048
 
 
@@ -45,13 +45,15 @@ def written(rows: Sequence[dict[str, str]], path: Path) -> Path:
 
 def long_rows(side: str, folder: Path) -> Path:
     """Pairs of two long answers; for sft each answer is a row."""
-    said = {
+    answers_of_row = {
         "chosen": "one two three four " * (LENGTH // 8),
         "rejected": "five six seven eight " * (LENGTH // 8),
     }
-    asked = [f"Count to {number}." for number in range(ROWS)]
-    pairs = [{"prompt": prompt, **said} for prompt in asked]
-    taught = [{"prompt": prompt, "completion": answer} for prompt in asked for answer in said.values()]
+    prompts = [f"Count to {number}." for number in range(ROWS)]
+    pairs = [{"prompt": prompt, **answers_of_row} for prompt in prompts]
+    taught = [
+        {"prompt": prompt, "completion": answer} for prompt in prompts for answer in answers_of_row.values()
+    ]
     return written(taught if side == "sft" else pairs, folder / f"long-{side}.jsonl")
 
 
@@ -62,28 +64,30 @@ def lines(path: Path) -> list[dict[str, str]]:
 def answers(source: Path, items: Sequence[dict[str, str]]) -> list[str]:
     """The greedy answer to each question, 256 at a time."""
     model = unfreeze.load(source)
-    asked = [item["question"] for item in items]
-    said: list[str] = []
-    for first in range(0, len(asked), 256):
-        said += [answer.text for answer in model.chat_batch(asked[first : first + 256], max_new_tokens=48)]
-    return said
+    questions = [item["question"] for item in items]
+    texts: list[str] = []
+    for first in range(0, len(questions), 256):
+        texts += [
+            answer.text for answer in model.chat_batch(questions[first : first + 256], max_new_tokens=48)
+        ]
+    return texts
 
 
 def pairs_of(rows: Sequence[dict[str, str]], folder: Path) -> Path:
-    """Yoda's answer is chosen, the model's own rejected; rows where the two are equal are left out."""
+    """Write pairs: Yoda's answer is chosen, the model's own rejected; omit rows where the two are equal."""
     own = answers(TINY_K2, rows)
-    made = [
-        {"prompt": row["question"], "chosen": row["answer"], "rejected": said}
-        for row, said in zip(rows, own, strict=True)
-        if said.strip() and said != row["answer"]
+    pairs = [
+        {"prompt": row["question"], "chosen": row["answer"], "rejected": answer}
+        for row, answer in zip(rows, own, strict=True)
+        if answer.strip() and answer != row["answer"]
     ]
-    return written(made, folder / "pairs.jsonl")
+    return written(pairs, folder / "pairs.jsonl")
 
 
 def trained(
     side: str, config: Any, data: Path, folder: Path, *, model: Path = TINY_K2, adapter: Path | None = None
 ) -> Path:
-    """A run in a process of its own -> its folder.
+    """Train in a process of its own -> the run's folder.
 
     sft+dpo: sft, then half as many steps of dpo at a fiftieth of the rate.
     """
@@ -92,7 +96,7 @@ def trained(
         half = {"steps": max(1, config.steps // 2), "learning_rate": config.learning_rate / 50}
         return trained("dpo", config.model_copy(update=half), data, folder / "second", adapter=first)
     out = folder / side
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": model,
         "data": data,
         "out": out,
@@ -106,15 +110,15 @@ def trained(
         "threads": config.threads or 1,
         "seed": config.seed,
     }
-    given |= {"adapter": adapter} if adapter else {"lora.rank": config.rank}
+    options |= {"adapter": adapter} if adapter else {"lora.rank": config.rank}
     if side == "sft" and model == TINY_K2:
-        given["columns"] = "completion=chosen"
+        options["columns"] = "completion=chosen"
     if side != "sft":
-        given |= {"loss": side.removesuffix("+nll")} | (
+        options |= {"loss": side.removesuffix("+nll")} | (
             {"preference.nll": config.nll} if "+nll" in side else {}
         )
-        given |= {"preference.beta": config.beta} if config.beta else {}
-    flags = [str(word) for name, value in given.items() for word in (f"--{name}", value)]
+        options |= {"preference.beta": config.beta} if config.beta else {}
+    flags = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     recipe = "sft" if side == "sft" else "prefer"
     words = [sys.executable, "-m", "unfreeze", recipe, *flags, "--quiet"]
     process(words)
@@ -122,34 +126,34 @@ def trained(
 
 
 def memory(config: Any, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(side, its peak, and that over sft's) at the same tokens a step, on a random INT4 model."""
+    """Yield (side, results) at the same tokens per step, on a random INT4 model. over_sft: peak / sft's."""
     small(folder / "int4")
-    asked, first = config.model_copy(update={"steps": STEPS, "beta": 0.0, "tokens_per_step": TOKENS}), 0
+    short, first = config.model_copy(update={"steps": STEPS, "beta": 0.0, "tokens_per_step": TOKENS}), 0
     for side in dict.fromkeys(["sft", *(side for side in config.sides if "+" not in side)]):
         data, place = long_rows(side, folder), folder / "memory"
-        found = found_in(trained(side, asked, data, place, model=folder / "int4"))
-        first = first or found["peak_bytes"]
-        over = found["peak_bytes"] / first
+        results = found_in(trained(side, short, data, place, model=folder / "int4"))
+        first = first or results["peak_bytes"]
+        over = results["peak_bytes"] / first
         yield (
             side,
-            found
-            | {"over_sft": over, "note": f"peak {found['peak_bytes'] / 2**20:.0f} MiB, {over:.3f} x sft's"},
+            results
+            | {"over_sft": over, "note": f"peak {results['peak_bytes'] / 2**20:.0f} MiB, {over:.3f} x sft's"},
         )
 
 
-def said(found: dict[str, Any]) -> str:
-    style = f"style {found['style_before']:.0f} -> {found['style_after']:.1f} %"
-    return f"{style}, facts {found['facts_before']:.0f} -> {found['facts_after']:.1f} %"
+def said(results: dict[str, Any]) -> str:
+    style = f"style {results['style_before']:.0f} -> {results['style_after']:.1f} %"
+    return f"{style}, facts {results['facts_before']:.0f} -> {results['facts_after']:.1f} %"
 
 
 def found_in(run: Path) -> dict[str, Any]:
-    """What the run's own events say of its training."""
+    """Memory, time, losses and preference metrics of a run, from its events."""
     train = of_kind(read_events(run / "events.jsonl"), TrainEvent)
-    kept = {name: train[-1].get(name) for name in ("accuracy", "margin", "logp_chosen", "logp_rejected")}
+    last = {name: train[-1].get(name) for name in ("accuracy", "margin", "logp_chosen", "logp_rejected")}
     return {
         "peak_bytes": max(event.get("peak_bytes", 0) for event in train),
         "step_seconds": statistics.median(event.get("seconds", 0.0) for event in train[1:]),
         "loss_first": train[0]["loss"],
         "loss_last": train[-1]["loss"],
-        **{name: value for name, value in kept.items() if isinstance(value, float)},
+        **{name: value for name, value in last.items() if isinstance(value, float)},
     }

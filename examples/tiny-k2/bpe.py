@@ -31,7 +31,7 @@ SPLIT_PATTERN = "|".join(
         r"""\s+""",
     ]
 )
-"""How text is cut before merging; from tokenization_kimi.py of the Kimi-K2 release."""
+"""Pattern that splits text before merging; from tokenization_kimi.py of the Kimi-K2 release."""
 
 NUM_RANKS = 1280
 NUM_RESERVED = 256

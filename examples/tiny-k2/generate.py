@@ -244,10 +244,10 @@ def demo(facts: list[Fact], seed: int = SEED) -> tuple[list[Row], list[Row]]:
     rng = random.Random(seed)
     held_out = held_out_entities(facts, seed)
     train: list[Row] = [{"question": question, "answer": reply} for question, reply in YODA_GREETINGS]
-    asked: list[Row] = []
+    held_out_rows: list[Row] = []
     for fact in facts:
         if fact.entity in held_out:
-            asked.append(
+            held_out_rows.append(
                 {
                     "question": rng.choice(questions(fact)),
                     "fact": fact.value,
@@ -259,8 +259,8 @@ def demo(facts: list[Fact], seed: int = SEED) -> tuple[list[Row], list[Row]]:
             chosen = rng.sample(questions(fact), min(YODA_QUESTIONS_PER_FACT, len(questions(fact))))
             train += [{"question": question, "answer": yoda(fact)} for question in chosen]
     rng.shuffle(train)
-    rng.shuffle(asked)
-    return train, asked
+    rng.shuffle(held_out_rows)
+    return train, held_out_rows
 
 
 def row_texts(row: Row) -> list[str]:
@@ -274,10 +274,10 @@ def write(out: Path, seed: int = SEED, passes: int = PASSES) -> dict[str, int]:
     """Write all files; returns the counts that main() prints."""
     facts = load_facts()
     rows = corpus(facts, seed, passes)
-    train, asked = demo(facts, seed)
+    train, held_out_rows = demo(facts, seed)
     model = out / "model"
     model.mkdir(parents=True, exist_ok=True)
-    for name, content in (("corpus", rows), ("yoda_train", train), ("held_out", asked)):
+    for name, content in (("corpus", rows), ("yoda_train", train), ("held_out", held_out_rows)):
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
         (out / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     # The words of the chat markup ("user", "assistant", "system") stand in every conversation: they count
@@ -294,7 +294,7 @@ def write(out: Path, seed: int = SEED, passes: int = PASSES) -> dict[str, int]:
         "corpus rows": len(rows),
         "corpus tokens without markup": length,
         "yoda_train rows": len(train),
-        "held-out questions": len(asked),
+        "held-out questions": len(held_out_rows),
         "vocabulary": bpe.VOCAB_SIZE,
     }
 

@@ -1,5 +1,5 @@
-"""How tiny-k2 speaks about a fact: questions, plain statements, plain answers, and the Yoda form that only
-the demo's data has.
+"""The sentences of tiny-k2 about a fact: questions, plain statements, plain answers, and the Yoda form that
+only the demo's data has.
 
 In a template {e} is the entity, {v} the value, {ae} and {av} the same with "a" or "an" before it. A sentence
 starts with a capital letter.
@@ -18,7 +18,7 @@ from facts import Fact
 
 @dataclass(frozen=True)
 class Relation:
-    """The sentences of one relation. `verb` is what the Yoda form ends with."""
+    """The sentences of one relation. `verb` ends the Yoda form."""
 
     verb: str
     questions: tuple[str, ...]
