@@ -1,5 +1,5 @@
-"""The docstrings of the package, read from its source: none begins with a word that makes a sentence a riddle, and
-names say what they hold."""
+"""The docstrings of the package, its benchmarks and examples, read from their source: none begins with a word that
+makes a sentence a riddle, and names say what they hold."""
 
 import ast
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from pathlib import Path
 from unfreeze import cli
 
 PACKAGE = Path(cli.__file__).parent
+ROOT = PACKAGE.parents[1]
 FIRST = {"what", "whether", "where", "which", "of", "why", "those", "that", "so", "how"}
 """A predicate is "True if …", a function "Return …" or a noun: never a subordinate clause."""
 EMPTY = {"found", "said", "told", "given", "asked", "made"}
@@ -30,8 +31,9 @@ def faults(source: str) -> Iterator[str]:
 
 def test_docstrings_and_names_say_it_plainly():
     bad = [
-        f"{path.relative_to(PACKAGE)}:{fault}"
-        for path in sorted(PACKAGE.rglob("*.py"))
+        f"{path.relative_to(ROOT)}:{fault}"
+        for folder in (PACKAGE, ROOT / "benchmarks", ROOT / "examples")
+        for path in sorted(folder.rglob("*.py"))
         for fault in faults(path.read_text(encoding="utf-8"))
     ]
     assert not bad, "say it as an engineer of this field would:\n" + "\n".join(bad)
