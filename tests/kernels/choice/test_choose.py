@@ -226,7 +226,7 @@ def timed(monkeypatch, runs="quick", **us):
     """This machine has timed the planted op so."""
     key, us = ("double", "bfloat16", "any"), {"reference": 100.0, "quick": 40.0, **us}
     row = {"op": key[0], "dtype": key[1], "bucket": key[2], "runs": runs, "us": us, "wrong": {}, "date": "d"}
-    monkeypatch.setattr(choosing, "known", lambda: {key: row})
+    monkeypatch.setattr(choosing, "known", lambda device: {key: row})
 
 
 def test_what_this_machine_has_timed_beats_every_record(files, monkeypatch):

@@ -49,7 +49,7 @@ def test_rows_are_kept_and_newer_ones_replace_them(tmp_path):
     [
         ("cpu_class", lambda: "cpu-avx2"),
         ("processor", lambda: "another CPU"),
-        ("machine", lambda: {"loops": "edited"}),
+        ("machine", lambda device: {"loops": "edited"}),
     ],
 )
 def test_another_machine_has_another_file(changed, monkeypatch):
