@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -69,13 +71,15 @@ def card_of(device: torch.device) -> Card:
     )
 
 
+def present(device: torch.device) -> bool:
+    """True if that device is a GPU of this machine."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
 def driver_version(file: Path = DRIVER) -> str:
     """The version of NVIDIA's kernel driver; "" if there is none or it does not say."""
-    try:
-        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", file.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return ""
-    return found[1] if found else ""
+    match = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", _text(file))
+    return match[1] if match else ""
 
 
 def triton_version() -> str:
@@ -124,6 +128,80 @@ def triton_refuses(card: Card) -> str:
         return ""
     major, minor = card.capability
     return f"compute capability {major}.{minor}; Triton needs {TRITON[0]}.{TRITON[1]}"
+
+
+class Unused(NamedTuple):
+    """The reason why torch does not use a GPU of this machine, and the next step."""
+
+    why: str
+    remedy: str
+
+
+def unused(root: Path = Path("/"), *, nodes_only: bool = False) -> Unused | None:
+    """The reason why torch does not use a GPU of this machine; None if it does, or if there is none.
+
+    nodes_only: count a GPU only if this process may open it. A container without GPUs still lists those of
+    its host.
+    """
+    if torch.cuda.is_available():
+        return None
+    maker, opened = _maker(root)
+    if not maker or (nodes_only and not opened):
+        return None
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and not hidden.strip("- 1"):
+        return Unused(f"CUDA_VISIBLE_DEVICES={hidden!r} hides the {maker} GPU", "unset CUDA_VISIBLE_DEVICES")
+    if maker == "AMD" and torch.version.hip is None:
+        words = f"torch {torch.__version__} is built without ROCm, so the AMD GPU is not used"
+        return Unused(words, "install torch's ROCm build: https://pytorch.org/get-started/locally")
+    if torch.version.cuda is None and torch.version.hip is None:
+        version = torch.__version__.partition("+")[0]
+        words = f"torch {torch.__version__} is built without CUDA, so the {maker} GPU is not used"
+        return Unused(words, f"pip install --force-reinstall torch=={version}")
+    if not opened:
+        return Unused(
+            f"the {maker} GPU of the host is not visible here", "start the container with --gpus all"
+        )
+    return _of_driver(root)
+
+
+def _maker(root: Path) -> tuple[str, bool]:
+    """Return (maker of a GPU of this machine, True if its device files are here); "" without a GPU."""
+    if (root / "dev/dxg").exists():
+        return "Windows", True  # WSL: the GPU of Windows, whoever made it
+    for maker, node in (("NVIDIA", "dev/nvidiactl"), ("AMD", "dev/kfd")):
+        if (root / node).exists():
+            return maker, True
+    for device in sorted((root / "sys/bus/pci/devices").glob("*")):
+        vendor, kind = (_text(device / name) for name in ("vendor", "class"))
+        if vendor == "0x10de" and kind.startswith("0x03"):
+            return "NVIDIA", False
+    return "", False
+
+
+def _of_driver(root: Path) -> Unused:
+    """CUDA's own reason: torch is built for it, the device files are here, and it does not start."""
+    try:
+        torch.cuda.init()
+        words = "torch sees no CUDA device"
+    # RuntimeError, or AssertionError of a build without CUDA
+    except Exception as error:
+        words = " ".join(str(error).split()).partition(". ")[0][:200]
+    wsl = (root / "dev/dxg").exists()
+    if "too old" in words:
+        older = "update it, or install a torch for an older CUDA: https://pytorch.org/get-started/locally"
+        return Unused(f"the driver is too old for torch's CUDA {torch.version.cuda}: {words}", older)
+    install = (
+        "install NVIDIA's driver in Windows, not in WSL" if wsl else "install NVIDIA's driver; see nvidia-smi"
+    )
+    return Unused(words, install)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 @functools.cache

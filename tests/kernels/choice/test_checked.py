@@ -154,6 +154,7 @@ def test_another_driver_has_another_file(monkeypatch):
     device = torch.device("cuda", 0)
     monkeypatch.setattr(times, "device_key", lambda device: "mock-9000")
     monkeypatch.setattr(cards, "card_of", lambda device: card)
+    monkeypatch.setattr(cards, "present", lambda device: True)
     times.keep(rows_of(op_of(quick=lambda x: x * x)), device)
     assert times.known(device) and times.path(device).name.startswith("checked-mock-9000-")
     monkeypatch.setattr(cards, "card_of", lambda device: replace(card, driver="590.10"))

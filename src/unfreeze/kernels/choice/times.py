@@ -1,9 +1,9 @@
 """Timings and checks on this machine: a file in the user's cache for its CPU, and one for each kind of card.
 
 timed-<hash>.json is of a CPU: its class and model, torch, numba, threads and the source of the loops.
-checked-<card>-<hash>.json is of a GPU: its name, driver, runtime, torch, Triton and the source of the kernels.
-If one of these changes, another file counts. A damaged file counts as none, and nothing is kept if the cache
-cannot be written.
+checked-<card>-<hash>.json is of a GPU: its name, driver, runtime, torch, Triton and the source of the
+kernels. If one of these changes, another file counts. A damaged file counts as none, and nothing is kept if
+the cache cannot be written.
 """
 
 from __future__ import annotations
@@ -87,9 +87,17 @@ def known(device: torch.device = CPU) -> dict[Key, Row]:
 def tried(device: torch.device = CPU) -> dict[Key, Row]:
     """As `known`, plus the cells that were too expensive to time."""
     begins = "timed" if device.type == "cpu" else "checked"
-    if os.environ.get("UNFREEZE_KERNELS") or not any(user_folder().glob(f"{begins}-*.json")):
+    if os.environ.get("UNFREEZE_KERNELS"):
         return {}
-    return _read(path(device))
+    if not _UNWRITTEN and not any(user_folder().glob(f"{begins}-*.json")):
+        return {}
+    if device.type != "cpu" and not cards.present(device):
+        return {}  # a plan for a card that is not here
+    file = path(device)
+    return _UNWRITTEN.get(file) or _read(file)
+
+
+_UNWRITTEN: dict[Path, dict[Key, Row]] = {}  # rows of this process whose file cannot be written
 
 
 @functools.cache
@@ -119,11 +127,15 @@ def _whole(row: Row) -> bool:
 
 
 def keep(rows: Sequence[Row], device: torch.device = CPU) -> Path | None:
-    """Add rows to the file atomically, and return it. None if it cannot be written: nothing is kept."""
+    """Add rows to the file atomically, and return it.
+
+    None if it cannot be written: then only this process knows them.
+    """
     file = path(device)
     _read.cache_clear()
     new = {(row["op"], row["dtype"], row["bucket"]): row for row in rows}
-    text = json.dumps({"machine": machine(device), "rows": list((_read(file) | new).values())}, indent=1)
+    rows_by_key = _read(file) | new
+    text = json.dumps({"machine": machine(device), "rows": list(rows_by_key.values())}, indent=1)
     name = ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -134,6 +146,7 @@ def keep(rows: Sequence[Row], device: torch.device = CPU) -> Path | None:
     except OSError:
         if name:
             Path(name).unlink(missing_ok=True)
+        _UNWRITTEN[file] = rows_by_key
         return None
     finally:
         _read.cache_clear()
