@@ -1,7 +1,7 @@
 """Causal attention inside documents of one length, [S, L] tokens.
 
-The op that packed_attention calls once per bucket of its layout. S documents of L tokens, H query heads, G
-key/value heads (G divides H), d width of q and k, v width of values.
+The op that packed_attention/by_buckets.py calls once per bucket of a layout. S documents of L tokens, H query
+heads, G key/value heads (G divides H), d width of q and k, v width of values.
 """
 
 from __future__ import annotations
