@@ -94,6 +94,7 @@ def test_a_second_gpu_becomes_the_current_device_once(monkeypatch, ask):
     from unfreeze.generate.open import device_of
 
     chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
@@ -101,6 +102,24 @@ def test_a_second_gpu_becomes_the_current_device_once(monkeypatch, ask):
     assert found == torch.device("cuda", 1) and chosen == [torch.device("cuda", 1)]
     with pytest.raises(ConfigError, match=r"'cuda:2', but there are 2 here"):
         device_of("cuda:2")
+
+
+@pytest.mark.parametrize("ask", ["pick_device", "device_of"])
+@pytest.mark.parametrize(
+    "name, there, kept_away",
+    [("cuda", True, True), ("auto", True, True), ("auto", False, False), ("cpu", True, False)],
+)
+def test_cudnn_is_kept_away_from_attention_on_cuda_only(monkeypatch, ask, name, there, kept_away):
+    """It would build a plan for each of the shapes that packed documents have, half a second each."""
+    from unfreeze.generate.open import device_of
+
+    told: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", told.append)
+    assert {"pick_device": pick_device, "device_of": device_of}[ask](name).type == (
+        "cuda" if kept_away else "cpu"
+    )
+    assert told == [False] * kept_away
 
 
 @pytest.mark.parametrize("name", ["mps", "mps:0", "xpu", "hpu", "npu", "xla", "gpu", "meta", "cuda:", "CUDA"])
