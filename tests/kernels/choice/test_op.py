@@ -174,7 +174,7 @@ def test_control_arm_a_candidate_that_is_a_hundredth_off_is_seen(fault):
     )
 
 
-ON_GPU = {"triton", "liger", "cuda", "cudnn", "padded", "flex"}
+ON_GPU = {"triton", "liger", "cuda", "varlen"}
 
 
 def test_what_is_for_gpus_says_that_it_waits_for_its_first_rows():
