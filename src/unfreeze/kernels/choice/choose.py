@@ -156,12 +156,15 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
     return Choice("reference", why, "not measured")
 
 
-def running(op: Op, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The candidates that can run there; on a device in `named_on`, a candidate runs only by name."""
+def running(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> list[str]:
+    """The candidates that can compute that bucket there.
+
+    On a device in `named_on`, a candidate runs only by name.
+    """
     return [
         name
         for name, part in op.candidates.items()
-        if device.type not in part.named_on and not part.refuses(device.type, dtype)
+        if device.type not in part.named_on and part.can(device.type, dtype, bucket)
     ]
 
 
@@ -169,7 +172,7 @@ def _by_design(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) ->
     refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
     if op.preferred and not refused:
         return Choice(op.preferred, op.because, "by design")
-    if not running(op, device, dtype):
+    if not running(op, device, dtype, bucket):
         why = f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
         return Choice("reference", why, "by design")
     if bucket not in {case.bucket for case in op.cases}:
@@ -179,13 +182,13 @@ def _by_design(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) ->
 
 def _of_the_run(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
     choice = _TABLE.get(key_of(op, dtype, bucket)) if device.type == "cpu" else None
-    here = choice is not None and choice.runs in ("reference", *running(op, device, dtype))
+    here = choice is not None and choice.runs in ("reference", *running(op, device, dtype, bucket))
     return choice if here else None
 
 
 def _timed(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
     row = known().get(key_of(op, dtype, bucket)) if device.type == "cpu" else None
-    if row is None or row["runs"] not in ("reference", *running(op, device, dtype)):
+    if row is None or row["runs"] not in ("reference", *running(op, device, dtype, bucket)):
         return None
     plain, words = row["us"].get("torch") or row["us"]["reference"], []
     for name, us in row["us"].items():
@@ -196,7 +199,7 @@ def _timed(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Cho
 
 
 def _recorded(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
-    rows, able = record_rows(op, device, dtype, bucket), running(op, device, dtype)
+    rows, able = record_rows(op, device, dtype, bucket), running(op, device, dtype, bucket)
     if not rows:
         return None
     origin = "measured here" if is_own(rows[0], device_key(device)) else "measured on its class"
@@ -210,7 +213,7 @@ def _recorded(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
 
 
 def _predicted(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
-    for name in running(op, device, dtype):
+    for name in running(op, device, dtype, bucket):
         candidate = op.candidates[name]
         if candidate.predicted(device.type, bucket):
             why = f"predicted, not measured here: {candidate.because}"

@@ -29,6 +29,7 @@ class Candidate:
     predicted_on  device types where it runs without a record, once checked there (choice/predicted.py);
              `because` gives the reason: how much less memory traffic it has. In `predicted_buckets`, () all.
              Any record of the op, dtype and bucket overrides the prediction.
+    computes the buckets it can compute; () is all.
     waits_on device types on which it was never measured: "GPU: not measured". The first committed records
              of one decide: it stays by its rows (1.2 times the reference or more), or is removed.
     """
@@ -39,7 +40,12 @@ class Candidate:
     predicted_on: tuple[str, ...] = ()
     because: str = ""
     predicted_buckets: tuple[str, ...] = ()
+    computes: tuple[str, ...] = ()
     waits_on: tuple[str, ...] = ()
+
+    def can(self, device: str, dtype: torch.dtype, bucket: str) -> bool:
+        """True if it computes that bucket, and can run there."""
+        return bucket in (self.computes or (bucket,)) and not self.refuses(device, dtype)
 
     def predicted(self, device: str, bucket: str) -> bool:
         """True if it runs there without a record."""

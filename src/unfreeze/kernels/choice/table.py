@@ -57,7 +57,7 @@ def cells(
         Cell(by_name[name], case, dtype)
         for name in TIMED
         for case in by_name[name].cases
-        if met(name, case.bucket) and dtype in case.dtypes and running(by_name[name], CPU, dtype)
+        if met(name, case.bucket) and dtype in case.dtypes and running(by_name[name], CPU, dtype, case.bucket)
     ]
 
 
@@ -129,7 +129,7 @@ def take(rows: Sequence[KernelChoice]) -> list[str]:
         if op is None:
             continue
         key, dtype = (row["op"], row["dtype"], row["bucket"]), getattr(torch, row["dtype"], torch.float32)
-        if row["runs"] in ("reference", op.preferred, *running(op, CPU, dtype)):
+        if row["runs"] in ("reference", op.preferred, *running(op, CPU, dtype, row["bucket"])):
             table[key] = Choice(row["runs"], row["why"], row["origin"])  # type: ignore[arg-type]
         else:
             cannot.append(f"{row['op']} as {row['runs']}")

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unfreeze.kernels.expand.triton_cuda import to_bf16, widen
+from unfreeze.kernels.expand.triton_numbers import to_bf16, widen
 from unfreeze.kernels.loops.triton_options import interpreted, power_of_two
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4

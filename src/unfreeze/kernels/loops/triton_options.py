@@ -45,15 +45,19 @@ def refuses(device: str, dtype: torch.dtype) -> str:
 
 
 def candidate(
-    load: Callable[[], Implementation], because: str = "", buckets: tuple[str, ...] = ()
+    load: Callable[[], Implementation],
+    because: str = "",
+    buckets: tuple[str, ...] = (),
+    computes: tuple[str, ...] = (),
 ) -> Candidate:
     """Make a candidate of a Triton implementation.
 
     because: its memory traffic, by which it is predicted to be faster on CUDA ("": not predicted). On a CPU,
     interpreted, it runs only if named: in its own tests.
+    buckets: those of the prediction. computes: those it can compute. () is all.
     """
     predicted_on = ("cuda",) if because else ()
-    return Candidate(load, refuses, ("cpu",), predicted_on, because, buckets, waits_on=("cuda",))
+    return Candidate(load, refuses, ("cpu",), predicted_on, because, buckets, computes, waits_on=("cuda",))
 
 
 def power_of_two(value: int) -> int:
