@@ -39,6 +39,7 @@ from unfreeze.kernels.expand import triton_cuda as expand
 from unfreeze.kernels.expand.cases import KERNELS
 from unfreeze.kernels.expert_mlp.factors import columns
 from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.kernels.grouped_mm import triton_cuda as grouped_mm
 from unfreeze.kernels.int4_grouped_mm import triton_cuda as int4_grouped_mm
 from unfreeze.kernels.linear_cross_entropy import triton_cuda as linear_cross_entropy
 from unfreeze.kernels.rms_norm import triton_cuda as rms_norm
@@ -211,6 +212,15 @@ def others() -> list[Launch]:
         add(f"bf16, width {width}", lambda y=y, norm=norm: rms_norm.forward(y, norm, 1e-6))
         add(f"bf16, width {width}", lambda y=y, norm=norm, r=of_row: rms_norm.backward(y, y, norm, r))
         add(f"bf16, width {width}", lambda y=y, norm=norm, r=of_row: rms_norm.weight_gradient(y, y, norm, r))
+
+    multiply, ends = grouped_mm.GroupedMm(), on_meta(E, dtype=I)
+    for label, dtype, per_experts in (("bf16", B, (8, 32, 128)), ("fp32", F, (128,))):
+        wide = on_meta(E, 2 * WIDTH, D + 32, dtype=dtype)[:, :, :D].transpose(1, 2)
+        for per_expert in per_experts:
+            x = on_meta(per_expert * E, D, dtype=dtype)
+            add(f"{label}, {per_expert} rows", lambda x=x, w=wide: multiply(x, w, ends))
+            thin = on_meta(per_expert * E, 16, dtype=dtype)
+            add(f"{label}, outer, {per_expert} rows", lambda x=x, b=thin: multiply(x.t(), b, ends))
 
     for experts in (E, 384):
         for per_expert in (8, 32, 64, 128):

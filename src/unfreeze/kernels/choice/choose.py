@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.kernels.choice.configs import with_best
 from unfreeze.kernels.choice.op import Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key, is_own, record_rows
 from unfreeze.kernels.choice.times import Key, key_of, known
@@ -98,7 +99,9 @@ def choose(
 def _choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str) -> Implementation:
     named = Choice(impl, "as asked", "as asked")
     choice = named if impl != "auto" else by_record(op, device, dtype, bucket)
-    implementation = implementation_of(op, choice.runs, device, dtype)
+    implementation = with_best(
+        implementation_of(op, choice.runs, device, dtype), op, choice.runs, device, dtype, bucket
+    )
     precision = str(dtype).removeprefix("torch.")
     log.info("%s on %s in %s, %s: %s (%s)", op.name, device, precision, bucket, choice.runs, choice.why)
     _CHOSEN[op.name, device, dtype, bucket, impl] = implementation
@@ -215,7 +218,7 @@ def _recorded(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
 def _predicted(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
     for name in running(op, device, dtype, bucket):
         candidate = op.candidates[name]
-        if candidate.predicted(device.type, bucket):
+        if candidate.predicted(device.type, bucket) and candidate.suits(device):
             why = f"predicted, not measured here: {candidate.because}"
             return Choice(name, why, "predicted, not measured")
     return None

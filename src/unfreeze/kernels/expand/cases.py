@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.choice.op import Candidate, Case, Implementation
+from unfreeze.kernels.choice.op import Candidate, Case, Config, Implementation
 from unfreeze.kernels.expand.bucket import LARGE, OTHER_FP8, OTHER_INT4
 from unfreeze.kernels.loops import triton_options
 from unfreeze.quant.awq import Awq
@@ -63,6 +63,15 @@ KERNELS = {
 """Kind of `bucket` -> its case."""
 
 
+CONFIGS: tuple[Config, ...] = (
+    {"WORDS": 128, "num_warps": 2},
+    {"WORDS": 128, "num_warps": 4},
+    {"WORDS": 256, "num_warps": 4},
+    {"WORDS": 512, "num_warps": 8},
+)
+"""Of INT4's kernel, measured beside its own (up to 512 words, 4 warps)."""
+
+
 def buckets(kind: str) -> tuple[str, str]:
     """The buckets of a kind, as bucket.py names them."""
     return ("small", "large") if kind == "int4" else (f"small, {kind}", f"large, {kind}")
@@ -76,6 +85,7 @@ def candidates(load: Callable[[], Implementation]) -> dict[str, Candidate]:
             f"{kernel.moved:g} bytes a weight, the reference {kernel.reference:g}",
             buckets(kind),
             computes=buckets(kind),
+            configs={buckets(kind)[1]: CONFIGS} if kind == "int4" else None,
         )
         for kind, kernel in KERNELS.items()
     }

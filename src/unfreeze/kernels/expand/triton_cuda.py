@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unfreeze.kernels.choice.op import Config, Implementation
 from unfreeze.kernels.expand.bucket import triton_kind
 from unfreeze.kernels.expand.triton_numbers import e2m1, e4m3, put, scale_of
 from unfreeze.kernels.loops.triton_options import interpreted, power_of_two
@@ -272,11 +273,11 @@ SCALES = {
 HALVES = {"BF16": "bfloat16", "F16": "float16", "F32": ""}
 
 
-def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
+def fill(packed: Packed, experts: Tensor | int, out: Tensor, config: Config | None = None) -> None:
     """out[m] = weight[experts[m]], or weight[experts + m] if `experts` is a number: one launch.
 
     Reads only the requested matrices. packed: a format of `bucket.triton_kind`, [E, O, I]; experts int on the
-    device; out [M, O, I] bf16 or float32, last stride 1.
+    device; out [M, O, I] bf16 or float32, last stride 1. config: of INT4's launch, WORDS and num_warps.
     """
     if not triton_kind(packed):
         raise ValueError(
@@ -309,14 +310,14 @@ def fill(packed: Packed, experts: Tensor | int, out: Tensor) -> None:
     }
     codec = packed.codec
     if isinstance(codec, (Int4, Mxfp4, Nvfp4, Bits4)):
-        _fill_four(packed, matrices, common)
+        _fill_four(packed, matrices, common, dict(config or {}))
     elif isinstance(codec, (Awq, Gptq)) or (isinstance(codec, Integers) and codec.packed):
         _fill_integers(packed, matrices, common)
     else:
         _fill_bytes(packed, matrices, common)
 
 
-def _fill_four(packed: Packed, matrices: int, common: dict[str, Any]) -> None:
+def _fill_four(packed: Packed, matrices: int, common: dict[str, Any], config: dict[str, int]) -> None:
     codec, rows, columns = packed.codec, common["rows"], common["columns"]
     codes, scales = (packed.parts[suffix] for suffix in codec.suffixes[:2])
     words = codes.flatten(2)
@@ -344,8 +345,8 @@ def _fill_four(packed: Packed, matrices: int, common: dict[str, Any]) -> None:
         group, whole = codec.group, packed.parts[codec.names.whole]
         times, rounds = ("over", "bfloat16") if codec.names.divides else ("times", "")
     width = -(-columns // per)
-    block = min(power_of_two(width), 512)
-    _four[(matrices * rows, triton.cdiv(width, block))](
+    options = {"WORDS": min(power_of_two(width), 512)} | config
+    _four[(matrices * rows, triton.cdiv(width, options["WORDS"]))](
         packed=words,
         scale=scales,
         whole=whole,
@@ -362,9 +363,9 @@ def _fill_four(packed: Packed, matrices: int, common: dict[str, Any]) -> None:
         SCALE=kind,
         WHOLE=times,
         ROUND=rounds,
-        WORDS=block,
         # a product plus the offset is rounded twice, as the format has it: not fused
         enable_fp_fusion=kind != "nested",
+        **options,
         **common,
     )
 
@@ -468,11 +469,18 @@ def _plain(scales: Tensor) -> Tensor:
 class Expand:
     """The candidate: expand() as in kernels.expand, and `fill` for many matrices in one launch."""
 
-    fill = staticmethod(fill)
+    def __init__(self, config: Config | None = None):
+        self.config = config
+
+    def configured(self, config: Config) -> Implementation:
+        return Expand(config)
+
+    def fill(self, packed: Packed, experts: Tensor | int, out: Tensor) -> None:
+        fill(packed, experts, out, self.config)
 
     def __call__(self, packed: Packed, expert: int | None, out: Tensor) -> Tensor:
         one = packed if expert is None else packed[expert]
-        fill(
+        self.fill(
             Packed(one.codec, {name: part.unsqueeze(0) for name, part in one.parts.items()}),
             0,
             out.unsqueeze(0),
