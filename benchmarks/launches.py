@@ -212,24 +212,24 @@ def main() -> None:
     options.add_argument("models", nargs="*", choices=[[], *CASES], default=[])
     options.add_argument("--keep", choices=("before", "after"))
     options.add_argument("--write", type=Path)
-    asked = options.parse_args()
+    arguments = options.parse_args()
     nothing: dict[str, Any] = {"counts": {}}
     kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"before": nothing, "after": nothing}
     counts: dict[str, Counts] = {}
-    for name in asked.models or CASES:
+    for name in arguments.models or CASES:
         case = CASES[name]
-        counts[name] = count(json.loads((asked.configs / f"{case.config}.json").read_text()), case)
+        counts[name] = count(json.loads((arguments.configs / f"{case.config}.json").read_text()), case)
         for group, (number, size) in counts[name].items():
             print(f"{name:18} {group:24} {number:8,} {size / 1e9:10.1f} GB", flush=True)
-    if asked.keep:
-        kept[asked.keep] = {
+    if arguments.keep:
+        kept[arguments.keep] = {
             "date": str(date.today()),
             "torch": torch.__version__,
-            "counts": {**kept[asked.keep]["counts"], **counts},
+            "counts": {**kept[arguments.keep]["counts"], **counts},
         }
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    if asked.write:
-        asked.write.write_text(page(kept), encoding="utf-8")
+    if arguments.write:
+        arguments.write.write_text(page(kept), encoding="utf-8")
 
 
 if __name__ == "__main__":
