@@ -5,7 +5,8 @@
 
 A launch is one torch operation that is no view, or one call of a Triton kernel. Its bytes are those of its
 tensor arguments and of its result: each operand is read or written once. That is a lower bound for a kernel
-that reads an operand several times, and an upper bound for one that reads a part of it.
+that reads an operand several times, and an upper bound for one that reads a part of it. A gather reads as
+many numbers as it writes.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from unfreeze.kernels.choice import choose as choosing
 from unfreeze.kernels.choice import predicted
 
 PACKAGE = Path(unfreeze.__file__).parent
-Report = Callable[[str, Iterable[object]], None]
-"""(name of a kernel, its arguments)."""
+Report = Callable[..., None]
+"""(name of a kernel, its arguments, its group: by the line that runs it)."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "addmv", "mv"}
 UNLAUNCHED = {
     "empty",
@@ -42,11 +43,14 @@ UNLAUNCHED = {
     "lift_fresh",
     "detach",
 }
+GATHERS = {"embedding", "index_select", "gather"}  # they read as many numbers as they write
 GROUPS: tuple[tuple[str, str], ...] = (
     ("kernels/expand", "expansion"),
     ("kernels/int4_grouped_mm", "experts"),
     ("kernels/grouped_mm", "experts"),
     ("kernels/attention", "attention"),
+    ("kernels/swiglu", "activation"),
+    ("models/blocks/mlp", "activation"),
     ("kernels/rms_norm", "norms"),
     ("models/blocks/norm", "norms"),
     ("kernels/rotary", "rotary"),
@@ -144,7 +148,7 @@ class Launches(TorchDispatchMode):
         group = next((group for start, group in GROUPS if inner[0].startswith(start)), "")
         if group:
             return group
-        thin = any(self.rank in tensor.shape[-2:] for tensor in tensors if tensor.dim() >= 2)
+        thin = any(self.rank in tensor.shape for tensor in tensors if tensor.dim() == 2)
         if thin:
             return "adapters"
         return "dense layers" if name in PRODUCTS else "elementwise"
@@ -174,12 +178,12 @@ class Flash(torch.autograd.Function):
         lse = torch.empty(q.shape[:3], device=q.device)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.report = report
-        report("flash", [q, k, v, o, lse])
+        report("flash", [q, k, v, o, lse], "attention")
         return o
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, lse = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        ctx.report("flash", [q, k, v, o, lse, *gradients, dq, dk, dv])
+        ctx.report("flash", [q, k, v, o, lse, *gradients, dq, dk, dv], "attention")
         return dq, dk, dv, None
