@@ -166,12 +166,15 @@ def running(op: Op, device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def _by_design(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
-    refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
-    if op.preferred and not refused:
-        return Choice(op.preferred, op.because, "by design")
+    refused, why = "", op.because
+    for name in filter(None, (op.preferred, op.instead)):
+        reason = op.candidates[name].refuses(device.type, dtype)
+        if not reason:
+            return Choice(name, why, "by design")
+        refused += f"{'; ' if refused else ''}{name} cannot run: {reason}"
+        why = refused
     if not running(op, device, dtype):
-        why = f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
-        return Choice("reference", why, "by design")
+        return Choice("reference", refused or "no candidate runs here", "by design")
     if bucket not in {case.bucket for case in op.cases}:
         return Choice("reference", "inputs of this kind are not measured", "not measured")
     return None

@@ -51,6 +51,8 @@ def cells(
             return bucket in attention
         if name == "packed_experts":
             return experts and bool(kinds)
+        if name == "swiglu":
+            return ", " not in bucket  # of the activations only SwiGLU has a loop
         return name != "expand" or (bucket.partition(", ")[2] or "int4") in kinds
 
     return [
