@@ -144,9 +144,7 @@ OP = Op(
     name="swiglu",
     reference=SwiGLU(reference),
     candidates={
-        **of_modules(
-            "unfreeze.kernels.swiglu", SwiGLU, "6 bytes a number, the reference 10 (clamped: 90 and more)"
-        ),
+        **of_modules("unfreeze.kernels.swiglu", SwiGLU, "6 bytes a number, the reference 10 (clamped 84)"),
         "liger": Candidate(liger.load_swiglu, liger.refuses, waits_on=("cuda",)),
     },
     cases=tuple(
