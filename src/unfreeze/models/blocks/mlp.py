@@ -35,8 +35,8 @@ class MLP(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: gate, up and h, 3 I. No gradient needs down_proj's output.
 
-        Own: 5 I are alive in SwiGLU's backward (`Nonlinearity.alive_on`). Later dgate and dup are alive with two
-        gradients of the input, from the product and from its adapter: 2 I + 2 D.
+        Own: 5 I are alive in SwiGLU's backward (`Nonlinearity.alive_on`). Later dgate and dup are alive with
+        two gradients of the input, from the product and from its adapter: 2 I + 2 D.
         """
         D, I = self.down_proj.out_features, self.gate_proj.out_features
         worst = max(self.activation.alive_on(device) * I, 2 * I + 2 * D)
