@@ -6,6 +6,7 @@ It keeps gate and up. Autograd would also keep silu(gate), and pass over memory 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from unfreeze.kernels import liger
 from unfreeze.kernels.choice.candidates import of_modules
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.draw import drawn
-from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Op
+from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Implementation, Op
 from unfreeze.kernels.loops.rows import rows_view
 from unfreeze.kernels.swiglu import reference
 from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU
@@ -139,6 +140,47 @@ def _case(rows: int, width: int, cuda_rows: int, activation: Activation = SWIGLU
     return Case(bucket(size, size, activation), inputs)
 
 
+def _weighted(implementation: Implementation) -> Implementation | None:
+    """backward_weighted of an implementation, which then returns (w h, gradients of gate_up, score)."""
+    if not isinstance(implementation, SwiGLU):
+        return None
+
+    def backward_weighted(
+        dh: Tensor, gate_up: Tensor, weight_n: Tensor, activation: Activation
+    ) -> tuple[Tensor, ...]:
+        weighted, grad_gate_up = torch.empty_like(dh), torch.empty_like(gate_up)
+        score_n = weight_n.new_empty(len(dh))
+        implementation.functions.backward_weighted(
+            dh,
+            *activation.split(gate_up),
+            weight_n,
+            weighted,
+            *activation.split(grad_gate_up),
+            score_n,
+            activation,
+        )
+        return weighted, grad_gate_up, score_n
+
+    return backward_weighted
+
+
+def _weighted_case(activation: Activation) -> Case:
+    """16 rows, some of weight 0. The weights are in float32, whatever the rows are in."""
+
+    def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
+        n, width = 16, 520
+        dh, gate_up = (
+            drawn(device, generator, functools.partial(torch.randn, (n, columns))).to(dtype)
+            for columns in (width, 2 * width)
+        )
+        weight = drawn(device, generator, functools.partial(torch.rand, (n,)))
+        weight[::7] = 0.0
+        return dh, gate_up, weight, activation
+
+    name = f"backward_weighted, {activation.kind}"
+    return Case(bucket(torch.empty((16, 520), device="meta"), None), inputs, function=_weighted, name=name)
+
+
 KINDS = (SWIGLU, GeGLU(), ClampedSwiGLU(interleaved=True, limit=1.0))  # random numbers seldom reach 7
 OP = Op(
     name="swiglu",
@@ -154,5 +196,6 @@ OP = Op(
     ),
     # float32: the exponential is good to 3e-7
     # bf16: two roundings of at most 2^-8 each, about 2^-9.3 in the mean square
+    uses=(*map(_weighted_case, KINDS), *(replace(_case(16, 520, 16, a), name=a.kind) for a in KINDS[1:])),
     tolerance={torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3},
 )
