@@ -257,9 +257,9 @@ def test_the_sum_of_what_each_block_has_in_its_own_backward_is_too_much(live, mo
 
 
 def test_references_take_more_than_the_kernels_the_plan_is_for(live, monkeypatch):
-    """Control: SwiGLU's reference makes two more tensors as wide as a dense MLP."""
+    """Control: SwiGLU's reference makes another tensor as wide as a dense MLP."""
     counted, planned = peak(live, "Qwen2.5-7B", 8192, "layers", monkeypatch, kernels=False)
-    assert planned < 0.85 * counted
+    assert planned < 0.88 * counted
 
 
 class Remembered(torch.autograd.Function):

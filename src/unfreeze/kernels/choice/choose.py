@@ -156,7 +156,8 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
         if not fault:
             if choice.origin == "predicted, not measured":
                 _log_once(device_key(device), choice.origin)
-            return choice._replace(why="; ".join([choice.why, *faults]))
+            told = _refusals(op, device, dtype) if op.instead and choice.runs == op.instead else []
+            return choice._replace(why="; ".join([choice.why, *told, *faults]))
         able.remove(choice.runs)
         faults.append(f"{choice.runs} failed its check: {fault}")
     why = f"no record for {device_key(device)}; unfreeze dev kernels measure --op {op.name} makes one"
@@ -176,15 +177,24 @@ def running(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> li
     ]
 
 
+def _refusals(op: Op, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The reasons why the preferred candidate, and the one that runs instead of it, cannot run there."""
+    reasons = {
+        name: op.candidates[name].refuses(device.type, dtype)
+        for name in filter(None, (op.preferred, op.instead))
+    }
+    return [f"{name} cannot run: {reason}" for name, reason in reasons.items() if reason]
+
+
 def _by_design(
     op: Op, device: torch.device, dtype: torch.dtype, bucket: str, able: Collection[str]
 ) -> Choice | None:
-    refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
-    if op.preferred in able:
-        return Choice(op.preferred, op.because, "by design")
+    for name in (op.preferred, op.instead):
+        if name in able:
+            return Choice(name, op.because, "by design")
     if not able:
-        why = f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
-        return Choice("reference", why, "by design")
+        refused = "; ".join(_refusals(op, device, dtype))
+        return Choice("reference", refused or "no candidate runs here", "by design")
     if bucket not in {case.bucket for case in op.cases}:
         return Choice("reference", "inputs of this kind are not measured", "not measured")
     return None

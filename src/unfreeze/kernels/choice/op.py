@@ -101,6 +101,7 @@ class Op:
     preferred  a candidate that runs wherever it doesn't refuse and was not timed as slower, whatever the
                records say, `because` it keeps a promise beyond speed (expert_mlp's "fused": nothing expanded
                is saved for backward). "" for every op whose candidates differ in speed only.
+    instead    a candidate that keeps that promise too, slower: it runs where `preferred` refuses.
     against    the implementation that its candidates are timed against at a machine's first start (timed.py);
                None: the reference.
     uses       cases of functions beside the one that autograd sees: a candidate must be exact in these too.
@@ -115,6 +116,7 @@ class Op:
     differentiable: bool = True
     exact_dtype: torch.dtype | None = torch.float64
     preferred: str = ""
+    instead: str = ""
     because: str = ""
     against: Implementation | None = None
     uses: tuple[Case, ...] = ()

@@ -77,6 +77,8 @@ def cells(
             return bucket in attention
         if name == "packed_experts":
             return experts and bool(kinds)
+        if name == "swiglu":
+            return ", " not in bucket  # other activations have no loop; on a GPU they are among its uses
         if name == "expert_mlp":
             return experts and ("unpacked" in bucket or "all weights" in bucket) != bool(kinds)
         if name in ("token_order", "grouped_mm"):
