@@ -226,7 +226,7 @@ def timed(monkeypatch, runs="quick", **us):
     """This machine has timed the planted op so."""
     key, us = ("double", "bfloat16", "any"), {"reference": 100.0, "quick": 40.0, **us}
     row = {"op": key[0], "dtype": key[1], "bucket": key[2], "runs": runs, "us": us, "wrong": {}, "date": "d"}
-    monkeypatch.setattr(choosing, "known", lambda: {key: row})
+    monkeypatch.setattr(choosing, "known", lambda device: {key: row})
 
 
 def test_what_this_machine_has_timed_beats_every_record(files, monkeypatch):
@@ -284,10 +284,13 @@ def test_a_gpu_without_records_borrows_nothing_and_says_so_once(files, caplog):
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"op": 1}', '[{"op": "double"}]'])
-def test_a_broken_file_is_named(files, text):
+def test_a_broken_file_is_named_once_and_stops_no_run(files, text, caplog):
     files["user/cpu-avx2"] = text
-    with pytest.raises(ConfigError, match=r"cpu-avx2\.json .*kernel records"):
-        by_record(planted(), CPU, BF16, "any")
+    record._warn_once.cache_clear()
+    for _ in range(2):
+        assert by_record(planted(), CPU, BF16, "any").runs == "reference"
+    (warning,) = [line.message for line in caplog.records if line.levelno == logging.WARNING]
+    assert "cpu-avx2.json" in warning and "kernel records" in warning and "it is not read" in warning
 
 
 def test_the_second_call_looks_up_and_says_nothing(files, caplog, monkeypatch):

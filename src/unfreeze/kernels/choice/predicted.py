@@ -40,9 +40,9 @@ def _origin(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> st
 def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
     """The reason why that candidate may not run; "" if it is right.
 
-    It fails if it raises, or is not exact within the op's own tolerance. The check uses the smallest case
-    that it is predicted for, with CPU sizes; the exact result is computed on the CPU. Compiling it takes
-    about a second.
+    It fails if it raises, or is not exact within the op's own tolerance: as autograd sees it, and in each
+    function that others call (`Op.uses`). The check uses the smallest case that it is predicted for, with CPU
+    sizes; the exact result is computed on the CPU. Compiling it takes about a second.
     """
     wanted = op.candidates[name].predicted_buckets if name in op.candidates else ()
     cases = (case for case in op.cases if not wanted or case.bucket in wanted)
@@ -53,7 +53,11 @@ def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
     def load() -> Implementation:
         return implementation_of(op, name, device, dtype)
 
-    return fault(op, case, load, device, dtype, op.tolerance[dtype])
+    uses = [use for use in op.uses if dtype in use.dtypes and (not wanted or use.bucket in wanted)]
+    for part in (case, *uses):
+        if reason := fault(op, part, load, device, dtype, op.tolerance[dtype]):
+            return f"{part.name}: {reason}" if part.name else reason
+    return ""
 
 
 def fault(
@@ -70,7 +74,8 @@ def fault(
     """
     try:
         with torch.inference_mode(False):
-            worst = _error(op, case, load(), device, dtype)
+            function = case.function(load())
+            worst = 0.0 if function is None else _error(op, case, function, device, dtype)
     # any failure disqualifies it
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
