@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unfreeze.kernels.choice import choose as choosing
+from unfreeze.kernels.choice import op as declared
 from unfreeze.kernels.choice import ops, predicted, record
 from unfreeze.kernels.choice.choose import by_record
 from unfreeze.kernels.choice.op import Candidate, Case, Op
@@ -20,6 +21,7 @@ CPU, F32 = torch.device("cpu"), torch.float32
 PREDICTED = {
     "adamw",
     "expand",
+    "grouped_mm",
     "int4_grouped_mm",
     "linear_cross_entropy",
     "rms_norm",
@@ -121,6 +123,7 @@ def h200(monkeypatch, interpreted):
     jit = pytest.importorskip("triton.runtime.jit")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(predicted, "wrong", lambda *_: "")
+    monkeypatch.setattr(declared, "capability", lambda device: (9, 0))
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     for kernel in (jit.JITFunction, interpreter.InterpretedFunction):
         monkeypatch.setattr(kernel, "run", lambda *_, **__: None)
