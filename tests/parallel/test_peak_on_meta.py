@@ -27,7 +27,8 @@ from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention import sdpa
 from unfreeze.kernels.choice import choose as choosing
-from unfreeze.kernels.choice import predicted
+from unfreeze.kernels.choice import op as declared
+from unfreeze.kernels.choice import predicted, record
 from unfreeze.kernels.expert_mlp import backend, release_scratch
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts as experts_block
@@ -165,7 +166,9 @@ def as_on_an_h200(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(predicted, "wrong", lambda *_: "")
     patch.setattr(choosing, "_CHOSEN", {})
     patch.setattr(choosing, "_WRONG", {})
-    patch.setattr(choosing, "device_key", lambda device: "nvidia-h200")
+    for module in (choosing, record):
+        patch.setattr(module, "device_key", lambda device: "nvidia-h200")
+    patch.setattr(declared, "capability", lambda device: (9, 0))
     patch.setattr(choosing, "record_rows", lambda *_: [])
     real = choosing._choose
 

@@ -43,11 +43,11 @@ class TestCompiling:
 
     pytestmark = needs_triton
 
-    def test_two_kernels_compile_for_a_card_of_99_kib_and_for_amd(self, tmp_path):
-        kernels = ("expand._integers", "grouped_mm._rows")
-        code, lines, good = compiling(tmp_path, "--only", *kernels, "--first", "--targets", "sm_86", "gfx942")
-        assert code == 0 and good == len(lines) == 4
-        assert all(any(line.startswith(kernel) for line in lines) for kernel in kernels)
+    def test_a_kernel_compiles_for_a_card_of_99_kib_and_for_amd(self, tmp_path):
+        only = ("--only", "grouped_mm._rows", "--first", "--targets", "sm_86", "gfx942")
+        code, lines, good = compiling(tmp_path, *only)
+        assert code == 0 and good == len(lines) == 2
+        assert "on sm_86" in lines[0] and "on gfx942" in lines[1]
 
     @pytest.mark.nightly
     def test_every_kernel_compiles_for_every_gpu_without_spills_and_planted_faults_are_found(self, tmp_path):
