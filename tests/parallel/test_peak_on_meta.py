@@ -28,8 +28,6 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention import DocumentLayout, Mask, sdpa
-from unfreeze.kernels.choice import choose as choosing
-from unfreeze.kernels.choice import predicted
 from unfreeze.kernels.expert_mlp import backend, release_scratch
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.kernels.packed_attention import flash_cuda, packed_attention
