@@ -9,6 +9,7 @@ for the fullest group of experts.
 
 import functools
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from benchmarks.harness.on_meta import as_on_an_h200
 from benchmarks.harness.shapes import KIMI_K2 as KIMI
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
@@ -26,10 +28,9 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention import sdpa
-from unfreeze.kernels.choice import choose as choosing
-from unfreeze.kernels.choice import predicted
 from unfreeze.kernels.expert_mlp import backend, release_scratch
 from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.kernels.packed_attention import flash_cuda
 from unfreeze.models.blocks import experts as experts_block
 from unfreeze.models.blocks.bytes import Bytes
 from unfreeze.parallel.machine import Hardware
@@ -56,6 +57,15 @@ class Attention(torch.autograd.Function):
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         del of_heads, sum_of_dq
         return dq, dk, dv
+
+
+def in_one_call(do, q, k, v, o, lse, documents):
+    """The bytes of a flash kernel's backward for all documents: as Attention's, of equal widths."""
+    dq, sum_of_dq = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
+    of_heads = [torch.empty_like(q), torch.empty_like(q)] if k.shape[1] != q.shape[1] else []
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    del of_heads, sum_of_dq
+    return dq, dk, dv
 
 
 SHARED = {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_hidden_layers": 2}
@@ -120,6 +130,16 @@ OTHERS = {  # other blocks: fused projections, norms behind parts, windows, head
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
     },
+    "Gemma-3-4B, of narrower windows than its documents": {
+        **SHARED,
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 1024,
+    },
     "Gemma-4-31B": {
         **SHARED,
         "model_type": "gemma4_text",
@@ -152,36 +172,18 @@ CASES = [
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
-def as_on_an_h200(patch: pytest.MonkeyPatch) -> None:
-    """Kernels are chosen for tensors on meta as on an H200 that nobody measured; they launch nothing."""
-    for module in ("triton.runtime.jit", "triton.runtime.interpreter"):
-        pytest.importorskip(module)
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    patch.setenv("TRITON_INTERPRET", "0")
-    for kernel in (JITFunction, InterpretedFunction):
-        patch.setattr(kernel, "run", lambda *_, **__: None)
-    patch.setattr(predicted, "wrong", lambda *_: "")
-    patch.setattr(choosing, "_CHOSEN", {})
-    patch.setattr(choosing, "_WRONG", {})
-    patch.setattr(choosing, "device_key", lambda device: "nvidia-h200")
-    patch.setattr(choosing, "record_rows", lambda *_: [])
-    real = choosing._choose
-
-    def on_cuda(op, device, dtype, bucket, impl):
-        return real(op, torch.device("cuda", 0) if device.type == "meta" else device, dtype, bucket, impl)
-
-    patch.setattr(choosing, "_choose", on_cuda)
-
-
 def peak(
     live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch, kernels: bool = True
 ) -> tuple[int, int]:
     """(counted, planned) bytes of a step but weights, adapter, moments and loss."""
     release_scratch()
-    if kernels:
-        as_on_an_h200(patch)
+    with as_on_an_h200() if kernels else nullcontext():
+        return _peak(live, name, tokens, recompute, patch)
+
+
+def _peak(
+    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch
+) -> tuple[int, int]:
     config = (MODELS | OTHERS)[name]
     experts = config.get("n_routed_experts") or config.get("num_experts")
     fused = functools.partial(expert_mlp.fused_expert_mlp, backend=Grouped())
@@ -195,6 +197,7 @@ def peak(
     if experts:
         ends = [(e + 1) * tokens * 8 // experts for e in range(experts)]
         patch.setattr(backend.DeviceRouting, "ends", ends)
+    patch.setattr(flash_cuda, "backward", in_one_call)
     patch.setattr(sdpa, "torch_attention", lambda q, k, v, scale: Attention.apply(q, k, v))
     for module in (low_rank.LowRank, low_rank.ExpertLowRank):
         patch.setattr(module, "reset", lambda *_: None)

@@ -16,7 +16,16 @@ def test_on_a_cpu_the_generator_draws_as_torch_does():
 
 @pytest.mark.parametrize(
     "name",
-    ["attention", "expert_mlp", "int4_grouped_mm", "linear_cross_entropy", "rotary", "swiglu", "token_order"],
+    [
+        "attention",
+        "expert_mlp",
+        "grouped_mm",
+        "int4_grouped_mm",
+        "linear_cross_entropy",
+        "rotary",
+        "swiglu",
+        "token_order",
+    ],
 )
 def test_no_case_draws_its_tensors_on_the_host(name, monkeypatch):
     """For meta, in place of a GPU: the host draws a few thousand ids at most."""

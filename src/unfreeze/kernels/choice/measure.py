@@ -200,8 +200,8 @@ def candidates_of(
     errors: dict[str, Errors] = {}
     refused: dict[str, str] = {}
     for name, candidate in op.candidates.items():
-        if candidate.refuses(device.type, dtype):
-            continue  # a fact of this machine, not of the candidate: it is not recorded
+        if not candidate.can(device.type, dtype, case.bucket):
+            continue  # a fact of this machine or of its purpose: it is not recorded
         try:
             implementation = implementation_of(op, name, device, dtype)
             errors[name] = truth.errors(implementation)

@@ -44,7 +44,8 @@ def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
     function that others call (`Op.uses`). The check uses the smallest case that it is predicted for, with CPU
     sizes; the exact result is computed on the CPU. Compiling it takes about a second.
     """
-    wanted = op.candidates[name].predicted_buckets if name in op.candidates else ()
+    candidate = op.candidates.get(name)
+    wanted = (candidate.predicted_buckets or candidate.computes) if candidate else ()
     cases = (case for case in op.cases if not wanted or case.bucket in wanted)
     case = next((case for case in cases if dtype in case.dtypes), None)
     if case is None or dtype not in op.tolerance:

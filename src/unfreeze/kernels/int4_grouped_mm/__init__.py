@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.choice.draw import drawn, normal, uniform
-from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
+from unfreeze.kernels.choice.op import Arguments, Case, Config, Implementation, Op
 from unfreeze.kernels.expand.bucket import readable
 from unfreeze.kernels.int4_grouped_mm import reference
 from unfreeze.kernels.loops import triton_options
@@ -58,7 +58,7 @@ def expands(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> bool:
 def _load_triton() -> Implementation:
     from unfreeze.kernels.int4_grouped_mm import triton_cuda
 
-    return triton_cuda.int4_grouped_mm
+    return triton_cuda.Int4GroupedMm()
 
 
 def _case(name: str, rows: int) -> Case:
@@ -81,12 +81,23 @@ def _case(name: str, rows: int) -> Case:
     return Case(name, inputs)
 
 
+CONFIGS: tuple[Config, ...] = (
+    {"OUT": 128, "num_warps": 8, "num_stages": 2},
+    {"OUT": 64, "num_warps": 4, "num_stages": 4},
+    {"OUT": 32, "num_warps": 4, "num_stages": 4},
+    {"ROWS": 64, "OUT": 64, "num_warps": 8, "num_stages": 3},
+)
+"""Measured beside its own (64 outputs, 3 stages)."""
+
 OP = Op(
     name="int4_grouped_mm",
     reference=reference.int4_grouped_mm,
     candidates={
         "triton": triton_options.candidate(
-            _load_triton, "0.6 bytes a weight, the reference 4.6", ("up to 8", "up to 64")
+            _load_triton,
+            "0.6 bytes a weight, the reference 4.6",
+            ("up to 8", "up to 64"),
+            configs=dict.fromkeys(("up to 8", "up to 64", "up to 512"), CONFIGS),
         )
     },
     cases=(_case("up to 8", 1), _case("up to 64", 32), _case("up to 512", 256), _case("over 512", 1024)),
