@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Case, Op
 from unfreeze.kernels.loops import triton_options
 from unfreeze.kernels.token_permute import reference
@@ -128,14 +129,9 @@ def _case(tokens: int, per_token: int, num_experts: int, width: int, cuda_width:
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         D = cuda_width if device.type == "cuda" else width
-        x = torch.randn((tokens, D), generator=generator).to(device, dtype).requires_grad_()
-        ids = torch.rand((tokens, num_experts), generator=generator).topk(per_token, dim=1).indices.to(device)
-        return (
-            x,
-            ids,
-            torch.rand((tokens, per_token), generator=generator).to(device).requires_grad_(),
-            num_experts,
-        )
+        x = normal(device, generator, tokens, D).to(dtype).requires_grad_()
+        ids = uniform(device, generator, tokens, num_experts).topk(per_token, dim=1).indices
+        return x, ids, uniform(device, generator, tokens, per_token).requires_grad_(), num_experts
 
     ids = torch.empty((tokens, per_token), device="meta")
     return Case(bucket(ids, ids, None, num_experts), inputs)
