@@ -52,7 +52,7 @@ def _say(ratio: float, pieces: int) -> None:
 
 
 class _Pieces:
-    """What the pieces of one call have in common."""
+    """The pieces of one call: `call(piece, x, weights)` is the output of one."""
 
     def __init__(
         self, dispatch: RowsDispatch, experts: Experts, ids_TK: Tensor, pieces: int, read: bool, depth: int
