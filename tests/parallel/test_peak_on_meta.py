@@ -30,6 +30,7 @@ from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention import sdpa
 from unfreeze.kernels.expert_mlp import backend, release_scratch
 from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.kernels.packed_attention import flash_cuda
 from unfreeze.models.blocks import experts as experts_block
 from unfreeze.models.blocks.bytes import Bytes
 from unfreeze.parallel.machine import Hardware
@@ -56,6 +57,15 @@ class Attention(torch.autograd.Function):
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         del of_heads, sum_of_dq
         return dq, dk, dv
+
+
+def in_one_call(do, q, k, v, o, lse, documents):
+    """The bytes of a flash kernel's backward for all documents: as Attention's, of equal widths."""
+    dq, sum_of_dq = torch.empty_like(q), torch.empty_like(q, dtype=torch.float32)
+    of_heads = [torch.empty_like(q), torch.empty_like(q)] if k.shape[1] != q.shape[1] else []
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    del of_heads, sum_of_dq
+    return dq, dk, dv
 
 
 SHARED = {"rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_hidden_layers": 2}
@@ -120,6 +130,16 @@ OTHERS = {  # other blocks: fused projections, norms behind parts, windows, head
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
     },
+    "Gemma-3-4B, of narrower windows than its documents": {
+        **SHARED,
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 1024,
+    },
     "Gemma-4-31B": {
         **SHARED,
         "model_type": "gemma4_text",
@@ -177,6 +197,7 @@ def _peak(
     if experts:
         ends = [(e + 1) * tokens * 8 // experts for e in range(experts)]
         patch.setattr(backend.DeviceRouting, "ends", ends)
+    patch.setattr(flash_cuda, "backward", in_one_call)
     patch.setattr(sdpa, "torch_attention", lambda q, k, v, scale: Attention.apply(q, k, v))
     for module in (low_rank.LowRank, low_rank.ExpertLowRank):
         patch.setattr(module, "reset", lambda *_: None)
@@ -236,9 +257,9 @@ def test_the_sum_of_what_each_block_has_in_its_own_backward_is_too_much(live, mo
 
 
 def test_references_take_more_than_the_kernels_the_plan_is_for(live, monkeypatch):
-    """Control: SwiGLU's reference makes two more tensors as wide as a dense MLP."""
+    """Control: SwiGLU's reference makes another tensor as wide as a dense MLP."""
     counted, planned = peak(live, "Qwen2.5-7B", 8192, "layers", monkeypatch, kernels=False)
-    assert planned < 0.85 * counted
+    assert planned < 0.88 * counted
 
 
 class Remembered(torch.autograd.Function):

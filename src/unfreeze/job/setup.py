@@ -37,7 +37,7 @@ from unfreeze.job.end.written import forget_written
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.kernels import predicted_ops, settle_kernels
 from unfreeze.job.opening.loading import load_divided, load_weights
-from unfreeze.job.opening.precision import dtype_line, warn_slow
+from unfreeze.job.opening.precision import dtype_line, warn_device
 from unfreeze.job.opening.processes import start_of
 from unfreeze.job.opening.streaming import Followed
 from unfreeze.job.parts import Parts
@@ -192,7 +192,7 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     note = export_note(parts.trained.lora, setup.start, model)
     emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, note=note)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
-    warn_slow(folder, config, setup.device)
+    warn_device(folder, config, setup.device)
     return plan, model
 
 
