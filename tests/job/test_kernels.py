@@ -203,10 +203,10 @@ def card(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "device_key", lambda device: "mock-9000")
     monkeypatch.setattr(times, "_UNWRITTEN", {})
     monkeypatch.setattr(
-        table, "running", lambda op, device, dtype: ["triton"] if "triton" in op.candidates else []
+        table, "running", lambda op, device, dtype, bucket: ["triton"] if "triton" in op.candidates else []
     )
     monkeypatch.setattr(
-        choose, "running", lambda op, device, dtype: ["triton"] if "triton" in op.candidates else []
+        choose, "running", lambda op, device, dtype, bucket: ["triton"] if "triton" in op.candidates else []
     )
     asked = []
 

@@ -9,6 +9,7 @@ for the fullest group of experts.
 
 import functools
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from benchmarks.harness.on_meta import as_on_an_h200
 from benchmarks.harness.shapes import KIMI_K2 as KIMI
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
@@ -26,8 +28,6 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention import DocumentLayout, Mask, sdpa
-from unfreeze.kernels.choice import choose as choosing
-from unfreeze.kernels.choice import predicted
 from unfreeze.kernels.expert_mlp import backend, release_scratch
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.kernels.packed_attention import flash_cuda, packed_attention
@@ -173,36 +173,18 @@ CASES = [
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
-def as_on_an_h200(patch: pytest.MonkeyPatch) -> None:
-    """Kernels are chosen for tensors on meta as on an H200 that nobody measured; they launch nothing."""
-    for module in ("triton.runtime.jit", "triton.runtime.interpreter"):
-        pytest.importorskip(module)
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    patch.setenv("TRITON_INTERPRET", "0")
-    for kernel in (JITFunction, InterpretedFunction):
-        patch.setattr(kernel, "run", lambda *_, **__: None)
-    patch.setattr(predicted, "wrong", lambda *_: "")
-    patch.setattr(choosing, "_CHOSEN", {})
-    patch.setattr(choosing, "_WRONG", {})
-    patch.setattr(choosing, "device_key", lambda device: "nvidia-h200")
-    patch.setattr(choosing, "record_rows", lambda *_: [])
-    real = choosing._choose
-
-    def on_cuda(op, device, dtype, bucket, impl):
-        return real(op, torch.device("cuda", 0) if device.type == "meta" else device, dtype, bucket, impl)
-
-    patch.setattr(choosing, "_choose", on_cuda)
-
-
 def peak(
     live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch, kernels: bool = True
 ) -> tuple[int, int]:
     """(counted, planned) bytes of a step but weights, adapter, moments and loss."""
     release_scratch()
-    if kernels:
-        as_on_an_h200(patch)
+    with as_on_an_h200() if kernels else nullcontext():
+        return _peak(live, name, tokens, recompute, patch)
+
+
+def _peak(
+    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch
+) -> tuple[int, int]:
     config = (MODELS | OTHERS)[name]
     experts = config.get("n_routed_experts") or config.get("num_experts")
     fused = functools.partial(expert_mlp.fused_expert_mlp, backend=Grouped())
@@ -269,12 +251,11 @@ def test_the_plan_holds_for_blocks_of_other_families(name, recompute, live, monk
     ids=["Kimi-K2", "gpt-oss"],
 )
 def test_attention_in_one_call_takes_what_its_block_counts(shape, sinks, live, monkeypatch):
-    as_on_an_h200(monkeypatch)
     monkeypatch.setattr(flash_cuda, "backward", in_one_call)
     T, (H, G, d, v, window, *_) = 4096, shape
     leaves = [meta_leaf(T, H, d), meta_leaf(T, G, d), meta_leaf(T, G, v), *([meta_leaf(H)] if sinks else [])]
     layout = DocumentLayout.build([0, 300, 1500], T, "meta")
-    with live.Live(leaves) as watch:
+    with as_on_an_h200(), live.Live(leaves) as watch:
         o = packed_attention(*leaves[:3], layout, 0.1, Mask(window), None, *leaves[3:])
         torch.autograd.grad(o, leaves, torch.empty_like(o))
     counted = attention_bytes(shape._replace(one_call=True), torch.bfloat16, "cuda")
@@ -299,9 +280,9 @@ def test_the_sum_of_what_each_block_has_in_its_own_backward_is_too_much(live, mo
 
 
 def test_references_take_more_than_the_kernels_the_plan_is_for(live, monkeypatch):
-    """Control: SwiGLU's reference makes two more tensors as wide as a dense MLP."""
+    """Control: SwiGLU's reference makes another tensor as wide as a dense MLP."""
     counted, planned = peak(live, "Qwen2.5-7B", 8192, "layers", monkeypatch, kernels=False)
-    assert planned < 0.85 * counted
+    assert planned < 0.88 * counted
 
 
 class Remembered(torch.autograd.Function):

@@ -40,7 +40,7 @@ from unfreeze.quant.codec import (
     parts_nbytes,
     refuse_other_values,
 )
-from unfreeze.quant.grids import AT_ONCE, each
+from unfreeze.quant.grids import at_once, each
 from unfreeze.quant.nf4 import in_blocks, numbers4, numbers8
 from unfreeze.untrusted.json_object import parse_object
 
@@ -194,11 +194,12 @@ class Bits4:
         pairs = pairs.view(torch.int64).flatten()
         dtype: torch.dtype = getattr(torch, _TORCH[self.dtype])
         weight = torch.empty(2 * len(codes), dtype=dtype, device=codes.device)
-        for first in range(0, len(weight), AT_ONCE):  # whole blocks
-            of_bytes = codes[first // 2 : (first + AT_ONCE) // 2]
+        step = at_once(codes)  # whole blocks
+        for first in range(0, len(weight), step):
+            of_bytes = codes[first // 2 : (first + step) // 2]
             numbers = pairs.index_select(0, of_bytes.int()).view(torch.float32)
-            scales = absmax[first // self.block : (first + AT_ONCE) // self.block]
-            weight[first : first + AT_ONCE] = _by_block(numbers, scales, self.block)
+            scales = absmax[first // self.block : (first + step) // self.block]
+            weight[first : first + step] = _by_block(numbers, scales, self.block)
         return weight.view(parts["weight"].shape[0], -1)
 
     def _absmax(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -299,17 +300,8 @@ class Bits8:
                 f" torch.int8 and {list(codes.shape[:-1])}",
                 next=AGAIN,
             )
-        return each(self._matrix, parts, "weight")
-
-    def _matrix(self, parts: Mapping[str, Tensor]) -> Tensor:
-        import torch
-
-        codes, largest = parts["weight"], parts["SCB"].unsqueeze(-1)
         weight = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        step = max(1, AT_ONCE // codes.shape[1])
-        for first in range(0, len(codes), step):
-            rows = slice(first, first + step)
-            torch.mul(codes[rows].float(), largest[rows], out=weight[rows]).mul_(INVERSE_127)
+        _scaled(codes.flatten(0, -2), largest.reshape(-1, 1), weight.view(-1, codes.shape[-1]))
         return weight
 
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
@@ -324,6 +316,16 @@ class Bits8:
         per_step = 127 / largest.masked_fill(largest == 0, 1.0)
         codes = (weight.detach().float() * per_step.unsqueeze(-1)).round().to(torch.int8)
         return {"weight": codes, "SCB": largest}
+
+
+def _scaled(codes: Tensor, largest: Tensor, weight: Tensor) -> None:
+    """weight = codes * largest * (1 / 127), some rows at a time: all are [rows, in], largest [rows, 1]."""
+    import torch
+
+    step = max(1, at_once(codes) // codes.shape[1])
+    for first in range(0, len(codes), step):
+        rows = slice(first, first + step)
+        torch.mul(codes[rows].float(), largest[rows], out=weight[rows]).mul_(INVERSE_127)
 
 
 ONLY: dict[str, tuple[object, str]] = {

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 WORD = 32  # bits of an int32
 MAX_GROUP = 2**20  # input columns that share a scale; more than any layer's width
-AT_ONCE = 2**18  # weights that are expanded at once, which keeps temporaries small
 WHOLE_COLUMN = -1  # group_size that means one scale for all of them
 LEAST_RANGE = 1e-5  # minimum range of a group's weights, so that a group of zeros has a scale too
+AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
+"""Weights that are expanded at once: on a CPU temporaries fit its cache, on a GPU launches are few."""
 DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 """Dtypes of scales: name in safetensors -> name in torch."""
 
@@ -66,7 +67,7 @@ class Grid:
         finite(weight_OI)
         top, rows = (1 << self.bits) - 1, len(weight_OI)
         low_OG, high_OG = torch.zeros(2, rows, self.scales_OG.shape[1], device=weight_OI.device)
-        step = max(1, AT_ONCE // weight_OI.shape[1])
+        step = max(1, at_once(weight_OI) // weight_OI.shape[1])
         for first in range(0, rows, step):
             some = slice(first, first + step)
             weight = weight_OI[some].detach().float()
@@ -87,7 +88,7 @@ class Grid:
         top = (1 << self.bits) - 1
         codes_OI = torch.empty(weight_OI.shape, dtype=torch.uint8, device=weight_OI.device)
         beyond_OG = torch.zeros(self.scales_OG.shape, device=weight_OI.device)
-        step = max(1, AT_ONCE // weight_OI.shape[1])
+        step = max(1, at_once(weight_OI) // weight_OI.shape[1])
         for first in range(0, len(weight_OI), step):
             some = slice(first, first + step)
             scales_OG, zeros_OG = self.scales_OG[some].float(), self.zeros_OG[some].float()
@@ -120,6 +121,11 @@ class Gridded(Protocol):
     def written(self, codes_OI: Tensor, grid: Grid) -> dict[str, Tensor]:
         """The parts of one matrix with these codes on that grid."""
         ...
+
+
+def at_once(tensor: Tensor) -> int:
+    """AT_ONCE on the tensor's device."""
+    return AT_ONCE.get(tensor.device.type, AT_ONCE["cpu"])
 
 
 def plain_grid(bits: int, scale_dtype: str, weight_OI: Tensor, size: int) -> Grid:
@@ -193,7 +199,7 @@ def expand(
     columns = codes(0, 1).shape[1]
     weight_OI = torch.empty(rows, columns, dtype=scales_OG.dtype, device=scales_OG.device)
     zeros_OG, scales_OG = zeros_OG.float(), scales_OG.float()
-    step = max(1, AT_ONCE // (WORD * columns)) * WORD  # whole words of codes
+    step = max(1, at_once(weight_OI) // (WORD * columns)) * WORD  # whole words of codes
     for first in range(0, rows, step):
         last = min(first + step, rows)
         x, zeros, scales = codes(first, last).float(), zeros_OG[first:last], scales_OG[first:last]

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from unfreeze.quant.codec import Format, Part, Table, finite, refuse_other_values
+from unfreeze.quant.grids import at_once
 from unfreeze.quant.scaled import (
     EXPONENTS,
     KNOWN,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP = 32  # columns that share a scale; the specification has no other
-AT_ONCE = 2**13  # groups that are expanded at once, 2**18 weights
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of codes 0 to 7; 8 to 15 are their negatives, 8 being -0.0."""
 MAX_EXPONENT = 252  # the largest exponent whose largest value, 6 * 2 ** 125, is finite
@@ -143,8 +143,9 @@ class Mxfp4(Scaled):
         # some groups at a time, which keeps temporaries small
         bytes_G, scales_G = codes.reshape(-1, GROUP // 2), scales.reshape(-1, 1)
         weight = torch.empty(len(scales_G), GROUP, dtype=torch.bfloat16, device=codes.device)
-        for first in range(0, len(scales_G), AT_ONCE):
-            some = slice(first, first + AT_ONCE)
+        step = at_once(codes) // GROUP
+        for first in range(0, len(scales_G), step):
+            some = slice(first, first + step)
             torch.mul(unpack_e2m1(bytes_G[some]), powers_of_two(scales_G[some]), out=weight[some])
         return weight.view(shape)
 

@@ -202,6 +202,18 @@ def test_what_was_chosen_is_listed_until_it_is_forgotten(files):
     assert len(choosing.choices()) == 1
 
 
+def test_what_runs_instead_of_the_preferred_one_tells_why(files, monkeypatch):
+    """By design without a record, and as well where it was timed or measured."""
+    op = planted(preferred="gpu", instead="quick", because="it keeps a promise")
+    assert by_record(op, CPU, BF16, "any")[:2] == ("quick", "it keeps a promise; gpu cannot run: device cpu")
+    row_of_it = {"runs": "quick", "us": {"reference": 2.0, "quick": 1.0}, "wrong": {}, "date": "2026-01-31"}
+    monkeypatch.setattr(choosing, "known", lambda device: {("double", "bfloat16", "any"): row_of_it})
+    runs, why, origin = by_record(op, CPU, BF16, "any")
+    assert (runs, origin) == ("quick", "timed here") and why.endswith(
+        "2026-01-31; gpu cannot run: device cpu"
+    )
+
+
 def test_where_the_preferred_one_cannot_run_the_records_decide(files):
     files["cpu-avx2"] = [row()]
     assert by_record(planted(preferred="gpu"), CPU, BF16, "any")[0] == "quick"

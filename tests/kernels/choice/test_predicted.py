@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unfreeze.kernels.choice import choose as choosing
-from unfreeze.kernels.choice import ops, predicted, record
+from unfreeze.kernels.choice import configs, ops, predicted, record
 from unfreeze.kernels.choice.choose import by_record
 from unfreeze.kernels.choice.op import Candidate, Case, Op
 from unfreeze.kernels.expert_mlp import ExpertFactors, backend, fused_expert_mlp, release_scratch, workspace
@@ -21,6 +21,7 @@ CPU, F32 = torch.device("cpu"), torch.float32
 PREDICTED = {
     "adamw",
     "expand",
+    "grouped_mm",
     "int4_grouped_mm",
     "linear_cross_entropy",
     "rms_norm",
@@ -42,7 +43,7 @@ def doubling(candidate):
 def unmeasured(monkeypatch, tmp_path):
     for name in ("_CHOSEN", "_WRONG"):
         monkeypatch.setattr(choosing, name, {})
-    for module in (choosing, record):
+    for module in (choosing, record, configs):
         monkeypatch.setattr(module, "device_key", lambda device: "nvidia-h200")
     monkeypatch.setattr(choosing, "CHECKED", ("cpu", "cuda"))  # the planted ones, as a GPU's are
     monkeypatch.setattr(record, "COMMITTED", tmp_path)
@@ -155,7 +156,9 @@ def test_every_predicted_kernel_passes_its_check(name):
     op = ops.import_op(name)
     if op.candidates["triton"].refuses("cpu", F32):
         pytest.skip("the interpreter is not on")
-    assert predicted.wrong(op, "triton", CPU, F32) == ""
+    for label, candidate in op.candidates.items():
+        if "cuda" in candidate.predicted_on:
+            assert predicted.wrong(op, label, CPU, F32) == "", label
 
 
 class Count(TorchDispatchMode):

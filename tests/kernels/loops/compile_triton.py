@@ -32,21 +32,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from unfreeze.checkpoint.tensors import TORCH_DTYPE
 from unfreeze.kernels.adamw import AdamWRule, AdamWUpdate
 from unfreeze.kernels.adamw import triton_cuda as adamw
 from unfreeze.kernels.expand import triton_cuda as expand
+from unfreeze.kernels.expand.cases import KERNELS
 from unfreeze.kernels.expert_mlp.factors import columns
 from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.kernels.grouped_mm import triton_cuda as grouped_mm
 from unfreeze.kernels.int4_grouped_mm import triton_cuda as int4_grouped_mm
 from unfreeze.kernels.linear_cross_entropy import triton_cuda as linear_cross_entropy
 from unfreeze.kernels.rms_norm import triton_cuda as rms_norm
 from unfreeze.kernels.rotary import triton_cuda as rotary
 from unfreeze.kernels.swiglu import triton_cuda as swiglu
+from unfreeze.kernels.swiglu.activation import SWIGLU, ClampedSwiGLU, GeGLU
 from unfreeze.kernels.token_permute import triton_cuda as token_permute
 from unfreeze.quant.codec import Packed
-from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import Int4
-from unfreeze.quant.mxfp4 import Mxfp4
 
 SHARED = 227 * 1024  # bytes of shared memory that a block may have on sm_90
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
@@ -143,22 +145,18 @@ def expansions() -> list[Launch]:
     return list({launch.key(): launch for launch in reversed(kept)}.values())[::-1]
 
 
-def float_expansions() -> list[Launch]:
-    """Of gate_up in FP8 with blocks of 128 and in MXFP4."""
+def other_expansions() -> list[Launch]:
+    """Of gate_up in every other format."""
     kept: list[Launch] = []
     space = on_meta(E, 2 * WIDTH, D)
-    fp8 = {
-        "weight": on_meta(E, 2 * WIDTH, D, dtype=torch.float8_e4m3fn),
-        "weight_scale_inv": on_meta(E, 2 * WIDTH // 128, D // 128, dtype=F),
-    }
-    mxfp4 = {
-        "weight_packed": on_meta(E, 2 * WIDTH, D // 2, dtype=torch.uint8),
-        "weight_scale": on_meta(E, 2 * WIDTH, D // 32, dtype=torch.uint8),
-    }
-    for label, weight in (("FP8", Packed(Fp8(), fp8)), ("MXFP4", Packed(Mxfp4(), mxfp4))):
-        with recorded(f"bf16, gate_up in {label}", kept):
-            expand.fill(weight, 0, space)
-    return kept
+    for kind, kernel in KERNELS.items():
+        parts = {
+            suffix: on_meta(E, *shape, dtype=TORCH_DTYPE[dtype])
+            for suffix, (dtype, shape) in kernel.codec.parts(2 * WIDTH, D).items()
+        }
+        with recorded(f"bf16, gate_up in {kind}", kept):
+            expand.fill(Packed(kernel.codec, parts), 0, space)
+    return kept[1:]  # the first is INT4
 
 
 def others() -> list[Launch]:
@@ -170,11 +168,20 @@ def others() -> list[Launch]:
             launch()
 
     gate_up, h, weight = on_meta(T * K, 2 * WIDTH), on_meta(T * K, WIDTH + 16), on_meta(T * K, dtype=F)
-    gate, up = gate_up.chunk(2, dim=-1)
     rows = h[:, :WIDTH]
-    add("bf16", lambda: swiglu.forward(gate, up, rows))
-    add("bf16", lambda: swiglu.backward(rows, gate, up, gate, up))
-    add("bf16, weighted", lambda: swiglu.backward_weighted(rows, gate, up, weight, rows, gate, up, weight))
+    for name, form in (
+        ("", SWIGLU),
+        (", gelu", GeGLU()),
+        (", clamped", ClampedSwiGLU()),
+        (", clamped, interleaved", ClampedSwiGLU(interleaved=True)),
+    ):
+        parts = form.split(gate_up)
+        add(f"bf16{name}", lambda p=parts, a=form: swiglu.forward(*p, rows, a))
+        add(f"bf16{name}", lambda p=parts, a=form: swiglu.backward(rows, *p, *p, a))
+        add(
+            f"bf16, weighted{name}",
+            lambda p=parts, a=form: swiglu.backward_weighted(rows, *p, weight, rows, *p, weight, a),
+        )
 
     cos = on_meta(T, 32, dtype=F)
     for heads, width in ((64, 192), (1, 64), (64, 64)):
@@ -215,6 +222,15 @@ def others() -> list[Launch]:
         add(f"bf16, width {width}", lambda y=y, norm=norm: rms_norm.forward(y, norm, 1e-6))
         add(f"bf16, width {width}", lambda y=y, norm=norm, r=of_row: rms_norm.backward(y, y, norm, r))
         add(f"bf16, width {width}", lambda y=y, norm=norm, r=of_row: rms_norm.weight_gradient(y, y, norm, r))
+
+    multiply, ends = grouped_mm.GroupedMm(), on_meta(E, dtype=I)
+    for label, dtype, per_experts in (("bf16", B, (8, 32, 128)), ("fp32", F, (128,))):
+        wide = on_meta(E, 2 * WIDTH, D + 32, dtype=dtype)[:, :, :D].transpose(1, 2)
+        for per_expert in per_experts:
+            x = on_meta(per_expert * E, D, dtype=dtype)
+            add(f"{label}, {per_expert} rows", lambda x=x, w=wide: multiply(x, w, ends))
+            thin = on_meta(per_expert * E, 16, dtype=dtype)
+            add(f"{label}, outer, {per_expert} rows", lambda x=x, b=thin: multiply(x.t(), b, ends))
 
     for experts in (E, 384):
         for per_expert in (8, 32, 64, 128):
@@ -296,7 +312,7 @@ def faults(launch: Launch, found: Report) -> str:
         wrong.append(f"{found.spilled} bytes of spills")
     if found.shared > SHARED:
         wrong.append(f"{found.shared} bytes of shared memory, a block may have {SHARED}")
-    if launch.kernel.__name__ == "_expand" and found.store < 16:
+    if launch.kernel is expand._four and found.store < 16:
         wrong.append(f"stores of {found.store} bytes, 16 wanted")
     return "; ".join(wrong)
 
@@ -308,7 +324,7 @@ def main() -> int:
     options.add_argument("--only", nargs="+", default=[], help="folders of ops, as expand")
     options.add_argument("--write", type=Path, help="the page of the report")
     given = options.parse_args()
-    launches = [*expansions(), *float_expansions(), *others()]
+    launches = [*expansions(), *other_expansions(), *others()]
     if given.planted:
         launches += planted_faults(launches)
     good, bad, lines = 0, 0, []

@@ -36,7 +36,7 @@ def test_every_kernel_compiles_for_an_h200_without_spills_and_planted_faults_are
     compiled, spilled, narrow = faults
     assert "__main__.planted (planted)" in compiled
     assert "adamw._step (bf16, planted)" in spilled and "bytes of spills" in spilled
-    assert "expand._expand (bf16, planted): stores of 2 bytes" in narrow
+    assert "expand._four (bf16, planted): stores of 2 bytes" in narrow
     assert int(good) == len(lines) - 1
     kernels = {
         name

@@ -34,13 +34,15 @@ def of_modules(
     }
 
 
-def numba(load: Callable[[], Implementation], buckets: tuple[str, ...] = ()) -> Candidate:
+def numba(
+    load: Callable[[], Implementation], buckets: tuple[str, ...] = (), computes: tuple[str, ...] = ()
+) -> Candidate:
     """A candidate of numba loops that replace several passes of plain torch over memory.
 
-    It runs on a CPU if nothing was timed or measured, for inputs of `buckets`; () means all.
+    It can compute `computes`, and runs for `buckets` on a CPU if nothing was timed or measured; () means all.
     """
     because = "one pass over memory, plain torch takes several"
-    return Candidate(load, numba_refuses, (), ("cpu",), because, buckets)
+    return Candidate(load, numba_refuses, (), ("cpu",), because, buckets, computes)
 
 
 def numba_refuses(device: str, dtype: torch.dtype) -> str:

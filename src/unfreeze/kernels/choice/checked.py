@@ -56,7 +56,7 @@ def check(
     names = {"op": op.name, "dtype": str(dtype).removeprefix("torch."), "bucket": case.bucket}
     row: Row = {**names, "runs": "", "us": {}, "wrong": {}, "error": {}, "untimed": "", "date": _today()}
     gc.collect()
-    able = running(op, device, dtype)
+    able = running(op, device, dtype, case.bucket)
     try:
         good, errors, wrong = measure.candidates_of(op, case, device, dtype)
         wrong = {name: reason for name, reason in (faults | wrong).items() if name in able}
@@ -101,7 +101,7 @@ def of_uses(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
         if dtype not in use.dtypes:
             continue
         truth = measure.Truth(op, use, device, dtype)
-        for name in running(op, device, dtype):
+        for name in running(op, device, dtype, use.bucket):
             try:
                 errors = truth.errors(implementation_of(op, name, device, dtype))
                 worst, limit = max(errors.forward, errors.backward), op.tolerance[dtype]
@@ -121,7 +121,7 @@ def cells_of(ops: Iterable[Op], device: torch.device) -> list[Cell]:
         for op in ops
         for case in op.cases
         for dtype in case.dtypes
-        if running(op, device, dtype)
+        if running(op, device, dtype, case.bucket)
     ]
 
 

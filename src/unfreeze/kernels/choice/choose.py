@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from unfreeze.core.errors import ConfigError, nearest
+from unfreeze.kernels.choice.configs import with_best
 from unfreeze.kernels.choice.op import Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key, is_own, record_rows
 from unfreeze.kernels.choice.times import Key, key_of, known
@@ -99,7 +100,9 @@ def choose(
 def _choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str) -> Implementation:
     named = Choice(impl, "as asked", "as asked")
     choice = named if impl != "auto" else by_record(op, device, dtype, bucket)
-    implementation = implementation_of(op, choice.runs, device, dtype)
+    implementation = with_best(
+        implementation_of(op, choice.runs, device, dtype), op, choice.runs, device, dtype, bucket
+    )
     precision = str(dtype).removeprefix("torch.")
     log.info("%s on %s in %s, %s: %s (%s)", op.name, device, precision, bucket, choice.runs, choice.why)
     _CHOSEN[op.name, device, dtype, bucket, impl] = implementation
@@ -147,13 +150,14 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
     check: on a GPU check a candidate first that was not checked at this card's first start; if False, take it
     to be right. A candidate that fails is banned: the next one runs, and `why` names the fault.
     """
-    able, faults = running(op, device, dtype), list[str]()
+    able, faults = running(op, device, dtype, bucket), list[str]()
     while choice := next(filter(None, (look(op, device, dtype, bucket, able) for look in LOOKS)), None):
         fault = _fault(choice, op, device, dtype) if check else ""
         if not fault:
             if choice.origin == "predicted, not measured":
                 _log_once(device_key(device), choice.origin)
-            return choice._replace(why="; ".join([choice.why, *faults]))
+            told = _refusals(op, device, dtype) if op.instead and choice.runs == op.instead else []
+            return choice._replace(why="; ".join([choice.why, *told, *faults]))
         able.remove(choice.runs)
         faults.append(f"{choice.runs} failed its check: {fault}")
     why = f"no record for {device_key(device)}; unfreeze dev kernels measure --op {op.name} makes one"
@@ -161,24 +165,36 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
     return Choice("reference", "; ".join(faults) or why, "not measured")
 
 
-def running(op: Op, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The candidates that can run there; on a device in `named_on`, a candidate runs only by name."""
+def running(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> list[str]:
+    """The candidates that can compute that bucket there.
+
+    On a device in `named_on`, a candidate runs only by name.
+    """
     return [
         name
         for name, part in op.candidates.items()
-        if device.type not in part.named_on and not part.refuses(device.type, dtype)
+        if device.type not in part.named_on and part.can(device.type, dtype, bucket)
     ]
+
+
+def _refusals(op: Op, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The reasons why the preferred candidate, and the one that runs instead of it, cannot run there."""
+    reasons = {
+        name: op.candidates[name].refuses(device.type, dtype)
+        for name in filter(None, (op.preferred, op.instead))
+    }
+    return [f"{name} cannot run: {reason}" for name, reason in reasons.items() if reason]
 
 
 def _by_design(
     op: Op, device: torch.device, dtype: torch.dtype, bucket: str, able: Collection[str]
 ) -> Choice | None:
-    refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
-    if op.preferred in able:
-        return Choice(op.preferred, op.because, "by design")
+    for name in (op.preferred, op.instead):
+        if name in able:
+            return Choice(name, op.because, "by design")
     if not able:
-        why = f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
-        return Choice("reference", why, "by design")
+        refused = "; ".join(_refusals(op, device, dtype))
+        return Choice("reference", refused or "no candidate runs here", "by design")
     if bucket not in {case.bucket for case in op.cases}:
         return Choice("reference", "inputs of this kind are not measured", "not measured")
     return None
@@ -227,7 +243,7 @@ def _predicted(
 ) -> Choice | None:
     for name in able:
         candidate = op.candidates[name]
-        if candidate.predicted(device.type, bucket):
+        if candidate.predicted(device.type, bucket) and candidate.suits(device):
             why = f"predicted, not measured here: {candidate.because}"
             return Choice(name, why, "predicted, not measured")
     return None

@@ -7,6 +7,7 @@ reads its inputs from memory.
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import statistics
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import REQUIRED_GAIN, implementation_of
+from unfreeze.kernels.choice.draw import drawn
 from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key
 from unfreeze.quant.codec import Packed
@@ -31,6 +33,7 @@ SHORT_CALL = 0.05  # seconds; a sample of a longer call is one call, not two
 L2_BYTES = 256 << 20  # more than any GPU's L2 (an H200 has 50 MB)
 LEAD = 4_000_000  # the device waits this many cycles before a sample, 2 ms: time to queue launches
 SEED = 0
+HOST_DRAWS = 1 << 24  # numbers drawn on the host, in 0.2 s; more are drawn on the device
 
 
 class Wrong(Exception):
@@ -112,11 +115,13 @@ def _upstream(output: Tensor) -> Tensor:
     """The gradient of the outputs: random, and the same for every implementation.
 
     It is drawn once per shape, so no timing includes it. Its numbers are exact in bf16, so they are the same
-    in every dtype.
+    in every dtype; and up to HOST_DRAWS numbers on every device.
     """
     key = (output.shape, output.dtype, output.device)
     if key not in _UPSTREAM:
-        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(SEED + 1)).bfloat16()
+        where = output.device if output.numel() > HOST_DRAWS else torch.device("cpu")
+        draw = functools.partial(torch.randn, output.shape)
+        noise = drawn(where, torch.Generator().manual_seed(SEED + 1), draw).bfloat16()
         _UPSTREAM[key] = noise.to(device=output.device, dtype=output.dtype)
     return _UPSTREAM[key]
 
@@ -197,8 +202,8 @@ def candidates_of(
     errors: dict[str, Errors] = {}
     refused: dict[str, str] = {}
     for name, candidate in op.candidates.items():
-        if candidate.refuses(device.type, dtype):
-            continue  # a fact of this machine, not of the candidate: it is not recorded
+        if not candidate.can(device.type, dtype, case.bucket):
+            continue  # a fact of this machine or of its purpose: it is not recorded
         try:
             implementation = implementation_of(op, name, device, dtype)
             errors[name] = truth.errors(implementation)

@@ -7,15 +7,24 @@ op is differentiable in each of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 Implementation = Callable[..., Any]
+Config = Mapping[str, int]
+"""Launch parameters by name: sizes of blocks, num_warps, num_stages."""
 Arguments = tuple[object, ...]
 """Arguments of one call of an implementation."""
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of a GPU's CUDA compute capability."""
+    return torch.cuda.get_device_capability(device)
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,9 @@ class Candidate:
     predicted_on  device types where it runs without a record, once checked there (choice/predicted.py);
              `because` gives the reason: how much less memory traffic it has. In `predicted_buckets`, () all.
              Any record of the op, dtype and bucket overrides the prediction.
+    computes the buckets it can compute; () is all.
+    cards    compute capability of a GPU -> True if it is predicted there; None: on all.
+    configs  bucket -> launch parameters to measure beside its own (choice/configs.py).
     waits_on device types on which it was never measured: "GPU: not measured". The first committed records
              of one decide: it stays by its rows (1.2 times the reference or more), or is removed.
     """
@@ -39,11 +51,22 @@ class Candidate:
     predicted_on: tuple[str, ...] = ()
     because: str = ""
     predicted_buckets: tuple[str, ...] = ()
+    computes: tuple[str, ...] = ()
+    cards: Callable[[tuple[int, int]], bool] | None = None
+    configs: Mapping[str, tuple[Config, ...]] = field(default_factory=dict[str, "tuple[Config, ...]"])
     waits_on: tuple[str, ...] = ()
 
+    def can(self, device: str, dtype: torch.dtype, bucket: str) -> bool:
+        """True if it computes that bucket, and can run there."""
+        return bucket in (self.computes or (bucket,)) and not self.refuses(device, dtype)
+
     def predicted(self, device: str, bucket: str) -> bool:
-        """True if it runs there without a record."""
+        """True if it runs there without a record, on some cards (`suits`)."""
         return device in self.predicted_on and bucket in (self.predicted_buckets or (bucket,))
+
+    def suits(self, device: torch.device) -> bool:
+        """True if it is predicted on this very card."""
+        return self.cards is None or device.type != "cuda" or self.cards(capability(device))
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,7 @@ class Op:
     preferred  a candidate that runs wherever it doesn't refuse and was not timed as slower, whatever the
                records say, `because` it keeps a promise beyond speed (expert_mlp's "fused": nothing expanded
                is saved for backward). "" for every op whose candidates differ in speed only.
+    instead    a candidate that keeps that promise too, slower: it runs where `preferred` refuses.
     against    the implementation that its candidates are timed against at a machine's first start (timed.py);
                None: the reference.
     uses       cases of functions beside the one that autograd sees: a candidate must be exact in these too.
@@ -92,6 +116,7 @@ class Op:
     differentiable: bool = True
     exact_dtype: torch.dtype | None = torch.float64
     preferred: str = ""
+    instead: str = ""
     because: str = ""
     against: Implementation | None = None
     uses: tuple[Case, ...] = ()

@@ -17,6 +17,7 @@ OPS = {
     "expert_mlp": "expert_mlp.expert_mlp",
     "few_rows": "skinny_linear.skinny_linear",
     "expand": "expand.expand",
+    "grouped_mm": "grouped_mm.grouped_mm",
     "int4_grouped_mm": "int4_grouped_mm.int4_grouped_mm",
     "linear_cross_entropy": "linear_cross_entropy.linear_cross_entropy",
     "packed_attention": "packed_attention.packed_attention",

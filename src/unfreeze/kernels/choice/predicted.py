@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unfreeze.kernels.choice import ops
 from unfreeze.kernels.choice.choose import by_record, implementation_of
-from unfreeze.kernels.choice.measure import Truth, arguments, relative_error, visit
+from unfreeze.kernels.choice.measure import Truth, arguments, forget, relative_error, visit
 from unfreeze.kernels.choice.op import Case, Implementation, Op
 from unfreeze.quant.codec import Packed
 
@@ -44,7 +44,8 @@ def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
     function that others call (`Op.uses`). The check uses the smallest case that it is predicted for, with CPU
     sizes; the exact result is computed on the CPU. Compiling it takes about a second.
     """
-    wanted = op.candidates[name].predicted_buckets if name in op.candidates else ()
+    candidate = op.candidates.get(name)
+    wanted = (candidate.predicted_buckets or candidate.computes) if candidate else ()
     cases = (case for case in op.cases if not wanted or case.bucket in wanted)
     case = next((case for case in cases if dtype in case.dtypes), None)
     if case is None or dtype not in op.tolerance:
@@ -70,12 +71,45 @@ def fault(
 ) -> str:
     """The fault of the implementation that `load` returns: it raises, or an error is above `limit`.
 
-    "" if there is none. The first caller may be in inference mode, under no_grad or in a Function's forward.
+    "" if there is none. The exact result is computed on the CPU. The first caller may be in inference mode,
+    under no_grad or in a Function's forward.
     """
+
+    def worst() -> float:
+        function = case.function(load())
+        return 0.0 if function is None else _error(op, case, function, device, dtype)
+
+    return _fault(worst, limit)
+
+
+def fault_on_device(
+    op: Op,
+    case: Case,
+    load: Callable[[], Implementation],
+    device: torch.device,
+    dtype: torch.dtype,
+    limit: float,
+) -> str:
+    """As `fault`, for shapes that would take seconds on a CPU.
+
+    The reference computes the exact result on the device, in the op's `exact_dtype` (float64), from inputs
+    that are drawn there. Dtypes of outputs and gradients are checked too.
+    """
+
+    def worst() -> float:
+        errors = Truth(op, case, device, dtype).errors(load())
+        return max(errors.forward, errors.backward)
+
+    try:
+        return _fault(worst, limit)
+    finally:
+        forget()
+
+
+def _fault(worst_error: Callable[[], float], limit: float) -> str:
     try:
         with torch.inference_mode(False):
-            function = case.function(load())
-            worst = 0.0 if function is None else _error(op, case, function, device, dtype)
+            worst = worst_error()
     # any failure disqualifies it
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -87,7 +87,7 @@ def record_rows(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -
     for folder in (user_folder(), COMMITTED):
         rows = [
             row
-            for row in _readable(folder / f"{device_key(device)}.json")
+            for row in readable(folder / f"{device_key(device)}.json")
             if (row["op"], row["dtype"], row["bucket"]) == wanted and row["candidate"] in op.candidates
         ]
         if rows:
@@ -95,7 +95,7 @@ def record_rows(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -
     return []
 
 
-def _readable(path: Path) -> list[Row]:
+def readable(path: Path) -> list[Row]:
     """As `read`, but a damaged file stops no run: its rows are not used, and the log says so once."""
     try:
         return read(path)

@@ -34,7 +34,8 @@ TIMED = ("packed_experts", "attention", "expand", "rms_norm", "swiglu", "rotary"
 # needs a model.
 CARD_OPS = (
     "expert_mlp",
-    "attention",
+    "grouped_mm",
+    "packed_attention",
     "expand",
     "token_order",
     "swiglu",
@@ -76,10 +77,14 @@ def cells(
             return bucket in attention
         if name == "packed_experts":
             return experts and bool(kinds)
+        if name == "swiglu":
+            return ", " not in bucket  # other activations have no loop; on a GPU they are among its uses
         if name == "expert_mlp":
             return experts and ("unpacked" in bucket or "all weights" in bucket) != bool(kinds)
-        if name == "token_order":
+        if name in ("token_order", "grouped_mm"):
             return experts
+        if name == "packed_attention":
+            return ("v < d" in bucket) == narrow
         if name == "int4_grouped_mm":
             return experts and "int4" in kinds
         return name != "expand" or (bucket.partition(", ")[2] or "int4") in kinds
@@ -91,7 +96,7 @@ def cells(
         for case in by_name[name].cases
         if met(name, case.bucket) and (dtype in case.dtypes or dtype not in by_name[name].tolerance)
     ]
-    return [cell for cell in wanted if running(cell.op, device, cell.dtype)]
+    return [cell for cell in wanted if running(cell.op, device, cell.dtype, cell.case.bucket)]
 
 
 def _buckets(lengths: Iterable[int], narrow: bool) -> list[str]:
@@ -185,7 +190,11 @@ def take(rows: Sequence[KernelChoice], device: torch.device = CPU) -> list[str]:
             continue
         key, dtype = (row["op"], row["dtype"], row["bucket"]), getattr(torch, row["dtype"], torch.float32)
         wrong = row["runs"] in checks[key]["wrong"] if key in checks else False
-        if not wrong and row["runs"] in ("reference", op.preferred, *running(op, device, dtype)):
+        if not wrong and row["runs"] in (
+            "reference",
+            op.preferred,
+            *running(op, device, dtype, row["bucket"]),
+        ):
             table[key] = Choice(row["runs"], row["why"], row["origin"])  # type: ignore[arg-type]
         else:
             cannot.append(f"{row['op']} as {row['runs']}")

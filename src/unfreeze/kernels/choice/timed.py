@@ -89,7 +89,7 @@ def _timed(
     # the first call of each allocates buffers and compiles loops; its results must equal plain torch's
     want = _results(op, plain, case, dtype)
     lap = once(plain)
-    able = running(op, CPU, dtype)
+    able = running(op, CPU, dtype, case.bucket)
     names = dict(zip(("op", "dtype", "bucket"), cell.key, strict=True))
     least = lap * FEWEST * (1 + len(able) + len(beside))
     if not able or least > seconds:

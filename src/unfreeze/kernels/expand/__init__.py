@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,15 +12,12 @@ from torch import Tensor
 
 from unfreeze.kernels.choice.candidates import numba
 from unfreeze.kernels.choice.choose import choose
-from unfreeze.kernels.choice.op import Case, Implementation, Op
-from unfreeze.kernels.expand.bucket import LARGE, bucket
-from unfreeze.kernels.expand.reference import expand_reference
-from unfreeze.kernels.loops import triton_options
+from unfreeze.kernels.choice.op import Implementation, Op
+from unfreeze.kernels.expand import cases
+from unfreeze.kernels.expand.bucket import bucket
+from unfreeze.kernels.expand.reference import expand_reference, expand_stack_reference
 from unfreeze.quant.codec import Packed
-from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.halves import Halves
-from unfreeze.quant.int4 import Int4
-from unfreeze.quant.mxfp4 import Mxfp4
 
 __all__ = ["OP", "bucket", "expand", "expand_reference", "expand_stack"]
 
@@ -46,7 +42,8 @@ def expand(packed: Packed, expert: int | None, out: Tensor, impl: str = "auto") 
 def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str = "auto") -> None:
     """out[m] = packed[experts[m]], as `expand` of each: out [M, out, in].
 
-    In one launch if the implementation supports it, else one after the other.
+    In one launch if the implementation supports it. The reference takes some matrices at once on a GPU,
+    and one after the other on a CPU.
     """
     if isinstance(packed.codec, Halves):
         for place, (codec, parts) in zip(out.chunk(2, dim=1), packed.codec.each(packed.parts), strict=True):
@@ -59,6 +56,9 @@ def expand_stack(packed: Packed, experts: Sequence[int], out: Tensor, impl: str 
         # consecutive: no list to copy to the device, which would make the host wait
         consecutive = list(experts) == list(range(first, first + len(experts)))
         fill(packed, first if consecutive else torch.tensor(list(experts), device=out.device), out)
+        return
+    if chosen is expand_reference and out.device.type != "cpu":
+        expand_stack_reference(packed, experts, out)
         return
     for position, expert in enumerate(experts):
         chosen(packed, expert, out[position])
@@ -76,67 +76,12 @@ def _triton() -> Implementation:
     return Expand()
 
 
-def _inputs(
-    rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Packed, int, Tensor]:
-    """One matrix of a stack of four: any codes, scales of both signs. On a GPU large is 16 times as large."""
-    if device.type == "cuda" and rows * columns >= LARGE:
-        rows *= 16
-    codes = torch.randint(
-        -(2**31), 2**31 - 1, (4, rows, columns // 8), dtype=torch.int32, generator=generator
-    )
-    scales = torch.randn(4, rows, columns // 32, generator=generator).bfloat16()
-    packed = Packed(Int4(32), {"weight_packed": codes.to(device), "weight_scale": scales.to(device)})
-    return packed, 2, torch.zeros(rows, columns, dtype=dtype, device=device)
-
-
-def _fp8_inputs(
-    rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Packed, int, Tensor]:
-    """One matrix of a stack of four in FP8: any codes but NaN, float32 scales of blocks of 128 x 128."""
-    codec = Fp8()
-    codes = torch.randint(0, 256, (4, rows, columns), dtype=torch.uint8, generator=generator)
-    codes[(codes & 127) == 127] = 0
-    _, shape = codec.parts(rows, columns)["weight_scale_inv"]
-    scales = torch.randn(4, *shape, generator=generator).to(device)
-    parts = dict(zip(codec.suffixes, (codes.view(torch.float8_e4m3fn).to(device), scales), strict=True))
-    return Packed(codec, parts), 2, torch.zeros(rows, columns, dtype=dtype, device=device)
-
-
-def _mxfp4_inputs(
-    rows: int, columns: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> tuple[Packed, int, Tensor]:
-    """One matrix of a stack of four in MXFP4: any codes, scales from 2^-27 to 2^23."""
-    codec = Mxfp4()
-    codes = torch.randint(0, 256, (4, rows, columns // 2), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(100, 150, (4, rows, columns // 32), dtype=torch.uint8, generator=generator)
-    parts = dict(zip(codec.suffixes, (codes.to(device), scales.to(device)), strict=True))
-    return Packed(codec, parts), 2, torch.zeros(rows, columns, dtype=dtype, device=device)
-
-
+_READ_ON_CPU = [bucket for kind in ("int4", "fp8", "mxfp4") for bucket in cases.buckets(kind)]
 OP = Op(
     name="expand",
     reference=expand_reference,
-    candidates={
-        "numba": numba(_numba),
-        "triton": triton_options.candidate(
-            _triton, "2.6 bytes a weight, the reference 17", ("small", "large")
-        ),
-        "triton_fp8": triton_options.candidate(
-            _triton, "3 bytes a weight, the reference 19", ("small, fp8", "large, fp8")
-        ),
-        "triton_mxfp4": triton_options.candidate(
-            _triton, "2.5 bytes a weight, the reference 11", ("small, mxfp4", "large, mxfp4")
-        ),
-    },
-    cases=(
-        Case("small", functools.partial(_inputs, 64, 256)),
-        Case("large", functools.partial(_inputs, 1024, 1024)),
-        Case("small, fp8", functools.partial(_fp8_inputs, 64, 256)),
-        Case("large, fp8", functools.partial(_fp8_inputs, 1024, 1024)),
-        Case("small, mxfp4", functools.partial(_mxfp4_inputs, 64, 256)),
-        Case("large, mxfp4", functools.partial(_mxfp4_inputs, 1024, 1024)),
-    ),
+    candidates={"numba": numba(_numba, computes=tuple(_READ_ON_CPU)), **cases.candidates(_triton)},
+    cases=cases.cases(),
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
     differentiable=False,
     exact_dtype=None,  # the format defines its rounding

@@ -6,13 +6,13 @@ Used by a decode step of an MoE model. No gradient. n rows, E experts, N outputs
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
-from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
+from unfreeze.kernels.choice.draw import drawn
+from unfreeze.kernels.choice.op import Arguments, Case, Config, Implementation, Op
 from unfreeze.kernels.expand.bucket import readable
 from unfreeze.kernels.int4_grouped_mm import reference
 from unfreeze.kernels.loops import triton_options
@@ -60,46 +60,45 @@ def expands(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> bool:
 def _load_triton() -> Implementation:
     from unfreeze.kernels.int4_grouped_mm import triton_cuda
 
-    return triton_cuda.int4_grouped_mm
-
-
-def _drawn(device: torch.device, generator: torch.Generator, draw: Callable[..., Tensor]) -> Tensor:
-    """Call `draw` on `device`.
-
-    A GPU uses its own generator: on the host 352 million numbers would take 8 s of a core, for each of a
-    cell's five draws.
-    """
-    if device.type == "cuda":
-        seed = int(torch.randint(2**31, (1,), generator=generator))
-        generator = torch.Generator(device).manual_seed(seed)
-    return draw(device=device, generator=None if device.type == "meta" else generator)
+    return triton_cuda.Int4GroupedMm()
 
 
 def _case(name: str, rows: int) -> Case:
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         """Kimi-K2's gate and up on a GPU, a small one elsewhere; skewed routing, an expert without rows."""
         E, N, M = (6, 128, 256) if device.type == "cpu" else (48, 4096, 7168)
-        drawn = functools.partial(_drawn, device, generator)
-        codes = drawn(
+        draw = functools.partial(drawn, device, generator)
+        codes = draw(
             lambda **how: torch.randint(-(2**31), 2**31 - 1, (E, N, M // 8), dtype=torch.int32, **how)
         )
-        scales = (0.01 * drawn(lambda **how: torch.randn((E, N, M // 32), **how))).bfloat16()
-        share = drawn(lambda **how: torch.rand(E, **how))
+        scales = (0.01 * draw(lambda **how: torch.randn((E, N, M // 32), **how))).bfloat16()
+        share = draw(lambda **how: torch.rand(E, **how))
         share[E // 2] = 0
         offsets = (share.cumsum(0) / share.sum() * rows * E).round().to(torch.int32)
-        x = drawn(lambda **how: torch.randn((rows * E, M), **how))
+        x = draw(lambda **how: torch.randn((rows * E, M), **how))
         packed = Packed(Int4(32), {"weight_packed": codes, "weight_scale": scales})
         return x.to(dtype), packed, offsets
 
     return Case(name, inputs)
 
 
+CONFIGS: tuple[Config, ...] = (
+    {"OUT": 128, "num_warps": 8, "num_stages": 2},
+    {"OUT": 64, "num_warps": 4, "num_stages": 4},
+    {"OUT": 32, "num_warps": 4, "num_stages": 4},
+    {"ROWS": 64, "OUT": 64, "num_warps": 8, "num_stages": 3},
+)
+"""Measured beside its own (64 outputs, 3 stages)."""
+
 OP = Op(
     name="int4_grouped_mm",
     reference=reference.int4_grouped_mm,
     candidates={
         "triton": triton_options.candidate(
-            _load_triton, "0.6 bytes a weight, the reference 4.6", ("up to 8", "up to 64")
+            _load_triton,
+            "0.6 bytes a weight, the reference 4.6",
+            ("up to 8", "up to 64"),
+            configs=dict.fromkeys(("up to 8", "up to 64", "up to 512"), CONFIGS),
         )
     },
     cases=(_case("up to 8", 1), _case("up to 64", 32), _case("up to 512", 256), _case("over 512", 1024)),

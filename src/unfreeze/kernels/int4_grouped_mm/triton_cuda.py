@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from unfreeze.kernels.expand.triton_cuda import to_bf16, widen
+from unfreeze.kernels.choice.op import Config, Implementation
+from unfreeze.kernels.expand.triton_numbers import to_bf16, widen
 from unfreeze.kernels.loops.triton_options import interpreted, power_of_two
+from unfreeze.kernels.loops.triton_tiles import rows_of_tile
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -42,24 +44,11 @@ def _multiply(
     GROUP: tl.constexpr,
     BY_HAND: tl.constexpr,
 ):
-    """A program per tile of ROWS rows of one expert and OUT outputs.
-
-    It finds its expert by counting from the offsets; spare programs exit.
-    """
-    tile = tl.program_id(1)
-    expert = tl.arange(0, EXPERTS)
-    ends = tl.load(offsets + expert, mask=expert < num_experts, other=0)
-    begins = tl.load(offsets + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
-    tiles = tl.where(expert < num_experts, (ends - begins + ROWS - 1) // ROWS, 0)
-    through = tl.cumsum(tiles, axis=0)
-    mine = (through - tiles <= tile) & (tile < through)  # true for at most one expert
-    if tl.sum(mine.to(tl.int32), axis=0) == 0:
+    """A program per tile of ROWS rows of one expert and OUT outputs."""
+    e, first, end = rows_of_tile(tl.program_id(1), offsets, num_experts, EXPERTS, ROWS)
+    if e < 0:
         return
-    e = tl.sum(tl.where(mine, expert, 0), axis=0).to(tl.int64)
-    first = tl.sum(tl.where(mine, begins + (tile - through + tiles) * ROWS, 0), axis=0)
-    end = tl.sum(tl.where(mine, ends, 0), axis=0)
-
-    row = (first + tl.arange(0, ROWS)).to(tl.int64)
+    row = first + tl.arange(0, ROWS)
     out = tl.program_id(0) * OUT + tl.arange(0, OUT)
     source = (e * N + out).to(tl.int64)
     lane, column = tl.arange(0, 8), tl.arange(0, IN)
@@ -81,7 +70,20 @@ def _multiply(
     tl.store(y + row[:, None] * y_stride + out[None, :], total.to(y.dtype.element_ty), mask=inside)
 
 
-def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> Tensor:
+class Int4GroupedMm:
+    """The candidate, with the launch parameters of `config` in the place of its own: ROWS, OUT, num_warps."""
+
+    def __init__(self, config: Config | None = None):
+        self.config = dict(config or {})
+
+    def configured(self, config: Config) -> Implementation:
+        return Int4GroupedMm(config)
+
+    def __call__(self, x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> Tensor:
+        return int4_grouped_mm(x_nM, packed, offsets_E, self.config)
+
+
+def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor, config: Config | None = None) -> Tensor:
     codec, (num_experts, N, M) = packed.codec, packed.shape
     assert isinstance(codec, Int4)
     codes, scales = packed.parts["weight_packed"], packed.parts["weight_scale"]
@@ -93,7 +95,12 @@ def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> Tensor:
     # spills.
     most_rows = 128 if x_nM.dtype != torch.float32 else 32
     rows = min(most_rows, max(16, power_of_two(-(-n // num_experts))))
-    outs, ins = 64, max(64, codec.group_size)
+    options = {
+        "ROWS": rows,
+        "OUT": 64,
+        "num_warps": 8 if rows == 128 else 4,  # 4 spill where groups have 128 columns
+    } | dict(config or {})
+    rows, outs = options["ROWS"], options["OUT"]
     most = n // rows + min(num_experts, n)  # upper bound of tiles for any routing: no host sync
     _multiply[(triton.cdiv(N, outs), most)](
         x_nM,
@@ -109,11 +116,9 @@ def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor) -> Tensor:
         codes.shape[-1],
         scales.shape[-1],
         EXPERTS=power_of_two(num_experts),
-        ROWS=rows,
-        OUT=outs,
-        IN=ins,
+        IN=max(64, codec.group_size),
         GROUP=codec.group_size,
         BY_HAND=interpreted(),
-        num_warps=8 if rows == 128 else 4,  # 4 spill where groups have 128 columns
+        **options,
     )
     return y_nN

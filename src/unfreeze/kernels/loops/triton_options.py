@@ -14,12 +14,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from unfreeze.kernels import cards
-from unfreeze.kernels.choice.op import Candidate, Implementation
+from unfreeze.kernels.choice.op import Candidate, Config, Implementation
 
 
 @functools.cache
@@ -49,15 +49,33 @@ def refuses(device: str, dtype: torch.dtype) -> str:
 
 
 def candidate(
-    load: Callable[[], Implementation], because: str = "", buckets: tuple[str, ...] = ()
+    load: Callable[[], Implementation],
+    because: str = "",
+    buckets: tuple[str, ...] = (),
+    computes: tuple[str, ...] = (),
+    cards: Callable[[tuple[int, int]], bool] | None = None,
+    configs: Mapping[str, tuple[Config, ...]] | None = None,
 ) -> Candidate:
     """Make a candidate of a Triton implementation.
 
     because: its memory traffic, by which it is predicted to be faster on CUDA ("": not predicted). On a CPU,
     interpreted, it runs only if named: in its own tests.
+    buckets: those of the prediction. computes: those it can compute. () is all.
+    cards, configs: as in Candidate.
     """
     predicted_on = ("cuda",) if because else ()
-    return Candidate(load, refuses, ("cpu",), predicted_on, because, buckets, waits_on=("cuda",))
+    return Candidate(
+        load,
+        refuses,
+        ("cpu",),
+        predicted_on,
+        because,
+        buckets,
+        computes,
+        cards,
+        configs or {},
+        waits_on=("cuda",),
+    )
 
 
 def power_of_two(value: int) -> int:

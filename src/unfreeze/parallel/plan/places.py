@@ -178,7 +178,7 @@ def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
     """Return one device's model without the base: its share of the experts' adapters and the workspace."""
     experts_here = fullest_share(counts, split)
     workspace, layer = sizes.workspace, sizes.layer
-    if kind == "cuda":
+    if kind == "cuda" and workspace:  # dense experts need none, and go at once
         held, widths = -(-counts.num_experts // split), (counts.hidden_size, counts.expert_width)
         dtype = torch.bfloat16 if sizes.compute_bytes == 2 else torch.float32
         workspace = workspace_bytes(held, *widths, dtype, "cuda")
