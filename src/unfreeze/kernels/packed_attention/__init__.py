@@ -97,8 +97,8 @@ def _refuses(device: str, dtype: torch.dtype) -> str:
     return missing()
 
 
-# Documents of very different lengths, as packing makes them. The exact result is torch's in float64, which holds
-# all scores: 1 GB for two documents of 2,048 tokens and 16 heads.
+# Documents of very different lengths, as packing makes them. The exact result is torch's in float64, which
+# holds all scores: 1 GB for two documents of 2,048 tokens and 16 heads.
 ON_GPU = (2048, 2048, 1024, 1024, 512, 512, 300, 300, 200, 100, 64, 33, 20, 6, 1)
 LENGTHS = {"cpu": (1, 70, 33, 2, 5, 200, 1, 72), "cuda": ON_GPU}
 
