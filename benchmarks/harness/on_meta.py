@@ -43,6 +43,7 @@ UNLAUNCHED = {
     "new_empty_strided",
     "lift_fresh",
     "detach",
+    "_unsafe_view",
 }
 GATHERS = {"embedding", "index_select", "gather"}  # they read as many numbers as they write
 GROUPS: tuple[tuple[str, str], ...] = (
@@ -50,6 +51,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("kernels/int4_grouped_mm", "experts"),
     ("kernels/grouped_mm", "experts"),
     ("kernels/attention", "attention"),
+    ("kernels/packed_attention", "attention"),
     ("kernels/swiglu", "activation"),
     ("models/blocks/mlp", "activation"),
     ("kernels/rms_norm", "norms"),
