@@ -39,7 +39,7 @@ from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models import Decoder
 from unfreeze.models.blocks import experts as experts_block
 from unfreeze.parallel.placement import dispatch
-from unfreeze.parallel.processes.collectives import Alone
+from unfreeze.parallel.processes.collectives import Alone, InFlight
 from unfreeze.parallel.processes.mesh import Mesh
 from unfreeze.quant.codec import Codec
 from unfreeze.quant.int4 import Int4
@@ -91,12 +91,12 @@ class Even(Alone):
     def __init__(self, size: int, launches: Launches):
         self.size, self._launches = size, launches
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        if not rows.is_meta:  # counts of rows per expert: everyone sends what this process keeps
-            return rows[: receive[0]].repeat(self.size)
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> InFlight:
+        if not rows.is_meta:  # counts of rows per expert: everyone has the same
+            return InFlight(rows[: receive[0]].repeat(self.size), lambda: None)
         arrived = rows.new_empty((sum(receive), *rows.shape[1:]))
         self._launches.report("all-to-all", [rows, arrived], "exchange")
-        return arrived
+        return InFlight(arrived, lambda: None)
 
 
 def count(config: dict[str, Any], case: Case) -> Counts:
@@ -151,7 +151,7 @@ def _as_on_cuda(config: dict[str, Any], case: Case, launches: Launches) -> Itera
     held = len(share(shape.num_experts, 0, case.split)) if shape.num_experts else 1
     rows = case.tokens * shape.experts_per_token
     ends = [(e + 1) * rows // held for e in range(held)]
-    find = dispatch.RowsDispatch._home
+    find = dispatch.RowsDispatch.home
 
     def even(self: dispatch.RowsDispatch, ids_TK: Tensor) -> dispatch.Home:
         ids = (torch.arange(ids_TK.numel()) % self.rows.of).view(ids_TK.shape)
@@ -174,7 +174,7 @@ def _as_on_cuda(config: dict[str, Any], case: Case, launches: Launches) -> Itera
             (experts_block, "expert_mlp", experts),
             (sdpa, "torch_attention", attention),
             (backend.DeviceRouting, "ends", ends),
-            (dispatch.RowsDispatch, "_home", even),
+            (dispatch.RowsDispatch, "home", even),
             (low_rank.LowRank, "reset", lambda *_: None),
             (low_rank.ExpertLowRank, "reset", lambda *_: None),
         ):

@@ -11,6 +11,7 @@ from unfreeze.parallel.plan import passes
 from unfreeze.parallel.plan import seconds as timing
 from unfreeze.parallel.plan.counts import Counts, Widths
 from unfreeze.parallel.plan.fleet import Fleet, fleet
+from unfreeze.parallel.plan.places import room
 from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import Step, seconds
 
@@ -92,6 +93,13 @@ RATES = Rates(
     optimizer=19e9,
     launch=0.0,
 )
+
+
+def test_rows_have_room_for_a_quarter_more_than_the_mean():
+    """Of eight processes that hold 48 of 384 experts each; of seven, the fullest holds 55 of 384."""
+    assert room(MOE, 4096, 8) == int(1.25 * 4096 * 8)
+    assert room(MOE, 4096, 7) == int(1.25 * 4096 * 8 * 7 * 55 / 384)
+    assert room(MOE, 1, 8) == 585  # 64 MiB of rows, however few tokens
 
 
 def test_windows_are_seen_instead_of_documents():

@@ -5,6 +5,7 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -73,6 +74,7 @@ class Dispatch(Protocol):
     """Sends rows to the processes that hold their experts and brings the results back.
 
     rows  the experts that this process holds, of all E
+    beside  as in Experts.forward; it may be computed while the rows travel
     """
 
     rows: Rows
@@ -85,6 +87,7 @@ class Dispatch(Protocol):
         weights_TK: Tensor,
         reuse: Reuse | None,
         once: Reuse | None,
+        beside: Callable[[], Tensor] | None,
         /,
     ) -> Tensor: ...
 
@@ -140,11 +143,16 @@ class Experts(nn.Module):
         weights_TK: Tensor,
         reuse: Reuse | None = None,
         once: Reuse | None = None,
+        beside: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """-> y [T, D]. reuse: PackedPass.reuse_expensive; once: PackedPass.reuse, for a dispatch."""
-        if self.dispatch is None:
-            return self.here(x_TD, ids_TK, weights_TK, reuse)
-        return self.dispatch(self, x_TD, ids_TK, weights_TK, reuse, once)
+        """-> y [T, D]. reuse: PackedPass.reuse_expensive; once: PackedPass.reuse, for a dispatch.
+
+        beside: returns what is added to y, the output of shared experts.
+        """
+        if self.dispatch is not None:
+            return self.dispatch(self, x_TD, ids_TK, weights_TK, reuse, once, beside)
+        y_TD = self.here(x_TD, ids_TK, weights_TK, reuse)
+        return y_TD if beside is None else y_TD + beside()
 
     def here(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
         """Output of the experts held here for these rows; ids count from the first of them."""

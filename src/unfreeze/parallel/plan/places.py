@@ -27,6 +27,7 @@ BUFFERS = 2  # layers on a device at once when layers are streamed: one computes
 # A buffer holds a layer's experts. In groups it holds at most a twelfth of the device's memory: on an H200
 # the 9.5 GB of a Kimi-K2 layer, on a card of 32 GB a quarter of the layer at a time.
 BUFFER_SHARE = 12
+ROOM = 64 << 20  # bytes of rows, 16 D each with all that is held of them
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,16 @@ def exchanged(counts: Counts, size: int) -> int:
     UNEVEN times as many are counted.
     """
     return int(4 * UNEVEN * counts.experts_per_token * counts.hidden_size * size)
+
+
+def room(counts: Counts, tokens: int, split: int) -> int:
+    """Return the rows of split experts that a process has memory for, if each works on `tokens`.
+
+    UNEVEN times the mean of the process with the most experts. Never fewer than what takes ROOM bytes, so
+    that small models are not cut.
+    """
+    mean = tokens * counts.experts_per_token * split * fullest_share(counts, split)
+    return max(int(UNEVEN * mean), ROOM // (16 * counts.hidden_size))
 
 
 def with_buffers(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:

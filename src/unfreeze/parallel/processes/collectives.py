@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -38,6 +39,18 @@ BUCKET = 32 * 2**20
 # timeout of one exchange, after which the run ends with an error. For another process's long work (a
 # download, a save), processes wait on the store without a limit (roll.py)
 TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Rows that are arriving. They may be read after `wait`, which a GPU's host does not wait in."""
+
+    rows: Tensor
+    wait: Callable[[], object]
+
+    def arrived(self) -> Tensor:
+        self.wait()
+        return self.rows
 
 
 class Group(Protocol):
@@ -105,10 +118,11 @@ class Group(Protocol):
         """Raise UserError naming the first tensor that is not bit-identical in all processes."""
         ...
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> InFlight:
         """All-to-all: send the next send[r] rows to process r, and receive receive[r] rows from it.
 
-        Return the received rows in rank order. Every process takes part, even with 0 rows.
+        It begins here, in program order. The received rows are in rank order. Every process takes part, even
+        with 0 rows.
         """
         ...
 
@@ -164,8 +178,8 @@ class Alone:
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        return rows
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> InFlight:
+        return InFlight(rows, lambda: None)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         pass
@@ -203,7 +217,8 @@ class _Exchanges(Protocol):
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         group: dist.ProcessGroup | None = None,
-    ) -> object: ...
+        async_op: bool = False,
+    ) -> dist.Work | None: ...
 
 
 _exchanges: _Exchanges = dist
@@ -320,13 +335,20 @@ class Processes:
                 next="resume from the last save with the same command; if it comes again, report it",
             )
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> InFlight:
         """Use uneven splits; gloo supports int64, float32 and bfloat16 here."""
-        received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        _exchanges.all_to_all_single(
-            received, rows.contiguous(), list(receive), list(send), group=self._group
+        sent, received = rows.contiguous(), rows.new_empty((sum(receive), *rows.shape[1:]))
+        work = _exchanges.all_to_all_single(
+            received, sent, list(receive), list(send), group=self._group, async_op=True
         )
-        return received
+
+        in_use = [sent]  # must live until it is sent
+
+        def wait() -> None:
+            cast("dist.Work", work).wait()
+            in_use.clear()
+
+        return InFlight(received, wait)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcast as bytes: gloo supports neither int16 nor float8."""
