@@ -30,6 +30,7 @@ from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention import DocumentLayout, Mask, sdpa
 from unfreeze.kernels.expert_mlp import backend, release_scratch
 from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.kernels.expert_mlp.loop_cuda import LoopCuda
 from unfreeze.kernels.packed_attention import flash_cuda, packed_attention
 from unfreeze.models.blocks import experts as experts_block
 from unfreeze.models.blocks.attention import attention_bytes
@@ -174,20 +175,26 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def peak(
-    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch, kernels: bool = True
+    live: ModuleType,
+    name: str,
+    tokens: int,
+    recompute: str,
+    patch: pytest.MonkeyPatch,
+    kernels: bool = True,
+    by=Grouped,
 ) -> tuple[int, int]:
-    """(counted, planned) bytes of a step but weights, adapter, moments and loss."""
+    """(counted, planned) bytes of a step but weights, adapter, moments and loss. by: the experts' backend."""
     release_scratch()
     with as_on_an_h200() if kernels else nullcontext():
-        return _peak(live, name, tokens, recompute, patch)
+        return _peak(live, name, tokens, recompute, patch, by)
 
 
 def _peak(
-    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch
+    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch, by
 ) -> tuple[int, int]:
     config = (MODELS | OTHERS)[name]
     experts = config.get("n_routed_experts") or config.get("num_experts")
-    fused = functools.partial(expert_mlp.fused_expert_mlp, backend=Grouped())
+    fused = functools.partial(expert_mlp.fused_expert_mlp, backend=by())
     patch.setattr(
         experts_block,
         "expert_mlp",
@@ -236,6 +243,13 @@ def _peak(
 def test_the_plan_is_within_a_tenth_at_true_size(name, tokens, recompute, live, monkeypatch):
     counted, planned = peak(live, name, tokens, recompute, monkeypatch)
     assert 0.9 * counted <= planned <= 1.1 * counted
+
+
+@pytest.mark.parametrize("name", ["Kimi-K2, 48 experts, INT4", "Kimi-K2, 384 experts, INT4", "Qwen3-30B-A3B"])
+def test_the_plan_holds_where_grouped_gemms_cannot_run(name, live, monkeypatch):
+    """The loop of torch.mm computes in slabs what kernels do in one pass."""
+    counted, planned = peak(live, name, 8192, "layers", monkeypatch, by=LoopCuda)
+    assert 0.93 * counted <= planned <= 1.1 * counted
 
 
 @pytest.mark.parametrize("recompute", ["layers", "elementwise", "nothing"])
