@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 import unfreeze
 from unfreeze.kernels.choice import choose as choosing
-from unfreeze.kernels.choice import predicted
+from unfreeze.kernels.choice import op as declared
+from unfreeze.kernels.choice import predicted, record
 
 PACKAGE = Path(unfreeze.__file__).parent
 Report = Callable[..., None]
@@ -94,6 +95,8 @@ def as_on_an_h200(report: Report = lambda name, arguments: None) -> Iterator[Non
             (choosing, "_CHOSEN", {}),
             (choosing, "_WRONG", {}),
             (choosing, "device_key", lambda device: "nvidia-h200"),
+            (record, "device_key", lambda device: "nvidia-h200"),
+            (declared, "capability", lambda device: (9, 0)),
             (choosing, "record_rows", lambda *_: []),
             (choosing, "_choose", on_cuda),
         ):

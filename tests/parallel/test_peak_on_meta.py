@@ -27,12 +27,13 @@ from unfreeze.adapters import lora as low_rank
 from unfreeze.core.batch import Batch
 from unfreeze.core.layout import RESIDENT
 from unfreeze.kernels import expert_mlp
-from unfreeze.kernels.attention import sdpa
+from unfreeze.kernels.attention import DocumentLayout, Mask, sdpa
 from unfreeze.kernels.expert_mlp import backend, release_scratch
 from unfreeze.kernels.expert_mlp.grouped import Grouped
-from unfreeze.kernels.packed_attention import flash_cuda
+from unfreeze.kernels.packed_attention import flash_cuda, packed_attention
 from unfreeze.models.blocks import experts as experts_block
-from unfreeze.models.blocks.bytes import Bytes
+from unfreeze.models.blocks.attention import attention_bytes
+from unfreeze.models.blocks.bytes import AttentionShape, Bytes
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import Work, measure_sizes, plan
 from unfreeze.quant.int4 import Int4
@@ -242,6 +243,29 @@ def test_the_plan_is_within_a_tenth_at_true_size(name, tokens, recompute, live, 
 def test_the_plan_holds_for_blocks_of_other_families(name, recompute, live, monkeypatch):
     counted, planned = peak(live, name, 8192, recompute, monkeypatch)
     assert 0.95 * counted <= planned <= 1.05 * counted
+
+
+@pytest.mark.parametrize(
+    "shape, sinks",
+    [(AttentionShape(16, 16, 192, 128, None), False), (AttentionShape(64, 8, 64, 64, 128), True)],
+    ids=["Kimi-K2", "gpt-oss"],
+)
+def test_attention_in_one_call_takes_what_its_block_counts(shape, sinks, live, monkeypatch):
+    as_on_an_h200(monkeypatch)
+    monkeypatch.setattr(flash_cuda, "backward", in_one_call)
+    T, (H, G, d, v, window, *_) = 4096, shape
+    leaves = [meta_leaf(T, H, d), meta_leaf(T, G, d), meta_leaf(T, G, v), *([meta_leaf(H)] if sinks else [])]
+    layout = DocumentLayout.build([0, 300, 1500], T, "meta")
+    with live.Live(leaves) as watch:
+        o = packed_attention(*leaves[:3], layout, 0.1, Mask(window), None, *leaves[3:])
+        torch.autograd.grad(o, leaves, torch.empty_like(o))
+    counted = attention_bytes(shape._replace(one_call=True), torch.bfloat16, "cuda")
+    given = sum(leaf.nbytes for leaf in leaves[:3])
+    assert watch.peak == pytest.approx(T * counted.peak - given, rel=1e-3)
+
+
+def meta_leaf(*size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.bfloat16, device="meta", requires_grad=True)
 
 
 def test_the_sum_of_what_each_block_has_in_its_own_backward_is_too_much(live, monkeypatch):

@@ -37,8 +37,8 @@ FOUR = tuple({"STEPS": step} for step in (1, 2, 3, 4))
 @pytest.fixture
 def op(monkeypatch, tmp_path):
     """On a machine whose folder of records is empty, and whose CPU counts as a card."""
-    monkeypatch.setattr(configs, "user_folder", lambda: tmp_path)
-    monkeypatch.setattr(configs, "device_key", lambda device: "card")
+    monkeypatch.setattr(record, "user_folder", lambda: tmp_path)
+    monkeypatch.setattr(record, "device_key", lambda device: "card")
     record.read.cache_clear()
     choosing._loaded.cache_clear()
     monkeypatch.setattr(Doubling, "ran", [])
@@ -78,7 +78,7 @@ def test_the_fastest_right_one_is_kept_and_chosen_on_that_card_alone(op, monkeyp
     Doubling.ran.clear()
     chosen(torch.ones(2))
     assert Doubling.ran == [2]
-    monkeypatch.setattr(configs, "device_key", lambda device: "another")
+    monkeypatch.setattr(record, "device_key", lambda device: "another")
     assert configs.best(op, "quick", gpu, F32, "any") == configs.OWN
 
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unfreeze.kernels.choice import choose as choosing
-from unfreeze.kernels.choice import configs, ops, predicted, record
+from unfreeze.kernels.choice import op as declared
+from unfreeze.kernels.choice import ops, predicted, record
 from unfreeze.kernels.choice.choose import by_record
 from unfreeze.kernels.choice.op import Candidate, Case, Op
 from unfreeze.kernels.expert_mlp import ExpertFactors, backend, fused_expert_mlp, release_scratch, workspace
@@ -43,7 +44,7 @@ def doubling(candidate):
 def unmeasured(monkeypatch, tmp_path):
     for name in ("_CHOSEN", "_WRONG"):
         monkeypatch.setattr(choosing, name, {})
-    for module in (choosing, record, configs):
+    for module in (choosing, record):
         monkeypatch.setattr(module, "device_key", lambda device: "nvidia-h200")
     monkeypatch.setattr(choosing, "CHECKED", ("cpu", "cuda"))  # the planted ones, as a GPU's are
     monkeypatch.setattr(record, "COMMITTED", tmp_path)
@@ -177,6 +178,7 @@ def h200(monkeypatch, interpreted):
     jit = pytest.importorskip("triton.runtime.jit")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(predicted, "wrong", lambda *_: "")
+    monkeypatch.setattr(declared, "capability", lambda device: (9, 0))
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     for kernel in (jit.JITFunction, interpreter.InterpretedFunction):
         monkeypatch.setattr(kernel, "run", lambda *_, **__: None)

@@ -1,22 +1,20 @@
-"""Compiles this room's Triton kernels for an H100/H200 (sm_90a), which needs no GPU.
+"""Compiles this room's Triton kernels for the GPUs of gpu_targets.py, which needs none of them.
 
-    python tests/kernels/loops/compile_triton.py [--ptxas] [--write docs/measured/ptxas.md] [--only NAME …] [--planted]
+    python tests/kernels/loops/compile_triton.py [--ptxas] [--write docs/measured/ptxas.md] [--planted]
+        [--only NAME …] [--first] [--targets sm_90 …]
 
 The launchers are called with tensors on meta of true size, and what they would launch is compiled: their own
-constants, warps, and which arguments are multiples of 16 or 1. Prints a line FAULT per kernel that does
+constants, warps, and which arguments are multiples of 16 or 1. Prints a line FAULT per kernel and GPU that does
 not compile, and last the number of those that do. --ptxas: registers, spills, shared memory and the widest store
 of each. Exit code 1 if one does not compile, or with --ptxas if a kernel on bf16 spills, shared memory is
-above what a multiprocessor has, or the expansion's stores are not of 16 bytes at a rank of 1 to 32. --planted
+above what a block may have, or the expansion's stores are not of 16 bytes at a rank of 1 to 32. --planted
 adds a kernel that does not compile, AdamW of too few warps, and an expansion beside 8 columns of rank 8.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,9 +25,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from gpu_targets import TARGETS, Report, Target, compiled, faults, report
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
@@ -50,8 +47,6 @@ from unfreeze.kernels.token_permute import triton_cuda as token_permute
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
-SHARED = 227 * 1024  # bytes of shared memory that a block may have on sm_90
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
 B, F, L, I = torch.bfloat16, torch.float32, torch.int64, torch.int32
 NAMES = {B: "bf16", torch.float16: "fp16", F: "fp32", L: "i64", I: "i32", torch.uint8: "u8"} | {
     torch.int16: "i16",
@@ -60,7 +55,7 @@ NAMES = {B: "bf16", torch.float16: "fp16", F: "fp32", L: "i64", I: "i32", torch.
 T, D, WIDTH, E, K, V = 8192, 7168, 2048, 48, 8, 163840  # Kimi-K2: tokens, widths, experts here, per token
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Launch:
     """A kernel with the arguments of one launch."""
 
@@ -241,8 +236,12 @@ def others() -> list[Launch]:
                     x, packed(2 * WIDTH, D, e), on_meta(e, dtype=I)
                 ),
             )
-    for label, dtype, group in (("bf16, groups of 128", B, 128), ("fp32", F, 32)):
-        x = on_meta(128 * E, D, dtype=dtype)
+    for label, dtype, group, per_expert in (
+        ("bf16, groups of 128", B, 128, 128),
+        ("bf16, groups of 128, 8 rows", B, 128, 8),
+        ("fp32", F, 32, 128),
+    ):
+        x = on_meta(per_expert * E, D, dtype=dtype)
         add(
             label,
             lambda x=x, g=group: int4_grouped_mm.int4_grouped_mm(
@@ -267,101 +266,79 @@ def planted_faults(launches: list[Launch]) -> list[Launch]:
     return [Launch("planted", planted, dict(x=on_meta(64, dtype=F), BLOCK=64), {}), slow, *kept]
 
 
-@dataclass(frozen=True)
-class Report:
-    """What ptxas says of a program, and the widest global store in it (bytes)."""
-
-    registers: int
-    spilled: int
-    shared: int
-    warps: int
-    store: int
-
-
-def compiled(launch: Launch) -> Any:
-    source = ASTSource(launch.kernel, *launch.specialised())
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
+def planned(only: list[str], first: bool, planted: bool) -> list[Launch]:
+    """The launches to compile. only: names that begin so; first: one launch of each kernel."""
+    launches = [*expansions(), *other_expansions(), *others()]
+    if planted:
+        launches += planted_faults(launches)
+    launches = [launch for launch in launches if not only or named(launch).startswith(tuple(only))]
+    by_kernel = {named(launch): launch for launch in reversed(launches)}
+    return list(by_kernel.values())[::-1] if first else launches
 
 
-def report(made: Any) -> Report:
-    """Of a compiled kernel. Raises RuntimeError where ptxas refuses it."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(made.asm["ptx"])
-        file.flush()
-        command = [PTXAS, "-v", "--gpu-name", "sm_90a", file.name, "-o", "/dev/null"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = done.stderr + done.stdout
-    registers = re.search(r"Used (\d+) registers", said)
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    if registers is None or spills is None:
-        raise RuntimeError(said)
-    stores = re.findall(r"st\.global(?:\.v(\d))?\.b(\d+)", made.asm["ptx"])
-    return Report(
-        registers=int(registers[1]),
-        spilled=int(spills[1]) + int(spills[2]),
-        shared=made.metadata.shared,
-        warps=made.metadata.num_warps,
-        store=max((int(many or 1) * int(bits) // 8 for many, bits in stores), default=0),
-    )
+def named(launch: Launch) -> str:
+    """ "expand._four": the op's folder and the kernel."""
+    module = launch.kernel.__module__.removesuffix(".triton_cuda").removeprefix("unfreeze.kernels.")
+    return f"{module}.{launch.kernel.__name__}"
 
 
-def faults(launch: Launch, found: Report) -> str:
-    """What makes exit code 1."""
-    wrong = []
-    if found.spilled and launch.label.startswith("bf16"):
-        wrong.append(f"{found.spilled} bytes of spills")
-    if found.shared > SHARED:
-        wrong.append(f"{found.shared} bytes of shared memory, a block may have {SHARED}")
-    if launch.kernel is expand._four and found.store < 16:
-        wrong.append(f"stores of {found.store} bytes, 16 wanted")
-    return "; ".join(wrong)
+def page(rows: dict[Launch, dict[str, Report]], targets: list[Target]) -> str:
+    """The page of the reports, a column for each GPU."""
+    head = [
+        "# ptxas: registers, spills and shared memory of the Triton kernels",
+        "",
+        "`python tests/kernels/loops/compile_triton.py --ptxas --write docs/measured/ptxas.md`,"
+        f" {date.today()}, triton {triton.__version__}, at Kimi-K2's sizes. No GPU was used: this shows what a"
+        " kernel needs, not how fast it is.",
+        "",
+        "A cell: registers a thread, KiB of shared memory, and in bold the bytes of spills, if any. The widest"
+        " store is sm_90's, in bytes. gfx942: vector registers.",
+        "",
+        "| GPU | shared KiB a block may have | cards |",
+        "|---|---:|---|",
+        *(f"| {target.name} | {target.shared >> 10} | {target.cards} |" for target in targets),
+        "",
+        f"| kernel | of | warps | widest store | {' | '.join(target.name for target in targets)} |",
+        f"|---|---|---:|---:|{'---|' * len(targets)}",
+    ]
+    for launch, found in rows.items():
+        widest = found["sm_90"] if "sm_90" in found else next(iter(found.values()))
+        cells = " | ".join(found[t.name].cell if t.name in found else "does not compile" for t in targets)
+        head.append(f"| {named(launch)} | {launch.label} | {widest.warps} | {widest.store} | {cells} |")
+    return "\n".join(head) + "\n"
 
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     options.add_argument("--ptxas", action="store_true")
     options.add_argument("--planted", action="store_true")
-    options.add_argument("--only", nargs="+", default=[], help="folders of ops, as expand")
+    options.add_argument("--only", nargs="+", default=[], help="kernels, as expand or expand._four")
+    options.add_argument("--first", action="store_true", help="one launch of each kernel")
+    options.add_argument("--targets", nargs="+", default=list(TARGETS), choices=TARGETS)
     options.add_argument("--write", type=Path, help="the page of the report")
     given = options.parse_args()
-    launches = [*expansions(), *other_expansions(), *others()]
-    if given.planted:
-        launches += planted_faults(launches)
-    good, bad, lines = 0, 0, []
-    for launch in launches:
-        name = f"{launch.kernel.__module__.removesuffix('.triton_cuda')}.{launch.kernel.__name__}"
-        name = name.removeprefix("unfreeze.kernels.")
-        if given.only and not name.startswith(tuple(given.only)):
-            continue
-        try:
-            made = compiled(launch)
-            found = report(made) if given.ptxas else None
-        except Exception as error:
-            print(f"FAULT {name} ({launch.label}): {type(error).__name__}: {str(error).splitlines()[0]}")
-            bad += 1
-            continue
-        good += 1
-        if found is None:
-            continue
-        wrong = faults(launch, found)
-        bad += bool(wrong)
-        lines.append(
-            f"| {name} | {launch.label} | {found.warps} | {found.registers} | {found.spilled} |"
-            f" {found.shared / 1024:.1f} | {found.store} |"
-        )
-        print(f"FAULT {name} ({launch.label}): {wrong}" if wrong else lines[-1], flush=True)
+    good, bad, targets = 0, 0, [TARGETS[name] for name in given.targets]
+    rows: dict[Launch, dict[str, Report]] = {}
+    for launch in planned(given.only, given.first, given.planted):
+        rows[launch] = {}
+        for target in targets:
+            where = f"{named(launch)} ({launch.label}) on {target.name}"
+            try:
+                made = compiled(launch, target)
+                found = report(made) if given.ptxas else None
+            except Exception as error:
+                print(f"FAULT {where}: {type(error).__name__}: {str(error).splitlines()[0]}")
+                bad += 1
+                continue
+            good += 1
+            if found is None:
+                continue
+            wrong = faults(launch, found, target, launch.kernel is expand._four)
+            bad += bool(wrong)
+            rows[launch][target.name] = found
+            print(f"FAULT {where}: {wrong}" if wrong else f"{where}: {found.cell}", flush=True)
     if given.write:
-        head = [
-            "# ptxas: registers and spills of the Triton kernels",
-            "",
-            "`python tests/kernels/loops/compile_triton.py --ptxas --write docs/measured/ptxas.md`,"
-            f" {date.today()}, triton {triton.__version__}, sm_90a, at Kimi-K2's sizes. No GPU was used: this"
-            " shows what a kernel needs, not how fast it is.",
-            "",
-            "| kernel | of | warps | registers a thread | spilled bytes | shared KiB | widest store, bytes |",
-            "|---|---|---:|---:|---:|---:|---:|",
-        ]
-        given.write.write_text("\n".join([*head, *lines]) + "\n", encoding="utf-8")
+        given.write.write_text(page(rows, targets), encoding="utf-8")
     print(good)
     return int(bad > 0)
 

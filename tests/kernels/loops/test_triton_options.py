@@ -19,31 +19,54 @@ SCRIPT = Path(__file__).with_name("compile_triton.py")
 KERNELS = Path(triton_options.__file__).parents[1]
 
 
-@pytest.mark.nightly
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="triton brings an assembler for x86-64")
-def test_every_kernel_compiles_for_an_h200_without_spills_and_planted_faults_are_found(tmp_path):
-    """The interpreter knows no types, layouts, registers or tensor cores: a kernel it runs may still not
-    compile, or spill. ptxas is the oracle."""
+needs_triton = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="triton brings an assembler for x86-64"),
+]
+
+
+def compiling(folder, *options):
+    """(its exit code, the lines of what it found, the number of programs that compile)."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
-        "TRITON_CACHE_DIR": str(tmp_path)
+        "TRITON_CACHE_DIR": str(folder)
     }
-    command = [sys.executable, str(SCRIPT), "--ptxas", "--planted"]
+    command = [sys.executable, str(SCRIPT), "--ptxas", *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
-    assert done.returncode == 1, done.stderr
+    assert done.stdout, done.stderr
     *lines, good = done.stdout.strip().splitlines()
-    faults = [line for line in lines if line.startswith("FAULT")]
-    compiled, spilled, narrow = faults
-    assert "__main__.planted (planted)" in compiled
-    assert "adamw._step (bf16, planted)" in spilled and "bytes of spills" in spilled
-    assert "expand._four (bf16, planted): stores of 2 bytes" in narrow
-    assert int(good) == len(lines) - 1
-    kernels = {
-        name
-        for file in KERNELS.glob("*/triton_cuda.py")
-        for name in re.findall(r"^def (_\w+)\($", launched(file), re.M)
-    }
-    assert kernels and all(any(f"{name} " in line for line in lines) for name in kernels), kernels
+    return done.returncode, lines, int(good)
+
+
+class TestCompiling:
+    """The interpreter knows no types, layouts, registers or tensor cores: a kernel it runs may still not compile,
+    or spill. ptxas is the oracle."""
+
+    pytestmark = needs_triton
+
+    def test_a_kernel_compiles_for_a_card_of_99_kib_and_for_amd(self, tmp_path):
+        only = ("--only", "grouped_mm._rows", "--first", "--targets", "sm_86", "gfx942")
+        code, lines, good = compiling(tmp_path, *only)
+        assert code == 0 and good == len(lines) == 2
+        assert "on sm_86" in lines[0] and "on gfx942" in lines[1]
+
+    @pytest.mark.nightly
+    def test_every_kernel_compiles_for_every_gpu_without_spills_and_planted_faults_are_found(self, tmp_path):
+        code, lines, good = compiling(tmp_path, "--planted")
+        assert code == 1
+        found = [line for line in lines if line.startswith("FAULT")]
+        assert all("planted" in line for line in found)
+        here = [line for line in found if " on sm_90:" in line]
+        compiled, spilled, narrow = here
+        assert "__main__.planted (planted)" in compiled
+        assert "adamw._step (bf16, planted)" in spilled and "bytes of spills" in spilled
+        assert "expand._four (bf16, planted)" in narrow and "stores of 2 bytes" in narrow
+        assert good == len(lines) - sum("__main__.planted" in line for line in found)
+        kernels = {
+            name
+            for file in KERNELS.glob("*/triton_cuda.py")
+            for name in re.findall(r"^def (_\w+)\($", launched(file), re.M)
+        }
+        assert kernels and all(any(f"{name} " in line for line in lines) for name in kernels), kernels
 
 
 def launched(file):

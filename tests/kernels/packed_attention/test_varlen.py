@@ -13,7 +13,7 @@ from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask, reference_a
 from unfreeze.kernels.choice import predicted
 from unfreeze.kernels.packed_attention import FORMS, OP, bucket, flash_cuda, in_one_call, packed_attention
 from unfreeze.kernels.packed_attention.by_buckets import by_buckets
-from unfreeze.kernels.packed_attention.varlen import by
+from unfreeze.kernels.packed_attention.varlen import Documents, by
 
 LENGTHS = [1, 70, 33, 2, 5, 300, 1, 129]
 STARTS = torch.tensor([0, *LENGTHS[:-1]]).cumsum(0)
@@ -198,34 +198,69 @@ class Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("window, wanted", [(None, [-1, 0]), (128, [127, 0]), (4096, [-1, 0])])
+@pytest.mark.parametrize("window, wanted", [(None, (-1, 0)), (128, (127, 0)), (4096, (-1, 0))])
 def test_torchs_operators_get_what_they_document(window, wanted):
-    """Of the window [left, right]: keys beside its own that a query sees, -1 for all. Causal without one."""
+    """Of the window (left, right): keys beside its own that a query sees, -1 for all. Causal without one."""
     assert flash_cuda.missing() == ""
     T, layout = 700, DocumentLayout.build([0, 100, 400], 700)
     q, k, v = (torch.empty(T, n, w, dtype=BF16, device="meta") for n, w in ((8, 192), (2, 192), (2, 128)))
-    layout._bounds[q.device] = torch.tensor([0, 100, 400, 700], dtype=torch.int32).to("meta")
     for tensor in (q, k, v):
         tensor.requires_grad_()
     with Seen() as seen:
         o = by(flash_cuda)(q, k, v, layout, 0.1, Mask(window=window))
         grads = torch.autograd.grad(o, (q, k, v), torch.empty_like(o))
     assert o.shape == (T, 8, 128) and [g.shape for g in grads] == [q.shape, k.shape, v.shape]
-    ours = [(name, given) for name, given in seen.calls if name.startswith("torch_attn::")]
-    assert [name for name, _ in ours] == ["torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"]
+    ours = [(name, given) for name, given in seen.calls if "flash" in name]
+    assert [name for name, _ in ours] == ["aten::_flash_attention_forward", "aten::_flash_attention_backward"]
     for _, given in ours:
-        assert given["is_causal"] == (wanted == [-1, 0]) and given["window_size"] == wanted
+        assert given["is_causal"] == (wanted == (-1, 0)) and given["dropout_p"] == 0
+        assert (given["window_size_left"], given["window_size_right"]) == wanted
         assert given["max_q"] == given["max_k"] == 300 and given["scale"] == 0.1
-        assert given["cu_seq_q"] is given["cu_seq_k"] and len(given["cu_seq_q"]) == 4
+        assert given["cum_seq_q"] is given["cum_seq_k"] and len(given["cum_seq_q"]) == 4
         assert given["key"].shape == given["value"].shape == (T, 2, 192), "padded, and not repeated"
-    assert ours[0][1]["enable_gqa"] and ours[1][1]["lse"].shape == (8, T)
+    assert ours[1][1]["logsumexp"].shape == (8, T)
 
 
-def test_an_operator_with_other_arguments_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(flash_cuda, "FORWARD", (*flash_cuda.FORWARD, "sinks"))
+@pytest.mark.parametrize("window", [None, 128])
+def test_the_operators_are_those_behind_torchs_own_function_with_the_same_arguments(window):
+    """Of varlen_attn and of its backward, seen on meta, with grouped keys as in gpt-oss."""
+    from torch.nn.attention import varlen
+
+    def flash(function, *given):
+        with Seen() as seen:
+            function(*given)
+        (call,) = ((name, given) for name, given in seen.calls if "flash" in name)
+        return call
+
+    bounds = torch.empty(4, dtype=torch.int32, device="meta")
+    q, k, v = (torch.empty(700, n, 64, dtype=BF16, device="meta") for n in (64, 8, 8))
+    lse, rng = torch.empty(64, 700, device="meta"), torch.empty(2, dtype=torch.uint64, device="meta")
+    shared, size = (bounds, bounds, 300, 300, window is None), [-1 if window is None else window - 1, 0]
+    documents, saved = Documents(bounds, 300, 0.1, window), (q, q, k, v, q, lse)
+    pairs = [
+        (
+            flash(flash_cuda.forward, q, k, v, documents),
+            flash(varlen._varlen_attn._init_fn, q, k, v, *shared, 0.1, size, True),
+        ),
+        (
+            flash(flash_cuda.backward, *saved, documents),
+            flash(varlen._varlen_attn_backward._init_fn, *saved, *shared, rng, 0.1, size),
+        ),
+    ]
+    for (name, ours), (wanted, theirs) in pairs:
+        assert name == wanted and all(theirs[key] is None for key in theirs.keys() - ours.keys())
+        for key in ours.keys() - {"rng_state", "unused"}:
+            assert ours[key] is theirs[key] or ours[key] == theirs[key], key
+
+
+@pytest.mark.parametrize("lacks", ["an argument", "an operator"])
+def test_what_torch_lacks_is_named(lacks, monkeypatch):
+    name = "_flash_attention_forward" if lacks == "an argument" else "_flash_attention_of_tomorrow"
+    monkeypatch.setitem(flash_cuda.OPERATORS, name, {"sinks"})
     flash_cuda.missing.cache_clear()
-    assert "_varlen_attn has no sinks" in flash_cuda.missing()
-    assert "has no sinks" in OP.candidates["varlen"].refuses("cuda", BF16)
+    why = f"{name} has no sinks" if lacks == "an argument" else f"has no {name}"
+    assert why in flash_cuda.missing() and why in OP.candidates["varlen"].refuses("cuda", BF16)
+    assert not in_one_call("cuda", BF16, "causal")
     flash_cuda.missing.cache_clear()
 
 

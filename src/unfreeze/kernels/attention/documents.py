@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unfreeze.kernels.attention.sdpa import sdpa
 from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.draw import normal
 from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
 from unfreeze.kernels.recompute import Reuse
 
@@ -87,7 +88,7 @@ def _inputs(
     shape = (max(1, tokens // length), length)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(*shape, *size, generator=generator).to(device, dtype).requires_grad_()
+        return normal(device, generator, *shape, *size).to(dtype).requires_grad_()
 
     return random(heads, d), random(groups, d), random(groups, v), d**-0.5
 

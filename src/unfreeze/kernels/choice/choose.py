@@ -156,8 +156,8 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
         if not fault:
             if choice.origin == "predicted, not measured":
                 _log_once(device_key(device), choice.origin)
-            told = _refusals(op, device, dtype) if op.instead and choice.runs == op.instead else []
-            return choice._replace(why="; ".join([choice.why, *told, *faults]))
+            refusals = _refusals(op, device, dtype) if op.instead and choice.runs == op.instead else []
+            return choice._replace(why="; ".join([choice.why, *refusals, *faults]))
         able.remove(choice.runs)
         faults.append(f"{choice.runs} failed its check: {fault}")
     why = f"no record for {device_key(device)}; unfreeze dev kernels measure --op {op.name} makes one"

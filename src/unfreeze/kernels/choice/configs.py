@@ -7,13 +7,16 @@ device class. choose() takes it (`with_best`). Without such a row a kernel runs 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
 import torch
 
+from unfreeze.kernels.choice import record
 from unfreeze.kernels.choice.op import Case, Config, Implementation, Op
-from unfreeze.kernels.choice.record import Row, device_key, readable, user_folder, write
+from unfreeze.kernels.choice.record import Row, readable, write
 
 OWN: Config = {}
 GAIN = 0.02  # a config that saves less than this share of the time is not worth a row
@@ -68,14 +71,16 @@ def measure_configs(
     own = implementation_of(op, name, device, dtype)
     good, failed = {"own": own}, dict[str, str]()
     for number, config in enumerate(configs):
-        made = configured(own, config)
-        fault = predicted.fault(op, case, lambda made=made: made, device, dtype, op.tolerance[dtype])
+        implementation = configured(own, config)
+        fault = predicted.fault(op, case, lambda x=implementation: x, device, dtype, op.tolerance[dtype])
         if fault:
             failed[str(config)] = fault
         else:
-            good[str(number)] = made
+            good[str(number)] = implementation
     args = measure.arguments(case, device, dtype)
-    calls = {label: lambda made=made: measure.visit(op, made, args) for label, made in good.items()}
+    calls: dict[str, Callable[[], object]] = {
+        label: functools.partial(measure.visit, op, function, args) for label, function in good.items()
+    }
     times = measure.in_turn(calls, device, seconds)
     medians = {label: measure.median_and_spread(samples)[0] for label, samples in times.items()}
     fastest = min(medians, key=lambda label: medians[label])
@@ -83,7 +88,7 @@ def measure_configs(
         fastest = "own"
     row: Row = {
         "op": op.name,
-        "device": device_key(device),
+        "device": record.device_key(device),
         "dtype": _name(dtype),
         "bucket": case.bucket,
         "candidate": name,
@@ -99,7 +104,7 @@ def measure_configs(
 
 
 def _file(device: torch.device) -> Path:
-    return user_folder() / f"{device_key(device)}-configs.json"
+    return record.user_folder() / f"{record.device_key(device)}-configs.json"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+
+def normal(device: torch.device, generator: torch.Generator, *shape: int) -> Tensor:
+    """Standard normal float32 numbers, as `drawn`."""
+    return drawn(device, generator, functools.partial(torch.randn, shape))
+
+
+def uniform(device: torch.device, generator: torch.Generator, *shape: int) -> Tensor:
+    """Float32 numbers in [0, 1), as `drawn`."""
+    return drawn(device, generator, functools.partial(torch.rand, shape))
 
 
 def drawn(device: torch.device, generator: torch.Generator, draw: Callable[..., Tensor]) -> Tensor:

@@ -7,7 +7,6 @@ reads its inputs from memory.
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import statistics
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import REQUIRED_GAIN, implementation_of
-from unfreeze.kernels.choice.draw import drawn
+from unfreeze.kernels.choice.draw import normal
 from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key
 from unfreeze.quant.codec import Packed
@@ -120,8 +119,7 @@ def _upstream(output: Tensor) -> Tensor:
     key = (output.shape, output.dtype, output.device)
     if key not in _UPSTREAM:
         where = output.device if output.numel() > HOST_DRAWS else torch.device("cpu")
-        draw = functools.partial(torch.randn, output.shape)
-        noise = drawn(where, torch.Generator().manual_seed(SEED + 1), draw).bfloat16()
+        noise = normal(where, torch.Generator().manual_seed(SEED + 1), *output.shape).bfloat16()
         _UPSTREAM[key] = noise.to(device=output.device, dtype=output.dtype)
     return _UPSTREAM[key]
 

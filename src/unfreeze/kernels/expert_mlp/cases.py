@@ -5,7 +5,6 @@ T tokens, E experts, D model width, I expert width, R rank.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.choice.draw import drawn
+from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Case
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU
@@ -49,7 +48,7 @@ class Problem:
         E, D, I, R = self.experts, self.hidden, self.intermediate, self.rank
 
         def randn(*shape: int, scale: float = 1.0) -> Tensor:
-            return drawn(device, generator, functools.partial(torch.randn, shape)) * scale
+            return normal(device, generator, *shape) * scale
 
         bases = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
         codec = Int4(32)
@@ -67,9 +66,9 @@ class Problem:
         factors = ExpertFactors(*(pair.requires_grad_() for pair in pairs), scale=2.0, down_scale=2.0)
         share = torch.logspace(0, -1, self.used, base=self.skew, device=device)
         # the largest of u^(1 / share) are a sample without replacement, by share (Efraimidis, Spirakis 2006)
-        lots = drawn(device, generator, functools.partial(torch.rand, (self.tokens, self.used)))
+        lots = uniform(device, generator, self.tokens, self.used)
         ids = (lots.log() / share).topk(PER_TOKEN, dim=1).indices
-        weights = drawn(device, generator, functools.partial(torch.rand, (self.tokens, PER_TOKEN)))
+        weights = uniform(device, generator, self.tokens, PER_TOKEN)
         x = randn(self.tokens, D).to(dtype).requires_grad_()
         lora = None if self.kind == "all weights" else factors
         args = (x, ids, weights.requires_grad_(), *matrices, lora)

@@ -1,11 +1,10 @@
-"""The CUDA backend of the expert MLP: all experts at once by torch grouped GEMMs.
+"""The CUDA backend of the expert MLP: all experts at once by grouped GEMMs.
 
 Offsets are on the device, without host synchronisation. If the workspace of all experts would exceed
 WORKSPACE bytes they go in groups, with one wait for the offsets per call; the results are bit-identical.
 Dense weights need no workspace: base and adapter are two grouped GEMMs. Runs on CPU too (bf16), where it is
 tested; speed on a GPU is not measured yet. Sorting, gathering and the activation are the ops token_permute
-and swiglu, chosen by record. torch's grouped GEMM has no `out` argument: a result that belongs in a wider
-buffer is copied there, any other is used as returned.
+and swiglu, chosen by record; the grouped GEMM is the op grouped_mm.
 
 n = T * K rows sorted by expert, E experts, D, I, Q, P as in factors.py.
 """
@@ -18,7 +17,6 @@ from itertools import pairwise
 from typing import Any, ClassVar, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.kernels import int4_grouped_mm, swiglu, token_permute
@@ -27,6 +25,7 @@ from unfreeze.kernels.expert_mlp import workspace
 from unfreeze.kernels.expert_mlp.backend import DeviceRouting, ExpertGradients, ExpertGroup
 from unfreeze.kernels.expert_mlp.by_gemms import ByGemms, Term
 from unfreeze.kernels.expert_mlp.factors import Adapter, ExpertFactors, adapters
+from unfreeze.kernels.grouped_mm import grouped_mm
 from unfreeze.kernels.loops.rows import slabs
 from unfreeze.kernels.swiglu.activation import SWIGLU, Activation
 from unfreeze.quant.codec import Packed
@@ -257,8 +256,7 @@ class Grouped(ByGemms[DeviceRouting]):
     ) -> Tensor:
         if not len(a):  # a part without tokens
             return a.new_empty((0, weights.shape[2])) if out is None else out
-        product = F.grouped_mm(a, _of(weights, index), offs=_offsets(group))
-        return product if out is None else out.copy_(product)
+        return grouped_mm(a, _of(weights, index), _offsets(group), out)
 
     def tn(self, a: Tensor, b: Tensor, group: DeviceGroup, out: Tensor, index: Sequence[int]) -> None:
         _of(out, index).copy_(self.outer(a, b, group))
@@ -267,7 +265,7 @@ class Grouped(ByGemms[DeviceRouting]):
         """a[rows of g]ᵀ @ b[rows of g] for each expert g; zero for one without rows."""
         if not len(a):
             return a.new_zeros((len(group.experts), a.shape[1], b.shape[1]))
-        return F.grouped_mm(_turned(a, group), b, offs=_offsets(group))
+        return grouped_mm(_turned(a, group), b, _offsets(group))
 
     def factor(self, name: str, a: Tensor, b: Tensor, group: DeviceGroup, grads: ExpertGradients) -> None:
         """The product itself is the gradient; with several parts the last one joins them."""
@@ -381,5 +379,5 @@ def _projected(x_nM: Tensor, packed: Packed, adapter: Adapter | None, offsets_E:
     y_nN = int4_grouped_mm.int4_grouped_mm(x_nM, packed, offsets_E, impl)
     if adapter is None:
         return y_nN
-    xA_nQ = F.grouped_mm(x_nM, adapter.A.transpose(1, 2), offs=offsets_E)
-    return y_nN.add_(F.grouped_mm(xA_nQ, adapter.B.transpose(1, 2), offs=offsets_E))
+    xA_nQ = grouped_mm(x_nM, adapter.A.transpose(1, 2), offsets_E)
+    return y_nN.add_(grouped_mm(xA_nQ, adapter.B.transpose(1, 2), offsets_E))

@@ -4,7 +4,8 @@ n rows sorted by expert, E experts, N outputs, M inputs. Sums are float32.
 """
 
 # A launch takes numbers for constexpr parameters, and num_warps, which the kernel's signature doesn't declare
-# pyright: reportArgumentType=false, reportCallIssue=false
+# (to pyright a kernel's function returns nothing)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -7,7 +7,8 @@ n rows sorted by expert, E experts, N outputs, M inputs.
 """
 
 # A launch takes numbers for constexpr parameters, and num_warps, which the kernel's signature doesn't declare
-# pyright: reportArgumentType=false, reportCallIssue=false
+# (to pyright a kernel's function returns nothing)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
@@ -93,12 +94,13 @@ def int4_grouped_mm(x_nM: Tensor, packed: Packed, offsets_E: Tensor, config: Con
         return y_nN
     # A tensor core's tile has at least 16 rows. float32 runs without tensor cores; with more rows ptxas
     # spills.
-    most_rows = 128 if x_nM.dtype != torch.float32 else 32
+    narrow = x_nM.dtype == torch.float32
+    most_rows = 32 if narrow else 128 if codec.group_size < 128 else 64
     rows = min(most_rows, max(16, power_of_two(-(-n // num_experts))))
     options = {
         "ROWS": rows,
-        "OUT": 64,
-        "num_warps": 8 if rows == 128 else 4,  # 4 spill where groups have 128 columns
+        "OUT": 16 if narrow else 64,
+        "num_warps": 8 if rows == 128 or codec.group_size == 128 else 4,
     } | dict(config or {})
     rows, outs = options["ROWS"], options["OUT"]
     most = n // rows + min(num_experts, n)  # upper bound of tiles for any routing: no host sync

@@ -133,7 +133,7 @@ OP = Op(
             _refuses,
             predicted_on=("cuda",),
             because="one call for all documents, without copies of q, k, v and o; with sinks or a window"
-            " 0.7 GB in 17 launches, blocks of queries 11 to 74 GB in 440 to 1,800 (counted bytes of a layer"
+            " 0.65 GB in 17 launches, blocks of queries 11 to 74 GB in 441 to 1,819 (counted bytes of a layer"
             " of gpt-oss, 4,096 tokens)",
             waits_on=("cuda",),
         )

@@ -5,7 +5,6 @@ It keeps gate and up. Autograd would also keep silu(gate), and pass over memory 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from unfreeze.kernels import liger
 from unfreeze.kernels.choice.candidates import of_modules
 from unfreeze.kernels.choice.choose import choose
-from unfreeze.kernels.choice.draw import drawn
+from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Implementation, Op
 from unfreeze.kernels.loops.rows import rows_view
 from unfreeze.kernels.swiglu import reference
@@ -130,10 +129,7 @@ def _case(rows: int, width: int, cuda_rows: int, activation: Activation = SWIGLU
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         n = cuda_rows if device.type == "cuda" else rows
         shapes = [(n, 2 * width)] if activation.interleaved else 2 * [(n, width)]
-        tensors = [
-            drawn(device, generator, functools.partial(torch.randn, shape)).to(dtype).requires_grad_()
-            for shape in shapes
-        ]
+        tensors = [normal(device, generator, *shape).to(dtype).requires_grad_() for shape in shapes]
         return (*tensors, None, activation) if activation.interleaved else (*tensors, activation)
 
     size = torch.empty((rows, width), device="meta")
@@ -169,11 +165,8 @@ def _weighted_case(activation: Activation) -> Case:
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         n, width = 16, 520
-        dh, gate_up = (
-            drawn(device, generator, functools.partial(torch.randn, (n, columns))).to(dtype)
-            for columns in (width, 2 * width)
-        )
-        weight = drawn(device, generator, functools.partial(torch.rand, (n,)))
+        dh, gate_up = (normal(device, generator, n, columns).to(dtype) for columns in (width, 2 * width))
+        weight = uniform(device, generator, n)
         weight[::7] = 0.0
         return dh, gate_up, weight, activation
 

@@ -31,6 +31,8 @@ from torch import Tensor, nn
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.rows import Rows
 from unfreeze.core.torch_types import buffers_of, parameters_of
+from unfreeze.kernels import token_permute
+from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.experts import Experts
@@ -86,10 +88,12 @@ class Home:
         On a CPU experts are summed in ascending order, on a GPU in the order of k, like the expert op on
         each.
         """
-        first, *others = self.place_TK.unbind(1)
-        y_TD = rows_nD.index_select(0, first).to(torch.promote_types(rows_nD.dtype, torch.float32))
-        for place_T in others:
-            y_TD += rows_nD.index_select(0, place_T)
+        wide = torch.promote_types(rows_nD.dtype, torch.float32)
+        y_TD = torch.zeros((len(self.place_TK), rows_nD.shape[1]), dtype=wide, device=rows_nD.device)
+        bucket = token_permute.bucket(y_TD, self.place_TK, None, 0)
+        permute = choose(token_permute.OP, rows_nD.device, rows_nD.dtype, bucket)
+        assert isinstance(permute, token_permute.TokenPermute)
+        permute.functions.combine(rows_nD, self.place_TK.flatten(), None, y_TD)
         return y_TD.to(rows_nD.dtype)
 
 
