@@ -21,6 +21,7 @@ from unfreeze.core.schema import (
     CommonFields,
     Device,
     ExpertBalance,
+    ExpertOpCompared,
     GroupReceipt,
     KernelChoice,
     LeftOut,
@@ -38,6 +39,7 @@ INSIDE = {
     "Change": Change,
     "Group": GroupReceipt,
     "Left out": LeftOut,
+    "Expert op": ExpertOpCompared,
 }
 """Heading -> objects that stand inside events."""
 

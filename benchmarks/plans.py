@@ -3,7 +3,8 @@
     python benchmarks/plans.py FOLDER_OF_CONFIGS --write docs/measured/plans.md
 
 FOLDER_OF_CONFIGS has Kimi-K2-Thinking.json and Qwen--Qwen3-30B-A3B.json as published. Every figure is
-predicted from facts of the devices (src/unfreeze/parallel/plan/machines.toml). Nothing was measured on a GPU.
+derived from counted bytes, products and launches (src/unfreeze/parallel/plan/seconds.py, passes.py) and facts
+of the devices (machines.toml). Nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ NEEDED = (
     "Kimi-K2-Thinking",
 )
 SMALLEST_FIRST = ("1xRTX4090+128GB", "1xH100", "1xH200+768GB", "8xH100", "8xH200", "16xH200")
+DERIVED = "derived, not measured"
 HEAD = "| machine | rank | fits | tokens a step | a device | host memory | tokens/s | longest term | layout |"
 
 
@@ -82,7 +84,7 @@ def main() -> None:
                 planned = plan_on(config, fleet(words))
                 plans.append(planned)
                 choice, places = planned.choice, planned.choice.places
-                rate = f"{choice.tokens_per_second:,.0f}" if planned.fits else "–"
+                rate = f"{choice.tokens_per_second:,.0f}, {DERIVED}" if planned.fits else "–"
                 not_built = "; not built yet: " + ", ".join(choice.not_built) if choice.not_built else ""
                 fits = "yes" if planned.fits else f"no: {places.over}"
                 device = format_of(sum(places.device.values()), places.device_usable)

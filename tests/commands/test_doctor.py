@@ -14,6 +14,9 @@ from unfreeze.commands.doctor import Config, findings_of
 from unfreeze.drill.sandbox import ROWS, Sandbox
 from unfreeze.job.doctor import checks
 from unfreeze.job.planning import plan as run_plan
+from unfreeze.kernels import cards
+from unfreeze.kernels.choice import choose, ops, times
+from unfreeze.kernels.choice.op import Candidate, Case, Op
 from unfreeze.train.run import Run
 
 
@@ -298,3 +301,103 @@ def test_a_quantization_that_only_hf_quant_config_names_is_refused_by_inspect_do
     with pytest.raises(ConfigError) as caught:
         unfreeze.load(folder, dtype="float32")
     assert said in caught.value.message
+
+
+def test_without_a_gpu_one_line_and_code_2(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(cards, "unused", lambda root: None)
+    assert cli.main(["doctor", "--gpu"]) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "this machine has no GPU" in line and "unfreeze doctor --ops" in line
+    assert cli.main(["doctor"]) == 2 and "doctor needs a MODEL" in capsys.readouterr().err
+
+
+def planted(candidate):
+    made = Candidate(lambda: candidate, lambda *_: "")
+    case = Case(
+        "any", lambda d, t, g: (torch.randn(64, generator=g).to(d, t).requires_grad_(),), (torch.float32,)
+    )
+    return Op("double", lambda x: x + x, {"quick": made}, (case,), {torch.float32: 1e-6})
+
+
+@pytest.fixture
+def own_cache_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("UNFREEZE_KERNELS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    for cache in (choose._loaded, times._read):
+        cache.cache_clear()
+    yield tmp_path
+    for cache in (choose._loaded, times._read):
+        cache.cache_clear()
+
+
+def test_the_table_of_this_cpu_bans_a_wrong_kernel_and_keeps_no_other_row(
+    own_cache_here, monkeypatch, capsys
+):
+    for factor, code in ((2, 0), (2.1, 1)):
+        op = planted(lambda x, factor=factor: factor * x)
+        monkeypatch.setattr(ops, "import_op", lambda name, op=op: op)
+        choose._loaded.cache_clear()
+        assert cli.main(["doctor", "--ops", "--op", "double"]) == code
+        out = capsys.readouterr().out
+        assert ("quick is WRONG: error 5.0e-02" in out) == bool(code)
+        assert ("1 with a wrong kernel" in out) == bool(code) and ("--bundle" in out) == bool(code)
+        assert len(times.known()) == code
+    assert choose.by_record(op, torch.device("cpu"), torch.float32, "any").runs == "reference"
+    # the bundle says so, and nothing of where it is
+    assert cli.main(["doctor", "--bundle"]) == 0
+    text = (own_cache_here / "unfreeze-bundle.txt").read_text()
+    assert "double, any, float32: quick is wrong: error 5.0e-02" in text
+    assert str(own_cache_here) not in text and f"torch {torch.__version__}" in text
+
+
+def test_an_unknown_op_is_named(capsys):
+    assert cli.main(["doctor", "--ops", "--op", "rms_nrom"]) == 2
+    assert "rms_norm" in capsys.readouterr().err
+
+
+SECRETS = ("hf_AbCdEfGhIjKlMnOp", "sk-proj-abcdef123456", "a" * 40, "my very own password")
+
+
+def test_a_bundle_has_no_secret_path_or_text_of_the_data(own_cache_here, monkeypatch):
+    run = own_cache_here / "runs" / "mine"
+    run.mkdir(parents=True)
+    config = {
+        "model": f"{run}/model",
+        "out": "/home/ada/x.json",
+        "url": "https://u:pw12345678@host.org/v1",
+        "steps": 7,
+    }
+    (run / "resolved_config.json").write_text(json.dumps(config))
+    sample = {
+        "kind": "sample",
+        "step": 0,
+        "time": 0.0,
+        "when": "before",
+        "prompt": "PRIVATE",
+        "text": "PRIVATE",
+    }
+    data = {
+        "kind": "data",
+        "step": 0,
+        "time": 0.0,
+        "rows": 3,
+        "summary": "x",
+        "listed": [{"row": 1, "reason": "PRIVATE"}],
+    }
+    words = (
+        f"{SECRETS[0]} in C:\\Users\\ada\\file.json, {SECRETS[1]}, {SECRETS[2]}, ~/models/k2, {SECRETS[3]}"
+    )
+    warning = {"kind": "warning", "step": 3, "time": 0.0, "message": words}
+    (run / "events.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in (sample, data, warning)) + "torn"
+    )
+    monkeypatch.setenv("MY_API_KEY", SECRETS[3])
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    assert cli.main(["doctor", str(run), "--bundle"]) == 0
+    text = (own_cache_here / "unfreeze-bundle.txt").read_text()
+    for secret in (*SECRETS, "PRIVATE", "/home/ada", "Users", "pw12345678", str(own_cache_here), "~/models"):
+        assert secret not in text, text
+    assert '"steps": 7' in text and "NCCL_DEBUG=INFO" in text and '"rows": 3' in text and "…/x.json" in text
+    assert "file.json" in text and "https://" in text
+    assert cli.main(["doctor", str(own_cache_here), "--bundle"]) == 2

@@ -217,9 +217,10 @@ def test_tokens_that_the_plan_chose_are_said_beside_a_runs_own(config, tmp_path,
     file = tmp_path / "run.toml"
     file.write_text(f'model = "{config}"\ndata = "chat.jsonl"\n')
     for arguments, said in (
-        (["--model", config], "tokens a step (chosen; a run takes 4,096 unless"),
+        (["--model", config], "tokens a step (chosen; a run takes 32,768 unless"),
         (["--model", config, "--tokens-per-step", "4096"], "  4,096 tokens a step,"),
-        ([str(file)], "  4,096 tokens a step,"),  # the run's own
+        ([str(file)], "  32,768 tokens a step,"),  # the run's own: 4,096 for each of its processes
+        ([str(file), "--tokens-per-step", "4096"], "  4,096 tokens a step,"),
     ):
         plan.main([*arguments, "--hardware", "8xH200"], Common())
         assert said in capsys.readouterr().out

@@ -25,10 +25,12 @@ NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 def execute(notebook, folder):
     """Run every cell in a fresh kernel in `folder`, with tiny-k2 as the model. -> cell id -> what it showed.
 
-    Cells tagged "install" are left out: the package is installed.
+    Cells tagged "install" find a wheel, which pip reads and does not install: the package is installed.
     """
-    notebook.cells = [cell for cell in notebook.cells if "install" not in cell.metadata.get("tags", [])]
+    wheel(folder)
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("DRY_RUN", "NO_INDEX", "NO_DEPS", "DISABLE_PIP_VERSION_CHECK"):
+            patch.setenv(f"PIP_{name}", "1")
         patch.setenv("UNFREEZE_MODEL", str(TINY_K2))
         patch.setenv("OMP_NUM_THREADS", "1")
         # the kernel of this environment, and nothing of a user's
@@ -37,6 +39,17 @@ def execute(notebook, folder):
         where = {"metadata": {"path": str(folder)}}
         NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
     return {cell.id: "".join(map(shown, cell.outputs)) for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def wheel(folder):
+    """A wheel as a user uploads it, of a version that is not installed."""
+    about = "Metadata-Version: 2.1\nName: unfreeze\nVersion: 9.9\n"
+    with zipfile.ZipFile(folder / "unfreeze-9.9-py3-none-any.whl", "w") as file:
+        file.writestr("unfreeze-9.9.dist-info/METADATA", about)
+        file.writestr(
+            "unfreeze-9.9.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr("unfreeze-9.9.dist-info/RECORD", "")
 
 
 def shown(output):
@@ -134,6 +147,7 @@ def test_the_gpu_notebook_leaves_an_adapter_that_peft_reads(free_gpu):
     folder, said = free_gpu
     (run,) = map(unfreeze.FinishedRun, folder.glob("runs/*"))
     assert run.finished and run.loss < run.losses[0]
+    assert "Would install unfreeze-9.9" in said["install"] and "no GPU" in said["doctor"]
     assert "before: What is a lake?" in said["look"] and "after: What is a lake?" in said["look"]
     assert "Verified(" in said["export"] and "adapter.zip" in said["zip"]
     with zipfile.ZipFile(folder / "adapter.zip") as file:
@@ -148,10 +162,10 @@ def test_nothing_complains(notebook, request):
     assert not complaining
 
 
-def test_only_the_install_cell_is_left_out():
-    for name, left_out in (("first_run", []), ("qwen3_free_gpu", ["install"])):
+def test_only_the_install_cell_installs():
+    for name, installs in (("first_run", []), ("qwen3_free_gpu", ["install"])):
         cells = nbformat.read(EXAMPLES / f"{name}.ipynb", 4).cells
-        assert [cell.id for cell in cells if "install" in cell.metadata.get("tags", [])] == left_out
+        assert [cell.id for cell in cells if "install" in cell.metadata.get("tags", [])] == installs
         assert all(("%pip" in cell.source) == (cell.id == "install") for cell in cells)
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,13 +21,14 @@ from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.sampling import Sampling
 from unfreeze.generate.steps import Replayed, launched, step_by_record, width_of
 from unfreeze.kernels import cuda_graph
-from unfreeze.kernels.choice import choose, record
+from unfreeze.kernels.choice import choose, predicted, record
 from unfreeze.kernels.choice.op import Candidate
 from unfreeze.kernels.cuda_graph import CannotCapture
 from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
-from unfreeze.models.blocks.passes import StepWithin
+from unfreeze.models.blocks.passes import Cache, StepWithin
+from unfreeze.models.blocks.residency import RESIDENT
 
 KINDS = ("gqa", "gqa-qk-norm", "mla-moe")  # of conftest.py
 PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 33)), [9]]
@@ -292,6 +294,61 @@ def test_a_record_decides(build, taped, tmp_path):
     same(generated(model, step_by_record, PROMPTS[:1]), generated(model, launched, PROMPTS[:1]))
     assert taped.replayed == before, "of one row nothing is recorded"
     record.read.cache_clear()
+
+
+@pytest.mark.parametrize("device, replays", [("cuda", True), ("cuda", False), ("cpu", False)])
+@pytest.mark.parametrize("hinders", ["", "exchanges", "streamed weights"])
+def test_on_cuda_steps_are_within_widths_and_recorded_where_a_replay_does_the_same(
+    device, replays, hinders, monkeypatch
+):
+    """A replay would neither talk to other processes nor copy the next layer's weights to the device."""
+    monkeypatch.setattr(steps_file, "pays", lambda *_: replays)
+    model = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16)
+    model.exchanges = hinders == "exchanges"
+    model.residency = SimpleNamespace(visit=print) if hinders == "streamed weights" else RESIDENT
+    step = step_by_record(model, Cache(1, 64))
+    assert isinstance(step, Replayed) == (device == "cuda")
+    if device == "cuda":
+        assert step.impl == ("auto" if replays and not hinders else "reference")
+
+
+@pytest.mark.parametrize("op_is", ["right", "a result of the step before"])
+def test_the_check_of_a_replay_runs_on_the_ops_own_launches(op_is):
+    last = []
+
+    def candidate(launches):
+        last.append(launches.run(*launches.buffers))
+        return last[-1] if op_is == "right" else last[-1].roll(1, -1)
+
+    case, cpu = cuda_graph.OP.cases[1], torch.device("cpu")
+    fault = predicted.fault(cuda_graph.OP, case, lambda: candidate, cpu, torch.bfloat16, 2e-2)
+    assert bool(fault) == (op_is != "right") and len(last) == 1
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla-moe"])
+def test_shapes_of_attention_in_a_generation(build, kind, monkeypatch):
+    """Step by step one for each token; within widths the powers of two, and after a refusal still those."""
+    shapes, attention = [], torch.nn.functional.scaled_dot_product_attention
+
+    def seen(q, k, v, **how):
+        shapes.append(k.shape[2])  # of steps only: the prefill has another function on a CPU
+        return attention(q, k, v, **how)
+
+    def refuses(launches, impl):
+        if impl != "reference":
+            raise CannotCapture("it waits")
+        return launches.run(*launches.buffers)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", seen)
+    model, long = build(kind), replace(SAMPLED, max_new_tokens=60)
+    counts = []
+    for steps in (launched, plain, Replayed):
+        shapes.clear()
+        if steps is Replayed:
+            monkeypatch.setattr(steps_file, "replay", refuses)
+        generated(model, steps, PROMPTS[1:2], long)
+        counts.append(len(set(shapes)))
+    assert counts[0] == 59 and counts[1:] == [4, 4]  # 8, 16, 32 and the cache's 62
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.layout import RESIDENT
 from unfreeze.job.opening.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
 from unfreeze.job.planning.plan import emit_plan
+from unfreeze.kernels import cards
 from unfreeze.parallel.machine import hardware
 from unfreeze.parallel.plan import Sizes, Work, plan, plan_lines
 from unfreeze.parallel.processes.collectives import ALONE
@@ -94,13 +95,49 @@ def test_a_second_gpu_becomes_the_current_device_once(monkeypatch, ask):
     from unfreeze.generate.open import device_of
 
     chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    card = cards.Card("H100", (9, 0), 80 << 30, "580.65", "CUDA 13.0")
+    monkeypatch.setattr(cards, "card_of", lambda device: card)
     found = {"pick_device": pick_device, "device_of": device_of}[ask]("cuda:1")
     assert found == torch.device("cuda", 1) and chosen == [torch.device("cuda", 1)]
     with pytest.raises(ConfigError, match=r"'cuda:2', but there are 2 here"):
         device_of("cuda:2")
+
+
+def test_a_card_that_is_too_old_is_refused_and_auto_takes_the_cpu(monkeypatch):
+    from unfreeze.generate.open import device_of
+
+    old = cards.Card("Tesla V100", (7, 0), 16 << 30, "535.1", "CUDA 12.6")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cards, "card_of", lambda device: old)
+    monkeypatch.setattr(cards, "here", lambda: old)
+    with pytest.raises(ConfigError, match=r"'cuda', but Tesla V100 has compute capability 7\.0") as caught:
+        device_of("cuda")
+    assert caught.value.next == "--device cpu" and device_of("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("ask", ["pick_device", "device_of"])
+@pytest.mark.parametrize(
+    "name, there, kept_away",
+    [("cuda", True, True), ("auto", True, True), ("auto", False, False), ("cpu", True, False)],
+)
+def test_cudnn_is_kept_away_from_attention_on_cuda_only(monkeypatch, ask, name, there, kept_away):
+    """It would build a plan for each of the shapes that packed documents have, half a second each."""
+    from unfreeze.generate.open import device_of
+
+    told: list[bool] = []
+    card = cards.Card("H100", (9, 0), 80 << 30, "580.65", "CUDA 13.0")
+    monkeypatch.setattr(cards, "card_of", lambda device: card)
+    monkeypatch.setattr(cards, "here", lambda: card if there else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", told.append)
+    assert {"pick_device": pick_device, "device_of": device_of}[ask](name).type == (
+        "cuda" if kept_away else "cpu"
+    )
+    assert told == [False] * kept_away
 
 
 @pytest.mark.parametrize("name", ["mps", "mps:0", "xpu", "hpu", "npu", "xla", "gpu", "meta", "cuda:", "CUDA"])

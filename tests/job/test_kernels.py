@@ -12,7 +12,8 @@ from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.cpu import cpu_class
 from unfreeze.job.opening.kernels import kernels_line, settle_kernels
-from unfreeze.kernels.choice import ops, table, times
+from unfreeze.kernels import cards
+from unfreeze.kernels.choice import choose, ops, record, table, times
 from unfreeze.kernels.choice.choose import by_record
 
 
@@ -167,3 +168,135 @@ def test_a_named_file_of_kernels_that_is_not_there_is_not_to_be_deleted(
     words = ["sft", "--model", TINY_K2, "--data", chat_rows, "--out", tmp_path / "run", "--steps", 1]
     assert cli.main([str(word) for word in words]) == 2
     assert "next: unset UNFREEZE_KERNELS, or name a run's kernels.json" in capsys.readouterr().err
+
+
+class Node:
+    """A process of a node: `first` has the turn to check, the others wait for it at the store."""
+
+    def __init__(self, first, told=None):
+        self.first, self.told, self.calls = first, told or [], []
+        self.node_first = 0
+
+    def in_turn(self, action):
+        self.calls.append("store")
+        return action(self.first)
+
+    def on_rank0(self, action):
+        self.calls.append("store")
+        return action() if self.first else None
+
+    def texts(self, text):
+        self.calls.append("collective")
+        return [text if self.first else json.dumps(self.told), text]
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """A run on a card of the test's own: its first start checks; what is wrong is banned."""
+    cuda = torch.device("cuda", 0)
+    mock = cards.Card("Mock 9000", (9, 0), 80 << 30, "580.65", "CUDA 13.0")
+    monkeypatch.delenv("UNFREEZE_KERNELS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cards, "card_of", lambda device: mock)
+    monkeypatch.setattr(cards, "present", lambda device: True)
+    for module in (times, choose, record):
+        monkeypatch.setattr(module, "device_key", lambda device: "mock-9000")
+    monkeypatch.setattr(times, "_UNWRITTEN", {})
+    monkeypatch.setattr(
+        table, "running", lambda op, device, dtype, bucket: ["triton"] if "triton" in op.candidates else []
+    )
+    monkeypatch.setattr(
+        choose, "running", lambda op, device, dtype, bucket: ["triton"] if "triton" in op.candidates else []
+    )
+    asked = []
+
+    def planted(cells, device, seconds):
+        assert device == cuda and seconds == 60.0
+        for op, case, dtype in cells:
+            key = times.key_of(op, dtype, case.bucket)
+            asked.append(key)
+            wrong = {"triton": "error 1.0e-01, tolerance 4.0e-03"} if op.name == "swiglu" else {}
+            us = {"reference": 100.0} | ({} if wrong else {"triton": 50.0})
+            yield dict(zip(("op", "dtype", "bucket"), key, strict=True)) | {
+                "runs": "reference" if wrong else "triton",
+                "us": us,
+                "wrong": wrong,
+                "untimed": "",
+                "date": "",
+            }
+
+    monkeypatch.setattr(table, "check_all", planted)
+    times._read.cache_clear()
+    yield SimpleNamespace(device=cuda, asked=asked)
+    times._read.cache_clear()
+
+
+def settled(card, folder, group, lines=None):
+    shape, start = SimpleNamespace(mla=None, moe=None), SimpleNamespace(is_packed=lambda: False)
+    lines = [] if lines is None else lines
+    settle_kernels(card.device, "bfloat16", [300], shape, start, folder, group, lines.append)
+    swiglu, norm = ops.import_op("swiglu"), ops.import_op("rms_norm")
+    return [by_record(op, card.device, torch.bfloat16, op.cases[0].bucket) for op in (swiglu, norm)]
+
+
+class Folder:
+    def __init__(self, path):
+        path.mkdir()
+        self.path, self.step, self.events, self.said = path, 0, self, []
+
+    def emit(self, kind, step, **fields):
+        self.said.append((kind, fields))
+
+
+def test_the_first_start_on_a_card_checks_once_and_bans_what_is_wrong(card, tmp_path):
+    folder, lines = Folder(tmp_path / "run"), []
+    swiglu, norm = settled(card, folder, Node(first=True), lines)
+    assert swiglu.runs == "reference" and "triton is wrong: error 1.0e-01" in swiglu.why
+    assert norm.runs == "triton" and norm.why.startswith("triton 2.00 x plain torch")
+    assert lines[0].startswith("checking the kernels of this run on Mock 9000") and "3 banned" in lines[1]
+    (warning,) = [fields["message"] for kind, fields in folder.said if kind == "warning"]
+    assert warning == (
+        "a kernel is wrong on Mock 9000 and does not run: swiglu: triton: error 1.0e-01, tolerance 4.0e-03"
+    )
+    assert {"swiglu", "rms_norm", "rotary", "adamw"} <= {op for op, *_ in card.asked}
+    assert not {"expert_mlp", "expand", "token_order"} & {op for op, *_ in card.asked}
+    asked = len(card.asked)
+    settled(card, Folder(tmp_path / "next"), Node(first=True), lines)
+    assert len(card.asked) == asked and len(lines) == 2  # the second start says nothing
+
+
+def test_the_other_processes_wait_at_the_store_and_take_the_table(card, tmp_path):
+    first, second = Folder(tmp_path / "run"), Folder(tmp_path / "other")
+    group = Node(first=True)
+    settled(card, first, group)
+    assert group.calls == ["store", "collective", "store", "collective"]
+    rows, asked = table.read(first.path / "kernels-cuda.json"), len(card.asked)
+    times._read.cache_clear(), times.path(card.device).unlink()
+    swiglu, norm = settled(card, second, Node(first=False, told=rows))
+    assert (swiglu.runs, norm.runs) == ("reference", "triton") and len(card.asked) == asked
+    assert not list(second.path.iterdir())
+
+
+def test_a_run_goes_on_with_its_choices_but_not_with_one_that_is_wrong_on_this_card(card, tmp_path):
+    folder = Folder(tmp_path / "run")
+    settled(card, folder, Node(first=True))
+    file = folder.path / "kernels-cuda.json"
+    rows = json.loads(file.read_text())
+    other = [
+        row | {"runs": "triton" if row["op"] == "swiglu" else "reference", "why": "then"} for row in rows
+    ]
+    file.write_text(json.dumps(other))
+    swiglu, norm = settled(card, folder, Node(first=True))
+    assert norm[:2] == ("reference", "then") and swiglu.runs == "reference"
+    assert (
+        "cannot run 3 of the" in folder.said[-1][1]["message"]
+        and "swiglu as triton" in folder.said[-1][1]["message"]
+    )
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_next_check(card, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file, not a folder")
+    lines = []
+    swiglu, norm = settled(card, Folder(tmp_path / "run"), Node(first=True), lines)
+    assert (swiglu.runs, norm.runs) == ("reference", "triton")
+    assert lines[1].endswith("cannot be written")

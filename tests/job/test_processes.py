@@ -14,6 +14,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.torchrun import Started, nearest_multiples, sharers, started
 from unfreeze.job.end.folder import _gone
 from unfreeze.job.opening.processes import alone, refuse_uneven
+from unfreeze.job.planning.plan import as_it_began, tokens_words
 from unfreeze.job.watch.spikes import spike_guard
 from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.recipes.sft import Config
@@ -58,6 +59,30 @@ def test_a_run_that_goes_on_names_the_numbers_of_processes_that_share_it(tmp_pat
     for size in sharers(4):
         refuse_uneven(goes_on, size)
     assert sharers(12) == [1, 2, 3, 4, 6, 12]
+
+
+class Eight(type(ALONE)):
+    """Process 0 of eight."""
+
+    size = 8
+
+
+def test_tokens_of_a_step_grow_with_the_processes_unless_they_were_given(tmp_path):
+    left, asked = config(8, out=str(tmp_path)), config(8, out=str(tmp_path), tokens_per_step=4096)
+    assert as_it_began(left, ALONE).training.tokens_per_step == 4096
+    assert as_it_began(left, Eight()).training.tokens_per_step == 8 * 4096
+    assert as_it_began(asked, Eight()).training.tokens_per_step == 4096
+    assert tokens_words(as_it_began(left, Eight()), 8) == "32,768 tokens (4,096 in each of 8 processes)"
+    assert tokens_words(left, 1) == "4,096 tokens"
+
+
+@pytest.mark.parametrize("recorded", [4096, 32768])
+def test_a_resumed_run_keeps_its_tokens_of_a_step_with_any_number_of_processes(recorded, tmp_path):
+    fields = {**config(8).record(), "training.tokens_per_step": recorded, "recipe": "sft"}
+    (tmp_path / "resolved_config.json").write_text(json.dumps(fields, default=str), encoding="utf-8")
+    for group in (ALONE, Eight()):
+        goes_on = as_it_began(config(8, out=str(tmp_path)), group)
+        assert goes_on.training.tokens_per_step == recorded
 
 
 def test_it_is_refused_before_the_data_is_looked_at_and_before_torch(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from unfreeze import models
 from unfreeze.core.batch import Loss
 from unfreeze.core.taps import TAP_NAMES, Tap
-from unfreeze.kernels.attention import CAUSAL, DocumentLayout, attention_map, packed_attention
+from unfreeze.kernels.attention import CAUSAL, DocumentLayout, attention_map
+from unfreeze.kernels.packed_attention import packed_attention
 from unfreeze.models import decoder, recompute
 from unfreeze.models.blocks.taps import LayerTaps, Taps
 from unfreeze.models.widths import tap_width

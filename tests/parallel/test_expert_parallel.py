@@ -30,8 +30,8 @@ from unfreeze.data import Example, pack
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.recompute import recompute_policy
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.placement.dispatch import RowsDispatch, split_experts
-from unfreeze.parallel.processes.collectives import ALONE, Group
+from unfreeze.parallel.placement.dispatch import RowsDispatch, make_room, split_experts
+from unfreeze.parallel.processes.collectives import ALONE, Group, InFlight
 from unfreeze.parallel.processes.mesh import HeldPart, Mesh, mesh_of
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
@@ -166,10 +166,12 @@ def through(experts: Experts, x: Tensor, ids: Tensor, weights: Tensor, dy: Tenso
     return [y.detach(), x.grad, weights.grad, *factors]  # type: ignore[list-item]
 
 
-def op(mesh: Mesh, routing: str, dtype: torch.dtype, shift: int = 0) -> dict[str, float | bool]:
+def op(
+    mesh: Mesh, routing: str, dtype: torch.dtype, shift: int = 0, room: int | None = None
+) -> dict[str, float | bool]:
     """How far the split op is from one process's on the rows of all, for this process's rows and experts.
 
-    shift: of the experts that each process holds (control arm)."""
+    shift: of the experts that each process holds (control arm). room: rows that it has memory for."""
     E, D, K, group = 7, 24, 3, mesh.experts
     counts = [20 + 7 * rank for rank in range(group.size)]
     counts[1] = {"one token": 1, "no token": 0}.get(routing, counts[1])
@@ -186,14 +188,18 @@ def op(mesh: Mesh, routing: str, dtype: torch.dtype, shift: int = 0) -> dict[str
     for module in split.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.roll(shift, 0)[own.slice].clone()
-    split.dispatch = RowsDispatch(group, rows)
+    split.dispatch = RowsDispatch(group, rows, room)
+    sizes, here = [0], split.here
+    split.here = lambda x, *rest: sizes.append(len(x)) or here(x, *rest)  # type: ignore[method-assign]
     found = through(split, x[mine], ids[mine], weights[mine], dy[mine])
     expected = [t[mine] for t in expected[:3]] + [t[own.slice] for t in expected[3:]]
     return {
         "equal": all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)),
         "y": relative(found[0], expected[0]),
         "factors": max(relative(a, b) for a, b in zip(found[3:], expected[3:], strict=True)),
-        "rows": float(split.dispatch.group.size),
+        "rest": max(relative(a, b) for a, b in zip(found[:3], expected[:3], strict=True)),
+        "most": max(sizes),
+        "calls": len(sizes) - 1,
     }
 
 
@@ -264,9 +270,12 @@ def train(
     learning_rate: float = 1e-3,
     what: str = "adapters",
     objective: Any = cross_entropy,
+    room: int | None = None,
 ) -> tuple[list[float], list[float], dict[str, Tensor], list[Any]]:
     """(losses, gradient norms, the last step's gradients, expert loads)."""
     model = decoder(family, mesh, what)
+    if room is not None:
+        make_room(model, room)
     optimizer = AdamW(model, held=held or (mesh.held if mesh else None))
     policy = recompute_policy(recompute, model.layers)
     losses, norms, loads = [], [], []
@@ -355,6 +364,9 @@ def more(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
         facts[f"recompute {mode}"] = compared(found, one, mesh) | {
             "bits": all(torch.equal(found[2][n], g) for n, g in modes["layers"][2].items())
         }
+    for mode in ("layers", "elementwise", "nothing"):
+        little = train("deepseek_v3", group, mesh, group.size, recompute=mode, room=9)
+        facts[f"pieces {mode}"] = compared(little, one, mesh)
     for mode in ("layers", "nothing"):
         one = train("deepseek_v3", ALONE, None, group.size, recompute=mode, objective=Tapped())
         two = train("deepseek_v3", group, mesh, group.size, recompute=mode, objective=Tapped())
@@ -407,6 +419,7 @@ def each(folder: Path, group: Group) -> None:
     for name, mesh in meshes.items():
         for routing in ROUTINGS:
             facts[f"op {name} {routing}"] = op(mesh, routing, torch.float32)
+            facts[f"pieces {name} {routing}"] = op(mesh, routing, torch.float32, room=20)
         facts[f"op {name} bf16"] = op(mesh, "random", torch.bfloat16)
         facts[f"op {name} shifted"] = op(mesh, "random", torch.float32, shift=1)
 
@@ -497,6 +510,64 @@ def test_every_process_makes_the_same_exchanges_whatever_the_routing(facts, proc
     assert all(calls == first for calls in others)
     assert first.count("all_to_all_single") == 10 * STEPS
     assert first.count("all_reduce") == (3 if mesh == "ep x dp" else 2) * STEPS
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(("processes", "mesh"), MESHES)
+def test_rows_beyond_the_plan_are_worked_off_in_pieces_that_fit(facts, processes, mesh, routing):
+    """At most 20 rows at once where up to 105 come; the same numbers, with sums over tokens in another order."""
+    for fact in facts[processes]:
+        whole, pieces = fact[f"op {mesh} {routing}"], fact[f"pieces {mesh} {routing}"]
+        assert pieces["most"] <= 20 and pieces["rest"] < 1e-6 and pieces["factors"] < 1e-6
+    assert max(fact[f"op {mesh} {routing}"]["most"] for fact in facts[processes]) > 20
+    # a piece is computed in forward, and again in backward
+    assert max(fact[f"pieces {mesh} {routing}"]["calls"] for fact in facts[processes]) >= 4 > whole["calls"]
+
+
+@pytest.mark.parametrize("mode", ["layers", "elementwise", "nothing"])
+def test_a_model_trains_in_pieces_whatever_is_recomputed(facts, mode):
+    assert all(close(fact[f"pieces {mode}"]) for fact in facts[2])
+
+
+class Noting:
+    """An exchange that notes when rows leave and when they are waited for: another one than torch's."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def exchange(self, rows: Tensor, send: Any, receive: Any) -> InFlight:
+        self.seen.append("begin")
+        return InFlight(rows, lambda: self.seen.append("wait"))
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "layers"])
+def test_shared_experts_are_computed_while_rows_travel_forward_and_backward(recompute):
+    """Between the start of an exchange and the wait for it, and the numbers are those without an exchange."""
+    shape = {**FAMILIES["deepseek_v3"], "model_type": "deepseek_v3"}
+    model, plain = (models.build(models.shape(shape), dtype=torch.float32, device="cpu") for _ in range(2))
+    noting = Noting()
+    for each_of in (model, plain):
+        models.initialize(each_of, 0)
+        attach(each_of, LoraConfig(rank=2), 0)
+    (moe,) = model.moe_layers().values()
+    moe.experts.dispatch = RowsDispatch(noting, [Rows(0, 7, 7)])
+    down = moe.shared_experts.down_proj
+    down.register_forward_hook(lambda *_: noting.seen.append("shared"))
+    down.register_full_backward_hook(lambda *_: noting.seen.append("gradient"))
+    (batch,) = batches(1)
+    found = []
+    for each_of in (model, plain):
+        hidden = each_of.hidden(batch, recompute_policy(recompute, each_of.layers))
+        hidden.square().sum().backward()
+        found.append([hidden, *(p.grad for p in each_of.parameters() if p.grad is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    # counts, then rows and weights, the shared experts, the results; in backward they come in reverse
+    forward = "begin wait begin begin shared wait wait begin wait".split()
+    backward = "begin wait begin begin gradient wait wait".split()
+    again = "begin begin shared wait wait begin wait".split()  # counts are kept
+    assert noting.seen == [*forward, *(again if recompute == "layers" else []), *backward]
 
 
 def test_control_arms_a_sum_over_all_and_a_mean_show(facts):

@@ -366,15 +366,23 @@ def test_bytes_grow_with_tokens_over_the_first_chunk():
     assert totals == sorted(totals)
 
 
+@pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
-def test_the_workspace_on_cuda_is_what_the_scratch_counts(name, monkeypatch):
-    """The part for CUDA, which holds all experts at once, run here. A step's memory there: test_peak_on_meta.py."""
+def test_the_workspace_on_cuda_is_what_the_scratch_counts(name, packed, monkeypatch):
+    """The part for CUDA, which holds all packed experts at once, and no dense ones, run here. A step's memory
+    there: test_peak_on_meta.py."""
     tokens, rank = 1024, 8
     monkeypatch.setattr(expert_mlp, "backend_for", lambda *_: Grouped())
     release_scratch()
     shape = models.shape(CONFIGS[name] | {"num_hidden_layers": 2})
-    model = models.build(shape, dtype=torch.bfloat16, device="cpu")
-    models.initialize(model, 0)
+    model = models.build(
+        shape,
+        dtype=torch.bfloat16,
+        device="cpu",
+        codec_for=lambda part: Int4(32) if packed and ".experts." in part else None,
+    )
+    if not packed:
+        models.initialize(model, 0)
     attach(model, LoraConfig(rank=rank), 0)
     experts = next(m for m in model.modules() if isinstance(m, Experts))
     x, ids = (

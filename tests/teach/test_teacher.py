@@ -214,7 +214,7 @@ def test_the_plan_is_within_a_tenth_for_experts_packed_ones_bf16_and_a_store(
 
 def test_the_seconds_have_the_teachers_forward():
     """2 FLOP per weight and token, attention and head being small here: q, o D²; k, v D²/2; an MLP of 3 D, 9 D²."""
-    rates = of_device(next(iter(devices().values())))
+    rates = replace(of_device(next(iter(devices().values()))), norms=math.inf, passes=math.inf)
     found = []
     for layers in (2, 4):
         meta = models.build(models.shape(config(1024, 300, layers)), dtype=torch.bfloat16, device="meta")

@@ -2,6 +2,10 @@
 
 `unfreeze doctor run.toml` also takes the model from the file. Trains nothing, writes nothing.
 
+`unfreeze doctor --gpu` checks the GPU: driver, memory, and every kernel against float64, with its speed. It
+takes a minute, or up to ten while kernels compile. A kernel that is wrong or slower does not run there from
+then on. `--ops` makes the same table for the CPU. `--bundle` writes one file to send along with a question.
+
 One line per check: ok, warn (it works, but look at it), fault (with the remedy) or skip (with the reason).
 Exit code 2 if there is a fault that you can fix.
 The checks are the guards of a run; `unfreeze dev drill` shows what they catch.
@@ -13,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from tyro.conf import Positional, arg
@@ -23,18 +27,25 @@ from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, read_toml
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
-from unfreeze.core.errors import UserError
+from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.core.events import RESOLVED
 from unfreeze.core.field import about
 from unfreeze.job.doctor.checks import Finding, examine
 from unfreeze.job.parts import Parts
 from unfreeze.recipes import prefer, sft
+
+if TYPE_CHECKING:
+    from unfreeze.kernels.choice.times import Row
+
+FILE = "unfreeze-bundle.txt"
 
 
 class Config(Frozen):
     """Options of doctor."""
 
     model: Annotated[ModelName, Positional, arg(metavar="MODEL")] = Field(
-        description="checkpoint folder, or Hugging Face id org/name"
+        default="",
+        description="checkpoint folder, or Hugging Face id org/name; with --bundle also a run's folder",
     )
     data: Folder = Field(default="", description="data file to check; default: that of --config, or none")
     columns: Columns = Field(
@@ -49,10 +60,22 @@ class Config(Frozen):
             " the data are pairs or labels"
         ),
     )
+    gpu: bool = Field(default=False, description="check the GPU and every kernel on it; needs no MODEL")
+    ops: bool = Field(default=False, description="check every kernel of this CPU; needs no MODEL")
+    op: tuple[str, ...] = Field(
+        default=(), description="of --gpu and --ops: only these ops, such as rms_norm attention"
+    )
+    bundle: bool = Field(
+        default=False,
+        description=f"write {FILE}: versions, checks, and events of a run, without secrets and paths",
+    )
 
 
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
-    """-> findings (check, level, line, remedy), faults, warnings, exit_code."""
+    """-> findings (check, level, line, remedy), faults, warnings, exit_code.
+
+    With --gpu or --ops also device, rows (kernels/choice/times.py) and left, the cells not reached in time.
+    """
     if arguments and arguments[0].endswith(".toml") and "--config" not in arguments:
         file = Path(arguments[0]).expanduser()
         name, recipe = recipe_of(file)
@@ -62,6 +85,15 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         )
         arguments = [str(model), "--config", str(file), *arguments[1:]]
     config = parse(Config, arguments, command="doctor", description=__doc__ or "", positional=True)
+    if config.bundle:
+        return bundled(config, common)
+    if config.gpu or config.ops:
+        return examine_ops(config, common)
+    if not config.model:
+        raise ConfigError(
+            "doctor needs a MODEL, or one of --gpu, --ops and --bundle",
+            next="unfreeze doctor MODEL --data FILE",
+        )
     findings = []
     for finding in findings_of(config, quiet=common.quiet):
         findings.append(finding)
@@ -80,6 +112,71 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         "warnings": count["warn"],
         "exit_code": 2 if count["fault"] else 0,
     }
+
+
+def examine_ops(config: Config, common: Common) -> dict[str, Any]:
+    """Check the card, then every kernel on it (or on this CPU).
+
+    Exit code 2 without a GPU, 1 if a kernel is wrong.
+    """
+    import torch
+
+    from unfreeze.job.doctor import gpu
+    from unfreeze.kernels.choice import checked
+    from unfreeze.kernels.choice.record import device_key
+
+    def say(line: str) -> None:
+        if not common.quiet:
+            print(line, file=sys.stderr if common.json else sys.stdout, flush=True)
+
+    findings = list(gpu.gpu_findings()) if config.gpu else []
+    for finding in findings:
+        say(as_text(finding))
+    faults = sum(finding.level == "fault" for finding in findings)
+    result = {"findings": [asdict(finding) for finding in findings], "faults": faults}
+    if faults:
+        return result | {"warnings": 0, "exit_code": 2}
+    device = torch.device("cuda" if config.gpu else "cpu")
+    cells = checked.cells_of(gpu.chosen(config.op), device)
+    rows: list[Row] = []
+    say(f"{device_key(device)}, torch {torch.__version__}: {len(cells)} kinds of inputs, against float64")
+    say(gpu.heading())
+    try:
+        for row in gpu.table(cells, device):
+            rows.append(row)
+            say(gpu.as_line(row))
+    except KeyboardInterrupt:
+        say("interrupted: the next call continues")
+    left = len(cells) - len(rows)
+    say(gpu.summary(rows, left, device))
+    wrong = sum(bool(row["wrong"]) for row in rows)
+    if wrong:
+        say("report the wrong ones with the file of: unfreeze doctor --bundle")
+    return result | {
+        "warnings": sum(finding.level == "warn" for finding in findings),
+        "device": device_key(device),
+        "rows": rows,
+        "left": left,
+        "exit_code": 1 if wrong else 0,
+    }
+
+
+def bundled(config: Config, common: Common) -> dict[str, Any]:
+    """Write the bundle into the current folder. -> file."""
+    from unfreeze.checkpoint.save import write_file
+    from unfreeze.job.doctor.bundle import bundle
+    from unfreeze.job.doctor.gpu import gpu_findings
+    from unfreeze.kernels.choice.record import user_folder
+
+    run = Path(config.model) if config.model else None
+    if run is not None and not (run / RESOLVED).is_file():
+        raise ConfigError(f"{run} is no folder of a run", next="unfreeze doctor --bundle runs/NAME")
+    checks = sorted([*user_folder().glob("timed-*.json"), *user_folder().glob("checked-*.json")])
+    file = Path(FILE)
+    write_file(file, bundle(gpu_findings(), run, checks).encode())
+    if not common.quiet:
+        print(f"{file}: read it before you send it", file=sys.stderr if common.json else sys.stdout)
+    return {"file": str(file)}
 
 
 def counted(count: int, noun: str) -> str:

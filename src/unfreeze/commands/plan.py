@@ -166,6 +166,8 @@ def configured(arguments: list[str]) -> tuple[Config, Second | None]:
         "place",
     }  # lora and place are merged with their flags already
     config = flags.model_copy(update={k: v for k, v in of_run.items() if k not in set_by_flags})
+    if "tokens_per_step" not in set_by_flags | run.training.model_fields_set:
+        config.model_fields_set.discard("tokens_per_step")  # the default of one process: see plan_on
     _refuse_without_effect(config, flags.model_fields_set)
     return config, recipe.parts(run).second
 
@@ -223,11 +225,16 @@ def _fleet(words: str, table: str) -> Fleet:
 
 
 def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Planned:
-    """Plan one model on one machine. opened: the model, to share it between several machines."""
+    """Plan one model on one machine. opened: the model, to share it between several machines.
+
+    A run's default of tokens per step is that of one process, and grows with the devices as the run's does.
+    """
     from unfreeze.commands.planned import Planned
     from unfreeze.parallel.plan.choose import choose_plan, rates_of
 
     opened = opened or open_for_plan(config)
+    if config.tokens_per_step and "tokens_per_step" not in config.model_fields_set:
+        config = config.model_copy(update={"tokens_per_step": config.tokens_per_step * machine.count})
     sizes, counts, request = _measured(config, machine, opened)
     choice, fits = choose_plan(sizes, counts, machine, request)
     others, reason = ([], "") if fits else _instead(config, machine, opened, sizes, counts, request)

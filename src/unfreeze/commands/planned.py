@@ -156,7 +156,7 @@ class Planned:
         return lines + [f"  fits with {line}" for line in self.proposals]
 
     def _chosen(self) -> str:
-        usual = Training().tokens_per_step
+        usual = Training().tokens_per_step * self.fleet.count
         return f" (chosen; a run takes {usual:,} unless you give --tokens-per-step)" * self.tokens_chosen
 
     def _price(self) -> str:

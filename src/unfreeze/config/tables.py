@@ -164,7 +164,10 @@ class Training(Frozen):
     tokens_per_step: int = Field(
         default=4096,
         ge=2,
-        description="tokens per optimizer step, over all micro-batches; whole documents are packed",
+        description=(
+            "tokens per optimizer step, over all micro-batches and processes; whole documents are packed."
+            " Left out: the default for each process"
+        ),
         json_schema_extra=about("How long", alias="tokens_per_step", first=True),
     )
     packing: Literal["none", "first_fit", "best_fit"] = Field(

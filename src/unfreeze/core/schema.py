@@ -407,6 +407,16 @@ class LeftOut(TypedDict):
     count: NotRequired[Annotated[Int, of("matrices")]]
 
 
+class ExpertOpCompared(TypedDict):
+    """The expert op of one layer beside the reference, on rows of the first step."""
+
+    layer: Annotated[AnyText, of("name", "of the module")]
+    rows: Annotated[Int, of("rows", "compared; 0: too expensive here")]
+    error: NotRequired[Annotated[Real | None, of("share of the norm", "the largest of output and gradients")]]
+    limit: Annotated[Real, of("share of the norm", "above this it is more than rounding")]
+    gradients: Annotated[bool, of("yes or no", "false: experts are too large, only the output")]
+
+
 class ReceiptEvent(CommonFields):
     """Emitted after the first step with a gradient: which modules learned."""
 
@@ -417,6 +427,7 @@ class ReceiptEvent(CommonFields):
             list[LeftOut], of("matrices", "matrices that were reached but have no gradient, or did not move")
         ]
     ]
+    expert_op: NotRequired[Annotated[ExpertOpCompared, of("object", "of a model with routed experts")]]
 
 
 class SaveEvent(CommonFields):

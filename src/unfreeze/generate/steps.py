@@ -24,6 +24,7 @@ from torch import Tensor
 from unfreeze.kernels.cuda_graph import CannotCapture, Launches, pays, replay
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.residency import Resident
 
 log = logging.getLogger(__name__)
 NARROWEST = 64  # positions; a generation of 1,000 tokens then has five widths
@@ -38,13 +39,18 @@ def launched(model: Decoder, cache: Cache) -> Step:
 
 
 def step_by_record(model: Decoder, cache: Cache) -> Step:
-    """Replay if a record of kernels/cuda_graph says that it pays off for that many rows, else launch.
+    """`launched` on a CPU; on CUDA `Replayed`, recorded where that is predicted or measured to be faster.
 
-    Also launch if a forward pass communicates between processes.
+    A recording is out of the question if a forward pass communicates between processes, or if weights are
+    copied to the device layer by layer: a replay would not copy them again. On CUDA the steps are then
+    launched within the same widths: five shapes of attention in 1,000 tokens, not 1,000.
     """
-    dtype = model.dtype
-    recorded = not model.exchanges and pays(model.device, dtype, len(cache.lengths))
-    return (Replayed if recorded else launched)(model, cache)
+    can_record = not model.exchanges and isinstance(model.residency, Resident)
+    if can_record and pays(model.device, model.dtype, len(cache.lengths)):
+        return Replayed(model, cache)
+    if model.device.type == "cuda":
+        return Replayed(model, cache, impl="reference")
+    return launched(model, cache)
 
 
 class Replayed:
@@ -52,18 +58,15 @@ class Replayed:
 
     A size seen for the first time is launched; seen again it is recorded, which costs the host three steps.
     If the launches cannot be recorded (for example because an expert layer reads values on the host), all
-    steps of this generation are launched, and the log has the reason. `impl`: of kernels/cuda_graph.
+    steps of this generation are launched, within the same widths, and the log has the reason. `impl`: of
+    kernels/cuda_graph; "reference" launches every step.
     """
 
     def __init__(self, model: Decoder, cache: Cache, impl: str = "auto"):
         self.model, self.cache, self.impl = model, cache, impl
         self._met: dict[tuple[int, int], Launches] = {}
-        self._launched = launched(model, cache)
-        self._refused = False
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        if self._refused:
-            return self._launched(tokens)
         self.model.prepare_step(self.cache)
         size = (len(tokens), width_of(max(self.cache.lengths) + 1, self.cache.capacity))
         known = self._met.get(size)
@@ -78,9 +81,9 @@ class Replayed:
         try:
             logits_SV = replay(launches, self.impl if known else "reference")
         except CannotCapture as error:
-            self._refused = True
+            self.impl = "reference"
             _say(error.message)
-            return self._launched(tokens)
+            logits_SV = replay(launches, self.impl)
         self.cache.lengths = [length + 1 for length in self.cache.lengths]
         return logits_SV
 

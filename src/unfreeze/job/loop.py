@@ -54,7 +54,7 @@ class Loop:
         self._started, self._save_is_due = 0.0, False
         self._cursor: Cursor = {}
         with self._stack as opening:
-            group = opening.enter_context(open_group(device))
+            group = opening.enter_context(open_group(device, config.run_dir))
             config, start = begun or agreed_together(config, parts, common, group)
             config, dtype = settled(as_it_began(config, group), start, device, group)
             folder = opening.enter_context(live(config, common, parts.recipe, "", group))

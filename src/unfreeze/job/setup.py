@@ -37,7 +37,7 @@ from unfreeze.job.end.written import forget_written
 from unfreeze.job.opening.device import say
 from unfreeze.job.opening.kernels import predicted_ops, settle_kernels
 from unfreeze.job.opening.loading import load_divided, load_weights
-from unfreeze.job.opening.precision import dtype_line, warn_slow
+from unfreeze.job.opening.precision import dtype_line, warn_device
 from unfreeze.job.opening.processes import start_of
 from unfreeze.job.opening.streaming import Followed
 from unfreeze.job.parts import Parts
@@ -192,24 +192,31 @@ def planned(setup: Setup, rows: EncodedData) -> tuple[Plan, Decoder]:
     note = export_note(parts.trained.lora, setup.start, model)
     emit_plan(folder, plan, group, lines, predicted_ops(setup.device, dtype), disk=disk, note=note)
     group.on_rank0(lambda: check_room(disk, folder, parts.trained.name))
-    warn_slow(folder, config, setup.device)
+    warn_device(folder, config, setup.device)
     return plan, model
 
 
 def placed(setup: Setup, plan: Plan, model: Decoder) -> Placed:
     """Load the weights into the model on meta, each where the plan puts it, and attach the trained parts."""
     from unfreeze.generate.model import Model, end_ids
+    from unfreeze.parallel.placement.dispatch import make_room
+    from unfreeze.parallel.plan.places import room
     from unfreeze.parallel.processes.mesh import mesh_of
+    from unfreeze.parallel.processes.numa import bind
 
     config, parts, layout, group = setup.config, setup.parts, plan.layout, setup.group
     mesh = mesh_of(group, layout.sharing, setup.shape.num_experts)
     held = mesh.held if mesh.split > 1 else None
     group.lockstep = held is not None or layout.sharded or layout.rest == "peers"
+    if layout.experts == "host" and group.size > 1:
+        bind(setup.device, group.rank)
     where = setup.device, setup.folder, setup.common
     if layout.sharded:
         model, held = load_divided(setup.start, config, *where, group)
     else:
         model = load_weights(setup.start, config, *where, mesh, layout, model)
+    if mesh.split > 1:
+        make_room(model, room(setup.planning.model.counts, plan.work.tokens, mesh.split))
     keep_boundary(model, layout, setup.device)
     parts.trained.attach(model)
     objective = parts.objective

@@ -42,11 +42,16 @@ def load_rms_norm() -> Implementation:
 def load_swiglu() -> Implementation:
     """Liger's SwiGLU: silu(gate) is rounded before the multiplication.
 
-    Its backward overwrites gate and up, so it gets copies.
+    Its backward overwrites gate and up, so it gets copies. Other activations go to the op's reference.
     """
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]
 
-    def liger_swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    from unfreeze.kernels.swiglu import OP
+    from unfreeze.kernels.swiglu.activation import SWIGLU, Activation
+
+    def liger_swiglu(gate: Tensor, up: Tensor | None = None, activation: Activation = SWIGLU) -> Tensor:
+        if activation != SWIGLU:
+            return OP.reference(gate, up, activation)
         first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
         return LigerSiLUMulFunction.apply(first.clone(), second.clone())
 

@@ -17,3 +17,8 @@ class Reuse(Protocol):
     """
 
     def __call__(self, compute: Callable[[], T], /) -> T: ...
+
+
+def compute_now(compute: Callable[[], T]) -> T:
+    """The `Reuse` of a layer that is not recomputed."""
+    return compute()

@@ -4,7 +4,7 @@
     keep_inputs  keep only the layer's input [T, D] and the experts it chose
     selective    also keep the outputs of attention and experts: most of the arithmetic for a few [T, ·]
                  tensors
-    elementwise  also keep the outputs of linear layers (not MLA's): their GEMMs do not run twice
+    elementwise  also keep the outputs of linear layers: their GEMMs do not run twice
 
 A layer is visited twice. The first visit runs without autograd and saves what the policy names
 (blocks/saved.py). The second runs in backward, with autograd, and the layer reuses the saved results in the
@@ -70,10 +70,9 @@ def selective(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
 
 
 def elementwise(layer: Layer, x_TD: Tensor, run: PackedPass) -> Tensor:
-    """As `selective`, but also keep outputs of linear layers (in multi-head attention and dense MLPs).
+    """As `selective`, but also keep outputs of linear layers (in attention and dense MLPs).
 
-    Recomputation then runs norms, rotations, activations and routers, and MLA's projections: MLA keeps no
-    linear outputs. It keeps less than `plain`.
+    Recomputation then runs norms, rotations, activations and routers. It keeps less than `plain`.
     Gradients are bit-identical.
     """
     return _recomputed(layer, x_TD, run, expensive=True, linear=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from unfreeze.core.process import BESIDE, COMPILED
-from unfreeze.core.schema import DataEvent, GapEvent, TrainEvent
+from unfreeze.core.schema import DataEvent, GapEvent, ReceiptEvent, TrainEvent
 from unfreeze.core.units import format_bytes
 from unfreeze.report.events import ENOUGH_STEPS, last, number, of_kind, series, warnings
 from unfreeze.report.learnt import training
@@ -60,6 +60,10 @@ REMEDY = {
         "Probably bfloat16 rounding. To be sure, run a few steps with --dtype float32; if it is amber there"
         " too, report it."
     ),
+    "Expert op against the reference": (
+        "The kernel is wrong on this device: unfreeze doctor --gpu (--ops on a CPU) finds and bans it. Then"
+        " train again."
+    ),
     "Trackers": "Nothing to do for the run: its numbers are in events.jsonl.",
 }
 """Guard -> remedy for the user if it is not ok, in one sentence."""
@@ -73,6 +77,7 @@ def guard_rows(run: RunFolder) -> list[GuardRow]:
         _planned_seconds,
         _data,
         _receipt,
+        _expert_op,
         _finite,
         _spikes,
         _clipping,
@@ -229,6 +234,20 @@ def _receipt(run: RunFolder) -> GuardRow | None:
     faults = [*([f"requested but did not move: {', '.join(still)}"] if still else []), *out]
     words = "; ".join(faults) or f"every matrix that got a gradient moved: {', '.join(trained)}"
     return GuardRow("Receipt of the first step", "fault" if faults else "ok", "always", words)
+
+
+def _expert_op(run: RunFolder) -> GuardRow | None:
+    event = last(run.events, ReceiptEvent)
+    compared = None if event is None else event.get("expert_op")
+    error = None if compared is None else compared.get("error")
+    if compared is None or error is None:
+        return None
+    words = (
+        f"{compared['rows']} rows of {compared['layer']}: off by {error:.1e} of the norm, at most"
+        f" {compared['limit']:g} is rounding"
+    )
+    state = "ok" if error <= compared["limit"] else "fault"
+    return GuardRow("Expert op against the reference", state, "always", words)
 
 
 def _finite(run: RunFolder) -> GuardRow | None:

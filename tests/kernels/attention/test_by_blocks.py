@@ -5,8 +5,9 @@ import pytest
 import torch
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from unfreeze.kernels.attention import DocumentLayout, Mask, by_blocks, packed_attention, reference_attention
+from unfreeze.kernels.attention import DocumentLayout, Mask, by_blocks, reference_attention
 from unfreeze.kernels.attention.form import CAUSAL
+from unfreeze.kernels.packed_attention import packed_attention
 
 LENGTHS = [1, 70, 33, 2, 5, 300, 1, 129]
 FORMS = {
@@ -100,7 +101,7 @@ def test_a_second_visit_uses_what_the_first_made():
         return kept[-1]
 
     def attend(reuse):
-        return packed_attention(q, k, v, layout, 0.25, reuse, mask=Mask(window=20))
+        return packed_attention(q, k, v, layout, 0.25, mask=Mask(window=20), reuse=reuse)
 
     with torch.no_grad():
         attend(first)

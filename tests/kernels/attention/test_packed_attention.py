@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from unfreeze.kernels.attention import Bucket, DocumentLayout, packed_attention, reference_attention
+from unfreeze.kernels.attention import Bucket, DocumentLayout, reference_attention
+from unfreeze.kernels.packed_attention import packed_attention
 
 LENGTHS = {
     "one": [13],

@@ -202,6 +202,18 @@ def test_what_was_chosen_is_listed_until_it_is_forgotten(files):
     assert len(choosing.choices()) == 1
 
 
+def test_what_runs_instead_of_the_preferred_one_tells_why(files, monkeypatch):
+    """By design without a record, and as well where it was timed or measured."""
+    op = planted(preferred="gpu", instead="quick", because="it keeps a promise")
+    assert by_record(op, CPU, BF16, "any")[:2] == ("quick", "it keeps a promise; gpu cannot run: device cpu")
+    row_of_it = {"runs": "quick", "us": {"reference": 2.0, "quick": 1.0}, "wrong": {}, "date": "2026-01-31"}
+    monkeypatch.setattr(choosing, "known", lambda device: {("double", "bfloat16", "any"): row_of_it})
+    runs, why, origin = by_record(op, CPU, BF16, "any")
+    assert (runs, origin) == ("quick", "timed here") and why.endswith(
+        "2026-01-31; gpu cannot run: device cpu"
+    )
+
+
 def test_where_the_preferred_one_cannot_run_the_records_decide(files):
     files["cpu-avx2"] = [row()]
     assert by_record(planted(preferred="gpu"), CPU, BF16, "any")[0] == "quick"
@@ -226,7 +238,7 @@ def timed(monkeypatch, runs="quick", **us):
     """This machine has timed the planted op so."""
     key, us = ("double", "bfloat16", "any"), {"reference": 100.0, "quick": 40.0, **us}
     row = {"op": key[0], "dtype": key[1], "bucket": key[2], "runs": runs, "us": us, "wrong": {}, "date": "d"}
-    monkeypatch.setattr(choosing, "known", lambda: {key: row})
+    monkeypatch.setattr(choosing, "known", lambda device: {key: row})
 
 
 def test_what_this_machine_has_timed_beats_every_record(files, monkeypatch):
@@ -284,10 +296,13 @@ def test_a_gpu_without_records_borrows_nothing_and_says_so_once(files, caplog):
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"op": 1}', '[{"op": "double"}]'])
-def test_a_broken_file_is_named(files, text):
+def test_a_broken_file_is_named_once_and_stops_no_run(files, text, caplog):
     files["user/cpu-avx2"] = text
-    with pytest.raises(ConfigError, match=r"cpu-avx2\.json .*kernel records"):
-        by_record(planted(), CPU, BF16, "any")
+    record._warn_once.cache_clear()
+    for _ in range(2):
+        assert by_record(planted(), CPU, BF16, "any").runs == "reference"
+    (warning,) = [line.message for line in caplog.records if line.levelno == logging.WARNING]
+    assert "cpu-avx2.json" in warning and "kernel records" in warning and "it is not read" in warning
 
 
 def test_the_second_call_looks_up_and_says_nothing(files, caplog, monkeypatch):

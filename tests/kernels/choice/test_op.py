@@ -32,7 +32,7 @@ LARGE = {  # seconds each: nightly, and the op's smaller cases here
     "attention": ("2048 on", "2048 on, v < d"),
     "linear_cross_entropy": ("large vocabulary, head frozen", "large vocabulary, head trained"),
     "rotary": ("over 4M",),
-    "swiglu": ("over 4M",),
+    "swiglu": ("over 4M", "over 4M, gelu", "over 4M, clamped"),
     "token_order": ("over 32k",),
 }
 
@@ -79,6 +79,7 @@ def test_an_op_bears_the_name_it_is_listed_by_and_declares_what_is_measured(name
     )
     assert {dtype for case in op.cases for dtype in case.dtypes} <= set(op.tolerance)
     assert not op.preferred or (op.preferred in op.candidates and op.because)
+    assert not op.instead or (op.preferred and op.instead in op.candidates)
     for candidate in op.candidates.values():
         assert candidate.refuses("meta", torch.float32), (
             "a candidate runs on devices it was written for, and says so of others"
@@ -178,7 +179,7 @@ def test_control_arm_a_candidate_that_is_a_hundredth_off_is_seen(fault):
     )
 
 
-ON_GPU = {"triton", "liger", "cuda", "cudnn", "padded", "flex"}
+ON_GPU = {"triton", "liger", "cuda", "varlen", "loop"}
 
 
 def test_what_is_for_gpus_says_that_it_waits_for_its_first_rows():

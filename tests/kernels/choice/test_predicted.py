@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ PREDICTED = {
     "rotary",
     "swiglu",
     "token_order",
-}
+}  # Triton's kernels
+OTHERS = {"packed_attention", "replay"}  # by what a CPU does not have: checked on a GPU only
 
 
 def doubling(candidate):
@@ -74,8 +76,59 @@ def test_a_record_decides_in_both_directions(median, runs, monkeypatch):
     times = {"median_us": median, "reference_median_us": 100.0, "spread_us": 1.0, "reference_spread_us": 1.0}
     row = {**of, **times, "op": "double", "dtype": "float32", "bucket": "any", "date": "2026-01-31"}
     monkeypatch.setattr(choosing, "record_rows", lambda *_: [row])
-    monkeypatch.setattr(predicted, "wrong", lambda *_: pytest.fail("checked"))
     assert by_record(doubling(lambda x: 2 * x), CPU, F32, "any")[0] == runs
+
+
+def test_a_record_does_not_prove_a_kernel_right_with_another_torch_or_driver(monkeypatch):
+    """It names a class of cards; the check is of this card, with what is installed on it."""
+    of = {"device": "nvidia-h200", "candidate": "quick", "error_forward": 0.0, "error_backward": 0.0}
+    times = {"median_us": 50.0, "reference_median_us": 100.0, "spread_us": 1.0, "reference_spread_us": 1.0}
+    row = {**of, **times, "op": "double", "dtype": "float32", "bucket": "any", "date": "2026-01-31"}
+    monkeypatch.setattr(choosing, "record_rows", lambda *_: [row])
+    choice = by_record(doubling(lambda x: 2.001 * x), CPU, F32, "any")
+    assert (
+        choice.runs == "reference"
+        and "quick failed its check: error 5.0e-04, tolerance 1.0e-06" in choice.why
+    )
+
+
+def test_the_reason_of_a_ban_is_part_of_the_choice_and_the_next_one_runs():
+    """Events and report show `why`: the log alone does not last."""
+    op = doubling(lambda x: 2.001 * x)
+    right = Candidate(lambda: lambda x: 2 * x, lambda *_: "", predicted_on=("cpu",), because="2 bytes")
+    both = replace(op, candidates={**op.candidates, "plain": right})
+    assert by_record(both, CPU, F32, "any")[:2] == (
+        "plain",
+        "predicted, not measured here: 2 bytes; quick failed its check: error 5.0e-04, tolerance 1.0e-06",
+    )
+    assert "quick failed its check" in by_record(op, CPU, F32, "any").why
+
+
+class Parts:
+    """An implementation with a function that others call."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def __call__(self, x):
+        return 2 * x
+
+    def into(self, x, out):
+        out.copy_(self.times * x)
+
+
+def test_a_function_that_others_call_is_checked_too():
+    """An op may be right as autograd sees it, and wrong in what its caller uses (swiglu's backward)."""
+
+    def inputs(device, dtype, generator):
+        return torch.randn(8, generator=generator).to(device, dtype), torch.zeros(8, dtype=dtype)
+
+    use = Case("any", inputs, function=lambda implementation: implementation.into, name="into")
+    for times, runs in ((2, "quick"), (2.001, "reference")):
+        op = replace(doubling(Parts(times)), reference=Parts(2), uses=(use,))
+        choosing._WRONG.clear(), choosing._loaded.cache_clear()
+        choice = by_record(op, CPU, F32, "any")
+        assert choice.runs == runs and ("into: error" in choice.why) == (runs == "reference")
 
 
 def test_which_ops_are_predicted_on_a_gpu_and_at_which_shapes():
@@ -87,11 +140,13 @@ def test_which_ops_are_predicted_on_a_gpu_and_at_which_shapes():
         }
         for name, op in ((name, ops.import_op(name)) for name in ops.OPS)
     }
-    assert {name for name, buckets in found.items() if buckets} == PREDICTED
+    assert {name for name, buckets in found.items() if buckets} == PREDICTED | OTHERS
     assert found["int4_grouped_mm"] == {"up to 8", "up to 64"}
-    for name in PREDICTED:
+    for name in PREDICTED | OTHERS:
         candidates = ops.import_op(name).candidates.values()
-        assert all("byte" in c.because for c in candidates if "cuda" in c.predicted_on)
+        assert all(
+            "byte" in c.because or "launch" in c.because for c in candidates if "cuda" in c.predicted_on
+        )
         assert not any("cuda" in c.predicted_on and c.predicted("cpu", "any") for c in candidates)
 
 

@@ -16,9 +16,9 @@ from unfreeze.kernels.expert_mlp import (
     panels_cpu,
     reference_expert_mlp,
 )
-from unfreeze.kernels.expert_mlp.activation import SwiGLU
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.kernels.expert_mlp.loop_cpu import LoopCpu
+from unfreeze.kernels.swiglu.activation import SwiGLU
 
 _spec = importlib.util.spec_from_file_location(
     "expert_mlp_problem", Path(__file__).with_name("test_expert_mlp.py")

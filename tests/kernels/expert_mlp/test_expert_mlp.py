@@ -431,7 +431,7 @@ def test_an_error_in_a_cores_share_reaches_the_caller_when_all_have_stopped(monk
     """The first core fails at once while the second still works: the error waits for it."""
     threads, finished, both = torch.get_num_threads(), [], threading.Barrier(2, timeout=20)
 
-    def swiglu(self, gate_up, out):
+    def activate(self, activation, gate_up, group, out):
         both.wait()  # or one thread might take both shares
         if threading.current_thread().name.endswith("_0"):
             raise MemoryError("planted")
@@ -443,7 +443,7 @@ def test_an_error_in_a_cores_share_reaches_the_caller_when_all_have_stopped(monk
     # threads of its own: which is _0 is then known
     monkeypatch.setattr(cores, "_pool", functools.cache(cores._pool.__wrapped__))
     monkeypatch.setattr(loop_cpu, "_shares", lambda groups, workers: [groups[:1], groups[1:2]])
-    monkeypatch.setattr(loop_cpu.LoopCpu, "swiglu", swiglu)
+    monkeypatch.setattr(loop_cpu.LoopCpu, "activate", activate)
     torch.set_num_threads(2)
     try:
         with pytest.raises(MemoryError, match="planted"):

@@ -42,6 +42,7 @@ from unfreeze.kernels.linear_cross_entropy import triton_cuda as linear_cross_en
 from unfreeze.kernels.rms_norm import triton_cuda as rms_norm
 from unfreeze.kernels.rotary import triton_cuda as rotary
 from unfreeze.kernels.swiglu import triton_cuda as swiglu
+from unfreeze.kernels.swiglu.activation import SWIGLU, ClampedSwiGLU, GeGLU
 from unfreeze.kernels.token_permute import triton_cuda as token_permute
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
@@ -162,11 +163,20 @@ def others() -> list[Launch]:
             launch()
 
     gate_up, h, weight = on_meta(T * K, 2 * WIDTH), on_meta(T * K, WIDTH + 16), on_meta(T * K, dtype=F)
-    gate, up = gate_up.chunk(2, dim=-1)
     rows = h[:, :WIDTH]
-    add("bf16", lambda: swiglu.forward(gate, up, rows))
-    add("bf16", lambda: swiglu.backward(rows, gate, up, gate, up))
-    add("bf16, weighted", lambda: swiglu.backward_weighted(rows, gate, up, weight, rows, gate, up, weight))
+    for name, form in (
+        ("", SWIGLU),
+        (", gelu", GeGLU()),
+        (", clamped", ClampedSwiGLU()),
+        (", clamped, interleaved", ClampedSwiGLU(interleaved=True)),
+    ):
+        parts = form.split(gate_up)
+        add(f"bf16{name}", lambda p=parts, a=form: swiglu.forward(*p, rows, a))
+        add(f"bf16{name}", lambda p=parts, a=form: swiglu.backward(rows, *p, *p, a))
+        add(
+            f"bf16, weighted{name}",
+            lambda p=parts, a=form: swiglu.backward_weighted(rows, *p, weight, rows, *p, weight, a),
+        )
 
     cos = on_meta(T, 32, dtype=F)
     for heads, width in ((64, 192), (1, 64), (64, 64)):

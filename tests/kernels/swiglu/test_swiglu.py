@@ -1,7 +1,8 @@
-"""SwiGLU against float64 autograd of silu(gate) · up: every implementation that runs here, forward and
-backward, stacked and strided."""
+"""SwiGLU, GeGLU and clamped SwiGLU against float64 autograd of their formulas: every implementation that runs
+here, forward and backward, stacked, interleaved and strided."""
 
 import importlib
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice.choose import implementation_of
 from unfreeze.kernels.choice.op import Op
 from unfreeze.kernels.swiglu import OP, bucket, reference, swiglu
+from unfreeze.kernels.swiglu.activation import SWIGLU, ClampedSwiGLU, GeGLU, SwiGLU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # float32: the exponential is good to 3e-7. bf16: a rounding is 2^-8 at most and about 2^-9.3 in the mean
@@ -18,8 +20,37 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float64: 1e-14}
 
 
+def silu(gate, up):
+    return gate * torch.sigmoid(gate) * up
+
+
+def gelu(gate, up):
+    return 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+
+
+def clamped(gate, up):
+    gate, up = torch.clamp(gate, max=1.0), torch.clamp(up, -1.0, 1.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+FORMS = {  # name -> (the activation, its formula)
+    "silu": (SWIGLU, silu),
+    "silu, interleaved": (SwiGLU(interleaved=True), silu),
+    "gelu": (GeGLU(), gelu),
+    "gelu, interleaved": (GeGLU(interleaved=True), gelu),
+    "clamped": (ClampedSwiGLU(limit=1.0), clamped),
+    "clamped, interleaved": (ClampedSwiGLU(interleaved=True, limit=1.0), clamped),
+}
+
+
+def joined(activation, gate, up):
+    """[..., 2I] in the activation's layout."""
+    return torch.stack((gate, up), -1).flatten(-2) if activation.interleaved else torch.cat((gate, up), -1)
+
+
 def relative(got, want):
-    return float((got.detach().double() - want.detach()).norm() / want.detach().norm())
+    difference, norm = (got.detach().double() - want.detach()).norm(), want.detach().norm()
+    return float(difference / norm) if norm or difference else 0.0  # a clamped number's gradient is zero
 
 
 def runs_here(op: Op, name: str, dtype: torch.dtype) -> None:
@@ -30,20 +61,22 @@ def runs_here(op: Op, name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("impl", ["reference", *OP.candidates])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(7, 64), (3, 5, 37), (130, 1025), (1, 1), (0, 8)])
-def test_equals_float64_forward_and_backward(shape, dtype, impl):
+@pytest.mark.parametrize("shape", [(7, 64), (3, 5, 37), (20, 1025), (1, 1), (0, 8)])
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_float64_forward_and_backward(form, shape, dtype, impl):
     runs_here(OP, impl, dtype)
+    activation, formula = FORMS[form]
     torch.manual_seed(0)
     gate, up, dh = (torch.randn(shape).to(DEVICE, dtype) for _ in range(3))
     gate64, up64 = (t.double().requires_grad_() for t in (gate, up))
-    h64 = F.silu(gate64) * up64
+    h64 = formula(gate64, up64)
     want = (h64, *torch.autograd.grad(h64, (gate64, up64), dh.double()))
     gate.requires_grad_(), up.requires_grad_()
-    h = swiglu(gate, up, impl=impl)
+    h = swiglu(gate, up, activation, impl=impl)
     got = (h, *torch.autograd.grad(h, (gate, up), dh))
-    stacked = torch.cat((gate, up), -1).detach().requires_grad_()
-    h_stacked = swiglu(stacked, impl=impl)
-    got_stacked = (h_stacked, *torch.autograd.grad(h_stacked, stacked, dh)[0].chunk(2, -1))
+    stacked = joined(activation, gate, up).detach().requires_grad_()
+    h_stacked = swiglu(stacked, None, activation, impl=impl)
+    got_stacked = (h_stacked, *activation.split(torch.autograd.grad(h_stacked, stacked, dh)[0]))
     for one, other, wanted in zip(got, got_stacked, want, strict=True):
         assert one.dtype == dtype and one.shape == other.shape == shape
         if one.numel():
@@ -87,24 +120,29 @@ def test_strided_rows_an_expanded_gradient_and_inputs_left_alone(impl):
 
 @pytest.mark.parametrize("name", ["reference", "numba", "triton"])
 @pytest.mark.parametrize("rows, width", [(5, 48), (9, 37), (3, 1030), (0, 8)])
-def test_the_weighted_backward_of_the_experts(name, rows, width):
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_weighted_backward_of_the_experts(form, in_place, name, rows, width):
+    """in_place: w h takes the memory of dh, as it does on CUDA."""
     runs_here(OP, name, torch.float32)
+    activation, formula = FORMS[form]
     part = implementation_of(OP, name, DEVICE, torch.float32).functions
     torch.manual_seed(2)
     gate_up, dh = torch.randn(rows, 2 * width, device=DEVICE), torch.randn(rows, width, device=DEVICE)
     weight = torch.rand(rows, device=DEVICE)
-    gate64, up64 = (t.double().requires_grad_() for t in gate_up.chunk(2, -1))
+    gate64, up64 = (t.double().requires_grad_() for t in activation.split(gate_up))
     weight64 = weight.double().requires_grad_()
-    h64 = F.silu(gate64) * up64
+    h64 = formula(gate64, up64)
     weighted64 = weight64[:, None] * h64
     want = (weighted64, *torch.autograd.grad(weighted64, (gate64, up64, weight64), dh.double()))
     weighted, wide, score = (
-        torch.empty_like(dh),
+        dh if in_place else torch.empty_like(dh),
         torch.full((rows, 2 * width + 8), 7.0, device=DEVICE),
         torch.empty(rows, device=DEVICE),
     )
-    dgate, dup = wide[:, :width], wide[:, width : 2 * width]
-    part.backward_weighted(dh, *gate_up.chunk(2, -1), weight, weighted, dgate, dup, score)
+    dgate, dup = activation.split(wide[:, : 2 * width])
+    parts = activation.split(gate_up)
+    part.backward_weighted(dh, *parts, weight, weighted, dgate, dup, score, activation)
     for got, wanted in zip((weighted, dgate, dup, score), want, strict=True):
         torch.testing.assert_close(got, wanted.float(), rtol=1e-5, atol=2e-5 if got is score else 1e-6)
     assert bool((wide[:, 2 * width :] == 7).all())  # columns beyond belong to someone else
@@ -117,6 +155,35 @@ def test_control_arm_a_wrong_slope_is_seen():
     dgate, dup = torch.empty_like(gate), torch.empty_like(gate)
     reference.backward(dh, gate, up, dgate, dup)
     assert relative(dh * up * gate.sigmoid(), dgate.double()) > 50 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", ["reference", "triton"])
+@pytest.mark.parametrize("form", FORMS)
+def test_not_a_number_stays_one(form, name):
+    """A clamp that chose the limit instead would hide a run that has diverged."""
+    runs_here(OP, name, torch.float32)
+    gate, up = torch.full((2, 8), 0.5), torch.full((2, 8), 0.5)
+    gate[0, 3] = up[1, 5] = float("nan")
+    h = swiglu(gate.to(DEVICE), up.to(DEVICE), FORMS[form][0], impl=name)
+    assert h.isnan().nonzero().tolist() == [[0, 3], [1, 5]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_control_arm_another_activation_is_seen(form):
+    activation, formula = FORMS[form]
+    other = GeGLU() if activation.kind != "gelu" else SWIGLU
+    gate, up = (torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    want = formula(gate.double(), up.double())
+    assert relative(swiglu(gate, up, activation), want) < TOLERANCE[torch.bfloat16]
+    assert relative(swiglu(gate, up, other), want) > 5 * TOLERANCE[torch.bfloat16]
+
+
+def test_gate_and_up_that_neither_lie_side_by_side_nor_alternate_are_refused():
+    runs_here(OP, "triton", torch.float32)
+    functions = implementation_of(OP, "triton", DEVICE, torch.float32).functions
+    wide = torch.randn(4, 32, device=DEVICE)
+    with pytest.raises(ValueError, match="do not alternate"):
+        functions.forward(wide[:, 1::2], wide[:, ::2], torch.empty(4, 16, device=DEVICE))
 
 
 def test_refusals_name_the_reason_and_buckets_cover_the_cases():

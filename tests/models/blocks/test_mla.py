@@ -3,6 +3,7 @@ expanded, in float64's neighbourhood."""
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
@@ -10,9 +11,13 @@ from unfreeze.core.batch import Batch
 from unfreeze.evaluate.gap import TOLERANCE, log_probability_gap
 from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.sampling import Sampling
+from unfreeze.kernels import packed_attention
+from unfreeze.kernels.attention import reference_attention
+from unfreeze.kernels.packed_attention import varlen
 from unfreeze.models.blocks.attention import attention_bytes
 from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.models.blocks.mla import MLA
+from unfreeze.models.blocks.saved import Saved
 
 CONFIG = {
     "model_type": "deepseek_v3",
@@ -141,11 +146,73 @@ def test_a_step_on_cuda_equals_the_host():
     torch.testing.assert_close(y.cpu(), want, rtol=1e-3, atol=1e-3)
 
 
-def test_attention_on_cuda_keeps_nothing_for_a_second_visit():
-    """attention/sdpa.py and attention/cuda.py compute it again there; a plan that counts it adds 18 GB at 8,192
-    tokens of Kimi-K2."""
-    assert attention_bytes(AttentionShape(64, 64, 192, 192), torch.bfloat16, "cuda").expensive == 0
-    assert (
-        attention_bytes(AttentionShape(64, 64, 192, 192), torch.bfloat16, "cpu").expensive
-        == 12288 * 2 + 64 * 4
-    )
+def test_attention_on_cuda_keeps_its_output_in_one_call_and_nothing_by_torchs_own_function():
+    """kernels/packed_attention/varlen.py takes `reuse`, attention/sdpa.py computes it again there."""
+    shape, output = AttentionShape(64, 64, 192, 128), 64 * 128 * 2 + 64 * 4
+    assert attention_bytes(shape, torch.bfloat16, "cuda").expensive == 0
+    assert attention_bytes(shape._replace(one_call=True), torch.bfloat16, "cuda").expensive == output
+    assert attention_bytes(shape, torch.bfloat16, "cpu").expensive == output
+    of_kimi = models.build(models.shape(CONFIG), dtype=torch.bfloat16, device="meta").layers[0].self_attn
+    assert of_kimi.bytes(torch.bfloat16, "cuda").attention.one_call
+    assert not of_kimi.bytes(torch.float32, "cuda").attention.one_call
+    assert not of_kimi.bytes(torch.bfloat16, "cpu").attention.one_call
+
+
+class Flash:
+    """The two functions of attention in one call; the gradients are of no interest here."""
+
+    @staticmethod
+    def forward(q, k, v, documents):
+        o = reference_attention(q, k, v, documents.bounds_S1[:-1].long(), documents.scale)
+        return o, torch.zeros(q.shape[1], q.shape[0])
+
+    @staticmethod
+    def backward(do, q, k, v, o, lse, documents):
+        return torch.ones_like(q), torch.ones_like(k), torch.ones_like(v)
+
+
+PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+@pytest.mark.parametrize(
+    "recompute, attends, multiplies",
+    [("layers", 2, 2), ("selective", 1, 2), ("elementwise", 1, 1), ("nothing", 1, 1)],
+)
+def test_a_recomputed_layer_attends_and_multiplies_as_often_as_the_plan_counts(
+    recompute, attends, multiplies, monkeypatch
+):
+    """`again` and `dense_visits` of parallel/plan/seconds.py. Attention runs as on CUDA, with plain torch in the place of
+    the kernel."""
+    model = made(lora=False)
+    layer, counts = model.layers[0], dict.fromkeys(("attention", *PROJECTIONS), 0)
+    names = {getattr(layer.self_attn, name).weight.data_ptr(): name for name in PROJECTIONS}
+
+    class Counted(Flash):
+        @staticmethod
+        def forward(*given):
+            counts["attention"] += 1
+            return Flash.forward(*given)
+
+    def counted(x, weight, bias=None):
+        if weight.data_ptr() in names:
+            counts[names[weight.data_ptr()]] += 1
+        return linear(x, weight, bias)
+
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(packed_attention, "choose", lambda *_: varlen.by(Counted))
+    monkeypatch.setattr(torch.nn.functional, "linear", counted)
+    x_TD = torch.randn(10, 64, requires_grad=True)
+    models.RECOMPUTE[recompute](layer, x_TD, model.packed_pass(batch_of(PROMPTS))).sum().backward()
+    assert counts == {"attention": attends, **dict.fromkeys(PROJECTIONS, multiplies)}
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_what_a_first_visit_keeps_is_what_the_block_counts(linear, monkeypatch):
+    model = made(lora=False, dtype=torch.bfloat16)
+    monkeypatch.setattr(packed_attention, "choose", lambda *_: varlen.by(Flash))
+    mla, run = model.layers[0].self_attn, model.packed_pass(batch_of(PROMPTS))
+    saved, counted = Saved(expensive=True, linear=linear), mla.bytes(torch.bfloat16, "cuda")
+    with torch.no_grad(), run.visiting(saved):
+        mla(torch.randn(10, 64).bfloat16(), run)
+    kept = sum(tensor.nbytes for tensor in tree_leaves(saved.values))
+    assert kept == 10 * (counted.expensive + linear * counted.linear)

@@ -1,16 +1,19 @@
 """Seconds of a step, by hand: term by term, and where transfers hide under computation."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from unfreeze.core.layout import RESIDENT
+from unfreeze.parallel.plan import passes
 from unfreeze.parallel.plan import seconds as timing
-from unfreeze.parallel.plan.counts import Counts
+from unfreeze.parallel.plan.counts import Counts, Widths
 from unfreeze.parallel.plan.fleet import Fleet, fleet
+from unfreeze.parallel.plan.places import room
 from unfreeze.parallel.plan.rates import Rates, of_device
-from unfreeze.parallel.plan.seconds import EXPANDED, Step, seconds
+from unfreeze.parallel.plan.seconds import Step, seconds
 
 MOE = Counts(
     hidden_size=7168,
@@ -29,7 +32,18 @@ MOE = Counts(
     dense=8_500_000_000,
     router=60 * 384 * 7168,
     attention=61 * 2 * 64 * 320,
+    widths=Widths(
+        into=2_000_000,
+        out=3_000_000,
+        inputs=1_500_000,
+        linears=488,
+        activated=140_000,
+        rotated=750_000,
+        normed=125_000,
+        latent=6_200_000_000,
+    ),
 )
+EXPANDED = 570_760_888_320 / (60 * 384 * 3 * 7168 * 2048) + 2  # 0.5625 bytes of codes a weight, and 2 written
 TRAINED = {"dense": 88_000_000, "experts": 10_192_158_720 // 8}
 
 
@@ -81,6 +95,75 @@ RATES = Rates(
 )
 
 
+def test_rows_have_room_for_a_quarter_more_than_the_mean():
+    """Of eight processes that hold 48 of 384 experts each; of seven, the fullest holds 55 of 384."""
+    assert room(MOE, 4096, 8) == int(1.25 * 4096 * 8)
+    assert room(MOE, 4096, 7) == int(1.25 * 4096 * 8 * 7 * 55 / 384)
+    assert room(MOE, 1, 8) == 585  # 64 MiB of rows, however few tokens
+
+
+def test_windows_are_seen_instead_of_documents():
+    """Half of the layers see 128 tokens of 2,048: 128 - 128² / 2 · 2048 of them on average, not 1,024."""
+    half = MOE.attention // 2
+    slides = replace(MOE, windows=((128, half), (None, half)))
+    assert slides.pairs(2048) == pytest.approx(half * (128 - 4) + half * 1024)
+    assert slides.pairs(64) == MOE.pairs(64) == pytest.approx(MOE.attention * 32)
+
+
+def test_elementwise_multiplies_with_the_weights_of_latent_attention_once_more():
+    layouts = (RESIDENT.but(recompute=name) for name in ("nothing", "elementwise"))
+    nothing, elementwise = (
+        seconds(MOE, fleet("8xH200"), RATES, l, Step(65536, 2048, TRAINED)) for l in layouts
+    )
+    more = elementwise.terms["dense layers"] - nothing.terms["dense layers"]
+    assert more == pytest.approx(8192 * 2 * MOE.widths.latent / RATES.dense)
+    assert elementwise.terms["attention"] == nothing.terms["attention"]
+
+
+@pytest.mark.parametrize(
+    "name, triton, experts, waits",
+    [
+        ("H100", True, 0.66, False),
+        ("H100", False, 0.66, False),
+        ("B200", True, 0.66, False),
+        ("A100", True, 0.6, False),
+        ("RTX4090", True, 0.6, False),
+        ("RTX5090", True, 0.6, False),
+        ("RTX4090", False, 0.66, True),
+    ],
+)
+def test_a_card_without_the_fast_grouped_product_runs_ours_or_a_loop_that_waits(name, triton, experts, waits):
+    machine = fleet(f"1x{name}")
+    rates = of_device(machine.device, triton=triton)
+    assert rates.experts == pytest.approx(experts * machine.device.matrix * 1e12)
+    found = seconds(MOE, machine, rates, RESIDENT.but(recompute="layers"), Step(4096, 2048, TRAINED))
+    # 16 products a layer: two of the base and their thin ones, forward twice and backward
+    by_hand = 60 * 16 * (384 * rates.launch + 50e-6)
+    assert found.terms.get("waits of grouped products", 0.0) == pytest.approx(by_hand if waits else 0.0)
+    without = seconds(
+        MOE, machine, replace(rates, loop=0.0), RESIDENT.but(recompute="layers"), Step(4096, 2048, TRAINED)
+    )
+    assert found.step - without.step == pytest.approx(by_hand if waits else 0.0)
+
+
+def test_the_host_queues_what_the_device_computes_and_updates_after_it():
+    """A small step is the host's: 6 µs a launch. A large one hides them, but for the update's Python."""
+    machine, dense = fleet("8xH200"), replace(MOE, moe_layers=0, num_experts=0, packed=False)
+    small, large = (
+        seconds(dense, machine, of_device(machine.device), RESIDENT, Step(tokens, 2048, TRAINED))
+        for tokens in (128, 2**20)
+    )
+    assert "launches" not in large.terms and small.terms["launches"] > 0
+    of_tensors = 4 * 2 * MOE.widths.linears * 6e-6
+    assert small.terms["host"] == large.terms["host"] == pytest.approx(of_tensors)
+    queued = small.terms["launches"] + sum(
+        small.terms[name]
+        for name in small.terms
+        if name not in ("launches", "host", "head", "optimizer", "all-to-all", "sum of gradients")
+    )
+    assert queued == pytest.approx(passes.launches(dense, 2, 2, 1) * 6e-6)
+
+
 def test_every_term_by_hand():
     """16 devices in two hosts of eight that share the experts, two micro-batches, all recomputed.
 
@@ -100,13 +183,30 @@ def test_every_term_by_hand():
         * EXPANDED
         * 2
         / 11e11,  # codes are remembered between forward and backward
-        "passes over rows": 60 * rows * 2 * (14 * 7168 + 16 * 2048) / 13e11,
+        # those of one process; adapters of packed experts; what eight processes send each other
+        "passes over rows": 60
+        * rows
+        * 2
+        * (14 * 7168 + 16 * 2048 + (2 + 3) * 7168 + (2 + 5) * 2048 + 8 * 7168)
+        / 13e11,
         "dense layers": t * 2 * (8.5e9 * 3 + 88e6 * 4) / 2e14,
         "norms": t * 61 * 2 * 7168 * 1.5 / 17e9,
+        "elementwise": t
+        * 2
+        * (
+            2 * (6 * 7168 * 61 + 3 * 7168 * 60 + 3 * 140_000 + 2 * 750_000 + 2 * 125_000)
+            + 6 * 7168 * 121
+            + 5 * 140_000
+            + 2 * 750_000
+            + 3 * 125_000
+            + 3 * (2 * 2_000_000 - 1_500_000)
+        )
+        / 13e11,
+        "adapters' traffic": t * 2 * (2 * (2e6 + 2 * 3e6) + 3 * 2e6 + 2 * 3e6) / 13e11,
         "attention": t * t / 2 * MOE.attention * 4.5 / 3e14,
         "routers": t * 2 * MOE.router * 3 / 5e12,
     }
-    exchange = 60 * 5 * rows * 7 / 8 * 2 * 7168 / 450e9
+    exchange = 60 * 5 * rows * 7 / 8 * 2 * 7168 / (0.75 * 450e9)
     # a host's eight ports bring what all its devices get: 400 GB/s, less than the 450 between its devices
     gather = 2 * MOE.rest_bytes * 15 / 16 / 400e9
     head = t * 2 * 7168 * 163840 * 2 / 7e14
@@ -249,7 +349,7 @@ def test_an_all_to_all_sends_what_is_not_at_home_five_times(nodes):
     n = 8 * nodes
     time = of(f"{n}xH200", RESIDENT.but(split=n), imbalance=1.0)
     link = 450e9 if nodes == 1 else 50e9
-    by_hand = 60 * 5 * (65536 / n * 8) * (n - 1) / n * 2 * 7168 / link
+    by_hand = 60 * 5 * (65536 / n * 8) * (n - 1) / n * 2 * 7168 / (0.75 * link)
     assert time.terms["all-to-all"] == pytest.approx(by_hand, rel=0.01)
     without = sum(seconds for name, seconds in time.terms.items() if name != "all-to-all")
     assert time.step - without == pytest.approx(by_hand, rel=0.01)

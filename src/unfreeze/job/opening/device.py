@@ -63,7 +63,7 @@ def pick_device(name: str, threads: int = 0) -> torch.device:
     import torch
 
     from unfreeze.generate.open import device_of
-    from unfreeze.parallel.processes.collectives import local_device
+    from unfreeze.parallel.processes.gpus import local_device
 
     if threads:
         torch.set_num_threads(threads)

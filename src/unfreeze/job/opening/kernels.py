@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint import Manifest
     from unfreeze.core.schema import KernelChoice
+    from unfreeze.kernels.choice.timed import Cell
     from unfreeze.models import Shape
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.train.run import Run
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from unfreeze.train.step import StepResult
 
 FILE = "kernels.json"  # in the run's folder
+CARD_FILE = "kernels-cuda.json"  # of a run on GPUs
 CHOOSING = "choosing kernels for this CPU: once, 5 to 20 s"
+CHECKING = "checking the kernels of this run on {}: once per card, torch and driver, up to 60 s"
 RECORDS = "records"  # UNFREEZE_KERNELS=records: time nothing; any other value names a file like FILE
 SHOWN = 3  # choices named in the warning that this CPU cannot run them
 
@@ -54,19 +57,48 @@ def settle_kernels(
     group: Group,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Choose the kernels of a CPU run once, in process 0; FILE has them for all processes and resumes.
+    """Choose the kernels of a run once; a file of its folder has them for all processes and resumes.
 
-    On its first run on a machine, it times ops without a record (kernels/choice/timed.py).
-    lengths: document lengths. say: called when timing starts.
+    On its first run on a machine, it times ops without a record (kernels/choice/timed.py); on a card it also
+    checks them (checked.py). lengths: document lengths. say: called when this starts, and with its result.
     """
     from unfreeze.generate.open import dtype_of
     from unfreeze.kernels.choice import table
     from unfreeze.kernels.choice.choose import fix
 
     fix({})  # start this run's list of choices, for its events
-    if device.type != "cpu":
-        return
-    file, named, kind = folder.path / FILE, os.environ.get("UNFREEZE_KERNELS", RECORDS), dtype_of(dtype)
+    kind = dtype_of(dtype)
+
+    def wanted() -> list[Cell]:
+        scheme = start.scheme() if start.is_packed() else None
+        has = {"narrow": shape.mla is not None, "experts": shape.moe is not None}
+        return table.cells(kind, lengths, **has, codecs=scheme.codecs if scheme else (), device=device)
+
+    settle = _settle_card if device.type == "cuda" else _settle_cpu
+    rows = settle(device, kind, wanted, folder, group, say)
+    if cannot := table.take(rows, device):
+        kinds = list(dict.fromkeys(cannot))
+        more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
+        here = f"this CPU ({cpu_class()})" if device.type == "cpu" else "this card"
+        words = (
+            f"{here} cannot run {len(cannot)} of the {len(rows)} choices that the run started with:"
+            f" {', '.join(kinds[:SHOWN])}{more}"
+        )
+        folder.events.emit("warning", folder.step, message=f"{words}; numbers may differ in their last bits")
+
+
+def _settle_cpu(
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: Callable[[], list[Cell]],
+    folder: Run,
+    group: Group,
+    say: Callable[[str], None],
+) -> list[KernelChoice]:
+    """The choices of process 0, for all."""
+    from unfreeze.kernels.choice import table
+
+    file, named = folder.path / FILE, os.environ.get("UNFREEZE_KERNELS", RECORDS)
 
     def decided() -> list[KernelChoice]:
         if file.exists():
@@ -74,26 +106,59 @@ def settle_kernels(
         if named != RECORDS:
             rows = table.read(Path(named), "unset UNFREEZE_KERNELS, or name a run's kernels.json")
         else:
-            scheme = start.scheme() if start.is_packed() else None
-            has = {"narrow": shape.mla is not None, "experts": shape.moe is not None}
-            wanted = table.cells(kind, lengths, **has, codecs=scheme.codecs if scheme else ())
             begun = time.perf_counter()
-            if timed := table.time_missing(wanted, begin=lambda: say(CHOOSING)):
+            if timed := table.time_missing(wanted(), begin=lambda: say(CHOOSING)):
                 seconds = time.perf_counter() - begun
-                folder.events.emit("timing", folder.step, cells=timed, seconds=seconds)
-            rows = table.made(kind)
+                folder.events.emit("timing", folder.step, cells=len(timed), seconds=seconds)
+            rows = table.made(dtype)
         write_json(file, rows)
         return rows
 
-    rows = json.loads(group.texts(json.dumps(group.on_rank0(decided)))[0])
-    if cannot := table.take(rows):
-        kinds = list(dict.fromkeys(cannot))
-        more = f" and {len(kinds) - SHOWN} more" if len(kinds) > SHOWN else ""
-        words = (
-            f"this CPU ({cpu_class()}) cannot run {len(cannot)} of the {len(rows)} choices that the run"
-            f" started with: {', '.join(kinds[:SHOWN])}{more}"
-        )
-        folder.events.emit("warning", folder.step, message=f"{words}; numbers may differ in their last bits")
+    return json.loads(group.texts(json.dumps(group.on_rank0(decided)))[0])
+
+
+def _settle_card(
+    device: torch.device,
+    dtype: torch.dtype,
+    wanted: Callable[[], list[Cell]],
+    folder: Run,
+    group: Group,
+    say: Callable[[str], None],
+) -> list[KernelChoice]:
+    """The choices of the first process of this node, whose card is checked, or those of the run's file.
+
+    The others wait for it at the store, not in a collective, which has a time limit.
+    """
+    from unfreeze.kernels import cards
+    from unfreeze.kernels.choice import table, times
+
+    file, name = folder.path / CARD_FILE, cards.card_of(device).name
+
+    def checked(first: bool) -> list[KernelChoice]:
+        if not first:
+            return []
+        cells, begun = wanted(), time.perf_counter()
+        if rows := table.time_missing(cells, begin=lambda: say(CHECKING.format(name)), device=device):
+            seconds = time.perf_counter() - begun
+            banned = [f"{row['op']}: {who}: {why}" for row in rows for who, why in row["wrong"].items()]
+            kept = "" if times.path(device).exists() else f"; {times.path(device).parent} cannot be written"
+            say(f"kernels on {name}: {len(rows)} checked in {seconds:.0f} s, {len(banned)} banned{kept}")
+            folder.events.emit("timing", folder.step, cells=len(rows), seconds=seconds)
+            for words in dict.fromkeys(banned):
+                folder.events.emit(
+                    "warning", folder.step, message=f"a kernel is wrong on {name} and does not run: {words}"
+                )
+        return table.made_on(device, cells)
+
+    here = json.loads(group.texts(json.dumps(group.in_turn(checked)))[group.node_first])
+
+    def of_run() -> list[KernelChoice]:
+        if file.exists():
+            return table.read(file)
+        write_json(file, here)
+        return []
+
+    return json.loads(group.texts(json.dumps(group.on_rank0(of_run)))[0]) or here
 
 
 def kernels_line(dtype: str) -> str:

@@ -68,8 +68,17 @@ def dtype_line(dtype: Precision) -> str:
     return f"dtype: {dtype.name} ({dtype.why})"
 
 
-def warn_slow(folder: Run, config: TrainingConfig, device: torch.device) -> None:
-    """Emit a warning with a remedy if this device emulates the run's dtype."""
+def warn_device(folder: Run, config: TrainingConfig, device: torch.device) -> None:
+    """Emit a warning with a remedy if a GPU is here and not used, or if this device emulates the dtype."""
+    # imported here: it imports torch
+    from unfreeze.kernels import cards
+
+    if device.type == "cpu" and config.memory.device == "auto":
+        card = cards.here()
+        unused = cards.unused(nodes_only=True) if card is None else cards.Unused(cards.refuses(card), "")
+        if unused is not None:
+            words = f"this run is on the CPU: {unused.why}" + f"; {unused.remedy}" * bool(unused.remedy)
+            folder.events.emit("warning", folder.step, message=words)
     if why := slow(config.memory.dtype, device):
         remedy = "--dtype float32" + (" --save.allow-changed dtype" if folder.step else "")
         folder.events.emit("warning", folder.step, message=f"{why}; faster: {remedy}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -199,13 +200,23 @@ def agreed_plan(planning: Planning, folder: Run, group: Group) -> Plan:
 
 
 def as_it_began(config: TrainingConfig, group: Group) -> TrainingConfig:
-    """Return the config of a resumed run, with place.recompute = "auto" replaced by the recorded setting."""
+    """Return the config of a resumed run, with what it left open replaced by what was recorded.
+
+    place.recompute = "auto" becomes the recorded setting. tokens_per_step, if not given, is that of the run
+    that began, with however many processes; a new run's is the default times its processes.
+    """
     began = (config.run_dir / RESOLVED).is_file()
-    named = read_resolved(config.run_dir, ConfigError).get("place.recompute") if began else None
-    named = group.texts(str(named or ""))[0]
-    if config.place.recompute != "auto" or named not in get_args(Layout.model_fields["recompute"].annotation):
+    record = read_resolved(config.run_dir, ConfigError) if began else {}
+    named, tokens = json.loads(
+        group.texts(json.dumps([record.get("place.recompute"), record.get("training.tokens_per_step")]))[0]
+    )
+    if config.place.recompute == "auto" and named in get_args(Layout.model_fields["recompute"].annotation):
+        config = config.model_copy(update={"place": config.place.but(recompute=named)})
+    if "tokens_per_step" in config.training.model_fields_set:
         return config
-    return config.model_copy(update={"place": config.place.but(recompute=named)})
+    tokens = tokens if type(tokens) is int else config.training.tokens_per_step * group.size
+    training = config.training.model_copy(update={"tokens_per_step": tokens})
+    return config.model_copy(update={"training": training})
 
 
 def mean_length(lengths: Sequence[int]) -> float:
@@ -303,9 +314,16 @@ def start_lines(
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
-        f"trains: {what}; {config.training.tokens_per_step:,} tokens a step",
+        f"trains: {what}; {tokens_words(config, plan.work.processes)} a step",
         *([second.said(start)] if second else []),
     ]
+
+
+def tokens_words(config: TrainingConfig, processes: int) -> str:
+    """Return '4,096 tokens', or with several processes '32,768 tokens (4,096 in each of 8 processes)'."""
+    tokens = config.training.tokens_per_step
+    each = f" ({tokens // processes:,} in each of {processes} processes)" if processes > 1 else ""
+    return f"{tokens:,} tokens{each}"
 
 
 def export_note(lora: LoraConfig | None, start: Manifest, model: Decoder) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unfreeze.core.errors import AdapterError
 from unfreeze.job.end.folder import write_json
@@ -40,11 +40,13 @@ class FirstStepReceipt:
     def __init__(self, state: State, dataset: Dataset, group: Group, *, stop: bool):
         from unfreeze.adapters.receipt import Receipt
         from unfreeze.data import pack
+        from unfreeze.job.watch.expert_op import ExpertOp
 
         self._receipt: Receipt | None = Receipt(
             state.model, state.optimizer.masters, state.optimizer.gradient
         )
         self._probe = pack(dataset.examples[:8])  # the receipt uses its first 256 tokens
+        self._expert_op = ExpertOp(state.model)
         self._group, self._stop, self._held = group, stop, state.optimizer.held
 
     def _part(self, name: str) -> tuple[Rows | None, int]:
@@ -70,9 +72,20 @@ class FirstStepReceipt:
         probe = self._probe.to(state.model.device)
         taken = self._receipt.take(probe, self._group.sum_, self._part if self._group.size > 1 else None)
         self._receipt = None
-        fields = {"groups": taken.groups, "exceptions": taken.exceptions}
+        fields: dict[str, Any] = {"groups": taken.groups, "exceptions": taken.exceptions}
+        compared = self._expert_op.close()
+        if compared is not None:
+            fields["expert_op"] = compared
         write_json(state.run.path / RECEIPT, {"step": state.step, **fields})
         state.run.events.emit("receipt", state.step, **fields)
+        if compared is not None and compared.get("error", 0.0) > compared["limit"]:
+            message = (
+                f"the expert op is off by {compared['error']:.1%} of the norm from the reference on"
+                f" {compared['rows']} rows of {compared['layer']}, where at most {compared['limit']:g} is"
+                " rounding: this run learns from wrong numbers; unfreeze doctor --gpu (on a CPU --ops) finds"
+                " the kernel"
+            )
+            state.run.events.emit("warning", state.step, message=message)
         try:
             check(taken, result.learning_rate)
         except AdapterError as error:

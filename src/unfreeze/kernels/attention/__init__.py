@@ -1,12 +1,11 @@
-"""Causal attention inside each document of a flat packed batch.
+"""Causal attention inside documents of one length, and what all attention over packed documents shares.
 
-`DocumentLayout.build` once per batch, `packed_attention` per layer.
+`DocumentLayout.build` once per batch; kernels/packed_attention per layer.
 """
 
 from unfreeze.kernels.attention.documents import OP, attend, bucket
 from unfreeze.kernels.attention.form import CAUSAL, Mask
 from unfreeze.kernels.attention.layout import Bucket, DocumentLayout
-from unfreeze.kernels.attention.packed import packed_attention
 from unfreeze.kernels.attention.reference import attention_map, reference_attention
 
 __all__ = [
@@ -18,6 +17,5 @@ __all__ = [
     "attend",
     "attention_map",
     "bucket",
-    "packed_attention",
     "reference_attention",
 ]

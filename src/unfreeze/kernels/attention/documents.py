@@ -1,7 +1,7 @@
 """Causal attention inside documents of one length, [S, L] tokens.
 
-The op that packed_attention calls once per bucket of its layout. S documents of L tokens, H query heads, G
-key/value heads (G divides H), d width of q and k, v width of values.
+The op that packed_attention/by_buckets.py calls once per bucket of a layout. S documents of L tokens, H query
+heads, G key/value heads (G divides H), d width of q and k, v width of values.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from unfreeze.kernels.attention.sdpa import sdpa
 from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.draw import normal
 from unfreeze.kernels.choice.op import Candidate, Case, Implementation, Op
-from unfreeze.kernels.loops import compiled
 from unfreeze.kernels.recompute import Reuse
 
 # bucket bounds: blocked_cpu pads to 128 queries; from 1,024 tokens on scores outgrow the caches; from 2,048
@@ -47,13 +47,10 @@ def attend(
 def bucket(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> str:
     """The bucket's name: document length, and ", v < d" if values are narrower than keys.
 
-    "under 96", "96 on", "192 on", "1024 on", "2048 on", with ", v < d" for MLA. "other": v > d, or on CUDA
-    widths that its kernels don't take.
+    "under 96", "96 on", "192 on", "1024 on", "2048 on", with ", v < d" for MLA. "other": v > d.
     """
     length, d, v = q_SLHd.shape[1], q_SLHd.shape[3], v_SLGv.shape[3]
-    if v > d or (q_SLHd.is_cuda and (d % 8 or v % 8 or d > 256)):
-        return "other"
-    return bucket_of(length, d, v)
+    return "other" if v > d else bucket_of(length, d, v)
 
 
 def bucket_of(length: int, d: int, v: int) -> str:
@@ -78,27 +75,6 @@ def _blocked_refuses(device: str, dtype: torch.dtype) -> str:
     return "" if dtype in (torch.float32, torch.bfloat16) else f"dtype {dtype}; it takes float32 and bfloat16"
 
 
-def _cuda(name: str) -> Callable[[], Implementation]:
-    def load() -> Implementation:
-        from unfreeze.kernels.attention import cuda
-
-        return getattr(cuda, name)
-
-    return load
-
-
-def _half_only(device: str, dtype: torch.dtype) -> str:
-    if device != "cuda":
-        return f"device {device}; it runs on cuda"
-    return "" if dtype in (torch.bfloat16, torch.float16) else f"dtype {dtype}; it takes bfloat16 and float16"
-
-
-def _flex_refuses(device: str, dtype: torch.dtype) -> str:
-    if device != "cuda":
-        return f"device {device}; flex attention has a backward on cuda only"
-    return compiled.refuses(device, dtype)
-
-
 def _inputs(
     length: int, d: int, v: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -112,7 +88,7 @@ def _inputs(
     shape = (max(1, tokens // length), length)
 
     def random(*size: int) -> Tensor:
-        return torch.randn(*shape, *size, generator=generator).to(device, dtype).requires_grad_()
+        return normal(device, generator, *shape, *size).to(dtype).requires_grad_()
 
     return random(heads, d), random(groups, d), random(groups, v), d**-0.5
 
@@ -139,12 +115,7 @@ def _cases() -> tuple[Case, ...]:
 OP = Op(
     name="attention",
     reference=sdpa,
-    candidates={
-        "blocked": Candidate(_blocked, _blocked_refuses),
-        "cudnn": Candidate(_cuda("cudnn"), _half_only, waits_on=("cuda",)),
-        "padded": Candidate(_cuda("padded"), _half_only, waits_on=("cuda",)),
-        "flex": Candidate(_cuda("flex"), _flex_refuses, waits_on=("cuda",)),
-    },
+    candidates={"blocked": Candidate(_blocked, _blocked_refuses)},
     cases=_cases(),
     # float32: sums of up to 1,024 terms. bf16: P, dS and outputs are rounded to 8 bits (2^-9 = 0.2 % each).
     tolerance={torch.float32: 4e-6, torch.bfloat16: 1e-2},

@@ -41,7 +41,7 @@ class DocumentLayout:
     source_N  int64, the token in each slot; padding repeats its document's first token. None: the slots are
               the tokens, in order.
     slot_T    int64, the slot of each token, the inverse of source_N without the padding. None as above.
-    starts    the start of each document, on the host; `cut` needs them
+    starts    the start of each document, on the host
     """
 
     num_tokens: int
@@ -51,6 +51,7 @@ class DocumentLayout:
     starts: tuple[int, ...] = ()
     device: torch.device | str = "cpu"
     _cuts: dict[int, DocumentLayout] = field(default_factory=dict, compare=False, repr=False)
+    _bounds: dict[torch.device, Tensor] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     @staticmethod
     def build(
@@ -107,6 +108,19 @@ class DocumentLayout:
             ]
             self._cuts[chunk] = DocumentLayout.build(pieces, self.num_tokens, self.device)
         return self._cuts[chunk]
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """Document s is the tokens bounds[s]:bounds[s + 1]; int32 [S + 1] on `device`. Sent there once."""
+        if device not in self._bounds:
+            self._bounds[device] = send(
+                torch.tensor((*self.starts, self.num_tokens), dtype=torch.int32), device
+            )
+        return self._bounds[device]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(bucket.length for bucket in self.buckets)
 
     @property
     def num_slots(self) -> int:

@@ -5,14 +5,14 @@ Shapes as in documents.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unfreeze.kernels.recompute import Reuse
+from unfreeze.kernels.attention.sinks import sinks_gradient, take_share_
+from unfreeze.kernels.recompute import Reuse, compute_now
 
 FLASH = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes for which torch's CPU flash kernel is used."""
@@ -21,13 +21,7 @@ FLASH = (torch.float32, torch.bfloat16, torch.float16)
 class _FlashReused(torch.autograd.Function):
     """torch's causal flash attention on CPU, with output and log-sum-exp from `reuse`.
 
-    So they are computed at the first visit only. A sink adds exp(sink) to the sum of the softmax, and nothing
-    to the output:
-
-        lse' = log(exp(lse) + exp(sink)),   o' = o · exp(lse - lse')
-
-    The same kernel's backward is right for both, given o' and lse': it uses them only as P = exp(scores -
-    lse') and Σ do·o'. dsink = -Σ exp(sink - lse') · Σ do·o'.
+    So they are computed at the first visit only. Sinks as in sinks.py.
     """
 
     @staticmethod
@@ -43,11 +37,7 @@ class _FlashReused(torch.autograd.Function):
         def compute() -> tuple[Tensor, Tensor]:
             flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
             o_SHLd, lse_SHL = flash(q_SHLd, k_SHLd, v_SHLd, 0.0, True, scale=scale)
-            if sinks_H is None:
-                return o_SHLd, lse_SHL
-            with_sink = torch.logaddexp(lse_SHL, sinks_H.to(lse_SHL.dtype)[:, None])
-            share = (lse_SHL - with_sink).exp()[..., None]
-            return (o_SHLd * share).to(o_SHLd.dtype), with_sink
+            return o_SHLd, lse_SHL if sinks_H is None else take_share_(o_SHLd, lse_SHL, sinks_H)
 
         o_SHLd, lse_SHL = reuse(compute)
         ctx.save_for_backward(q_SHLd, k_SHLd, v_SHLd, o_SHLd, lse_SHL, sinks_H)
@@ -57,11 +47,7 @@ class _FlashReused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, o_SHLd, lse_SHL, sinks_H = ctx.saved_tensors
-        dsinks_H = None
-        if sinks_H is not None:
-            delta_SHL = (grad.to(lse_SHL.dtype) * o_SHLd).sum(-1)
-            share_SHL = (sinks_H.to(lse_SHL.dtype)[:, None] - lse_SHL).exp()
-            dsinks_H = -(share_SHL * delta_SHL).sum((0, 2)).to(sinks_H.dtype)
+        dsinks_H = None if sinks_H is None else sinks_gradient(grad, o_SHLd, lse_SHL, sinks_H)
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = backward(grad, *saved, o_SHLd, lse_SHL, 0.0, True, scale=ctx.scale)
         return dq, dk, dv, dsinks_H, None, None
@@ -96,13 +82,10 @@ def sdpa(
     # the same operations with and without `reuse`, so recomputation changes no bit of a gradient; torch's own
     # function sums the gradients of grouped keys in another order
     k, v = ungrouped(q, k, v)
-    o: Tensor = _FlashReused.apply(*(x.transpose(1, 2) for x in (q, k, v)), sinks_H, scale, reuse or _made)
+    o: Tensor = _FlashReused.apply(
+        *(x.transpose(1, 2) for x in (q, k, v)), sinks_H, scale, reuse or compute_now
+    )
     return o.transpose(1, 2)[..., :width]
-
-
-def _made(make: Callable[[], Any]) -> Any:
-    """The default `reuse`, if nothing is recomputed."""
-    return make()
 
 
 def ungrouped(q_SLHd: Tensor, k_SLGd: Tensor, v_SLGv: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """Chooses the implementation of an op: the first of LOOKS that has an answer decides.
 
 the run's      read from the run folder, so that a resumed run and all processes use the same (table.py)
-timed here     CPU: timed against plain torch at this machine's first start (timed.py)
+timed here     CPU: timed against plain torch at this machine's first start (timed.py). GPU: compared with
+               float64 and timed at the first start on this card, or by `unfreeze doctor --gpu` (checked.py)
 by design      a candidate that keeps a promise beyond speed, or the only one that can run
 measured       a record of this device class shows that it is exact within the op's tolerance, and faster
                than the reference by at least 5 % and by more than the spread of both (record.py)
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -146,17 +147,22 @@ def _loaded(op: str, name: str, load: Callable[[], Implementation]) -> Implement
 def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, check: bool = True) -> Choice:
     """The choice if no name is requested.
 
-    check: check a predicted candidate on a GPU first; if False, take it to be right.
+    check: on a GPU check a candidate first that was not checked at this card's first start; if False, take it
+    to be right. A candidate that fails is banned: the next one runs, and `why` names the fault.
     """
-    for look in LOOKS:
-        choice = look(op, device, dtype, bucket)
-        if choice is not None and not (check and _fails(choice, op, device, dtype)):
+    able, faults = running(op, device, dtype, bucket), list[str]()
+    while choice := next(filter(None, (look(op, device, dtype, bucket, able) for look in LOOKS)), None):
+        fault = _fault(choice, op, device, dtype) if check else ""
+        if not fault:
             if choice.origin == "predicted, not measured":
                 _log_once(device_key(device), choice.origin)
-            return choice
+            refusals = _refusals(op, device, dtype) if op.instead and choice.runs == op.instead else []
+            return choice._replace(why="; ".join([choice.why, *refusals, *faults]))
+        able.remove(choice.runs)
+        faults.append(f"{choice.runs} failed its check: {fault}")
     why = f"no record for {device_key(device)}; unfreeze dev kernels measure --op {op.name} makes one"
     _log_once(device_key(device), "not measured")
-    return Choice("reference", why, "not measured")
+    return Choice("reference", "; ".join(faults) or why, "not measured")
 
 
 def running(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> list[str]:
@@ -171,27 +177,42 @@ def running(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> li
     ]
 
 
-def _by_design(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
-    refused = op.candidates[op.preferred].refuses(device.type, dtype) if op.preferred else ""
-    if op.preferred and not refused:
-        return Choice(op.preferred, op.because, "by design")
-    if not running(op, device, dtype, bucket):
-        why = f"{op.preferred} cannot run: {refused}" if refused else "no candidate runs here"
-        return Choice("reference", why, "by design")
+def _refusals(op: Op, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The reasons why the preferred candidate, and the one that runs instead of it, cannot run there."""
+    reasons = {
+        name: op.candidates[name].refuses(device.type, dtype)
+        for name in filter(None, (op.preferred, op.instead))
+    }
+    return [f"{name} cannot run: {reason}" for name, reason in reasons.items() if reason]
+
+
+def _by_design(
+    op: Op, device: torch.device, dtype: torch.dtype, bucket: str, able: Collection[str]
+) -> Choice | None:
+    for name in (op.preferred, op.instead):
+        if name in able:
+            return Choice(name, op.because, "by design")
+    if not able:
+        refused = "; ".join(_refusals(op, device, dtype))
+        return Choice("reference", refused or "no candidate runs here", "by design")
     if bucket not in {case.bucket for case in op.cases}:
         return Choice("reference", "inputs of this kind are not measured", "not measured")
     return None
 
 
-def _of_the_run(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
-    choice = _TABLE.get(key_of(op, dtype, bucket)) if device.type == "cpu" else None
-    here = choice is not None and choice.runs in ("reference", *running(op, device, dtype, bucket))
+def _of_the_run(
+    op: Op, device: torch.device, dtype: torch.dtype, bucket: str, able: Collection[str]
+) -> Choice | None:
+    choice = _TABLE.get((device.type, *key_of(op, dtype, bucket)))
+    here = choice is not None and choice.runs in ("reference", *able)
     return choice if here else None
 
 
-def _timed(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
-    row = known().get(key_of(op, dtype, bucket)) if device.type == "cpu" else None
-    if row is None or row["runs"] not in ("reference", *running(op, device, dtype, bucket)):
+def _timed(
+    op: Op, device: torch.device, dtype: torch.dtype, bucket: str, able: Collection[str]
+) -> Choice | None:
+    row = known(device).get(key_of(op, dtype, bucket))
+    if row is None or row["runs"] not in ("reference", *able):
         return None
     plain, words = row["us"].get("torch") or row["us"]["reference"], []
     for name, us in row["us"].items():
@@ -201,8 +222,10 @@ def _timed(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Cho
     return Choice(row["runs"], f"{', '.join(words)}, {row['date']}", "timed here")
 
 
-def _recorded(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
-    rows, able = record_rows(op, device, dtype, bucket), running(op, device, dtype, bucket)
+def _recorded(
+    op: Op, device: torch.device, dtype: torch.dtype, bucket: str, able: Collection[str]
+) -> Choice | None:
+    rows = record_rows(op, device, dtype, bucket)
     if not rows:
         return None
     origin = "measured here" if is_own(rows[0], device_key(device)) else "measured on its class"
@@ -215,8 +238,10 @@ def _recorded(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> 
     return Choice(best["candidate"], gain, origin)
 
 
-def _predicted(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> Choice | None:
-    for name in running(op, device, dtype, bucket):
+def _predicted(
+    op: Op, device: torch.device, dtype: torch.dtype, bucket: str, able: Collection[str]
+) -> Choice | None:
+    for name in able:
         candidate = op.candidates[name]
         if candidate.predicted(device.type, bucket) and candidate.suits(device):
             why = f"predicted, not measured here: {candidate.because}"
@@ -225,13 +250,13 @@ def _predicted(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) ->
 
 
 LOOKS = (_of_the_run, _timed, _by_design, _recorded, _predicted)
-_TABLE: dict[Key, Choice] = {}
+_TABLE: dict[tuple[str, str, str, str], Choice] = {}
 
 
-def fix(table: Mapping[Key, Choice]) -> None:
-    """Fix these CPU choices from here on, by op, dtype and bucket; others are looked up."""
+def fix(table: Mapping[Key, Choice], kind: str = "cpu") -> None:
+    """Fix these choices from here on, by op, dtype and bucket; others are looked up. kind: of device."""
     _TABLE.clear()
-    _TABLE.update(table)
+    _TABLE.update({(kind, *key): choice for key, choice in table.items()})
     choose_anew()
 
 
@@ -253,10 +278,17 @@ def proves(row: Row, op: Op) -> bool:
     )
 
 
-def _fails(choice: Choice, op: Op, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if a predicted candidate fails its check there. Checked once per device and dtype."""
-    if choice.origin != "predicted, not measured" or device.type not in CHECKED:
-        return False
+UNCHECKED: tuple[Origin, ...] = ("predicted, not measured", "measured here", "measured on its class")
+"""Origins that do not prove a candidate right on this card with this torch, Triton and driver."""
+
+
+def _fault(choice: Choice, op: Op, device: torch.device, dtype: torch.dtype) -> str:
+    """The reason why a chosen candidate fails its check there, "" if it passes.
+
+    Checked once per device and dtype, and only on a GPU: on a CPU the tests do it.
+    """
+    if choice.origin not in UNCHECKED or choice.runs == "reference" or device.type not in CHECKED:
+        return ""
     key = (op.name, choice.runs, device, dtype)
     if key not in _WRONG:
         # imported here: predicted.py imports measure.py, which imports this module
@@ -264,12 +296,8 @@ def _fails(choice: Choice, op: Op, device: torch.device, dtype: torch.dtype) -> 
 
         _WRONG[key] = wrong(op, choice.runs, device, dtype)
         if _WRONG[key]:
-            log.warning(
-                "%s: %s fails its check on %s in %s and does not run, the reference does: %s",
-                *key,
-                _WRONG[key],
-            )
-    return bool(_WRONG[key])
+            log.warning("%s: %s fails its check on %s in %s and does not run: %s", *key, _WRONG[key])
+    return _WRONG[key]
 
 
 @functools.cache

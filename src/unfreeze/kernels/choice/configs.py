@@ -16,7 +16,7 @@ import torch
 
 from unfreeze.kernels.choice import record
 from unfreeze.kernels.choice.op import Case, Config, Implementation, Op
-from unfreeze.kernels.choice.record import Row, read, write
+from unfreeze.kernels.choice.record import Row, readable, write
 
 OWN: Config = {}
 GAIN = 0.02  # a config that saves less than this share of the time is not worth a row
@@ -34,7 +34,7 @@ def best(op: Op, name: str, device: torch.device, dtype: torch.dtype, bucket: st
     if not configs or device.type != "cuda":
         return OWN
     wanted = (op.name, _name(dtype), bucket, name)
-    for row in read(_file(device)):
+    for row in readable(_file(device)):
         if (row["op"], row["dtype"], row["bucket"], row["candidate"]) == wanted and row["config"] in configs:
             return row["config"]
     return OWN

@@ -77,11 +77,16 @@ class Case:
     inputs  (device, dtype, generator on the host) -> the arguments: random, never zeros; tensors to be
             differentiated require grad.
     dtypes  in which it is measured.
+    function  implementation -> the function of it that other packages call (swiglu's backward_weighted), if
+            not the implementation itself; None for an implementation that has no such function and so is
+            never called by it. `name` says which.
     """
 
     bucket: str
     inputs: Callable[[torch.device, torch.dtype, torch.Generator], Arguments]
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    function: Callable[[Any], Implementation | None] = lambda implementation: implementation
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,11 @@ class Op:
     preferred  a candidate that runs wherever it doesn't refuse and was not timed as slower, whatever the
                records say, `because` it keeps a promise beyond speed (expert_mlp's "fused": nothing expanded
                is saved for backward). "" for every op whose candidates differ in speed only.
+    instead    a candidate that keeps that promise too, slower: it runs where `preferred` refuses.
     against    the implementation that its candidates are timed against at a machine's first start (timed.py);
                None: the reference.
+    uses       cases of functions beside the one that autograd sees: a candidate must be exact in these too.
+               They are checked, not timed.
     """
 
     name: str
@@ -108,5 +116,7 @@ class Op:
     differentiable: bool = True
     exact_dtype: torch.dtype | None = torch.float64
     preferred: str = ""
+    instead: str = ""
     because: str = ""
     against: Implementation | None = None
+    uses: tuple[Case, ...] = ()

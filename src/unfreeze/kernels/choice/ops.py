@@ -20,6 +20,7 @@ OPS = {
     "grouped_mm": "grouped_mm.grouped_mm",
     "int4_grouped_mm": "int4_grouped_mm.int4_grouped_mm",
     "linear_cross_entropy": "linear_cross_entropy.linear_cross_entropy",
+    "packed_attention": "packed_attention.packed_attention",
     "replay": "cuda_graph.replay",
     "rms_norm": "rms_norm.rms_norm",
     "rotary": "rotary.rotary",

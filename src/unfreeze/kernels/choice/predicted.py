@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unfreeze.kernels.choice import ops
 from unfreeze.kernels.choice.choose import by_record, implementation_of
-from unfreeze.kernels.choice.measure import Truth, arguments, relative_error, visit
+from unfreeze.kernels.choice.measure import Truth, arguments, forget, relative_error, visit
 from unfreeze.kernels.choice.op import Case, Implementation, Op
 from unfreeze.quant.codec import Packed
 
@@ -40,9 +40,9 @@ def _origin(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> st
 def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
     """The reason why that candidate may not run; "" if it is right.
 
-    It fails if it raises, or is not exact within the op's own tolerance. The check uses the smallest case
-    that it is predicted for, with CPU sizes; the exact result is computed on the CPU. Compiling it takes
-    about a second.
+    It fails if it raises, or is not exact within the op's own tolerance: as autograd sees it, and in each
+    function that others call (`Op.uses`). The check uses the smallest case that it is predicted for, with CPU
+    sizes; the exact result is computed on the CPU. Compiling it takes about a second.
     """
     candidate = op.candidates.get(name)
     wanted = (candidate.predicted_buckets or candidate.computes) if candidate else ()
@@ -54,7 +54,11 @@ def wrong(op: Op, name: str, device: torch.device, dtype: torch.dtype) -> str:
     def load() -> Implementation:
         return implementation_of(op, name, device, dtype)
 
-    return fault(op, case, load, device, dtype, op.tolerance[dtype])
+    uses = [use for use in op.uses if dtype in use.dtypes and (not wanted or use.bucket in wanted)]
+    for part in (case, *uses):
+        if reason := fault(op, part, load, device, dtype, op.tolerance[dtype]):
+            return f"{part.name}: {reason}" if part.name else reason
+    return ""
 
 
 def fault(
@@ -67,15 +71,54 @@ def fault(
 ) -> str:
     """The fault of the implementation that `load` returns: it raises, or an error is above `limit`.
 
-    "" if there is none. The first caller may be in inference mode, under no_grad or in a Function's forward.
+    "" if there is none. The exact result is computed on the CPU. The first caller may be in inference mode,
+    under no_grad or in a Function's forward.
     """
+
+    def worst() -> float:
+        function = case.function(load())
+        return 0.0 if function is None else _error(op, case, function, device, dtype)
+
+    return _fault(worst, limit)
+
+
+def fault_on_device(
+    op: Op,
+    case: Case,
+    load: Callable[[], Implementation],
+    device: torch.device,
+    dtype: torch.dtype,
+    limit: float,
+) -> str:
+    """As `fault`, for shapes that would take seconds on a CPU.
+
+    The reference computes the exact result on the device, in the op's `exact_dtype` (float64), from inputs
+    that are drawn there. Dtypes of outputs and gradients are checked too.
+    """
+
+    def worst() -> float:
+        errors = Truth(op, case, device, dtype).errors(load())
+        return max(errors.forward, errors.backward)
+
     try:
-        with torch.inference_mode(False):
-            worst = _error(op, case, load(), device, dtype)
+        return _fault(worst, limit)
+    finally:
+        forget()
+
+
+def _fault(worst_error: Callable[[], float], limit: float) -> str:
+    try:
+        # its graph is its own: a checkpoint that the first call is in would count what this saves
+        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same):
+            worst = worst_error()
     # any failure disqualifies it
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return "" if worst <= limit else f"error {worst:.1e}, tolerance {limit:.1e}"
+
+
+def _same(saved: Tensor) -> Tensor:
+    return saved
 
 
 def _error(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import re
 import tempfile
@@ -27,6 +28,7 @@ Row = dict[str, Any]
 run: it raised, or its results are wrong), or error_forward, error_backward, median_us, reference_median_us,
 spread_us, reference_spread_us (interquartile ranges) and repeats."""
 
+log = logging.getLogger(__name__)
 COMMITTED = Path(__file__).parents[1] / "records"
 
 
@@ -85,12 +87,26 @@ def record_rows(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -
     for folder in (user_folder(), COMMITTED):
         rows = [
             row
-            for row in read(folder / f"{device_key(device)}.json")
+            for row in readable(folder / f"{device_key(device)}.json")
             if (row["op"], row["dtype"], row["bucket"]) == wanted and row["candidate"] in op.candidates
         ]
         if rows:
             return rows
     return []
+
+
+def readable(path: Path) -> list[Row]:
+    """As `read`, but a damaged file stops no run: its rows are not used, and the log says so once."""
+    try:
+        return read(path)
+    except ConfigError as error:
+        _warn_once(f"{error.message}; it is not read: {error.next}")
+        return []
+
+
+@functools.cache
+def _warn_once(words: str) -> None:
+    log.warning("%s", words)
 
 
 def identity(row: Row) -> tuple[str, str, str, str]:

@@ -17,16 +17,35 @@ from unfreeze.core.schema import KernelChoice
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention.documents import bucket_of
 from unfreeze.kernels.choice import ahead, ops, times
+from unfreeze.kernels.choice.checked import check_all
 from unfreeze.kernels.choice.choose import Choice, Inputs, by_record, fix, running
 from unfreeze.kernels.choice.op import Op
 from unfreeze.kernels.choice.timed import Cell, time_all
+from unfreeze.kernels.choice.times import Row
 from unfreeze.kernels.expand.bucket import kind_of
 from unfreeze.quant.codec import Codec
 
 CPU = torch.device("cpu")
+FIRST_START = 60.0  # seconds of checks at the first start on a card
 # Ops that are timed, the most expensive first. Not adamw and linear_cross_entropy: making their inputs alone
 # takes as long as all the others, and their candidates differ by little.
 TIMED = ("packed_experts", "attention", "expand", "rms_norm", "swiglu", "rotary", "few_rows")
+# Ops that are checked at the first start on a card, in the order of their share of a step. Not replay: it
+# needs a model.
+CARD_OPS = (
+    "expert_mlp",
+    "grouped_mm",
+    "packed_attention",
+    "expand",
+    "token_order",
+    "swiglu",
+    "rms_norm",
+    "rotary",
+    "linear_cross_entropy",
+    "adamw",
+    "int4_grouped_mm",
+    "few_rows",
+)
 SHARE = 0.05  # of a run's tokens: attention is not timed for document lengths with a smaller share
 
 
@@ -36,12 +55,19 @@ def all_ops() -> list[Op]:
 
 
 def cells(
-    dtype: torch.dtype, lengths: Iterable[int], *, narrow: bool, experts: bool, codecs: Iterable[Codec]
+    dtype: torch.dtype,
+    lengths: Iterable[int],
+    *,
+    narrow: bool,
+    experts: bool,
+    codecs: Iterable[Codec],
+    device: torch.device = CPU,
 ) -> list[Cell]:
     """The cells to time for a run in that dtype, in order.
 
     lengths: of its documents. narrow: values are narrower than keys (MLA). experts: True if the model has
-    any. codecs: of its packed weights.
+    any. codecs: of its packed weights. device: on a GPU every op that the run uses is checked, adamw in its
+    own dtype.
     """
     kinds, by_name = {kind_of(codec) for codec in codecs}, {op.name: op for op in all_ops()}
     attention = _buckets(lengths, narrow)
@@ -51,14 +77,26 @@ def cells(
             return bucket in attention
         if name == "packed_experts":
             return experts and bool(kinds)
+        if name == "swiglu":
+            return ", " not in bucket  # other activations have no loop; on a GPU they are among its uses
+        if name == "expert_mlp":
+            return experts and ("unpacked" in bucket or "all weights" in bucket) != bool(kinds)
+        if name in ("token_order", "grouped_mm"):
+            return experts
+        if name == "packed_attention":
+            return ("v < d" in bucket) == narrow
+        if name == "int4_grouped_mm":
+            return experts and "int4" in kinds
         return name != "expand" or (bucket.partition(", ")[2] or "int4") in kinds
 
-    return [
-        Cell(by_name[name], case, dtype)
-        for name in TIMED
+    names = TIMED if device.type == "cpu" else CARD_OPS
+    wanted = [
+        Cell(by_name[name], case, dtype if dtype in case.dtypes else case.dtypes[0])
+        for name in names
         for case in by_name[name].cases
-        if met(name, case.bucket) and dtype in case.dtypes and running(by_name[name], CPU, dtype, case.bucket)
+        if met(name, case.bucket) and (dtype in case.dtypes or dtype not in by_name[name].tolerance)
     ]
+    return [cell for cell in wanted if running(cell.op, device, cell.dtype, cell.case.bucket)]
 
 
 def _buckets(lengths: Iterable[int], narrow: bool) -> list[str]:
@@ -70,20 +108,26 @@ def _buckets(lengths: Iterable[int], narrow: bool) -> list[str]:
     return [name for name, count in tokens.items() if count >= least and not name.startswith("under")]
 
 
-def time_missing(wanted: Sequence[Cell], begin: Callable[[], object] = lambda: None) -> int:
-    """Time the cells that were not timed on this machine, and keep the rows. Returns their number.
+def time_missing(
+    wanted: Sequence[Cell], begin: Callable[[], object] = lambda: None, device: torch.device = CPU
+) -> list[Row]:
+    """Time the cells that were not timed on this machine, and keep the rows. Returns them.
 
-    Does nothing if UNFREEZE_KERNELS fixes the choice. begin: called before the first is timed.
+    On a GPU they are also compared with float64, for at most FIRST_START seconds (checked.py). Does nothing
+    if UNFREEZE_KERNELS fixes the choice. begin: called before the first is timed.
     """
-    there = times.tried()
+    there = times.tried(device)
     missing = [cell for cell in wanted if cell.key not in there]
     if not missing or os.environ.get("UNFREEZE_KERNELS"):
-        return 0
+        return []
     begin()
-    rows = time_all(missing, quiet=ahead.quiet)
-    times.keep(rows)
+    if device.type == "cpu":
+        rows = time_all(missing, quiet=ahead.quiet)
+    else:
+        rows = list(check_all(missing, device, FIRST_START))
+    times.keep(rows, device)
     trim()  # the plan counts this process's memory
-    return sum(not row.get("untimed") for row in rows)
+    return [row for row in rows if not row.get("untimed")]
 
 
 def made(dtype: torch.dtype) -> list[KernelChoice]:
@@ -94,6 +138,19 @@ def made(dtype: torch.dtype) -> list[KernelChoice]:
         for case in op.cases
         for kind in dict.fromkeys((dtype, torch.float32))
         if kind in case.dtypes
+    ]
+
+
+def made_on(device: torch.device, wanted: Sequence[Cell]) -> list[KernelChoice]:
+    """The choices on a GPU, of the cells that were checked there; the others are chosen as they are used."""
+    there = times.known(device)
+    return [
+        row_of(
+            Inputs(cell.op.name, device, cell.dtype, cell.case.bucket, "auto"),
+            by_record(cell.op, device, cell.dtype, cell.case.bucket),
+        )
+        for cell in wanted
+        if cell.key in there
     ]
 
 
@@ -120,20 +177,28 @@ def read(file: Path, remedy: str = "delete it: they are chosen anew") -> list[Ke
     return rows
 
 
-def take(rows: Sequence[KernelChoice]) -> list[str]:
-    """Fix these choices. Returns "op as candidate" for each that cannot run here; those are looked up."""
+def take(rows: Sequence[KernelChoice], device: torch.device = CPU) -> list[str]:
+    """Fix these choices. Returns "op as candidate" for each that cannot run here; those are looked up.
+
+    One that was checked on this card and is wrong cannot run, whatever card the run started on.
+    """
     by_name = {op.name: op for op in all_ops()}
-    table, cannot = {}, []
+    table, cannot, checks = {}, [], times.known(device) if device.type != "cpu" else {}
     for row in rows:
         op = by_name.get(row["op"])
         if op is None:
             continue
         key, dtype = (row["op"], row["dtype"], row["bucket"]), getattr(torch, row["dtype"], torch.float32)
-        if row["runs"] in ("reference", op.preferred, *running(op, CPU, dtype, row["bucket"])):
+        wrong = row["runs"] in checks[key]["wrong"] if key in checks else False
+        if not wrong and row["runs"] in (
+            "reference",
+            op.preferred,
+            *running(op, device, dtype, row["bucket"]),
+        ):
             table[key] = Choice(row["runs"], row["why"], row["origin"])  # type: ignore[arg-type]
         else:
             cannot.append(f"{row['op']} as {row['runs']}")
-    fix(table)
+    fix(table, device.type)
     return cannot
 
 

@@ -1,7 +1,9 @@
-"""Timings on this machine: a file in the user's cache.
+"""Timings and checks on this machine: a file in the user's cache for its CPU, and one for each kind of card.
 
-One file per machine: class and model of the CPU, torch, numba, threads and the source of the loops. A damaged
-file counts as none, and nothing is kept if the cache cannot be written.
+timed-<hash>.json is of a CPU: its class and model, torch, numba, threads and the source of the loops.
+checked-<card>-<hash>.json is of a GPU: its name, driver, runtime, torch, Triton and the source of the
+kernels. If one of these changes, another file counts. A damaged file counts as none, and nothing is kept if
+the cache cannot be written.
 """
 
 from __future__ import annotations
@@ -13,21 +15,25 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from unfreeze.core.cpu import cpu_class, processor
+from unfreeze.kernels import cards
 from unfreeze.kernels.choice.op import Op
-from unfreeze.kernels.choice.record import user_folder
+from unfreeze.kernels.choice.record import device_key, user_folder
 
 Key = tuple[str, str, str]
 """op, dtype, bucket: the unit of a decision."""
 Row = dict[str, Any]
 """op, dtype, bucket; runs: the fastest; us: microseconds by implementation, plain torch as "torch" if it is
 not the op's "reference"; wrong: candidate -> the reason it may not run; untimed: the reason it was not timed
-(then runs is "" and us is {}); date."""
+(then runs is "" and us is {}); date. Checked ones also have error: candidate -> the largest relative error of
+an output and of a gradient."""
+CPU = torch.device("cpu")
 
 
 def key_of(op: Op, dtype: torch.dtype, bucket: str) -> Key:
@@ -35,8 +41,14 @@ def key_of(op: Op, dtype: torch.dtype, bucket: str) -> Key:
     return op.name, str(dtype).removeprefix("torch."), bucket
 
 
-def machine() -> dict[str, object]:
+def machine(device: torch.device = CPU) -> dict[str, object]:
     """The properties that a timing depends on."""
+    if device.type == "cuda":
+        return asdict(cards.card_of(device)) | {
+            "torch": torch.__version__,
+            "triton": cards.triton_version(),
+            "kernels": _kernels()[:16],
+        }
     import numba
 
     from unfreeze.kernels.loops.on_disk import ROOM, sources
@@ -51,22 +63,41 @@ def machine() -> dict[str, object]:
     }
 
 
-def path() -> Path:
-    """The file of this machine."""
-    name = hashlib.sha256(json.dumps(machine()).encode()).hexdigest()[:16]
-    return user_folder() / f"timed-{name}.json"
+@functools.cache
+def _kernels() -> str:
+    """A hash of the source of kernels/: an edited kernel is checked again."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
-def known() -> dict[Key, Row]:
+def path(device: torch.device = CPU) -> Path:
+    """The file of this machine, for its CPU or for that card."""
+    name = hashlib.sha256(json.dumps(machine(device)).encode()).hexdigest()[:16]
+    begins = "timed" if device.type == "cpu" else f"checked-{device_key(device)}"
+    return user_folder() / f"{begins}-{name}.json"
+
+
+def known(device: torch.device = CPU) -> dict[Key, Row]:
     """The timings on this machine, by `key_of`; empty if UNFREEZE_KERNELS fixes the choice."""
-    return {key: row for key, row in tried().items() if not row.get("untimed")}
+    return {key: row for key, row in tried(device).items() if not row.get("untimed")}
 
 
-def tried() -> dict[Key, Row]:
+def tried(device: torch.device = CPU) -> dict[Key, Row]:
     """As `known`, plus the cells that were too expensive to time."""
-    if os.environ.get("UNFREEZE_KERNELS") or not any(user_folder().glob("timed-*.json")):
+    begins = "timed" if device.type == "cpu" else "checked"
+    if os.environ.get("UNFREEZE_KERNELS"):
         return {}
-    return _read(path())
+    if not _UNWRITTEN and not any(user_folder().glob(f"{begins}-*.json")):
+        return {}
+    if device.type != "cpu" and not cards.present(device):
+        return {}  # a plan for a card that is not here
+    file = path(device)
+    return _UNWRITTEN.get(file) or _read(file)
+
+
+_UNWRITTEN: dict[Path, dict[Key, Row]] = {}  # rows of this process whose file cannot be written
 
 
 @functools.cache
@@ -95,12 +126,16 @@ def _whole(row: Row) -> bool:
     )
 
 
-def keep(rows: Sequence[Row]) -> None:
-    """Add rows to this machine's file atomically. If it cannot be written, nothing is kept."""
-    file = path()
+def keep(rows: Sequence[Row], device: torch.device = CPU) -> Path | None:
+    """Add rows to the file atomically, and return it.
+
+    None if it cannot be written: then only this process knows them.
+    """
+    file = path(device)
     _read.cache_clear()
     new = {(row["op"], row["dtype"], row["bucket"]): row for row in rows}
-    text = json.dumps({"machine": machine(), "rows": list((_read(file) | new).values())}, indent=1)
+    rows_by_key = _read(file) | new
+    text = json.dumps({"machine": machine(device), "rows": list(rows_by_key.values())}, indent=1)
     name = ""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -111,4 +146,8 @@ def keep(rows: Sequence[Row]) -> None:
     except OSError:
         if name:
             Path(name).unlink(missing_ok=True)
-    _read.cache_clear()
+        _UNWRITTEN[file] = rows_by_key
+        return None
+    finally:
+        _read.cache_clear()
+    return file

@@ -1,6 +1,6 @@
 """Launches as one CUDA graph: captured at the first call, replayed at each.
 
-Not measured on a GPU yet, so no record chooses it. Before capturing, it calls the launches twice on a
+Not measured on a GPU yet: it is predicted to be faster. Before capturing, it calls the launches twice on a
 separate stream. The first call is a warm-up (kernels compiled, tables copied). During the second, torch
 watches for anything that makes the host wait, which a graph cannot hold; that message is the reason reported.
 """

@@ -85,4 +85,5 @@ OP = Op(
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
     differentiable=False,
     exact_dtype=None,  # the format defines its rounding
+    uses=cases.stacks(),
 )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unfreeze.kernels.choice.op import Candidate, Case, Config, Implementation
 from unfreeze.kernels.expand.bucket import LARGE, OTHER_FP8, OTHER_INT4
+from unfreeze.kernels.expand.reference import expand_reference
 from unfreeze.kernels.loops import triton_options
 from unfreeze.quant.awq import Awq
 from unfreeze.quant.bitsandbytes import Bits4
@@ -99,6 +100,35 @@ def cases() -> tuple[Case, ...]:
         for kind, kernel in KERNELS.items()
         for bucket, (_, rows, columns) in zip(buckets(kind), sizes, strict=True)
     )
+
+
+def stacks() -> tuple[Case, ...]:
+    """Some matrices of a stack into a wider workspace, as the experts of a layer are expanded."""
+    return tuple(
+        Case(buckets(kind)[0], functools.partial(_stack_inputs, kernel.codec), function=_filling, name="fill")
+        for kind, kernel in KERNELS.items()
+    )
+
+
+def _stack_inputs(
+    codec: Codec, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Packed, int, Tensor]:
+    """The matrices from the second on, of 64 x 256 each; the workspace has 16 more rows and columns."""
+    packed, _, out = _inputs(codec, 64, 256, device, dtype, generator)
+    wider = out.new_zeros(EXPERTS - 1, 64 + 16, 256 + 16)
+    return packed, 1, wider[:, :64, :256]
+
+
+def _filling(implementation: Implementation) -> Implementation | None:
+    """Its `fill`; of the reference one matrix after the other; None if it has none."""
+    if implementation is not expand_reference:
+        return getattr(implementation, "fill", None)
+
+    def fill(packed: Packed, first: int, out: Tensor) -> None:
+        for position, matrix in enumerate(out):
+            expand_reference(packed, first + position, matrix)
+
+    return fill
 
 
 def _inputs(

@@ -7,24 +7,27 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice.choose import choose
-from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Implementation, Op
-from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU
+from unfreeze.kernels.choice.op import Candidate, Implementation, Op
+from unfreeze.kernels.expert_mlp import cases, workspace
 from unfreeze.kernels.expert_mlp.backend import Backend
+from unfreeze.kernels.expert_mlp.cases import SUFFIX, inputs, measured
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.expert_mlp.fused import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.reference import reference_expert_mlp
 from unfreeze.kernels.expert_mlp.workspace import WORKSPACE, adapter_columns, expert_groups, workspace_bytes
 from unfreeze.kernels.loops.scratch import release_scratch, scratch_bytes
 from unfreeze.kernels.recompute import Reuse
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU, GeGLU
 from unfreeze.quant.codec import Packed
-from unfreeze.quant.int4 import Int4
 
 __all__ = [
     "OP",
@@ -47,7 +50,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-SELF_CHECK_LIMIT = 0.03  # of the norm; in bf16 a correct implementation is off by less than 1.5 %
+# of the norm; in bf16 a correct implementation is off by less than 1.5 %
+CHECK_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+NO_MEMORY = "OutOfMemoryError"
 MANY = 64  # rows per expert; below this, expanding the weights costs more than multiplying with them
 
 
@@ -71,9 +76,9 @@ def expert_mlp(
     before.
 
     factors add scale · B A to each matrix; computed in x's dtype, gradients in the parameters' own. "fused"
-    agrees with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16
+    and "loop" agree with a float64 merged model to 1e-5 of the norm in float32 and 1.5 % in bf16
     (tests/kernels/expert_mlp); "reference" with B = 0 changes no bit. "auto": fused if its preconditions hold
-    (see `OP.preferred`, `narrow_refuses`), else reference, logged once.
+    (see `OP.preferred`, `narrow_refuses`), else loop on CUDA (`OP.instead`), else reference.
 
     activation: a, silu(gate) · up by default, and the layout of gate and up in gate_up (activation.py);
     gate_up_bias [E, 2I]: b and c in the same layout, may require grad. `reuse`: of a layer that is recomputed
@@ -82,10 +87,8 @@ def expert_mlp(
     reason = narrow_refuses(x_TD, down.shape[-1])
     if reason and impl == "fused":
         raise ConfigError(f"expert_mlp cannot run as 'fused' here: {reason}", next="choose impl = 'auto'")
-    if reason and impl == "auto":
-        impl = "reference"
-        _log_once(reason)
-    return choose(OP, x_TD.device, x_TD.dtype, bucket(ids_TK, gate_up), impl)(
+    op, kind = (NARROW, f"{bucket(ids_TK, gate_up)}, narrow") if reason else (OP, bucket(ids_TK, gate_up))
+    return choose(op, x_TD.device, x_TD.dtype, kind, impl)(
         x_TD, ids_TK, weights_TK, gate_up, down, factors, reuse, activation, gate_up_bias
     )
 
@@ -124,25 +127,41 @@ def fused_refuses(device: str, dtype: torch.dtype) -> str:
         return f"device {device}; it runs on cpu and cuda"
     if dtype != torch.bfloat16:
         return f"dtype {dtype}; grouped GEMMs on cuda take bfloat16"
-    return _self_check(torch.device("cuda", torch.cuda.current_device()))
+    return _self_check("fused", torch.device("cuda", torch.cuda.current_device()), dtype)
 
 
 @functools.cache
-def _self_check(device: torch.device) -> str:
-    """The reason why the fused op is wrong on that device, "" if it is right; checked once per GPU.
+def loop_refuses(device: str, dtype: torch.dtype) -> str:
+    """The reason why the loop of torch.mm cannot run on that device in that dtype; empty if it can."""
+    if device != "cuda":
+        return f"device {device}; it runs on cuda"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {dtype}; it computes in float32 or bfloat16"
+    return _self_check("loop", torch.device("cuda", torch.cuda.current_device()), dtype)
 
-    Packed and dense bases with adapters, and dense ones that train: outputs and every gradient. Grouped GEMMs
-    have been reported wrong on transposed views.
+
+@functools.cache
+def _self_check(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The reason why that candidate is wrong on that device, "" if it is right; checked once per GPU.
+
+    Every kind of call, outputs and all gradients: first at small shapes, whose exact result the CPU computes,
+    then at a hot one, where the device does. Grouped GEMMs have been reported wrong on transposed views.
     """
     # imported here: predicted.py loads the ops
-    from unfreeze.kernels.choice.predicted import fault
+    from unfreeze.kernels.choice import predicted
 
-    for kind in SUFFIX:
-        case = Case(kind, functools.partial(_small_inputs, kind))
-        if reason := fault(OP, case, _fused, device, torch.bfloat16, SELF_CHECK_LIMIT):
-            reason = f"its self-check on {device}, {kind}: {reason}"
-            log.warning("expert_mlp: fused does not run, the reference does: %s", reason)
-            return reason
+    load, limit = OP.candidates[name].load, CHECK_LIMIT[dtype]
+    for shapes, fault in ((cases.SMALL, predicted.fault), (cases.HOT, predicted.fault_on_device)):
+        for kind in cases.EVERY_KIND:
+            with workspace.at_most(kind.workspace(shapes, dtype)):
+                wrong = fault(OP, kind.case(shapes), load, device, dtype, limit)
+            if wrong.startswith(NO_MEMORY) and shapes is cases.HOT:
+                log.info("expert_mlp: no memory to check %s at a hot shape; small ones are right", name)
+                return ""
+            if wrong:
+                reason = f"its self-check on {device}, {kind.name}: {wrong}"
+                log.warning("expert_mlp: %s does not run: %s", name, reason)
+                return reason
     return ""
 
 
@@ -171,16 +190,23 @@ def packed_op() -> Op:
     """The op that chooses the backend of packed experts on a CPU: timed like any other op (packed.py)."""
     from unfreeze.kernels.expert_mlp import packed
 
-    return packed.op_of(functools.partial(_inputs, 128, "packed"))
-
-
-@functools.cache
-def _log_once(reason: str) -> None:
-    log.info("expert_mlp: reference (%s)", reason)
+    return packed.op_of(inputs(128, "packed"))
 
 
 def _fused() -> Implementation:
-    def fused(
+    return _by(lambda *args: backend_for(*args))
+
+
+def _loop() -> Implementation:
+    from unfreeze.kernels.expert_mlp.loop_cuda import LoopCuda
+
+    return _by(lambda *_: LoopCuda())
+
+
+def _by(backend_of: Callable[..., Backend[Any]]) -> Implementation:
+    """The op, computed by the backend that `backend_of` returns; its arguments are those of `backend_for`."""
+
+    def computed(
         x_TD: Tensor,
         ids_TK: Tensor,
         weights_TK: Tensor,
@@ -191,89 +217,33 @@ def _fused() -> Implementation:
         activation: Activation = SWIGLU,
         gate_up_bias: Tensor | None = None,
     ) -> Tensor:
-        backend = backend_for(x_TD, gate_up, down, activation, gate_up_bias)
+        backend = backend_of(x_TD, gate_up, down, activation, gate_up_bias)
         return fused_expert_mlp(
             x_TD, ids_TK, weights_TK, gate_up, down, factors, backend, reuse, activation, gate_up_bias
         )
 
-    return fused
-
-
-Base = Literal["packed", "unpacked", "all weights"]
-SUFFIX: dict[Base, str] = {"packed": "", "unpacked": ", unpacked", "all weights": ", all weights"}
-
-
-def _inputs(
-    rows: int, kind: Base, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Arguments:
-    """2 of 8 experts per token, about `rows` rows each: INT4 or not, with LoRA of rank 8, or trained whole.
-
-    On a GPU 16 times the weights.
-    """
-    sizes = (8, 2048, 1024, 8) if device.type == "cuda" else (8, 512, 256, 8)
-    return _problem(sizes, 8, rows * 8 // 2, kind, device, dtype, generator)
-
-
-def _small_inputs(
-    kind: Base, device: torch.device, dtype: torch.dtype, generator: torch.Generator
-) -> Arguments:
-    """24 tokens; one of 4 experts gets none. Rank 3, so the workspace's rows are padded."""
-    return _problem((4, 64, 32, 3), 3, 24, kind, device, dtype, generator)
-
-
-def _problem(
-    sizes: tuple[int, int, int, int],
-    used: int,
-    T: int,
-    kind: Base,
-    device: torch.device,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> Arguments:
-    """T tokens, each to 2 of the first `used` of E experts. sizes: E, D, I and the rank R."""
-    E, D, I, R = sizes
-    codec = Int4(32)
-
-    def randn(*shape: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(shape, generator=generator) * scale
-
-    bases = [randn(E, 2 * I, D, scale=D**-0.5), randn(E, D, I, scale=I**-0.5)]
-    matrices = (
-        [
-            Packed(codec, {name: part.to(device) for name, part in codec.quantize(base.bfloat16()).items()})
-            for base in bases
-        ]
-        if kind == "packed"
-        else [base.to(device, dtype).requires_grad_(kind == "all weights") for base in bases]
-    )
-    pairs = (
-        randn(E, 2 * R, D, scale=D**-0.5),
-        randn(E, 2 * I, R, scale=0.1),
-        randn(E, R, I, scale=I**-0.5),
-        randn(E, D, R, scale=0.1),
-    )
-    factors = ExpertFactors(*(pair.to(device).requires_grad_() for pair in pairs), scale=2.0, down_scale=2.0)
-    ids = torch.rand(T, used, generator=generator).topk(2, dim=1).indices.to(device)
-    weights = torch.rand(T, 2, generator=generator).to(device).requires_grad_()
-    x = randn(T, D).to(device, dtype).requires_grad_()
-    return x, ids, weights, *matrices, None if kind == "all weights" else factors
-
-
-def _cases() -> tuple[Case, ...]:
-    return tuple(
-        Case(name + suffix, functools.partial(_inputs, rows, kind))
-        for kind, suffix in SUFFIX.items()
-        for name, rows in (("under 64", 16), ("64 on", 128))
-    )
+    return computed
 
 
 OP = Op(
     name="expert_mlp",
     reference=reference_expert_mlp,
-    candidates={"fused": Candidate(_fused, fused_refuses)},
-    cases=_cases(),
+    candidates={
+        "fused": Candidate(_fused, fused_refuses),
+        "loop": Candidate(_loop, loop_refuses, waits_on=("cuda",)),
+    },
+    cases=measured(),
     # float32: sums of some hundred terms. bf16: 2^-9 per rounding and about five roundings in a row.
     tolerance={torch.float32: 1e-5, torch.bfloat16: 0.015},
     preferred="fused",
+    instead="loop",
     because="nothing expanded is saved for backward",
 )
+NARROW = replace(
+    OP,
+    candidates={"loop": OP.candidates["loop"]},
+    preferred="loop",
+    instead="",
+    because="fused cannot run: grouped GEMMs need widths that are multiples of 8",
+)
+"""The op for widths that grouped GEMMs on CUDA cannot take."""

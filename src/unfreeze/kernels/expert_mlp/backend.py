@@ -3,7 +3,8 @@
 The path of a packed INT4 weight to its GEMM; each name is a definition to look up:
 
     Packed                  quant/codec.py   the checkpoint's codes and scales
-    expert_mlp              __init__.py      backend_for(x, gate_up, down): Panels, LoopCpu or Grouped
+    expert_mlp              __init__.py      backend_for(x, gate_up, down): Panels, LoopCpu or Grouped; where
+                                             grouped GEMMs cannot run, LoopCuda
     fused_expert_mlp        fused.py         Call.gate_up, Call.down: a workspace.Base around the Packed
     Backend.forward_group   below            a group of experts at a time
     ByGemms                 by_gemms.py      Base.stack expands the group's experts; ByGemms.nt multiplies
@@ -24,10 +25,10 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.expert_mlp.activation import Activation
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors, adapters, width
 from unfreeze.kernels.expert_mlp.workspace import Base
 from unfreeze.kernels.loops.scratch import scratch
+from unfreeze.kernels.swiglu.activation import Activation
 from unfreeze.kernels.token_permute import TokenPermute
 from unfreeze.quant.codec import Packed
 
@@ -162,7 +163,10 @@ class Call(Generic[R]):
     ):
         self.backend, self.dtype, self.routing = backend, dtype, routing
         self.activation, self.gate_up_bias = activation, gate_up_bias
-        self.gate_up, self.down = Base(gate_up, dtype, "base gate_up"), Base(down, dtype, "base down")
+        self.gate_up, self.down = (
+            Base(weight, dtype, name, in_place=backend.dense_in_place, expand=backend.expand)
+            for weight, name in ((gate_up, "base gate_up"), (down, "base down"))
+        )
         self.experts = routing.selection()
         self.gate_up_adapter, self.down_adapter = adapters(
             factors, self.experts, dtype, backend.row_stride, activation
@@ -236,10 +240,14 @@ class Backend(ABC, Generic[R]):
 
     row_stride       a workspace's rows have a multiple of this many elements (factors.columns)
     factor_buffers   True if `ExpertGradients` allocates buffers for the gradients of adapters
+    dense_in_place   True if a dense weight and its adapter are two GEMMs, without a workspace
+    expand           the implementation of `expand` that fills a workspace
     """
 
     row_stride = 8
     factor_buffers = True
+    dense_in_place = False
+    expand = "auto"
 
     @abstractmethod
     def route(self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype) -> R:

@@ -8,15 +8,19 @@ gate_up, A2, B2 adapt down.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.backend import Backend, Call, ExpertGradients, ExpertGroup, R, SavedRows
 from unfreeze.kernels.expert_mlp.factors import Adapter
 from unfreeze.kernels.expert_mlp.workspace import Base, Direction
+from unfreeze.kernels.swiglu import reference
+from unfreeze.kernels.swiglu.activation import Activation
+
+Term = tuple[Tensor, Tensor, Sequence[int]]
+"""One GEMM of a product: (rows, matrices, index of each of the group's experts among them)."""
 
 
 class ByGemms(Backend[R]):
@@ -70,32 +74,10 @@ class ByGemms(Backend[R]):
     def sums(self, rows: Tensor, group: ExpertGroup[R], out: Tensor) -> None:
         """out[expert g] += Σ rows[rows of g]. rows [., N], out [E, N] float32."""
 
-    @abstractmethod
-    def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        """out[:, :I] = silu(gate) · up, gate_up [rows, 2I]; out may be wider, other columns are unchanged."""
-
-    @abstractmethod
-    def swiglu_backward(
-        self,
-        grad: Tensor,
-        gate_up: Tensor,
-        group: ExpertGroup[R],
-        weighted: Tensor,
-        grad_gate_up: Tensor,
-        score: Tensor,
-    ) -> None:
-        """The gradient of SwiGLU from dh (`grad`, before the factor w).
-
-        weighted = w h; grad_gate_up[:, :2I] = w times the gradient of gate_up; score = <dh, h>.
-        """
-
-    def activate(self, activation: Activation, gate_up: Tensor, out: Tensor) -> None:
-        """out[:, :I] = a(gate, up), in float32 rounded once; `swiglu` computes SwiGLU of halves."""
-        if activation == SWIGLU:
-            self.swiglu(gate_up, out)
-            return
-        gate, up = activation.split(gate_up.float())
-        out[:, : gate.shape[1]].copy_(activation.forward(gate, up))
+    def activate(self, activation: Activation, gate_up: Tensor, group: ExpertGroup[R], out: Tensor) -> None:
+        """out[:, :I] = a(gate, up), gate_up [rows, 2I]; out may be wider, other columns are unchanged."""
+        gate, up = activation.split(gate_up)
+        reference.forward(gate, up, out[:, : gate.shape[1]], activation)
 
     def activate_backward(
         self,
@@ -107,18 +89,40 @@ class ByGemms(Backend[R]):
         grad_gate_up: Tensor,
         score: Tensor,
     ) -> None:
-        """As `swiglu_backward`, for any activation."""
-        if activation == SWIGLU:
-            self.swiglu_backward(grad, gate_up, group, weighted, grad_gate_up, score)
-            return
-        width, weight = gate_up.shape[1], group.weight[:, None]
-        grad = grad.float()
-        h, dgate, dup = activation.backward(grad, *activation.split(gate_up.float()))
-        score.copy_((grad * h).sum(1))
-        weighted.copy_(h.mul_(weight))
-        gates, ups = activation.split(grad_gate_up[:, :width])
-        gates.copy_(dgate.mul_(weight))
-        ups.copy_(dup.mul_(weight))
+        """The gradient of the activation from dh (`grad`, before the factor w).
+
+        weighted = w h; grad_gate_up[:, :2I] = w times the gradient of gate_up; score = <dh, h>.
+        """
+        parts = activation.split(gate_up)
+        into = activation.split_first(grad_gate_up, grad.shape[1])
+        reference.backward_weighted(grad, *parts, group.weight, weighted, *into, score, activation)
+
+    def add_up(
+        self, gemm: Callable[..., Tensor], terms: list[Term], group: ExpertGroup[R], out: Tensor | None
+    ) -> Tensor:
+        """The sum of the terms' products by `gemm` (nt or nn), in `out` if that is given."""
+        first, *others = terms
+        result = gemm(*first, group, out)
+        for term in others:
+            result.add_(gemm(*term, group, None))
+        return result
+
+    def scatter_products(
+        self,
+        gemm: Callable[..., Tensor],
+        terms: list[Term],
+        group: ExpertGroup[R],
+        weight: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """`scatter_add` of the sum of the terms' products, each [., D].
+
+        One product after the other: a sum of two would need memory for a second one of all rows, and move
+        8 bytes a number where a second `scatter_add` moves 5.
+        """
+        for term in terms:
+            rows = self.product_rows("y", group, out.shape[1], term[0].dtype)
+            self.scatter_add(gemm(*term, group, rows), group, weight, out)
 
     def factor(self, name: str, a: Tensor, b: Tensor, group: ExpertGroup[R], grads: ExpertGradients) -> None:
         """The group's share of grads.`name`, a[rows of g]ᵀ @ b[rows of g] for each expert g."""
@@ -148,33 +152,32 @@ class ByGemms(Backend[R]):
         # xA = x A1ᵀ beside the group's rows of x: [x | xA]
         x_rows, x_left, xA = self.beside("x", group, (D, call.Q), x.dtype)
         self.gather(x, group, x_rows)
-        weights, index = _operand(call.gate_up, group, call.gate_up_adapter, "forward")
         if call.gate_up_adapter:
             self.nt(x_left, group.experts_of(call.gate_up_adapter.A), adapters, group, xA)
             if saved.xA is not None:
                 group.rows_of(saved.xA).copy_(xA)
 
-        # gate_up = [x | xA] [W1 | B1]ᵀ = x W1ᵀ + (x A1ᵀ) B1ᵀ: base and adapter in one GEMM
+        # gate_up = [x | xA] [W1 | B1]ᵀ = x W1ᵀ + (x A1ᵀ) B1ᵀ: in one GEMM, or two for a W1 in place
         if saved.gate_up is not None:
             gate_up = group.rows_of(saved.gate_up)
         else:
             gate_up = self.rows("gate_up", group, 2 * I, x.dtype)
-        self.nt(x_rows, weights, index, group, gate_up)
+        terms = _terms(call.gate_up, group, call.gate_up_adapter, "forward", x_rows)
+        self.add_up(self.nt, terms, group, gate_up)
         if call.gate_up_bias is not None:
             self.bias(call.gate_up_bias, group, gate_up)
 
         # h = a(gate, up), and hA = h A2ᵀ beside it: [h | hA]
         h_rows, h_left, hA = self.beside("h", group, (I, call.P), x.dtype)
-        self.activate(call.activation, gate_up, h_rows)
-        weights, index = _operand(call.down, group, call.down_adapter, "forward")
+        self.activate(call.activation, gate_up, group, h_rows)
         if call.down_adapter:
             self.nt(h_left, group.experts_of(call.down_adapter.A), adapters, group, hA)
             if saved.hA is not None:
                 group.rows_of(saved.hA).copy_(hA)
 
         # y[token] += w [h | hA] [W2 | B2]ᵀ
-        out = self.product_rows("y", group, D, x.dtype)
-        self.scatter_add(self.nt(h_rows, weights, index, group, out), group, group.weight, y)
+        terms = _terms(call.down, group, call.down_adapter, "forward", h_rows)
+        self.scatter_products(self.nt, terms, group, group.weight, y)
 
     def backward_group(
         self,
@@ -193,11 +196,10 @@ class ByGemms(Backend[R]):
         # dh = dy W2 + (dy B2) A2, before the factor w: <dh, h> is the gradient of w
         dy_rows, dy_left, dyB = self.beside("dy", group, (D, call.P), x.dtype)
         self.gather(dy, group, dy_rows)
-        weights, index = _operand(call.down, group, call.down_adapter, "backward")
         if call.down_adapter:
             self.nt(dy_left, group.experts_of(call.down_adapter.Bt), adapters, group, dyB)
-        out = self.product_rows("dh", group, I, x.dtype)
-        dh = self.nn(dy_rows, weights, index, group, out)
+        terms = _terms(call.down, group, call.down_adapter, "backward", dy_rows)
+        dh = self.add_up(self.nn, terms, group, self.product_rows("dh", group, I, x.dtype))
 
         # wh = w h; dgu = w times the gradient of gate_up; score = <dh, h>
         wh = self.instead("wh", dh, group)
@@ -216,13 +218,11 @@ class ByGemms(Backend[R]):
 
         # dx[token] += dgu W1 + (dgu B1) A1; w is in dgu already
         if dx is not None or call.gate_up_adapter:
-            weights, index = _operand(call.gate_up, group, call.gate_up_adapter, "backward")
             if call.gate_up_adapter:
                 self.nt(dgu, group.experts_of(call.gate_up_adapter.Bt), adapters, group, dguB)
             if dx is not None:
-                out = self.product_rows("y", group, D, x.dtype)
-                dx_rows = self.nn(dgu_rows, weights, index, group, out)
-                self.scatter_add(dx_rows, group, None, dx)
+                terms = _terms(call.gate_up, group, call.gate_up_adapter, "backward", dgu_rows)
+                self.scatter_products(self.nn, terms, group, None, dx)
 
         # dA1 = (dgu B1)ᵀ x; dB1ᵀ = xAᵀ dgu; dW1 = dguᵀ x
         if call.gate_up_adapter or grads.gate_up is not None:
@@ -235,18 +235,22 @@ class ByGemms(Backend[R]):
                 self.tn(dgu, x_rows, group, grads.gate_up, group.experts)
 
 
-def _operand(
-    base: Base, group: ExpertGroup[R], adapter: Adapter | None, direction: Direction
-) -> tuple[Tensor, Sequence[int]]:
-    """(matrices, index of each of the group's experts among them).
+def _terms(
+    base: Base, group: ExpertGroup[R], adapter: Adapter | None, direction: Direction, rows: Tensor
+) -> list[Term]:
+    """The GEMMs whose sum is the product of `rows` [x | xA] with W and its adapter.
 
-    The weight itself if no expanding is needed, else the part of a workspace that this direction reads.
+    One with the weight itself or with the part of a workspace that this direction reads; two if a dense
+    weight is multiplied in place and has an adapter: x W, and xA B (in backward dy W, and dyB A).
     """
-    dense = base.dense(adapter)
-    if dense is not None:
-        return dense, group.experts
     factor = None
     if adapter is not None:
         factor = group.experts_of(adapter.B if direction == "forward" else adapter.A)
-    name = group.workspace or base.name
-    return base.operand(group.experts, factor, direction, name), range(len(group.experts))
+    dense, own = base.dense(adapter), range(len(group.experts))
+    if dense is None:
+        workspace = base.operand(group.experts, factor, direction, group.workspace or base.name)
+        return [(rows, workspace, own)]
+    if factor is None or adapter is None:
+        return [(rows, dense, group.experts)]
+    left, right = rows.split([rows.shape[1] - adapter.width, adapter.width], dim=1)
+    return [(left, dense, group.experts), (right, factor, own)]

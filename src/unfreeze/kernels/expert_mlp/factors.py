@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
-from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.backend import Backend, Call, ExpertGradients, ExpertGroup, R, SavedRows
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors, down_grads, gate_up_grads, round_up
 from unfreeze.kernels.recompute import Reuse
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation
 from unfreeze.quant.codec import Packed
 
 

@@ -1,9 +1,10 @@
 """The CUDA backend of the expert MLP: all experts at once by grouped GEMMs.
 
 Offsets are on the device, without host synchronisation. If the workspace of all experts would exceed
-WORKSPACE bytes they go in groups, with one wait for the offsets per call; the results are bit-identical. Runs
-on CPU too (bf16), where it is tested; speed on a GPU is not measured yet. Sorting, gathering and SwiGLU are
-the ops token_permute and swiglu, chosen by record; the grouped GEMM is the op grouped_mm.
+WORKSPACE bytes they go in groups, with one wait for the offsets per call; the results are bit-identical.
+Dense weights need no workspace: base and adapter are two grouped GEMMs. Runs on CPU too (bf16), where it is
+tested; speed on a GPU is not measured yet. Sorting, gathering and the activation are the ops token_permute
+and swiglu, chosen by record; the grouped GEMM is the op grouped_mm.
 
 n = T * K rows sorted by expert, E experts, D, I, Q, P as in factors.py.
 """
@@ -22,13 +23,16 @@ from unfreeze.kernels import int4_grouped_mm, swiglu, token_permute
 from unfreeze.kernels.choice.choose import choose
 from unfreeze.kernels.expert_mlp import workspace
 from unfreeze.kernels.expert_mlp.backend import DeviceRouting, ExpertGradients, ExpertGroup
-from unfreeze.kernels.expert_mlp.by_gemms import ByGemms
+from unfreeze.kernels.expert_mlp.by_gemms import ByGemms, Term
 from unfreeze.kernels.expert_mlp.factors import Adapter, ExpertFactors, adapters
 from unfreeze.kernels.grouped_mm import grouped_mm
+from unfreeze.kernels.loops.rows import slabs
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation
 from unfreeze.quant.codec import Packed
 
 DeviceGroup = ExpertGroup[DeviceRouting]
 Made = TypeVar("Made")
+SLAB_BYTES = 1 << 28  # of rows in float32 at once, where their sum is taken
 
 
 class Cuts:
@@ -69,10 +73,10 @@ class Cuts:
 
         return self.once("pieces", whole, cut)
 
-    def halves(self, piece: Tensor) -> tuple[Tensor, Tensor]:
-        """gate and up [., I] of a piece [., 2I]."""
+    def gate_and_up(self, piece: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+        """gate and up [., I] of a piece [., 2I] in the activation's layout."""
         whole, number = self._place[id(piece)]
-        first, second = self.once("halves", whole, lambda whole: whole.chunk(2, dim=1))
+        first, second = self.once("gate and up", whole, activation.split)
         return self.of(first, self.rows)[number], self.of(second, self.rows)[number]
 
     def turned(self, tensor: Tensor) -> Tensor:
@@ -113,13 +117,12 @@ class Grouped(ByGemms[DeviceRouting]):
 
     row_stride = 16
     factor_buffers = False
+    dense_in_place = True
 
     def route(
         self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype
     ) -> DeviceRouting:
-        bucket = token_permute.bucket(ids_TK, ids_TK, weights_TK, num_experts)
-        permute = choose(token_permute.OP, ids_TK.device, dtype, bucket)
-        assert isinstance(permute, token_permute.TokenPermute)
+        permute = self.permute(ids_TK, weights_TK, num_experts, dtype)
         slot_n, row_of_slot, offsets_E = permute.functions.sort(ids_TK.detach(), num_experts)
         return DeviceRouting(
             num_experts,
@@ -132,13 +135,22 @@ class Grouped(ByGemms[DeviceRouting]):
             permute=permute,
         )
 
+    def permute(
+        self, ids_TK: Tensor, weights_TK: Tensor, num_experts: int, dtype: torch.dtype
+    ) -> token_permute.TokenPermute:
+        """The implementation that sorts, gathers and combines."""
+        bucket = token_permute.bucket(ids_TK, ids_TK, weights_TK, num_experts)
+        chosen = choose(token_permute.OP, ids_TK.device, dtype, bucket)
+        assert isinstance(chosen, token_permute.TokenPermute)
+        return chosen
+
     def groups(
         self, routing: DeviceRouting, weight_bytes: tuple[int, int], row_bytes: int, *, both: bool
     ) -> Iterator[DeviceGroup]:
         """One group if the workspace holds gate_up and down of every expert, whatever `both` is.
 
-        Forward's workspace can then be reused in backward. Otherwise as few groups of equal size as fit, with
-        either gate_up or down in the workspace.
+        Forward's workspace can then be reused in backward. Dense weights need none. Otherwise as few groups
+        of equal size as fit, with either gate_up or down in the workspace.
         """
         E = routing.num_experts
         if sum(weight_bytes) * E <= workspace.WORKSPACE:
@@ -198,7 +210,7 @@ class Grouped(ByGemms[DeviceRouting]):
         # h = silu(gate) · up
         gate_up_n = _projected(x_nD, gate_up, gate_up_adapter, routing.offsets_E, impl)
         h_nI = self.rows("h", group, down.shape[2], x_TD.dtype)
-        self.swiglu(gate_up_n, h_nI)
+        self.activate(SWIGLU, gate_up_n, group, h_nI)
 
         # y[token] += w · down h
         y_nD = _projected(h_nI, down, down_adapter, routing.offsets_E, impl)
@@ -292,18 +304,37 @@ class Grouped(ByGemms[DeviceRouting]):
             weight = None if weight is None else routing.weight_n
         routing.permute.functions.combine(rows, routing.row_of_slot, weight, out)
 
+    def scatter_products(
+        self,
+        gemm: Callable[..., Tensor],
+        terms: list[Term],
+        group: DeviceGroup,
+        weight: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """With several parts the terms are summed first: the rows of all parts are collected once."""
+        if not isinstance(group, Part):
+            super().scatter_products(gemm, terms, group, weight, out)
+            return
+        rows = self.product_rows("y", group, out.shape[1], terms[0][0].dtype)
+        self.scatter_add(self.add_up(gemm, terms, group, rows), group, weight, out)
+
     def bias(self, biases: Tensor, group: DeviceGroup, out: Tensor) -> None:
         out += biases[_experts(group)].to(out.dtype)
 
     def sums(self, rows: Tensor, group: DeviceGroup, out: Tensor) -> None:
-        out.index_add_(0, _experts(group), rows.float())
+        experts = _experts(group)
+        for some in slabs(len(rows), 4 * rows.shape[1], SLAB_BYTES):
+            out.index_add_(0, experts[some], rows[some].float())
 
-    def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        gate, up = gate_up.chunk(2, dim=-1)
-        swiglu.functions_for(gate_up).forward(gate, up, out[:, : gate.shape[1]])
+    def activate(self, activation: Activation, gate_up: Tensor, group: DeviceGroup, out: Tensor) -> None:
+        gate, up = activation.split(gate_up)
+        functions = swiglu.functions_for(gate_up, activation=activation)
+        functions.forward(gate, up, out[:, : gate.shape[1]], activation)
 
-    def swiglu_backward(
+    def activate_backward(
         self,
+        activation: Activation,
         grad: Tensor,
         gate_up: Tensor,
         group: DeviceGroup,
@@ -311,11 +342,14 @@ class Grouped(ByGemms[DeviceRouting]):
         grad_gate_up: Tensor,
         score: Tensor,
     ) -> None:
-        gate, up = group.cuts.halves(gate_up) if isinstance(group, Part) else gate_up.chunk(2, dim=-1)
-        width = gate.shape[1]
-        dgate, dup, _ = grad_gate_up.split([width, width, grad_gate_up.shape[1] - 2 * width], dim=1)
-        swiglu.functions_for(gate_up).backward_weighted(
-            grad, gate, up, group.weight, weighted, dgate, dup, score
+        parts = (
+            group.cuts.gate_and_up(gate_up, activation)
+            if isinstance(group, Part)
+            else activation.split(gate_up)
+        )
+        into = activation.split_first(grad_gate_up, grad.shape[1])
+        swiglu.functions_for(gate_up, activation=activation).backward_weighted(
+            grad, *parts, group.weight, weighted, *into, score, activation
         )
 
 

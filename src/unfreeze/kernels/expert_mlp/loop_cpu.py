@@ -20,6 +20,7 @@ from unfreeze.kernels.expert_mlp.workspace import GROUP_BYTES
 from unfreeze.kernels.loops.cores import spread
 from unfreeze.kernels.loops.numba_options import array
 from unfreeze.kernels.loops.scratch import scratch
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation
 from unfreeze.quant.codec import Packed
 
 # multiply-adds from which a call is divided among cores; less work is not worth handing out
@@ -175,11 +176,16 @@ class LoopCpu(ByGemms[HostRouting]):
         for expert, of_expert in zip(group.experts, rows.split(group_sizes(group)), strict=True):
             out[expert] += of_expert.sum(0, dtype=torch.float32)
 
-    def swiglu(self, gate_up: Tensor, out: Tensor) -> None:
+    def activate(self, activation: Activation, gate_up: Tensor, group: HostGroup, out: Tensor) -> None:
+        """A loop for SwiGLU of halves, else as in ByGemms."""
+        if activation != SWIGLU:
+            super().activate(activation, gate_up, group, out)
+            return
         numba_kernels.swiglu(gate_up.numel(), len(gate_up), array(gate_up), array(out))
 
-    def swiglu_backward(
+    def activate_backward(
         self,
+        activation: Activation,
         grad: Tensor,
         gate_up: Tensor,
         group: HostGroup,
@@ -187,6 +193,9 @@ class LoopCpu(ByGemms[HostRouting]):
         grad_gate_up: Tensor,
         score: Tensor,
     ) -> None:
+        if activation != SWIGLU:
+            super().activate_backward(activation, grad, gate_up, group, weighted, grad_gate_up, score)
+            return
         arrays = (array(t) for t in (grad, gate_up, group.weight, weighted, grad_gate_up, score))
         numba_kernels.swiglu_backward(gate_up.numel(), len(gate_up), *arrays)
 

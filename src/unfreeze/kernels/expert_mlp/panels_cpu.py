@@ -31,7 +31,6 @@ from torch import Tensor
 
 from unfreeze.kernels.expand.codes import expandable
 from unfreeze.kernels.expert_mlp import numba_kernels
-from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.backend import Call, ExpertGradients, ExpertGroup, HostRouting, SavedRows
 from unfreeze.kernels.expert_mlp.factors import Adapter, round_up
 from unfreeze.kernels.expert_mlp.loop_cpu import HostGroup, LoopCpu, group_sizes
@@ -42,6 +41,7 @@ from unfreeze.kernels.loops.bf16_tile import COLUMNS
 from unfreeze.kernels.loops.float_tile import BLOCK, WIDTH
 from unfreeze.kernels.loops.numba_options import array, inner, narrow, serial, widen
 from unfreeze.kernels.loops.scratch import scratch
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation
 from unfreeze.quant.codec import Packed
 
 log = logging.getLogger(__name__)

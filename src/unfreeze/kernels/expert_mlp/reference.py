@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unfreeze.kernels.expert_mlp.activation import SWIGLU, Activation
 from unfreeze.kernels.expert_mlp.factors import ExpertFactors
 from unfreeze.kernels.recompute import Reuse
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation
 from unfreeze.quant.codec import Packed
 
 

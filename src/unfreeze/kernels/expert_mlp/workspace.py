@@ -7,11 +7,16 @@ unused]]:
     backward  dx = [dy | dy B]  WS[:, :M]   =  dy W + dy B A
 
 base and adapter in one GEMM per direction. Each direction writes only the factor that it reads.
+
+A dense W in the computation's dtype needs no workspace on CUDA: x Wᵀ and (x Aᵀ) Bᵀ are two GEMMs there, and
+W is read in place. A copy of every expert would cost 2.4 GB of memory traffic a layer and visit for
+Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Literal
 
@@ -32,12 +37,26 @@ WORKSPACE = 9 << 29
 GROUP_BYTES = 4 << 20  # weights and rows of a group on a CPU: they fit a core's L2 and its share of L3
 
 
+@contextmanager
+def at_most(size: int | None) -> Iterator[None]:
+    """WORKSPACE is `size` bytes within; None: as it is."""
+    global WORKSPACE
+    was = WORKSPACE
+    WORKSPACE = was if size is None else size
+    try:
+        yield
+    finally:
+        WORKSPACE = was
+
+
 def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str) -> int:
     """Bytes of expanded weights that one call holds at once, without adapters.
 
+    Of packed ones, or of dense ones in another dtype than the computation's: on CUDA others are read in
+    place.
+
     cuda  all experts of the layer, E · 3 D I, or if that exceeds WORKSPACE a group's gate_up, 2 D I each
-          (grouped.py). Only in bf16: otherwise the reference runs, whose autograd keeps every expanded expert
-          until backward
+          (grouped.py, loop_cuda.py)
     cpu   one expert, and a group of small ones (loop_cpu.py): GROUP_BYTES in forward, and in backward as much
           again for the gradients of its rows
     """
@@ -52,11 +71,10 @@ def workspace_bytes(num_experts: int, hidden: int, intermediate: int, dtype: tor
 def expert_groups(num_experts: int, hidden: int, intermediate: int, dtype: torch.dtype, device: str) -> int:
     """Number of groups of a layer's experts on CUDA, without adapters.
 
-    One, or as many as WORKSPACE requires if it holds gate_up without down. 1 on other devices, and if the
-    reference runs.
+    One, or as many as WORKSPACE requires if it holds gate_up without down. 1 on other devices.
     """
     every = num_experts * hidden * intermediate * dtype.itemsize
-    if device != "cuda" or dtype != torch.bfloat16 or 3 * every <= WORKSPACE:
+    if device != "cuda" or 3 * every <= WORKSPACE:
         return 1
     return -(-2 * every // WORKSPACE)
 
@@ -86,8 +104,18 @@ class Base:
     `Base.stack` returns matrices as one 3-D tensor.
     """
 
-    def __init__(self, weight: Tensor | Packed, dtype: torch.dtype, name: str):
+    def __init__(
+        self,
+        weight: Tensor | Packed,
+        dtype: torch.dtype,
+        name: str,
+        *,
+        in_place: bool = False,
+        expand: str = "auto",
+    ):
+        """in_place: Backend.dense_in_place; expand: Backend.expand."""
         self.weight, self.dtype, self.name = weight, dtype, name
+        self.in_place, self.expand = in_place, expand
         _, self.rows, self.columns = weight.shape
         self._expander = None
         self._views: tuple[Tensor, ...] = ()  # views of the memory shared by groups of one size: see operand
@@ -102,16 +130,20 @@ class Base:
         return codes_of(self.weight) if isinstance(self.weight, Packed) else DenseWeights(array(self.weight))
 
     def nbytes(self, adapter: Adapter | None) -> int:
-        """Bytes of one matrix with its adapter in the workspace."""
+        """Bytes of one matrix with its adapter in the workspace; 0 if it is read in place."""
+        if self.in_place and self.dense(adapter) is not None:
+            return 0
         width = adapter.width if adapter else 0
         return (self.rows + width) * (self.columns + width) * self.dtype.itemsize
 
     def dense(self, adapter: Adapter | None) -> Tensor | None:
         """The weight in place, if a GEMM can take it; else None.
 
-        It can if the weight is dense, has the computation's dtype, and has no adapter.
+        It can if the weight is dense, has the computation's dtype, and no adapter, which would be beside it
+        in a workspace; with `in_place` that has a GEMM of its own.
         """
-        if adapter is None and isinstance(self.weight, Tensor) and self.weight.dtype == self.dtype:
+        alone = adapter is None or self.in_place
+        if alone and isinstance(self.weight, Tensor) and self.weight.dtype == self.dtype:
             return self.weight
         return None
 
@@ -165,7 +197,7 @@ class Base:
             self._expander.fill(experts, out)
             return
         if isinstance(self.weight, Packed):
-            expand_stack(self.weight, experts, out)
+            expand_stack(self.weight, experts, out, self.expand)
         elif len(experts) == len(self.weight):
             out.copy_(self.weight)
         else:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Case, Config, Implementation, Op
 from unfreeze.kernels.grouped_mm import reference
 from unfreeze.kernels.loops import triton_options
@@ -57,15 +58,13 @@ def _case(name: str, rows: int) -> Case:
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         """Qwen3-30B's gate and up on a GPU, small ones elsewhere; skewed routing, an expert without rows."""
         E, N, M = (6, 64, 96) if device.type == "cpu" else (128, 1536, 2048)
-        share = torch.rand(E, generator=generator)
+        share = uniform(device, generator, E)
         share[E // 2] = 0
         offsets = (share.cumsum(0) / share.sum() * rows * E).round().to(torch.int32)
-        a = torch.randn((rows * E, M), generator=generator).to(device, dtype)
+        a = normal(device, generator, rows * E, M).to(dtype)
         if name == "outer":
-            b = torch.randn((rows * E, 16), generator=generator).to(device, dtype)
-            return a.t(), b, offsets.to(device)
-        b = torch.randn((E, N, M), generator=generator).to(device, dtype)
-        return a, b.transpose(1, 2), offsets.to(device)
+            return a.t(), normal(device, generator, rows * E, 16).to(dtype), offsets
+        return a, normal(device, generator, E, N, M).to(dtype).transpose(1, 2), offsets
 
     return Case(name, inputs)
 

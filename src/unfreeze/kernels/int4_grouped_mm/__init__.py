@@ -5,13 +5,11 @@ Used by a decode step of an MoE model. No gradient. n rows, E experts, N outputs
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.draw import drawn, normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Case, Config, Implementation, Op
 from unfreeze.kernels.expand.bucket import readable
 from unfreeze.kernels.int4_grouped_mm import reference
@@ -63,31 +61,20 @@ def _load_triton() -> Implementation:
     return triton_cuda.Int4GroupedMm()
 
 
-def _drawn(device: torch.device, generator: torch.Generator, draw: Callable[..., Tensor]) -> Tensor:
-    """Call `draw` on `device`.
-
-    A GPU uses its own generator: on the host 352 million numbers would take 8 s of a core, for each of a
-    cell's five draws.
-    """
-    if device.type == "cuda":
-        seed = int(torch.randint(2**31, (1,), generator=generator))
-        generator = torch.Generator(device).manual_seed(seed)
-    return draw(device=device, generator=None if device.type == "meta" else generator)
-
-
 def _case(name: str, rows: int) -> Case:
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         """Kimi-K2's gate and up on a GPU, a small one elsewhere; skewed routing, an expert without rows."""
         E, N, M = (6, 128, 256) if device.type == "cpu" else (48, 4096, 7168)
-        drawn = functools.partial(_drawn, device, generator)
         codes = drawn(
-            lambda **how: torch.randint(-(2**31), 2**31 - 1, (E, N, M // 8), dtype=torch.int32, **how)
+            device,
+            generator,
+            lambda **how: torch.randint(-(2**31), 2**31 - 1, (E, N, M // 8), dtype=torch.int32, **how),
         )
-        scales = (0.01 * drawn(lambda **how: torch.randn((E, N, M // 32), **how))).bfloat16()
-        share = drawn(lambda **how: torch.rand(E, **how))
+        scales = (0.01 * normal(device, generator, E, N, M // 32)).bfloat16()
+        share = uniform(device, generator, E)
         share[E // 2] = 0
         offsets = (share.cumsum(0) / share.sum() * rows * E).round().to(torch.int32)
-        x = drawn(lambda **how: torch.randn((rows * E, M), **how))
+        x = normal(device, generator, rows * E, M)
         packed = Packed(Int4(32), {"weight_packed": codes, "weight_scale": scales})
         return x.to(dtype), packed, offsets
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from unfreeze.kernels.choice.candidates import numba_refuses
 from unfreeze.kernels.choice.choose import by_record, choose
+from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Op
 from unfreeze.kernels.linear_cross_entropy import reference
 from unfreeze.kernels.linear_cross_entropy.blocks import (
@@ -182,20 +183,14 @@ def _load_triton() -> Dense:
 
 def _case(rows: int, width: int, vocab: int, trained: bool) -> Case:
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
-        weight_VD = torch.randn((vocab, width), generator=generator) / width**0.5
-        targets_N = torch.randint(0, vocab, (rows,), generator=generator)
-        hidden_ND = torch.randn((rows, width), generator=generator)
+        weight_VD = normal(device, generator, vocab, width) / width**0.5
+        targets_N = torch.randint(0, vocab, (rows,), generator=generator).to(device)
+        hidden_ND = normal(device, generator, rows, width)
         # every other row points at its target, so rounding cannot change which logit is the largest
         hidden_ND[::2] += 8 * weight_VD[targets_N[::2]]
-        weights_N = 0.5 + torch.rand(rows, generator=generator)
-        hidden_ND, weight_VD = (x.to(device, dtype) for x in (hidden_ND, weight_VD))
-        return (
-            hidden_ND.requires_grad_(),
-            weight_VD.requires_grad_(trained),
-            None,
-            targets_N.to(device),
-            weights_N.to(device),
-        )
+        weights_N = 0.5 + uniform(device, generator, rows)
+        hidden_ND, weight_VD = hidden_ND.to(dtype), weight_VD.to(dtype)
+        return hidden_ND.requires_grad_(), weight_VD.requires_grad_(trained), None, targets_N, weights_N
 
     return Case(_bucket(vocab, trained), inputs)
 

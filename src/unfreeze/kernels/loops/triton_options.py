@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from unfreeze.kernels import cards
 from unfreeze.kernels.choice.op import Candidate, Config, Implementation
 
 
@@ -39,6 +40,9 @@ def refuses(device: str, dtype: torch.dtype) -> str:
         return "" if dtype == torch.float32 else f"{dtype}: Triton's interpreter is exact in float32 only"
     if device != "cuda":
         return f"it needs cuda, not {device}"
+    card = cards.here()
+    if card is not None and (why := cards.triton_refuses(card)):
+        return why
     return (
         "" if dtype in (torch.float32, torch.bfloat16, torch.float16) else f"{dtype}: it computes in float32"
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unfreeze.kernels.choice.candidates import of_modules
 from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Case, Op
 from unfreeze.kernels.rotary import reference
 
@@ -116,8 +117,8 @@ def _case(tokens: int, heads: int, cuda_tokens: int) -> Case:
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         here = cuda_tokens if device.type == "cuda" else tokens
-        x = torch.randn((here, heads, width), generator=generator).to(device, dtype).requires_grad_()
-        angle = (torch.rand((here, rotated // 2), generator=generator) * 6.28).to(device)
+        x = normal(device, generator, here, heads, width).to(dtype).requires_grad_()
+        angle = uniform(device, generator, here, rotated // 2) * 6.28
         return x, angle.cos(), angle.sin(), pairing
 
     empty = torch.empty((tokens, heads, width), device="meta")

@@ -1,6 +1,7 @@
 """SwiGLU on CPU as one loop per function, one row at a time while it is in cache.
 
-Functions as in reference.py, float32 and bf16. Arrays are passed flat with the stride of their rows. In a
+Functions as in reference.py, float32 and bf16; activations other than SwiGLU of rows whose numbers lie side
+by side go to the reference. Arrays are passed flat with the stride of their rows. In a
 strided 2-D array numba doesn't know that a row's elements are contiguous; this way one compilation serves
 contiguous and strided tensors.
 """
@@ -11,6 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from unfreeze.kernels.loops.numba_options import ONE, Kernel, flat_rows, narrow, sigmoid, widen
+from unfreeze.kernels.swiglu import reference
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation
 from unfreeze.kernels.swiglu.reference import backward_weighted
 
 # on a CPU the experts' own loops (expert_mlp/numba_kernels) do the weighted one
@@ -53,12 +56,20 @@ def _backward(
             dups[i] = narrow(np.float32(d * silu), gates[i])
 
 
-def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
+def forward(gate: Tensor, up: Tensor, h: Tensor, activation: Activation = SWIGLU) -> None:
+    if activation != SWIGLU:
+        reference.forward(gate, up, h, activation)
+        return
     rows, width = gate.shape
     _forward(gate.numel(), rows, *flat_rows(gate), *flat_rows(up), *flat_rows(h), width)
 
 
-def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
+def backward(
+    dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: Activation = SWIGLU
+) -> None:
+    if activation != SWIGLU:
+        reference.backward(dh, gate, up, dgate, dup, activation)
+        return
     rows, width = gate.shape
     _backward(
         gate.numel(),

@@ -1,28 +1,86 @@
-"""SwiGLU on CUDA: one program per row loops over its columns. Functions as in reference.py.
+"""Gated activations on CUDA: one program per row loops over its columns. Functions as in reference.py.
 
 n rows, I columns. Each pointer comes with its row stride, so that halves of a stacked matrix and blocks of a
-wider buffer need no copy.
+wider buffer need no copy. Gate and up that alternate (PAIRS) are read and written as pairs, 2 I numbers side
+by side. Every activation is g · sigmoid(z) times up, of gate and up as `_inputs` returns them:
+
+    silu     z = g
+    gelu     z = 2 √(2/π) (g + 0.044715 g³)        (1 + tanh(z / 2)) / 2 = sigmoid(z)
+    clamped  z = alpha g, g = min(gate, limit), times 1 + (up within ±limit)
+
+NaN stays NaN: comparisons choose, no minimum does.
 """
 
 # A launch takes numbers for constexpr parameters, and num_warps, which the kernel's signature doesn't declare
-# pyright: reportArgumentType=false, reportCallIssue=false
+# (a kernel's functions return values, which pyright takes for none)
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from unfreeze.kernels.loops.triton_options import power_of_two
+from unfreeze.kernels.swiglu.activation import SWIGLU, Activation, ClampedSwiGLU
 
 
 @triton.jit
-def _forward(gate, up, h, gate_stride, up_stride, h_stride, width, BLOCK: tl.constexpr):
+def _inputs(gate, up, begin, width, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
+    """gate and up of BLOCK columns in float32; PAIRS: both from `gate`."""
+    if PAIRS:
+        pair = 2 * begin + tl.arange(0, 2 * BLOCK)
+        both = tl.load(gate + pair, mask=pair < 2 * width, other=0.0).to(tl.float32)
+        g, u = tl.split(tl.reshape(both, (BLOCK, 2)))
+    else:
+        column = begin + tl.arange(0, BLOCK)
+        g = tl.load(gate + column, mask=column < width, other=0.0).to(tl.float32)
+        u = tl.load(up + column, mask=column < width, other=0.0).to(tl.float32)
+    return g, u
+
+
+@triton.jit
+def _gated(g, u, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """(a, its derivative, the factor, the derivative of the factor): h = a · factor, a = g sigmoid(z)."""
+    factor, of_up = u, 1.0
+    of_gate, slope = 1.0, 1.0  # dg/dgate, dz/dg
+    z = g
+    if KIND == "clamped":
+        of_gate = tl.where(g > LIMIT, 0.0, 1.0)
+        of_up = tl.where(u > LIMIT, 0.0, tl.where(u < -LIMIT, 0.0, 1.0))
+        factor = tl.where(u > LIMIT, LIMIT, tl.where(u < -LIMIT, -LIMIT, u)) + 1.0
+        g = tl.where(g > LIMIT, LIMIT, g)
+        z, slope = ALPHA * g, ALPHA
+    if KIND == "gelu":
+        z = 1.5957691216057308 * (g + 0.044715 * g * g * g)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * g * g)
+    sigmoid = tl.sigmoid(z)
+    a = g * sigmoid
+    return a, (sigmoid + a * (1.0 - sigmoid) * slope) * of_gate, factor, of_up
+
+
+@triton.jit
+def _forward(
+    gate,
+    up,
+    h,
+    gate_stride,
+    up_stride,
+    h_stride,
+    width,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(h + row * h_stride + column, (g * tl.sigmoid(g) * u).to(h.dtype.element_ty), mask=inside)
+    begin = tl.program_id(1) * BLOCK
+    g, u = _inputs(gate + row * gate_stride, up + row * up_stride, begin, width, PAIRS, BLOCK)
+    a, _, factor, _ = _gated(g, u, KIND, ALPHA, LIMIT)
+    column = begin + tl.arange(0, BLOCK)
+    tl.store(h + row * h_stride + column, (a * factor).to(h.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
@@ -43,6 +101,11 @@ def _backward(
     dup_stride,
     width,
     WEIGHTED: tl.constexpr,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -54,35 +117,49 @@ def _backward(
         column = begin + tl.arange(0, BLOCK)
         inside = column < width
         d = tl.load(dh + row * dh_stride + column, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(g)
-        silu = g * sigmoid
+        g, u = _inputs(gate + row * gate_stride, up + row * up_stride, begin, width, PAIRS, BLOCK)
+        a, slope, factor, of_up = _gated(g, u, KIND, ALPHA, LIMIT)
         if WEIGHTED:
-            h = silu * u
+            h = a * factor
             total += d * h
             tl.store(
                 weighted + row * weighted_stride + column, (w * h).to(weighted.dtype.element_ty), mask=inside
             )
             d = w * d
-        slope = sigmoid + silu * (1.0 - sigmoid)
-        tl.store(dgate + row * dgate_stride + column, (d * u * slope).to(dgate.dtype.element_ty), mask=inside)
-        tl.store(dup + row * dup_stride + column, (d * silu).to(dup.dtype.element_ty), mask=inside)
+        to_gate, to_up = d * factor * slope, d * a * of_up
+        if PAIRS_OUT:
+            pair = 2 * begin + tl.arange(0, 2 * BLOCK)
+            both = tl.interleave(to_gate, to_up).to(dgate.dtype.element_ty)
+            tl.store(dgate + row * dgate_stride + pair, both, mask=pair < 2 * width)
+        else:
+            tl.store(dgate + row * dgate_stride + column, to_gate.to(dgate.dtype.element_ty), mask=inside)
+            tl.store(dup + row * dup_stride + column, to_up.to(dup.dtype.element_ty), mask=inside)
     if WEIGHTED:
         tl.store(score + row, tl.sum(total, axis=0))
 
 
-def forward(gate: Tensor, up: Tensor, h: Tensor) -> None:
+def forward(gate: Tensor, up: Tensor, h: Tensor, activation: Activation = SWIGLU) -> None:
     rows, width = gate.shape
     if gate.numel():
         block = min(power_of_two(width), 2048)
         _forward[(rows, triton.cdiv(width, block))](
-            gate, up, h, gate.stride(0), up.stride(0), h.stride(0), width, BLOCK=block
+            gate,
+            up,
+            h,
+            gate.stride(0),
+            up.stride(0),
+            h.stride(0),
+            width,
+            **_constants(activation),
+            PAIRS=_pairs(gate, up),
+            BLOCK=block,
         )
 
 
-def backward(dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    _launch(dh, gate, up, None, dh, dgate, dup, None)
+def backward(
+    dh: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor, activation: Activation = SWIGLU
+) -> None:
+    _launch(dh, gate, up, None, dh, dgate, dup, None, activation)
 
 
 def backward_weighted(
@@ -94,9 +171,10 @@ def backward_weighted(
     dgate: Tensor,
     dup: Tensor,
     score_n: Tensor,
+    activation: Activation = SWIGLU,
 ) -> None:
     """weight_n and score_n float32, contiguous."""
-    _launch(dh, gate, up, weight_n, weighted, dgate, dup, score_n)
+    _launch(dh, gate, up, weight_n, weighted, dgate, dup, score_n, activation)
 
 
 def _launch(
@@ -108,6 +186,7 @@ def _launch(
     dgate: Tensor,
     dup: Tensor,
     score: Tensor | None,
+    activation: Activation,
 ) -> None:
     rows, width = gate.shape
     if not rows:
@@ -125,5 +204,27 @@ def _launch(
         *(tensor.stride(0) for tensor in tensors),
         width,
         WEIGHTED=weight is not None,
+        **_constants(activation),
+        PAIRS=_pairs(gate, up),
+        PAIRS_OUT=_pairs(dgate, dup),
         BLOCK=min(power_of_two(width), 1024),
     )
+
+
+def _constants(activation: Activation) -> dict[str, Any]:
+    """The activation as a kernel's constants."""
+    alpha, limit = 0.0, 0.0
+    if isinstance(activation, ClampedSwiGLU):
+        alpha, limit = activation.alpha, activation.limit
+    return {"KIND": activation.kind, "ALPHA": alpha, "LIMIT": limit}
+
+
+def _pairs(gate: Tensor, up: Tensor) -> bool:
+    """True if gate and up alternate in memory, gate first. Raises ValueError for any other stride than 1."""
+    steps = {tensor.stride(1) for tensor in (gate, up) if tensor.shape[1] > 1}
+    if steps <= {1}:
+        # one column each: a row of a pair is two numbers, which both layouts describe
+        return False
+    if steps == {2} and up.storage_offset() == gate.storage_offset() + 1 and gate.stride(0) == up.stride(0):
+        return True
+    raise ValueError(f"gate and up have columns {sorted(steps)} apart, and do not alternate")

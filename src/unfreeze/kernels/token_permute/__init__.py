@@ -7,12 +7,15 @@ T tokens, K experts per token, E experts, n = T K rows (a token at one expert, s
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Case, Op
 from unfreeze.kernels.loops import triton_options
 from unfreeze.kernels.token_permute import reference
@@ -126,17 +129,43 @@ def _case(tokens: int, per_token: int, num_experts: int, width: int, cuda_width:
 
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         D = cuda_width if device.type == "cuda" else width
-        x = torch.randn((tokens, D), generator=generator).to(device, dtype).requires_grad_()
-        ids = torch.rand((tokens, num_experts), generator=generator).topk(per_token, dim=1).indices.to(device)
-        return (
-            x,
-            ids,
-            torch.rand((tokens, per_token), generator=generator).to(device).requires_grad_(),
-            num_experts,
-        )
+        x = normal(device, generator, tokens, D).to(dtype).requires_grad_()
+        ids = uniform(device, generator, tokens, num_experts).topk(per_token, dim=1).indices
+        return x, ids, uniform(device, generator, tokens, per_token).requires_grad_(), num_experts
 
     ids = torch.empty((tokens, per_token), device="meta")
     return Case(bucket(ids, ids, None, num_experts), inputs)
+
+
+def _use(name: str, inputs: Callable[..., Arguments]) -> Case:
+    return Case("under 1k", inputs, function=lambda op: getattr(op.functions, name), name=name)
+
+
+def _sorted(
+    device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
+    """(x [48, 40], the order of its 3 rows per token among 8 experts, weights of the rows)."""
+    x, ids, weights, _ = _case(48, 3, 8, 40, 40).inputs(device, dtype, generator)
+    assert isinstance(x, Tensor) and isinstance(ids, Tensor) and isinstance(weights, Tensor)
+    order = reference.sort(ids, 8)
+    return x.detach(), order, weights.detach().reshape(-1)[order[0]]
+
+
+def _gather_inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
+    """Into a wider buffer: beside x stand the columns of adapters."""
+    x, (slot_n, _, _), _ = _sorted(device, dtype, generator)
+    return x, slot_n, 3, x.new_zeros(len(slot_n), x.shape[1] + 8)
+
+
+def _combine_inputs(
+    weighted: bool, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+) -> Arguments:
+    """Added to what is there."""
+    x, (slot_n, row_of_slot, _), weight_n = _sorted(device, dtype, generator)
+    rows = x.repeat_interleave(3, dim=0)[slot_n].contiguous()
+    wide = torch.promote_types(dtype, torch.float32)
+    out = torch.randn(x.shape, generator=generator).to(device, wide)
+    return rows, row_of_slot, weight_n if weighted else None, out
 
 
 OP = Op(
@@ -149,4 +178,9 @@ OP = Op(
     # float32: a sum of K terms. bf16: one rounding of y and dx; dx passes through rows that were rounded once
     # before
     tolerance={torch.float32: 1e-6, torch.bfloat16: 5e-3},
+    uses=(
+        _use("gather", _gather_inputs),
+        _use("combine", functools.partial(_combine_inputs, True)),
+        _use("combine", functools.partial(_combine_inputs, False)),
+    ),
 )

@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# bytes for `combine` and its backward: for 65,536 tokens of 8 rows of 7,168 all rows at once would be 15 GB
-SLAB_BYTES = 1 << 30
+from unfreeze.kernels.loops.rows import slabs
+
+# bytes for each function: for 65,536 tokens of 8 rows of 7,168 all rows at once would be 15 GB in `combine`
+SLAB_BYTES = 1 << 28
 
 
 def sort(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,8 +35,10 @@ def sort(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def gather(source_TD: Tensor, slot_n: Tensor, per_token: int, out: Tensor) -> None:
     """out[r, :D] = source[slot_n[r] // K]. out may be wider than D; the other columns are unchanged."""
-    token_n = torch.div(slot_n, per_token, rounding_mode="floor")
-    out[:, : source_TD.shape[1]] = source_TD.index_select(0, token_n)
+    width = source_TD.shape[1]
+    for rows in slabs(slot_n.numel(), width * source_TD.itemsize, SLAB_BYTES):
+        token_n = torch.div(slot_n[rows], per_token, rounding_mode="floor")
+        out[rows, :width] = source_TD.index_select(0, token_n)
 
 
 def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_n: Tensor | None, out_TD: Tensor) -> None:
@@ -47,10 +51,9 @@ def combine(rows_nD: Tensor, row_of_slot: Tensor, weight_n: Tensor | None, out_T
     per_token = row_of_slot.numel() // max(1, tokens)
     # float32 rows take twice the memory of bf16, so only one slab of tokens is widened at a time. A token's
     # sum is the same in any slab.
-    slab = max(1, SLAB_BYTES // max(1, per_token * width * out_TD.itemsize))
-    for first in range(0, tokens, slab):
-        out = out_TD[first : first + slab]
-        row_n = row_of_slot[first * per_token : (first + slab) * per_token]
+    for some in slabs(tokens, per_token * width * out_TD.itemsize, SLAB_BYTES):
+        out = out_TD[some]
+        row_n = row_of_slot[some.start * per_token : some.stop * per_token]
         if weight_n is None:  # no row is widened in memory: 14 bytes a number of bf16, not 22
             for row_s in row_n.view(len(out), per_token).unbind(1):
                 out += rows_nD.index_select(0, row_s)
@@ -72,9 +75,7 @@ def combine_backward(
     """drows[r] = weight[r] · dy[token of r]; dweight[r] = <dy[token of r], rows[r]>, in float32."""
     wide = torch.promote_types(dy_TD.dtype, torch.float32)
     token_n = torch.div(slot_n, per_token, rounding_mode="floor")
-    slab = max(1, SLAB_BYTES // max(1, dy_TD.shape[1] * wide.itemsize))
-    for first in range(0, slot_n.numel(), slab):  # as in `combine`
-        rows = slice(first, first + slab)
+    for rows in slabs(slot_n.numel(), dy_TD.shape[1] * wide.itemsize, SLAB_BYTES):  # as in `combine`
         dy_sD = dy_TD.index_select(0, token_n[rows]).to(wide)
         dweight_n[rows] = (dy_sD * rows_nD[rows]).sum(-1)
         drows_nD[rows] = dy_sD.mul_(weight_n[rows, None].to(wide))

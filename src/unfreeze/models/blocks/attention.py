@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.kernels.attention import CAUSAL, Mask
+from unfreeze.kernels.packed_attention import bucket, in_one_call
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
 from unfreeze.models.blocks.linear import Linear
@@ -63,9 +64,13 @@ class Attending(Block):
 
     def attend_bytes(self, heads: int, key_heads: int, dtype: torch.dtype, device: str) -> Bytes:
         """Bytes of `attend` between the projections; o_proj counts its own."""
-        # torch's flash kernel takes sinks on a CPU (kernels/attention/packed.py)
-        by_blocks = self.softcap is not None or (self.sinks is not None and device != "cpu")
-        shape = AttentionShape(heads, key_heads, self.head_dim, self.head_dim, self.mask.window, by_blocks)
+        softcap, sinks, d = self.softcap is not None, self.sinks is not None, self.head_dim
+        name = bucket(d, d, window=self.mask.window is not None, softcap=softcap, sinks=sinks)
+        one_call = in_one_call(device, dtype, name)
+        # torch's flash kernel takes sinks on a CPU (kernels/packed_attention/by_buckets.py)
+        by_blocks = softcap or (sinks and device != "cpu" and not one_call)
+        window = None if one_call else self.mask.window
+        shape = AttentionShape(heads, key_heads, d, d, window, by_blocks, one_call)
         product = Bytes(linear=self.o_proj.out_features * dtype.itemsize)
         return product + attention_bytes(shape, dtype, device)
 
@@ -194,16 +199,21 @@ def attention_bytes(shape: AttentionShape, dtype: torch.dtype, device: str) -> B
 
     Held: q, k, v, the output and its float32 log-sum-exp per head. Own: gradients of the output and of q, k,
     v. A flash kernel on CUDA also sums dq in float32, and holds dk and dv per query head until it sums those
-    of a group. Source: FlashAttention-2, arXiv:2307.08691, 3.1.
+    of a group. In one call it takes equal widths: narrower v, output and its gradient are padded, and dv is
+    as wide. Source: FlashAttention-2, arXiv:2307.08691, 3.1.
 
-    Recomputation keeps output and log-sum-exp; nothing on CUDA, where they are computed again.
+    Recomputation keeps output and log-sum-exp; not where torch's own function runs on CUDA, which computes
+    them again.
     """
     size = dtype.itemsize
-    heads, key_heads, width, value_width, *_ = shape
+    heads, key_heads, width, value_width, window, by_blocks, one_call = shape
     q, k, v, o = heads * width, key_heads * width, key_heads * value_width, heads * value_width
     output = o * size + 4 * heads
+    held = (q + k + v) * size + output
     own = (o + q + k + v) * size
     if device == "cuda":
         own += 4 * q + (q + o) * size * (heads != key_heads)
-    saved = 0 if device == "cuda" else output
-    return Bytes((q + k + v) * size + output, own, expensive=saved, attention=shape)
+    if one_call and value_width < width:
+        own += (2 * q + k + (k - v)) * size + (q - o) * size * (heads != key_heads)
+    computed_again = device == "cuda" and window is None and not (one_call or by_blocks)
+    return Bytes(held, own, expensive=0 if computed_again else output, attention=shape)

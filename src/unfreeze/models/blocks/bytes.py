@@ -15,8 +15,9 @@ from torch import nn
 class AttentionShape(NamedTuple):
     """Sizes of attention between its projections: H query heads, G key heads, their width and that of values.
 
-    window     tokens that a query sees; None: all before it
+    window     tokens that a query sees, if documents longer than that run by blocks of queries; else None
     by_blocks  True if it always runs by blocks of queries: softcapped scores, sinks
+    one_call   True if all documents attend in one call of a flash kernel (kernels/packed_attention)
     """
 
     heads: int
@@ -25,6 +26,7 @@ class AttentionShape(NamedTuple):
     value_width: int
     window: int | None = None
     by_blocks: bool = False
+    one_call: bool = False
 
 
 @dataclass(frozen=True)

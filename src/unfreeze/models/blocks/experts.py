@@ -5,6 +5,7 @@ T tokens, K experts per token, E experts, D model width, I expert width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,10 @@ class ExpertWeight(PackedHolder):
     def value(self) -> Tensor | Packed:
         return self.weight if self.codec is None else self.packed
 
+    def dense_in(self, dtype: torch.dtype) -> bool:
+        """True if the weight is not packed and has that dtype: a GEMM on CUDA reads it in place."""
+        return self.codec is None and self.weight.dtype == dtype
+
 
 class ExpertAdapter(Protocol):
     """Adapter of the E experts of a layer; a module, so that its parameters are registered."""
@@ -69,6 +74,7 @@ class Dispatch(Protocol):
     """Sends rows to the processes that hold their experts and brings the results back.
 
     rows  the experts that this process holds, of all E
+    beside  as in Experts.forward; it may be computed while the rows travel
     """
 
     rows: Rows
@@ -81,6 +87,7 @@ class Dispatch(Protocol):
         weights_TK: Tensor,
         reuse: Reuse | None,
         once: Reuse | None,
+        beside: Callable[[], Tensor] | None,
         /,
     ) -> Tensor: ...
 
@@ -88,7 +95,7 @@ class Dispatch(Protocol):
 class Experts(nn.Module):
     """E gated experts: gate_up_proj [E, 2I, D], down_proj [E, D, I].
 
-    `activation`: SwiGLU or another (kernels/expert_mlp/activation.py). It decides how gate and up are stacked
+    `activation`: SwiGLU or another (kernels/swiglu/activation.py). It decides how gate and up are stacked
     on the output dimension: gate first, or interleaved row by row. `adapter.factors()` returns the low-rank
     factors of every expert (see kernels/expert_mlp). `dispatch`: set if other processes hold some of the E
     experts (parallel/placement/dispatch.py). Dimension 0 of the tensors then counts the experts held here;
@@ -136,11 +143,16 @@ class Experts(nn.Module):
         weights_TK: Tensor,
         reuse: Reuse | None = None,
         once: Reuse | None = None,
+        beside: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """-> y [T, D]. reuse: PackedPass.reuse_expensive; once: PackedPass.reuse, for a dispatch."""
-        if self.dispatch is None:
-            return self.here(x_TD, ids_TK, weights_TK, reuse)
-        return self.dispatch(self, x_TD, ids_TK, weights_TK, reuse, once)
+        """-> y [T, D]. reuse: PackedPass.reuse_expensive; once: PackedPass.reuse, for a dispatch.
+
+        beside: returns what is added to y, the output of shared experts.
+        """
+        if self.dispatch is not None:
+            return self.dispatch(self, x_TD, ids_TK, weights_TK, reuse, once, beside)
+        y_TD = self.here(x_TD, ids_TK, weights_TK, reuse)
+        return y_TD if beside is None else y_TD + beside()
 
     def here(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
         """Output of the experts held here for these rows; ids count from the first of them."""
@@ -183,21 +195,21 @@ class Experts(nn.Module):
         own        the float32 sum dx of a token, D, with its rounded copy, or on CUDA the rows in flight
                    (`bytes_at_work`)
         expensive  gate and up of each row, on a CPU an eighth more for padding
+        scratch    of packed experts, or of dense ones in another dtype; others are read in place on CUDA
         adapter_per_rank  the factors in the computation's dtype and their gradient, on a CPU in float32
         """
         K, D, I, size = per_token, self.hidden_size, self.intermediate_size, dtype.itemsize
         gate_up = K * 2 * I * size
         sizes = (self.num_experts, D, I)
-        groups = expert_groups(*sizes, dtype, device)
+        in_place = device == "cuda" and self.gate_up_proj.dense_in(dtype) and self.down_proj.dense_in(dtype)
+        groups = 1 if in_place else expert_groups(*sizes, dtype, device)
         of_rows = bytes_at_work(K, D, I, size, groups) if device == "cuda" else 0
-        if device == "cuda" and self.activation != SWIGLU:
-            of_rows += K * 8 * I * 4  # its formula in torch: gate, up, three gradients and three factors
         return Bytes(
             held=gate_up,
             own=4 * D + max(of_rows, D * size),
             expensive=gate_up if device == "cuda" else gate_up * 9 // 8,
-            scratch=workspace_bytes(*sizes, dtype, device),
-            scratch_per_rank=adapter_columns(*sizes, groups) if device == "cuda" else 0,
+            scratch=0 if in_place else workspace_bytes(*sizes, dtype, device),
+            scratch_per_rank=adapter_columns(*sizes, groups) if device == "cuda" and not in_place else 0,
             adapter_per_rank=adapter_columns(*sizes) * (2 * size if device == "cuda" else size + 4),
         )
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.packed_attention import bucket, in_one_call
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.attention import attention_bytes
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
@@ -69,7 +70,7 @@ class MLA(Block):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         # the query: only its last r elements rotate
-        q_THd = self._query(x_TD).unflatten(-1, (self.num_heads, -1))
+        q_THd = self._query(x_TD, run).unflatten(-1, (self.num_heads, -1))
         tables = run.tables()
         q_THd = rotary(q_THd, *tables, self.pairs)
         if self.temperature is not None:
@@ -77,20 +78,20 @@ class MLA(Block):
             q_THd = q_THd * factor_T1[:, None].to(q_THd.dtype)
 
         # cached: the latent and one rotary key shared by all heads
-        latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD).split(
+        latent_Tc, k_rope_Tr = self.kv_a_proj_with_mqa(x_TD, run.reuse_linear).split(
             (self.kv_b_proj.in_features, self.rope), dim=-1
         )
         k_rope_Tr = rotary(k_rope_Tr[:, None], *tables, self.pairs)[:, 0]
         (latent,) = run.remember(self.layer, torch.cat((self.kv_a_layernorm(latent_Tc), k_rope_Tr), dim=-1))
 
         attend = self.expanded if run.latent == "expanded" else self.absorbed
-        return self.o_proj(attend(q_THd, latent, run).flatten(1))
+        return self.o_proj(attend(q_THd, latent, run).flatten(1), run.reuse_linear)
 
     def expanded(self, q_THd: Tensor, latent_TC: Tensor, run: Pass) -> Tensor:
         """Expand keys and values of every token from its latent, C = [c | r], once. -> [T, H, v]."""
         latent_Tc, k_rope_Tr = latent_TC.split((self.kv_b_proj.in_features, self.rope), dim=-1)
         k_nope, v = (
-            self.kv_b_proj(latent_Tc)
+            self.kv_b_proj(latent_Tc, run.reuse_linear)
             .unflatten(-1, (self.num_heads, -1))
             .split((self.nope, self.value), dim=-1)
         )
@@ -138,13 +139,17 @@ class MLA(Block):
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: attention's (`attention_bytes`; its values are a view of kv_b_proj's output), the inputs of
-        kv_b_proj and of the norms, and q_a_layernorm's output. Outputs of linear layers are never kept.
+        kv_b_proj and of the norms, and q_a_layernorm's output.
+
+        Recomputation keeps attention's output and the linear layers' outputs.
         """
-        H, size = self.num_heads, dtype.itemsize
-        query = 0 if self.q_a_proj is None else 2 * self.q_a_proj.out_features
-        latent = 2 * self.kv_a_proj_with_mqa.out_features
-        before = Bytes(held=(query + latent + H * self.nope) * size)
-        shape = AttentionShape(H, H, self.nope + self.rope, self.value)
+        H, size, width = self.num_heads, dtype.itemsize, self.nope + self.rope
+        low_rank = 0 if self.q_a_proj is None else self.q_a_proj.out_features
+        latent = self.kv_a_proj_with_mqa.out_features
+        products = low_rank + H * width + latent + self.kv_b_proj.out_features + self.o_proj.out_features
+        before = Bytes(held=(2 * low_rank + 2 * latent + H * self.nope) * size, linear=products * size)
+        name = bucket(width, self.value, window=False, softcap=False, sinks=False)
+        shape = AttentionShape(H, H, width, self.value, one_call=in_one_call(device, dtype, name))
         return before + attention_bytes(shape, dtype, device)
 
     def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -160,11 +165,12 @@ class MLA(Block):
             products.append(((B_OR * scale).unflatten(0, (self.num_heads, -1)), A_Rc))
         return products
 
-    def _query(self, x_TD: Tensor) -> Tensor:
+    def _query(self, x_TD: Tensor, run: Pass) -> Tensor:
         if self.q_proj is not None:
-            return self.q_proj(x_TD)
+            return self.q_proj(x_TD, run.reuse_linear)
         assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+        low_rank = self.q_a_layernorm(self.q_a_proj(x_TD, run.reuse_linear))
+        return self.q_b_proj(low_rank, run.reuse_linear)
 
 
 def _right(x_HSq: Tensor, in_qc: Tensor | None) -> Tensor:

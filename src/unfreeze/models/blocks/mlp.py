@@ -35,11 +35,11 @@ class MLP(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: gate, up and h, 3 I. No gradient needs down_proj's output.
 
-        Own: 5 I are alive in SwiGLU's backward (`Nonlinearity.alive`). Later dgate and dup are alive with two
-        gradients of the input, from the product and from its adapter: 2 I + 2 D.
+        Own: 5 I are alive in SwiGLU's backward (`Nonlinearity.alive_on`). Later dgate and dup are alive with
+        two gradients of the input, from the product and from its adapter: 2 I + 2 D.
         """
         D, I = self.down_proj.out_features, self.gate_proj.out_features
-        worst = max(self.activation.alive * I, 2 * I + 2 * D)
+        worst = max(self.activation.alive_on(device) * I, 2 * I + 2 * D)
         size = dtype.itemsize
         return Bytes(held=3 * I * size, own=(worst - 3 * I) * size, linear=2 * I * size)
 
@@ -58,7 +58,7 @@ class FusedMLP(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As for MLP."""
         D, I = self.down_proj.out_features, self.down_proj.in_features
-        worst = max(GATED_SILU.alive * I, 2 * I + 2 * D)
+        worst = max(GATED_SILU.alive_on(device) * I, 2 * I + 2 * D)
         size = dtype.itemsize
         return Bytes(held=3 * I * size, own=(worst - 3 * I) * size, linear=2 * I * size)
 
@@ -77,6 +77,6 @@ class PlainMLP(Block):
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: the tensors before and after the activation, 2 I. Own: as in MLP, but later I + 2 D."""
         D, I = self.fc2.out_features, self.fc1.out_features
-        worst = max(self.activation.alive * I, I + 2 * D, 2 * I)
+        worst = max(self.activation.alive_on(device) * I, I + 2 * D, 2 * I)
         size = dtype.itemsize
         return Bytes(held=2 * I * size, own=(worst - 2 * I) * size, linear=I * size)

@@ -6,6 +6,7 @@ The routers are in routers.py. T tokens, D model width, E experts, K experts per
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,8 +41,8 @@ class MoE(Block):
         # Recomputation reuses the ids: rounding could choose other experts.
         ids_TK = run.reuse(lambda: self._choose(scores_TE))
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
-        y_TD = self.experts(x_TD, ids_TK, weights_TK, run.reuse_expensive, run.reuse)
-        return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)
+        shared = None if self.shared_experts is None else partial(self.shared_experts, x_TD, run)
+        return self.experts(x_TD, ids_TK, weights_TK, run.reuse_expensive, run.reuse, shared)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """The router, the experts for K rows of each token, and the shared experts.

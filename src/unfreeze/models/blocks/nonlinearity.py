@@ -5,6 +5,7 @@ Each saves its inputs for backward and nothing else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.kernels.swiglu import swiglu
+from unfreeze.kernels.swiglu.activation import GeGLU
 
 
 @dataclass(frozen=True)
@@ -22,24 +24,17 @@ class Nonlinearity:
 
     apply   gate, up [..., I] -> h [..., I]; in an MLP without a gate: x [..., I] -> h [..., I]
     alive   tensors of width I alive at the peak of its backward, inputs included
+    more_on_cpu  how many more there are on a CPU, where it has no loop
     """
 
     name: str
     apply: Callable[..., Tensor]
     alive: int
+    more_on_cpu: int = 0
 
-
-class _GatedGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return F.gelu(gate, approximate="tanh").mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        dup = F.gelu(gate, approximate="tanh").mul_(dh)
-        return torch.ops.aten.gelu_backward(dh * up, gate, approximate="tanh"), dup
+    def alive_on(self, device: str) -> int:
+        """`alive` on that kind of device."""
+        return self.alive + (self.more_on_cpu if device == "cpu" else 0)
 
 
 class _SquaredRelu(torch.autograd.Function):
@@ -54,17 +49,15 @@ class _SquaredRelu(torch.autograd.Function):
         return F.relu(x).mul_(2).mul_(dh)
 
 
-def _gated_gelu(gate: Tensor, up: Tensor) -> Tensor:
-    return _GatedGelu.apply(gate, up)
-
-
 def _squared_relu(x: Tensor) -> Tensor:
     return _SquaredRelu.apply(x)
 
 
 GATED_SILU = Nonlinearity("silu", swiglu, 5)  # gate, up, dh, dgate, dup
 """silu(gate) · up. Source: Shazeer 2020, arXiv:2002.05202."""
-GATED_GELU = Nonlinearity("gelu_pytorch_tanh", _gated_gelu, 6)  # the same, and dh · up
+GATED_GELU = Nonlinearity(
+    "gelu_pytorch_tanh", functools.partial(swiglu, activation=GeGLU()), 5, more_on_cpu=1
+)
 """gelu(gate) · up, gelu by its tanh formula (Hendrycks & Gimpel 2016, arXiv:1606.08415). Gemma."""
 SQUARED_RELU = Nonlinearity("relu2", _squared_relu, 3)  # x, dh, dx
 """max(x, 0)². Source: So et al. 2021, arXiv:2109.08668. nanochat."""

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unfreeze.core.errors import UserError
-from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask, packed_attention
+from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask
+from unfreeze.kernels.packed_attention import packed_attention
 from unfreeze.kernels.recompute import Reuse
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
 from unfreeze.models.blocks.residency import RESIDENT, Residency
@@ -184,10 +185,10 @@ class PackedPass:
             v_TGv,
             self.layout,
             scale,
-            self.reuse_expensive,
             mask=mask,
             softcap=softcap,
             sinks_H=sinks_H,
+            reuse=self.reuse_expensive,
         )
 
 

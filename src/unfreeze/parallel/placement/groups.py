@@ -114,6 +114,7 @@ class InGroups:
         weights_TK: Tensor,
         reuse: Reuse | None,
         once: Reuse | None,
+        beside: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """Like Experts.forward."""
         first: list[bool] = []
@@ -128,7 +129,8 @@ class InGroups:
         # on the second visit with gradients the results are not read: backward computes what it needs
         call: Any = _Call(self, experts, lambda: bool(first) or not torch.is_grad_enabled())
         y_TD = self._sorted(call, x_TD, ids_TK, weights_TK, reuse, noted)
-        return experts.biased(y_TD, ids_TK, weights_TK)
+        y_TD = experts.biased(y_TD, ids_TK, weights_TK)
+        return y_TD if beside is None else y_TD + beside()
 
     def visit(self, group: int) -> Experts:
         self._visit(group)

@@ -83,9 +83,7 @@ class FromPeers:
                 "place.rest is peers, but there is only one process, so no peers can keep a part",
                 next="torchrun --nproc-per-node 2, or --place.rest device",
             )
-        group = mesh.all.among(range(mesh.all.size))
-        assert group is not None  # every process is a member
-        self._everyone, self._group = mesh.all, group
+        self._everyone, self._group = mesh.all, mesh.all.again()
         self.residency: Streamed | None = None
         self.rounded = self.expanded_bytes = 0
 

@@ -364,8 +364,15 @@ def seconds_of(
         _trained(sizes, counts, request.work, layout.sharing),
         every_weight=request.work.rank is None,
         micro_batches=request.work.micro_batches,
+        adapted=_adapted(sizes, counts),
     )
     return seconds(counts, fleet, rates, layout, step, imbalance=imbalance, second=second)
+
+
+def _adapted(sizes: Sizes, counts: Counts) -> float:
+    """Return the share of linear layers' widths that adapters have: A and B are as wide as their layer."""
+    widths = counts.widths.into + counts.widths.out
+    return min(1.0, sizes.dense_per_rank / widths) if widths else 0.0
 
 
 def _trained(sizes: Sizes, counts: Counts, work: Work, split: int) -> dict[str, int]:

@@ -11,10 +11,41 @@ from torch import nn
 
 from unfreeze.core.torch_types import named_modules
 from unfreeze.models import Decoder
+from unfreeze.models.blocks.attention import Attending
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.mla import MLA
+from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.targets import group_of
 from unfreeze.parallel.placement.residency import come_whole
+
+OWN_INPUT = ("o_proj", "down_proj", "fc2")
+"""Linear layers whose input no other one reads; the rest read one of a layer's two normed inputs."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Numbers of a token between products, summed over layers; what passes over memory are counted with.
+
+    into, out   inputs and outputs of linear layers, without the head
+    inputs      each different input once
+    linears     number of linear layers
+    activated   outputs of dense MLPs' activations, shared experts included
+    rotated     queries and keys
+    normed      norms of queries, keys and latents: beside two of D a layer
+    joined      keys of MLA's heads, joined of two parts
+    latent      weights of MLA's projections, which "elementwise" recomputes
+    """
+
+    into: int = 0
+    out: int = 0
+    inputs: int = 0
+    linears: int = 0
+    activated: int = 0
+    rotated: int = 0
+    normed: int = 0
+    joined: int = 0
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,6 +61,7 @@ class Counts:
     router      weights of routers
     attention   2 · H · (query + value width), summed over layers: FLOP per pair of tokens, scores and
                 sums
+    windows     (window, its part of `attention`); None: a token sees its whole document. (): all of them
     """
 
     hidden_size: int
@@ -49,6 +81,25 @@ class Counts:
     router: int
     attention: int
     come_whole: bool = False
+    windows: tuple[tuple[int | None, int], ...] = ()
+    widths: Widths = Widths()
+
+    def pairs(self, length: float) -> float:
+        """Attention's FLOP of one token in a document of `length`, which sees half of it, or of its window.
+
+        A window of W tokens is full but for the first W: W - W² / 2 L.
+        """
+        seen = 0.0
+        for window, flop in self.windows or ((None, self.attention),):
+            within = length if window is None else min(window, length)
+            seen += flop * (within - within**2 / (2 * length))
+        return seen
+
+    @property
+    def expanded(self) -> float:
+        """Bytes that expanding one packed weight of an expert moves: its codes, and 2 written."""
+        weights = self.moe_layers * self.num_experts * self.expert_weights
+        return self.experts_bytes / weights + 2 if weights else 0.0
 
     def can_come_in(self, buffer: int) -> bool:
         """Return True if a layer's experts can be loaded in groups of `buffer` bytes: one must fit."""
@@ -94,6 +145,63 @@ def counts(model: Decoder) -> Counts:
         router=sum(p.numel() for name, p in model.named_parameters() if group_of(name) == "router"),
         come_whole=come_whole(model.layers),
         attention=shape.num_layers * 2 * shape.num_heads * widths,
+        windows=_windows(model, 2 * shape.num_heads * widths),
+        widths=_widths(model),
+    )
+
+
+def _windows(model: Decoder, of_layer: int) -> tuple[tuple[int | None, int], ...]:
+    """Return (window, FLOP per pair of the layers with it). of_layer: of one layer."""
+    by_window: dict[int | None, int] = {}
+    for layer in model.layers:
+        masks = [module.mask for module in layer.modules() if isinstance(module, Attending)]
+        window = masks[0].window if masks else None
+        by_window[window] = by_window.get(window, 0) + of_layer
+    return tuple(by_window.items())
+
+
+def _widths(model: Decoder) -> Widths:
+    shape, D = model.shape, model.shape.hidden_size
+    linears = {
+        name: module
+        for name, module in named_modules(model)
+        if isinstance(module, Linear) and name != "lm_head"
+    }
+    own = [
+        module.in_features
+        for name, module in linears.items()
+        if name.endswith(OWN_INPUT) or module.in_features != D
+    ]
+    latent = sum(
+        module.in_features * module.out_features
+        for mla in model.modules()
+        if isinstance(mla, MLA)
+        for module in mla.modules()
+        if isinstance(module, Linear)
+    )
+    heads = {"q_norm": shape.num_heads, "k_norm": shape.num_kv_heads}
+    normed = 0
+    for name, module in named_modules(model):
+        last = name.rpartition(".")[2]
+        if isinstance(module, RMSNorm) and (last in heads or module.size != D):
+            normed += module.size * (heads.get(last, 1) if module.size == shape.head_dim else 1)
+    if shape.mla is None:
+        rotated, joined = (shape.num_heads + shape.num_kv_heads) * shape.head_dim, 0
+    else:
+        joined = shape.num_heads * (shape.mla.nope + shape.mla.rope)
+        rotated = joined + shape.mla.rope
+    return Widths(
+        into=sum(module.in_features for module in linears.values()),
+        out=sum(module.out_features for module in linears.values()),
+        inputs=2 * D * shape.num_layers + sum(own),
+        linears=len(linears),
+        activated=sum(
+            linear.in_features for name, linear in linears.items() if name.endswith(("down_proj", "fc2"))
+        ),
+        rotated=shape.num_layers * rotated,
+        normed=normed,
+        joined=shape.num_layers * joined,
+        latent=latent,
     )
 
 

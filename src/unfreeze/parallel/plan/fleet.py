@@ -37,6 +37,7 @@ class DeviceFacts(BaseModel):
     memory_gb_s: float = Field(ge=1e-3, le=1e9)
     link_gb_s: float = Field(ge=1e-3, le=1e9)
     host_gb_s: float = Field(ge=1e-3, le=1e9)
+    capability: float = Field(default=8.0, ge=0, le=99)
     source: str
     date: str
 

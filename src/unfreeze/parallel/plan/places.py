@@ -27,6 +27,7 @@ BUFFERS = 2  # layers on a device at once when layers are streamed: one computes
 # A buffer holds a layer's experts. In groups it holds at most a twelfth of the device's memory: on an H200
 # the 9.5 GB of a Kimi-K2 layer, on a card of 32 GB a quarter of the layer at a time.
 BUFFER_SHARE = 12
+ROOM = 64 << 20  # bytes of rows, 16 D each with all that is held of them
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,16 @@ def exchanged(counts: Counts, size: int) -> int:
     return int(4 * UNEVEN * counts.experts_per_token * counts.hidden_size * size)
 
 
+def room(counts: Counts, tokens: int, split: int) -> int:
+    """Return the rows of split experts that a process has memory for, if each works on `tokens`.
+
+    UNEVEN times the mean of the process with the most experts. Never fewer than what takes ROOM bytes, so
+    that small models are not cut.
+    """
+    mean = tokens * counts.experts_per_token * split * fullest_share(counts, split)
+    return max(int(UNEVEN * mean), ROOM // (16 * counts.hidden_size))
+
+
 def with_buffers(layout: Layout, counts: Counts, fleet: Fleet) -> Layout | None:
     """Return the layout with buffers of a share of the device's memory if `buffer` is "auto".
 
@@ -178,7 +189,7 @@ def _local(sizes: Sizes, counts: Counts, kind: str, split: int) -> Sizes:
     """Return one device's model without the base: its share of the experts' adapters and the workspace."""
     experts_here = fullest_share(counts, split)
     workspace, layer = sizes.workspace, sizes.layer
-    if kind == "cuda":
+    if kind == "cuda" and workspace:  # dense experts need none, and go at once
         held, widths = -(-counts.num_experts // split), (counts.hidden_size, counts.expert_width)
         dtype = torch.bfloat16 if sizes.compute_bytes == 2 else torch.float32
         workspace = workspace_bytes(held, *widths, dtype, "cuda")

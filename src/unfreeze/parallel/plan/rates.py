@@ -22,12 +22,22 @@ from unfreeze.parallel.plan.fleet import DeviceFacts
 
 EXPERT_SHARE, HALF_ROWS = 0.66, 128.0  # grouped GEMM on H100: 650 of 989 TFLOP/s, half of it at 128 rows
 DENSE_SHARE = 0.63  # 620 of 989 TFLOP/s
-ATTENTION_SHARE = 0.4
+# torch's grouped GEMM is one kernel on capability 9 and 10. Elsewhere ours in Triton runs: a tenth slower
+# than cuBLAS by assumption, never measured. Without Triton it is a loop of products that waits for the device
+# once a call (GroupedBlas.cpp: offs.cpu(), then mm_out per expert)
+FAST_GROUPED = (9, 10)
+TRITON_SHARE, WAIT = 0.6, 50e-6  # of the peak; seconds of one wait and the queue that runs empty
+# FlashAttention-2, forward and backward of documents of 2 k tokens: half the peak on an A100 (its paper,
+# 4.1), and 300 TFLOP/s on an H100, whose own instructions it does not use
+ATTENTION_SHARE, ATTENTION_MOST = 0.5, 300e12
 VECTOR_SHARE = 0.75
+MEMORY_SHARE = 0.9  # 3.0 of an H100's 3.35 TB/s, in passes over large tensors
+NORM_BYTES = 10  # of a number: x and y; in backward dy, x and dx
 # Of a CPU: the rate of dense layers relative to a frozen head, whose softmax counts. SwiGLU blocks of
 # Qwen2-0.5B reached 1.13 to 1.25 times as many FLOP/s (AMD EPYC with avx512_bf16, one thread, both dtypes)
 DENSE_OF_HEAD = 1.2
 LAUNCH = 5e-6  # seconds of host time per torch operation
+DEVICE_LAUNCH = 6e-6  # with a GPU's driver
 # bytes of AdamW per parameter: gradient, master, moments read and written, weight written
 OPTIMIZER_BYTES = 26
 CPU = torch.device("cpu")
@@ -81,6 +91,8 @@ class Rates:
     norms              numbers/s through a norm, forward and backward
     optimizer          parameters/s
     launch             seconds of host time per torch operation
+    loop               seconds that each grouped product waits for the device, if it is a loop over experts;
+                       0: it is one kernel
     """
 
     source: str
@@ -95,28 +107,31 @@ class Rates:
     norms: float
     optimizer: float
     launch: float
+    loop: float = 0.0
 
     def of_experts(self, rows: float) -> float:
         """FLOP/s at `rows` rows per expert: experts · m / (m + half_rows)."""
         return self.experts * rows / (rows + self.half_rows)
 
 
-def of_device(device: DeviceFacts) -> Rates:
-    """Return rates as shares of the maker's peak rates."""
-    matrix, memory = device.matrix * 1e12, device.memory_gb_s * 1e9
+def of_device(device: DeviceFacts, *, triton: bool = True) -> Rates:
+    """Return rates as shares of the maker's peak rates. triton: False if it is not installed there."""
+    matrix, memory = device.matrix * 1e12, MEMORY_SHARE * device.memory_gb_s * 1e9
+    fast = int(device.capability) in FAST_GROUPED
     return Rates(
-        source=f"machines.toml, not measured: {device.source}, {device.date}",
-        experts=EXPERT_SHARE * matrix,
+        source=f"machines.toml, derived, not measured: {device.source}, {device.date}",
+        experts=(EXPERT_SHARE if fast or not triton else TRITON_SHARE) * matrix,
         half_rows=HALF_ROWS,
         dense=DENSE_SHARE * matrix,
-        attention=ATTENTION_SHARE * matrix,
+        attention=min(ATTENTION_SHARE * matrix, ATTENTION_MOST),
         routers=VECTOR_SHARE * device.vector * 1e12,
         head=DENSE_SHARE * matrix,
         expansion=memory,
         passes=memory,
-        norms=math.inf,
+        norms=memory / NORM_BYTES,
         optimizer=memory / OPTIMIZER_BYTES,
-        launch=LAUNCH,
+        launch=DEVICE_LAUNCH,
+        loop=0.0 if fast or triton else WAIT,
     )
 
 

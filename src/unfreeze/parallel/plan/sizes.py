@@ -29,7 +29,8 @@ class Sizes:
     own             maximum bytes per token of a layer's backward beside what it holds
     kept            bytes per token of attention's and experts' outputs, layer by layer
     products        bytes per token of linear layers' outputs, likewise
-    workspace       bytes of the expert op's scratch before adapters; 0 without experts
+    workspace       bytes of the expert op's scratch before adapters; 0 without experts, and on CUDA if they
+                    are dense and read in place
     dense_per_rank, experts_per_rank   adapter parameters per unit of rank
     dense_largest, experts_largest     of them, those of the largest factor
     cast_per_rank   bytes per unit of rank that the expert op holds of one layer's adapter: copies of its

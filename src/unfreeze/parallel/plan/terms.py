@@ -412,14 +412,14 @@ def _asking(moments: list[dict[str, int]], aside: Aside, stream: int) -> list[di
 def _attention(sizes: Sizes, work: Work, kind: str) -> int:
     """Return the bytes of attention blocks for the longest document.
 
-    A GPU's kernels keep them on the chip, except for softcapped scores, sinks, and windows shorter than the
-    document.
+    A GPU's kernels keep them on the chip, except for softcapped scores, and in float32 for sinks and windows
+    shorter than the document.
     """
     dtype, length = {2: torch.bfloat16, 4: torch.float32}[sizes.compute_bytes], work.longest or work.tokens
     threads = work.threads or torch.get_num_threads()
 
     def sized(shape: AttentionShape) -> int:
-        *widths, window, by_blocks = shape
+        *widths, window, by_blocks, _ = shape
         narrower = window is not None and window < length
         if by_blocks or narrower:
             return scratch_bytes(

@@ -18,8 +18,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from torch import Tensor
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.torch_types import ints, split
 from unfreeze.core.torchrun import started
+from unfreeze.parallel.processes.gpus import gpu_of, keep_traces
 from unfreeze.parallel.processes.roll import Roll, Told, coming, has_agent, store_at
 
 Item = TypeVar("Item")
@@ -36,6 +39,18 @@ BUCKET = 32 * 2**20
 # timeout of one exchange, after which the run ends with an error. For another process's long work (a
 # download, a save), processes wait on the store without a limit (roll.py)
 TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Rows that are arriving. They may be read after `wait`, which a GPU's host does not wait in."""
+
+    rows: Tensor
+    wait: Callable[[], object]
+
+    def arrived(self) -> Tensor:
+        self.wait()
+        return self.rows
 
 
 class Group(Protocol):
@@ -103,10 +118,11 @@ class Group(Protocol):
         """Raise UserError naming the first tensor that is not bit-identical in all processes."""
         ...
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> InFlight:
         """All-to-all: send the next send[r] rows to process r, and receive receive[r] rows from it.
 
-        Return the received rows in rank order. Every process takes part, even with 0 rows.
+        It begins here, in program order. The received rows are in rank order. Every process takes part, even
+        with 0 rows.
         """
         ...
 
@@ -162,8 +178,8 @@ class Alone:
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        return rows
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> InFlight:
+        return InFlight(rows, lambda: None)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         pass
@@ -187,7 +203,7 @@ class _Exchanges(Protocol):
 
     @property
     def all_gather_into_tensor(self) -> _Gather: ...
-    def new_group(self, ranks: list[int], timeout: timedelta) -> object: ...
+    def new_group(self, ranks: list[int] | None = None, timeout: timedelta | None = None) -> object: ...
     def all_reduce(
         self, tensor: Tensor, op: dist.ReduceOp.RedOpType = ..., group: dist.ProcessGroup | None = None
     ) -> object: ...
@@ -201,10 +217,13 @@ class _Exchanges(Protocol):
         output_split_sizes: list[int],
         input_split_sizes: list[int],
         group: dist.ProcessGroup | None = None,
-    ) -> object: ...
+        async_op: bool = False,
+    ) -> dist.Work | None: ...
 
 
 _exchanges: _Exchanges = dist
+# torch has no public setter. A group of a DeviceMesh has its back end's default: 10 minutes for nccl
+_set_timeout: Callable[[timedelta, dist.ProcessGroup], None] = dist.distributed_c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage]
 
 
 class Processes:
@@ -221,15 +240,16 @@ class Processes:
 
     def __init__(self, device: torch.device, some: dist.ProcessGroup | None = None, roll: Roll | None = None):
         self.rank, self.size = dist.get_rank(some), dist.get_world_size(some)
-        self._device, self._group, self._roll = device, some, roll
+        self.device, self._group, self._roll = device, some, roll
 
-    def among(self, ranks: Sequence[int]) -> Processes | None:
-        """Return the group of these ranks; None in all other processes.
+    def among(self, some: dist.ProcessGroup) -> Processes:
+        """Return the group of those processes, with the timeout of this one."""
+        _set_timeout(TIMEOUT, some)
+        return Processes(self.device, some)
 
-        All processes call it, in the same order.
-        """
-        subgroup = _exchanges.new_group(list(ranks), timeout=TIMEOUT)
-        return Processes(self._device, subgroup) if isinstance(subgroup, dist.ProcessGroup) else None
+    def again(self) -> Processes:
+        """Return the same processes with a communicator of their own. All call it, in the same order."""
+        return self.among(cast(dist.ProcessGroup, _exchanges.new_group(timeout=TIMEOUT)))
 
     def share(self, items: Sequence[Item]) -> list[Item]:
         """Return items[rank], items[rank + size], and so on.
@@ -250,7 +270,7 @@ class Processes:
                 tensor.copy_(part.view_as(tensor))
 
     def any(self, value: bool) -> bool:
-        flag = torch.tensor([int(value)], device=self._device)
+        flag = torch.tensor([int(value)], device=self.device)
         _exchanges.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
         return bool(flag.item())
 
@@ -282,28 +302,28 @@ class Processes:
         """Exchange as bytes padded to the longest: dist.all_gather_object would send pickles."""
         # all lengths first, then the bytes
         data = text.encode()
-        length = torch.tensor([len(data)], device=self._device)
+        length = torch.tensor([len(data)], device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         _exchanges.all_gather(lengths, length, group=self._group)
         room = max(1, *(int(n.item()) for n in lengths))
-        padded = torch.zeros(room, dtype=torch.uint8, device=self._device)
+        padded = torch.zeros(room, dtype=torch.uint8, device=self.device)
         padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
         every = [torch.zeros_like(padded) for _ in range(self.size)]
         _exchanges.all_gather(every, padded, group=self._group)
         return [bytes(ints(t[: int(n.item())])).decode() for t, n in zip(every, lengths, strict=True)]
 
     def of_first(self, data: bytes) -> bytes:
-        length = torch.tensor([len(data)], device=self._device)
+        length = torch.tensor([len(data)], device=self.device)
         dist.broadcast(length, group=self._group, group_src=0)
         if not (count := int(length.item())):
             return b""
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.rank == 0 else torch.empty(count)
-        sent = own.to(dtype=torch.uint8, device=self._device)
+        sent = own.to(dtype=torch.uint8, device=self.device)
         dist.broadcast(sent, group=self._group, group_src=0)
         return sent.cpu().numpy().tobytes()
 
     def check_replicas(self, tensors: Mapping[str, Tensor]) -> None:
-        low = torch.stack([fingerprint(tensor).to(self._device) for tensor in tensors.values()])
+        low = torch.stack([fingerprint(tensor).to(self.device) for tensor in tensors.values()])
         high = low.clone()
         _exchanges.all_reduce(low, dist.ReduceOp.MIN, group=self._group)
         _exchanges.all_reduce(high, dist.ReduceOp.MAX, group=self._group)
@@ -315,13 +335,20 @@ class Processes:
                 next="resume from the last save with the same command; if it comes again, report it",
             )
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> InFlight:
         """Use uneven splits; gloo supports int64, float32 and bfloat16 here."""
-        received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        _exchanges.all_to_all_single(
-            received, rows.contiguous(), list(receive), list(send), group=self._group
+        sent, received = rows.contiguous(), rows.new_empty((sum(receive), *rows.shape[1:]))
+        work = _exchanges.all_to_all_single(
+            received, sent, list(receive), list(send), group=self._group, async_op=True
         )
-        return received
+
+        in_use = [sent]  # must live until it is sent
+
+        def wait() -> None:
+            cast("dist.Work", work).wait()
+            in_use.clear()
+
+        return InFlight(received, wait)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Broadcast as bytes: gloo supports neither int16 nor float8."""
@@ -364,9 +391,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def open_group(device: torch.device) -> Generator[Group]:
+def open_group(device: torch.device, run: Path | None = None) -> Generator[Group]:
     """Open the group that torchrun set up, or ALONE. gloo on CPU, nccl on CUDA.
 
+    run: folder that gets a trace of each process if an exchange hangs (nccl only).
     torchrun sets RANK, WORLD_SIZE and MASTER_ADDR in the environment. If a process is lost, the others raise
     ProcessGone, with exit code 1.
     Raises ConfigError if the processes cannot connect, or have different versions of torch.
@@ -374,17 +402,24 @@ def open_group(device: torch.device) -> Generator[Group]:
     if started().size == 1:
         yield ALONE
         return
+    own_gpu: dict[str, Any] = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # bound: communicators are made at once and split for groups, instead of at the first exchange
+        own_gpu = {"device_id": torch.device("cuda", torch.cuda.current_device())}
+        if run is not None:
+            keep_traces(run)
     store, rank, size = _met()
-    roll = Roll(dist.PrefixStore("unfreeze", store), rank, size)
+    roll = Roll(dist.PrefixStore("unfreeze", store), rank, size, gpu_of(device))
     error: BaseException | None = None
     with roll.beside():
         try:
             with roll.watching():
                 backend = "nccl" if device.type == "cuda" else "gloo"
                 own = dist.PrefixStore("exchange", store)
-                dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT)
+                dist.init_process_group(
+                    backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT, **own_gpu
+                )
                 yield Processes(device, roll=roll)
         except BaseException as caught:
             error = caught
@@ -434,11 +469,3 @@ def _attempt(store: dist.Store, rank: int) -> int:
     if started().nodes == 1:
         return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     return store.add(f"unfreeze/starts/{rank}", 1)
-
-
-def local_device(device: torch.device) -> torch.device:
-    """Map cuda to cuda:LOCAL_RANK under torchrun, so that each process has its own GPU."""
-    local, index = (os.environ.get("LOCAL_RANK"), cast("int | None", device.index))  # torch's types omit None
-    if local is None or device.type != "cuda" or index is not None:
-        return device
-    return torch.device("cuda", int(local))

@@ -18,6 +18,8 @@ from torch import Tensor
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.units import format_bytes
 
+PAGE = 4096  # bytes
+
 
 class Lane(Protocol):
     """pins: True if the source of copies must be page-locked host memory."""
@@ -132,6 +134,8 @@ def pinned(nbytes: int, dtype: torch.dtype = torch.uint8, device: torch.device |
     Raises DoesNotFit if CUDA refuses.
     """
     memory = torch.empty(nbytes, dtype=dtype, device=device)
+    # the driver would touch new pages one after the other, 71 GB in about a minute; torch's threads share it
+    memory.view(torch.uint8)[::PAGE].zero_()
     cudart = cast("_Cudart", torch.cuda.cudart())
     result = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if result != 0:

@@ -6,6 +6,7 @@ Process r has index r % n on the expert axis and r // n on the data axis: 4 proc
 experts:  process 0 with 1, 2 with 3    each pair holds every expert once
 data:     process 0 with 2, 1 with 3    each pair holds the same experts
 
+torch's DeviceMesh of the dimensions ("data", "experts") makes the groups.
 Neighbours share experts because torchrun numbers a host's processes consecutively. So tokens travel within a
 host, and only gradients travel between hosts.
 Every process works on its own micro-batches, so the gradient of a replicated weight is summed over all. An
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.rows import Rows, share
@@ -101,16 +103,15 @@ def mesh_of(everyone: Group, split: int = 1, num_experts: int = 0) -> Mesh:
     if split == 1:
         return Mesh(everyone, everyone, ALONE, num_experts)
     assert isinstance(everyone, Processes)
-    size, data, experts = everyone.size, ALONE, everyone
-    if split < size:
-        # every process creates every group, in the same order, as torch requires
-        for first in range(0, size, split):
-            ranks = list(range(first, first + split))
-            experts = everyone.among(ranks) or experts
-        for place in range(split):
-            ranks = list(range(place, size, split))
-            data = everyone.among(ranks) or data
-    return Mesh(everyone, data, experts, num_experts)
+    dimensions = (everyone.size // split, split)
+    devices = init_device_mesh(everyone.device.type, dimensions, mesh_dim_names=("data", "experts"))
+    return mesh_over(devices, everyone, num_experts)
+
+
+def mesh_over(devices: DeviceMesh, everyone: Processes, num_experts: int) -> Mesh:
+    """Return the mesh of torch's, which has the dimensions "data" and "experts" over `everyone`."""
+    data, experts = (everyone.among(devices.get_group(name)) for name in ("data", "experts"))
+    return Mesh(everyone, data if data.size > 1 else ALONE, experts, num_experts)
 
 
 def check_copies(everyone: Group, tensors: Mapping[str, Tensor], held: Callable[[str], HeldPart]) -> None:

@@ -81,17 +81,18 @@ def plainly(words: str) -> ProcessGone:
 
 
 class Roll:
-    """The processes of a run by rank. `store`: torchrun's, or process 0's.
+    """The processes of a run by rank. `store`: torchrun's, or process 0's. `gpu`: this one's; "" for a CPU.
 
-    Raises UserError if one does not arrive, or has another version of torch.
+    Raises UserError if one does not arrive, has another version of torch, or the GPU of another one.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int):
+    def __init__(self, store: dist.Store, rank: int, size: int, gpu: str = ""):
         self._store, self._rank, self._size, self._serial = store, rank, size, 0
         self.told: Told = plainly
         self._found: ProcessGone | None = None
         self._hosted = not has_agent()  # by process 0
         own = {"host": _host(), "pid": os.getpid(), "torch": torch.__version__, "local": started().local}
+        own["gpu"] = gpu
         store.set(f"here/{rank}", json.dumps(own))
         keys = [f"here/{other}" for other in range(size)]
         if absent := self._absent(keys):
@@ -108,6 +109,20 @@ class Roll:
                 " would compute other numbers",
                 next=f"install torch {first} on {self._members[other]['host'].split()[0]} too",
             )
+
+        self._refuse_shared_gpu()
+
+    def _refuse_shared_gpu(self) -> None:
+        owners: dict[tuple[str, str], int] = {}
+        for rank, member in enumerate(self._members):
+            first = owners.setdefault((member["host"].split()[0], member.get("gpu") or str(rank)), rank)
+            if first != rank:
+                gpus = len({m.get("gpu") for m in self._members if m["host"] == member["host"]})
+                raise ConfigError(
+                    f"processes {first} and {rank} have the same GPU ({member['gpu']}) of"
+                    f" {member['host'].split()[0]}, where all of them use {gpus}",
+                    next=f"torchrun --nproc-per-node {gpus}, or give each task its own GPU",
+                )
 
     def _absent(self, keys: Sequence[str]) -> list[int]:
         """Wait for all; return those missing in time. The first process present reports whom it waits for."""

@@ -1,16 +1,17 @@
-"""The activation between an expert's two products, h = a(gate, up), and the layout of gate and up in gate_up.
+"""The activation of a gated MLP, h = a(gate, up), and the layout of gate and up in gate_up.
 
     SwiGLU         silu(gate) · up                            Shazeer 2020, arXiv:2002.05202
     GeGLU          gelu(gate) · up, gelu by its tanh form     the same
     ClampedSwiGLU  (u + 1) · g · sigmoid(alpha g), g and u clamped gate and up     gpt-oss
 
-n rows, I expert width.
+n rows, I intermediate width.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +20,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Activation(ABC):
-    """The activation of an expert. Instances that compare equal are the same activation.
+    """The activation of a gated MLP. Instances that compare equal are the same activation.
 
+    kind          its name in buckets, records and kernels
     interleaved   gate and up alternate along gate_up's 2I, gate first; else gate is the first half
     """
 
+    kind: ClassVar[str]
     interleaved: bool = False
 
     def split(self, gate_up: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
@@ -32,6 +35,13 @@ class Activation(ABC):
             gate, up = gate_up.unflatten(dim, (-1, 2)).unbind(dim if dim < 0 else dim + 1)
             return gate, up
         gate, up = gate_up.chunk(2, dim=dim)
+        return gate, up
+
+    def split_first(self, rows_nM: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """gate and up among the first 2 `width` columns of a wider buffer; in one operation, if halves."""
+        if self.interleaved:
+            return self.split(rows_nM[:, : 2 * width])
+        gate, up, _ = rows_nM.split([width, width, rows_nM.shape[1] - 2 * width], dim=1)
         return gate, up
 
     @abstractmethod
@@ -45,7 +55,9 @@ class Activation(ABC):
 
 @dataclass(frozen=True)
 class SwiGLU(Activation):
-    """silu(gate) · up. If gate and up are halves, dedicated loops and kernels run (kernels/swiglu)."""
+    """silu(gate) · up."""
+
+    kind = "silu"
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
@@ -59,6 +71,8 @@ class SwiGLU(Activation):
 @dataclass(frozen=True)
 class GeGLU(Activation):
     """gelu(gate) · up, gelu(g) = g/2 · (1 + tanh(√(2/π) (g + 0.044715 g³)))."""
+
+    kind = "gelu"
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.gelu(gate, approximate="tanh") * up
@@ -76,6 +90,7 @@ class ClampedSwiGLU(Activation):
     A clamped number has no gradient. Source: gpt-oss's reference, arXiv:2508.10925.
     """
 
+    kind = "clamped"
     alpha: float = 1.702
     limit: float = 7.0
 

@@ -1,4 +1,6 @@
-"""Causal attention over packed documents: one call per bucket of similar length.
+"""Causal attention over packed documents by one call per bucket of similar length: the reference.
+
+Documents are gathered into rectangles first, and their results are gathered back.
 
 T tokens, N slots of the buckets, S documents of a bucket, L its length, H query heads, G key/value heads (G
 divides H), d width of q and k, v width of values.
@@ -49,34 +51,22 @@ class _FromSlots(torch.autograd.Function):
         return grad.new_zeros((ctx.num_slots, *grad.shape[1:])).index_copy_(0, ctx.slot_T, grad), None
 
 
-def packed_attention(
+def by_buckets(
     q_THd: Tensor,
     k_TGd: Tensor,
     v_TGv: Tensor,
     layout: DocumentLayout,
     scale: float,
-    reuse: Reuse | None = None,
-    impl: str = "auto",
-    *,
     mask: Mask = CAUSAL,
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
+    reuse: Reuse | None = None,
 ) -> Tensor:
-    """Causal attention inside each document of a packed batch -> [T, H, v].
+    """As packed_attention. [L, L] scores of all heads are never held.
 
-        o[t, h] = Σ_s softmax_s(scale · q[t, h]·k[s, g]) v[s, g], g = h·G/H, over s <= t of the same document
-
-    Never attends across documents. v may be narrower than d (MLA: d 192, v 128). [L, L] scores of all heads
-    are never held. `reuse` and `impl` as in attend. `mask`: a window or chunks. `softcap` bounds the scores;
-    `sinks_H` are scores without a value (by_blocks.py). A softcap, or a window shorter than a document, runs
-    by blocks of queries whatever `impl` says. Sinks do too, except on a CPU, where torch's flash kernel takes
-    them.
+    A softcap, or a window shorter than a document, runs by blocks of queries (attention/by_blocks.py). Sinks
+    do too, except on a CPU, where torch's flash kernel takes them.
     """
-    num_tokens = q_THd.shape[0]
-    if num_tokens != layout.num_tokens:
-        raise ValueError(f"q has {num_tokens} tokens, the layout was built for {layout.num_tokens}")
-    if mask.chunk is not None:
-        layout = layout.cut(mask.chunk)
     source_N, slot_T = layout.source_N, layout.slot_T
     if source_N is not None and slot_T is not None:
         q_THd, k_TGd, v_TGv = (_ToSlots.apply(x, source_N, slot_T) for x in (q_THd, k_TGd, v_TGv))
@@ -88,7 +78,7 @@ def packed_attention(
         q, k, v = (x.unflatten(0, (bucket.num_documents, bucket.length)) for x in parts)
         window = mask.window if mask.window is not None and mask.window < bucket.length else None
         if window is None and softcap is None and sinks_H is None:
-            o_SLHv = attend(q, k, v, scale, reuse, impl)
+            o_SLHv = attend(q, k, v, scale, reuse)
         elif window is None and softcap is None and q.device.type == "cpu" and q.dtype in FLASH:
             o_SLHv = sdpa(q, k, v, scale, reuse, sinks_H)
         else:

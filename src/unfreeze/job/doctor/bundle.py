@@ -1,0 +1,141 @@
+"""`unfreeze doctor --bundle`: one text file to send along with a question.
+
+It has versions, the machine, the checks, and of a run its configuration and its last events. Secrets, names
+of folders, and texts of the data are left out.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from unfreeze.core.events import RESOLVED
+from unfreeze.core.units import format_bytes
+from unfreeze.job.doctor.finding import Finding
+
+PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "tokenizers", "transformers", "liger-kernel")
+VARIABLES = re.compile(r"^(UNFREEZE|TORCH|PYTORCH|CUDA|NCCL|TRITON|OMP|MKL|HSA|HIP|NVIDIA)_")
+LAST = 60  # events
+SECRET = re.compile(
+    r"hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{16,}|\b[0-9a-f]{40}\b|(?<=Bearer )\S+|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
+PATH = re.compile(
+    r"(?:(?<=^)|(?<=[\s\"'=(\[,:]))(?:~|[A-Za-z]:)?(?:[\\/]+[\w.@+ -]+?(?=[\\/]))+[\\/]+", re.MULTILINE
+)
+
+
+def bundle(findings: Iterable[Finding], run: Path | None, checks: Iterable[Path]) -> str:
+    """The text. run: folder of a run. checks: files of timings and checks (kernels/choice/times.py)."""
+    parts = [("versions", versions()), ("machine", machine()), ("environment", environment())]
+    parts.append(("findings", "\n".join(f"{f.level:<5}  {f.check:<10}  {f.line}" for f in findings)))
+    parts += [("checks", "\n".join(banned(file))) for file in checks]
+    if run is not None:
+        parts += [("run", settings(run)), ("events", events(run / "events.jsonl"))]
+    text = "\n\n".join(f"== {name}\n{body}" for name, body in parts if body)
+    return clean(text + "\n")
+
+
+def clean(text: str) -> str:
+    """Remove secrets, folders, and the names of user and machine."""
+    secrets = [value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= 8]
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, "[removed]")
+    text = PATH.sub("…/", SECRET.sub("[removed]", text))
+    for name in {_user(), socket.gethostname()} - {"", "root", "localhost"}:
+        text = re.sub(rf"\b{re.escape(name)}\b", "[removed]", text)
+    return text
+
+
+def versions() -> str:
+    """unfreeze and the packages that it computes with."""
+    import unfreeze
+    from unfreeze.core.source import commit
+
+    lines = [f"unfreeze {unfreeze.__version__}, commit {commit() or 'unknown'}"]
+    for name in PACKAGES:
+        try:
+            lines.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "\n".join([*lines, f"Python {platform.python_version()}, {platform.platform()}"])
+
+
+def machine() -> str:
+    """The processor, memory and cards."""
+    import torch
+
+    from unfreeze.core.cpu import cpu_class
+    from unfreeze.kernels import cards
+    from unfreeze.parallel.machine import hardware
+
+    cpu = hardware("cpu")
+    lines = [f"{cpu.name} ({cpu_class()}), {cpu.cores} cores, {format_bytes(cpu.available)} of"]
+    lines[0] += f" {format_bytes(cpu.total)} free"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "\n".join(lines + [cards.card_of(torch.device("cuda", i)).words() for i in range(count)])
+
+
+def environment() -> str:
+    """The variables that change how torch and CUDA behave."""
+    return "\n".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if VARIABLES.match(name))
+
+
+def banned(file: Path) -> list[str]:
+    """The wrong kernels of a file of checks."""
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+        wrong = [
+            f"{row['op']}, {row['bucket']}, {row['dtype']}: {name} is wrong: {why}"
+            for row in rows
+            for name, why in row["wrong"].items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [f"{file.name}: damaged"]
+    return [f"{file.name}: {len(rows)} checked, {len(wrong)} wrong kernels", *wrong]
+
+
+def settings(run: Path) -> str:
+    """The configuration of a run, as it was resolved."""
+    try:
+        return (run / RESOLVED).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def events(file: Path) -> str:
+    """The last events of a run, without texts of its data: no samples, and of the data only counts."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    kept: list[str] = []
+    for line in lines:
+        try:
+            event: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        if event.get("kind") == "data":
+            event = {
+                name: value
+                for name, value in event.items()
+                if isinstance(value, int | float) or name == "kind"
+            }
+        if event.get("kind") != "sample":
+            kept.append(json.dumps(event, ensure_ascii=False))
+    return "\n".join(kept[-LAST:])
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return ""

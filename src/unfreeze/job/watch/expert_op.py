@@ -1,0 +1,118 @@
+"""At the first step, the expert op of one layer is compared with the reference, on rows of the run itself.
+
+A check before the run draws its inputs. This one takes what the run computes with: its weights in their
+format, its adapters and its routing.
+
+T tokens, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unfreeze.core.torch_types import named_modules
+from unfreeze.kernels.choice.measure import relative_error
+from unfreeze.kernels.expert_mlp import reference_expert_mlp
+from unfreeze.models import Decoder
+from unfreeze.models.blocks.experts import Experts
+from unfreeze.parallel.placement.dispatch import RowsDispatch
+
+ROWS, FEWEST = 64, 8  # rows compared, and of a call that is worth it
+# the largest |got - want| / |want| of the output and of each gradient, Frobenius norms. float32: sums of
+# some thousand terms in another order. bf16: a correct implementation is off by less than 1.5 %
+LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.03}
+# weights that the reference expands: on a CPU within a second
+EXPANDED = {"cpu": 2e8, "cuda": 3e10}
+KEPT = 512 << 20  # bytes of a row's expanded experts in float32; above this only the output is compared
+
+
+class ExpertOp:
+    """Watches the first layer with routed experts until it has computed FEWEST rows or more.
+
+    result  {layer, rows, error, limit, gradients}; None before, for a model without routed experts, and if
+            the layer's experts are never all on the device (loaded in groups).
+    """
+
+    def __init__(self, model: Decoder):
+        self.result: dict[str, Any] | None = None
+        self._close: Callable[[], object] = lambda: None
+        for name, module in named_modules(model):
+            if isinstance(module, Experts) and isinstance(module.dispatch, RowsDispatch | None):
+                self._name = name
+                self._close = module.register_forward_hook(self._look).remove
+                return
+
+    def close(self) -> dict[str, Any] | None:
+        """Stop watching and return the result."""
+        self._close()
+        return self.result
+
+    def _look(self, experts: Experts, arguments: tuple[Any, ...], output: Tensor) -> None:
+        x_TD, ids_TK, weights_TK = arguments[:3]
+        expanded = 3 * experts.hidden_size * experts.intermediate_size * ids_TK.shape[1]
+        rows = min(ROWS, len(x_TD), int(EXPANDED[x_TD.device.type] // expanded))
+        if len(x_TD) < FEWEST or self.result is not None or x_TD.dtype not in LIMIT:
+            return
+        limit, gradients = LIMIT[x_TD.dtype], 4 * expanded <= KEPT
+        self.result = {"layer": self._name, "rows": rows, "limit": limit, "gradients": gradients}
+        if not rows:
+            return
+        parts = (part[:rows].detach().clone() for part in (x_TD, ids_TK, weights_TK))
+        try:
+            with torch.inference_mode(False):
+                self.result["error"] = error_of(experts, *parts, gradients=gradients)
+        except torch.OutOfMemoryError:  # the card is full: a check is no reason to stop the run
+            self.result["rows"] = 0
+
+
+def error_of(
+    experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, gradients: bool = True
+) -> float:
+    """The largest relative error of the op: of its output, and of the gradients of x and of the weights.
+
+    The reference computes in float32, one row after the other, so that few experts are expanded at once. Of
+    experts that another process holds, nothing is compared.
+    """
+    held = experts.held
+    here = (ids_TK >= held.first) & (ids_TK < held.last)
+    ids_TK = torch.where(here, ids_TK - held.first, 0)
+    weights_TK = torch.where(here, weights_TK, 0)
+    upstream = torch.randn(x_TD.shape, generator=torch.Generator().manual_seed(0)).to(x_TD)
+    bias = getattr(experts, "gate_up_proj_bias", None)
+    base = (experts.gate_up_proj.value(), experts.down_proj.value())
+    adapter = None if experts.adapter is None else experts.adapter.factors()
+
+    def reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        inputs = (x_TD, ids_TK, weights_TK, *base, adapter, None, experts.activation, bias)
+        return reference_expert_mlp(*inputs)
+
+    got = _results(experts.product, (x_TD, ids_TK, weights_TK), upstream, gradients)
+    inputs, want = (x_TD.float(), ids_TK, weights_TK), list[list[Tensor]]()
+    for row in range(len(x_TD)):
+        of_row = slice(row, row + 1)
+        x_1D, ids_1K, weights_1K = (part[of_row] for part in inputs)
+        want.append(_results(reference, (x_1D, ids_1K, weights_1K), upstream[of_row].float(), gradients))
+    return max(
+        relative_error(ours, torch.cat(rows)) for ours, rows in zip(got, zip(*want, strict=True), strict=True)
+    )
+
+
+def _results(
+    call: Callable[[Tensor, Tensor, Tensor], Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    upstream_TD: Tensor,
+    gradients: bool,
+) -> list[Tensor]:
+    """The output, and the gradients of x and of the routing weights if wanted."""
+    x_TD, ids_TK, weights_TK = inputs
+    if not gradients:
+        with torch.no_grad():
+            return [call(x_TD, ids_TK, weights_TK)]
+    with torch.enable_grad():
+        x_TD, weights_TK = (part.detach().requires_grad_() for part in (x_TD, weights_TK))
+        y_TD = call(x_TD, ids_TK, weights_TK)
+        return [y_TD.detach(), *torch.autograd.grad(y_TD, [x_TD, weights_TK], upstream_TD)]

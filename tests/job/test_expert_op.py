@@ -1,0 +1,92 @@
+"""The expert op of a run beside the reference, on the run's own rows: right ones pass, a wrong one is told."""
+
+import json
+
+import pytest
+import torch
+
+from unfreeze import cli
+from unfreeze.adapters import LoraConfig, attach
+from unfreeze.commands.demo import TINY_K2
+from unfreeze.drill.sandbox import Sandbox
+from unfreeze.job.watch.expert_op import LIMIT, ExpertOp, error_of
+from unfreeze.kernels.expert_mlp import ClampedSwiGLU
+from unfreeze.models.blocks import experts as blocks
+from unfreeze.models.blocks.experts import BiasedExperts, Experts
+
+
+@pytest.fixture(scope="module")
+def sandbox(tmp_path_factory):
+    return Sandbox(tmp_path_factory.mktemp("sandbox"))
+
+
+def looked(sandbox, family, dtype="float32"):
+    model = sandbox.model(family, dtype)
+    attach(model, LoraConfig(rank=2), seed=0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("_B"):  # as after some steps: zero factors would prove little
+            torch.nn.init.normal_(parameter, std=0.02)
+    watch = ExpertOp(model)
+    with torch.no_grad():
+        model.hidden(sandbox.batch([40, 20, 60]))
+    return watch.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["deepseek_v3-int4", "qwen3_moe"])
+def test_the_op_equals_the_reference_on_the_runs_rows(sandbox, family, dtype):
+    result = looked(sandbox, family, dtype)
+    assert result["rows"] == 64 and result["gradients"]
+    assert 0 < result["error"] < LIMIT[getattr(torch, dtype)] / 2 and result["limit"] < 0.04
+
+
+def test_experts_with_biases_and_another_activation_are_compared_too():
+    activation = ClampedSwiGLU(interleaved=True)
+    experts = BiasedExperts(4, 32, 16, codec=None, dtype=torch.float32, device="cpu", activation=activation)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(20)])
+    assert error_of(experts, torch.randn(20, 32), ids, torch.rand(20, 2)) < 1e-5
+
+
+def test_a_dense_model_has_nothing_to_compare(sandbox):
+    assert looked(sandbox, "llama") is None
+
+
+def test_of_experts_elsewhere_nothing_is_compared(sandbox):
+    """Ids of another process's experts: their weights count as zero."""
+    model = sandbox.model("qwen3_moe")
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    ids = torch.tensor([[0, 1], [1, experts.num_experts + 5]])
+    x, weights = torch.randn(2, experts.hidden_size), torch.rand(2, 2)
+    assert error_of(experts, x, ids, weights) < 1e-5
+
+
+WRONG = {
+    "one expert's rows": lambda y, ids: torch.where((ids == ids[0, 0]).any(1)[:, None], 1.1 * y, y),
+    "a constant": lambda y, ids: y * 1.05,
+    "NaN": lambda y, ids: y * torch.nan,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_kernel_is_a_warning_and_a_red_line_of_the_report(
+    kind, monkeypatch, tmp_path, chat_rows, capsys
+):
+    real = blocks.expert_mlp
+    monkeypatch.setattr(
+        blocks, "expert_mlp", lambda x, ids, *rest, **more: WRONG[kind](real(x, ids, *rest, **more), ids)
+    )
+    words = ["sft", "--model", TINY_K2, "--data", chat_rows, "--out", tmp_path / "run", "--steps", 2]
+    words += ["--tokens-per-step", 128, "--watch.samples", 0, "--lora.rank", 1, "--dtype", "float32"]
+    code = cli.main([*map(str, words), "--optimizer.warmup", "0", "--quiet"])
+    if kind == "NaN":
+        assert code != 0
+        return
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (receipt,) = [event for event in events if event["kind"] == "receipt"]
+    assert receipt["expert_op"]["error"] > 100 * receipt["expert_op"]["limit"]
+    assert any("unfreeze doctor --gpu" in event.get("message", "") for event in events)
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out + (tmp_path / "run" / "report.html").read_text()
+    assert "Expert op against the reference" in said and "unfreeze doctor --gpu" in said
