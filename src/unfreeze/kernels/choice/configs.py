@@ -78,8 +78,8 @@ def measure_configs(
 ) -> Row | None:
     """Time the candidate with each of its configs in turn, and keep the fastest; None if it has only its own.
 
-    records: the file of records to keep it beside; None: the user's own. Timing takes about `seconds`. A config
-    that is wrong or fails (more shared memory than the card has) is left out, and the row names it.
+    records: the file of records to keep it beside; None: the user's own. Timing takes about `seconds`.
+    A config that is wrong or fails (more shared memory than the card has) is left out, and the row names it.
     """
     # these import choose.py, which imports this module
     from unfreeze.kernels.choice import measure, predicted
