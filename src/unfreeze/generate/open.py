@@ -148,7 +148,7 @@ def device_of(name: str) -> torch.device:
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        unused = cards.unused() or cards.Unused("there is none on this machine", "--device cpu")
+        unused = cards.unused() or cards.Unused("there is no GPU on this machine", "--device cpu")
         raise ConfigError(
             f"device is {name!r}, but torch {torch.__version__} sees no CUDA device here: {unused.why}",
             next=unused.remedy,
