@@ -17,7 +17,7 @@ def home(device="cpu"):
     """Of T K rows in any order."""
     place_TK = torch.randperm(T * K, generator=torch.Generator().manual_seed(0)).view(T, K).to(device)
     token_n = torch.div(place_TK.flatten().argsort(), K, rounding_mode="floor")
-    return Home(Alone(), token_n, place_TK, place_TK, token_n[:, None], [T * K], [T * K])
+    return Home(Alone(), token_n, place_TK, place_TK, token_n[:, None], [T * K], [T * K], T * K)
 
 
 def rows(dtype):

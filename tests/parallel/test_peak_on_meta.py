@@ -30,6 +30,7 @@ from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention import DocumentLayout, Mask, sdpa
 from unfreeze.kernels.expert_mlp import backend, release_scratch
 from unfreeze.kernels.expert_mlp.grouped import Grouped
+from unfreeze.kernels.expert_mlp.loop_cuda import LoopCuda
 from unfreeze.kernels.packed_attention import flash_cuda, packed_attention
 from unfreeze.models.blocks import experts as experts_block
 from unfreeze.models.blocks.attention import attention_bytes
@@ -174,20 +175,26 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 
 def peak(
-    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch, kernels: bool = True
+    live: ModuleType,
+    name: str,
+    tokens: int,
+    recompute: str,
+    patch: pytest.MonkeyPatch,
+    kernels: bool = True,
+    by=Grouped,
 ) -> tuple[int, int]:
-    """(counted, planned) bytes of a step but weights, adapter, moments and loss."""
+    """(counted, planned) bytes of a step but weights, adapter, moments and loss. by: the experts' backend."""
     release_scratch()
     with as_on_an_h200() if kernels else nullcontext():
-        return _peak(live, name, tokens, recompute, patch)
+        return _peak(live, name, tokens, recompute, patch, by)
 
 
 def _peak(
-    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch
+    live: ModuleType, name: str, tokens: int, recompute: str, patch: pytest.MonkeyPatch, by
 ) -> tuple[int, int]:
     config = (MODELS | OTHERS)[name]
     experts = config.get("n_routed_experts") or config.get("num_experts")
-    fused = functools.partial(expert_mlp.fused_expert_mlp, backend=Grouped())
+    fused = functools.partial(expert_mlp.fused_expert_mlp, backend=by())
     patch.setattr(
         experts_block,
         "expert_mlp",
@@ -238,6 +245,13 @@ def test_the_plan_is_within_a_tenth_at_true_size(name, tokens, recompute, live, 
     assert 0.9 * counted <= planned <= 1.1 * counted
 
 
+@pytest.mark.parametrize("name", ["Kimi-K2, 48 experts, INT4", "Kimi-K2, 384 experts, INT4", "Qwen3-30B-A3B"])
+def test_the_plan_holds_where_grouped_gemms_cannot_run(name, live, monkeypatch):
+    """The loop of torch.mm computes in slabs what kernels do in one pass."""
+    counted, planned = peak(live, name, 8192, "layers", monkeypatch, by=LoopCuda)
+    assert 0.93 * counted <= planned <= 1.1 * counted
+
+
 @pytest.mark.parametrize("recompute", ["layers", "elementwise", "nothing"])
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_plan_holds_for_blocks_of_other_families(name, recompute, live, monkeypatch):
@@ -251,12 +265,11 @@ def test_the_plan_holds_for_blocks_of_other_families(name, recompute, live, monk
     ids=["Kimi-K2", "gpt-oss"],
 )
 def test_attention_in_one_call_takes_what_its_block_counts(shape, sinks, live, monkeypatch):
-    as_on_an_h200(monkeypatch)
     monkeypatch.setattr(flash_cuda, "backward", in_one_call)
     T, (H, G, d, v, window, *_) = 4096, shape
     leaves = [meta_leaf(T, H, d), meta_leaf(T, G, d), meta_leaf(T, G, v), *([meta_leaf(H)] if sinks else [])]
     layout = DocumentLayout.build([0, 300, 1500], T, "meta")
-    with live.Live(leaves) as watch:
+    with as_on_an_h200(), live.Live(leaves) as watch:
         o = packed_attention(*leaves[:3], layout, 0.1, Mask(window), None, *leaves[3:])
         torch.autograd.grad(o, leaves, torch.empty_like(o))
     counted = attention_bytes(shape._replace(one_call=True), torch.bfloat16, "cuda")

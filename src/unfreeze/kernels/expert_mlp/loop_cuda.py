@@ -26,7 +26,7 @@ from unfreeze.kernels.token_permute import TokenPermute
 from unfreeze.kernels.token_permute import reference as permute
 from unfreeze.quant.codec import Packed
 
-SLAB_BYTES = 1 << 26  # of a float32 tensor of an activation's formula, which makes up to ten of them
+SLAB_BYTES = 1 << 24  # of a float32 tensor of an activation's formula, which makes up to ten of them
 
 
 class LoopCuda(Grouped):
