@@ -31,7 +31,7 @@ def compiling(folder, *options):
         "TRITON_CACHE_DIR": str(folder)
     }
     command = [sys.executable, str(SCRIPT), "--ptxas", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1800, check=False)
     assert done.stdout, done.stderr
     *lines, good = done.stdout.strip().splitlines()
     return done.returncode, lines, int(good)
