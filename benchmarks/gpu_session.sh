@@ -1,35 +1,43 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call on a machine that has one: tests, kernel records, benchmarks. Nothing is downloaded or installed.
+# The first hour with a GPU: what works on the card, then kernel records, benchmarks and profiles. Nothing is downloaded or installed.
 #
 #     OUT=results PYTHON=.venv/bin/python bash benchmarks/gpu_session.sh [PART …]
 #
-# Parts: tests kernels layer model moe decode (default: all, in this order). Each has its own time limit and log in $OUT; a part that fails or
-# runs out of time is named at the end, and the others still run. LIMIT_<PART> (seconds) changes a limit. Exit code: how many parts failed.
+# Parts (default: all, in this order), each of at most ten minutes, so that it can be repeated alone:
+#
+#     doctor      every kernel against float64; if it fails, nothing else runs (KEEP_GOING=1: the rest runs without the banned kernels)
+#     tests       the test files that have tests for a GPU
+#     kernels     kernel records, into the package
+#     kimi        one layer of Kimi-K2 with an eighth of its experts
+#     gpt-oss     gpt-oss-20b, experts in MXFP4
+#     qwen3       Qwen3-30B-A3B, experts in INT4 and in bf16
+#     llama       Llama-3.1-8B
+#     moe decode  LoRA on every expert, and generation, beside transformers
+#
+# LIMIT_<PART> (seconds, - as _) changes a limit. $OUT gets a log of each part, the doctor's table, rows (*.jsonl), profiles of a step
+# (traces/, for Perfetto) and records.patch: records and rows to commit. Exit code: how many parts failed.
 set -u -o pipefail
 
 OUT=${OUT:-gpu-results}
 PYTHON=${PYTHON:-python}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
-mkdir -p "$OUT"
+mkdir -p "$OUT/traces"
 OUT=$(cd "$OUT" && pwd)
 summary=$OUT/summary.txt
 : > "$summary"
 failed=0
+wanted="${*:-doctor tests kernels kimi gpt-oss qwen3 llama moe decode}"
 
 say() {
     echo "$*" | tee -a "$summary"
 }
 
-limit_of() {  # part, default seconds
-    local name="LIMIT_$1"
-    echo "${!name:-$2}"
-}
-
 part() {  # name, seconds, command …
-    local name=$1 seconds started code took
-    seconds=$(limit_of "$1" "$2")
+    local name=$1 seconds=$2 limit started code took
     shift 2
     [[ " $wanted " == *" $name "* ]] || return 0
+    limit="LIMIT_${name//-/_}"
+    seconds=${!limit:-$seconds}
     started=$(date +%s)
     timeout --kill-after=20 "$seconds" "$@" > "$OUT/$name.log" 2>&1
     code=$?
@@ -43,24 +51,52 @@ part() {  # name, seconds, command …
         failed=$((failed + 1))
         tail -n 5 "$OUT/$name.log" | sed 's/^/    /'
     fi
+    return "$code"
 }
 
-wanted="${*:-tests kernels layer model moe decode}"
-nvidia-smi > "$OUT/nvidia-smi.txt" 2>&1 || echo "nvidia-smi: not here" | tee -a "$summary"
+doctor() {  # the table for people in the log, and as JSON
+    "$PYTHON" -m unfreeze doctor --gpu --json > "$OUT/doctor.json"
+}
+
+gpu_tests() {
+    local files
+    mapfile -t files < <(grep -rl --include='test_*.py' 'cuda.is_available' tests | sort)
+    "$PYTHON" -m pytest -q "${files[@]}"
+}
+
+bench() {  # case, options …
+    "$PYTHON" -m benchmarks "$@" --append "$OUT/$1.jsonl"
+}
+
+model() {
+    bench model --traces "$OUT/traces" --models "$@"
+}
+
+finish() {
+    "$PYTHON" -m unfreeze doctor --bundle > "$OUT/bundle.log" 2>&1 && mv unfreeze-bundle.txt "$OUT/" 2>/dev/null
+    git add --intent-to-add src/unfreeze/kernels/records 2>/dev/null
+    git diff --binary -- src/unfreeze/kernels/records > "$OUT/records.patch" 2>/dev/null
+    say "results in $OUT"
+    exit "$failed"
+}
+
+nvidia-smi > "$OUT/nvidia-smi.txt" 2>&1 || say "nvidia-smi: not here"
 "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.is_available())' 2>&1 | tee -a "$summary"
 
-# the files that have tests for a GPU, with all their tests: the rest of the suite needs none
-mapfile -t gpu_tests < <(grep -rl --include='test_*.py' 'cuda.is_available' tests | sort)
-
-part tests 420 "$PYTHON" -m pytest -q "${gpu_tests[@]}"
-part kernels 420 "$PYTHON" -m unfreeze kernels measure --device cuda
-part layer 360 "$PYTHON" -m benchmarks layer --append "$OUT/layer.jsonl"
-part model 600 "$PYTHON" -m benchmarks model --append "$OUT/model.jsonl"
-part moe 420 "$PYTHON" -m benchmarks moe --device cuda --append "$OUT/moe.jsonl"
+# functions run in a shell of their own, so that timeout can end them
+export -f doctor gpu_tests bench model
+export OUT PYTHON
+if ! part doctor 600 bash -c doctor && [ -z "${KEEP_GOING:-}" ]; then
+    say "stopped: what the doctor found stands in doctor.log"
+    finish
+fi
+part tests 420 bash -c gpu_tests
+part kernels 420 "$PYTHON" -m unfreeze dev kernels measure --device cuda
+part kimi 360 bash -c 'bench layer'
+part gpt-oss 420 bash -c 'model gpt-oss-20b'
+part qwen3 600 bash -c 'model qwen3-30b-a3b-int4 qwen3-30b-a3b-bf16'
+part llama 420 bash -c 'model llama-3.1-8b'
+part moe 420 bash -c 'bench moe --device cuda'
 # steps launched from the host beside steps replayed as CUDA graphs, and "unfreeze" by the records that part kernels has just made
-part decode 420 "$PYTHON" -m benchmarks decode --device cuda --append "$OUT/decode.jsonl" \
-    --sides unfreeze unfreeze-launched unfreeze-graphs transformers
-
-cp -r src/unfreeze/kernels/records "$OUT/" 2>/dev/null || true
-echo "results in $OUT" | tee -a "$summary"
-exit "$failed"
+part decode 420 bash -c 'bench decode --device cuda --sides unfreeze unfreeze-launched unfreeze-graphs transformers'
+finish

@@ -30,7 +30,9 @@ from benchmarks.harness.on_meta import Flash, Launches, as_on_an_h200
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.adapters import lora as low_rank
+from unfreeze.commands.plan import Config, plan_on
 from unfreeze.core.batch import Batch
+from unfreeze.core.layout import Layout
 from unfreeze.core.rows import share
 from unfreeze.kernels import expert_mlp, linear_cross_entropy
 from unfreeze.kernels.attention import sdpa
@@ -39,6 +41,8 @@ from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models import Decoder
 from unfreeze.models.blocks import experts as experts_block
 from unfreeze.parallel.placement import dispatch
+from unfreeze.parallel.plan.fleet import fleet
+from unfreeze.parallel.plan.rates import MEMORY_SHARE
 from unfreeze.parallel.processes.collectives import Alone, InFlight
 from unfreeze.parallel.processes.mesh import Mesh
 from unfreeze.quant.codec import Codec
@@ -68,6 +72,7 @@ class Case:
     tokens     of a micro-batch on one device
     codec      of its packed experts; None: bf16
     split      processes that share the experts: rows are routed evenly
+    hardware   for which the plan derives the seconds of a step
     """
 
     config: str
@@ -75,12 +80,13 @@ class Case:
     recompute: str
     codec: Codec | None = None
     split: int = 1
+    hardware: str = "1xH100"
 
 
 CASES = {
     "Qwen3-30B-A3B": Case("Qwen--Qwen3-30B-A3B", 4096, "layers"),
-    "Kimi-K2-Thinking": Case("Kimi-K2-Thinking", 4096, "elementwise", Int4(32), 8),
-    "gpt-oss-20b": Case("gpt-oss-20b", 4096, "layers", Mxfp4()),
+    "Kimi-K2-Thinking": Case("Kimi-K2-Thinking", 4096, "elementwise", Int4(32), 8, "8xH200"),
+    "gpt-oss-20b": Case("gpt-oss-20b", 4096, "layers", Mxfp4(), hardware="1xRTX4090+64GB"),
     "Llama-3.1-8B": Case("meta-llama--Meta-Llama-3.1-8B", 4096, "nothing"),
 }
 
@@ -182,6 +188,30 @@ def _as_on_cuda(config: dict[str, Any], case: Case, launches: Launches) -> Itera
         yield
 
 
+def derived(config: Path, case: Case) -> float:
+    """Seconds of that step on case.hardware, as the plan derives them."""
+    place = Layout.model_validate({"recompute": case.recompute, "split": case.split})
+    tokens = case.tokens * fleet(case.hardware).count
+    wish = Config(model=str(config), lora=LoraConfig(rank=RANK), tokens_per_step=tokens, place=place)
+    time = plan_on(wish, fleet(case.hardware)).choice.time
+    assert time is not None
+    return time.step
+
+
+def _speeds(case: Case, kept: dict[str, Any], name: str) -> str:
+    """The derived tokens/s of the trees: more bytes take longer, by the rate of the device's memory."""
+    machine = fleet(case.hardware)
+    assert machine.device is not None
+    tokens, step = case.tokens * machine.count, kept["after"]["seconds"][name]
+    more = sum(b for _, b in kept["before"]["counts"][name].values())
+    more -= sum(b for _, b in kept["after"]["counts"][name].values())
+    before = step + more / (MEMORY_SHARE * machine.device.memory_gb_s * 1e9)
+    return (
+        f"Derived, not measured, on {case.hardware}: {tokens / step:,.0f} tokens/s, of a step of {step:.2f} s"
+        f" (the plan's); with the bytes of before {tokens / before:,.0f}, of {before:.2f} s."
+    )
+
+
 def page(kept: dict[str, Any]) -> str:
     """The page of the kept counts: before and after, by model and group."""
     lines = ["# Launches and bytes of a step, counted", "", (__doc__ or "").strip(), "", *ABOUT]
@@ -201,7 +231,10 @@ def page(kept: dict[str, Any]) -> str:
         ]
         for group, cells in rows.items():
             lines.append(f"| {group} | " + " | ".join(f"{n:,} | {b / 1e9:,.1f}" for n, b in cells) + " |")
-        lines.append("| host, s | " + " | ".join(f"{n * LAUNCH:.2f} | " for n, _ in rows["**sum**"]) + " |")
+        host = " | ".join(f"{n * LAUNCH:.2f} | " for n, _ in rows["**sum**"])
+        lines.append(f"| host, s | {host} |")
+        if name in kept["after"].get("seconds", {}):
+            lines += ["", _speeds(case, kept, name)]
     dates = [f"{when}: {kept[when]['date']}, torch {kept[when]['torch']}" for when in whens]
     return "\n".join([*lines, "", "; ".join(dates) + ".", ""])
 
@@ -216,9 +249,11 @@ def main() -> None:
     nothing: dict[str, Any] = {"counts": {}}
     kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"before": nothing, "after": nothing}
     counts: dict[str, Counts] = {}
+    seconds: dict[str, float] = {}
     for name in arguments.models or CASES:
         case = CASES[name]
-        counts[name] = count(json.loads((arguments.configs / f"{case.config}.json").read_text()), case)
+        config = arguments.configs / f"{case.config}.json"
+        counts[name], seconds[name] = count(json.loads(config.read_text()), case), derived(config, case)
         for group, (number, size) in counts[name].items():
             print(f"{name:18} {group:24} {number:8,} {size / 1e9:10.1f} GB", flush=True)
     if arguments.keep:
@@ -226,6 +261,7 @@ def main() -> None:
             "date": str(date.today()),
             "torch": torch.__version__,
             "counts": {**kept[arguments.keep]["counts"], **counts},
+            "seconds": {**kept[arguments.keep].get("seconds", {}), **seconds},
         }
         RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     if arguments.write:

@@ -5,8 +5,8 @@ loads). tokens/s counts decoding only: all rows, from the first new token of eac
 prompt has a time of its own. Correctness: our model in float32 on the CPU, without a cache, scores each
 chosen token after that side's own text. Reported are the share of tokens that are not float32's first choice,
 and the largest gap in log probability, in nats.
-Sides: unfreeze (steps launched one by one or replayed as a CUDA graph, as records say), unfreeze-launched,
-unfreeze-graphs (on a GPU only), transformers.
+Sides: unfreeze (steps launched one by one or replayed as a CUDA graph, as records or a prediction say),
+unfreeze-launched, unfreeze-graphs (on a GPU only), transformers.
 """
 
 from typing import Literal

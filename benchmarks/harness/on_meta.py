@@ -43,6 +43,7 @@ UNLAUNCHED = {
     "new_empty_strided",
     "lift_fresh",
     "detach",
+    "_unsafe_view",
 }
 GATHERS = {"embedding", "index_select", "gather"}  # they read as many numbers as they write
 GROUPS: tuple[tuple[str, str], ...] = (
@@ -50,6 +51,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("kernels/int4_grouped_mm", "experts"),
     ("kernels/grouped_mm", "experts"),
     ("kernels/attention", "attention"),
+    ("kernels/packed_attention", "attention"),
     ("kernels/swiglu", "activation"),
     ("models/blocks/mlp", "activation"),
     ("kernels/rms_norm", "norms"),
@@ -89,6 +91,7 @@ def as_on_an_h200(report: Report = lambda name, arguments: None) -> Iterator[Non
         for kernel in (JITFunction, InterpretedFunction):
             patches.enter_context(patch.object(kernel, "run", run))
         for module, name, value in (
+            (torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200"),
             (predicted, "wrong", lambda *_: ""),
             (choosing, "_CHOSEN", {}),
             (choosing, "_WRONG", {}),
@@ -116,7 +119,10 @@ class Launches(TorchDispatchMode):
 
     def report(self, name: str, arguments: Iterable[object], group: str | None = None) -> None:
         """Count one launch of a kernel that torch does not know."""
-        tensors = [leaf for leaf in tree_leaves(list(arguments)) if isinstance(leaf, Tensor)]
+        # a kernel gets some tensor again for an argument that it does not read
+        tensors = {
+            id(leaf): leaf for leaf in tree_leaves(list(arguments)) if isinstance(leaf, Tensor)
+        }.values()
         self._add(group or self._group(name, tensors, sys._getframe(1)), tensors)
 
     def __torch_dispatch__(

@@ -8,9 +8,11 @@ import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.profiler import profile
 
 from benchmarks.harness.job import batch_of, model_flops
 from benchmarks.harness.synthetic import fill_random
@@ -23,7 +25,9 @@ from unfreeze.kernels.loops.scratch import release_scratch
 from unfreeze.objectives.cross_entropy import cross_entropy
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import Plan, Work, measure_sizes, plan, refuse_if_too_large
+from unfreeze.quant.codec import Codec
 from unfreeze.quant.int4 import Int4
+from unfreeze.quant.mxfp4 import Mxfp4
 from unfreeze.train.memory import peak_bytes, reset_peak_bytes
 from unfreeze.train.optim import AdamW
 from unfreeze.train.step import train_step
@@ -41,14 +45,15 @@ class Job:
     """
 
     config: Mapping[str, Any]
-    experts: Literal["int4", "bf16", ""]
+    experts: Literal["int4", "mxfp4", "bf16", ""]
     rank: int | None
     target: float | None
 
 
 def built(job: Job, device: torch.device | str) -> models.Decoder:
     """The model, uninitialised."""
-    codec, shape = Int4(32) if job.experts == "int4" else None, models.shape(job.config)
+    codecs: dict[str, Codec] = {"int4": Int4(32), "mxfp4": Mxfp4()}
+    codec, shape = codecs.get(job.experts), models.shape(job.config)
     packed = lambda name: codec if ".experts." in name else None  # noqa: E731
     return models.build(shape, dtype=torch.bfloat16, device=device, codec_for=packed)
 
@@ -80,8 +85,13 @@ def sized(job: Job, tokens: int, recompute: str, gpu: Hardware, device: str, seq
     return fitted
 
 
-def train(job: Job, fitted: Plan, steps: int, device: str, sequence: int) -> dict[str, Any]:
-    """Two warm-up steps and `steps` timed ones on the same batches; tokens/s of the median step."""
+def train(
+    job: Job, fitted: Plan, steps: int, device: str, sequence: int, trace: Path | None = None
+) -> dict[str, Any]:
+    """Two warm-up steps and `steps` timed ones on the same batches; tokens/s of the median step.
+
+    trace: file for torch's profile of one more step, which Perfetto and chrome://tracing read.
+    """
     place, model = torch.device(device), built(job, device)
     fill_random(model, seed=0)
     if job.rank:
@@ -102,6 +112,11 @@ def train(job: Job, fitted: Plan, steps: int, device: str, sequence: int) -> dic
         losses.append(train_step(model, optimizer, batches, cross_entropy, **options).loss)
         wait(place)  # so that the time includes the update and nothing of the step before
         seconds.append(time.perf_counter() - started)
+    if trace is not None:
+        with profile() as profiled:
+            train_step(model, optimizer, batches, cross_entropy, **options)
+            wait(place)
+        profiled.export_chrome_trace(str(trace))
     low, middle, high = statistics.quantiles(seconds[2:], n=4)
     figures = {
         "tokens_per_second": tokens / middle,

@@ -170,6 +170,45 @@ def test_each_is_short_flat_and_has_a_loop_of_its_own(name):
     assert not any(part in source for part in ("unfreeze.job", "unfreeze.api", "unfreeze.train", "recipes"))
 
 
+# --- adapters on packed experts, with expert parallelism
+
+PACKED = {"steps": 2, "tokens_per_step": 256, "micro_batches": 4, "learning_rate": 1e-3, "rank": 2, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """The run of one process whose losses and norms the loop must have."""
+    out, data = tmp_path_factory.mktemp("packed") / "run", TINY_K2 / "yoda_train.jsonl"
+    more = {"dtype": "float32", "schedule": "constant", "warmup": 0, "threads": 1, "alpha": 32.0}
+    return unfreeze.sft(model=TINY_K2, data=data, out=out, samples=0, quiet=True, **more, **PACKED)
+
+
+@pytest.fixture(scope="module")
+def said(forkserver):
+    """Two copies of two processes that share the experts."""
+    flags = [text for name, value in PACKED.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    run = [HERE / "forked.py", "4", EXAMPLES / "expert_parallel.py", *flags, "--experts", "2"]
+    ended = forkserver.run(run, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return ended.stdout
+
+
+def test_data_and_expert_parallelism_have_the_losses_of_one_process(packed, said):
+    assert len(packed.losses) == 2 and close(losses(said), packed.losses)
+
+
+def test_the_norm_counts_every_gradient_once(packed, said):
+    norms = [float(norm) for norm in re.findall(r"norm ([0-9.]+)", said)]
+    events = [json.loads(line) for line in (packed.path / "events.jsonl").read_text().splitlines()]
+    assert norms == pytest.approx([e["grad_norm"] for e in events if e["kind"] == "train"], rel=1e-4)
+
+
+def test_it_is_short_and_has_no_part_of_our_loop():
+    source = (EXAMPLES / "expert_parallel.py").read_text(encoding="utf-8")
+    assert len(source.splitlines()) <= 135 and max(map(len, source.splitlines())) <= 110
+    assert not any(part in source for part in ("unfreeze.job", "unfreeze.api", "unfreeze.train", "recipes"))
+
+
 # --- beside DeepSpeed and Lightning (make nightly)
 
 

@@ -1,5 +1,7 @@
 """The sum of a token's rows that came back from their experts goes through the op token_permute."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ def home(device="cpu"):
     """Of T K rows in any order."""
     place_TK = torch.randperm(T * K, generator=torch.Generator().manual_seed(0)).view(T, K).to(device)
     token_n = torch.div(place_TK.flatten().argsort(), K, rounding_mode="floor")
-    return Home(Alone(), token_n, place_TK, place_TK, token_n[:, None], [T * K], [T * K])
+    return Home(Alone(), token_n, place_TK, place_TK, token_n[:, None], [T * K], [T * K], T * K)
 
 
 def rows(dtype):
@@ -37,15 +39,21 @@ def test_what_is_chosen_combines(monkeypatch, interpreted):
     triton = token_permute.OP.candidates["triton"]
     if triton.refuses("cpu", torch.float32):
         pytest.skip("the interpreter is not on")
-    asked = []
+    asked, combined = [], []
+    functions = triton.load().functions
+
+    def combine(*args):
+        combined.append(args[1].shape)
+        functions.combine(*args)
 
     def choose(op, device, dtype, bucket):
         asked.append((op.name, dtype, bucket))
-        return triton.load()
+        return token_permute.TokenPermute(SimpleNamespace(combine=combine))
 
     monkeypatch.setattr(dispatch, "choose", choose)
     there, rows_nD = home(), rows(torch.float32)
     exact = rows_nD.double()[there.place_TK].sum(1)
     found = there.combine(rows_nD)
     assert asked == [("token_order", torch.float32, "under 1k")]
+    assert combined == [(T * K,)]
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)

@@ -265,12 +265,11 @@ def test_the_plan_holds_for_blocks_of_other_families(name, recompute, live, monk
     ids=["Kimi-K2", "gpt-oss"],
 )
 def test_attention_in_one_call_takes_what_its_block_counts(shape, sinks, live, monkeypatch):
-    as_on_an_h200(monkeypatch)
     monkeypatch.setattr(flash_cuda, "backward", in_one_call)
     T, (H, G, d, v, window, *_) = 4096, shape
     leaves = [meta_leaf(T, H, d), meta_leaf(T, G, d), meta_leaf(T, G, v), *([meta_leaf(H)] if sinks else [])]
     layout = DocumentLayout.build([0, 300, 1500], T, "meta")
-    with live.Live(leaves) as watch:
+    with as_on_an_h200(), live.Live(leaves) as watch:
         o = packed_attention(*leaves[:3], layout, 0.1, Mask(window), None, *leaves[3:])
         torch.autograd.grad(o, leaves, torch.empty_like(o))
     counted = attention_bytes(shape._replace(one_call=True), torch.bfloat16, "cuda")

@@ -108,6 +108,7 @@ def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
     import torch
 
     from unfreeze.job.opening.device import pick_device
+    from unfreeze.kernels.choice import configs
     from unfreeze.kernels.choice import measure as kernels
     from unfreeze.kernels.choice.record import device_key
     from unfreeze.kernels.loops.scratch import release_scratch
@@ -140,6 +141,8 @@ def measure_cells(config: MeasureConfig, common: Common) -> dict[str, Any]:
         for number, (op, case, dtype) in enumerate(wanted, start=1):
             name = f"{op.name}, {case.bucket}, {str(dtype).removeprefix('torch.')}"
             try:
+                for row in configs.measure_all(op, case, device, dtype, config.seconds, file):
+                    say(f"{number:>3}/{len(wanted)}  {name}: {config_line(row)}")
                 new = kernels.measure(op, case, device, dtype, config.seconds)
             # the reference itself fails (out of memory, say): skip this cell, the next one may work
             except Exception as error:
@@ -188,6 +191,16 @@ def cell_line(rows: list[Row]) -> str:
         else ""
     )
     return ", ".join(parts) + reference
+
+
+def config_line(row: Row) -> str:
+    """Summarise the launch parameters that were found fastest in one line."""
+    words = (
+        " ".join(f"{name}={value}" for name, value in row["config"].items()) or "its own launch parameters"
+    )
+    gain = f"{row['median_us']:.0f} us, its own {row['own_median_us']:.0f} us" if row["config"] else "fastest"
+    failed = f"; {len(row['failed'])} did not run" if row["failed"] else ""
+    return f"{row['candidate']} with {words}: {gain}{failed}"
 
 
 def destination(config: MeasureConfig, key: str) -> Path:

@@ -5,6 +5,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from unfreeze.commands.kernels import config_line
 from unfreeze.kernels.choice import choose as choosing
 from unfreeze.kernels.choice import configs, measure, ops, record
 from unfreeze.kernels.choice.op import Candidate, Case, Op
@@ -87,13 +88,36 @@ def test_its_own_stays_where_the_others_gain_less_than_2_percent(op, monkeypatch
     assert measured(op)["config"] == {} and configs.best(op, "quick", torch.device("cuda"), F32, "any") == {}
 
 
-def test_a_newer_row_replaces_the_older(op, monkeypatch):
+def test_a_newer_row_replaces_the_older(op, monkeypatch, tmp_path):
     planted(monkeypatch, {"own": 10.0, "0": 5.0, "1": 7.0})
     measured(op)
     planted(monkeypatch, {"own": 10.0, "0": 9.0, "1": 7.0})
     measured(op)
     assert configs.best(op, "quick", torch.device("cuda"), F32, "any") == {"STEPS": 2}
-    assert len(record.read(configs._file(CPU))) == 1
+    assert len(record.read(tmp_path / "card-configs.json")) == 1
+
+
+def test_all_are_kept_beside_the_records_and_the_users_own_come_first(op, monkeypatch, tmp_path):
+    gpu, package = torch.device("cuda", 0), tmp_path / "package"
+    monkeypatch.setattr(record, "COMMITTED", package)
+    planted(monkeypatch, {"own": 10.0, "0": 9.0, "1": 7.0})
+    rows = configs.measure_all(op, op.cases[0], CPU, F32, 0.1, package / "card.json")
+    assert [row["config"] for row in rows] == [{"STEPS": 2}]
+    assert config_line(rows[0]) == "quick with STEPS=2: 7 us, its own 10 us; 2 did not run"
+    assert configs.best(op, "quick", gpu, F32, "any") == {"STEPS": 2}
+    planted(monkeypatch, {"own": 10.0, "0": 5.0, "1": 7.0})
+    measured(op)
+    assert configs.best(op, "quick", gpu, F32, "any") == {"STEPS": 1}
+
+
+def test_a_record_times_a_candidate_with_its_best(op, monkeypatch):
+    planted(monkeypatch, {"own": 10.0, "0": 9.0, "1": 7.0})
+    measured(op)
+    monkeypatch.setattr(configs, "best", lambda *_: {"STEPS": 2})  # as on a GPU
+    Doubling.ran.clear()
+    good, errors, refused = measure.candidates_of(op, op.cases[0], CPU, F32)
+    assert Doubling.ran == [2] and not refused and errors["quick"].forward == 0
+    assert good["quick"].steps == 2
 
 
 def test_a_candidate_without_configs_is_not_measured(op):

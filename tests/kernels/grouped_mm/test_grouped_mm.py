@@ -95,6 +95,20 @@ def test_odd_strides_which_torch_refuses():
 
 
 @pytest.mark.skipif("triton" not in IMPLS, reason="triton does not run here")
+def test_what_lies_beside_rows_and_matrices_is_not_read():
+    """M = 40 is no multiple of a tile: the rest of a tile would be NaN."""
+    offsets = ends(4, 0, 6)
+    x, weights = (
+        torch.full((12, 64), torch.nan, device=DEVICE),
+        torch.full((3, 64, 40), torch.nan, device=DEVICE),
+    )
+    x[:10, :40], weights[:, :40, :24] = draw(10, 40), draw(3, 40, 24, seed=1)
+    x, weights = x[:10, :40], weights[:, :40, :24]
+    close(grouped_mm(x, weights, offsets, impl="triton"), x, weights, offsets)
+    close(grouped_mm(x.t(), x[:, :24], offsets, impl="triton"), x.t(), x[:, :24], offsets)
+
+
+@pytest.mark.skipif("triton" not in IMPLS, reason="triton does not run here")
 def test_half_precision_is_rounded_once():
     from unfreeze.kernels.grouped_mm.triton_cuda import GroupedMm
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from benchmarks.harness.on_meta import Launches
 from unfreeze.kernels.attention import DocumentLayout, Mask
 from unfreeze.kernels.packed_attention import OP, flash_cuda
 from unfreeze.kernels.packed_attention.by_buckets import by_buckets
@@ -23,27 +22,6 @@ from unfreeze.kernels.packed_attention.varlen import by
 TOKENS, HEADS, GROUPS, WIDTH = 4096, 64, 8, 64  # gpt-oss
 DOCUMENTS = [(512,) * 8, (2048,) * 2, (4096,), (1900, 900, 500, 300, 200, 150, 100, 46)]
 WINDOWS = (128, None)
-NOTHING = {"empty", "empty_like", "new_empty", "_unsafe_view"}  # of these the device has nothing to do
-
-
-class Count(TorchDispatchMode):
-    """Operators that launch something, and the bytes of their arguments and results."""
-
-    def __init__(self):
-        super().__init__()
-        self.launches = self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-        view = any(
-            result.alias_info and not result.alias_info.is_write for result in function._schema.returns
-        )
-        on_meta = any(x.device.type == "meta" for x in tensors)
-        if on_meta and not view and function.overloadpacket.__name__ not in NOTHING:
-            self.launches += 1
-            self.bytes += sum(x.nbytes for x in tensors)
-        return out
 
 
 def counted(implementation, lengths, window):
@@ -57,11 +35,11 @@ def counted(implementation, lengths, window):
     slots = (None if x is None else x.to("meta") for x in (layout.source_N, layout.slot_T))
     layout = replace(layout, **dict(zip(("source_N", "slot_T"), slots, strict=True)))
     layout.bounds(q.device)  # once for all layers
-    with Count() as forward:
+    with Launches(rank=0) as forward:
         o = implementation(q, k, v, layout, 0.125, Mask(window), None, sinks)
-    with Count() as backward:
+    with Launches(rank=0) as backward:
         torch.autograd.grad(o, (q, k, v, sinks), torch.empty_like(o))
-    return [(count.launches, count.bytes / 1e9) for count in (forward, backward)]
+    return [(count.launches.total(), count.bytes.total() / 1e9) for count in (forward, backward)]
 
 
 ONE_CALL = by(flash_cuda)
@@ -93,8 +71,8 @@ def main():
         f" {date.today()}, torch {torch.__version__}. Counted on the meta device, not measured: no GPU was used. A"
         f" layer with sinks: {HEADS} query heads over {GROUPS} key heads of width {WIDTH}, {TOKENS:,} tokens, bf16.",
         "",
-        "Launches are operators of torch, and bytes are those of their arguments and results. A flash kernel reads its"
-        " keys several times and sums dq in float32 besides. By blocks: the path without a flash kernel, in float32."
+        "As in [launches](launches.md): bytes are those of an operator's operands, each counted once. A flash kernel"
+        " reads its keys several times and sums dq in float32 besides. By blocks: the path without a flash kernel, in float32."
         " It remains for softcapped scores and for float32.",
         "",
         "| documents | window | path | forward, launches | GB | backward, launches | GB |",

@@ -40,7 +40,6 @@ MOE = Counts(
         activated=140_000,
         rotated=750_000,
         normed=125_000,
-        latent=6_200_000_000,
     ),
 )
 EXPANDED = 570_760_888_320 / (60 * 384 * 3 * 7168 * 2048) + 2  # 0.5625 bytes of codes a weight, and 2 written
@@ -110,14 +109,15 @@ def test_windows_are_seen_instead_of_documents():
     assert slides.pairs(64) == MOE.pairs(64) == pytest.approx(MOE.attention * 32)
 
 
-def test_elementwise_multiplies_with_the_weights_of_latent_attention_once_more():
-    layouts = (RESIDENT.but(recompute=name) for name in ("nothing", "elementwise"))
-    nothing, elementwise = (
-        seconds(MOE, fleet("8xH200"), RATES, l, Step(65536, 2048, TRAINED)) for l in layouts
+def test_elementwise_attends_and_multiplies_as_often_as_nothing():
+    """Passes between products are made again; attention's result and those of linear layers are kept, MLA's too."""
+    layouts = (RESIDENT.but(recompute=name) for name in ("nothing", "elementwise", "layers"))
+    nothing, elementwise, layers = (
+        seconds(MOE, fleet("8xH200"), RATES, layout, Step(65536, 2048, TRAINED)).terms for layout in layouts
     )
-    more = elementwise.terms["dense layers"] - nothing.terms["dense layers"]
-    assert more == pytest.approx(8192 * 2 * MOE.widths.latent / RATES.dense)
-    assert elementwise.terms["attention"] == nothing.terms["attention"]
+    for term in ("attention", "dense layers", "experts"):
+        assert nothing[term] == elementwise[term] < layers[term]
+    assert nothing["elementwise"] < elementwise["elementwise"] == layers["elementwise"]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Launch parameters of a candidate: blocks, warps and stages, measured on the card and kept for it.
 
 A kernel has parameters of its own, which it takes from shapes. `Candidate.configs` lists others per bucket.
-`measure_configs` times them in turn with its own, and keeps the fastest in the user's folder, a file per
-device class. choose() takes it (`with_best`). Without such a row a kernel runs with its own.
+`measure_configs` times them in turn with its own, and keeps the fastest beside the records of the device
+class. choose() takes it (`with_best`). Without such a row a kernel runs with its own.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ def configs_of(op: Op, name: str, bucket: str) -> tuple[Config, ...]:
 
 
 def best(op: Op, name: str, device: torch.device, dtype: torch.dtype, bucket: str) -> Config:
-    """The config in the user's record of this device class; OWN if there is none, or it is not listed."""
+    """The config kept for this device class, the user's first; OWN if there is none, or it is not listed."""
     configs = configs_of(op, name, bucket)
     if not configs or device.type != "cuda":
         return OWN
     wanted = (op.name, _name(dtype), bucket, name)
-    for row in readable(_file(device)):
-        if (row["op"], row["dtype"], row["bucket"], row["candidate"]) == wanted and row["config"] in configs:
-            return row["config"]
+    for folder in (record.user_folder(), record.COMMITTED):
+        for row in readable(beside(folder / f"{record.device_key(device)}.json")):
+            if record.identity(row) == wanted:
+                return row["config"] if row["config"] in configs else OWN
     return OWN
 
 
@@ -53,13 +54,32 @@ def configured(implementation: Implementation, config: Config) -> Implementation
     return getattr(implementation, "configured")(config)  # noqa: B009
 
 
+def measure_all(
+    op: Op, case: Case, device: torch.device, dtype: torch.dtype, seconds: float, records: Path | None = None
+) -> list[Row]:
+    """`measure_configs` of every candidate that has configs and runs there."""
+    from unfreeze.kernels.choice.choose import running  # which imports this module
+
+    return [
+        row
+        for name in running(op, device, dtype, case.bucket)
+        if (row := measure_configs(op, name, case, device, dtype, seconds, records)) is not None
+    ]
+
+
 def measure_configs(
-    op: Op, name: str, case: Case, device: torch.device, dtype: torch.dtype, seconds: float
+    op: Op,
+    name: str,
+    case: Case,
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    records: Path | None = None,
 ) -> Row | None:
     """Time the candidate with each of its configs in turn, and keep the fastest; None if it has only its own.
 
-    Timing takes about `seconds`. A config that is wrong or fails (more shared memory than the card has) is
-    left out, and the row names it.
+    records: the file of records to keep it beside; None: the user's own. Timing takes about `seconds`.
+    A config that is wrong or fails (more shared memory than the card has) is left out, and the row names it.
     """
     # these import choose.py, which imports this module
     from unfreeze.kernels.choice import measure, predicted
@@ -99,12 +119,14 @@ def measure_configs(
         "torch": torch.__version__,
         "date": date.today().isoformat(),
     }
-    write(_file(device), [row], {op.name: op})
+    own_file = record.user_folder() / f"{record.device_key(device)}.json"
+    write(beside(records or own_file), [row], {op.name: op})
     return row
 
 
-def _file(device: torch.device) -> Path:
-    return record.user_folder() / f"{record.device_key(device)}-configs.json"
+def beside(records: Path) -> Path:
+    """The file of configs that belongs to a file of records."""
+    return records.with_name(f"{records.stem}-configs.json")
 
 
 def _name(dtype: torch.dtype) -> str:

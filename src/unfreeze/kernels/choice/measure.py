@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.choice.choose import REQUIRED_GAIN, implementation_of
+from unfreeze.kernels.choice.configs import with_best
 from unfreeze.kernels.choice.draw import normal
 from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key
@@ -203,7 +204,8 @@ def candidates_of(
         if not candidate.can(device.type, dtype, case.bucket):
             continue  # a fact of this machine or of its purpose: it is not recorded
         try:
-            implementation = implementation_of(op, name, device, dtype)
+            own = implementation_of(op, name, device, dtype)
+            implementation = with_best(own, op, name, device, dtype, case.bucket)
             errors[name] = truth.errors(implementation)
         # any failure of a candidate disqualifies it, and must not stop the measurement
         except Exception as error:

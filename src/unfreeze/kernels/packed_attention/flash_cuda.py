@@ -72,7 +72,7 @@ def backward(
 
 
 def _arguments(documents: Documents) -> dict[str, Tensor | int | float | bool]:
-    """Arguments of both operators. Windows: the keys on either side of a query's own that it sees; -1: all."""
+    """Arguments of both operators. A window is the keys beside a query's own on either side; -1: all."""
     bounds_S1, longest, scale, window = documents
     return {
         "cum_seq_q": bounds_S1,

@@ -72,7 +72,7 @@ class Home:
     ids_N1: Tensor
     send: list[int]
     receive: list[int]
-    most: int
+    most: int = 0
 
     def there(self, rows_n: Tensor) -> InFlight:
         """Send rows to the experts: sent rows -> received rows."""

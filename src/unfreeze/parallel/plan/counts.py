@@ -14,7 +14,6 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks.attention import Attending
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
-from unfreeze.models.blocks.mla import MLA
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.targets import group_of
 from unfreeze.parallel.placement.residency import come_whole
@@ -34,7 +33,6 @@ class Widths:
     rotated     queries and keys
     normed      norms of queries, keys and latents: beside two of D a layer
     joined      keys of MLA's heads, joined of two parts
-    latent      weights of MLA's projections, which "elementwise" recomputes
     """
 
     into: int = 0
@@ -45,7 +43,6 @@ class Widths:
     rotated: int = 0
     normed: int = 0
     joined: int = 0
-    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -172,13 +169,6 @@ def _widths(model: Decoder) -> Widths:
         for name, module in linears.items()
         if name.endswith(OWN_INPUT) or module.in_features != D
     ]
-    latent = sum(
-        module.in_features * module.out_features
-        for mla in model.modules()
-        if isinstance(mla, MLA)
-        for module in mla.modules()
-        if isinstance(module, Linear)
-    )
     heads = {"q_norm": shape.num_heads, "k_norm": shape.num_kv_heads}
     normed = 0
     for name, module in named_modules(model):
@@ -201,7 +191,6 @@ def _widths(model: Decoder) -> Widths:
         rotated=shape.num_layers * rotated,
         normed=normed,
         joined=shape.num_layers * joined,
-        latent=latent,
     )
 
 

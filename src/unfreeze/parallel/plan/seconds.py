@@ -14,8 +14,7 @@ one if weights train.
                                                                  x = 2, or v + 1 if loaded in groups
     passes     rows · 2 · (14 D + 16 I) / passes                 gather, SwiGLU, combine, and their backward;
                                                                  adapters and exchange: passes.py
-    dense      t · 2 · (N · visits + A · (v + 2)) / dense        N weights of layers, A numbers of adapters;
-                                                                 elementwise: MLA's once more
+    dense      t · 2 · (N · visits + A · (v + 2)) / dense        N weights of layers, A numbers of adapters
     norms      t · 2 D · (v + 1) / 2 / norms                     two per layer; a record has both directions
     elementwise, adapters' traffic   passes.py / passes
     attention  t · A · seen · (v + 2.5) / attention              A FLOP per pair, documents of L tokens:
@@ -209,8 +208,6 @@ def _dense(
     v, D = visits.dense, counts.hidden_size
     length = min(step.length, t)  # no document is longer than a micro-batch
     products = counts.dense * (v + visits.backward)
-    if layout.recompute == "elementwise":
-        products += counts.widths.latent
     adapted = 0.0 if step.every_weight else step.adapted
     adapters = 0 if step.every_weight else step.trained.get("dense", 0) * (v + 2)
     again = 2 if layout.recompute != "nothing" else 1  # passes between products are never kept
