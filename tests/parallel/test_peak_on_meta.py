@@ -245,7 +245,7 @@ def test_the_plan_is_within_a_tenth_at_true_size(name, tokens, recompute, live, 
     assert 0.9 * counted <= planned <= 1.1 * counted
 
 
-@pytest.mark.parametrize("name", ["Kimi-K2, 48 experts, INT4", "Kimi-K2, 384 experts, INT4", "Qwen3-30B-A3B"])
+@pytest.mark.parametrize("name", ["Kimi-K2, 48 experts, INT4", "Qwen3-30B-A3B"])
 def test_the_plan_holds_where_grouped_gemms_cannot_run(name, live, monkeypatch):
     """The loop of torch.mm computes in slabs what kernels do in one pass."""
     counted, planned = peak(live, name, 8192, "layers", monkeypatch, by=LoopCuda)

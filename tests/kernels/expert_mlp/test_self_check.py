@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from unfreeze.kernels.choice import predicted
+from unfreeze.kernels.choice import choose, predicted
 from unfreeze.kernels.choice.op import Candidate
 from unfreeze.kernels.expert_mlp import cases, fused_expert_mlp, workspace
 from unfreeze.kernels.expert_mlp.grouped import Grouped, Part
@@ -102,6 +102,36 @@ def only(wrong):
 )
 def test_it_names_what_is_wrong(change, said, self_check):
     assert said in self_check(change)
+
+
+@pytest.mark.parametrize("factor, runs", [(1.0, "fused"), (1.05, "loop")])
+def test_a_wrong_fused_gives_way_to_the_loop_which_is_checked_too(factor, runs, monkeypatch, caplog):
+    """From the check to the result, by the choice that a GPU makes; here its backends run on a CPU."""
+    checked = []
+
+    def candidate(name, function):
+        def refuses(device, dtype):
+            checked.append(name)
+            return module._self_check.__wrapped__(name, CPU, dtype)
+
+        return replace(module.OP.candidates[name], load=lambda: function, refuses=refuses)
+
+    by = {
+        "fused": lambda *args: computed(args, Grouped()) * factor,
+        "loop": lambda *args: computed(args, LoopCuda()),
+    }
+    op = replace(module.OP, candidates={name: candidate(name, function) for name, function in by.items()})
+    monkeypatch.setattr(module, "OP", op)
+    monkeypatch.setattr(cases, "HOT", HOT)
+    choose.choose_anew()
+    args = cases.SMALL.arguments(CPU, BF16, torch.Generator().manual_seed(5))
+    y = choose.choose(op, CPU, BF16, "64 on")(*args)
+    assert torch.equal(y, by[runs](*args)) and "loop" in checked
+    (choice,) = [c for inputs, c in choose.choices().items() if inputs.op == "expert_mlp"]
+    assert choice.runs == runs and ("fused cannot run: its self-check on cpu, packed" in choice.why) == (
+        runs == "loop"
+    )
+    assert ("fused does not run: its self-check" in caplog.text) == (runs == "loop")
 
 
 def test_several_groups_and_experts_without_rows_are_among_what_it_checks(self_check, monkeypatch):
