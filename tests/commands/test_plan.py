@@ -563,4 +563,6 @@ def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(config, m
     assert found["hardware"] == "NVIDIA X1" and found["tokens_per_second"] is None
     on_cpu = planned("--model", config, "--hardware", "cpu:200GB")
     terms, others = found["bytes"]["device_terms"], on_cpu["bytes"]["device_terms"]
-    assert terms["expert workspace"] > others["expert workspace"]
+    # on a CPU experts are expanded one at a time, and the program itself takes memory
+    assert terms["expert workspace"] != others["expert workspace"]
+    assert "interpreter and libraries" in others and "interpreter and libraries" not in terms
