@@ -5,13 +5,14 @@ there is a GPU.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice import choose, measure, ops, record
-from unfreeze.kernels.choice.op import Candidate, Case, Op
+from unfreeze.kernels.choice.op import Candidate, Case, Op, capability
 
 ROOM = Path(ops.__file__).parents[1]
 DEVICES = [
@@ -197,3 +198,15 @@ def test_what_is_for_gpus_says_that_it_waits_for_its_first_rows():
         if name.partition("_")[0] in ON_GPU
     }
     assert {file.name.partition("-")[0] for file in record.COMMITTED.glob("*.json")} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("gfx942:sramecc+", (9, 0)), ("gfx90a", (8, 0)), ("gfx1100", (8, 0))]
+)
+def test_amd_s_gpus_count_by_the_fast_paths_that_torch_has_for_them(name, wanted, monkeypatch):
+    """torch's own numbers of gfx90a are (9, 0), as those of an H100."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName=name))
+    capability.cache_clear()
+    assert capability(torch.device("cuda", 0)) == wanted
+    capability.cache_clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.core.units import format_bytes
 from unfreeze.job.doctor.finding import Finding
 from unfreeze.kernels import cards
-from unfreeze.kernels.choice import checked, ops, record, times
+from unfreeze.kernels.choice import checked, configs, ops, record, times
 from unfreeze.kernels.choice.timed import Cell
 
 if TYPE_CHECKING:
@@ -106,7 +107,14 @@ def table(cells: Iterable[Cell], device: torch.device, seconds: float = LIMIT) -
             times.keep(kept, device)
         rows.clear()
 
-    for row in checked.check_all(cells, device, seconds):
+    def tune(cell: Cell) -> None:
+        """Measure the launch parameters of this card, and keep the fastest."""
+        with suppress(OSError):  # the cache cannot be written: the kernels run with their own parameters
+            configs.measure_all(cell.op, cell.case, device, cell.dtype, checked.SAMPLING)
+
+    for row in checked.check_all(
+        cells, device, seconds, tune=tune if device.type == "cuda" else lambda _: None
+    ):
         if rows and rows[-1]["op"] != row["op"]:
             keep()
         rows.append(row)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 
 import torch
@@ -24,18 +24,24 @@ SAMPLING = 0.1  # seconds of timing of one cell; at least measure.FEWEST samples
 
 
 def check_all(
-    cells: Iterable[Cell], device: torch.device, seconds: float, sampling: float = SAMPLING
+    cells: Iterable[Cell],
+    device: torch.device,
+    seconds: float,
+    sampling: float = SAMPLING,
+    tune: Callable[[Cell], object] = lambda cell: None,
 ) -> Iterator[Row]:
     """Yield a row for each cell, in order, until `seconds` have passed (compiling included).
 
     A cell that the reference itself cannot compute (out of memory, say) has a row that says so ("untimed").
-    sampling: seconds of timing of one cell.
+    sampling: seconds of timing of one cell. tune: called before each cell, to measure launch parameters.
     """
     begun = time.perf_counter()
     faults: dict[tuple[str, torch.dtype], dict[str, str]] = {}
-    for op, case, dtype in cells:
+    for cell in cells:
         if time.perf_counter() - begun > seconds:
             break
+        op, case, dtype = cell
+        tune(cell)
         if (op.name, dtype) not in faults:
             faults[op.name, dtype] = of_uses(op, device, dtype)
         yield check(op, case, device, dtype, faults[op.name, dtype], sampling)

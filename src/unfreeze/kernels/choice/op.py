@@ -23,7 +23,14 @@ Arguments = tuple[object, ...]
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor) of a GPU's CUDA compute capability."""
+    """(major, minor) of a GPU's CUDA compute capability.
+
+    Of AMD's GPUs that of the NVIDIA generation whose fast paths torch has for them: (9, 0) for gfx942 and
+    gfx950, else (8, 0).
+    """
+    if torch.version.hip:
+        name = torch.cuda.get_device_properties(device).gcnArchName
+        return (9, 0) if name.startswith(("gfx942", "gfx950")) else (8, 0)
     return torch.cuda.get_device_capability(device)
 
 
