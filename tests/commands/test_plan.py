@@ -559,6 +559,7 @@ def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(config, m
     monkeypatch.setattr(machine, "hardware", here)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA X1")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr("unfreeze.kernels.cards.here", lambda: None)
     found = planned("--model", config)
     assert found["hardware"] == "NVIDIA X1" and found["tokens_per_second"] is None
     on_cpu = planned("--model", config, "--hardware", "cpu:200GB")
