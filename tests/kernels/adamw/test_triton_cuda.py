@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from unfreeze.kernels.adamw import AdamWRule, AdamWUpdate
+from unfreeze.kernels.adamw import AdamWRule, AdamWUpdate, adamw
 from unfreeze.kernels.loops import triton_options
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -17,9 +17,9 @@ CPU, RULE = torch.device("cpu"), AdamWRule(1e-3, (0.9, 0.95), 1e-8)
 def triton_cuda():
     from unfreeze.kernels.adamw import triton_cuda
 
-    triton_cuda._tables.cache_clear()
+    triton_cuda._tables.cache_clear(), triton_cuda._multiples.cache_clear()
     yield triton_cuda
-    triton_cuda._tables.cache_clear()
+    triton_cuda._tables.cache_clear(), triton_cuda._multiples.cache_clear()
 
 
 @pytest.mark.parametrize("sizes", [[1], [0], [4096, 4097, 0, 1, 8193], [5, 3 * 4096, 4095] * 40])
@@ -52,3 +52,35 @@ def test_later_steps_send_numbers_only(triton_cuda):
     before = made[1].master.clone()
     triton_cuda.step(made, RULE)
     assert triton_cuda._tables.cache_info()[:2] == (2, 2) and not torch.equal(made[1].master, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "aligned"),
+    [(lambda t: t, True), (lambda t: t[:-1], False), (lambda t: torch.cat([t[:1], t])[1:], False)],
+)
+def test_16_bytes_are_read_at_once_where_every_address_and_size_allows_it(
+    change, aligned, triton_cuda, monkeypatch
+):
+    """A view that begins between, or a size that ends between, is read 4 bytes at a time, with the same result."""
+    if triton_options.refuses("cpu", torch.float32):
+        pytest.skip("the interpreter is not on")
+    launched, kernel = [], triton_cuda._step
+
+    class Watched:
+        def __getitem__(self, grid):
+            return lambda *args, **options: (
+                launched.append(options["ALIGNED"]),
+                kernel[grid](*args, **options),
+            )
+
+    monkeypatch.setattr(triton_cuda, "_step", Watched())
+    (whole,) = updates([(4096 + 32,)])
+    parts = {
+        name: change(getattr(whole, name).clone()) for name in ("master", "gradient", "exp_avg", "exp_avg_sq")
+    }
+    update = replace(whole, **parts)
+    other = replace(update, **{name: part.clone() for name, part in parts.items()})
+    triton_cuda.step([update], RULE)
+    adamw([other], RULE, impl="reference")
+    assert launched == [aligned]
+    torch.testing.assert_close(update.master, other.master, rtol=0, atol=1e-6)
