@@ -59,15 +59,14 @@ def _step(
     i = first + tl.arange(0, BLOCK)
     inside = i < size
     address = addresses + tensor * 4
-    w_at, m_at, v_at = tl.load(address), tl.load(address + 1), tl.load(address + 2)
-    g_at, weight_at = tl.load(gradients + tensor), tl.load(address + 3)
-    if ALIGNED:
-        w_at, m_at, v_at = tl.multiple_of(w_at, 16), tl.multiple_of(m_at, 16), tl.multiple_of(v_at, 16)
-        g_at, weight_at = tl.multiple_of(g_at, 16), tl.multiple_of(weight_at, 16)
-    w_i = w_at.to(tl.pointer_type(tl.float32)) + i
-    m_i = m_at.to(tl.pointer_type(tl.float32)) + i
-    v_i = v_at.to(tl.pointer_type(tl.float32)) + i
-    g_i = g_at.to(tl.pointer_type(GRADIENT)) + i
+    w_at = tl.load(address).to(tl.pointer_type(tl.float32))
+    m_at = tl.load(address + 1).to(tl.pointer_type(tl.float32))
+    v_at = tl.load(address + 2).to(tl.pointer_type(tl.float32))
+    g_at = tl.load(gradients + tensor).to(tl.pointer_type(GRADIENT))
+    if ALIGNED:  # said of the pointers: what is said of a number is lost where it becomes one
+        w_at, m_at = tl.multiple_of(w_at, 16), tl.multiple_of(m_at, 16)
+        v_at, g_at = tl.multiple_of(v_at, 16), tl.multiple_of(g_at, 16)
+    w_i, m_i, v_i, g_i = w_at + i, m_at + i, v_at + i, g_at + i
     g = tl.load(g_i, mask=inside, other=0.0).to(tl.float32) * scale
     m = tl.load(m_i, mask=inside, other=0.0)
     v = tl.load(v_i, mask=inside, other=0.0)
@@ -83,7 +82,10 @@ def _step(
     tl.store(m_i, m, mask=inside)
     tl.store(v_i, v, mask=inside)
     if WEIGHT is not None:
-        tl.store(weight_at.to(tl.pointer_type(WEIGHT)) + i, w.to(WEIGHT), mask=inside)
+        weight_at = tl.load(address + 3).to(tl.pointer_type(WEIGHT))
+        if ALIGNED:
+            weight_at = tl.multiple_of(weight_at, 16)
+        tl.store(weight_at + i, w.to(WEIGHT), mask=inside)
 
 
 @torch.no_grad()
