@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from unfreeze.core.layout import RESIDENT
-from unfreeze.parallel.plan import passes
+from unfreeze.parallel.plan import choose, passes
 from unfreeze.parallel.plan import seconds as timing
 from unfreeze.parallel.plan.counts import Counts, Widths
 from unfreeze.parallel.plan.fleet import Fleet, fleet
 from unfreeze.parallel.plan.places import room
 from unfreeze.parallel.plan.rates import Rates, of_device
 from unfreeze.parallel.plan.seconds import Step, seconds
+from unfreeze.parallel.plan.terms import Work
 
 MOE = Counts(
     hidden_size=7168,
@@ -144,6 +145,16 @@ def test_a_card_without_the_fast_grouped_product_runs_ours_or_a_loop_that_waits(
         MOE, machine, replace(rates, loop=0.0), RESIDENT.but(recompute="layers"), Step(4096, 2048, TRAINED)
     )
     assert found.step - without.step == pytest.approx(by_hand if waits else 0.0)
+
+
+@pytest.mark.parametrize(
+    "here, installed, loops", [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_only_this_machine_can_lack_triton(here, installed, loops, monkeypatch):
+    monkeypatch.setattr(choose, "installed", lambda: installed)
+    machine = replace(fleet("1xRTX4090"), here=here)
+    rates = choose.rates_of(machine, choose.PlanRequest(Work(4096), None, 2048))
+    assert (rates.loop > 0) is loops
 
 
 def test_the_host_queues_what_the_device_computes_and_updates_after_it():

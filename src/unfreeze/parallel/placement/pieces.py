@@ -14,6 +14,7 @@ A piece may be too large again, if its tokens are less even than all: then it is
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, cast
 
@@ -39,7 +40,7 @@ def in_pieces(
     assert dispatch.room is not None
     pieces = max(2, -(-most // max(1, dispatch.room)))
     if depth == 0:
-        _say(most / dispatch.room, pieces)
+        _say_once(pieces)
     x_TD, ids_TK, weights_TK = tokens
     # gradients of adapters are added inside backward; as inputs they make autograd run it
     learns = [parameter for parameter in experts.parameters() if parameter.requires_grad]
@@ -47,8 +48,9 @@ def in_pieces(
     return cast(Tensor, _InPieces.apply(x_TD, weights_TK, call, *learns))
 
 
-def _say(ratio: float, pieces: int) -> None:
-    log.info("experts: %.1f times the rows that the plan has memory for, in %d pieces", ratio, pieces)
+@functools.cache
+def _say_once(pieces: int) -> None:
+    log.info("experts: one process gets more rows than the plan has memory for: %d pieces", pieces)
 
 
 class _Pieces:

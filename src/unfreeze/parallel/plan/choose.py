@@ -15,6 +15,7 @@ from typing import Any
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.layout import Layout
 from unfreeze.core.units import format_bytes
+from unfreeze.kernels.loops.triton_options import installed
 from unfreeze.models.recompute import Recompute
 from unfreeze.parallel.plan.aside import Aside
 from unfreeze.parallel.plan.counts import Counts
@@ -340,7 +341,9 @@ def _choices(
 
 def rates_of(fleet: Fleet, request: PlanRequest) -> Rates | None:
     """Return the devices' rates; None if unknown, so that the plan has no seconds."""
-    return request.rates or (of_device(fleet.device) if fleet.device else None)
+    if request.rates or fleet.device is None:
+        return request.rates
+    return of_device(fleet.device, triton=installed() or not fleet.here)  # another machine's torch brings it
 
 
 def seconds_of(
