@@ -1,12 +1,12 @@
 """Adapters on packed experts, with expert parallelism, in a training loop of one's own.
 
-    torchrun --nproc-per-node 4 examples/expert_parallel.py --experts 2      # the built-in tiny-k2, on CPUs
-    torchrun --nproc-per-node 8 examples/expert_parallel.py --experts 8 --model MODEL --data chat.jsonl
+    torchrun --nproc-per-node 4 examples/expert_parallel.py --expert-parallel 2    # tiny-k2, on CPUs
+    torchrun --nproc-per-node 8 examples/expert_parallel.py --expert-parallel 8 --model MODEL --data FILE
 
 As engines such as torchtitan are built: a DeviceMesh with named dimensions, a model put onto it, torch's
-optimizer, a plain loop. `--experts` neighbouring processes share one set of the packed experts, and send each
-other the rows of tokens; the others work on other data. With the same settings its losses are those of
-`unfreeze sft` in one process, within 1e-5 (tests/examples/test_trainers.py).
+optimizer, a plain loop. `--expert-parallel` neighbouring processes share one set of the packed experts, and
+send each other the rows of tokens; the others work on other data. With the same settings its losses are those
+of `unfreeze sft` in one process, within 1e-5 (tests/examples/test_trainers.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TINY_K2 = Path(unfreeze.__file__).parent / "assets" / "tiny-k2"
 
 @dataclass(frozen=True)
 class Config:
-    experts: int = 1  # processes that share one set of experts
+    expert_parallel: int = 1  # processes that share one set of experts
     model: str = str(TINY_K2)  # checkpoint folder, or Hugging Face id
     data: str = str(TINY_K2 / "yoda_train.jsonl")  # JSON Lines: messages, question/answer, …
     steps: int = 20
@@ -75,8 +75,8 @@ def main(config: Config) -> None:
         distributed.init_process_group("gloo")
     size = distributed.get_world_size()
 
-    # The mesh: process r has index r % experts among its neighbours, r // experts among copies of them.
-    dimensions = (size // config.experts, config.experts)
+    # The mesh: process r has index r % expert_parallel among its neighbours, r // expert_parallel among copies of them.
+    dimensions = (size // config.expert_parallel, config.expert_parallel)
     devices = init_device_mesh(device.type, dimensions, mesh_dim_names=("data", "experts"))
     manifest = open_checkpoint(config.model)
     shape = models.shape(manifest.config)

@@ -187,7 +187,7 @@ def packed(tmp_path_factory):
 def said(forkserver):
     """Two copies of two processes that share the experts."""
     flags = [text for name, value in PACKED.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    run = [HERE / "forked.py", "4", EXAMPLES / "expert_parallel.py", *flags, "--experts", "2"]
+    run = [HERE / "forked.py", "4", EXAMPLES / "expert_parallel.py", *flags, "--expert-parallel", "2"]
     ended = forkserver.run(run, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
     assert ended.returncode == 0, ended.stderr[-4000:]
     return ended.stdout
