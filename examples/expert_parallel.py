@@ -75,7 +75,8 @@ def main(config: Config) -> None:
         distributed.init_process_group("gloo")
     size = distributed.get_world_size()
 
-    # The mesh: process r has index r % expert_parallel among its neighbours, r // expert_parallel among copies of them.
+    # The mesh, with n = expert_parallel: process r has index r % n among its neighbours, r // n among copies
+    # of them.
     dimensions = (size // config.expert_parallel, config.expert_parallel)
     devices = init_device_mesh(device.type, dimensions, mesh_dim_names=("data", "experts"))
     manifest = open_checkpoint(config.model)
