@@ -6,7 +6,7 @@
 Counted, not measured: the whole model runs forward and backward on torch's meta device with the code that
 runs on an H200 (benchmarks/harness/on_meta.py). --keep writes the counts into
 benchmarks/results/launches.json, from which the page is made. Documents have 2,048 tokens; adapters of rank
-16 are on every layer; a micro-batch is a step. "before" is the tree of CUDA's first review (acf9a4bd).
+16 are on every layer; a micro-batch is a step. "before" is the commit before these changes (acf9a4bd).
 """
 
 from __future__ import annotations
