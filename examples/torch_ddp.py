@@ -96,7 +96,8 @@ def main(config: Config) -> None:
 
     if rank == 0:
         save_checkpoint(Path(config.out) / "model", manifest.config, published(decoder, manifest.config))
-    del model  # or DDP would end the group while it holds Python's lock, for which the group's thread may wait
+    # or DDP would end the group while it holds Python's lock, for which the group's own thread may wait
+    del model
     distributed.destroy_process_group()
 
 
