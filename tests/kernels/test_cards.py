@@ -146,12 +146,13 @@ def test_cuda_s_own_reason_is_said_in_one_line(machine, monkeypatch, words, node
 
 def test_a_variable_that_hides_the_gpus_is_named(machine, monkeypatch):
     root = machine("dev/nvidiactl", cuda="13.0")
-    for hidden in ("", "-1"):
+    for hidden in ("", "-1", "-1,0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert cards.unused(root) == (
             f"CUDA_VISIBLE_DEVICES={hidden!r} hides the NVIDIA GPU",
             "unset CUDA_VISIBLE_DEVICES",
         )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    assert cards.unused(root).why == "torch sees no CUDA device"
+    for seen in ("0", "1", "1,11"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        assert cards.unused(root).why == "torch sees no CUDA device"
