@@ -128,6 +128,15 @@ def test_a_function_that_an_implementation_lacks_is_not_checked():
     assert not rows_of(replace(op_of(quick=lambda x: x * x), uses=(use,)))[0]["wrong"]
 
 
+def test_a_function_that_the_reference_cannot_compute_blames_nobody():
+    def full(x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    use = Case("any", lambda *_: (torch.ones(2),), function=lambda f: full if f is square else f, name="full")
+    (row,) = rows_of(replace(op_of(quick=lambda x: x * x), uses=(use,)))
+    assert row["runs"] == "quick" and not row["wrong"]
+
+
 def test_a_cell_that_the_reference_cannot_compute_is_said_to_be_unchecked():
     def full(x):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")

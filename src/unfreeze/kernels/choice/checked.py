@@ -106,7 +106,11 @@ def of_uses(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     for use in op.uses:
         if dtype not in use.dtypes:
             continue
-        truth = measure.Truth(op, use, device, dtype)
+        try:
+            truth = measure.Truth(op, use, device, dtype)
+        # out of memory, or an operation that this device lacks
+        except Exception:
+            continue
         for name in running(op, device, dtype, use.bucket):
             try:
                 errors = truth.errors(implementation_of(op, name, device, dtype))
