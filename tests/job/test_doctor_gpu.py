@@ -8,7 +8,8 @@ import torch
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.doctor import gpu
 from unfreeze.kernels import cards
-from unfreeze.kernels.choice import record
+from unfreeze.kernels.choice import ops, record
+from unfreeze.kernels.choice.timed import Cell
 
 CARD = cards.Card("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "580.65", "CUDA 13.0", ("sm_90",))
 GIB = 1 << 30
@@ -37,6 +38,24 @@ def test_slices_rocm_and_old_cards_are_told_apart():
     assert "float32 and plain torch only" in lines(replace(CARD, capability=(7, 5), built=()))[0].line
     (old,) = lines(replace(CARD, capability=(6, 1)))
     assert old.level == "fault" and old.remedy == "--device cpu"
+
+
+def test_a_kernel_that_fails_while_its_parameters_are_measured_is_a_row_of_the_table(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("PassManager::run failed")
+
+    def checked(cells, device, seconds, tune):
+        for cell in cells:
+            tune(cell)
+            yield {"op": cell.op.name, "wrong": {"triton": "PassManager::run failed"}}
+
+    kept = []
+    monkeypatch.setattr(gpu.configs, "measure_all", fails)
+    monkeypatch.setattr(gpu.checked, "check_all", checked)
+    monkeypatch.setattr(gpu.times, "keep", lambda rows, device: kept.extend(rows))
+    norm = ops.import_op("rms_norm")
+    cell = Cell(norm, norm.cases[0], torch.float32)
+    assert list(gpu.table([cell], torch.device("cuda", 0))) == kept != []
 
 
 @pytest.fixture
@@ -79,8 +98,6 @@ def test_no_triton_an_unwritable_cache_and_a_damaged_record_are_a_line_each(with
 
 def test_a_damaged_record_of_the_user_stops_no_run(with_card, caplog):
     """The reference or a predicted kernel runs; writing to the file is still refused."""
-    from unfreeze.kernels.choice import ops
-
     folder = with_card / "cache" / "unfreeze" / "kernels"
     folder.mkdir(parents=True)
     (folder / "nvidia-h100.json").write_text("{torn")
