@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unfreeze.kernels.choice.op import Op
     from unfreeze.kernels.choice.times import Row
 
-LIMIT = 600.0  # seconds of --gpu and --ops; with a warm compiler about 60
+LIMIT = 540.0  # seconds of --gpu and --ops: ten minutes with the start and the last kernel; warm about 60
 FILLED = 0.1  # of a card's memory; more in use by others is a warning
 COLUMNS = (22, 38, 10, 11)  # widths of op, inputs, dtype and the implementation that runs
 
