@@ -105,5 +105,7 @@ def test_a_damaged_record_of_the_user_stops_no_run(with_card, caplog):
     for _ in range(2):
         assert record.record_rows(norm, torch.device("cuda", 0), torch.float32, "many") == []
     assert len(caplog.records) == 1 and "not read" in caplog.text
+    committed = {"op": "rms_norm", "dtype": "float32", "bucket": "many", "candidate": "triton"}
+    assert not record.is_own(committed, "nvidia-h100")
     with pytest.raises(ConfigError, match="no valid kernel records"):
         record.write(folder / "nvidia-h100.json", [], {})
