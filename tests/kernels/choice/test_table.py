@@ -87,6 +87,24 @@ def test_nothing_is_timed_twice_nor_where_the_choice_is_fixed(monkeypatch, tmp_p
     times._read.cache_clear()
 
 
+def test_a_kernel_that_takes_the_card_down_is_banned_at_the_next_start(monkeypatch):
+    """After an illegal access to memory every call of CUDA fails; what was found until then is kept."""
+
+    def planted(cells, device, seconds):
+        yield {"op": "swiglu", "wrong": {"triton": "an illegal memory access"}}
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    kept = []
+    monkeypatch.delenv("UNFREEZE_KERNELS", raising=False)
+    monkeypatch.setattr(table, "check_all", planted)
+    monkeypatch.setattr(times, "tried", lambda device: {})
+    monkeypatch.setattr(times, "keep", lambda rows, device: kept.extend(rows))
+    cells = table.cells(F32, [], narrow=False, experts=False, codecs=())
+    with pytest.raises(RuntimeError):
+        table.time_missing(cells, device=torch.device("cuda", 0))
+    assert [row["op"] for row in kept] == ["swiglu"]
+
+
 def test_a_table_is_what_runs_and_comes_back_from_its_file(tmp_path):
     rows = table.made(F32)
     assert {row["dtype"] for row in rows} == {"float32"}

@@ -124,11 +124,15 @@ def time_missing(
     if not missing or os.environ.get("UNFREEZE_KERNELS"):
         return []
     begin()
-    if device.type == "cpu":
-        rows = time_all(missing, quiet=ahead.quiet)
-    else:
-        rows = list(check_all(missing, device, FIRST_START))
-    times.keep(rows, device)
+    rows: list[Row] = []
+    try:
+        if device.type == "cpu":
+            rows = time_all(missing, quiet=ahead.quiet)
+        else:
+            rows.extend(check_all(missing, device, FIRST_START))
+    finally:  # a kernel that ends the process is banned at its next start
+        if rows:
+            times.keep(rows, device)
     trim()  # the plan counts this process's memory
     return [row for row in rows if not row.get("untimed")]
 
