@@ -190,5 +190,12 @@ def test_another_driver_has_another_file(monkeypatch):
     monkeypatch.setattr(cards, "card_of", lambda device: replace(card, driver="590.10"))
     assert times.known(device) == {}
     monkeypatch.setattr(cards, "card_of", lambda device: card)
-    monkeypatch.setattr(times, "_kernels", lambda: "edited" * 4)
-    assert times.known(device) == {}
+    for module, name, value in (
+        (cards, "triton_version", lambda: "9.9.9"),
+        (torch, "__version__", "9.9.9"),
+        (times, "_kernels", lambda: "edited" * 4),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, value)
+            assert times.known(device) == {}, name
+        assert times.known(device)
