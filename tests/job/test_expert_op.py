@@ -11,6 +11,7 @@ from unfreeze.adapters import LoraConfig, attach
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.conform import violations
 from unfreeze.drill.sandbox import Sandbox
+from unfreeze.job.watch import expert_op
 from unfreeze.job.watch.expert_op import LIMIT, ExpertOp, error_of, is_wrong
 from unfreeze.kernels.expert_mlp import ClampedSwiGLU
 from unfreeze.models.blocks import experts as blocks
@@ -70,6 +71,15 @@ WRONG = {
     "a constant": lambda y, ids: y * 1.05,
     "NaN": lambda y, ids: y * torch.nan,
 }
+
+
+def test_a_full_card_costs_the_comparison_and_not_the_run(sandbox, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(expert_op, "reference_expert_mlp", full)
+    result = looked(sandbox, "qwen3_moe")
+    assert result["rows"] == 0 and "error" not in result and not is_wrong(result)
 
 
 def test_numbers_that_are_not_finite_are_a_fault_and_not_a_missing_one(sandbox, monkeypatch):
