@@ -58,6 +58,19 @@ def test_a_kernel_that_fails_while_its_parameters_are_measured_is_a_row_of_the_t
     assert list(gpu.table([cell], torch.device("cuda", 0))) == kept != []
 
 
+def test_rows_are_kept_if_a_kernel_takes_the_card_down(monkeypatch):
+    def checked(cells, device, seconds, tune):
+        yield {"op": "swiglu", "wrong": {"triton": "an illegal memory access"}}
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    kept = []
+    monkeypatch.setattr(gpu.checked, "check_all", checked)
+    monkeypatch.setattr(gpu.times, "keep", lambda rows, device: kept.extend(rows))
+    with pytest.raises(RuntimeError):
+        list(gpu.table([], torch.device("cuda", 0)))
+    assert [row["op"] for row in kept] == ["swiglu"]
+
+
 @pytest.fixture
 def with_card(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

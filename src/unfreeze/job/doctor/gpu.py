@@ -96,7 +96,7 @@ def chosen(names: Sequence[str] = ()) -> list[Op]:
 
 
 def table(cells: Iterable[Cell], device: torch.device, seconds: float = LIMIT) -> Iterator[Row]:
-    """Check the cells and yield their rows. They are kept after each op, so that an interrupt loses one.
+    """Check the cells and yield their rows. They are kept, even if a kernel takes the card down.
 
     Of a CPU only wrong kernels are kept: a run times what it needs itself, in 2 seconds.
     """
@@ -113,14 +113,16 @@ def table(cells: Iterable[Cell], device: torch.device, seconds: float = LIMIT) -
         with suppress(Exception):
             configs.measure_all(cell.op, cell.case, device, cell.dtype, checked.SAMPLING)
 
-    for row in checked.check_all(
-        cells, device, seconds, tune=tune if device.type == "cuda" else lambda _: None
-    ):
-        if rows and rows[-1]["op"] != row["op"]:
-            keep()
-        rows.append(row)
-        yield row
-    keep()
+    try:
+        for row in checked.check_all(
+            cells, device, seconds, tune=tune if device.type == "cuda" else lambda _: None
+        ):
+            if rows and rows[-1]["op"] != row["op"]:
+                keep()
+            rows.append(row)
+            yield row
+    finally:
+        keep()
 
 
 def heading(against: str = "against plain torch") -> str:
