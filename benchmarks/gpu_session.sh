@@ -15,7 +15,7 @@
 #     moe decode  LoRA on every expert, and generation, beside transformers
 #
 # LIMIT_<PART> (seconds, - as _) changes a limit. $OUT gets a log of each part, the doctor's table, rows (*.jsonl), profiles of a step
-# (traces/, for Perfetto) and records.patch: records and rows to commit. Exit code: how many parts failed.
+# (traces/, for Perfetto) and records.patch: the kernel records, to commit. Exit code: how many parts failed.
 set -u -o pipefail
 
 OUT=${OUT:-gpu-results}

@@ -55,13 +55,13 @@ def sum_gradients(trained: dict[str, nn.Parameter], mesh: Mesh) -> Tensor:
     An expert's gradient has the tokens of all its neighbours already, so it is summed over "data" only. A
     process whose tokens reached no expert of a layer takes part with zeros.
     """
-    square = torch.zeros(())
+    square = torch.zeros((), device=next(iter(trained.values())).device)  # nccl takes none of the host
     for name, parameter in trained.items():
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         held = mesh.held(name)
         held.summed.sum_([parameter.grad])
-        square += parameter.grad.square().sum().cpu() / held.copies
+        square += parameter.grad.square().sum() / held.copies
     mesh.all.sum_([square])
     return square.sqrt()
 
@@ -100,13 +100,14 @@ def main(config: Config) -> None:
         drawn, _ = next(batches)
         # One count for all micro-batches of all processes, known to each: a mean per micro-batch would weigh
         # a token of a short one more. Every process takes as many micro-batches: a pass exchanges rows.
-        count, total = max(sum(float(batch.weights_T.sum()) for batch in drawn), 1.0), torch.zeros(())
+        count = max(sum(float(batch.weights_T.sum()) for batch in drawn), 1.0)
+        total = torch.zeros((), device=device)
         for batch in drawn[distributed.get_rank() :: size]:
             on_device = batch.to(device)
             hidden_TD = decoder.hidden(on_device, models.RECOMPUTE["layers"])
             loss = cross_entropy(hidden_TD, decoder.lm_head, on_device).sum / count
             loss.backward()
-            total += loss.detach().cpu()
+            total += loss.detach()
         norm = sum_gradients(trained, mesh)
         for parameter in trained.values():
             assert parameter.grad is not None

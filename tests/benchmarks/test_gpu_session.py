@@ -80,3 +80,10 @@ def test_no_part_takes_more_than_ten_minutes_and_every_model_is_one_that_is_know
     assert [a or b for a, _, b, _ in limits] == PARTS and all(int(a or b) <= 600 for _, a, _, b in limits)
     named = {name for words in re.findall(r"'model ([^']+)'", text) for name in words.split()}
     assert named <= set(get_args(Named)) and len(named) == 4
+
+
+def test_the_doctor_ends_by_itself_before_its_part_is_ended():
+    """Otherwise a cold compiler would stop the whole session, and its table would be lost."""
+    from unfreeze.job.doctor.gpu import LIMIT
+
+    assert "part doctor 600 " in SCRIPT.read_text() and LIMIT <= 540

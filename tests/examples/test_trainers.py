@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -201,6 +202,17 @@ def test_the_norm_counts_every_gradient_once(packed, said):
     norms = [float(norm) for norm in re.findall(r"norm ([0-9.]+)", said)]
     events = [json.loads(line) for line in (packed.path / "events.jsonl").read_text().splitlines()]
     assert norms == pytest.approx([e["grad_norm"] for e in events if e["kind"] == "train"], rel=1e-4)
+
+
+def test_what_the_processes_sum_is_on_their_device():
+    """nccl takes no tensor of the host."""
+    script = runpy.run_path(str(EXAMPLES / "expert_parallel.py"))
+    summed = []
+    group = SimpleNamespace(sum_=summed.extend)
+    mesh = SimpleNamespace(all=group, held=lambda name: SimpleNamespace(summed=group, copies=2))
+    script["sum_gradients"]({"A": torch.nn.Parameter(torch.ones(2, device="meta"))}, mesh)
+    assert [tensor.device.type for tensor in summed] == ["meta", "meta"]
+    assert "total = torch.zeros((), device=device)" in (EXAMPLES / "expert_parallel.py").read_text()
 
 
 def test_it_is_short_and_has_no_part_of_our_loop():

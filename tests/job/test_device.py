@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from unfreeze import cli
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.layout import RESIDENT
 from unfreeze.job.opening.device import ALLOCATOR, SEGMENTS, allocator_line, pick_device, set_allocator
+from unfreeze.job.opening.precision import warn_device
 from unfreeze.job.planning.plan import emit_plan
 from unfreeze.kernels import cards
 from unfreeze.parallel.machine import hardware
@@ -164,3 +166,25 @@ def test_a_cpu_is_taken_on_any_machine(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert pick_device(name) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "card", "words"),
+    [
+        ("auto", None, "this run is on the CPU: the driver is too old; update it"),
+        ("auto", "old", "this run is on the CPU: it is too old"),
+        ("cpu", None, ""),
+    ],
+)
+def test_a_gpu_that_is_not_used_is_a_warning_of_the_run(monkeypatch, asked, card, words):
+    """Not if the CPU was asked for."""
+    monkeypatch.setattr(cards, "here", lambda: card)
+    monkeypatch.setattr(cards, "refuses", lambda card: "it is too old")
+    monkeypatch.setattr(
+        cards, "unused", lambda nodes_only: cards.Unused("the driver is too old", "update it")
+    )
+    said = []
+    folder = SimpleNamespace(step=0, events=SimpleNamespace(emit=lambda *_, message: said.append(message)))
+    config = SimpleNamespace(memory=SimpleNamespace(device=asked, dtype="float32"))
+    warn_device(folder, config, torch.device("cpu"))
+    assert said == [words] * bool(words)

@@ -8,7 +8,8 @@ import torch
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.doctor import gpu
 from unfreeze.kernels import cards
-from unfreeze.kernels.choice import record
+from unfreeze.kernels.choice import ops, record
+from unfreeze.kernels.choice.timed import Cell
 
 CARD = cards.Card("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "580.65", "CUDA 13.0", ("sm_90",))
 GIB = 1 << 30
@@ -37,6 +38,37 @@ def test_slices_rocm_and_old_cards_are_told_apart():
     assert "float32 and plain torch only" in lines(replace(CARD, capability=(7, 5), built=()))[0].line
     (old,) = lines(replace(CARD, capability=(6, 1)))
     assert old.level == "fault" and old.remedy == "--device cpu"
+
+
+def test_a_kernel_that_fails_while_its_parameters_are_measured_is_a_row_of_the_table(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("PassManager::run failed")
+
+    def checked(cells, device, seconds, tune):
+        for cell in cells:
+            tune(cell)
+            yield {"op": cell.op.name, "wrong": {"triton": "PassManager::run failed"}}
+
+    kept = []
+    monkeypatch.setattr(gpu.configs, "measure_all", fails)
+    monkeypatch.setattr(gpu.checked, "check_all", checked)
+    monkeypatch.setattr(gpu.times, "keep", lambda rows, device: kept.extend(rows))
+    norm = ops.import_op("rms_norm")
+    cell = Cell(norm, norm.cases[0], torch.float32)
+    assert list(gpu.table([cell], torch.device("cuda", 0))) == kept != []
+
+
+def test_rows_are_kept_if_a_kernel_takes_the_card_down(monkeypatch):
+    def checked(cells, device, seconds, tune):
+        yield {"op": "swiglu", "wrong": {"triton": "an illegal memory access"}}
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    kept = []
+    monkeypatch.setattr(gpu.checked, "check_all", checked)
+    monkeypatch.setattr(gpu.times, "keep", lambda rows, device: kept.extend(rows))
+    with pytest.raises(RuntimeError):
+        list(gpu.table([], torch.device("cuda", 0)))
+    assert [row["op"] for row in kept] == ["swiglu"]
 
 
 @pytest.fixture
@@ -79,8 +111,6 @@ def test_no_triton_an_unwritable_cache_and_a_damaged_record_are_a_line_each(with
 
 def test_a_damaged_record_of_the_user_stops_no_run(with_card, caplog):
     """The reference or a predicted kernel runs; writing to the file is still refused."""
-    from unfreeze.kernels.choice import ops
-
     folder = with_card / "cache" / "unfreeze" / "kernels"
     folder.mkdir(parents=True)
     (folder / "nvidia-h100.json").write_text("{torn")
@@ -88,5 +118,7 @@ def test_a_damaged_record_of_the_user_stops_no_run(with_card, caplog):
     for _ in range(2):
         assert record.record_rows(norm, torch.device("cuda", 0), torch.float32, "many") == []
     assert len(caplog.records) == 1 and "not read" in caplog.text
+    committed = {"op": "rms_norm", "dtype": "float32", "bucket": "many", "candidate": "triton"}
+    assert not record.is_own(committed, "nvidia-h100")
     with pytest.raises(ConfigError, match="no valid kernel records"):
         record.write(folder / "nvidia-h100.json", [], {})

@@ -1,6 +1,7 @@
 """The expert op of a run beside the reference, on the run's own rows: right ones pass, a wrong one is told."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,11 +9,14 @@ import torch
 from unfreeze import cli
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.core.conform import violations
 from unfreeze.drill.sandbox import Sandbox
-from unfreeze.job.watch.expert_op import LIMIT, ExpertOp, error_of
+from unfreeze.job.watch import expert_op
+from unfreeze.job.watch.expert_op import LIMIT, ExpertOp, error_of, is_wrong
 from unfreeze.kernels.expert_mlp import ClampedSwiGLU
 from unfreeze.models.blocks import experts as blocks
 from unfreeze.models.blocks.experts import BiasedExperts, Experts
+from unfreeze.report import guards
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,29 @@ WRONG = {
     "a constant": lambda y, ids: y * 1.05,
     "NaN": lambda y, ids: y * torch.nan,
 }
+
+
+def test_a_full_card_costs_the_comparison_and_not_the_run(sandbox, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(expert_op, "reference_expert_mlp", full)
+    result = looked(sandbox, "qwen3_moe")
+    assert result["rows"] == 0 and "error" not in result and not is_wrong(result)
+
+
+def test_numbers_that_are_not_finite_are_a_fault_and_not_a_missing_one(sandbox, monkeypatch):
+    """An event has no infinity: it would be left out, and the report would be silent."""
+    real = blocks.expert_mlp
+    monkeypatch.setattr(blocks, "expert_mlp", lambda *a, **more: real(*a, **more) * torch.nan)
+    result = looked(sandbox, "qwen3_moe")
+    assert result["error"] is None and is_wrong(result)
+    event = {"kind": "receipt", "step": 1, "time": 0.0, "groups": {}, "expert_op": result}
+    assert not violations(event)
+    row = guards._expert_op(SimpleNamespace(events=[event]))
+    assert row.state == "fault" and "not finite" in row.result
+    del result["error"]
+    assert not is_wrong(result) and guards._expert_op(SimpleNamespace(events=[event])) is None
 
 
 @pytest.mark.parametrize("kind", WRONG)

@@ -1,6 +1,7 @@
 """Cards by generation: which are supported, which have Triton, and why others are refused."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +64,17 @@ def test_the_driver_is_read_where_the_kernel_says_it(tmp_path):
     )
     assert cards.driver_version(file) == "550.54.15"
     assert cards.driver_version(tmp_path / "none") == ""
+
+
+def test_a_card_is_what_torch_and_the_driver_say(monkeypatch):
+    """By these facts its checks are kept: with another driver they are made again."""
+    said = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: said)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cards, "driver_version", lambda: "580.65")
+    card = cards.card_of(torch.device("cuda", 0))
+    assert card == cards.Card("NVIDIA H200", (9, 0), 141 << 30, "580.65", "CUDA 13.0", ("sm_90",))
 
 
 @pytest.fixture
@@ -146,12 +158,13 @@ def test_cuda_s_own_reason_is_said_in_one_line(machine, monkeypatch, words, node
 
 def test_a_variable_that_hides_the_gpus_is_named(machine, monkeypatch):
     root = machine("dev/nvidiactl", cuda="13.0")
-    for hidden in ("", "-1"):
+    for hidden in ("", "-1", "-1,0"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert cards.unused(root) == (
             f"CUDA_VISIBLE_DEVICES={hidden!r} hides the NVIDIA GPU",
             "unset CUDA_VISIBLE_DEVICES",
         )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    assert cards.unused(root).why == "torch sees no CUDA device"
+    for seen in ("0", "1", "1,11"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+        assert cards.unused(root).why == "torch sees no CUDA device"

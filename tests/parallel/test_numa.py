@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from types import SimpleNamespace
 
 import psutil
@@ -27,16 +28,22 @@ def machine(tmp_path, monkeypatch):
         (tmp_path / "devices" / "system" / "node" / f"node{node}" / "cpulist").write_text(f"{cores}\n")
     bound = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(0, 24, 2)))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: bound.append(cores))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: bound.append((thread, cores)))
     return tmp_path, bound, folder / "numa_node"
 
 
-def test_it_runs_on_the_allowed_cores_of_the_node_of_its_gpu(machine, caplog):
+def test_every_thread_runs_on_the_allowed_cores_of_the_node_of_its_gpu(machine, caplog):
+    """Those that torch has started already too: they touch the pages."""
     sys, bound, _ = machine
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    other.start()
     assert pci_address(CUDA) == "0000:1b:00.0"
     with caplog.at_level(logging.INFO):
         assert bind(CUDA, 3, sys) == [4, 6, 12, 14, 20]
-    assert bound == [[4, 6, 12, 14, 20]]
+    ended.set(), other.join()
+    assert all(cores == [4, 6, 12, 14, 20] for _, cores in bound)
+    assert {os.getpid(), other.native_id} <= {thread for thread, _ in bound}
     assert caplog.messages == ["process 3: bound to 5 cores of NUMA node 1, where its GPU is"]
 
 

@@ -146,7 +146,7 @@ def examine_ops(config: Config, common: Common) -> dict[str, Any]:
             rows.append(row)
             say(gpu.as_line(row))
     except KeyboardInterrupt:
-        say("interrupted: the next call continues")
+        say("interrupted: what was checked is kept")
     left = len(cells) - len(rows)
     say(gpu.summary(rows, left, device))
     wrong = sum(bool(row["wrong"]) for row in rows)

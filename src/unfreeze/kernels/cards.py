@@ -149,7 +149,7 @@ def unused(root: Path = Path("/"), *, nodes_only: bool = False) -> Unused | None
     if not maker or (nodes_only and not opened):
         return None
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and not hidden.strip("- 1"):
+    if hidden is not None and hidden.partition(",")[0].strip() in ("", "-1"):  # CUDA stops at the first -1
         return Unused(f"CUDA_VISIBLE_DEVICES={hidden!r} hides the {maker} GPU", "unset CUDA_VISIBLE_DEVICES")
     if maker == "AMD" and torch.version.hip is None:
         words = f"torch {torch.__version__} is built without ROCm, so the AMD GPU is not used"

@@ -239,14 +239,14 @@ def _receipt(run: RunFolder) -> GuardRow | None:
 def _expert_op(run: RunFolder) -> GuardRow | None:
     event = last(run.events, ReceiptEvent)
     compared = None if event is None else event.get("expert_op")
-    error = None if compared is None else compared.get("error")
-    if compared is None or error is None:
+    if compared is None or "error" not in compared:
         return None
+    error = compared["error"]
+    off = "not finite" if error is None else f"off by {error:.1e} of the norm"
     words = (
-        f"{compared['rows']} rows of {compared['layer']}: off by {error:.1e} of the norm, at most"
-        f" {compared['limit']:g} is rounding"
+        f"{compared['rows']} rows of {compared['layer']}: {off}, at most {compared['limit']:g} is rounding"
     )
-    state = "ok" if error <= compared["limit"] else "fault"
+    state = "ok" if error is not None and error <= compared["limit"] else "fault"
     return GuardRow("Expert op against the reference", state, "always", words)
 
 

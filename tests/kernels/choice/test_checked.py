@@ -9,6 +9,7 @@ import torch
 from unfreeze.kernels.choice import checked, choose, record, times
 from unfreeze.kernels.choice.choose import by_record
 from unfreeze.kernels.choice.op import Candidate, Case, Op
+from unfreeze.kernels.loops.scratch import scratch, scratch_bytes
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 
@@ -128,6 +129,15 @@ def test_a_function_that_an_implementation_lacks_is_not_checked():
     assert not rows_of(replace(op_of(quick=lambda x: x * x), uses=(use,)))[0]["wrong"]
 
 
+def test_a_function_that_the_reference_cannot_compute_blames_nobody():
+    def full(x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    use = Case("any", lambda *_: (torch.ones(2),), function=lambda f: full if f is square else f, name="full")
+    (row,) = rows_of(replace(op_of(quick=lambda x: x * x), uses=(use,)))
+    assert row["runs"] == "quick" and not row["wrong"]
+
+
 def test_a_cell_that_the_reference_cannot_compute_is_said_to_be_unchecked():
     def full(x):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
@@ -137,6 +147,26 @@ def test_a_cell_that_the_reference_cannot_compute_is_said_to_be_unchecked():
     assert row["untimed"].startswith("OutOfMemoryError: CUDA out of memory") and row["runs"] == ""
     times.keep([row])
     assert times.known() == {} and times.tried().keys() == {("square", "float32", "any")}
+
+
+def test_a_kernel_without_memory_is_unchecked_and_not_wrong():
+    """Another process may fill the card today."""
+
+    def full(x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    (row,) = rows_of(op_of(quick=full))
+    assert row["untimed"].startswith("OutOfMemoryError: CUDA out of memory") and not row["wrong"]
+
+
+def test_a_check_leaves_no_buffers_behind():
+    """The plan follows, and counts what is free."""
+
+    def buffered(x):
+        scratch("test", (1000,), x.dtype, x.device)
+        return x * x
+
+    assert rows_of(op_of(quick=buffered))[0]["runs"] == "quick" and scratch_bytes() == 0
 
 
 def test_it_ends_when_its_time_is_over():
@@ -160,5 +190,12 @@ def test_another_driver_has_another_file(monkeypatch):
     monkeypatch.setattr(cards, "card_of", lambda device: replace(card, driver="590.10"))
     assert times.known(device) == {}
     monkeypatch.setattr(cards, "card_of", lambda device: card)
-    monkeypatch.setattr(times, "_kernels", lambda: "edited" * 4)
-    assert times.known(device) == {}
+    for module, name, value in (
+        (cards, "triton_version", lambda: "9.9.9"),
+        (torch, "__version__", "9.9.9"),
+        (times, "_kernels", lambda: "edited" * 4),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, value)
+            assert times.known(device) == {}, name
+        assert times.known(device)

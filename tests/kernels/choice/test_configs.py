@@ -88,6 +88,13 @@ def test_its_own_stays_where_the_others_gain_less_than_2_percent(op, monkeypatch
     assert measured(op)["config"] == {} and configs.best(op, "quick", torch.device("cuda"), F32, "any") == {}
 
 
+def test_a_kept_config_that_the_kernel_no_longer_has_is_not_taken(op, monkeypatch):
+    planted(monkeypatch, {"own": 10.0, "0": 9.0, "1": 7.0})
+    measured(op)
+    monkeypatch.setitem(op.candidates["quick"].configs, "any", FOUR[:1])
+    assert configs.best(op, "quick", torch.device("cuda"), F32, "any") == configs.OWN
+
+
 def test_a_newer_row_replaces_the_older(op, monkeypatch, tmp_path):
     planted(monkeypatch, {"own": 10.0, "0": 5.0, "1": 7.0})
     measured(op)

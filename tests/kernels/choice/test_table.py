@@ -8,6 +8,7 @@ import torch
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice import choose, table, times
 from unfreeze.kernels.choice.op import Candidate
+from unfreeze.kernels.expand.cases import KERNELS, buckets
 from unfreeze.kernels.expert_mlp import packed_op
 from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.int4 import Int4
@@ -34,6 +35,18 @@ def test_packed_weights_are_timed_in_their_own_format():
     assert [bucket for op, bucket in asked(codecs=[Int4(32)]) if op == "expand"] == ["small", "large"]
     assert [bucket for op, bucket in asked(codecs=[Fp8()]) if op == "expand"] == ["small, fp8", "large, fp8"]
     assert not any(op in ("expand", "packed_experts") for op, _ in asked(experts=True))
+
+
+def test_on_a_gpu_every_format_of_the_run_is_checked(monkeypatch):
+    """The CPU's loops know three formats, Triton's kernels all: a run in NF4 checks NF4's."""
+    monkeypatch.setattr(table, "running", lambda *_: ["triton"])
+    for kind, kernel in KERNELS.items():
+        cells = table.cells(
+            BF16, [], narrow=False, experts=True, codecs=[kernel.codec], device=torch.device("cuda")
+        )
+        assert set(buckets(kind)) <= {cell.case.bucket for cell in cells if cell.op.name == "expand"}, kind
+        kinds_of_base = {cell.case.bucket for cell in cells if cell.op.name == "expert_mlp"}
+        assert kinds_of_base == {"under 64", "64 on"}, kind
 
 
 def test_what_dominates_comes_first(monkeypatch):
@@ -72,6 +85,24 @@ def test_nothing_is_timed_twice_nor_where_the_choice_is_fixed(monkeypatch, tmp_p
     assert table.time_missing(cells, lambda: begun.append(1)) == [] and begun == [1]
     assert timed == [[cell.key for cell in cells[1:]], [cells[0].key]]
     times._read.cache_clear()
+
+
+def test_a_kernel_that_takes_the_card_down_is_banned_at_the_next_start(monkeypatch):
+    """After an illegal access to memory every call of CUDA fails; what was found until then is kept."""
+
+    def planted(cells, device, seconds):
+        yield {"op": "swiglu", "wrong": {"triton": "an illegal memory access"}}
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    kept = []
+    monkeypatch.delenv("UNFREEZE_KERNELS", raising=False)
+    monkeypatch.setattr(table, "check_all", planted)
+    monkeypatch.setattr(times, "tried", lambda device: {})
+    monkeypatch.setattr(times, "keep", lambda rows, device: kept.extend(rows))
+    cells = table.cells(F32, [], narrow=False, experts=False, codecs=())
+    with pytest.raises(RuntimeError):
+        table.time_missing(cells, device=torch.device("cuda", 0))
+    assert [row["op"] for row in kept] == ["swiglu"]
 
 
 def test_a_table_is_what_runs_and_comes_back_from_its_file(tmp_path):

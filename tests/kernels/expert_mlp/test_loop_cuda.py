@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,6 +202,13 @@ def test_widths_that_grouped_gemms_cannot_take_run_as_loop(asked_as_cuda):
     module.loop_refuses.cache_clear()
     chosen = choose.by_record(module.NARROW, CUDA, torch.bfloat16, "64 on, narrow")
     assert chosen[:2] == ("reference", "loop cannot run: error 2")
+
+
+@pytest.mark.parametrize(("hidden", "width", "refused"), [(64, 32, False), (60, 32, True), (64, 36, True)])
+def test_widths_that_are_no_multiples_of_8_are_refused_on_a_gpu_alone(hidden, width, refused):
+    for on_gpu in (True, False):
+        x = SimpleNamespace(is_cuda=on_gpu, shape=(3, hidden))
+        assert bool(module.narrow_refuses(x, width)) == (refused and on_gpu)
 
 
 def test_narrow_widths_on_a_gpu_ask_for_them(monkeypatch, asked_as_cuda):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from unfreeze.kernels import cards
 from unfreeze.kernels.loops import triton_options
 from unfreeze.kernels.loops.rows import rows_view
 
@@ -89,6 +90,13 @@ def test_where_they_refuse_to_run(monkeypatch):
     )
     monkeypatch.setattr(triton_options, "installed", lambda: False)
     assert triton_options.refuses("cuda", torch.bfloat16) == "triton is not installed"
+
+
+def test_a_card_that_triton_compiles_nothing_for_is_refused(monkeypatch):
+    monkeypatch.setattr(triton_options, "installed", lambda: True)
+    card = cards.Card("Tesla T4", (7, 5), 15 << 30, "580.65", "CUDA 13.0")
+    monkeypatch.setattr(cards, "here", lambda: card)
+    assert triton_options.refuses("cuda", torch.float32) == "compute capability 7.5; Triton needs 8.0"
 
 
 def test_powers_of_two_and_rows():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unfreeze.kernels import cards
 from unfreeze.kernels.attention import CAUSAL, DocumentLayout, Mask, reference_attention
 from unfreeze.kernels.choice import predicted
 from unfreeze.kernels.packed_attention import FORMS, OP, bucket, flash_cuda, in_one_call, packed_attention
@@ -219,6 +220,18 @@ def test_torchs_operators_get_what_they_document(window, wanted):
         assert given["cum_seq_q"] is given["cum_seq_k"] and len(given["cum_seq_q"]) == 4
         assert given["key"].shape == given["value"].shape == (T, 2, 192), "padded, and not repeated"
     assert ours[1][1]["logsumexp"].shape == (8, T)
+
+
+def test_a_card_older_than_the_flash_kernel_is_refused_by_its_capability(monkeypatch):
+    """Else the table of a T4 would call a right kernel wrong."""
+    for capability, runtime, why in (
+        ((7, 5), "CUDA 13.0", "compute capability 7.5; flash attention needs 8.0"),
+        ((8, 0), "CUDA 13.0", ""),
+        ((9, 0), "ROCm 6.4", ""),
+    ):
+        card = cards.Card("Mock 9000", capability, 16 << 30, "580.65", runtime)
+        monkeypatch.setattr(cards, "here", lambda card=card: card)
+        assert OP.candidates["varlen"].refuses("cuda", BF16) == why
 
 
 @pytest.mark.parametrize("window", [None, 128])

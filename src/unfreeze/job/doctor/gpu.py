@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unfreeze.kernels.choice.op import Op
     from unfreeze.kernels.choice.times import Row
 
-LIMIT = 600.0  # seconds of --gpu and --ops; with a warm compiler about 60
+LIMIT = 540.0  # seconds of --gpu and --ops: ten minutes with the start and the last kernel; warm about 60
 FILLED = 0.1  # of a card's memory; more in use by others is a warning
 COLUMNS = (22, 38, 10, 11)  # widths of op, inputs, dtype and the implementation that runs
 
@@ -96,7 +96,7 @@ def chosen(names: Sequence[str] = ()) -> list[Op]:
 
 
 def table(cells: Iterable[Cell], device: torch.device, seconds: float = LIMIT) -> Iterator[Row]:
-    """Check the cells and yield their rows. They are kept after each op, so that an interrupt loses one.
+    """Check the cells and yield their rows. They are kept, even if a kernel takes the card down.
 
     Of a CPU only wrong kernels are kept: a run times what it needs itself, in 2 seconds.
     """
@@ -109,17 +109,20 @@ def table(cells: Iterable[Cell], device: torch.device, seconds: float = LIMIT) -
 
     def tune(cell: Cell) -> None:
         """Measure the launch parameters of this card, and keep the fastest."""
-        with suppress(OSError):  # the cache cannot be written: the kernels run with their own parameters
+        # The cache cannot be written, or the kernel fails, which its check finds: then it has its own ones
+        with suppress(Exception):
             configs.measure_all(cell.op, cell.case, device, cell.dtype, checked.SAMPLING)
 
-    for row in checked.check_all(
-        cells, device, seconds, tune=tune if device.type == "cuda" else lambda _: None
-    ):
-        if rows and rows[-1]["op"] != row["op"]:
-            keep()
-        rows.append(row)
-        yield row
-    keep()
+    try:
+        for row in checked.check_all(
+            cells, device, seconds, tune=tune if device.type == "cuda" else lambda _: None
+        ):
+            if rows and rows[-1]["op"] != row["op"]:
+                keep()
+            rows.append(row)
+            yield row
+    finally:
+        keep()
 
 
 def heading(against: str = "against plain torch") -> str:

@@ -8,7 +8,8 @@ T tokens, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ KEPT = 512 << 20  # bytes of a row's expanded experts in float32; above this onl
 class ExpertOp:
     """Watches the first layer with routed experts until it has computed FEWEST rows or more.
 
-    result  {layer, rows, error, limit, gradients}; None before, for a model without routed experts, and if
-            the layer's experts are never all on the device (loaded in groups).
+    result  {layer, rows, error, limit, gradients}, error None: not finite. None before, for a model without
+            routed experts, and if the layer's experts are never all on the device (loaded in groups).
     """
 
     def __init__(self, model: Decoder):
@@ -64,9 +65,17 @@ class ExpertOp:
         parts = (part[:rows].detach().clone() for part in (x_TD, ids_TK, weights_TK))
         try:
             with torch.inference_mode(False):
-                self.result["error"] = error_of(experts, *parts, gradients=gradients)
+                error = error_of(experts, *parts, gradients=gradients)
+                self.result["error"] = error if math.isfinite(error) else None
         except torch.OutOfMemoryError:  # the card is full: a check is no reason to stop the run
             self.result["rows"] = 0
+
+
+def is_wrong(compared: Mapping[str, Any]) -> bool:
+    """True if the op of a result differs by more than rounding."""
+    if "error" not in compared:
+        return False
+    return compared["error"] is None or compared["error"] > compared["limit"]
 
 
 def error_of(

@@ -58,6 +58,7 @@ class FirstStepReceipt:
         if self._receipt is None:
             return
         from unfreeze.adapters.receipt import SHOWS, check
+        from unfreeze.job.watch.expert_op import is_wrong
 
         warming = result.learning_rate < SHOWS <= state.schedule.peak
         if result.grad_norm == 0 or not result.applied or warming:
@@ -78,12 +79,13 @@ class FirstStepReceipt:
             fields["expert_op"] = compared
         write_json(state.run.path / RECEIPT, {"step": state.step, **fields})
         state.run.events.emit("receipt", state.step, **fields)
-        if compared is not None and compared.get("error", 0.0) > compared["limit"]:
+        if compared is not None and is_wrong(compared):
+            error = compared["error"]
+            off = "not finite" if error is None else f"off by {error:.1%} of the norm from the reference"
             message = (
-                f"the expert op is off by {compared['error']:.1%} of the norm from the reference on"
-                f" {compared['rows']} rows of {compared['layer']}, where at most {compared['limit']:g} is"
-                " rounding: this run learns from wrong numbers; unfreeze doctor --gpu (on a CPU --ops) finds"
-                " the kernel"
+                f"the expert op is {off} on {compared['rows']} rows of {compared['layer']}, where at most"
+                f" {compared['limit']:g} is rounding: this run learns from wrong numbers; unfreeze doctor"
+                " --gpu (on a CPU --ops) finds the kernel"
             )
             state.run.events.emit("warning", state.step, message=message)
         try:

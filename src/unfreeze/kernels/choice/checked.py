@@ -19,7 +19,9 @@ from unfreeze.kernels.choice.choose import REQUIRED_GAIN, implementation_of, run
 from unfreeze.kernels.choice.op import Case, Op
 from unfreeze.kernels.choice.timed import Cell
 from unfreeze.kernels.choice.times import Row
+from unfreeze.kernels.loops.scratch import release_scratch
 
+NO_MEMORY = "OutOfMemoryError"
 SAMPLING = 0.1  # seconds of timing of one cell; at least measure.FEWEST samples of each
 
 
@@ -32,7 +34,8 @@ def check_all(
 ) -> Iterator[Row]:
     """Yield a row for each cell, in order, until `seconds` have passed (compiling included).
 
-    A cell that the reference itself cannot compute (out of memory, say) has a row that says so ("untimed").
+    A cell that the reference itself cannot compute, or for which there is no memory, has a row that says so
+    ("untimed").
     sampling: seconds of timing of one cell. tune: called before each cell, to measure launch parameters.
     """
     begun = time.perf_counter()
@@ -45,6 +48,7 @@ def check_all(
         if (op.name, dtype) not in faults:
             faults[op.name, dtype] = of_uses(op, device, dtype)
         yield check(op, case, device, dtype, faults[op.name, dtype], sampling)
+        release_scratch()  # the plan counts what is free
         if device.type == "cuda":
             torch.cuda.empty_cache()
     measure.forget()
@@ -65,6 +69,8 @@ def check(
     able = running(op, device, dtype, case.bucket)
     try:
         good, errors, wrong = measure.candidates_of(op, case, device, dtype)
+        if full := next((reason for reason in wrong.values() if reason.startswith(NO_MEMORY)), ""):
+            return row | {"untimed": full}  # of a card that others fill: no proof that a kernel is wrong
         wrong = {name: reason for name, reason in (faults | wrong).items() if name in able}
         good = {name: call for name, call in good.items() if name in able and name not in wrong}
         calls = {
@@ -106,7 +112,11 @@ def of_uses(op: Op, device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     for use in op.uses:
         if dtype not in use.dtypes:
             continue
-        truth = measure.Truth(op, use, device, dtype)
+        try:
+            truth = measure.Truth(op, use, device, dtype)
+        # out of memory, or an operation that this device lacks
+        except Exception:
+            continue
         for name in running(op, device, dtype, use.bucket):
             try:
                 errors = truth.errors(implementation_of(op, name, device, dtype))

@@ -116,7 +116,7 @@ def identity(row: Row) -> tuple[str, str, str, str]:
 
 def is_own(row: Row, key: str) -> bool:
     """True if the user measured that row, on a device of class `key`."""
-    return any(identity(row) == identity(other) for other in read(user_folder() / f"{key}.json"))
+    return any(identity(row) == identity(other) for other in readable(user_folder() / f"{key}.json"))
 
 
 def write(path: Path, new: list[Row], ops: dict[str, Op]) -> None:

@@ -22,7 +22,7 @@ from unfreeze.kernels.choice.choose import Choice, Inputs, by_record, fix, runni
 from unfreeze.kernels.choice.op import Op
 from unfreeze.kernels.choice.timed import Cell, time_all
 from unfreeze.kernels.choice.times import Row
-from unfreeze.kernels.expand.bucket import kind_of
+from unfreeze.kernels.expand.bucket import kind_of, triton_kinds
 from unfreeze.quant.codec import Codec
 
 CPU = torch.device("cpu")
@@ -69,18 +69,21 @@ def cells(
     any. codecs: of its packed weights. device: on a GPU every op that the run uses is checked, adamw in its
     own dtype.
     """
-    kinds, by_name = {kind_of(codec) for codec in codecs}, {op.name: op for op in all_ops()}
+    codecs, by_name = list(codecs), {op.name: op for op in all_ops()}
+    kinds = {kind_of(codec) for codec in codecs}
+    if device.type != "cpu":
+        kinds = {kind for codec in codecs for kind in triton_kinds(codec)}
     attention = _buckets(lengths, narrow)
 
     def met(name: str, bucket: str) -> bool:
         if name == "attention":
             return bucket in attention
         if name == "packed_experts":
-            return experts and bool(kinds)
+            return experts and bool(codecs)
         if name == "swiglu":
             return ", " not in bucket  # other activations have no loop; on a GPU they are among its uses
         if name == "expert_mlp":
-            return experts and ("unpacked" in bucket or "all weights" in bucket) != bool(kinds)
+            return experts and ("unpacked" in bucket or "all weights" in bucket) != bool(codecs)
         if name in ("token_order", "grouped_mm"):
             return experts
         if name == "packed_attention":
@@ -121,11 +124,15 @@ def time_missing(
     if not missing or os.environ.get("UNFREEZE_KERNELS"):
         return []
     begin()
-    if device.type == "cpu":
-        rows = time_all(missing, quiet=ahead.quiet)
-    else:
-        rows = list(check_all(missing, device, FIRST_START))
-    times.keep(rows, device)
+    rows: list[Row] = []
+    try:
+        if device.type == "cpu":
+            rows = time_all(missing, quiet=ahead.quiet)
+        else:
+            rows.extend(check_all(missing, device, FIRST_START))
+    finally:  # a kernel that ends the process is banned at its next start
+        if rows:
+            times.keep(rows, device)
     trim()  # the plan counts this process's memory
     return [row for row in rows if not row.get("untimed")]
 

@@ -63,6 +63,13 @@ def kind_of(codec: Codec) -> str:
     return "mxfp4" if isinstance(codec, Mxfp4) else ""
 
 
+def triton_kinds(codec: Codec) -> set[str]:
+    """The names that weights of the format may have for the Triton kernels, whatever their parts are."""
+    if isinstance(codec, Integers):
+        return {"integers" if codec.packed else "int8"}
+    return {kind_of(codec), KINDS.get(type(codec), "")} - {""}
+
+
 def triton_kind(packed: Packed) -> str:
     """The name of the format for the Triton kernels; "" if they cannot read it: parts are contiguous."""
     if not packed.parts or not all(part.is_contiguous() for part in packed.parts.values()):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unfreeze.kernels import cards
 from unfreeze.kernels.attention.form import CAUSAL, Mask
 from unfreeze.kernels.attention.layout import DocumentLayout
 from unfreeze.kernels.choice.choose import choose
@@ -22,6 +23,7 @@ __all__ = ["OP", "bucket", "in_one_call", "packed_attention"]
 
 FORMS = ("window and sinks", "sinks", "window", "causal", "causal, v < d")
 """The buckets of which each has a case."""
+FLASH = (8, 0)  # the oldest compute capability of torch's flash kernel
 
 
 def packed_attention(
@@ -92,6 +94,9 @@ def _refuses(device: str, dtype: torch.dtype) -> str:
         return f"device {device}; flash attention over documents of any lengths runs on cuda"
     if dtype != torch.bfloat16:
         return f"dtype {dtype}; it takes bfloat16"
+    card = cards.here()
+    if card is not None and not card.rocm and card.capability < FLASH:
+        return f"compute capability {card.capability[0]}.{card.capability[1]}; flash attention needs 8.0"
     from unfreeze.kernels.packed_attention.flash_cuda import missing
 
     return missing()

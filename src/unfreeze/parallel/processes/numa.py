@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,10 @@ def bind(device: torch.device, rank: int, sys: Path = SYS) -> list[int]:
     here = sorted(cores & os.sched_getaffinity(0))
     if not here:
         return []
-    os.sched_setaffinity(0, here)
+    # Linux binds a thread, not a process: torch's own threads, which touch the pages, may be there already
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(thread), here)
     log.info("process %d: bound to %d cores of NUMA node %d, where its GPU is", rank, len(here), node)
     return here
 
