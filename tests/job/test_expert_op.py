@@ -50,7 +50,7 @@ def test_experts_with_biases_and_another_activation_are_compared_too():
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.stack([torch.randperm(4)[:2] for _ in range(20)])
-    assert error_of(experts, torch.randn(20, 32), ids, torch.rand(20, 2)) < 1e-5
+    assert error_of(experts, torch.randn(20, 32), ids, torch.rand(20, 2), 20) < 1e-5
 
 
 def test_a_dense_model_has_nothing_to_compare(sandbox):
@@ -63,7 +63,28 @@ def test_of_experts_elsewhere_nothing_is_compared(sandbox):
     experts = next(module for module in model.modules() if isinstance(module, Experts))
     ids = torch.tensor([[0, 1], [1, experts.num_experts + 5]])
     x, weights = torch.randn(2, experts.hidden_size), torch.rand(2, 2)
-    assert error_of(experts, x, ids, weights) < 1e-5
+    assert error_of(experts, x, ids, weights, 2) < 1e-5
+
+
+def test_what_is_wrong_for_many_rows_alone_is_seen(sandbox, monkeypatch):
+    """The run computes thousands of rows by other kernels than 64."""
+    real = blocks.expert_mlp
+    monkeypatch.setattr(
+        blocks, "expert_mlp", lambda x, *a, **m: real(x, *a, **m) * (1.2 if len(x) > 64 else 1)
+    )
+    assert looked(sandbox, "qwen3_moe")["error"] == pytest.approx(0.2, rel=1e-3)
+
+
+def test_a_library_without_memory_costs_the_comparison_and_a_broken_card_ends_the_run(sandbox, monkeypatch):
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(expert_op, "reference_expert_mlp", fails)
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    assert looked(sandbox, "qwen3_moe")["rows"] == 0
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(torch.AcceleratorError):
+        looked(sandbox, "qwen3_moe")
 
 
 WRONG = {

@@ -1,5 +1,6 @@
 """`doctor --gpu` on a card of the test's own: kernels that are wrong in every way are found and banned."""
 
+import json
 import time
 from dataclasses import replace
 
@@ -199,3 +200,34 @@ def test_another_driver_has_another_file(monkeypatch):
             changed.setattr(module, name, value)
             assert times.known(device) == {}, name
         assert times.known(device)
+
+
+def breaks(x):
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_kernel_that_breaks_the_card_is_banned_and_nothing_else_is_checked_there():
+    """Every later call fails: those rows would say of right kernels that they could not be checked."""
+    first, second = op_of(quick=breaks), replace(op_of(quick=lambda x: x * x), name="other")
+    cells = checked.cells_of([first, second], CPU)
+    rows = list(checked.check_all(cells, CPU, seconds=60.0, sampling=0.0))
+    assert len(rows) == 1 and checked.is_broken(rows[0]) and checked.is_kept(rows[0])
+    times.keep(rows)
+    choice = by_record(first, CPU, F32, "any")
+    assert choice.runs == "reference" and "quick is wrong: AcceleratorError: CUDA error" in choice.why
+
+
+def test_a_row_that_had_no_memory_is_made_again_at_the_next_start(monkeypatch):
+    def full(x):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    (row,) = rows_of(replace(op_of(quick=lambda x: x * x), reference=full))
+    assert not checked.is_kept(row)
+    choose._loaded.cache_clear()
+    (row,) = rows_of(op_of(quick=full))
+    assert not row["wrong"] and not checked.is_kept(row)
+
+
+def test_an_error_without_bound_is_null_in_json():
+    (row,) = rows_of(op_of(quick=lambda x: x * x * torch.nan))
+    assert row["error"]["quick"][0] is None and "Infinity" not in json.dumps(row)

@@ -103,7 +103,7 @@ def table(cells: Iterable[Cell], device: torch.device, seconds: float = LIMIT) -
     rows: list[Row] = []
 
     def keep() -> None:
-        if kept := [row for row in rows if device.type != "cpu" or row["wrong"]]:
+        if kept := [row for row in rows if row["wrong"] or (device.type != "cpu" and checked.is_kept(row))]:
             times.keep(kept, device)
         rows.clear()
 
@@ -135,6 +135,7 @@ def as_line(row: Row) -> str:
     """A row of the table: what runs, and of each candidate its speed and error, or why it does not run."""
     if row["untimed"]:
         words, runs = [f"not checked: {row['untimed']}"], "-"
+        words += [f"{name} is WRONG: {why}" for name, why in row["wrong"].items()]
     else:
         plain, runs = row["us"]["reference"], row["runs"]
         words = [

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from unfreeze.core.cpu import cpu_class
+from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.job.end.folder import write_json
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 FILE = "kernels.json"  # in the run's folder
 CARD_FILE = "kernels-cuda.json"  # of a run on GPUs
 CHOOSING = "choosing kernels for this CPU: once, 5 to 20 s"
-CHECKING = "checking the kernels of this run on {}: once per card, torch and driver, up to 60 s"
+CHECKING = "checking the kernels of this run on {}: up to 60 s, at a first start with this torch and driver"
 RECORDS = "records"  # UNFREEZE_KERNELS=records: time nothing; any other value names a file like FILE
 SHOWN = 3  # choices named in the warning that this CPU cannot run them
 
@@ -131,8 +132,12 @@ def _settle_card(
     """
     from unfreeze.kernels import cards
     from unfreeze.kernels.choice import table, times
+    from unfreeze.kernels.choice.checked import is_broken
 
     file, name = folder.path / CARD_FILE, cards.card_of(device).name
+    if os.environ.get("UNFREEZE_KERNELS", RECORDS) != RECORDS:
+        words = "UNFREEZE_KERNELS names a file of choices, which only runs on a CPU read"
+        raise ConfigError(words, next="unset UNFREEZE_KERNELS")
 
     def checked(first: bool) -> list[KernelChoice]:
         if not first:
@@ -144,6 +149,13 @@ def _settle_card(
             kept = "" if times.path(device).exists() else f"; {times.path(device).parent} cannot be written"
             say(f"kernels on {name}: {len(rows)} checked in {seconds:.0f} s, {len(banned)} banned{kept}")
             folder.events.emit("timing", folder.step, cells=len(rows), seconds=seconds)
+            broken = next((row for row in rows if is_broken(row)), None)
+            if broken is not None:
+                why = next(iter(broken["wrong"].values()))
+                raise UserError(
+                    f"a kernel of {broken['op']} broke the context of {name}: {why}",
+                    next="start the same command again: that kernel does not run any more",
+                )
             for words in dict.fromkeys(banned):
                 folder.events.emit(
                     "warning", folder.step, message=f"a kernel is wrong on {name} and does not run: {words}"

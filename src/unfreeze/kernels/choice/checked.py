@@ -8,6 +8,7 @@ It is checked at the shapes that it is timed at, and in each function that other
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
@@ -22,6 +23,7 @@ from unfreeze.kernels.choice.times import Row
 from unfreeze.kernels.loops.scratch import release_scratch
 
 NO_MEMORY = "OutOfMemoryError"
+BROKEN = "AcceleratorError"  # torch's, after an illegal access
 SAMPLING = 0.1  # seconds of timing of one cell; at least measure.FEWEST samples of each
 
 
@@ -35,7 +37,7 @@ def check_all(
     """Yield a row for each cell, in order, until `seconds` have passed (compiling included).
 
     A cell that the reference itself cannot compute, or for which there is no memory, has a row that says so
-    ("untimed").
+    ("untimed"). After a kernel that breaks the device's context, nothing else can be checked: it ends.
     sampling: seconds of timing of one cell. tune: called before each cell, to measure launch parameters.
     """
     begun = time.perf_counter()
@@ -47,7 +49,10 @@ def check_all(
         tune(cell)
         if (op.name, dtype) not in faults:
             faults[op.name, dtype] = of_uses(op, device, dtype)
-        yield check(op, case, device, dtype, faults[op.name, dtype], sampling)
+        row = check(op, case, device, dtype, faults[op.name, dtype], sampling)
+        yield row
+        if is_broken(row):
+            break
         release_scratch()  # the plan counts what is free
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -72,6 +77,8 @@ def check(
         if full := next((reason for reason in wrong.values() if reason.startswith(NO_MEMORY)), ""):
             return row | {"untimed": full}  # of a card that others fill: no proof that a kernel is wrong
         wrong = {name: reason for name, reason in (faults | wrong).items() if name in able}
+        if is_broken(row | {"wrong": wrong}):
+            return row | {"wrong": wrong, "untimed": "a kernel broke the device's context"}
         good = {name: call for name, call in good.items() if name in able and name not in wrong}
         calls = {
             name: measure.call(op, f, case, device, dtype)
@@ -86,8 +93,23 @@ def check(
         "runs": _fastest(op, us),
         "us": us,
         "wrong": wrong,
-        "error": {name: [errors[name].forward, errors[name].backward] for name in errors},
+        "error": {name: [finite(errors[name].forward), finite(errors[name].backward)] for name in errors},
     }
+
+
+def is_broken(row: Row) -> bool:
+    """True if a kernel of that row broke the device's context (an illegal access): every later call fails."""
+    return any(BROKEN in reason for reason in (row.get("untimed", ""), *row["wrong"].values()))
+
+
+def is_kept(row: Row) -> bool:
+    """True if a row tells something of the kernels: not if memory was short, or the device broken before."""
+    return bool(row["wrong"]) or not row.get("untimed", "").startswith((NO_MEMORY, BROKEN))
+
+
+def finite(error: float) -> float | None:
+    """None for what JSON cannot hold."""
+    return error if math.isfinite(error) else None
 
 
 def _fastest(op: Op, us: dict[str, float]) -> str:

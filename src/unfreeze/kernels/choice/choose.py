@@ -23,7 +23,7 @@ from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.kernels.choice.configs import with_best
 from unfreeze.kernels.choice.op import Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key, is_own, record_rows
-from unfreeze.kernels.choice.times import Key, key_of, known
+from unfreeze.kernels.choice.times import Key, key_of, known, tried
 
 __all__ = [
     "Choice",
@@ -151,6 +151,10 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
     to be right. A candidate that fails is banned: the next one runs, and `why` names the fault.
     """
     able, faults = running(op, device, dtype, bucket), list[str]()
+    row = tried(device).get(key_of(op, dtype, bucket))
+    if row is not None and row.get("untimed"):  # a kernel that broke the device, so that nothing was timed
+        faults = [f"{name} is wrong: {why}" for name, why in row["wrong"].items()]
+        able = [name for name in able if name not in row["wrong"]]
     while choice := next(filter(None, (look(op, device, dtype, bucket, able) for look in LOOKS)), None):
         fault = _fault(choice, op, device, dtype) if check else ""
         if not fault:

@@ -17,7 +17,7 @@ from unfreeze.core.schema import KernelChoice
 from unfreeze.kernels import expert_mlp
 from unfreeze.kernels.attention.documents import bucket_of
 from unfreeze.kernels.choice import ahead, ops, times
-from unfreeze.kernels.choice.checked import check_all
+from unfreeze.kernels.choice.checked import check_all, is_kept
 from unfreeze.kernels.choice.choose import Choice, Inputs, by_record, fix, running
 from unfreeze.kernels.choice.op import Op
 from unfreeze.kernels.choice.timed import Cell, time_all
@@ -131,10 +131,10 @@ def time_missing(
         else:
             rows.extend(check_all(missing, device, FIRST_START))
     finally:  # a kernel that ends the process is banned at its next start
-        if rows:
-            times.keep(rows, device)
+        if kept := [row for row in rows if is_kept(row)]:
+            times.keep(kept, device)
     trim()  # the plan counts this process's memory
-    return [row for row in rows if not row.get("untimed")]
+    return [row for row in rows if row["wrong"] or not row.get("untimed")]
 
 
 def made(dtype: torch.dtype) -> list[KernelChoice]:
