@@ -366,6 +366,10 @@ def test_a_bundle_has_no_secret_path_or_text_of_the_data(own_cache_here, monkeyp
         "model": f"{run}/model",
         "out": "/home/ada/x.json",
         "url": "https://u:pw12345678@host.org/v1",
+        "hub": "s3://bucket-of-mine/x",
+        "files": ["/data/my (old) déjà vu, 2/x.jsonl"],
+        "cache": "/home/ada",
+        "watch.prompts": ["PRIVATE"],
         "steps": 7,
     }
     (run / "resolved_config.json").write_text(json.dumps(config))
@@ -396,8 +400,20 @@ def test_a_bundle_has_no_secret_path_or_text_of_the_data(own_cache_here, monkeyp
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     assert cli.main(["doctor", str(run), "--bundle"]) == 0
     text = (own_cache_here / "unfreeze-bundle.txt").read_text()
-    for secret in (*SECRETS, "PRIVATE", "/home/ada", "Users", "pw12345678", str(own_cache_here), "~/models"):
+    for secret in (
+        *SECRETS,
+        "PRIVATE",
+        "/home/ada",
+        "Users",
+        "/ada",
+        "bucket-of-mine",
+        "host.org",
+        "déjà",
+        "pw12345678",
+        str(own_cache_here),
+        "~/models",
+    ):
         assert secret not in text, text
     assert '"steps": 7' in text and "NCCL_DEBUG=INFO" in text and '"rows": 3' in text and "…/x.json" in text
-    assert "file.json" in text and "https://" in text
+    assert "file.json" in text and "https://…" in text
     assert cli.main(["doctor", str(own_cache_here), "--bundle"]) == 2

@@ -25,11 +25,17 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "tokenizers", "t
 VARIABLES = re.compile(r"^(UNFREEZE|TORCH|PYTORCH|CUDA|NCCL|TRITON|OMP|MKL|HSA|HIP|NVIDIA)_")
 LAST = 60  # events
 SECRET = re.compile(
-    r"hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{16,}|\b[0-9a-f]{40}\b|(?<=Bearer )\S+|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+    r"hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{16,}|github_pat_\w+|xox[a-z]-[\w-]+|AKIA\w{12,}|eyJ[\w-]{10,}[\w.-]*"
+    r"|\b[0-9a-f]{32,}\b|(?<=Bearer )\S+"
 )
-SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
+SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+ADDRESS = re.compile(r"\b([A-Za-z][\w+.-]*)://[^\s\"'<>]+")  # with its host, which may be private
+HOME = re.compile(
+    r"(?:[A-Za-z]:)?[\\/]+(?:home|Users|root)(?:[\\/]+[^\\/\s\"',:;)\]]+)?(?=$|[\\/\s\"',:;)\]])",
+    re.MULTILINE,
+)
 PATH = re.compile(
-    r"(?:(?<=^)|(?<=[\s\"'=(\[,:]))(?:~|[A-Za-z]:)?(?:[\\/]+[\w.@+ -]+?(?=[\\/]))+[\\/]+", re.MULTILINE
+    r"(?:(?<=^)|(?<=[\s\"'=(\[,:]))(?:~|…|[A-Za-z]:)?(?:[\\/]+[\w.@+%#&~ -]+?(?=[\\/]))+[\\/]+", re.MULTILINE
 )
 
 
@@ -49,7 +55,8 @@ def clean(text: str) -> str:
     secrets = [value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= 8]
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "[removed]")
-    text = PATH.sub("…/", SECRET.sub("[removed]", text))
+    text = ADDRESS.sub(r"\1://…", SECRET.sub("[removed]", text))
+    text = PATH.sub("…/", HOME.sub("…", text))
     for name in {_user(), socket.gethostname()} - {"", "root", "localhost"}:
         text = re.sub(rf"\b{re.escape(name)}\b", "[removed]", text)
     return text
@@ -104,11 +111,24 @@ def banned(file: Path) -> list[str]:
 
 
 def settings(run: Path) -> str:
-    """The configuration of a run, as it was resolved."""
+    """The configuration of a run, as it was resolved, without prompts."""
     try:
-        return (run / RESOLVED).read_text(encoding="utf-8").strip()
-    except OSError:
+        fields = json.loads((run / RESOLVED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return ""
+    kept = {name: value for name, value in fields.items() if "prompt" not in name and "system" not in name}
+    return json.dumps(named(kept), indent=1, ensure_ascii=False)
+
+
+def named(value: Any) -> Any:
+    """`value` with each string that is a path, whatever is in it, cut to the path's last name."""
+    if isinstance(value, dict):
+        return {name: named(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [named(item) for item in value]
+    if isinstance(value, str) and re.match(r"(~|/|[A-Za-z]:[\\/]|\\\\)", value):
+        return "…" if HOME.fullmatch(value) else "…/" + re.split(r"[\\/]", value.rstrip("\\/"))[-1]
+    return value
 
 
 def events(file: Path) -> str:
@@ -130,7 +150,7 @@ def events(file: Path) -> str:
                 if isinstance(value, int | float) or name == "kind"
             }
         if event.get("kind") != "sample":
-            kept.append(json.dumps(event, ensure_ascii=False))
+            kept.append(json.dumps(named(event), ensure_ascii=False))
     return "\n".join(kept[-LAST:])
 
 
