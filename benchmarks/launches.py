@@ -42,7 +42,7 @@ from unfreeze.models import Decoder
 from unfreeze.models.blocks import experts as experts_block
 from unfreeze.parallel.placement import dispatch
 from unfreeze.parallel.plan.fleet import fleet
-from unfreeze.parallel.plan.rates import MEMORY_SHARE
+from unfreeze.parallel.plan.rates import DEVICE_LAUNCH, MEMORY_SHARE
 from unfreeze.parallel.processes.collectives import Alone, InFlight
 from unfreeze.parallel.processes.mesh import Mesh
 from unfreeze.quant.codec import Codec
@@ -52,12 +52,11 @@ from unfreeze.train.optim import AdamW
 
 RESULTS = Path(__file__).parent / "results" / "launches.json"
 RANK, DOCUMENT = 16, 2048
-LAUNCH = 5e-6  # seconds of the host per launch, as in parallel/plan/rates.py
 ADAMW_BYTES = 28  # per parameter: master, m and v read and written, gradient read
 ABOUT = (
     "An operation that is no view is a launch, and so is a call of a Triton kernel; its bytes are its"
     " operands' (a kernel that reads a part of one is counted with all of it). Flash attention counts one"
-    f" launch a direction. Host: launches times {LAUNCH * 1e6:.0f} µs, which the device hides if its own work"
+    f" launch a direction. Host: launches times {DEVICE_LAUNCH * 1e6:.0f} µs, which the device hides if its own work"
     " takes longer.",
 )
 Counts = dict[str, tuple[int, int]]
@@ -231,7 +230,7 @@ def page(kept: dict[str, Any]) -> str:
         ]
         for group, cells in rows.items():
             lines.append(f"| {group} | " + " | ".join(f"{n:,} | {b / 1e9:,.1f}" for n, b in cells) + " |")
-        host = " | ".join(f"{n * LAUNCH:.2f} | " for n, _ in rows["**sum**"])
+        host = " | ".join(f"{n * DEVICE_LAUNCH:.2f} | " for n, _ in rows["**sum**"])
         lines.append(f"| host, s | {host} |")
         if name in kept["after"].get("seconds", {}):
             lines += ["", _speeds(case, kept, name)]
