@@ -5,6 +5,7 @@ graph does; refused with the reason where the launches ask for a value.
 
 import json
 import logging
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -263,6 +264,31 @@ def test_experts_that_ask_for_values_are_refused_with_the_reason_said_once(build
     assert len(said) == 1 and "_unique2 asks the device for a value" in said[0] and taped.replayed == 0
     for found in ours:
         same(found, generated(model, launched))
+
+
+@torch.no_grad()
+def test_memory_that_runs_out_ends_recording_and_frees_what_was_recorded(build, taped, caplog, monkeypatch):
+    """Widths 16 and 32: the second recording fails, and the first is not replayed again."""
+    model, first, real = build("gqa"), [], Taped.__call__
+
+    def full(self, launches):
+        if first and launches.captured is None:
+            raise CannotCapture("no memory")
+        output = real(self, launches)
+        first.append(weakref.ref(launches.captured[0]))
+        return output
+
+    monkeypatch.setattr(Taped, "__call__", full)
+    one, other = model.new_cache(4, 64), model.new_cache(4, 64)
+    for cache in (one, other):
+        model.prefill(batch_of(PROMPTS), cache)
+    step, recorded = launched(model, one), Replayed(model, other, impl="taped")
+    with caplog.at_level(logging.WARNING, logger="unfreeze"):
+        for turn in range(30):
+            tokens = [(7 * turn + 13 * row) % 89 for row in range(4)]
+            torch.testing.assert_close(recorded(tokens), step(tokens), rtol=1e-5, atol=1e-5)
+    said = [entry.message for entry in caplog.records if "cannot be recorded" in entry.message]
+    assert len(said) == 1 and said[0].endswith("no memory") and first and first[0]() is None
 
 
 def test_a_record_decides(build, taped, tmp_path):

@@ -4,6 +4,7 @@ reads the buffer and before what reads it next, and the host memory is registere
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -159,3 +160,36 @@ def test_where_cuda_refuses_the_bytes_are_said(cuda: Cuda) -> None:
     cuda.refuses = 2
     with pytest.raises(DoesNotFit, match=r"CUDA cannot page-lock 4\.0 KiB of host memory \(error 2\)"):
         lanes.pinned(4096)
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(3, 3), (40, lanes.MOST)])
+def test_new_pages_are_touched_by_as_many_threads_as_there_are_cores(
+    cores: int, threads: int, cuda: Cuda, monkeypatch
+) -> None:
+    """Under torchrun torch has one thread; a page that is left to the driver is touched by its one."""
+    together, ended = threading.Barrier(threads, timeout=5), []
+
+    class Together(ThreadPoolExecutor):
+        def submit(self, work, /, *given):
+            def at_once():
+                together.wait()
+                work(*given)
+                ended.append(threading.current_thread().name)
+
+            return super().submit(at_once)
+
+    monkeypatch.setattr(lanes, "ThreadPoolExecutor", Together)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    memory = torch.ones(50 * lanes.PAGE + 1, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: memory)
+    assert lanes.pinned(memory.nbytes) is memory and cuda.registered
+    assert len(ended) == len(set(ended)) == threads
+    written = torch.nonzero(memory == 0).flatten()
+    assert torch.equal(written, torch.arange(0, memory.nbytes, lanes.PAGE))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, lanes.PAGE, lanes.PAGE + 1])
+def test_fewer_pages_than_threads(nbytes: int) -> None:
+    memory = torch.ones(nbytes, dtype=torch.uint8)
+    lanes.touch(memory, 4)
+    assert int((memory == 0).sum()) == -(-nbytes // lanes.PAGE)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.core.rows import Rows, share
-from unfreeze.parallel.processes.collectives import ALONE, Alone
-from unfreeze.parallel.processes.mesh import ONE, Mesh, check_copies, mesh_of
+from unfreeze.parallel.processes.collectives import ALONE, TIMEOUT, Alone, Processes
+from unfreeze.parallel.processes.mesh import ONE, Mesh, check_copies, mesh_of, mesh_over
 
 
 class Place(Alone):
@@ -88,3 +93,25 @@ def test_copies_are_compared_where_they_are_and_all_stop_where_one_group_differs
 def test_rows_outside_the_tensor_are_a_mistake():
     with pytest.raises(ValueError, match="rows 2:9 of 8"):
         Rows(2, 9, 8)
+
+
+@pytest.fixture
+def connected() -> Iterator[timedelta]:
+    """torch.distributed with one process; -> the limit of its exchanges, which is not this package's."""
+    limit = timedelta(seconds=10)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+    yield limit
+    dist.destroy_process_group()
+
+
+def limit_of(group: dist.ProcessGroup | None) -> timedelta:
+    assert group is not None
+    return group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
+
+
+def test_exchanges_inside_a_mesh_wait_as_long_as_those_of_all(connected: timedelta) -> None:
+    """torch gives a group of a mesh its back end's limit: for nccl 10 minutes, and a run would end."""
+    devices = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "experts"))
+    assert limit_of(devices.get_group("experts")) == connected < TIMEOUT
+    experts = mesh_over(devices, Processes(torch.device("cpu")), 8).experts
+    assert isinstance(experts, Processes) and limit_of(experts._group) == TIMEOUT

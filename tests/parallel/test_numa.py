@@ -33,7 +33,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_every_thread_runs_on_the_allowed_cores_of_the_node_of_its_gpu(machine, caplog):
-    """Those that torch has started already too: they touch the pages."""
+    """Those that torch has started already too; new ones inherit it."""
     sys, bound, _ = machine
     ended = threading.Event()
     other = threading.Thread(target=ended.wait)

@@ -57,9 +57,9 @@ class Replayed:
     """A recording per (rows, width), kept for one generation: cache and weights keep their addresses.
 
     A size seen for the first time is launched; seen again it is recorded, which costs the host three steps.
-    If the launches cannot be recorded (for example because an expert layer reads values on the host), all
-    steps of this generation are launched, within the same widths, and the log has the reason. `impl`: of
-    kernels/cuda_graph; "reference" launches every step.
+    If the launches cannot be recorded (for example because an expert layer reads values on the host, or
+    because memory runs out), all steps of this generation are launched, within the same widths, and the log
+    has the reason. `impl`: of kernels/cuda_graph; "reference" launches every step.
     """
 
     def __init__(self, model: Decoder, cache: Cache, impl: str = "auto"):
@@ -82,6 +82,7 @@ class Replayed:
             logits_SV = replay(launches, self.impl if known else "reference")
         except CannotCapture as error:
             self.impl = "reference"
+            self._met = {size: launches}  # the other recordings are not replayed again: frees their memory
             _say(error.message)
             logits_SV = replay(launches, self.impl)
         self.cache.lengths = [length + 1 for length in self.cache.lengths]

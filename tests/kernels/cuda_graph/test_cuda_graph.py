@@ -1,6 +1,7 @@
 """Launches and their capture. The graph itself needs a GPU; what is done around it is held by a stand-in of
 torch.cuda."""
 
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -50,14 +51,23 @@ def fake_cuda(monkeypatch):
     @contextmanager
     def noted(name):
         said.append(f"{name}:")
-        yield
-        said.append(f":{name}")
+        try:
+            yield
+        finally:
+            said.append(f":{name}")
 
     def set_mode(name):
         mode[0] = name
         said.append(f"watch {name}")
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    class Here:
+        def wait_stream(self, other):
+            pass
+
+        def __format__(self, how):
+            return "here"
+
+    stream = Here()
     cuda = SimpleNamespace(
         device=lambda d: noted("device"),
         Stream=lambda: stream,
@@ -67,6 +77,8 @@ def fake_cuda(monkeypatch):
         graph=lambda g, **how: noted("graph"),
         get_sync_debug_mode=lambda: mode[0],
         set_sync_debug_mode=set_mode,
+        set_stream=lambda s: said.append(f"current: {s}"),
+        empty_cache=lambda: said.append("empty cache"),
     )
     monkeypatch.setattr(capture, "torch", SimpleNamespace(cuda=cuda, OutOfMemoryError=torch.OutOfMemoryError))
     return capture, said, mode
@@ -89,6 +101,7 @@ def test_it_is_called_once_freely_once_watched_and_once_to_capture(fake_cuda):
         "graph:",
         "run",
         ":graph",
+        "current: here",
         ":device",
         "replay",
         "replay",
@@ -113,12 +126,48 @@ def test_a_launch_that_waits_is_refused_with_torchs_words_and_the_watch_is_taken
     assert mode == ["default"] and launches.captured is None and "graph:" not in said
 
 
-def test_memory_that_runs_out_is_no_reason_to_go_on(fake_cuda):
-    def run(x):
-        raise torch.OutOfMemoryError("full")
+@pytest.mark.parametrize("call", [1, 2, 3], ids=["warm-up", "watched", "captured"])
+def test_without_memory_nothing_is_captured_or_kept(fake_cuda, call):
+    """The launches that run instead need the memory: of the graph, and of results that a traceback holds."""
+    capture, said, mode = fake_cuda
+    calls, made = [], []
 
-    with pytest.raises(torch.OutOfMemoryError):
-        fake_cuda[0].replay(Launches(run, (torch.zeros(1),), 1, torch.float32))
+    def run(x):
+        calls.append("run")
+        result = x + 1
+        made.append(weakref.ref(result))
+        if len(calls) == call:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {call} MiB")
+        return result
+
+    launches = Launches(run, (torch.zeros(1),), 1, torch.float32)
+    with pytest.raises(CannotCapture, match=r"^the GPU has no memory left for a graph") as caught:
+        capture.replay(launches)
+    assert [result() for result in made] == [None] * call, "while the error is handled"
+    assert launches.captured is None and caught.value.__context__ is None
+    assert mode == ["default"] and said[-3:] == ["current: here", "empty cache", ":device"]
+
+
+def test_a_capture_that_cannot_end_either_leaves_the_callers_stream_current(fake_cuda, monkeypatch):
+    """torch then raises another error, and does not go back to the stream."""
+    capture, said, _ = fake_cuda
+
+    class Graph:
+        def __enter__(self):
+            capture.torch.cuda.set_stream("capturing")
+
+        def __exit__(self, *error):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def run(x):
+        if said[-1] == "current: capturing":
+            raise torch.OutOfMemoryError("full")
+        return x
+
+    monkeypatch.setattr(capture.torch.cuda, "graph", lambda g, **how: Graph())
+    with pytest.raises(CannotCapture, match=r"^the GPU has no memory left for a graph"):
+        capture.replay(Launches(run, (torch.zeros(1),), 1, torch.float32))
+    assert said[-4:] == ["current: capturing", "current: here", "empty cache", ":device"]
 
 
 @pytest.mark.gpu

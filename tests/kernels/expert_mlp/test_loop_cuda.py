@@ -195,11 +195,38 @@ def test_it_runs_where_fused_cannot_and_the_reason_is_told(dtype, faults, runs, 
     assert said in json.dumps(row_of(inputs, chosen))  # as in a run's events
 
 
+def test_the_loop_is_checked_only_where_it_may_run(asked_as_cuda, monkeypatch):
+    """A check is of every kind of call at two sizes, in each process of a run."""
+    checked = []
+    monkeypatch.setattr(
+        module, "_self_check", lambda name, device, dtype: checked.append(name) or asked_as_cuda.get(name, "")
+    )
+    assert choose.running(module.OP, CUDA, torch.bfloat16, "64 on") == ["fused", "loop"]
+    assert choose.by_record(module.OP, CUDA, torch.bfloat16, "64 on").runs == "fused"
+    assert checked == ["fused"]
+    choose.by_record(module.NARROW, CUDA, torch.bfloat16, "64 on, narrow")
+    assert checked == ["fused", "loop"]
+    asked_as_cuda["fused"] = "error 1"
+    for cache in (module.fused_refuses, module.loop_refuses):
+        cache.cache_clear()
+    assert choose.by_record(module.OP, CUDA, torch.bfloat16, "64 on").runs == "loop"
+    assert checked == ["fused", "loop"] * 2
+
+
+def test_a_wrong_loop_that_is_named_does_not_run_where_fused_can(asked_as_cuda, monkeypatch):
+    asked_as_cuda["loop"] = "error 2"
+    real = choose._choose
+    monkeypatch.setattr(choose, "_choose", lambda op, device, *rest: real(op, CUDA, *rest))
+    args = oracle.problem(D=16, I=8, R=2, dtype=torch.bfloat16, packed=False)
+    choose.choose_anew()
+    with pytest.raises(module.ConfigError, match="expert_mlp cannot run as 'loop' here: error 2"):
+        module.expert_mlp(*args, impl="loop")
+
+
 def test_widths_that_grouped_gemms_cannot_take_run_as_loop(asked_as_cuda):
     chosen = choose.by_record(module.NARROW, CUDA, torch.bfloat16, "64 on, narrow")
     assert chosen.runs == "loop" and "multiples of 8" in chosen.why
     asked_as_cuda["loop"] = "error 2"
-    module.loop_refuses.cache_clear()
     chosen = choose.by_record(module.NARROW, CUDA, torch.bfloat16, "64 on, narrow")
     assert chosen[:2] == ("reference", "loop cannot run: error 2")
 

@@ -3,14 +3,18 @@ here, forward and backward, stacked, interleaved and strided."""
 
 import importlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from unfreeze.core.errors import ConfigError
+from unfreeze.kernels import swiglu as module
+from unfreeze.kernels.choice import choose as choosing
+from unfreeze.kernels.choice import times
 from unfreeze.kernels.choice.choose import implementation_of
-from unfreeze.kernels.choice.op import Op
+from unfreeze.kernels.choice.op import Candidate, Op
 from unfreeze.kernels.swiglu import OP, bucket, reference, swiglu
 from unfreeze.kernels.swiglu.activation import SWIGLU, ClampedSwiGLU, GeGLU, SwiGLU
 
@@ -184,6 +188,69 @@ def test_gate_and_up_that_neither_lie_side_by_side_nor_alternate_are_refused():
     wide = torch.randn(4, 32, device=DEVICE)
     with pytest.raises(ValueError, match="do not alternate"):
         functions.forward(wide[:, 1::2], wide[:, ::2], torch.empty(4, 16, device=DEVICE))
+
+
+@pytest.fixture
+def liger_is_chosen(monkeypatch, tmp_path):
+    """As on a GPU with liger-kernel, in whose timings it won: planted(functions, refused) -> what an op gets
+    that writes its own backward. Candidates are checked as there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("UNFREEZE_KERNELS", raising=False)
+    monkeypatch.setattr(choosing, "CHECKED", ("cpu",))
+    monkeypatch.setattr(choosing, "_WRONG", {})
+    monkeypatch.setattr(choosing, "_loaded", lambda op, name, load: load())
+
+    def planted(functions, refused="", wrong=None):
+        triton = Candidate(lambda: module.SwiGLU(functions), lambda *_: refused)
+        under_autograd = Candidate(lambda: lambda *given: OP.reference(*given), lambda *_: "")
+        op = replace(OP, candidates={"liger": under_autograd, "triton": triton})
+        monkeypatch.setattr(module, "OP", op)
+        gate = torch.randn(16, 32, dtype=torch.bfloat16)
+        kind = bucket(gate)
+        choosing.fix({("swiglu", "bfloat16", kind): choosing.Choice("liger", "", "timed here")})
+        if wrong is not None:
+            us = {"reference": 3.0, "liger": 1.0} | ({} if wrong else {"triton": 2.0})
+            row = {"op": "swiglu", "dtype": "bfloat16", "bucket": kind, "runs": "liger", "us": us}
+            assert times.keep([row | {"wrong": {"triton": wrong} if wrong else {}, "date": "2026-01-01"}])
+        return [module.functions_for(gate) for _ in range(2)][1]
+
+    return planted
+
+
+class ForgetsUp:
+    """A kernel that is right under autograd, and wrong in the function that experts call."""
+
+    forward, backward = staticmethod(reference.forward), staticmethod(reference.backward)
+
+    @staticmethod
+    def backward_weighted(dh, gate, up, weight_n, weighted, dgate, dup, score_n, activation=SWIGLU):
+        reference.backward_weighted(dh, gate, up, weight_n, weighted, dgate, dup, score_n, activation)
+        dup.zero_()
+
+
+class Right(ForgetsUp):
+    backward_weighted = staticmethod(reference.backward_weighted)
+
+
+def test_where_liger_is_chosen_experts_run_by_tritons_functions(liger_is_chosen):
+    """Liger has no function that an op with a backward of its own could call; plain torch takes several passes."""
+    assert liger_is_chosen(Right) is Right
+    chosen = [(i.impl, choice.runs) for i, choice in choosing.choices().items() if i.op == "swiglu"]
+    assert chosen == [("auto", "liger"), ("triton if right", "triton")]
+
+
+@pytest.mark.parametrize("refused, functions", [("triton is not installed", Right), ("", ForgetsUp)])
+def test_where_liger_is_chosen_and_triton_cannot_run_or_is_wrong_they_are_plain_torchs(
+    refused, functions, liger_is_chosen, caplog
+):
+    assert liger_is_chosen(functions, refused) is reference
+    assert ("fails its check" in caplog.text) == (not refused)
+
+
+@pytest.mark.parametrize("wrong, functions, got", [("error 1", Right, reference), ("", ForgetsUp, ForgetsUp)])
+def test_what_this_card_was_found_to_compute_decides(wrong, functions, got, liger_is_chosen):
+    """A check at the card's first start is not made again, whatever it found."""
+    assert liger_is_chosen(functions, wrong=wrong) is got
 
 
 def test_refusals_name_the_reason_and_buckets_cover_the_cases():

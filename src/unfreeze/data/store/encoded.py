@@ -39,6 +39,7 @@ from typing import IO, Any
 import jinja2
 import numpy as np
 
+from unfreeze.core.cache import cache_folder
 from unfreeze.core.errors import DataError
 from unfreeze.data.rows.files import text_bytes
 from unfreeze.data.store.account import Reading, Stats
@@ -126,7 +127,7 @@ def made(folder: Path) -> Path:
 
 def root() -> Path:
     """Return the folder of all stores."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unfreeze" / "encoded"
+    return cache_folder("encoded")
 
 
 def name_of(

@@ -32,9 +32,11 @@ __all__ = [
     "choices",
     "choose",
     "choose_anew",
+    "choose_if_right",
     "device_key",
     "fix",
     "implementation_of",
+    "is_right",
     "proves",
     "running",
 ]
@@ -100,6 +102,36 @@ def choose(
 def _choose(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str) -> Implementation:
     named = Choice(impl, "as asked", "as asked")
     choice = named if impl != "auto" else by_record(op, device, dtype, bucket)
+    return _keep(choice, op, device, dtype, bucket, impl)
+
+
+def choose_if_right(
+    op: Op, name: str, device: torch.device, dtype: torch.dtype, bucket: str, why: str
+) -> Implementation:
+    """The candidate `name` if it can run there and no check found it wrong, else the reference.
+
+    For a caller that the chosen one does not serve; `why` says so. On a GPU it is checked first. Remembered
+    as by `choose`.
+    """
+    impl = f"{name} if right"
+    if (earlier := _CHOSEN.get((op.name, device, dtype, bucket, impl))) is not None:
+        return earlier
+    runs = name if is_right(op, name, device, dtype, bucket) else "reference"
+    return _keep(Choice(runs, why, "by design"), op, device, dtype, bucket, impl)
+
+
+def is_right(op: Op, name: str, device: torch.device, dtype: torch.dtype, bucket: str) -> bool:
+    """True if that candidate can run there and passed its check on this card, or passes it now."""
+    if name not in running(op, device, dtype, bucket):
+        return False
+    if (row := known(device).get(key_of(op, dtype, bucket))) is not None and name in row["us"] | row["wrong"]:
+        return name not in row["wrong"]
+    return not _fault(Choice(name, "", "predicted, not measured"), op, device, dtype)
+
+
+def _keep(
+    choice: Choice, op: Op, device: torch.device, dtype: torch.dtype, bucket: str, impl: str
+) -> Implementation:
     implementation = with_best(
         implementation_of(op, choice.runs, device, dtype), op, choice.runs, device, dtype, bucket
     )

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from unfreeze.core.cache import cache_folder
 from unfreeze.core.cpu import cpu_class
 from unfreeze.core.errors import ConfigError
 from unfreeze.kernels.choice.op import Op
@@ -47,7 +48,7 @@ def device_key(device: torch.device) -> str:
 
 def user_folder() -> Path:
     """Folder of a user's own records."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unfreeze" / "kernels"
+    return cache_folder("kernels")
 
 
 @functools.cache

@@ -15,6 +15,9 @@ from torch import Tensor
 from unfreeze.kernels.cuda_graph.launches import CannotCapture, Launches
 from unfreeze.kernels.loops.scratch import forget_contents, held
 
+# torch's own message has numbers: the log would not know it again
+NO_MEMORY = "the GPU has no memory left for a graph, which keeps its own"
+
 
 @dataclass
 class Captured:
@@ -40,28 +43,44 @@ def replay(launches: Launches) -> Tensor:
 
 
 def capture(launches: Launches) -> Captured:
-    """Capture the launches. Raises CannotCapture with torch's message if one cannot be captured."""
+    """Capture the launches.
+
+    Raises CannotCapture if one cannot be captured, with torch's message, or if memory runs out. Then nothing
+    of the attempt is kept: what is launched instead needs that memory.
+    """
     with torch.cuda.device(launches.device):
         aside, here = torch.cuda.Stream(), torch.cuda.current_stream()
         aside.wait_stream(here)
         try:
-            with torch.cuda.stream(aside):
-                launches.run(*launches.buffers)
-                _refuse_waiting(launches)
-            here.wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            # other threads of the process may keep using the GPU
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                output = launches.run(*launches.buffers)
-        except torch.OutOfMemoryError:
-            raise
+            return _captured(launches, aside, here)
         except RuntimeError as error:
-            raise CannotCapture(
-                f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
-            ) from error
+            reason = _reason(error)
         finally:
+            # torch leaves its capturing stream current if ending the capture fails too
+            torch.cuda.set_stream(here)
             here.wait_stream(aside)
+        # outside the handler: the error's traceback held the graph and the results of its launches
+        torch.cuda.empty_cache()
+        raise CannotCapture(reason)
+
+
+def _captured(launches: Launches, aside: torch.cuda.Stream, here: torch.cuda.Stream) -> Captured:
+    with torch.cuda.stream(aside):
+        launches.run(*launches.buffers)
+        _refuse_waiting(launches)
+    here.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    # other threads of the process may keep using the GPU
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = launches.run(*launches.buffers)
     return Captured(graph, output, held())
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first line of torch's message; NO_MEMORY if memory ran out, before or while the capture ended."""
+    if any(isinstance(each, torch.OutOfMemoryError) for each in (error, error.__context__)):
+        return NO_MEMORY
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _refuse_waiting(launches: Launches) -> None:

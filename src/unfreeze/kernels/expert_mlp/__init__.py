@@ -87,7 +87,8 @@ def expert_mlp(
     reason = narrow_refuses(x_TD, down.shape[-1])
     if reason and impl == "fused":
         raise ConfigError(f"expert_mlp cannot run as 'fused' here: {reason}", next="choose impl = 'auto'")
-    op, kind = (NARROW, f"{bucket(ids_TK, gate_up)}, narrow") if reason else (OP, bucket(ids_TK, gate_up))
+    op = NARROW if reason or impl == "loop" else OP  # a loop that is asked for is checked
+    kind = bucket(ids_TK, gate_up) + (", narrow" if reason else "")
     return choose(op, x_TD.device, x_TD.dtype, kind, impl)(
         x_TD, ids_TK, weights_TK, gate_up, down, factors, reuse, activation, gate_up_bias
     )
@@ -132,12 +133,29 @@ def fused_refuses(device: str, dtype: torch.dtype) -> str:
 
 @functools.cache
 def loop_refuses(device: str, dtype: torch.dtype) -> str:
-    """The reason why the loop of torch.mm cannot run on that device in that dtype; empty if it can."""
+    """The reason why the loop of torch.mm cannot run on that device in that dtype; empty if it can.
+
+    It is checked only where the fused op cannot run. Elsewhere it is measured (against float64) or named
+    (`named_loop_refuses`), and not worth a check of every kind in each process.
+    """
+    if (reason := _loop_lacks(device, dtype)) or not fused_refuses(device, dtype):
+        return reason
+    return named_loop_refuses(device, dtype)
+
+
+def named_loop_refuses(device: str, dtype: torch.dtype) -> str:
+    """As `loop_refuses`, for a call in which no other candidate can run, or is wanted: always checked."""
+    return _loop_lacks(device, dtype) or _self_check(
+        "loop", torch.device("cuda", torch.cuda.current_device()), dtype
+    )
+
+
+def _loop_lacks(device: str, dtype: torch.dtype) -> str:
     if device != "cuda":
         return f"device {device}; it runs on cuda"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {dtype}; it computes in float32 or bfloat16"
-    return _self_check("loop", torch.device("cuda", torch.cuda.current_device()), dtype)
+    return ""
 
 
 @functools.cache
@@ -241,7 +259,7 @@ OP = Op(
 )
 NARROW = replace(
     OP,
-    candidates={"loop": OP.candidates["loop"]},
+    candidates={"loop": replace(OP.candidates["loop"], refuses=named_loop_refuses)},
     preferred="loop",
     instead="",
     because="fused cannot run: grouped GEMMs need widths that are multiples of 8",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unfreeze.kernels import liger
 from unfreeze.kernels.choice.candidates import of_modules
-from unfreeze.kernels.choice.choose import choose
+from unfreeze.kernels.choice.choose import choose, choose_if_right
 from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Implementation, Op
 from unfreeze.kernels.loops.rows import rows_view
@@ -78,9 +78,16 @@ class SwiGLUFunctions(Protocol):
 
 
 def functions_for(gate: Tensor, up: Tensor | None = None, activation: Activation = SWIGLU) -> SwiGLUFunctions:
-    """forward and backward of the chosen implementation, for an op that writes its own backward."""
-    chosen = choose(OP, gate.device, gate.dtype, bucket(gate, up, activation))
-    return chosen.functions if isinstance(chosen, SwiGLU) else reference  # Liger's have another form
+    """forward and backward of the chosen implementation, for an op that writes its own backward.
+
+    Liger has none of this form. Where it is chosen, they are Triton's if these run there and are right, else
+    plain torch's.
+    """
+    kind = gate.device, gate.dtype, bucket(gate, up, activation)
+    chosen = choose(OP, *kind)
+    if not isinstance(chosen, SwiGLU):
+        chosen = choose_if_right(OP, "triton", *kind, "the chosen one runs only under autograd")
+    return chosen.functions
 
 
 class SwiGLU:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Protocol, SupportsInt, cast
 
 import torch
@@ -17,8 +19,10 @@ from torch import Tensor
 
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.core.units import format_bytes
+from unfreeze.parallel.machine import num_cores
 
 PAGE = 4096  # bytes
+MOST = 16  # threads that touch new pages
 
 
 class Lane(Protocol):
@@ -134,8 +138,8 @@ def pinned(nbytes: int, dtype: torch.dtype = torch.uint8, device: torch.device |
     Raises DoesNotFit if CUDA refuses.
     """
     memory = torch.empty(nbytes, dtype=dtype, device=device)
-    # the driver would touch new pages one after the other, 71 GB in about a minute; torch's threads share it
-    memory.view(torch.uint8)[::PAGE].zero_()
+    # the driver would touch new pages one after the other, 71 GB in about a minute
+    touch(memory, min(num_cores(), MOST))
     cudart = cast("_Cudart", torch.cuda.cudart())
     result = int(cudart.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if result != 0:
@@ -147,3 +151,17 @@ def pinned(nbytes: int, dtype: torch.dtype = torch.uint8, device: torch.device |
     storage = memory.untyped_storage()  # views keep the storage alive, but not this tensor
     weakref.finalize(storage, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory
+
+
+def touch(memory: Tensor, threads: int) -> None:
+    """Write to every page of contiguous host memory, each thread to its own range of pages.
+
+    The system then maps them: on the NUMA node of the cores that these threads may run on.
+    """
+    # numpy lets go of the GIL, and starts no threads of its own. torch has one thread under torchrun
+    # (OMP_NUM_THREADS=1), or would start as many again in each of these
+    pages = memory.view(torch.uint8).numpy()[::PAGE]
+    edges = [len(pages) * thread // threads for thread in range(threads + 1)]
+    with ThreadPoolExecutor(threads, "pages") as pool:
+        for done in [pool.submit(pages[first:then].fill, 0) for first, then in pairwise(edges)]:
+            done.result()

@@ -32,7 +32,7 @@ def bind(device: torch.device, rank: int, sys: Path = SYS) -> list[int]:
     here = sorted(cores & os.sched_getaffinity(0))
     if not here:
         return []
-    # Linux binds a thread, not a process: torch's own threads, which touch the pages, may be there already
+    # Linux binds a thread, not a process: torch's own may be there already. New ones (lanes.touch) inherit it
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended
             os.sched_setaffinity(int(thread), here)
