@@ -56,8 +56,8 @@ ADAMW_BYTES = 28  # per parameter: master, m and v read and written, gradient re
 ABOUT = (
     "An operation that is no view is a launch, and so is a call of a Triton kernel; its bytes are its"
     " operands' (a kernel that reads a part of one is counted with all of it). Flash attention counts one"
-    f" launch a direction. Host: launches times {DEVICE_LAUNCH * 1e6:.0f} µs, which the device hides if its own work"
-    " takes longer.",
+    f" launch a direction. Host: launches times {DEVICE_LAUNCH * 1e6:.0f} µs, which the device hides if its"
+    " own work takes longer.",
 )
 Counts = dict[str, tuple[int, int]]
 """Group of ops -> (launches, bytes)."""
