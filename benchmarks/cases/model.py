@@ -12,24 +12,11 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from benchmarks.harness.case import Measured, Run
-from benchmarks.harness.shapes import GPT_OSS_20B, LLAMA_31_8B, QWEN3_06B, QWEN3_30B_A3B, QWEN25_7B, qwen
-from benchmarks.harness.whole import Job, results, sized, train
+from benchmarks.harness.whole import JOBS, Named, results, sized, train
 from unfreeze.config.parse import Folder
 from unfreeze.core.errors import DoesNotFit
 from unfreeze.parallel.machine import hardware
 
-QWEN3_30B = qwen("qwen3_moe", QWEN3_30B_A3B, tied=False)
-Named = Literal[
-    "qwen3-30b-a3b-int4", "qwen3-30b-a3b-bf16", "gpt-oss-20b", "llama-3.1-8b", "qwen2.5-7b", "qwen3-0.6b-full"
-]
-JOBS = {
-    "qwen3-30b-a3b-int4": Job(QWEN3_30B, "int4", 16, 17000),
-    "qwen3-30b-a3b-bf16": Job(QWEN3_30B, "bf16", 16, None),
-    "gpt-oss-20b": Job(GPT_OSS_20B, "mxfp4", 16, None),
-    "llama-3.1-8b": Job(LLAMA_31_8B, "", 16, None),
-    "qwen2.5-7b": Job(qwen("qwen2", QWEN25_7B, tied=False), "", 16, 20000),
-    "qwen3-0.6b-full": Job(qwen("qwen3", QWEN3_06B), "", None, 55000),
-}
 SEQUENCE = 4096
 
 

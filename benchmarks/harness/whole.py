@@ -15,6 +15,7 @@ import torch
 from torch.profiler import profile
 
 from benchmarks.harness.job import batch_of, model_flops
+from benchmarks.harness.shapes import GPT_OSS_20B, LLAMA_31_8B, QWEN3_06B, QWEN3_30B_A3B, QWEN25_7B, qwen
 from benchmarks.harness.synthetic import fill_random
 from benchmarks.harness.timing import wait
 from unfreeze import models
@@ -48,6 +49,20 @@ class Job:
     experts: Literal["int4", "mxfp4", "bf16", ""]
     rank: int | None
     target: float | None
+
+
+QWEN3_30B = qwen("qwen3_moe", QWEN3_30B_A3B, tied=False)
+Named = Literal[
+    "qwen3-30b-a3b-int4", "qwen3-30b-a3b-bf16", "gpt-oss-20b", "llama-3.1-8b", "qwen2.5-7b", "qwen3-0.6b-full"
+]
+JOBS = {
+    "qwen3-30b-a3b-int4": Job(QWEN3_30B, "int4", 16, 17000),
+    "qwen3-30b-a3b-bf16": Job(QWEN3_30B, "bf16", 16, None),
+    "gpt-oss-20b": Job(GPT_OSS_20B, "mxfp4", 16, None),
+    "llama-3.1-8b": Job(LLAMA_31_8B, "", 16, None),
+    "qwen2.5-7b": Job(qwen("qwen2", QWEN25_7B, tied=False), "", 16, 20000),
+    "qwen3-0.6b-full": Job(qwen("qwen3", QWEN3_06B), "", None, 55000),
+}
 
 
 def built(job: Job, device: torch.device | str) -> models.Decoder:
