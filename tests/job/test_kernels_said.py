@@ -12,6 +12,7 @@ from unfreeze.kernels.choice import choose as choosing
 from unfreeze.kernels.choice import predicted, record
 from unfreeze.kernels.rms_norm import OP
 from unfreeze.kernels.skinny_linear import OP as FEW_ROWS
+from unfreeze.kernels.swiglu import OP as SWIGLU
 from unfreeze.report.html import summary_lines, write_report
 
 CLAUSE = "1 kernel predicted"
@@ -29,8 +30,9 @@ def plant(monkeypatch):
         monkeypatch.setattr(choosing, "record_rows", lambda op, *rest: [] if op is OP else real(op, *rest))
         monkeypatch.setattr(choosing, "_WRONG", {})
         monkeypatch.setattr(choosing, "CHECKED", ("cpu",))  # as a GPU's
-        unpredicted = dataclasses.replace(FEW_ROWS.candidates["numba"], predicted_on=())
-        monkeypatch.setitem(FEW_ROWS.candidates, "numba", unpredicted)
+        for other in (FEW_ROWS, SWIGLU):
+            unpredicted = dataclasses.replace(other.candidates["numba"], predicted_on=())
+            monkeypatch.setitem(other.candidates, "numba", unpredicted)
 
     return planted
 

@@ -15,7 +15,7 @@ import re
 import socket
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.units import format_bytes
@@ -123,9 +123,9 @@ def settings(run: Path) -> str:
 def named(value: Any) -> Any:
     """`value` with each string that is a path, whatever is in it, cut to the path's last name."""
     if isinstance(value, dict):
-        return {name: named(item) for name, item in value.items()}
+        return {name: named(item) for name, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
-        return [named(item) for item in value]
+        return [named(item) for item in cast("list[Any]", value)]
     if isinstance(value, str) and re.match(r"(~|/|[A-Za-z]:[\\/]|\\\\)", value):
         return "…" if HOME.fullmatch(value) else "…/" + re.split(r"[\\/]", value.rstrip("\\/"))[-1]
     return value
