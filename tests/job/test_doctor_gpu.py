@@ -52,7 +52,7 @@ def test_a_kernel_that_fails_while_its_parameters_are_measured_is_a_row_of_the_t
     kept = []
     monkeypatch.setattr(gpu.configs, "measure_all", fails)
     monkeypatch.setattr(gpu.checked, "check_all", checked)
-    monkeypatch.setattr(gpu.times, "keep", lambda rows, device: kept.extend(rows))
+    monkeypatch.setattr(gpu.times, "keep", lambda rows, device, checks: kept.extend(rows))
     norm = ops.import_op("rms_norm")
     cell = Cell(norm, norm.cases[0], torch.float32)
     assert list(gpu.table([cell], torch.device("cuda", 0))) == kept != []
@@ -65,7 +65,7 @@ def test_rows_are_kept_if_a_kernel_takes_the_card_down(monkeypatch):
 
     kept = []
     monkeypatch.setattr(gpu.checked, "check_all", checked)
-    monkeypatch.setattr(gpu.times, "keep", lambda rows, device: kept.extend(rows))
+    monkeypatch.setattr(gpu.times, "keep", lambda rows, device, checks: kept.extend(rows))
     with pytest.raises(RuntimeError):
         list(gpu.table([], torch.device("cuda", 0)))
     assert [row["op"] for row in kept] == ["swiglu"]

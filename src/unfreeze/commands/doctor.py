@@ -157,7 +157,7 @@ def examine_ops(config: Config, common: Common) -> dict[str, Any]:
         "device": device_key(device),
         "rows": rows,
         "left": left,
-        "exit_code": 1 if wrong else 0,
+        "exit_code": 1 if wrong or (rows and all(row["untimed"] for row in rows)) else 0,
     }
 
 

@@ -212,7 +212,7 @@ def test_a_kernel_that_breaks_the_card_is_banned_and_nothing_else_is_checked_the
     cells = checked.cells_of([first, second], CPU)
     rows = list(checked.check_all(cells, CPU, seconds=60.0, sampling=0.0))
     assert len(rows) == 1 and checked.is_broken(rows[0]) and checked.is_kept(rows[0])
-    times.keep(rows)
+    times.keep(rows, checks=True)
     choice = by_record(first, CPU, F32, "any")
     assert choice.runs == "reference" and "quick is wrong: AcceleratorError: CUDA error" in choice.why
 
@@ -231,3 +231,22 @@ def test_a_row_that_had_no_memory_is_made_again_at_the_next_start(monkeypatch):
 def test_an_error_without_bound_is_null_in_json():
     (row,) = rows_of(op_of(quick=lambda x: x * x * torch.nan))
     assert row["error"]["quick"][0] is None and "Infinity" not in json.dumps(row)
+
+
+def test_a_ban_of_a_cpu_holds_for_any_number_of_threads_and_ends_with_a_right_check(monkeypatch):
+    op, before = op_of(quick=lambda x: 1.1 * x * x), torch.get_num_threads()
+    times.keep(rows_of(op), checks=True)
+    try:
+        torch.set_num_threads(before + 1)
+        monkeypatch.setenv("UNFREEZE_KERNELS", "records")
+        assert "quick is wrong: error 1.0e-01" in by_record(op, CPU, F32, "any").why
+    finally:
+        torch.set_num_threads(before)
+    choose.fix(
+        {("square", "float32", "any"): choose.Choice("quick", "then", "timed here")}
+    )  # a run of before
+    assert by_record(op, CPU, F32, "any").runs == "reference"
+    right = op_of(quick=lambda x: x * x)
+    choose._loaded.cache_clear()
+    times.keep(rows_of(right), checks=True)
+    assert by_record(right, CPU, F32, "any").runs == "quick"

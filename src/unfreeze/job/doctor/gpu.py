@@ -36,7 +36,11 @@ def gpu_findings(root: Path = Path("/")) -> Iterator[Finding]:
         return
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
-        yield from card_findings(cards.card_of(device), index, *torch.cuda.mem_get_info(device))
+        try:
+            yield from card_findings(cards.card_of(device), index, *torch.cuda.mem_get_info(device))
+        except RuntimeError as error:  # full or busy, so that no context can be made
+            words = " ".join(str(error).split()).partition(". ")[0][:200]
+            yield Finding(f"gpu {index}", "fault", words, "nvidia-smi lists who uses it")
     if version := cards.triton_version():
         yield Finding("triton", "ok", f"Triton {version}")
     else:
@@ -98,13 +102,13 @@ def chosen(names: Sequence[str] = ()) -> list[Op]:
 def table(cells: Iterable[Cell], device: torch.device, seconds: float = LIMIT) -> Iterator[Row]:
     """Check the cells and yield their rows. They are kept, even if a kernel takes the card down.
 
-    Of a CPU only wrong kernels are kept: a run times what it needs itself, in 2 seconds.
+    Of a CPU only the wrong kernels count: a run times what it needs itself, in 2 seconds.
     """
     rows: list[Row] = []
 
     def keep() -> None:
-        if kept := [row for row in rows if row["wrong"] or (device.type != "cpu" and checked.is_kept(row))]:
-            times.keep(kept, device)
+        if kept := [row for row in rows if checked.is_kept(row)]:
+            times.keep(kept, device, checks=True)
         rows.clear()
 
     def tune(cell: Cell) -> None:
@@ -155,7 +159,7 @@ def summary(rows: Sequence[Row], left: int, device: torch.device) -> str:
     untimed = sum(bool(row["untimed"]) for row in rows) + left
     faster = sum(row["runs"] not in ("", "reference") for row in rows)
     slower = len(rows) - faster - sum(bool(row["untimed"]) for row in rows)
-    where = times.path(device)
+    where = times.checks_path(device)
     kept = f"; kept in {where}" if where.exists() else f"; not kept: {where.parent} cannot be written"
     kept = "" if device.type == "cpu" and not wrong else kept
     return (

@@ -23,7 +23,7 @@ from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.kernels.choice.configs import with_best
 from unfreeze.kernels.choice.op import Implementation, Op
 from unfreeze.kernels.choice.record import Row, device_key, is_own, record_rows
-from unfreeze.kernels.choice.times import Key, key_of, known, tried
+from unfreeze.kernels.choice.times import Key, key_of, known, wrong
 
 __all__ = [
     "Choice",
@@ -183,22 +183,25 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
     to be right. A candidate that fails is banned: the next one runs, and `why` names the fault.
     """
     able, faults = running(op, device, dtype, bucket), list[str]()
-    row = tried(device).get(key_of(op, dtype, bucket))
-    if row is not None and row.get("untimed"):  # a kernel that broke the device, so that nothing was timed
-        faults = [f"{name} is wrong: {why}" for name, why in row["wrong"].items()]
-        able = [name for name in able if name not in row["wrong"]]
+    banned = wrong(device, key_of(op, dtype, bucket))
+    able = [name for name in able if name not in banned]
+
+    def bans(told: str) -> list[str]:
+        """The candidates that a check found wrong here, if `told` does not say so."""
+        return [f"{name} is wrong: {fault}" for name, fault in banned.items() if fault not in told]
+
     while choice := next(filter(None, (look(op, device, dtype, bucket, able) for look in LOOKS)), None):
         fault = _fault(choice, op, device, dtype) if check else ""
         if not fault:
             if choice.origin == "predicted, not measured":
                 _log_once(device_key(device), choice.origin)
             refusals = _refusals(op, device, dtype) if op.instead and choice.runs == op.instead else []
-            return choice._replace(why="; ".join([choice.why, *refusals, *faults]))
+            return choice._replace(why="; ".join([choice.why, *refusals, *bans(choice.why), *faults]))
         able.remove(choice.runs)
         faults.append(f"{choice.runs} failed its check: {fault}")
     why = f"no record for {device_key(device)}; unfreeze dev kernels measure --op {op.name} makes one"
     _log_once(device_key(device), "not measured")
-    return Choice("reference", "; ".join(faults) or why, "not measured")
+    return Choice("reference", "; ".join([*bans(""), *faults]) or why, "not measured")
 
 
 def running(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -> list[str]:

@@ -97,6 +97,26 @@ def tried(device: torch.device = CPU) -> dict[Key, Row]:
     return _UNWRITTEN.get(file) or _read(file)
 
 
+def checks_path(device: torch.device) -> Path:
+    """The file of checks: of a GPU its file, of a CPU one for any number of threads."""
+    if device.type != "cpu":
+        return path(device)
+    facts = {name: fact for name, fact in machine().items() if name != "threads"}
+    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return user_folder() / f"checked-{cpu_class()}-{name}.json"
+
+
+def wrong(device: torch.device, key: Key) -> dict[str, str]:
+    """Candidate -> the reason why it is wrong there, by the last check of `unfreeze doctor`."""
+    if not _UNWRITTEN and not any(user_folder().glob("checked-*.json")):
+        return {}
+    if device.type != "cpu" and not cards.present(device):
+        return {}
+    file = checks_path(device)
+    row = (_UNWRITTEN.get(file) or _read(file)).get(key)
+    return row["wrong"] if row else {}
+
+
 _UNWRITTEN: dict[Path, dict[Key, Row]] = {}  # rows of this process whose file cannot be written
 
 
@@ -126,12 +146,12 @@ def _whole(row: Row) -> bool:
     )
 
 
-def keep(rows: Sequence[Row], device: torch.device = CPU) -> Path | None:
-    """Add rows to the file atomically, and return it.
+def keep(rows: Sequence[Row], device: torch.device = CPU, *, checks: bool = False) -> Path | None:
+    """Add rows to the file atomically, and return it. checks: to the file of checks.
 
     None if it cannot be written: then only this process knows them.
     """
-    file = path(device)
+    file = checks_path(device) if checks else path(device)
     _read.cache_clear()
     new = {(row["op"], row["dtype"], row["bucket"]): row for row in rows}
     rows_by_key = _read(file) | new
