@@ -371,6 +371,7 @@ def test_a_bundle_has_no_secret_path_or_text_of_the_data(own_cache_here, monkeyp
         "files": ["/data/my (old) déjà vu, 2/x.jsonl"],
         "cache": "/home/ada",
         "watch.prompts": ["PRIVATE"],
+        "data.template_variables": ["customer=PRIVATE"],
         "steps": 7,
     }
     (run / "resolved_config.json").write_text(json.dumps(config))
@@ -399,6 +400,8 @@ def test_a_bundle_has_no_secret_path_or_text_of_the_data(own_cache_here, monkeyp
     )
     monkeypatch.setenv("MY_API_KEY", SECRETS[3])
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("UNFREEZE_PW", "short7x")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "10.1.2.3 jane@host17")
     assert cli.main(["doctor", str(run), "--bundle"]) == 0
     text = (own_cache_here / "unfreeze-bundle.txt").read_text()
     for secret in (
@@ -408,6 +411,9 @@ def test_a_bundle_has_no_secret_path_or_text_of_the_data(own_cache_here, monkeyp
         "Users",
         "/ada",
         "bucket-of-mine",
+        "short7x",
+        "10.1.2.3",
+        "host17",
         "host.org",
         "déjà",
         "pw12345678",

@@ -25,11 +25,13 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "tokenizers", "t
 VARIABLES = re.compile(r"^(UNFREEZE|TORCH|PYTORCH|CUDA|NCCL|TRITON|OMP|MKL|HSA|HIP|NVIDIA)_")
 LAST = 60  # events
 SECRET = re.compile(
-    r"hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{16,}|github_pat_\w+|xox[a-z]-[\w-]+|AKIA\w{12,}|eyJ[\w-]{10,}[\w.-]*"
+    r"hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{16,}|github_pat_\w+|xox[a-z]-[\w-]+|AKIA\w{12,}|glpat-[\w-]+|AIza[\w-]{20,}|eyJ[\w-]{10,}[\w.-]*"
     r"|\b[0-9a-f]{32,}\b|(?<=Bearer )\S+"
 )
-SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH", re.IGNORECASE)
+SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|PW|CREDENTIAL|AUTH", re.IGNORECASE)
 ADDRESS = re.compile(r"\b([A-Za-z][\w+.-]*)://[^\s\"'<>]+")  # with its host, which may be private
+TEXTS = re.compile(r"prompt|system|variables")  # names of settings with words of the user
+HOST = re.compile(r"\b[\w.+-]+@[\w.-]+\b|\b(?:\d{1,3}\.){3}\d{1,3}\b")  # mail and network addresses
 HOME = re.compile(
     r"(?:[A-Za-z]:)?[\\/]+(?:home|Users|root)(?:[\\/]+[^\\/\s\"',:;)\]]+)?(?=$|[\\/\s\"',:;)\]])",
     re.MULTILINE,
@@ -55,6 +57,7 @@ def clean(text: str) -> str:
     secrets = [value for name, value in os.environ.items() if SECRET_NAME.search(name) and len(value) >= 8]
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "[removed]")
+    text = HOST.sub("[removed]", text)
     text = ADDRESS.sub(r"\1://…", SECRET.sub("[removed]", text))
     text = PATH.sub("…/", HOME.sub("…", text))
     for name in {_user(), socket.gethostname()} - {"", "root", "localhost"}:
@@ -93,7 +96,8 @@ def machine() -> str:
 
 def environment() -> str:
     """The variables that change how torch and CUDA behave."""
-    return "\n".join(f"{name}={value}" for name, value in sorted(os.environ.items()) if VARIABLES.match(name))
+    named = sorted((name, value) for name, value in os.environ.items() if VARIABLES.match(name))
+    return "\n".join(f"{name}={value}" for name, value in named if not SECRET_NAME.search(name))
 
 
 def banned(file: Path) -> list[str]:
@@ -116,7 +120,7 @@ def settings(run: Path) -> str:
         fields = json.loads((run / RESOLVED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    kept = {name: value for name, value in fields.items() if "prompt" not in name and "system" not in name}
+    kept = {name: value for name, value in fields.items() if not TEXTS.search(name)}
     return json.dumps(named(kept), indent=1, ensure_ascii=False)
 
 

@@ -186,9 +186,9 @@ def by_record(op: Op, device: torch.device, dtype: torch.dtype, bucket: str, *, 
     banned = wrong(device, key_of(op, dtype, bucket))
     able = [name for name in able if name not in banned]
 
-    def bans(told: str) -> list[str]:
-        """The candidates that a check found wrong here, if `told` does not say so."""
-        return [f"{name} is wrong: {fault}" for name, fault in banned.items() if fault not in told]
+    def bans(words: str) -> list[str]:
+        """The candidates that a check found wrong here, if `words` does not say so."""
+        return [f"{name} is wrong: {fault}" for name, fault in banned.items() if fault not in words]
 
     while choice := next(filter(None, (look(op, device, dtype, bucket, able) for look in LOOKS)), None):
         fault = _fault(choice, op, device, dtype) if check else ""

@@ -425,7 +425,7 @@ def _rank(choice: PlanChoice) -> tuple[bool, bool, float]:
 
 def _over(choice: PlanChoice) -> float:
     """Return bytes over usable bytes, for the fuller memory."""
-    device = sum(choice.places.device.values()) / choice.places.device_usable
+    device = sum(choice.places.device.values()) / max(1, choice.places.device_usable)
     host = sum(choice.places.host.values()) / max(1, choice.places.host_usable)
     return max(device, host)
 
