@@ -142,6 +142,23 @@ def test_cudnn_is_kept_away_from_attention_on_cuda_only(monkeypatch, ask, name, 
     assert told == [False] * kept_away
 
 
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_card_that_others_fill_is_one_line(name, monkeypatch):
+    from unfreeze.generate.open import device_of
+
+    def busy(*_):
+        raise RuntimeError(
+            "CUDA error: all CUDA-capable devices are busy or unavailable. CUDA kernel errors might"
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cards, "card_of", busy)
+    monkeypatch.setattr(cards, "here", busy)
+    with pytest.raises(ConfigError, match="cannot be used: CUDA error: all CUDA-capable devices") as caught:
+        device_of(name)
+    assert caught.value.next.startswith("nvidia-smi")
+
+
 @pytest.mark.parametrize("name", ["mps", "mps:0", "xpu", "hpu", "npu", "xla", "gpu", "meta", "cuda:", "CUDA"])
 def test_a_device_for_which_nothing_is_built_is_refused_before_anything_is_opened(name, tmp_path, capsys):
     """mps was taken, and died in the first step. The model and the data need not be there."""

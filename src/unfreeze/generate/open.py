@@ -134,6 +134,18 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def device_of(name: str) -> torch.device:
+    """As `_device_of`; a card that is full or busy is one line, not a fault of CUDA."""
+    try:
+        return _device_of(name)
+    except RuntimeError as error:
+        words = " ".join(str(error).split()).partition(". ")[0][:200]
+        raise ConfigError(
+            f"device is {name!r}, but the card cannot be used: {words}",
+            next="nvidia-smi lists who uses it; or --device cpu",
+        ) from error
+
+
+def _device_of(name: str) -> torch.device:
     """Return the named device; "auto" is CUDA if there is a card that is supported.
 
     On CUDA it keeps torch's attention away from cuDNN.
