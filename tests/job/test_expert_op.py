@@ -1,6 +1,7 @@
 """The expert op of a run beside the reference, on the run's own rows: right ones pass, a wrong one is told."""
 
 import json
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -73,6 +74,32 @@ def test_what_is_wrong_for_many_rows_alone_is_seen(sandbox, monkeypatch):
         blocks, "expert_mlp", lambda x, *a, **m: real(x, *a, **m) * (1.2 if len(x) > 64 else 1)
     )
     assert looked(sandbox, "qwen3_moe")["error"] == pytest.approx(0.2, rel=1e-3)
+
+
+def test_wrong_gradients_of_the_adapters_are_seen(sandbox, monkeypatch):
+    """Output and gradients of x are right; the adapters would learn the opposite."""
+    real = blocks.expert_mlp
+
+    def planted(x, ids, weights, gate_up, down, factors=None, **more):
+        turned = replace(
+            factors, **{f.name: Turned.apply(getattr(factors, f.name)) for f in fields(factors)[:4]}
+        )
+        return real(x, ids, weights, gate_up, down, turned, **more)
+
+    monkeypatch.setattr(blocks, "expert_mlp", planted)
+    assert looked(sandbox, "qwen3_moe")["error"] == pytest.approx(2.0, rel=1e-3)
+
+
+class Turned(torch.autograd.Function):
+    """The identity, with its gradient turned round."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
 
 
 def test_a_library_without_memory_costs_the_comparison_and_a_broken_card_ends_the_run(sandbox, monkeypatch):

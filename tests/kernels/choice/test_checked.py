@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from unfreeze.kernels.choice import checked, choose, record, times
+from unfreeze.kernels.choice import checked, choose, ops, record, times
 from unfreeze.kernels.choice.choose import by_record
 from unfreeze.kernels.choice.op import Candidate, Case, Op
 from unfreeze.kernels.loops.scratch import scratch, scratch_bytes
+from unfreeze.kernels.swiglu.activation import SWIGLU
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 
@@ -66,6 +67,7 @@ WRONG = {
     "another shape": (lambda x: (x * x)[:4], "shape"),
     "another dtype": (lambda x: (x * x).double(), "float64"),
     "raises": (raises, "illegal memory access"),
+    "wrong without gradients": (lambda x: x * x if torch.is_grad_enabled() else 1.1 * x * x, "tolerance"),
     "writes to its input": (lambda x: x.detach().mul_(x.detach()).requires_grad_(), ""),
 }
 
@@ -250,3 +252,35 @@ def test_a_ban_of_a_cpu_holds_for_any_number_of_threads_and_ends_with_a_right_ch
     choose._loaded.cache_clear()
     times.keep(rows_of(right), checks=True)
     assert by_record(right, CPU, F32, "any").runs == "quick"
+
+
+@pytest.mark.parametrize(
+    ("name", "candidate", "bug", "words"),
+    [
+        ("rms_norm", "numba", "eps", "small numbers: error"),
+        ("adamw", "numba", "step", "first step: error"),
+        ("swiglu", "numba", "rows", "silu: error"),
+    ],
+)
+def test_what_the_timed_shapes_do_not_show_is_seen_beside_them(name, candidate, bug, words, monkeypatch):
+    """A norm without its eps, an update without its first steps' correction, rows of no whole block left out."""
+    op = ops.import_op(name)
+    right = op.candidates[candidate].load()
+
+    def norm_without_eps(x, weight, eps):
+        return right(x, weight, 0.0)
+
+    def late_correction(updates, rule):
+        return right([replace(update, step=max(10, update.step)) for update in updates], rule)
+
+    def whole_blocks(gate, up=None, activation=SWIGLU):
+        h = right(gate, up, activation)
+        return torch.cat([h[: len(h) // 16 * 16], 0 * h[len(h) // 16 * 16 :]])
+
+    planted = {"eps": norm_without_eps, "step": late_correction, "rows": whole_blocks}[bug]
+    monkeypatch.setattr(checked, "implementation_of", lambda *_: planted)
+    monkeypatch.setattr(checked, "running", lambda *_: [candidate])
+    uses = tuple(use for use in op.uses if not use.name.startswith("backward"))  # of the class of the module
+    assert checked.of_uses(replace(op, uses=uses), CPU, F32)[candidate].startswith(words)
+    monkeypatch.setattr(checked, "implementation_of", lambda *_: right)
+    assert not checked.of_uses(replace(op, uses=uses), CPU, F32)

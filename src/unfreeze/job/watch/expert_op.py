@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unfreeze.core.torch_types import named_modules
 from unfreeze.kernels.choice.measure import relative_error
@@ -30,6 +30,7 @@ LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.03, torch.float16: 0.03}
 EXPANDED = {"cpu": 5e7, "cuda": 3e10}
 # bytes of a row's expanded experts in float32; above this only the output is compared
 KEPT = {"cpu": 64 << 20, "cuda": 512 << 20}
+_Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ExpertOp:
@@ -84,7 +85,7 @@ def is_wrong(compared: Mapping[str, Any]) -> bool:
 def error_of(
     experts: Experts, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, rows: int, *, gradients: bool = True
 ) -> float:
-    """The largest relative error of the op: of its output, and of the gradients of x and of the weights.
+    """The largest relative error of the op: of its output, and of the gradients of x, weights and adapters.
 
     The output is computed of all rows, as the run does, since other kernels run for few; the first `rows` of
     it are compared, and the gradients of these alone. The reference computes in float32, one row after the
@@ -101,35 +102,39 @@ def error_of(
     upstream = torch.randn(x_TD.shape, generator=torch.Generator().manual_seed(0)).to(x_TD)
     bias = getattr(experts, "gate_up_proj_bias", None)
     base = (experts.gate_up_proj.value(), experts.down_proj.value())
-    adapter = None if experts.adapter is None else experts.adapter.factors()
+    adapter = cast("nn.Module | None", experts.adapter)
+    trained = [] if adapter is None else [p for p in adapter.parameters() if p.requires_grad]
 
     def reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        inputs = (x_TD, ids_TK, weights_TK, *base, adapter, None, experts.activation, bias)
-        return reference_expert_mlp(*inputs)
+        factors = None if experts.adapter is None else experts.adapter.factors()
+        return reference_expert_mlp(x_TD, ids_TK, weights_TK, *base, factors, None, experts.activation, bias)
 
-    got = _results(experts.product, (x_TD, ids_TK, weights_TK), upstream, gradients)
-    inputs, want = (x_TD.float(), ids_TK, weights_TK), list[list[Tensor]]()
+    def results(call: _Call, *inputs: Tensor, upstream: Tensor) -> list[Tensor]:
+        """The output, and if wanted the gradients of x and weights, then of the adapters."""
+        x_TD, ids_TK, weights_TK = inputs
+        if not gradients:
+            with torch.no_grad():
+                return [call(x_TD, ids_TK, weights_TK)]
+        with torch.enable_grad():
+            x_TD, weights_TK = (part.detach().requires_grad_() for part in (x_TD, weights_TK))
+            y_TD = call(x_TD, ids_TK, weights_TK)
+            leaves = [x_TD, weights_TK, *trained]
+            grads = torch.autograd.grad(y_TD, leaves, upstream, allow_unused=True, materialize_grads=True)
+            return [y_TD.detach(), *grads]
+
+    got = results(experts.product, x_TD, ids_TK, weights_TK, upstream=upstream)
+    of_rows: list[list[Tensor]] = []
+    of_adapters: list[Tensor] = []
     for row in range(rows):
-        of_row = slice(row, row + 1)
-        x_1D, ids_1K, weights_1K = (part[of_row] for part in inputs)
-        want.append(_results(reference, (x_1D, ids_1K, weights_1K), upstream[of_row].float(), gradients))
-    exact = [torch.cat(parts) for parts in zip(*want, strict=True)]
+        one = slice(row, row + 1)
+        inputs = (x_TD[one].float(), ids_TK[one], weights_TK[one])
+        every = results(reference, *inputs, upstream=upstream[one].float())
+        of_rows.append(every[:3])
+        if not of_adapters:
+            of_adapters = every[3:]
+        else:
+            for total, part in zip(of_adapters, every[3:], strict=True):
+                total += part
+    exact = [*(torch.cat(parts) for parts in zip(*of_rows, strict=True)), *of_adapters]
     errors = [relative_error(ours, theirs) for ours, theirs in zip(got, exact, strict=True)]
     return max(*errors, relative_error(y_TD, exact[0]))
-
-
-def _results(
-    call: Callable[[Tensor, Tensor, Tensor], Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor],
-    upstream_TD: Tensor,
-    gradients: bool,
-) -> list[Tensor]:
-    """The output, and the gradients of x and of the routing weights if wanted."""
-    x_TD, ids_TK, weights_TK = inputs
-    if not gradients:
-        with torch.no_grad():
-            return [call(x_TD, ids_TK, weights_TK)]
-    with torch.enable_grad():
-        x_TD, weights_TK = (part.detach().requires_grad_() for part in (x_TD, weights_TK))
-        y_TD = call(x_TD, ids_TK, weights_TK)
-        return [y_TD.detach(), *torch.autograd.grad(y_TD, [x_TD, weights_TK], upstream_TD)]

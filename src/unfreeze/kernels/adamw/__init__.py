@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ def _numba_refuses(device: str, dtype: torch.dtype) -> str:
     return "" if dtype == torch.float32 else f"{dtype}: its loops keep float32 masters"
 
 
-def _case(sizes: Sequence[tuple[int, ...]], half: bool) -> Case:
+def _case(sizes: Sequence[tuple[int, ...]], half: bool, step: int = 10) -> Case:
     def inputs(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> Arguments:
         updates = []
         for size in sizes:
@@ -77,7 +78,7 @@ def _case(sizes: Sequence[tuple[int, ...]], half: bool) -> Case:
             gradient = gradient.to(device, torch.bfloat16 if half else dtype)
             weight = master.to(device, torch.bfloat16) if half else None
             master, m, v = (x.to(device, dtype) for x in (master, 0.1 * m, v.square()))
-            updates.append(AdamWUpdate(master, gradient, m, v, weight, weight_decay=0.1, step=10))
+            updates.append(AdamWUpdate(master, gradient, m, v, weight, weight_decay=0.1, step=step))
         return updates, AdamWRule(learning_rate=1e-3, betas=(0.9, 0.95), eps=1e-8, gradient_scale=0.5)
 
     blank = [torch.empty(size, device="meta") for size in sizes]
@@ -110,6 +111,8 @@ OP = Op(
         _case([(896, 896)] * 20, True),
         _case([(4864, 896)] * 4, True),
     ),
+    # bias correction is largest in the first step
+    uses=tuple(replace(_case([(7, 13), (4097,)], half, step=1), name="first step") for half in (False, True)),
     tolerance={torch.float32: 1e-6},  # a handful of float32 roundings per number
     differentiable=False,
 )

@@ -108,6 +108,17 @@ def visit(op: Op, implementation: Implementation, args: Arguments) -> tuple[list
     ]
 
 
+def without_gradients(op: Op, implementation: Implementation, args: Arguments) -> list[Tensor]:
+    """The outputs of a call under no_grad, as in a validation: an implementation may then take another way.
+
+    [] for an op without gradients, whose one way `visit` takes.
+    """
+    if not op.differentiable:
+        return []
+    with torch.no_grad():
+        return list(tensors(implementation(*args)))
+
+
 _UPSTREAM: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
@@ -170,11 +181,14 @@ class Truth:
         function = self.case.function(implementation)
         if function is None:
             return Errors(0.0, 0.0)  # nobody calls it by this function
-        got = visit(self.op, function, arguments(self.case, self.device, self.dtype))
+        case = self.case, self.device, self.dtype
+        got = visit(self.op, function, arguments(*case))
+        plain = without_gradients(self.op, function, arguments(*case))
+        parts = [("outputs", got[0], 0), ("gradients", got[1], 1)]
+        parts += [("outputs without gradients", plain, 0)] if plain else []
         largest = []
-        for what, ours, exact, kinds in zip(
-            ("outputs", "gradients"), got, self.exact, self.kinds, strict=True
-        ):
+        for what, ours, of in parts:
+            exact, kinds = self.exact[of], self.kinds[of]
             if [x.dtype for x in ours] != kinds:
                 raise Wrong(
                     f"{what} in {[str(x.dtype) for x in ours]}, the reference's are in"
@@ -186,7 +200,7 @@ class Truth:
                     default=0.0,
                 )
             )
-        return Errors(*largest)
+        return Errors(max([largest[0], *largest[2:]]), largest[1])
 
 
 def candidates_of(

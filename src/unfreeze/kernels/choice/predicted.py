@@ -11,8 +11,8 @@ from torch import Tensor
 
 from unfreeze.kernels.choice import ops
 from unfreeze.kernels.choice.choose import by_record, implementation_of
-from unfreeze.kernels.choice.measure import Truth, arguments, forget, relative_error, visit
-from unfreeze.kernels.choice.op import Case, Implementation, Op
+from unfreeze.kernels.choice.measure import Truth, arguments, forget, relative_error, visit, without_gradients
+from unfreeze.kernels.choice.op import Arguments, Case, Implementation, Op
 from unfreeze.quant.codec import Packed
 
 
@@ -127,10 +127,16 @@ def _error(
     """The largest relative error of an output or a gradient."""
     cpu = torch.device("cpu")
     want = Truth(op, case, cpu, dtype).exact
-    got = visit(op, implementation, tuple(_on(arg, device) for arg in arguments(case, cpu, dtype)))
+
+    def moved() -> Arguments:
+        return tuple(_on(arg, device) for arg in arguments(case, cpu, dtype))
+
+    got = visit(op, implementation, moved())
+    plain = without_gradients(op, implementation, moved())
+    pairs = [*zip(got, want, strict=True), *([(plain, want[0])] if plain else [])]
     errors = [
         relative_error(ours.detach().cpu(), exact.detach())
-        for mine, theirs in zip(got, want, strict=True)
+        for mine, theirs in pairs
         for ours, exact in zip(mine, theirs, strict=True)
     ]
     return max(errors, default=0.0)

@@ -100,12 +100,18 @@ def _triton() -> Implementation:
 
 
 def _inputs(
-    rows: int, width: int, learns: bool, device: torch.device, dtype: torch.dtype, generator: torch.Generator
+    rows: int,
+    width: int,
+    learns: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, float]:
     if device.type == "cuda" and learns:
         rows *= 8  # 2,048 x 1,024 fills two cores, not a GPU
     x, weight = (
-        torch.randn(rows, width, generator=generator),
+        scale * torch.randn(rows, width, generator=generator),
         1 + 0.1 * torch.randn(width, generator=generator),
     )
     return x.to(device, dtype).requires_grad_(learns), weight.to(device, dtype).requires_grad_(learns), 1e-6
@@ -124,6 +130,8 @@ OP = Op(
         Case("few", functools.partial(_inputs, 4, 1024, False)),
         Case("many", functools.partial(_inputs, 2048, 1024, True)),
     ),
+    # numbers as small as the root of eps, in rows that are no multiple of a block
+    uses=(Case("few", functools.partial(_inputs, 5, 1000, True, scale=1e-3), name="small numbers"),),
     # float32: sums of some thousand terms in another order. bf16: two roundings of 2^-9 each, and one
     # rounding of dweight's sum.
     tolerance={torch.float32: 2e-6, torch.bfloat16: 1e-2},
