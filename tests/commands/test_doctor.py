@@ -1,6 +1,7 @@
 """The doctor finds what is planted in a user's files, says the remedy, and finds nothing in clean ones
 (control arm of every plant)."""
 
+import errno
 import json
 from types import SimpleNamespace
 
@@ -11,11 +12,13 @@ from safetensors.torch import load_file, save_file
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.doctor import Config, findings_of
+from unfreeze.core.command import Common
 from unfreeze.drill.sandbox import ROWS, Sandbox
-from unfreeze.job.doctor import checks
+from unfreeze.job.doctor import checks, gpu
+from unfreeze.job.opening.device import load_shown
 from unfreeze.job.planning import plan as run_plan
 from unfreeze.kernels import cards
-from unfreeze.kernels.choice import choose, ops, times
+from unfreeze.kernels.choice import checked, choose, ops, times
 from unfreeze.kernels.choice.op import Candidate, Case, Op
 from unfreeze.train.run import Run
 
@@ -401,6 +404,7 @@ def test_a_bundle_has_no_secret_path_or_text_of_the_data(own_cache_here, monkeyp
     monkeypatch.setenv("MY_API_KEY", SECRETS[3])
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("UNFREEZE_PW", "short7x")
+    monkeypatch.setenv("TORCH_HOME", "/data/O'Brien, Patient (x)!/torch:/srv/Acme & Co (secret)/y")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "10.1.2.3 jane@host17")
     assert cli.main(["doctor", str(run), "--bundle"]) == 0
     text = (own_cache_here / "unfreeze-bundle.txt").read_text()
@@ -412,6 +416,8 @@ def test_a_bundle_has_no_secret_path_or_text_of_the_data(own_cache_here, monkeyp
         "/ada",
         "bucket-of-mine",
         "short7x",
+        "O'Brien",
+        "Acme",
         "10.1.2.3",
         "host17",
         "host.org",
@@ -424,3 +430,35 @@ def test_a_bundle_has_no_secret_path_or_text_of_the_data(own_cache_here, monkeyp
     assert '"steps": 7' in text and "NCCL_DEBUG=INFO" in text and '"rows": 3' in text and "…/x.json" in text
     assert "file.json" in text and "https://…" in text
     assert cli.main(["doctor", str(own_cache_here), "--bundle"]) == 2
+
+
+def test_a_bundle_that_cannot_be_written_is_one_line(own_cache_here, monkeypatch, capsys):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("unfreeze.checkpoint.save.write_file", full)
+    assert cli.main(["doctor", "--bundle"]) == 2
+    said = capsys.readouterr().err
+    assert "unfreeze-bundle.txt cannot be written" in said and "in a folder that can be written" in said
+
+
+def test_a_card_that_auto_passes_over_is_named_in_doctor_plan_and_chat(sandbox, monkeypatch, capsys):
+    """It would be slow on the CPU, and nobody would say why."""
+    old = cards.Card("Tesla V100", (7, 0), 16 << 30, "535.1", "CUDA 12.6")
+    monkeypatch.setattr(cards, "here", lambda: old)
+    model = str(sandbox.checkpoint("llama"))
+    line = next(f for f in findings_of(Config(model=model)) if f.level == "warn" and "V100" in f.line)
+    assert line.line.startswith("the run would be on the CPU: Tesla V100 has compute capability 7.0")
+    load_shown(model, "float32", "auto", Common())
+    assert "warning: on the CPU: Tesla V100" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cli.main(["plan", model]) == 0
+    assert "V100" not in capsys.readouterr().out
+
+
+def test_the_experts_of_a_cpu_have_their_own_rows():
+    assert [op.name for op in gpu.chosen(("expert_mlp",))] == ["packed_experts", "expert_mlp"]
+    assert [op.name for op in gpu.chosen(("rms_norm",))] == ["rms_norm"]
+    assert any(
+        cell.op.name == "packed_experts" for cell in checked.cells_of(gpu.chosen(), torch.device("cpu"))
+    )

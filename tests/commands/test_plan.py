@@ -13,6 +13,7 @@ from unfreeze.commands import plan
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.core.process import PROCESS
+from unfreeze.kernels import cards
 
 TINY_K2 = Path(plan.__file__).resolve().parents[1] / "assets" / "tiny-k2"
 LLAMA = {
@@ -559,7 +560,9 @@ def test_a_gpu_that_no_table_knows_is_planned_as_a_gpu_without_seconds(config, m
     monkeypatch.setattr(machine, "hardware", here)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA X1")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr("unfreeze.kernels.cards.here", lambda: None)
+    card = cards.Card("NVIDIA X1", (9, 0), 200 * 2**30, "580.65", "CUDA 13.0")
+    monkeypatch.setattr(cards, "here", lambda: card)
+    monkeypatch.setattr(cards, "card_of", lambda device: card)
     found = planned("--model", config)
     assert found["hardware"] == "NVIDIA X1" and found["tokens_per_second"] is None
     on_cpu = planned("--model", config, "--hardware", "cpu:200GB")

@@ -24,7 +24,7 @@ from tyro.conf import Positional, arg
 
 from unfreeze.commands.recipe import recipe_of
 from unfreeze.config.columns import Columns
-from unfreeze.config.parse import Folder, Frozen, ModelName, parse, read_toml
+from unfreeze.config.parse import USERS_OWN, Folder, Frozen, ModelName, parse, read_toml
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError, UserError
@@ -173,7 +173,16 @@ def bundled(config: Config, common: Common) -> dict[str, Any]:
         raise ConfigError(f"{run} is no folder of a run", next="unfreeze doctor --bundle runs/NAME")
     checks = sorted([*user_folder().glob("timed-*.json"), *user_folder().glob("checked-*.json")])
     file = Path(FILE)
-    write_file(file, bundle(gpu_findings(), run, checks).encode())
+    text = bundle(gpu_findings(), run, checks)
+    try:
+        write_file(file, text)
+    except OSError as error:
+        if error.errno not in USERS_OWN:
+            raise
+        raise ConfigError(
+            f"{file} cannot be written into {file.resolve().parent}: {error.strerror}",
+            next="call it in a folder that can be written",
+        ) from error
     if not common.quiet:
         print(f"{file}: read it before you send it", file=sys.stderr if common.json else sys.stdout)
     return {"file": str(file)}

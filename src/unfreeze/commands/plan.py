@@ -209,12 +209,13 @@ def _merged(file: LoraConfig, flags: LoraConfig) -> LoraConfig:
 def _fleet(words: str, table: str) -> Fleet:
     import torch
 
+    from unfreeze.generate.open import device_of
     from unfreeze.parallel.machine import hardware
     from unfreeze.parallel.plan import fleet
 
     if words != HERE:
         return fleet.fleet(words, table)
-    cuda = torch.cuda.is_available()
+    cuda = device_of("auto").type == "cuda"  # not if the card is one that runs refuse
     here, host = hardware("cuda" if cuda else "cpu"), hardware("cpu")
     known = fleet.devices(table) if cuda else {}
     facts = next((device for name, device in known.items() if name.lower() in here.name.lower()), None)

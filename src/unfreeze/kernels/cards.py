@@ -136,6 +136,9 @@ class Unused(NamedTuple):
     why: str
     remedy: str
 
+    def words(self) -> str:
+        return self.why + f"; {self.remedy}" * bool(self.remedy)
+
 
 def unused(root: Path = Path("/"), *, nodes_only: bool = False) -> Unused | None:
     """The reason why torch does not use a GPU of this machine; None if it does, or if there is none.
@@ -163,6 +166,14 @@ def unused(root: Path = Path("/"), *, nodes_only: bool = False) -> Unused | None
             f"the {maker} GPU of the host is not visible here", "start the container with --gpus all"
         )
     return _of_driver(root)
+
+
+def passed_over(requested: str, device: torch.device) -> Unused | None:
+    """The reason why "auto" took the CPU although this machine has a GPU; None if it did not."""
+    if requested != "auto" or device.type != "cpu":
+        return None
+    card = here()
+    return unused(nodes_only=True) if card is None else Unused(refuses(card), "")
 
 
 def _maker(root: Path) -> tuple[str, bool]:

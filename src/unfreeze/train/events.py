@@ -91,5 +91,7 @@ def emit_nonfinite(error: NonFinite, named: Named, state: State) -> NonFinite:
         next=(
             f"look at the rows of this step ({shown / SUSPECTS}), lower learning_rate (a tenth), or"
             " lengthen the warm-up"
+            + "; in the first step a kernel may be wrong: unfreeze doctor --gpu (on a CPU --ops)"
+            * (step == 1)
         ),
     )

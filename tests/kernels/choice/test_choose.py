@@ -336,3 +336,12 @@ def test_the_devices_own_key():
     record.device_key.cache_clear()
     assert record.device_key(CPU) == cpu.cpu_class()
     assert record.device_key(torch.device("meta")) == "meta"
+
+
+@pytest.mark.parametrize("missing", ["median_us", "error_backward"])
+def test_a_row_without_its_numbers_is_not_read(files, missing):
+    files["cpu-avx2"] = [{name: value for name, value in row().items() if name != missing}]
+    assert by_record(planted(), CPU, BF16, "any").runs == "reference"
+    record.read.cache_clear()
+    files["cpu-avx2"] = [row()]  # control arm
+    assert by_record(planted(), CPU, BF16, "any").runs != "reference"

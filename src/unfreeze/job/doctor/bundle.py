@@ -14,6 +14,7 @@ import platform
 import re
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,8 +26,8 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "safetensors", "tokenizers", "t
 VARIABLES = re.compile(r"^(UNFREEZE|TORCH|PYTORCH|CUDA|NCCL|TRITON|OMP|MKL|HSA|HIP|NVIDIA)_")
 LAST = 60  # events
 SECRET = re.compile(
-    r"hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{16,}|github_pat_\w+|xox[a-z]-[\w-]+|AKIA\w{12,}|glpat-[\w-]+|AIza[\w-]{20,}|eyJ[\w-]{10,}[\w.-]*"
-    r"|\b[0-9a-f]{32,}\b|(?<=Bearer )\S+"
+    r"hf_\w{8,}|sk-[\w-]{8,}|gh[pousr]_\w{16,}|github_pat_\w+|glpat-[\w-]+|xox[a-z]-[\w-]+|AKIA\w{12,}"
+    r"|AIza[\w-]{20,}|eyJ[\w-]{10,}[\w.-]*|\b[0-9a-f]{32,}\b|(?<=Bearer )\S+"
 )
 SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASS|PW|CREDENTIAL|AUTH", re.IGNORECASE)
 ADDRESS = re.compile(r"\b([A-Za-z][\w+.-]*)://[^\s\"'<>]+")  # with its host, which may be private
@@ -91,13 +92,19 @@ def machine() -> str:
     lines = [f"{cpu.name} ({cpu_class()}), {cpu.cores} cores, {format_bytes(cpu.available)} of"]
     lines[0] += f" {format_bytes(cpu.total)} free"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "\n".join(lines + [cards.card_of(torch.device("cuda", i)).words() for i in range(count)])
+    with suppress(RuntimeError):  # full or busy: the findings say so
+        lines += [cards.card_of(torch.device("cuda", i)).words() for i in range(count)]
+    return "\n".join(lines)
 
 
 def environment() -> str:
     """The variables that change how torch and CUDA behave."""
-    named = sorted((name, value) for name, value in os.environ.items() if VARIABLES.match(name))
-    return "\n".join(f"{name}={value}" for name, value in named if not SECRET_NAME.search(name))
+    shown = {
+        name: ":".join(map(cut, value.split(":")))
+        for name, value in sorted(os.environ.items())
+        if VARIABLES.match(name) and not SECRET_NAME.search(name)
+    }
+    return "\n".join(f"{name}={value}" for name, value in shown.items())
 
 
 def banned(file: Path) -> list[str]:
@@ -130,9 +137,14 @@ def named(value: Any) -> Any:
         return {name: named(item) for name, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
         return [named(item) for item in cast("list[Any]", value)]
-    if isinstance(value, str) and re.match(r"(~|/|[A-Za-z]:[\\/]|\\\\)", value):
-        return "…" if HOME.fullmatch(value) else "…/" + re.split(r"[\\/]", value.rstrip("\\/"))[-1]
-    return value
+    return cut(value) if isinstance(value, str) else value
+
+
+def cut(text: str) -> str:
+    """The last name of a path, whatever is in it; other text as it is."""
+    if not re.match(r"(~|/|[A-Za-z]:[\\/]|\\\\)", text):
+        return text
+    return "…" if HOME.fullmatch(text) else "…/" + re.split(r"[\\/]", text.rstrip("\\/"))[-1]
 
 
 def events(file: Path) -> str:

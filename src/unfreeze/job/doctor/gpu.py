@@ -16,6 +16,7 @@ from unfreeze.job.doctor.finding import Finding
 from unfreeze.kernels import cards
 from unfreeze.kernels.choice import checked, configs, ops, record, times
 from unfreeze.kernels.choice.timed import Cell
+from unfreeze.kernels.expert_mlp import packed_op
 
 if TYPE_CHECKING:
     from unfreeze.kernels.choice.op import Op
@@ -95,8 +96,9 @@ def record_findings(device: torch.device) -> Iterator[Finding]:
 
 
 def chosen(names: Sequence[str] = ()) -> list[Op]:
-    """Every op with a choice, or the named ones."""
-    return [ops.import_op(name) for name in names or ops.OPS]
+    """Every op with a choice, or the named ones; with the experts also how a CPU computes packed ones."""
+    listed = [ops.import_op(name) for name in names or ops.OPS]
+    return [packed_op(), *listed] if any(op.name == "expert_mlp" for op in listed) else listed
 
 
 def table(cells: Iterable[Cell], device: torch.device, seconds: float = LIMIT) -> Iterator[Row]:

@@ -23,6 +23,7 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
     import torch
 
     import unfreeze
+    from unfreeze.kernels import cards
     from unfreeze.parallel.machine import hardware
 
     threads = subject.config.memory.threads or torch.get_num_threads()
@@ -43,6 +44,8 @@ def check_machine(subject: Subject) -> Iterator[Finding]:
         )
     else:
         yield Finding("machine", "ok", facts)
+    if unused := cards.passed_over(subject.config.memory.device, subject.device):
+        yield Finding("machine", "warn", f"the run would be on the CPU: {unused.why}", unused.remedy)
     name = subject.config.memory.dtype
     if why := slow(name, subject.device):
         yield Finding("machine", "warn", why, "--dtype float32, or leave dtype out")

@@ -89,7 +89,11 @@ def load_shown(source: str, dtype: str, device: str, common: Common, base: str =
 
     from unfreeze.generate.model import load_opened
     from unfreeze.generate.open import dtype_of
+    from unfreeze.kernels import cards
     from unfreeze.kernels.precision import precision, slow
+
+    if unused := cards.passed_over(device, place):
+        say(common)(f"warning: on the CPU: {unused.words()}")
 
     dtype = precision(dtype, place).name
     if why := slow(dtype, place):

@@ -99,7 +99,7 @@ def _settle_cpu(
     """The choices of process 0, for all."""
     from unfreeze.kernels.choice import table
 
-    file, named = folder.path / FILE, os.environ.get("UNFREEZE_KERNELS", RECORDS)
+    file, named = folder.path / FILE, os.environ.get("UNFREEZE_KERNELS") or RECORDS
 
     def decided() -> list[KernelChoice]:
         if file.exists():
@@ -135,7 +135,7 @@ def _settle_card(
     from unfreeze.kernels.choice.checked import is_broken
 
     file, name = folder.path / CARD_FILE, cards.card_of(device).name
-    if os.environ.get("UNFREEZE_KERNELS", RECORDS) != RECORDS:
+    if os.environ.get("UNFREEZE_KERNELS") not in (None, "", RECORDS):
         words = "UNFREEZE_KERNELS names a file of choices, which only runs on a CPU read"
         raise ConfigError(words, next="unset UNFREEZE_KERNELS")
 

@@ -73,12 +73,9 @@ def warn_device(folder: Run, config: TrainingConfig, device: torch.device) -> No
     # imported here: it imports torch
     from unfreeze.kernels import cards
 
-    if device.type == "cpu" and config.memory.device == "auto":
-        card = cards.here()
-        unused = cards.unused(nodes_only=True) if card is None else cards.Unused(cards.refuses(card), "")
-        if unused is not None:
-            words = f"this run is on the CPU: {unused.why}" + f"; {unused.remedy}" * bool(unused.remedy)
-            folder.events.emit("warning", folder.step, message=words)
+    if unused := cards.passed_over(config.memory.device, device):
+        words = f"this run is on the CPU: {unused.words()}"
+        folder.events.emit("warning", folder.step, message=words)
     if why := slow(config.memory.dtype, device):
         remedy = "--dtype float32" + (" --save.allow-changed dtype" if folder.step else "")
         folder.events.emit("warning", folder.step, message=f"{why}; faster: {remedy}")

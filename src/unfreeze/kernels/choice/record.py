@@ -64,7 +64,7 @@ def read(path: Path) -> list[Row]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path} has no valid kernel records: {error}",
-            next="delete it, or measure again: unfreeze kernels measure",
+            next="delete it; unfreeze dev kernels measure --to user makes one anew",
         ) from error
     if not (
         isinstance(rows, list)
@@ -74,7 +74,7 @@ def read(path: Path) -> list[Row]:
     ):
         raise ConfigError(
             f"{path} is not a list of kernel records",
-            next="delete it, or measure again: unfreeze kernels measure",
+            next="delete it; unfreeze dev kernels measure --to user makes one anew",
         )
     return rows
 
@@ -89,7 +89,9 @@ def record_rows(op: Op, device: torch.device, dtype: torch.dtype, bucket: str) -
         rows = [
             row
             for row in readable(folder / f"{device_key(device)}.json")
-            if (row["op"], row["dtype"], row["bucket"]) == wanted and row["candidate"] in op.candidates
+            if (row["op"], row["dtype"], row["bucket"]) == wanted
+            and row["candidate"] in op.candidates
+            and _is_whole(row)
         ]
         if rows:
             return rows
@@ -103,6 +105,15 @@ def readable(path: Path) -> list[Row]:
     except ConfigError as error:
         _warn_once(f"{error.message}; it is not read: {error.next}")
         return []
+
+
+MEASURED = ("error_forward", "error_backward", "median_us", "reference_median_us", "spread_us")
+MEASURED += ("reference_spread_us",)
+
+
+def _is_whole(row: Row) -> bool:
+    """True if a row says that its candidate is refused, or has its errors and times. Others are not read."""
+    return "refused" in row or all(type(row.get(name)) in (int, float) for name in MEASURED)
 
 
 @functools.cache
