@@ -86,12 +86,13 @@ def emit_nonfinite(error: NonFinite, named: Named, state: State) -> NonFinite:
             f"step {step}: {of_the_file(what, named.weight)}. The weights were not updated; {saved}",
             next=DOWNLOAD,
         )
+    rows = f"look at the rows of this step ({shown / SUSPECTS})"
+    if step == 1:
+        then = (
+            f"check the kernels: unfreeze doctor --gpu (on a CPU --ops); then {rows}, and lower learning_rate"
+        )
+    else:
+        then = f"{rows}, lower learning_rate (a tenth), or lengthen the warm-up"
     return NonFinite(
-        f"step {step}: {error.message}. {line}. The weights were not updated; {saved}",
-        next=(
-            f"look at the rows of this step ({shown / SUSPECTS}), lower learning_rate (a tenth), or"
-            " lengthen the warm-up"
-            + "; in the first step a kernel may be wrong: unfreeze doctor --gpu (on a CPU --ops)"
-            * (step == 1)
-        ),
+        f"step {step}: {error.message}. {line}. The weights were not updated; {saved}", next=then
     )
