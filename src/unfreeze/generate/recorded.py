@@ -1,8 +1,8 @@
 """A step of generation on a CPU from a recorded program (kernels/decode_step): one call for all layers.
 
-The model's blocks record the program once per generation; a step then sets positions and rotary tables, looks up
-the embeddings, and lets all cores work through the table. Activations are float32; in bfloat16 the inputs of
-products are rounded, as in training.
+The model's blocks record the program once per generation; a step then sets positions and rotary tables, looks
+up the embeddings, and lets all cores work through the table. Activations are float32; in bfloat16 the inputs
+of products are rounded, as in training.
 
 S sequences, V vocabulary.
 """

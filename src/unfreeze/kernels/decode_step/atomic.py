@@ -1,7 +1,7 @@
 """What threads of one loop share: counters in memory, and memory by address. Inside numba loops only.
 
-All accesses to a counter are sequentially consistent, so what a thread wrote before it raised a counter is seen
-by a thread that reads the counter.
+All accesses to a counter are sequentially consistent, so what a thread wrote before it raised a counter is
+seen by a thread that reads the counter.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import platform
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import carray, types
+from numba import types
 from numba.core import cgutils
+from numba.np.numpy_support import carray
 
 from unfreeze.kernels.loops.bf16_tile import I32, I64
 from unfreeze.kernels.loops.llvm import instruction

@@ -12,12 +12,13 @@ import numpy as np
 
 from unfreeze.kernels.decode_step.atomic import floats, integers
 from unfreeze.kernels.decode_step.dots import FLOAT32
-from unfreeze.kernels.decode_step.ops import ARGUMENTS, DOWN_ROWS, NUMBERS, UP_ROWS
+from unfreeze.kernels.decode_step.ops import ARGUMENTS, CACHED, FRESH, NUMBERS
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
 from unfreeze.kernels.decode_step.rows import activated, dot, pack
 from unfreeze.kernels.loops.numba_options import inner, sigmoid
 
 SIGMOID, SOFTMAX, LOGITS = 0, 1, 2
+UP_ROWS, DOWN_ROWS = 64, 32  # weight rows of a job
 
 
 @inner
@@ -93,9 +94,10 @@ def choose(like, job, rows, arguments, numbers):
 def sort(like, job, rows, arguments, numbers):
     """The n rows by expert, in the order of the sequences.
 
-    used: int64, A. experts [E]: the first A are those in use; begins [E + 1]: their first rows. token [n], weight [n].
+    used: int64, A. experts [E]: the first A are those in use; begins [E + 1]: their first rows. token [n] and
+    weight [n]: of each row.
     """
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a = integers(arguments, ARGUMENTS)
     ids, weights, K, num_experts, used, experts, begins, token, weight = a[:9]
     n = rows * K
     chosen, share = integers(ids, n), floats(weights, n)
@@ -121,36 +123,45 @@ def sort(like, job, rows, arguments, numbers):
 
 @Callee
 def thin(like, job, rows, arguments, numbers):
-    """t[r, q] = A_e[q] · x_r for the rows of the expert in use `job`; gathered: x of a row is that of its token."""
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    """t[r, q] = A_e[q] · x_r for the rows of the expert in use number `job`.
+
+    gathered: x of a row is that of its sequence.
+    """
+    a = integers(arguments, ARGUMENTS)
     tile, A, stride, height, width, x, x_stride, gathered, experts, begins, token, out, out_stride = a[:13]
-    e, begin, end = (
-        integers(experts, job + 1)[job],
-        integers(begins, job + 1)[job],
-        integers(begins, job + 2)[job + 1],
-    )
+    starts = integers(begins, job + 2)
+    begin, end = starts[job], starts[job + 1]
     tokens = integers(token, end)
-    xs, totals = np.empty(4, np.int64), np.empty(16, np.float32)
-    at = A + e * height * stride
+    xs, sums = np.empty(4, np.int64), np.empty(4 * height, np.float32)
+    at = A + integers(experts, job + 1)[job] * height * stride
     for r in range(begin, end, 4):
         n = min(4, end - r)
         for j in range(4):
             row = min(r + j, end - 1)
             xs[j] = x + (tokens[row] if gathered else row) * x_stride
-        for q in range(height):
-            call_products(
-                tile, like, 1, at + q * stride, stride, 0, 0, 0, 0, width, xs.ctypes.data, n, totals.ctypes.data
-            )  # fmt: skip
-            for j in range(n):
-                floats(out + (r + j) * out_stride, height)[q] = totals[j]
+        call_products(
+            tile, like, height, FRESH, at, stride, 0, 0, 0, 0, width, xs.ctypes.data, n, sums.ctypes.data
+        )  # fmt: skip
+        for j in range(n):
+            to = floats(out + (r + j) * out_stride, height)
+            for q in range(height):
+                to[q] = sums[j * height + q]
+
+
+@inner
+def _add_thin(value, B_kind, B, first, rank, scale, low):
+    """value[k] += scale · B[first + k] · low."""
+    stride = rank * (4 if B_kind == FLOAT32 else 2)
+    for k in range(value.size):
+        value[k] += scale * dot(B_kind, low, B + (first + k) * stride)
 
 
 @Callee
 def up(like, job, rows, arguments, numbers):
-    """h[r] = act(gate, up) of the row's expert, packed, UP_ROWS of its I numbers; f: adapter's scale, alpha, limit.
+    """h[r] = act(gate, up) of the row's expert, packed: UP_ROWS of its I numbers.
 
-    Rows of the weight: gate first, then up; or alternating if `interleaved`. weight: of each row, if it scales the expert's input and not its
-    output (Llama 4); else 0.
+    Rows of the weight: gate first, then up; or alternating if `interleaved`. weight: of each row, if it
+    scales the expert's input and not its output (Llama 4); else 0. f: the adapter's scale, alpha, limit.
     """
     a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, I, interleaved = a[:10]
@@ -158,92 +169,82 @@ def up(like, job, rows, arguments, numbers):
     thin, thin_stride, rank, B, B_kind, weight = a[19:25]
     blocks = (I + UP_ROWS - 1) // UP_ROWS
     place, first = job // blocks, job % blocks * UP_ROWS
-    e = integers(experts, place + 1)[place]
-    begin, end = integers(begins, place + 1)[place], integers(begins, place + 2)[place + 1]
-    tokens = integers(token, end)
     size = min(UP_ROWS, I - first)
-    xs, out = np.empty(4, np.int64), np.empty(16, np.float32)
-    both, result = np.empty((2, 4, UP_ROWS), np.float32), np.empty(size, np.float32)
-    B_size = rank * (4 if B_kind == FLOAT32 else 2)
+    starts = integers(begins, place + 2)
+    begin, end = starts[place], starts[place + 1]
+    tokens = integers(token, end)
+    expert = integers(experts, place + 1)[place] * 2 * I
+    xs, sums = np.empty(4, np.int64), np.empty((2, 4 * UP_ROWS), np.float32)
+    result = np.empty(size, np.float32)
+    between = 2 if interleaved else 1  # rows of the weight from one of gate's to the next
     for r in range(begin, end, 4):
         n = min(4, end - r)
         for j in range(4):
             xs[j] = x + tokens[min(r + j, end - 1)] * x_stride
-        # 2 `size` weight rows: one by one for a single x, else four at a time
-        step = 1 if n == 1 else 4
         for half in range(2):
-            i = 0
-            while i < size:
-                count = step if i + step <= size and not interleaved else 1
-                o = 2 * (first + i) + half if interleaved else half * I + first + i
-                at, scale_at = codes + (e * 2 * I + o) * stride, scales + (e * 2 * I + o) * scale_stride
-                call_products(
-                    tile, like, count, at, stride, scale_at, scale_stride, table, group, width, xs.ctypes.data,
-                    n, out.ctypes.data,
-                )  # fmt: skip
-                for j in range(n):
-                    for k in range(count):
-                        value = out[j * count + k]
-                        if bias:
-                            value += floats(bias, (e + 1) * 2 * I)[e * 2 * I + o + k]
-                        if thin:
-                            low = floats(thin + (r + j) * thin_stride + 4 * half * rank, rank)
-                            # B lies as gate, up whatever the weight's order
-                            row = e * 2 * I + half * I + first + i + k
-                            value += f[0] * dot(B_kind, low, B + row * B_size)
-                        if weight:
-                            value *= floats(weight, end)[r + j]
-                        both[half, j, i + k] = value
-                i += count
+            row = expert + (2 * first + half if interleaved else half * I + first)
+            call_products(
+                tile, like, size, FRESH if n == 1 else CACHED, codes + row * stride, between * stride,
+                scales + row * scale_stride, between * scale_stride, table, group, width, xs.ctypes.data, n,
+                sums[half].ctypes.data,
+            )  # fmt: skip
+            for j in range(n):
+                value = sums[half, j * size : (j + 1) * size]
+                if bias:
+                    all_ = floats(bias, expert + 2 * I)
+                    for k in range(size):
+                        value[k] += all_[row + between * k]
+                if thin:  # B lies as gate, then up, whatever the weight's order
+                    low = floats(thin + (r + j) * thin_stride + 4 * half * rank, rank)
+                    _add_thin(value, B_kind, B, expert + half * I + first, rank, f[0], low)
+                if weight:
+                    value *= floats(weight, end)[r + j]
         for j in range(n):
+            gate, up = sums[0, j * size : (j + 1) * size], sums[1, j * size : (j + 1) * size]
             for i in range(size):
-                result[i] = activated(act, both[0, j, i], both[1, j, i], f[1], f[2])
+                result[i] = activated(act, gate[i], up[i], f[1], f[2])
             pack(like, result, first, h + (r + j) * h_stride)
 
 
 @Callee
 def down(like, job, rows, arguments, numbers):
-    """y[s] = add[s] + Σ over the row's experts, in their order, of weight · (down h + f0 B t), for DOWN_ROWS of D."""
+    """y[s] = add[s] + Σ weight · (down h + f0 B t) over its experts, in order: DOWN_ROWS of D numbers."""
     a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, D = a[:9]
     h, h_stride, used, experts, begins, token, weight, y, y_stride, add, add_stride, bias = a[9:21]
     thin, thin_stride, rank, B, B_kind = a[21:26]
-    first, last = job * DOWN_ROWS, min((job + 1) * DOWN_ROWS, D)
+    first = job * DOWN_ROWS
+    size = min(DOWN_ROWS, D - first)
     for s in range(rows):
-        to = floats(y + s * y_stride, D)
+        to = floats(y + s * y_stride, D)[first : first + size]
         if add:
-            source = floats(add + s * add_stride, D)
-            to[first:last] = source[first:last]
+            to[:] = floats(add + s * add_stride, D)[first : first + size]
         else:
-            to[first:last] = np.float32(0.0)
+            to[:] = np.float32(0.0)
     A = integers(used, 1)[0]
     in_use, starts = integers(experts, A), integers(begins, A + 1)
     tokens = integers(token, starts[A])
-    xs, out = np.empty(4, np.int64), np.empty(16, np.float32)
-    B_size = rank * (4 if B_kind == FLOAT32 else 2)
+    xs, sums = np.empty(4, np.int64), np.empty(4 * DOWN_ROWS, np.float32)
     for place in range(A):
-        e, begin, end = in_use[place], starts[place], starts[place + 1]
+        begin, end = starts[place], starts[place + 1]
+        row = in_use[place] * D + first
         for r in range(begin, end, 4):
             n = min(4, end - r)
             for j in range(4):
                 xs[j] = h + min(r + j, end - 1) * h_stride
-            step = 1 if n == 1 else 4
-            d = first
-            while d < last:
-                count = step if d + step <= last else 1
-                at, scale_at = codes + (e * D + d) * stride, scales + (e * D + d) * scale_stride
-                call_products(
-                    tile, like, count, at, stride, scale_at, scale_stride, table, group, width, xs.ctypes.data,
-                    n, out.ctypes.data,
-                )  # fmt: skip
-                for j in range(n):
-                    to = floats(y + tokens[r + j] * y_stride, D)
-                    for k in range(count):
-                        value = out[j * count + k]
-                        if bias:
-                            value += floats(bias, (e + 1) * D)[e * D + d + k]
-                        if thin:
-                            low = floats(thin + (r + j) * thin_stride, rank)
-                            value += f[0] * dot(B_kind, low, B + (e * D + d + k) * B_size)
-                        to[d + k] += floats(weight, end)[r + j] * value if weight else value
-                d += count
+            call_products(
+                tile, like, size, FRESH if n == 1 else CACHED, codes + row * stride, stride,
+                scales + row * scale_stride, scale_stride, table, group, width, xs.ctypes.data, n,
+                sums.ctypes.data,
+            )  # fmt: skip
+            for j in range(n):
+                value = sums[j * size : (j + 1) * size]
+                if bias:
+                    value += floats(bias, row + size)[row : row + size]
+                if thin:
+                    low = floats(thin + (r + j) * thin_stride, rank)
+                    _add_thin(value, B_kind, B, row, rank, f[0], low)
+                to = floats(y + tokens[r + j] * y_stride, D)[first : first + size]
+                share = floats(weight, end)[r + j] if weight else np.float32(1.0)
+                for k in range(size):
+                    to[k] += share * value[k]

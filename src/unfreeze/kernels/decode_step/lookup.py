@@ -1,7 +1,7 @@
 """The 16 weights of an INT4 group for each bf16 scale: bf16(scale · (code - 8)), code 0 to 15.
 
-One load of 32 or 64 bytes replaces a multiplication, a rounding and their constants per group. A model's scales
-are some hundred different numbers, so their rows stay in the cache.
+One load of 32 or 64 bytes replaces a multiplication, a rounding and their constants per group. A model's
+scales are some hundred different numbers, so their rows stay in the cache.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.decode_step import experts, ops
-from unfreeze.kernels.decode_step.ops import DOWN_ROWS, UP_ROWS
+from unfreeze.kernels.decode_step.experts import DOWN_ROWS, UP_ROWS
 from unfreeze.kernels.decode_step.program import Program, Row, Weight
 from unfreeze.kernels.expert_mlp import ExpertFactors
 from unfreeze.quant.codec import Packed
@@ -26,7 +26,6 @@ class Routed:
     token: Tensor  # int64 [S K]
     weight: Tensor  # float32 [S K]
     num_experts: int
-    after_sort: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ def expert_mlp(
     first, second = program.weight(gate_up), program.weight(down)
     program.keep_alive(first, second)
     D, I = down.shape[-2:]
-    n, K = routed.token.numel(), routed.ids.shape[1]
+    n = routed.token.numel()
     factors = factors or ExpertFactors()
     sorted_ = [routed.experts, routed.begins, routed.token, routed.weight]
     experts_, begins, token, weight = (tensor.data_ptr() for tensor in sorted_)
@@ -251,9 +250,15 @@ def latent_value(
 
 
 def cache_latent(
-    program: Program, x: Row, gain: Tensor, eps: float, sizes: Latent, tables: tuple[int, int, int], pairing: int,
+    program: Program,
+    x: Row,
+    gain: Tensor,
+    eps: float,
+    sizes: Latent,
+    tables: tuple[int, int, int],
+    pairing: int,
     store: Tensor,
-) -> None:  # fmt: skip
+) -> None:
     """Write [norm(latent) | rotated key] of each sequence to the cache."""
     cos, sin, _ = tables
     arguments = [x.address, x.stride, program.vector(gain), sizes.latent, sizes.rope, cos, sin, pairing]

@@ -2,11 +2,11 @@
 
 like  a dummy number that chooses the arithmetic (dots.py)      rows  number of sequences S
 arguments, numbers  addresses of the operation's int64 and float32 arguments: a and f
-The order of `a` is that of the unpacking in each first line; program.py fills it. "stride" is in bytes, "width" in
-elements; an address of 0 means that the part is absent.
+The order of `a` is that of the unpacking in each first line; program.py fills it. "stride" is in bytes,
+"width" in elements; an address of 0 means that the part is absent.
 
-A job writes numbers that no other job of the operation writes, and sums in a fixed order, so the result does not
-depend on which core takes it.
+A job writes numbers that no other job of the operation writes, and sums in a fixed order, so the result does
+not depend on which core takes it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from unfreeze.kernels.decode_step.atomic import floats, integers
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
 from unfreeze.kernels.decode_step.rows import activated, combine, dot, pack, size_of, softmax, squares, store
-from unfreeze.kernels.loops.numba_options import inner
+from unfreeze.kernels.loops.numba_options import inner, sigmoid
 
 ARGUMENTS, NUMBERS = 32, 3
+FRESH, CACHED = 1, 4  # `step` of products (tiles.py): weights come from memory, or were just read
 LINEAR_ROWS = 32  # weight rows of a job: 64 KiB in bf16 at width 1,024
-ACT_WIDTH = 512
-UP_ROWS, DOWN_ROWS = 32, 16
+ACT_WIDTH = 512  # numbers of a job of `activate`
+POSITIONS = 32  # of the cache, whose scores are computed together
 
 
 @numba.njit(inline="always")
@@ -54,7 +55,7 @@ def norm(like, job, rows, arguments, numbers):
 @Callee
 def pack_rows(like, job, rows, arguments, numbers):
     """Row `job` in packed form; `groups` parts are packed one by one."""
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a = integers(arguments, ARGUMENTS)
     x, x_stride, width, groups, packed, packed_stride, group_stride = a[:7]
     for g in range(groups):
         part = floats(x + job * x_stride + 4 * g * width, width)
@@ -63,41 +64,43 @@ def pack_rows(like, job, rows, arguments, numbers):
 
 @Callee
 def linear(like, job, rows, arguments, numbers):
-    """y[s] = add[s] + f0 · (W x[s] + bias + f1 · B t[s]), for LINEAR_ROWS rows of W; t = A x is the adapter's."""
+    """y[s] = add[s] + f0 · (W x[s] + bias + f1 · B t[s]), for LINEAR_ROWS rows of W.
+
+    t = A x of an adapter.
+    """
     a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, height = a[:9]
     x, x_stride, y, y_stride, bias, add, add_stride, thin, thin_stride, rank, B, B_kind = a[9:21]
-    first, last = job * LINEAR_ROWS, min((job + 1) * LINEAR_ROWS, height)
-    xs, out = np.empty(4, np.int64), np.empty(16, np.float32)
+    first = job * LINEAR_ROWS
+    count = min(LINEAR_ROWS, height - first)
+    codes, scales = codes + first * stride, scales + first * scale_stride
+    xs, out = np.empty(4, np.int64), np.empty((4, LINEAR_ROWS), np.float32)
+    sums = out.reshape(-1)
+    B_stride = rank * (4 if B_kind == FLOAT32 else 2)
     for s in range(0, rows, 4):
         n = min(4, rows - s)
         for j in range(4):
             xs[j] = x + min(s + j, rows - 1) * x_stride
-        # the first rows of x bring the weights into the cache, one row at a time as memory delivers best
-        step = 1 if s == 0 else 4
-        i = first
-        while i < last:
-            count = step if i + step <= last else 1
-            at, scale_at = codes + i * stride, scales + i * scale_stride
-            call_products(
-                tile, like, count, at, stride, scale_at, scale_stride, table, group, width, xs.ctypes.data, n,
-                out.ctypes.data,
-            )  # fmt: skip
-            for j in range(n):
-                target = floats(y + (s + j) * y_stride, height)
+        call_products(
+            tile, like, count, FRESH if s == 0 else CACHED, codes, stride, scales, scale_stride, table, group,
+            width, xs.ctypes.data, n, out.ctypes.data,
+        )  # fmt: skip
+        for j in range(n):
+            value = sums[j * count : (j + 1) * count]
+            if bias:
+                value += floats(bias, height)[first : first + count]
+            if thin:
+                low = floats(thin + (s + j) * thin_stride, rank)
                 for k in range(count):
-                    value, o = out[j * count + k], i + k
-                    if bias:
-                        value += floats(bias, height)[o]
-                    if thin:
-                        size = 4 if B_kind == FLOAT32 else 2
-                        low = floats(thin + (s + j) * thin_stride, rank)
-                        value += f[1] * dot(B_kind, low, B + o * rank * size)
-                    value *= f[0]
-                    if add:
-                        value += floats(add + (s + j) * add_stride, height)[o]
-                    target[o] = value
-            i += count
+                    value[k] += f[1] * dot(B_kind, low, B + (first + k) * B_stride)
+            target = floats(y + (s + j) * y_stride, height)[first : first + count]
+            if add:
+                source = floats(add + (s + j) * add_stride, height)[first : first + count]
+                for k in range(count):
+                    target[k] = source[k] + f[0] * value[k]
+            else:
+                for k in range(count):
+                    target[k] = f[0] * value[k]
 
 
 @Callee
@@ -125,9 +128,7 @@ def add(like, job, rows, arguments, numbers):
     left, to = floats(x + job * x_stride, width), floats(out + job * out_stride, width)
     factor = f[1]
     if share:
-        factor *= np.float32(1.0) / (
-            np.float32(1.0) + np.float32(math.exp(-floats(share + job * share_stride, 1)[0]))
-        )
+        factor *= sigmoid(floats(share + job * share_stride, 1)[0])
     if y:
         right = floats(y + job * y_stride, width)
         for i in range(width):
@@ -161,11 +162,11 @@ def _rotate(head, cos, sin, pairing, to):
 
 @Callee
 def rotate_heads(like, job, rows, arguments, numbers):
-    """Rotate the heads of row `job` (pairs 0: not at all), scale them, write them to out and into the cache.
+    """Rotate the heads of row `job` (pairs 0: not at all), scale them, write them to out and the cache.
 
-    cache: address of the row and position 0 of sequence 0; its strides from row to row and position to position.
+    cache: address of position 0 of sequence 0; its strides between rows and between positions.
     """
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a = integers(arguments, ARGUMENTS)
     x, x_stride, heads, width, cos, sin, pairs, pairing, factor, out, out_stride = a[:11]
     cache, cache_row, cache_position, cache_kind, positions, packed, packed_stride = a[11:18]
     c, s = floats(cos + 4 * job * pairs, pairs), floats(sin + 4 * job * pairs, pairs)
@@ -178,7 +179,7 @@ def rotate_heads(like, job, rows, arguments, numbers):
             for i in range(width):
                 to[i] *= scale
         if packed:
-            size = 4 if size_of(like) == 4 else 2
+            size = size_of(like)
             pack(like, to, 0, packed + job * packed_stride + size * h * width)
     if cache:
         where = cache + job * cache_row + integers(positions, rows)[job] * cache_position
@@ -186,22 +187,22 @@ def rotate_heads(like, job, rows, arguments, numbers):
 
 
 @inner
-def _scores(like, tile, keys, stride, first, count, width, qs, heads, scale, scores):
-    """scores[h, n] = scale · q_h · k_n for `count` positions from `first`; qs: addresses of packed q."""
-    xs, out = np.empty(4, np.int64), np.empty(16, np.float32)
-    for h in range(0, heads, 4):
-        n = min(4, heads - h)
-        for j in range(4):
-            xs[j] = qs[min(h + j, heads - 1)]
-        i = 0
-        while i < count:
-            step = 4 if i + 4 <= count else 1
-            at = keys + (first + i) * stride
-            call_products(tile, like, step, at, stride, 0, 0, 0, 0, width, xs.ctypes.data, n, out.ctypes.data)
+def _scores(like, tile, keys, stride, count, width, qs, heads, scale, scores):
+    """scores[h, n] = scale · q_h · k_n for `count` positions; qs: addresses of packed q."""
+    xs, out = np.empty(4, np.int64), np.empty(4 * POSITIONS, np.float32)
+    for i in range(0, count, POSITIONS):
+        size = min(POSITIONS, count - i)
+        for h in range(0, heads, 4):
+            n = min(4, heads - h)
+            for j in range(4):
+                xs[j] = qs[min(h + j, heads - 1)]
+            call_products(
+                tile, like, size, CACHED, keys + i * stride, stride, 0, 0, 0, 0, width, xs.ctypes.data, n,
+                out.ctypes.data,
+            )  # fmt: skip
             for j in range(n):
-                for k in range(step):
-                    scores[h + j, i + k] = scale * out[j * step + k]
-            i += step
+                for k in range(size):
+                    scores[h + j, i + k] = scale * out[j * size + k]
 
 
 @Callee
@@ -227,8 +228,8 @@ def attend(like, job, rows, arguments, numbers):
     for h in range(shared):
         qs[h] = q + s * q_stride + (g * shared + h) * head_stride
     scores = np.empty((shared, count), np.float32)
-    at = keys + s * key_row + g * key_head
-    _scores(like, tile, at, key_position, first, count, width, qs, shared, f[0], scores)
+    at = keys + s * key_row + g * key_head + first * key_position
+    _scores(like, tile, at, key_position, count, width, qs, shared, f[0], scores)
     at = values + s * value_row + g * value_head + first * value_position
     for h in range(shared):
         head = g * shared + h
@@ -243,13 +244,13 @@ def attend(like, job, rows, arguments, numbers):
         for i in range(value_width):
             to[i] *= share
         if packed:
-            size = 4 if size_of(like) == 4 else 2
+            size = size_of(like)
             pack(like, to, 0, packed + s * packed_stride + size * head * value_width)
 
 
 @Callee
 def into_latent(like, job, rows, arguments, numbers):
-    """q_C[s, h] = [W_kᵀ q_nope | q_rope], packed, for head `job` and all rows (models/blocks/mla.py, `absorbed`).
+    """q_C[s, h] = [W_kᵀ q_nope | q_rope], packed, for head `job` and all rows (`absorbed` in blocks/mla.py).
 
     W_k: rows of kv_b_proj, nope of them per head, each `latent` wide. An adapter adds B_kᵀ q, then Aᵀ.
     """
@@ -294,9 +295,7 @@ def out_of_latent(like, job, rows, arguments, numbers):
             for i in range(value_width):
                 to[i] += dot(B_kind, low, B + (first + i) * rank * (4 if B_kind == FLOAT32 else 2))
         if packed:
-            pack(
-                like, to, 0, packed + s * packed_stride + (4 if size_of(like) == 4 else 2) * job * value_width
-            )
+            pack(like, to, 0, packed + s * packed_stride + size_of(like) * job * value_width)
 
 
 @Callee

@@ -1,7 +1,7 @@
 """Record a generation step as a table of operations, and run it.
 
-A Program holds buffers for up to S sequences; `run(rows)` computes the first `rows` of them. Operations keep the
-addresses of weights, so a weight that is changed in place is seen, and one that is replaced is not: record anew.
+A Program holds buffers for up to S sequences; `run(rows)` computes the first `rows` of them. Operations keep
+the addresses of weights: a weight changed in place is seen, one that is replaced is not (record anew).
 
 S sequences, K inputs of a product, O outputs.
 """
@@ -287,7 +287,7 @@ class Program:
         O, K = weight.shape[-2:]
         thin, low = [0, 0, 0, 0, 0], None
         if adapter is not None:
-            A, B, scale = adapter
+            A, B, _ = adapter
             low, B_held = self.linear(x, A.detach()), self.weight(B.detach())
             thin = [low.address, low.stride, A.shape[0], B_held.codes, B_held.kind]
             self._holds.append(B_held)
@@ -352,9 +352,9 @@ class Program:
         cache: Tensor | None = None,
         packed: bool = False,
     ) -> Row:
-        """Heads rotated (tables None: as they are) and scaled by `factor` [S, 1]; written to `cache` [S, N, …] too.
+        """Heads rotated (tables None: as they are) and scaled by `factor` [S, 1].
 
-        packed: head by head, for `attend`.
+        cache [S, N, …]: written too. packed: head by head, for `attend`.
         """
         out = self.row(x.width)
         cos, sin, pairs = (0, 0, 0) if tables is None else tables
@@ -371,7 +371,7 @@ class Program:
         return out
 
     def cache(self, store: Tensor) -> list[int]:
-        """Address of a cache [S, N, …], bytes from row to row and position to position, and kind of its numbers."""
+        """Address of a cache [S, N, …], bytes between rows and between positions, kind of its numbers."""
         if store.dtype not in DENSE:
             raise CannotRecord(f"a cache of {store.dtype}")
         self._holds.append(store)
@@ -395,7 +395,7 @@ class Program:
     ) -> Row:
         """Attention of each sequence's query to its cache. q is packed head by head.
 
-        keys [S, N, G, d] and values [S, N, G, v]; without G all `groups` read the same keys. -> [S, heads · v].
+        keys [S, N, G, d], values [S, N, G, v]; without G all `groups` read the same keys. -> [S, heads · v].
         """
         tile = DENSE[keys.dtype][1].address(self.pairs)
         out = self.row(heads * value_width)
@@ -466,7 +466,8 @@ class Program:
         threads = torch.get_num_threads()
 
         def share(_start: int, _stop: int) -> None:
-            team.work(self.like, self._table, self._numbers, begin, end, rows, self._counters)
+            if team.work(self.like, self._table, self._numbers, begin, end, rows, self._counters):
+                raise MemoryError("a step of generation found no memory for its sums")
 
         if threads == 1:
             share(0, 1)

@@ -1,4 +1,4 @@
-"""Rows of numbers in the two forms of a step: float32 in order, and packed as the products read them (dots.py).
+"""Rows of numbers in a step's two forms: float32 in order, and packed as the products read them (dots.py).
 
 All of it runs inside numba loops. Addresses are int64.
 """

@@ -17,7 +17,7 @@ JOBS, OF_ROWS, COUNT, FIRST, ARGUMENTS = 1, 2, 3, 4, 8
 """Columns of the table before an operation's own arguments. Column 0: its address (pointer.py).
 
 JOBS       number of jobs, per sequence if OF_ROWS is 1, and times the int64 at address COUNT if that isn't 0
-FIRST      the operation waits until all operations from this one on are done; its own number: it waits for none
+FIRST      the operation waits until all operations from this one on are done; its own number: for none
 """
 PATIENCE = 2000  # turns of spinning, some 40 µs, before a thread lets others have its core
 
@@ -32,11 +32,12 @@ def _jobs(a, rows):
 def work(like, table, numbers, begin, end, rows, counters):
     """Run operations begin .. end - 1 of the table; called once by each thread.
 
-    table int64 [operations, columns], numbers float32 [operations, 3]. counters int64: two per operation, all 0
-    before the step: jobs taken, and jobs done.
+    table int64 [operations, columns], numbers float32 [operations, 3]. counters int64: two per operation,
+    all 0 before the step: jobs taken, and jobs done.
+    Returns the number of jobs that raised, for want of memory.
     """
     done = np.empty(end, np.int64)  # jobs of each operation
-    counter = counters.ctypes.data
+    counter, failed = counters.ctypes.data, 0
     for i in range(begin, end):
         a = table[i]
         for before in range(a[FIRST], i):
@@ -54,8 +55,9 @@ def work(like, table, numbers, begin, end, rows, counters):
             job = fetch_add(counter + 16 * i, 1)
             if job >= jobs:
                 break
-            call_operation(a[0], like, job, rows, arguments, floats)
+            failed += call_operation(a[0], like, job, rows, arguments, floats)
             fetch_add(counter + 16 * i + 8, 1)
     for before in range(begin, end):
         while read(counter + 16 * before + 8) < done[before]:
             give_way()
+    return failed

@@ -1,12 +1,14 @@
-"""Products of 1 or 4 weight rows with 1 to 4 packed rows of x, one function per kind of weight (dots.py).
+"""Products of some weight rows with 1 to 4 packed rows of x, one function per kind of weight (dots.py).
 
-out[j, i] = w_i · x_j
+out[j, i] = w_i · x_j            i < num_rows, j < n
 
+step                   weight rows of a tile, 1 or 4. Memory delivers one row after another best; from the
+                       cache four at a time load x once
 codes, stride          address of the first row, bytes to the next       scales, scale_stride   the same
 table, group           INT4: address of the values (lookup.py), chunks of a scale as a power of two
 width                  numbers of a row; INT4 has whole chunks only, dense rows any number
-xs, n                  address of n addresses of x; n = 3 reads a fourth, any valid one, and fills out for four
-out                    address of float32 [n, num_rows]
+xs, n                  address of n addresses of x; n = 3 reads a fourth, any valid one
+out                    address of float32 [4, num_rows]
 """
 
 from __future__ import annotations
@@ -51,58 +53,73 @@ def _rest(like, num_rows, size, codes, stride, first, width, xs, n, out):
 
 
 @Callee
-def float32(like, num_rows, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
+def float32(like, num_rows, step, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
     """Rows of float32."""
-    chunks = width // CHUNK
-    if num_rows == 4 and n == 1:
-        _float32_4_1(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif num_rows == 4 and n == 2:
-        _float32_4_2(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif num_rows == 4:
-        _float32_4_4(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif n == 1:
-        _float32_1_1(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif n == 2:
-        _float32_1_2(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    else:
-        _float32_1_4(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
+    chunks, bytes_ = width // CHUNK, 4 * num_rows
+    i = 0
+    while i < num_rows:
+        count = step if i + step <= num_rows else 1
+        row, scale, to = codes + i * stride, scales + i * scale_stride, out + 4 * i
+        if count == 4 and n == 1:
+            _float32_4_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif count == 4 and n == 2:
+            _float32_4_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif count == 4:
+            _float32_4_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif n == 1:
+            _float32_1_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif n == 2:
+            _float32_1_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        else:
+            _float32_1_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        i += count
     if chunks * CHUNK < width:
         _rest(like, num_rows, 4, codes, stride, chunks * CHUNK, width, xs, n, out)
 
 
 @Callee
-def bf16(like, num_rows, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
+def bf16(like, num_rows, step, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
     """Rows of bf16."""
-    chunks = width // CHUNK
-    if num_rows == 4 and n == 1:
-        _bf16_4_1(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif num_rows == 4 and n == 2:
-        _bf16_4_2(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif num_rows == 4:
-        _bf16_4_4(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif n == 1:
-        _bf16_1_1(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif n == 2:
-        _bf16_1_2(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    else:
-        _bf16_1_4(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
+    chunks, bytes_ = width // CHUNK, 4 * num_rows
+    i = 0
+    while i < num_rows:
+        count = step if i + step <= num_rows else 1
+        row, scale, to = codes + i * stride, scales + i * scale_stride, out + 4 * i
+        if count == 4 and n == 1:
+            _bf16_4_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif count == 4 and n == 2:
+            _bf16_4_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif count == 4:
+            _bf16_4_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif n == 1:
+            _bf16_1_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif n == 2:
+            _bf16_1_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        else:
+            _bf16_1_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        i += count
     if chunks * CHUNK < width:
         _rest(like, num_rows, 2, codes, stride, chunks * CHUNK, width, xs, n, out)
 
 
 @Callee
-def int4(like, num_rows, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
+def int4(like, num_rows, step, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
     """Rows of INT4 codes."""
-    chunks = width // CHUNK
-    if num_rows == 4 and n == 1:
-        _int4_4_1(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif num_rows == 4 and n == 2:
-        _int4_4_2(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif num_rows == 4:
-        _int4_4_4(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif n == 1:
-        _int4_1_1(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    elif n == 2:
-        _int4_1_2(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
-    else:
-        _int4_1_4(like, codes, stride, scales, scale_stride, table, group, chunks, xs, out)
+    chunks, bytes_ = width // CHUNK, 4 * num_rows
+    i = 0
+    while i < num_rows:
+        count = step if i + step <= num_rows else 1
+        row, scale, to = codes + i * stride, scales + i * scale_stride, out + 4 * i
+        if count == 4 and n == 1:
+            _int4_4_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif count == 4 and n == 2:
+            _int4_4_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif count == 4:
+            _int4_4_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif n == 1:
+            _int4_1_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        elif n == 2:
+            _int4_1_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        else:
+            _int4_1_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
+        i += count
