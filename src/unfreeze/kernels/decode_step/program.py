@@ -18,7 +18,8 @@ from torch import Tensor
 
 from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.decode_step import ops, team, tiles
-from unfreeze.kernels.decode_step.dots import BF16, CHUNK, FLOAT32
+from unfreeze.kernels.decode_step.codes import CHUNK
+from unfreeze.kernels.decode_step.dots import BF16, FLOAT32
 from unfreeze.kernels.decode_step.lookup import int4_values
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
