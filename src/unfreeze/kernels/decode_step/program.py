@@ -1,8 +1,8 @@
 """Record a generation step as a table of operations, and run it.
 
 A Program holds buffers for up to S sequences; `run(rows)` computes the first `rows` of them. Operations keep
-the addresses of matrices: one changed in place is seen, one that is replaced is not, and its old memory stays.
-Vectors (gains, biases) may be copies, as they are at recording.
+the addresses of matrices: one changed in place is seen, one that is replaced is not (its old memory stays).
+Vectors (gains, biases) may be copies, made at recording.
 
 S sequences, K inputs of a product, O outputs.
 """
