@@ -59,7 +59,9 @@ class Recorded:
         for layer in model.layers:
             x = layer.record(to, x)
             program.reuse(x)
-        self.logits = to.of(model.lm_head, model.model.norm.record(to, x))
+        x = model.model.norm.record(to, x)
+        logits = program.attempt(lambda: model.lm_head.record(to, x))
+        self.logits = logits or to.called(model.logits, x, model.lm_head.out_features)
         program.finish()
 
 

@@ -90,13 +90,17 @@ def _sums(builder: ir.IRBuilder, vectors: list[Value]) -> list[Value]:
 def _tile(
     builder: ir.IRBuilder, kind: str, pairs: bool, num_rows: int, num_xs: int, arguments: list[Value]
 ) -> None:
-    """Products of num_rows weight rows and num_xs rows of x; `arguments` as those of `products` from codes on."""
+    """Products of num_rows weight rows and num_xs rows of x; `arguments`: those of `products` from codes on."""
     first, stride, scale, scale_stride, table, group, chunks, xs, out, out_stride = arguments
     ways = max(1, CHAINS // (num_rows * num_xs))
+
+    def at_row(address: Value, stride: Value, i: int) -> Value:
+        return builder.add(address, builder.mul(stride, I64(i)))
+
     rows: list[Row] = []
     for i in range(num_rows):
-        codes = builder.add(first, builder.mul(stride, I64(i)))
-        rows.append(row(kind, builder, codes, builder.add(scale, builder.mul(scale_stride, I64(i))), table, group))
+        codes, scales = at_row(first, stride, i), at_row(scale, scale_stride, i)
+        rows.append(row(kind, builder, codes, scales, table, group))
     x = [load(builder, builder.add(xs, I64(8 * j)), I64) for j in range(num_xs)]
     chains = [zeros(builder, ways) for _ in range(num_rows * num_xs)]
     unrolled = ways if pairs and not isinstance(rows[0], Float32) else max(1, ways // 2)
@@ -122,8 +126,8 @@ def _prefetch(
 ) -> None:
     """Ask for the codes of rows to come, a cache line at a time.
 
-    From memory, on one Zen 4 core in G weights/s, without and with: INT4, one row and one x 18.4 and 22.7, four
-    rows and four x 11.7 and 17.8. bf16 rows gain nothing: the processor foresees one long row by itself.
+    From memory, on one Zen 4 core in G weights/s, without and with: INT4, one row and one x 18.4 and 22.7,
+    four rows and four x 11.7 and 17.8. bf16 rows gain nothing: the processor foresees one long row by itself.
     """
     size, num_rows = rows[0].size, len(rows)
     each = LINE // size  # chunks of a line
