@@ -10,7 +10,7 @@ bf16 model. KINDS has their names.
     nvfp4                  the same with two scales a chunk, each times the 16 numbers of e2m1
     affine4, upper4        (number[code] - zero) · scale, 16 of them per scale; upper4: the upper half of a
                            byte comes first
-    fp8, mxfp8             e4m3 · scale. The bits of a code, moved, are a float32 that is 2^-120 times as large
+    fp8, mxfp8             e4m3 · scale. A code's bits, moved, are those of a float32 2^-120 times as large
     affine8, signed8       (code - zero) · scale for codes of 0 … 255, or -128 … 127
     int8                   (code · scale) / 127, two roundings: LLM.int8
 
@@ -93,35 +93,34 @@ def to_dtype(builder: ir.IRBuilder, value: Value, dtype: str) -> Value:
 
 def _picked(builder: ir.IRBuilder, tables: Sequence[Value], index: Value) -> Value:
     """tables[…][index & 15]: one table of 16 float32, or one for each half of the 16 lanes."""
-    if cpu.loops_have("cpu-avx512"):
-        if len(tables) == 1:
-            # the permutation reads the low 4 bits of a lane
-            return called(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, tables[0], index)
-        second = ir.Constant(PAIRS, [0] * 8 + [16] * 8)
-        index = builder.or_(builder.and_(index, every(15)), second)
-        first, last = tables
-        return called(builder, "llvm.x86.avx512.vpermi2var.ps.512", FLOATS, first, index, last)
+    if not cpu.loops_have("cpu-avx512"):
+        low, high = (_picked_by_eight(builder, tables[half % len(tables)], index, half) for half in (0, 1))
+        return builder.shuffle_vector(low, high, ir.Constant(PAIRS, list(range(16))))
+    if len(tables) == 1:  # the permutation reads the low 4 bits of a lane
+        return called(builder, "llvm.x86.avx512.permvar.sf.512", FLOATS, tables[0], index)
+    second = ir.Constant(PAIRS, [0] * 8 + [16] * 8)
+    index = builder.or_(builder.and_(index, every(15)), second)
+    return called(builder, "llvm.x86.avx512.vpermi2var.ps.512", FLOATS, tables[0], index, tables[1])
+
+
+def _picked_by_eight(builder: ir.IRBuilder, table: Value, index: Value, half: int) -> Value:
+    """The same for lanes 0 to 7 (half 0) or 8 to 15, without 512-bit permutations."""
     eight, words = ir.VectorType(F32, 8), ir.VectorType(I32, 8)
-    halves = [ir.Constant(words, list(range(first, first + 8))) for first in (0, 8)]
-    chosen: list[Value] = []
-    for place, half in enumerate(halves):
-        table, lanes = tables[place % len(tables)], builder.shuffle_vector(index, index, half)
-        if not cpu.loops_have("cpu-avx2"):
-            out: Value = ir.Constant(eight, ir.Undefined)
-            for lane in range(8):
-                one = builder.and_(builder.extract_element(lanes, I32(lane)), I32(15))
-                out = builder.insert_element(out, builder.extract_element(table, one), I32(lane))
-            chosen.append(out)
-            continue
-        low, high = (
-            called(
-                builder, "llvm.x86.avx2.permps", eight, builder.shuffle_vector(table, table, part), lanes
-            )
-            for part in halves
-        )
-        upper = builder.icmp_unsigned("!=", builder.and_(lanes, ir.Constant(words, [8] * 8)), words([0] * 8))
-        chosen.append(builder.select(upper, high, low))
-    return builder.shuffle_vector(*chosen, ir.Constant(PAIRS, list(range(16))))
+    low, high = (ir.Constant(words, list(range(first, first + 8))) for first in (0, 8))
+    lanes = builder.shuffle_vector(index, index, (low, high)[half])
+    if not cpu.loops_have("cpu-avx2"):
+        out: Value = ir.Constant(eight, ir.Undefined)
+        for lane in range(8):
+            one = builder.and_(builder.extract_element(lanes, I32(lane)), I32(15))
+            out = builder.insert_element(out, builder.extract_element(table, one), I32(lane))
+        return out
+    permute = "llvm.x86.avx2.permps"  # reads the low 3 bits of a lane
+    first, second = (
+        called(builder, permute, eight, builder.shuffle_vector(table, table, part), lanes)
+        for part in (low, high)
+    )
+    fourth = builder.and_(lanes, ir.Constant(words, [8] * 8))
+    return builder.select(builder.icmp_unsigned("!=", fourth, ir.Constant(words, [0] * 8)), second, first)
 
 
 class Row:

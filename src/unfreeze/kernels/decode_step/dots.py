@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from unfreeze.kernels.decode_step.codes import CHUNK, Float32, Row, at, called, load, merged, row, widened
 from unfreeze.kernels.loops.bf16_tile import F32, FLOATS, I32, I64, LINE, PAIRS, ask, multiply, zeros
-from unfreeze.kernels.loops.llvm import Value
+from unfreeze.kernels.loops.llvm import Value, instruction_of_kind
 
 FLOAT32, BF16 = 0, 1
 """Kinds of dense numbers in caches and factors."""
@@ -90,8 +89,8 @@ def _sums(builder: ir.IRBuilder, vectors: list[Value]) -> list[Value]:
 def _tile(
     builder: ir.IRBuilder, kind: str, pairs: bool, num_rows: int, num_xs: int, arguments: list[Value]
 ) -> None:
-    """Products of num_rows weight rows and num_xs rows of x; `arguments`: those of `products` from codes on."""
-    first, stride, scale, scale_stride, table, group, chunks, xs, out, out_stride = arguments
+    """Products of num_rows weight rows and num_xs rows of x; `arguments`: of `products`."""
+    first, stride, scale, scale_stride, table, group, chunks, xs, out, out_stride = arguments[4:]
     ways = max(1, CHAINS // (num_rows * num_xs))
 
     def at_row(address: Value, stride: Value, i: int) -> Value:
@@ -149,9 +148,23 @@ def _total(builder: ir.IRBuilder, vectors: list[Value]) -> Value:
     return vectors[0]
 
 
-@intrinsic(prefer_literal=True)
+@instruction_of_kind
 def products(
-    context, kind, like, num_rows, n, codes, stride, scales, scale_stride, table, group, chunks, xs, out, to_next
+    context,
+    kind,
+    like,
+    num_rows,
+    n,
+    codes,
+    stride,
+    scales,
+    scale_stride,
+    table,
+    group,
+    chunks,
+    xs,
+    out,
+    to_next,
 ):  # pragma: no cover - compiled
     """Products of num_rows weight rows, 1 or 4, and n rows of x, 1 to 4.
 
@@ -159,24 +172,24 @@ def products(
     codes         address of the first row's codes, `stride` bytes to the next row's; scales: the same
     table, group  what the format needs; chunks of one scale as a power of two
     chunks        of a row
-    xs, out       address of the n addresses of x (a fourth for n = 3); of float32, to_next bytes between the
-                  sums of one x and the next
+    xs, out       address of the n addresses of x (a fourth for n = 3); of float32, out_stride bytes from
+                  the sums of one x to the next
     """
 
     def generate(context, builder, _signature, arguments):
-        num_rows, n, *rest = arguments[2:]
+        num_rows, n = arguments[2:4]
         for count in (1, 4):
             with builder.if_then(builder.icmp_signed("==", num_rows, I64(count))):
                 for xs in (1, 2, 4):
                     wanted = ">=" if xs == 4 else "=="
                     with builder.if_then(builder.icmp_signed(wanted, n, I64(min(xs, 3)))):
-                        _tile(builder, kind.literal_value, like == types.uint16, count, xs, rest)
+                        _tile(builder, kind.literal_value, like == types.uint16, count, xs, arguments)
         return context.get_dummy_value()
 
     return types.void(kind, like, *[types.int64] * 12), generate
 
 
-@intrinsic(prefer_literal=True)
+@instruction_of_kind
 def weights(context, kind, like, codes, scales, table, group, chunk, out):  # pragma: no cover - compiled
     """Write one chunk of a row as 32 float32: the numbers that `products` multiplies."""
 
