@@ -38,8 +38,8 @@ from unfreeze.quant.mxfp8 import Mxfp8
 from unfreeze.quant.nvfp4 import Nvfp4
 
 ONE_SCALE = 40  # chunks of a scale as a power of two: more than any row has
-ROUNDS = {torch.float32: "", torch.float8_e8m0fnu: "", torch.bfloat16: " bf16", torch.float16: " f16"}
-"""Dtype of the scales -> what it adds to the name of a kind. Powers of two change no digit of a code."""
+ROUNDS = {torch.float32: "", torch.float8_e8m0fnu: "", torch.bfloat16: "bf16", torch.float16: "f16"}
+"""Dtype of the scales -> the dtype that weights are rounded to. Powers of two change no digit of a code."""
 
 
 def packed_weight(weight: Packed, pairs: bool) -> Weight:
@@ -101,7 +101,7 @@ def _fp8(codec: Fp8 | Fp8Scaled, parts: Sequence[Parts], pairs: bool) -> Weight:
         # a scale per 16,384 weights, or per row: a copy costs nothing
         wide = _moved(scales.float()).reshape(E, -(-O // rows), -1)
         each.append(Located(one["weight"], wide, rows))
-    return located_weight(f"fp8{rounds}", O, _power(columns, K, codec.name), each, pairs)
+    return located_weight("fp8", O, _power(columns, K, codec.name), each, pairs, rounds)
 
 
 def _moved(scales: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _nvfp4(codec: Nvfp4, parts: Sequence[Parts], pairs: bool) -> Weight:
         Located(one[codes], one[scales], table=codec.effective(every, one[whole].reshape(E, 1)))
         for one in parts
     ]
-    return located_weight("nvfp4 bf16" if codec.names.divides else "nvfp4", O, 0, each, pairs)
+    return located_weight("nvfp4", O, 0, each, pairs, "bf16" if codec.names.divides else "")
 
 
 def _int8(codec: Bits8, parts: Sequence[Parts], pairs: bool) -> Weight:
@@ -150,12 +150,13 @@ def _affine(kind: str, O: int, K: int, group: int, scales: Tensor, **more: Any) 
     power = _power(group, K, kind)
     narrow = scales.dtype != torch.float32
     return Affine(
-        f"{kind}{ROUNDS[scales.dtype]}",
+        kind,
         O,
         power,
         groups=1 if power == ONE_SCALE else -(-K // group),
         wide=float32_of(scales.dtype) if narrow else None,
         scale_size=2 if narrow else 4,
+        rounds=ROUNDS[scales.dtype],
         **more,
     )
 
@@ -168,7 +169,7 @@ def _int4_of_any_scale(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weig
     scales = [one["weight_scale"] for one in parts]
     O, K = scales[0].shape[1], scales[0].shape[2] * codec.group_size
     numbers = _sixteen()
-    found = _affine("affine4", O, K, codec.group_size, scales[0], layout=affine.ROWS, bits=4, zero=OFFSET)
+    found = _affine("tables4", O, K, codec.group_size, scales[0], layout=affine.ROWS, bits=4, zero=OFFSET)
     each = [Gathered(one["weight_packed"], one["weight_scale"], numbers=numbers) for one in parts]
     return found.weight(each, pairs)
 
@@ -176,7 +177,7 @@ def _int4_of_any_scale(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weig
 def _integers(codec: Integers, parts: Sequence[Parts], pairs: bool) -> Weight:
     if codec.permuted or codec.bits == 2:
         raise CannotRecord(codec.name)
-    kind = "signed8" if not codec.packed else f"affine{codec.bits}"
+    kind = "signed8" if not codec.packed else "affine8" if codec.bits == 8 else "tables4"
     E, O, K = Packed(codec, parts[0]).shape
     each: list[Gathered] = []
     for one in parts:
@@ -210,7 +211,7 @@ def _gptq(codec: Gptq, parts: Sequence[Parts], pairs: bool) -> Weight:
         order = _sorted(one["g_idx"], size) if codec.indexed else None
         each.append(Gathered(one["qweight"], scales, zeros, _sixteen(), order))
     found = _affine(
-        f"affine{max(4, codec.bits)}",
+        "affine8" if codec.bits == 8 else "tables4",
         O,
         K,
         size,
@@ -239,7 +240,7 @@ def _awq(codec: Awq, parts: Sequence[Parts], pairs: bool) -> Weight:
     _, O, K = Packed(codec, parts[0]).shape
     size = K if codec.group_size == WHOLE_COLUMN else codec.group_size
     each = [Gathered(one["qweight"], one["scales"].mT, one["qzeros"].mT, _sixteen()) for one in parts]
-    found = _affine("affine4", O, K, size, each[0].scales, layout=affine.AWQ, bits=4, zero_bits=4)
+    found = _affine("tables4", O, K, size, each[0].scales, layout=affine.AWQ, bits=4, zero_bits=4)
     return found.weight(each, pairs)
 
 
@@ -247,17 +248,19 @@ def _bits4(codec: Bits4, parts: Sequence[Parts], pairs: bool) -> Weight:
     _, O, K = Packed(codec, parts[0]).shape
     if K % CHUNK:
         raise CannotRecord("blocks that end inside of 32 columns")
-    rounds = {"BF16": " bf16", "F16": " f16", "F32": ""}[codec.dtype]
+    power = (codec.block // CHUNK).bit_length() - 1
+    whole = K % codec.block == 0  # else a block continues in the next row, and each chunk has its own scale
     found = Affine(
-        f"upper4{rounds}",
+        "upper4",
         O,
-        0,
+        power if whole else 0,
         layout=affine.BLOCKS,
         bits=4,
-        groups=K // CHUNK,
+        groups=K // codec.block if whole else K // CHUNK,
         scale_size=1 if codec.double else 4,
-        zero=(codec.block // CHUNK).bit_length() - 1,
+        zero=0 if whole else power,
         one=codec.block2.bit_length() - 1,
+        rounds={"BF16": "bf16", "F16": "f16", "F32": ""}[codec.dtype],
     )
     each = [
         Blocks(
