@@ -56,7 +56,7 @@ def without_wait(made: Watched) -> list[tuple[int, int]]:
 
 
 def record(made: Program, x: Row, seed: int, reuse: bool) -> Row:
-    """Some layers of random operations on random rows of the layer; its result is the next one's input."""
+    """Some layers of random operations on random rows of the layer, one of which is the next one's input."""
     choose = random.Random(seed)
     for layer in range(4):
         rows = [x]
@@ -78,7 +78,7 @@ def record(made: Program, x: Row, seed: int, reuse: bool) -> Row:
             else:
                 new = made.rotate(source, 4, None, 0)
             rows.append(new)
-        x = rows[-1]
+        x = choose.choice(rows[1:])  # what comes after it is read by nobody
         if reuse:
             made.reuse(x)
     return x
