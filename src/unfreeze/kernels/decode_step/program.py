@@ -136,7 +136,7 @@ class Program:
 
     def packed(self, x: Row) -> int:
         """Address of the packed form of x; an operation writes it if none has."""
-        address = self.keep(x.packed)  # x may be a `part` that nobody else keeps
+        address = x.packed.data_ptr()
         if x.stale:
             self._now_packed(x)
             arguments = [x.address, x.stride, x.width, address, self.packed_stride(x)]
@@ -171,7 +171,12 @@ class Program:
         writes: Iterable[Any] = (),
         count: int = 0,
     ) -> None:
-        """Append an operation. It waits for those before it only if it touches what they write or read."""
+        """Append an operation. It waits for those before it only if it touches what they write or read.
+
+        All that it reads and writes lives as long as the program.
+        """
+        reads, writes = list(reads), list(writes)
+        self._holds += reads + writes
         read, written = {_memory(each) for each in reads}, {_memory(each) for each in writes}
         index = len(self._operations)
         operation = _Operation(loop, jobs, of_rows, list(arguments), list(numbers), count, index)

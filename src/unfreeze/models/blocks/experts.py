@@ -188,7 +188,7 @@ class Experts(nn.Module):
         )
 
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of gate_up [E, 2I] and of down [E, D]."""
+        """Biases of gate_up [E, 2I] and of down [E, D]."""
         return None, None
 
     def product(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
