@@ -6,7 +6,7 @@ tables4 and upper4, and its codes to another buffer if they do not lie in a row.
 begins with HEAD numbers:
 
     tile, rows, parts, group    as in located.py
-    layout                      ROWS, GPTQ, AWQ, or BLOCKS (bitsandbytes)
+    layout                      ROWS, GPTQ, AWQ, BLOCKS (bitsandbytes), or UNSORTED: rows with an order
     bits                        of a code in memory
     groups                      pairs of a row
     scale_size, wide            bytes of a scale; if 2, the address of the float32 that each stands for
@@ -14,7 +14,7 @@ begins with HEAD numbers:
     rounds                      of 4 bits: number in ROUNDS (dots.py) of the dtype that the format rounds to
     zero, one                   the zero point if none are stored; added to each word of them
     then PART numbers for each part, "next" being bytes to the same of the next matrix:
-    codes, next, next row       ROWS: of the matrix. GPTQ and AWQ: of the stored array, inputs first
+    codes, next, next row       of the matrix; GPTQ and AWQ: of the stored array, inputs first
     scales, next, next row, next group
     zeros, next, next row of words, next group
     numbers, next               address of what the 16 codes of 4 bits stand for, float32
@@ -41,7 +41,7 @@ from unfreeze.kernels.decode_step.transposed import AWQ_INPUTS, SQUARE, transpos
 from unfreeze.kernels.loops.numba_options import inner
 from unfreeze.quant.awq import ORDER
 
-ROWS, GPTQ, AWQ, BLOCKS = 0, 1, 2, 3
+ROWS, GPTQ, AWQ, BLOCKS, UNSORTED = 0, 1, 2, 3, 4
 INT8 = -8
 HEAD, PART = 13, 15
 FIELDS = HEAD + 2 * PART
@@ -125,7 +125,7 @@ def _all_scales(like, d, part, matrix, first, between, count, pairs, tables, siz
 
 
 @inner
-def _gather(awq, source, next_row, bits, out_bits, order, width, first, between, count, target, stride):
+def _gather(layout, source, next_row, bits, out_bits, order, width, first, between, count, target, stride):
     """Codes of `count` rows from any place, as words of `out_bits` codes in rows."""
     block = np.empty((SQUARE, AT_ONCE), np.uint32)
     each, mask = 32 // out_bits, np.uint32((1 << bits) - 1)
@@ -135,14 +135,19 @@ def _gather(awq, source, next_row, bits, out_bits, order, width, first, between,
             source_row = np.int64(ints(order, width)[column]) if order else column
             word, place = column // each - start, np.uint32(column % each * out_bits)
             to = block[word]
-            if awq:
+            shift = np.uint32(source_row * bits % 32)
+            if layout == UNSORTED:
+                for i in range(count):
+                    at = source + (first + i * between) * next_row + source_row * bits // 32 * 4
+                    code = np.uint32(np.uint32(ints(at, 1)[0] >> shift) & mask)
+                    to[i] |= np.uint32(code << place)
+            elif layout == AWQ:
                 row = ints(source + source_row * next_row, (first + count * between) // 8 + 1)
                 for i in range(count):
                     output = first + i * between
                     code = (row[output // 8] >> np.uint32(4 * PLACE[output % 8])) & mask
                     to[i] |= np.uint32(code << place)
             else:
-                shift = np.uint32(source_row * bits % 32)
                 at = source + source_row * bits // 32 * next_row + 4 * first
                 row = ints(at, count * between)
                 if between == 1:

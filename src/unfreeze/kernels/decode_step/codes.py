@@ -1,10 +1,10 @@
-"""How weights of each format become numbers in registers, 32 at a time (a chunk). LLVM IR, for dots.py.
+"""Weights of each format as numbers in registers, 32 at a time (a chunk). LLVM IR, for dots.py.
 
 A class per kind of codes, with an instance per row. `floats` gives the even and the odd elements of a chunk
 as float32, rounded as the format says; `pairs` 16 words of two neighbouring elements, rounded to bf16 as in a
 bf16 model. KINDS has their names.
 
-    float32, bf16          dense rows
+    float32, bf16, f16     dense rows
     int4, mxfp4            4 bits. The 16 weights that a scale allows come from a table of all scales
                            (lookup.py), and a permutation picks from them
     nvfp4                  the same with two scales a chunk, each times the 16 numbers of e2m1
@@ -157,7 +157,7 @@ class Row:
         return load(self.builder, at(self.builder, self.codes, chunk, self.size), kind)
 
     def _scale(self, chunk: Value, size: int, kind: ir.Type = F32, offset: int = 0) -> Value:
-        """What stands at `offset` in the `size` bytes of a chunk's scale."""
+        """The number at `offset` in the `size` bytes of a chunk's scale."""
         where = at(self.builder, self.scales, self.builder.lshr(chunk, self.group), size)
         return load(self.builder, self.builder.add(where, I64(offset)), kind)
 
@@ -180,7 +180,16 @@ class Bf16(Row):
         return self._load(chunk, PAIRS)
 
 
-class _Nibbles(Row):
+class Float16(Row):
+    size = 64
+
+    def floats(self, chunk: Value) -> tuple[Value, Value]:
+        both = self._load(chunk, ir.VectorType(HALF, CHUNK))
+        even, odd = (self.builder.shuffle_vector(both, both, half) for half in (EVEN, ODD))
+        return self.builder.fpext(even, FLOATS), self.builder.fpext(odd, FLOATS)
+
+
+class _FourBits(Row):
     """Codes of 4 bits: the low half of a byte first."""
 
     upper_first = False
@@ -221,7 +230,7 @@ class _Nibbles(Row):
         return self.builder.shuffle_vector(values, values, places)
 
 
-class Int4(_Nibbles):
+class Int4(_FourBits):
     """Scales are the bits of bf16; `table` has 16 weights for each (lookup.py)."""
 
     scale = I16
@@ -243,7 +252,7 @@ class Mxfp4(Int4):
     scale = BYTE
 
 
-class Nvfp4(_Nibbles):
+class Nvfp4(_FourBits):
     """Two scales a chunk, of one byte; `table` has the factor that each stands for, float32 [256]."""
 
     def values(self, chunk: Value) -> list[Value]:
@@ -271,7 +280,7 @@ class Nvfp4(_Nibbles):
         return load(self.builder, at(self.builder, self.table, code, 4), F32)
 
 
-class Tables4(_Nibbles):
+class Tables4(_FourBits):
     """A scale is the 16 weights themselves, float32 or bf16."""
 
     def values(self, chunk: Value) -> list[Value]:
@@ -367,6 +376,7 @@ class Int8(Signed8):
 KINDS: dict[str, type[Row]] = {
     "float32": Float32,
     "bf16": Bf16,
+    "f16": Float16,
     "int4": Int4,
     "mxfp4": Mxfp4,
     "nvfp4": Nvfp4,

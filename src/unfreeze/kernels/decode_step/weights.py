@@ -30,7 +30,7 @@ class CannotRecord(Exception):
 class Weight:
     """A matrix, or a stack of them, as the operations read it; `holds` keeps its memory alive.
 
-    tile: address of its products; kind: FLOAT32, BF16, or -1 for a packed one.
+    tile: address of its products; kind: FLOAT32, BF16, or -1 for any other.
     """
 
     tile: int
@@ -49,10 +49,14 @@ class Weight:
 
 
 def dense_weight(weight: Tensor, pairs: bool) -> Weight:
-    if weight.dtype not in DENSE or not weight.is_contiguous() or weight.device.type != "cpu":
+    """A matrix of float32, bf16 or float16, read in place. Raises CannotRecord for any other."""
+    known = weight.dtype in DENSE or weight.dtype == torch.float16
+    if not known or not weight.is_contiguous() or weight.device.type != "cpu":
         raise CannotRecord(f"a weight of {weight.dtype}")
-    kind, tile = DENSE[weight.dtype]
     stride = weight.shape[-1] * weight.element_size()
+    if weight.dtype == torch.float16:
+        return Weight(_tile("f16", "", pairs), -1, weight.data_ptr(), stride, holds=weight.detach())
+    kind, tile = DENSE[weight.dtype]
     # detached: a parameter can be given other memory (`data`), and this must stay
     return Weight(tile.address(pairs), kind, weight.data_ptr(), stride, holds=weight.detach())
 
@@ -87,7 +91,7 @@ def _strides(tensor: Tensor) -> list[int]:
 
 def _tile(kind: str, rounds: str, pairs: bool) -> int:
     """Address of the products of that kind. Raises CannotRecord without the instructions it needs."""
-    if rounds == "f16" and not cpu.loops_have("cpu-avx2"):
+    if "f16" in (kind, rounds) and not cpu.loops_have("cpu-avx2"):
         raise CannotRecord("float16 without its instructions")
     # pairs are rounded to bf16 in any case
     named = "" if kind in IN_TABLES or rounds == "" or (pairs and rounds == "bf16") else f" {rounds}"
@@ -118,15 +122,15 @@ class Gathered:
 
     @property
     def addresses(self) -> list[int]:
-        found = _strides(self.codes)
+        addresses = _strides(self.codes)
         for tensor in (self.scales, self.zeros):
-            found += [0] * 4 if tensor is None else [*_strides(tensor), _step(tensor, 2)]
+            addresses += [0] * 4 if tensor is None else [*_strides(tensor), _step(tensor, 2)]
         for tensor in (self.numbers, self.order):
             if tensor is None:
-                found += [0, 0]
+                addresses += [0, 0]
             else:
-                found += [tensor.data_ptr(), 0 if tensor.dim() == 1 else _step(tensor, 0)]
-        return found
+                addresses += [tensor.data_ptr(), 0 if tensor.dim() == 1 else _step(tensor, 0)]
+        return addresses
 
 
 @dataclass
@@ -140,10 +144,10 @@ class Blocks(Gathered):
 
     @property
     def addresses(self) -> list[int]:
-        found, wide = super().addresses, self.codes_of_scales
+        addresses, wide = super().addresses, self.codes_of_scales
         if wide is not None:
-            found[9:11] = [wide.data_ptr(), _step(wide, 0)]
-        return found
+            addresses[9:11] = [wide.data_ptr(), _step(wide, 0)]
+        return addresses
 
 
 def _step(tensor: Tensor, dim: int) -> int:
