@@ -12,7 +12,7 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.commands import chat
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.generate.engine import Piece
+from unfreeze.generate.answer import Piece
 
 
 class Echo:

@@ -5,22 +5,28 @@ import pytest
 import torch
 
 from unfreeze import models
+from unfreeze.core.draws import uniform
 from unfreeze.core.errors import UserError
-from unfreeze.generate.engine import Completion, Engine, batch_of
-from unfreeze.generate.sampling import Chooser, Sampling
+from unfreeze.generate.answer import Completion
+from unfreeze.generate.engine import Engine, batch_of
+from unfreeze.generate.sampling import Sampling, choose
 
 KINDS = ("gqa", "gqa-qk-norm", "mla-yarn", "mla-yarn-no-q-latent")  # of conftest.py
 PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 51))]
 
 
+def chosen(logits_SV, sampling, place):
+    """The tokens at `place` of the first answer to each prompt."""
+    keys = sampling.keys(len(logits_SV))
+    return choose(logits_SV, sampling, [uniform(key, place) for key in keys])[0]
+
+
 def uncached(model, prompts, sampling):
     """The definition: the whole of every sequence goes through the model again for each token."""
-    sequences, chooser = [list(prompt) for prompt in prompts], Chooser(sampling, len(prompts))
-    for _ in range(sampling.max_new_tokens):
+    sequences = [list(prompt) for prompt in prompts]
+    for place in range(sampling.max_new_tokens):
         last = [row[-1] for row in scores(model, sequences)]
-        for sequence, token in zip(
-            sequences, chooser.choose(torch.stack(last), list(range(len(prompts)))), strict=True
-        ):
+        for sequence, token in zip(sequences, chosen(torch.stack(last), sampling, place), strict=True):
             sequence.append(token)
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
@@ -30,8 +36,9 @@ def replayed(model, prompts, answers, sampling):
     sequence cut there."""
     rows = scores(model, [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
     rows = [row[len(prompt) - 1 : -1] for row, prompt in zip(rows, prompts, strict=True)]
-    chooser, every = Chooser(sampling, len(prompts)), list(range(len(prompts)))
-    steps = [chooser.choose(torch.stack(logits), every) for logits in zip(*rows, strict=True)]
+    steps = [
+        chosen(torch.stack(logits), sampling, place) for place, logits in enumerate(zip(*rows, strict=True))
+    ]
     return [list(answer) for answer in zip(*steps, strict=True)]
 
 
@@ -103,7 +110,7 @@ def test_rows_that_finish_leave_the_batch_and_change_no_other(build, monkeypatch
     expected = []
     for done in plain:
         first = next((i for i, token in enumerate(done.tokens) if token in stop_ids), None)
-        expected.append(done if first is None else Completion(done.tokens[: first + 1], "", "stop"))
+        expected.append(done if first is None else Completion(done.tokens[: first + 1], "", "end"))
     sizes, step = [], models.Decoder.step
     monkeypatch.setattr(
         models.Decoder,
@@ -167,7 +174,7 @@ def test_stop_strings_end_the_text_across_tokens(build):
     stop = free[0].text[20:23]  # three letters, three tokens
     stopped = engine.generate([[1], [2]], Sampling(**sampling, stop=(stop,)))
     cut = free[0].text.index(stop)
-    assert stopped[0] == Completion(free[0].tokens[: cut + 3], free[0].text[:cut], "stop")
+    assert stopped[0] == Completion(free[0].tokens[: cut + 3], free[0].text[:cut], "stop word")
     streamed = [p.text for step in engine.stream([[1]], Sampling(**sampling, stop=(stop,))) for p in step]
     assert stop not in "".join(streamed)
 
@@ -187,6 +194,7 @@ def test_max_new_tokens_is_bounded_by_the_positions_and_the_completion_says_so(b
     long, short = engine.generate([PROMPTS[0], PROMPTS[1]], Sampling(max_new_tokens=50))
     assert (len(long.tokens), len(short.tokens)) == (9, 14)
     assert long.finish_reason == short.finish_reason == "length"
+    assert long.stop_reason == short.stop_reason == "window"
     assert len(engine.generate([PROMPTS[0]], Sampling(max_new_tokens=9))[0].tokens) == 9
     assert not recwarn.list  # data, not a line of Python on somebody's terminal
 

@@ -62,6 +62,12 @@ class Attending(Block):
         o_THv = run.attend(q_THd, k, v, self.scale, mask=self.mask, softcap=self.softcap, sinks_H=self.sinks)
         return self.o_proj(o_THv.flatten(1), run.reuse_linear)
 
+    def cached(self) -> int:
+        """Numbers that a position has in the cache: its keys and values."""
+        shape = self.bytes(torch.float32, "cpu").attention
+        assert shape is not None
+        return shape.key_heads * (shape.width + shape.value_width)
+
     def attend_bytes(self, heads: int, key_heads: int, dtype: torch.dtype, device: str) -> Bytes:
         """Bytes of `attend` between the projections; o_proj counts its own."""
         softcap, sinks, d = self.softcap is not None, self.sinks is not None, self.head_dim

@@ -1,0 +1,15 @@
+"""Random numbers that are a plain function of what they are for: no state, the same on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def number(*parts: int) -> int:
+    """Return 64 bits that depend on all parts."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def uniform(*parts: int) -> float:
+    """Return a number in [0, 1) that depends on all parts: the upper 53 of the 64 bits, over 2^53."""
+    return (number(*parts) >> 11) * 2.0**-53
