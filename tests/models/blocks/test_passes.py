@@ -63,7 +63,7 @@ def test_a_fork_has_the_positions_it_was_given_and_rows_come_back():
     assert cache.layers[0][0] is store and cache.version == 1  # allocated once
     cache.write(1, torch.tensor([0]), torch.tensor([0]), (values[:1], values[:1]))
     assert cache.version == 3
-    with pytest.raises(UserError, match="has 3 rows and 3 of them run, so there are no 1 more"):
+    with pytest.raises(UserError, match="has 3 rows, 3 of them run: no 1 more"):
         cache.more(1)
 
 
