@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,7 +59,38 @@ def test_chat_streams_to_stdout_and_says_why_an_answer_ended(monkeypatch, capsys
         said.out.strip()
         == unfreeze.load(TINY_K2).chat("What is the capital of France?", max_new_tokens=2).strip()
     )
-    assert "the answer stops here" in said.err
+    assert "(the answer stops here: --max-new-tokens allows no more)" in said.err
+
+
+def test_a_full_window_is_another_reason(monkeypatch, say, capsys):
+    def full(self, messages, **settings):
+        yield Piece(0, 0, "And so", "window")
+
+    monkeypatch.setattr(Echo, "stream_chat_pieces", full)
+    say(["Hello."])
+    assert "the model has no position left; /reset forgets the conversation" in capsys.readouterr().err
+
+
+def test_the_speed_is_shown_on_request(monkeypatch, say, capsys):
+    """A clock that the stand-in model moves: the first token after 0.25 s, then two in 0.5 s."""
+    now = [100.0]
+
+    def slowly(self, messages, **settings):
+        for seconds in (0.25, 0.1, 0.4):
+            now[0] += seconds
+            yield Piece(0, 0, "so ", None)
+
+    monkeypatch.setattr(Echo, "stream_chat_pieces", slowly)
+    monkeypatch.setattr(chat, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    line = "3 tokens, the first after 0.25 s, then 4.0 tokens/s"
+    say(["Hello.", "/speed", "Go on.", "/speed", "Go on."])
+    assert capsys.readouterr().err.splitlines() == [
+        f"({line}; shown after each answer, /speed changes it)",
+        f"({line})",
+        f"({line}; no longer shown, /speed changes it)",
+    ]
+    say(["Hello."], "--speed")
+    assert capsys.readouterr().err == f"({line})\n"
 
 
 @pytest.mark.parametrize("line", ["/help", "/halp", "/", "/etc/passwd is a file", "/reset now", "/save"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+SEEDS = -(2**63), 2**64 - 1  # smallest and largest seed: 64 bits, signed or not, as torch.manual_seed takes
+
 
 def number(*parts: int) -> int:
     """Return 64 bits that depend on all parts."""

@@ -17,10 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from unfreeze.core.draws import number
+from unfreeze.core.draws import SEEDS, number
 from unfreeze.core.errors import ConfigError, UserError
-
-SEEDS = -(2**63), 2**64 - 1  # as torch.manual_seed takes them: 64 bits, signed or not
 
 
 class NotFinite(UserError):
