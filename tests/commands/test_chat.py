@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,52 @@ def test_a_full_window_is_another_reason(monkeypatch, say, capsys):
     monkeypatch.setattr(Echo, "stream_chat_pieces", full)
     say(["Hello."])
     assert "the model has no position left; /reset forgets the conversation" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_while_the_user_types_the_model_warms_up_and_the_first_answer_waits_for_it(
+    monkeypatch, capsys, fails
+):
+    done = []
+
+    class Slow(Echo):
+        def warm_up(self):
+            time.sleep(0.2)
+            done.append("warm")
+            if fails:
+                raise RuntimeError("no kernel")
+
+        def stream_chat_pieces(self, messages, **settings):
+            done.append("asked")
+            yield from super().stream_chat_pieces(messages, **settings)
+
+    monkeypatch.setattr(chat, "load_shown", lambda *_: Slow())
+    monkeypatch.setattr("sys.stdin", Terminal("Hello.\n"))
+    assert cli.main(["chat", "anything"]) == 0 and done == ["warm", "asked"]
+    said = capsys.readouterr()
+    assert "1 messages, seed 0" in said.out and "no kernel" not in said.err
+
+
+def test_a_warm_model_chooses_no_kernel_for_a_step(monkeypatch):
+    """Control arm: a model that is not warm does."""
+    from unfreeze.kernels.choice import choose
+
+    counts = []
+    for warm in (False, True):
+        monkeypatch.setattr(choose, "_CHOSEN", {})
+        model = unfreeze.load(TINY_K2)
+        if warm:
+            model.warm_up()
+        pieces = model.stream([5], max_new_tokens=3)
+        before = len(choose._CHOSEN)
+        list(pieces)
+        counts.append(len(choose._CHOSEN) - before)
+    assert counts[0] > counts[1] == 0
 
 
 def test_the_speed_is_shown_on_request(monkeypatch, say, capsys):

@@ -10,8 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TextIO
 
 from pydantic import Field
@@ -73,6 +75,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     out = sys.stderr if common.json else sys.stdout
     talk = Dialogue(model, settings, out, common.quiet, switch, config.speed)
     talk.set_system(config.system)
+    if sys.stdin.isatty():
+        talk.warming = warming(model)
     if sys.stdin.isatty() and not common.quiet:
         print(f"{config.model}. /help lists the commands, Ctrl-C stops an answer.", file=talk.out)
     while (line := _read(talk.out)) is not None and line not in LEAVE:
@@ -81,6 +85,21 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         elif line:
             talk.ask(line)
     return {"messages": talk.messages}
+
+
+def warming(model: Model) -> Thread:
+    """Return a running thread that warms the model up while the user types.
+
+    The first answer waits for it. If it fails, that answer meets the same fault and says so.
+    """
+
+    def warm_up() -> None:
+        with suppress(Exception):
+            model.warm_up()
+
+    thread = Thread(target=warm_up)
+    thread.start()
+    return thread
 
 
 def model_name(source: str) -> str:
@@ -130,6 +149,7 @@ class Dialogue:
     out          where answers are printed as they are generated
     shows_speed  True: after each answer a line with its speed
     speed        of the last answer
+    warming      ends when the model can answer without delay; None: it is not waited for
     """
 
     model: Model
@@ -139,6 +159,7 @@ class Dialogue:
     switch: Switch | None = None
     shows_speed: bool = False
     speed: Speed | None = None
+    warming: Thread | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -167,6 +188,8 @@ class Dialogue:
         """
         answer, last, self.speed = "", None, Speed(time.perf_counter())
         try:
+            if self.warming is not None:
+                self.warming.join()
             for last in self.model.stream_chat_pieces(self.messages, **self.settings):
                 self.speed.tokens.append(time.perf_counter())
                 answer += last.text
