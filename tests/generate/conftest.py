@@ -1,5 +1,5 @@
-"""Small models of random weights: grouped-query attention with and without norms, and latent attention with
-experts."""
+"""Small models of random weights: grouped-query attention with and without norms, with a sliding window, with
+longrope; and latent attention with experts."""
 
 import pytest
 import torch
@@ -57,6 +57,17 @@ KINDS = {
     },
     "mla-moe": MLA,
     "mla-yarn": MLA | {"v_head_dim": 12, "rope_scaling": YARN, "rope_theta": 50000.0},
+}
+KINDS["window"] = KINDS["gqa-qk-norm"] | {"model_type": "mistral", "sliding_window": 9}
+KINDS["longrope"] = KINDS["gqa"] | {
+    "model_type": "phi3",
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.6],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
 }
 KINDS["mla-yarn-no-q-latent"] = KINDS["mla-yarn"] | {"q_lora_rank": None}
 

@@ -92,6 +92,23 @@ def test_the_cache_of_a_group_is_bounded():
     assert len(made) == 3
 
 
+def test_each_answer_is_sampled_no_longer_than_it_may_be_and_alone_it_is_the_same(engine, monkeypatch):
+    """A step of the model has a row for each document that has room left."""
+    widths, step = [], type(engine.model).step
+
+    def counted(self, tokens_S, cache):
+        widths.append(len(tokens_S))
+        return step(self, tokens_S, cache)
+
+    monkeypatch.setattr(type(engine.model), "step", counted)
+    engine.stop_ids = frozenset()
+    whole = OnPolicy(1.0, 1.0, seed=3)(engine, [pack(DOCUMENTS)], 7, ALONE)
+    assert sum(widths) == sum(room - 1 for _, room in prompts(pack(DOCUMENTS)) if room)
+    alone = OnPolicy(1.0, 1.0, seed=3)(engine, [pack(DOCUMENTS[:1])], 7, ALONE)
+    assert whole is not None and alone is not None
+    assert torch.equal(alone.micro_batches[0].tokens_T, whole.micro_batches[0].tokens_T[:7])
+
+
 class Pair:
     """Two threads as two processes of a group."""
 

@@ -193,6 +193,10 @@ class MLA(Block):
         shape = AttentionShape(H, H, width, self.value, one_call=in_one_call(device, dtype, name))
         return before + attention_bytes(shape, dtype, device)
 
+    def cached(self) -> int:
+        """Numbers that a position has in the cache: the latent and its rotary key."""
+        return self.kv_a_proj_with_mqa.out_features
+
     def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity).
 

@@ -40,8 +40,7 @@ class MoE(Block):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate(x_TD)
-        # Recomputation reuses the ids: rounding could choose other experts.
-        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        ids_TK = self._chosen(scores_TE, run)
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
         shared = None if self.shared_experts is None else partial(self.shared_experts, x_TD, run)
         return self.experts(x_TD, ids_TK, weights_TK, run.reuse_expensive, run.reuse, shared)
@@ -75,6 +74,12 @@ class MoE(Block):
             return router + routed
         routed = replace(routed, own=routed.own + D * size)
         return router + routed + self.shared_experts.bytes(dtype, device)
+
+    def _chosen(self, scores_TE: Tensor, run: Pass) -> Tensor:
+        # Recomputation reuses the ids: rounding could choose other experts.
+        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        run.chose(self.layer, ids_TK)
+        return ids_TK
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         ids_TK = self.gate.choose(scores_TE)
@@ -120,7 +125,7 @@ class InputScaledMoE(MoE):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate(x_TD)
-        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        ids_TK = self._chosen(scores_TE, run)
         weights_TK = self.gate.weigh(scores_TE, ids_TK).to(x_TD.dtype)
         scaled_nD = (x_TD[:, None] * weights_TK[..., None]).flatten(0, 1)
         ids_n1 = ids_TK.flatten()[:, None]
@@ -152,7 +157,7 @@ class NormedMoE(MoE):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate(x_TD)
-        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        ids_TK = self._chosen(scores_TE, run)
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
         return self.post_norm(self.experts(self.pre_norm(x_TD), ids_TK, weights_TK, None, run.reuse))
 
