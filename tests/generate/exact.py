@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,9 +19,14 @@ from family_case import SMALL
 from family_cases import CASES, NO_IDS, ours, randomized
 from torch import Tensor
 
+from unfreeze import models
+from unfreeze.adapters import Site, attach, sites
+from unfreeze.config.lora import LoraConfig
 from unfreeze.generate.engine import batch_of
 from unfreeze.generate.steps import Replayed, Steps, launched
 from unfreeze.models import Decoder
+from unfreeze.models.blocks.linear import Linear, PackedHolder
+from unfreeze.quant.codec import Codec
 
 STEPS: dict[str, Steps] = {
     "launched": launched
@@ -30,11 +35,10 @@ STEPS: dict[str, Steps] = {
 NIGHTLY_STEPS: dict[str, Steps] = {"within a width": partial(Replayed, impl="reference")}
 """CUDA's steps, launched here; tests/generate/test_steps.py has a smaller test of them."""
 
-each_maker = pytest.mark.parametrize(
-    "steps",
-    [pytest.param(maker, id=name) for name, maker in STEPS.items()]
-    + [pytest.param(maker, id=name, marks=pytest.mark.nightly) for name, maker in NIGHTLY_STEPS.items()],
-)
+_STEPS = [pytest.param(maker, id=name) for name, maker in STEPS.items()]
+_NIGHTLY = [pytest.param(maker, id=name, marks=pytest.mark.nightly) for name, maker in NIGHTLY_STEPS.items()]
+each_maker = pytest.mark.parametrize("steps", _STEPS + _NIGHTLY)
+each_cpu_maker = pytest.mark.parametrize("steps", _STEPS)
 
 EXACT = 1e-5
 """Of the largest logit of the row, in float32. Rounding alone: 0.3e-6 to 5e-6 in these models."""
@@ -83,6 +87,40 @@ def family(name: str, wide: bool = False, **sizes: Any) -> tuple[Any, Decoder]:
                 parameter.mul_(0.25)
     model = ours(reference, case).eval().requires_grad_(False)
     return reference, model
+
+
+def packed(
+    model: Decoder,
+    codec: Codec | None,
+    *,
+    held: torch.dtype | None = None,
+    dtype: torch.dtype = torch.float32,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> Decoder:
+    """The model with every linear layer and every expert in a codec's format, kv_b_proj and a free head too.
+
+    Where the format has a g_idx, columns have the groups of other columns, as act-order leaves them.
+    held: without a codec, the dtype of the frozen matrices. dtype: of the computation. tensors: the weights,
+    if they are not the model's.
+    """
+
+    def codec_for(module: str) -> Codec | None:
+        left = module.endswith(".gate") or (module == "lm_head" and model.shape.tied)
+        return None if left else codec
+
+    options: dict[str, Any] = {"codec_for": codec_for, "held_for": lambda module: held}
+    twin = models.build(model.shape, dtype=dtype, device="cpu", **options)
+    left = dict(tensors or model.state_dict())
+    for name, module in twin.named_modules():
+        if isinstance(module, PackedHolder) and module.codec is not None:
+            for suffix, part in module.codec.quantize(left.pop(f"{name}.weight").float()).items():
+                if suffix.endswith("g_idx"):
+                    order = torch.Generator().manual_seed(part.shape[-1])
+                    part = part[..., torch.randperm(part.shape[-1], generator=order)]
+                getattr(module, suffix).copy_(part)
+    _, unknown = twin.load_state_dict(left, strict=False)
+    assert not unknown
+    return twin.eval().requires_grad_(False)
 
 
 # ---- steps and the packed pass
@@ -196,3 +234,53 @@ def greedy_tokens(walk: Walk, wanted_TV: Tensor) -> bool:
 
 SEEN = 100 * EXACT
 """A control arm's bug moves some logit by more."""
+
+
+# ---- adapters
+
+
+def adapted(model: Decoder, *targets: str) -> Decoder:
+    """A copy with adapters of rank 4 on these targets, as after training: neither factor is zero."""
+    twin = copy.deepcopy(model)
+    for number, site in enumerate(attach(twin, LoraConfig(rank=4, alpha=8.0, targets=targets), seed=0)):
+        generator = torch.Generator().manual_seed(number)
+        for name, factor in site.adapter.named_parameters():
+            if name.endswith("B"):
+                factor.data.copy_(0.1 * torch.randn(factor.shape, generator=generator))
+    return twin
+
+
+@torch.no_grad()
+def merged(model: Decoder) -> Decoder:
+    """The dense model of W + scale · B A, summed in float64; packed weights are expanded first."""
+    weights = {
+        f"{name}.weight": module.packed.dequantize() if module.codec is not None else module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, PackedHolder)
+    }
+    for site in sites(model):
+        for name, delta in changes(site).items():
+            weights[name] = (weights[name].double() + delta).float()
+    plain = models.build(model.shape, dtype=torch.float32, device="cpu")
+    if model.shape.tied:  # the adapter of a tied head is none of the embedding
+        plain.lm_head.weight = torch.nn.Parameter(weights["lm_head.weight"].clone())
+    plain.load_state_dict({name: {**model.state_dict(), **weights}[name] for name in plain.state_dict()})
+    return plain.eval().requires_grad_(False)
+
+
+def changes(site: Site) -> dict[str, Tensor]:
+    """Name of a weight -> scale · B A in float64, of an adapter's matrices."""
+    if isinstance(site.owner, Linear):
+        A, B, scale = site.owner.adapter.factors()
+        return {f"{site.name}.weight": scale * B.double() @ A.double()}
+    factors, found = site.adapter.factors(), {}
+    if factors.gate_up_A is not None:
+        pairs = zip(factors.gate_up_A.chunk(2, 1), factors.gate_up_B.chunk(2, 1), strict=True)
+        gate, up = (factors.scale * B.double() @ A.double() for A, B in pairs)
+        in_turn = site.owner.activation.interleaved
+        both = torch.stack((gate, up), 2).flatten(1, 2) if in_turn else torch.cat((gate, up), 1)
+        found[f"{site.name}.gate_up_proj.weight"] = both
+    if factors.down_A is not None:
+        delta = factors.down_scale * factors.down_B.double() @ factors.down_A.double()
+        found[f"{site.name}.down_proj.weight"] = delta
+    return found
