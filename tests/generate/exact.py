@@ -200,8 +200,8 @@ def walked(model: Decoder, steps: Steps, rows: Sequence[Row], spare: int = 0) ->
 
 
 @torch.no_grad()
-def uncached(model: Decoder, documents: Sequence[list[int]]) -> list[Tensor]:
-    """Logits [len, V] of each document, of one packed pass over all.
+def uncached(model: Decoder, walks: Sequence[Walk]) -> list[Tensor]:
+    """Logits [n, V] of the same places, of one packed pass over all tokens of all rows.
 
     With longrope a document beyond the border has other frequencies from its first token on. A step before
     the border is the pass over a document that ends there.
@@ -210,26 +210,23 @@ def uncached(model: Decoder, documents: Sequence[list[int]]) -> list[Tensor]:
     def once(documents: Sequence[list[int]]) -> tuple[Tensor, ...]:
         return model.logits(model.hidden(batch_of(documents))).split([len(tokens) for tokens in documents])
 
-    rope, whole = model.shape.rope, once(documents)
-    if rope.long is None:
-        return [*whole]
-    short = once([tokens[: rope.short_until] for tokens in documents])
-    return [torch.cat((head, all[len(head) :])) for head, all in zip(short, whole, strict=True)]
+    rope, whole = model.shape.rope, once([walk.tokens for walk in walks])
+    if rope.long is not None:
+        short = once([walk.tokens[: rope.short_until] for walk in walks])
+        whole = [torch.cat((head, all[len(head) :])) for head, all in zip(short, whole, strict=True)]
+    return [logits_TV[walk.prompt - 1 :] for walk, logits_TV in zip(walks, whole, strict=True)]
 
 
 def apart(walks: Sequence[Walk], wanted: Sequence[Tensor]) -> float:
-    """Largest difference of a logit, over that row's largest logit: of all steps, all rows and all V."""
-    worst = 0.0
-    for walk, logits_TV in zip(walks, wanted, strict=True):
-        found_nV, wanted_nV = torch.stack(walk.logits), logits_TV[walk.prompt - 1 :]
-        worst = max(worst, float((found_nV - wanted_nV).abs().max() / wanted_nV.abs().max()))
-    return worst
+    """Largest difference of a logit, over that row's largest logit: of all rows, all places and all V."""
+    pairs = [(torch.stack(walk.logits), wanted_nV) for walk, wanted_nV in zip(walks, wanted, strict=True)]
+    return max(float((found - wanted).abs().max() / wanted.abs().max()) for found, wanted in pairs)
 
 
-def greedy_tokens(walk: Walk, wanted_TV: Tensor) -> bool:
+def greedy_tokens(walk: Walk, wanted_nV: Tensor) -> bool:
     """True if every token of the steps is the greedy choice of the packed pass over those before it."""
-    places = range(walk.prompt, len(walk.tokens))
-    return all(likeliest(wanted_TV[place - 1], walk.tokens[:place]) == walk.tokens[place] for place in places)
+    places = enumerate(range(walk.prompt, len(walk.tokens)))
+    return all(likeliest(wanted_nV[i], walk.tokens[:place]) == walk.tokens[place] for i, place in places)
 
 
 SEEN = 100 * EXACT

@@ -58,13 +58,12 @@ def test_beside_packed_weights_too(codec, steps):
 
 def exact(model, steps):
     walks = walked(model, steps, ROWS)
-    documents = [walk.tokens for walk in walks]
-    wanted = uncached(model, documents)
+    wanted = uncached(model, walks)
     assert apart(walks, wanted) <= EXACT
     assert greedy_tokens(walks[0], wanted[0])
-    assert apart(walks, uncached(merged(model), documents)) <= EXACT
+    assert apart(walks, uncached(merged(model), walks)) <= EXACT
     with without_adapters(model):  # control arm: they matter
-        assert apart(walks, uncached(model, documents)) > SEEN
+        assert apart(walks, uncached(model, walks)) > SEEN
 
 
 @each_maker
@@ -78,4 +77,4 @@ def test_control_the_adapter_of_one_layer_left_out_is_seen(case, steps):
         left, site.owner.adapter = site.owner.adapter, None
         walks = walked(model, steps, rows_of((3, 12)))
         site.owner.adapter = left
-        assert apart(walks, uncached(model, [walk.tokens for walk in walks])) > SEEN, site.name
+        assert apart(walks, uncached(model, walks)) > SEEN, site.name

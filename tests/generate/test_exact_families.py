@@ -51,7 +51,7 @@ def test_every_family_is_here():
 def test_256_steps_are_the_packed_pass_over_their_tokens(name, steps):
     _, model = family(name)
     walks = walked(model, steps, ROWS)
-    wanted = uncached(model, [walk.tokens for walk in walks])
+    wanted = uncached(model, walks)
     assert apart(walks, wanted) <= EXACT
     assert greedy_tokens(walks[0], wanted[0])
 
@@ -61,7 +61,7 @@ def test_256_steps_are_the_packed_pass_over_their_tokens(name, steps):
 def test_windows_chunks_and_borders_of_100_positions(name, steps):
     _, model = family(name, wide=True)
     walks = walked(model, steps, ROWS)
-    wanted = uncached(model, [walk.tokens for walk in walks])
+    wanted = uncached(model, walks)
     assert apart(walks, wanted) <= EXACT
     assert greedy_tokens(walks[0], wanted[0])
 
@@ -93,7 +93,7 @@ FEW = rows_of((1, 40), (4, 30), (7, 20))
 def seen(planted, steps, model):
     """How far the steps of a planted model or maker are from the packed pass of the model."""
     walks = walked(planted, steps, FEW)
-    return apart(walks, uncached(model, [walk.tokens for walk in walks]))
+    return apart(walks, uncached(model, walks))
 
 
 @each_maker
@@ -134,7 +134,7 @@ def test_control_a_position_off_by_one_is_seen(name, steps):
         return steps(model, cache)
 
     walks = walked(model, shifted, FEW, spare=1)
-    assert apart(walks, uncached(model, [walk.tokens for walk in walks])) > SEEN
+    assert apart(walks, uncached(model, walks)) > SEEN
 
 
 @each_maker
@@ -156,7 +156,7 @@ def test_control_rows_swapped_where_one_leaves_are_seen(name, steps, monkeypatch
 def test_control_a_token_that_is_not_the_likeliest_is_seen():
     _, model = family("qwen3")
     (walk,) = walked(model, STEPS["launched"], [Row([5], 8)])
-    (wanted,) = uncached(model, [walk.tokens])
+    (wanted,) = uncached(model, [walk])
     assert greedy_tokens(walk, wanted)
     walk.tokens[4] += 1
     assert not greedy_tokens(walk, wanted)

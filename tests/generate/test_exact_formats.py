@@ -91,7 +91,7 @@ def fitted(name: str) -> dict[str, int]:
 
 def exact(model, steps, rows):
     walks = walked(model, steps, rows)
-    wanted = uncached(model, [walk.tokens for walk in walks])
+    wanted = uncached(model, walks)
     assert apart(walks, wanted) <= EXACT
     assert greedy_tokens(walks[0], wanted[0])
 
@@ -168,4 +168,4 @@ def test_control_a_code_read_wrongly_is_seen(name, steps):
     assert isinstance(down, Linear) and down.codec is not None
     down.weight_packed[3, 2] ^= 8
     walks = walked(planted, steps, rows_of((7, 32)))
-    assert apart(walks, uncached(twin, [walk.tokens for walk in walks])) > SEEN
+    assert apart(walks, uncached(twin, walks)) > SEEN
