@@ -63,4 +63,3 @@ class Recorded:
             program.reuse(x)
         self.logits = to.of(model.lm_head, model.model.norm.record(to, x))
         program.finish()
-

@@ -237,8 +237,8 @@ def _prefetch(
 ) -> None:
     """Ask for the codes of rows to come, a cache line of four chunks at a time.
 
-    From memory, on one Zen 4 core in G weights/s, without and with: one row and one x 18.4 and 22.7, four rows
-    and four x 11.7 and 17.8. bf16 rows gain nothing: the processor foresees one long row by itself.
+    From memory, on one Zen 4 core in G weights/s, without and with: one row and one x 18.4 and 22.7, four
+    rows and four x 11.7 and 17.8. bf16 rows gain nothing: the processor foresees one long row by itself.
     """
     if num_rows > 1:  # the same column of the next four rows: one line a chunk
         row = builder.mul(builder.add(builder.and_(chunk, I64(3)), I64(num_rows)), stride)

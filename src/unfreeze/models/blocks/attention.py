@@ -64,7 +64,6 @@ class Attending(Block):
         o_THv = run.attend(q_THd, k, v, self.scale, mask=self.mask, softcap=self.softcap, sinks_H=self.sinks)
         return self.o_proj(o_THv.flatten(1), run.reuse_linear)
 
-<<<<<<< HEAD
     def record_attend(self, to: Recording, q: Row, k: Row, v: Row, *, add: Row | None, factor: float) -> Row:
         """`attend` for a step: add + factor · o_proj(…)."""
         program, width = to.program, self.head_dim
@@ -87,13 +86,12 @@ class Attending(Block):
             sinks=self.sinks,
         )
         return self.o_proj.record(to, o, add=add, factor=factor)
-=======
+
     def cached(self) -> int:
         """Numbers that a position has in the cache: its keys and values."""
         shape = self.bytes(torch.float32, "cpu").attention
         assert shape is not None
         return shape.key_heads * (shape.width + shape.value_width)
->>>>>>> dec-en
 
     def attend_bytes(self, heads: int, key_heads: int, dtype: torch.dtype, device: str) -> Bytes:
         """Bytes of `attend` between the projections; o_proj counts its own."""
