@@ -125,7 +125,13 @@ def test_a_way_around_the_joint_is_seen():
 
 
 MOST_LINES, MOST_ARGUMENTS = 100, 10
-COMPILED = {"jit", "Kernel", "serial"}  # of Triton and Numba: pointers, strides and sizes are their arguments
+COMPILED = {
+    "jit",
+    "Kernel",
+    "serial",
+    "Callee",
+    "instruction",
+}  # of Triton and Numba: pointers, strides and sizes are their arguments
 LONG = {
     "job/data.py:encode": "the trip of the rows in one place, with the three things that are said meanwhile",
     "data/store/dataset.py:encode_files": "what of a run's [data] decides the tokens, each by name",

@@ -8,6 +8,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.generate import engine as engine_file
 from unfreeze.generate.answer import Row
 from unfreeze.generate.engine import Engine
+from unfreeze.generate.recorded import Recorded
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.passes import Cache
@@ -113,11 +114,11 @@ def test_control_arm_answers_that_depend_on_the_batch_are_seen(build, monkeypatc
 def test_a_prompt_is_filled_once_and_free_rows_are_taken_at_once(build, monkeypatch):
     model = build("gqa")
     filled, widths, caches = [], [], []
-    prefill, step, new = models.Decoder.prefill, models.Decoder.step, models.Decoder.new_cache
+    prefill, step, new = models.Decoder.prefill, Recorded.__call__, models.Decoder.new_cache
 
-    def counted_step(self, tokens_S, cache):
-        widths.append(len(tokens_S))
-        return step(self, tokens_S, cache)
+    def counted_step(self, tokens):
+        widths.append(len(tokens))
+        return step(self, tokens)
 
     def counted(self, batch, cache, rows):
         filled.append(batch.num_tokens)
@@ -128,7 +129,7 @@ def test_a_prompt_is_filled_once_and_free_rows_are_taken_at_once(build, monkeypa
         return caches[-1]
 
     monkeypatch.setattr(models.Decoder, "prefill", counted)
-    monkeypatch.setattr(models.Decoder, "step", counted_step)
+    monkeypatch.setattr(Recorded, "__call__", counted_step)
     monkeypatch.setattr(models.Decoder, "new_cache", kept)
     answers = together(model, 5)
     assert sum(filled) == sum(map(len, PROMPTS))

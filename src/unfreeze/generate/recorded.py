@@ -61,5 +61,5 @@ class Recorded:
         for layer in model.layers:
             x = layer.record(to, x)
             program.reuse(x)
-        self.logits = to.of(model.lm_head, model.model.norm.record(to, x))
+        self.logits = model.lm_head.record(to, model.model.norm.record(to, x))
         program.finish()

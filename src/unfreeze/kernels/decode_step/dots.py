@@ -78,7 +78,7 @@ class _Row:
             return builder.shuffle_vector(first, second, EVEN), builder.shuffle_vector(first, second, ODD)
         if self.kind == BF16:
             return _widened(builder, _load(builder, _at(builder, self.codes, chunk, 64), PAIRS))
-        low, high = self._nibbles(builder, chunk)
+        low, high = self._codes(builder, chunk)
         if not cpu.loops_have("cpu-avx512"):
             scale = _scale(builder, self._bits(builder, chunk))
             return _rounded(builder, builder.and_(low, _all(15)), scale), _rounded(builder, high, scale)
@@ -97,15 +97,15 @@ class _Row:
         both = builder.shuffle_vector(
             values, values, ir.Constant(ir.VectorType(I32, 32), [*range(16), *range(16)])
         )
-        low, _ = self._nibbles(builder, chunk)
+        low, _ = self._codes(builder, chunk)
         halves = ir.VectorType(I16, 32)
         index = builder.bitcast(builder.or_(low, builder.shl(low, _all(12))), halves)
         kind = ir.FunctionType(halves, (halves, halves))
         permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
         return builder.bitcast(builder.call(permute, (both, index)), PAIRS)
 
-    def _nibbles(self, builder: ir.IRBuilder, chunk: Value) -> tuple[Value, Value]:
-        """A chunk's bytes as 16 words, and shifted by one nibble."""
+    def _codes(self, builder: ir.IRBuilder, chunk: Value) -> tuple[Value, Value]:
+        """A chunk's bytes as 16 words, and shifted by one code."""
         bytes_ = _load(builder, _at(builder, self.codes, chunk, 16), ir.VectorType(ir.IntType(8), 16))
         low = builder.zext(bytes_, PAIRS)
         return low, builder.lshr(low, _all(4))
@@ -196,6 +196,7 @@ def _tile(kind: int, num_rows: int, num_xs: int) -> Callable[..., Any]:
     """
     ways = max(1, CHAINS // (num_rows * num_xs))
 
+    @instruction
     def tile(context, like, codes, stride, scales, scale_stride, table, group, chunks, xs, out, out_stride):
         pairs = like == types.uint16
 
@@ -229,7 +230,7 @@ def _tile(kind: int, num_rows: int, num_xs: int) -> Callable[..., Any]:
 
         return types.void(like, *[types.int64] * 10), generate
 
-    return instruction(tile)
+    return tile
 
 
 def _prefetch(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,6 +86,15 @@ class Weight:
     @property
     def arguments(self) -> list[int]:
         return [self.tile, self.codes, self.stride, self.scales, self.scale_stride, self.table, self.group]
+
+
+class Heads(NamedTuple):
+    """Of an attention: query heads, groups of them that share a key head, widths of a key and a value."""
+
+    queries: int
+    groups: int
+    width: int
+    value_width: int
 
 
 @dataclass
@@ -384,21 +393,19 @@ class Program:
         keys: Tensor,
         values: Tensor,
         scale: float,
+        heads: Heads,
         *,
-        heads: int,
-        groups: int,
-        width: int,
-        value_width: int,
         mask: Mask = CAUSAL,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Row:
         """Attention of each sequence's query to its cache. q is packed head by head.
 
-        keys [S, N, G, d], values [S, N, G, v]; without G all `groups` read the same keys. -> [S, heads · v].
+        keys [S, N, G, d], values [S, N, G, v]; without G all groups read the same keys. -> [S, queries · v].
         """
+        queries, groups, width, value_width = heads
         tile = DENSE[keys.dtype][1].address(self.pairs)
-        out = self.row(heads * value_width)
+        out = self.row(queries * value_width)
         packed = self.writes_packed(out, value_width)
         key_head, value_head = (t.stride(2) * t.element_size() if t.dim() == 4 else 0 for t in (keys, values))
         *key, kind = self.cache(keys)
@@ -406,7 +413,7 @@ class Program:
             q.packed.data_ptr(),
             self.packed_stride(q),
             width * self.size,
-            heads,
+            queries,
             groups,
             width,
             value_width,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.kernels.attention import CAUSAL, Mask
-from unfreeze.kernels.decode_step.program import Row
+from unfreeze.kernels.decode_step.program import Heads, Row
 from unfreeze.kernels.packed_attention import bucket, in_one_call
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
@@ -77,10 +77,7 @@ class Attending(Block):
             keys,
             values,
             self.scale,
-            heads=heads,
-            groups=groups,
-            width=width,
-            value_width=v.width // groups,
+            Heads(heads, groups, width, v.width // groups),
             mask=self.mask,
             softcap=self.softcap,
             sinks=self.sinks,

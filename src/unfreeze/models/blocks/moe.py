@@ -18,7 +18,7 @@ from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
-from unfreeze.models.blocks.recording import Recording, total
+from unfreeze.models.blocks.recording import Recording
 from unfreeze.models.blocks.routers import Router
 
 
@@ -48,10 +48,10 @@ class MoE(Block):
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · MoE(x)."""
         if factor != 1.0 and add is not None:
-            return total(to, self.record(to, x), add, factor)
+            return to.total(self.record(to, x), add, factor)
         if self.shared_experts is not None:
             add = self.shared_experts.record(to, x, add=add)
-        return total(to, self.record_experts(to, x, x, add), None, factor)
+        return to.total(self.record_experts(to, x, x, add), None, factor)
 
     def record_experts(
         self, to: Recording, routed_by: Row, x: Row, add: Row | None, scales_input: bool = False
@@ -108,7 +108,7 @@ class GatedSharedMoE(MoE):
         share = self.shared_expert_gate.record(to, x)
         y = self.record_experts(to, x, x, None)
         shared = self.shared_expert.record(to, x)
-        return total(to, to.program.combine(y, shared, share=share), add, factor)
+        return to.total(to.program.combine(y, shared, share=share), add, factor)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE, plus the shared expert's output, D, which the gate's gradient reads."""
@@ -163,7 +163,7 @@ class NormedMoE(MoE):
 
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         y = self.record_experts(to, x, self.pre_norm.record(to, x), None)
-        return total(to, self.post_norm.record(to, y), add, factor)
+        return to.total(self.post_norm.record(to, y), add, factor)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE with the two norms, plus the router's float32 copy of x if x is not float32.

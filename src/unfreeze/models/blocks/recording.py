@@ -70,10 +70,14 @@ class Recording:
         if record is not None:
             done = self.program.attempt(lambda: record(self, x, add=add, factor=factor))
         if done is None:
-            done = self.called(lambda x_SD: block(x_SD, self.run), x, x.width)
-            if add is not None:
-                done = self.program.combine(add, done, 1.0, factor)
+            done = self.total(self.called(lambda x_SD: block(x_SD, self.run), x, x.width), add, factor)
         return done
+
+    def total(self, y: Row, add: Row | None, factor: float) -> Row:
+        """add + factor · y."""
+        if add is not None:
+            return self.program.combine(add, y, 1.0, factor)
+        return y if factor == 1 else self.program.combine(y, a=factor)
 
     def called(self, function: Callable[[Tensor], Tensor], x: Row, width: int) -> Row:
         """function(x) between two parts of the program, in the model's dtype."""
@@ -86,11 +90,4 @@ class Recording:
         return out
 
 
-def total(to: Recording, y: Row, add: Row | None, factor: float) -> Row:
-    """add + factor · y."""
-    if add is not None:
-        return to.program.combine(add, y, 1.0, factor)
-    return y if factor == 1 else to.program.combine(y, a=factor)
-
-
-__all__ = ["PAIRINGS", "CannotRecord", "Recording", "total"]
+__all__ = ["PAIRINGS", "CannotRecord", "Recording"]
