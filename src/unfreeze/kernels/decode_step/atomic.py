@@ -1,4 +1,4 @@
-"""What threads of one loop share: counters in memory, and memory by address. Inside numba loops only.
+"""Counters that the threads of a loop share, and memory by its address. Inside numba loops only.
 
 All accesses to a counter are sequentially consistent, so what a thread wrote before it raised a counter is
 seen by a thread that reads the counter.

@@ -23,14 +23,20 @@ UP_ROWS, DOWN_ROWS = 64, 32  # weight rows of a job
 
 @inner
 def _best(scores, count, ids):
-    """ids of the `count` largest scores, largest first; of equal ones the lower id. Overwrites the chosen."""
+    """ids of the `count` largest scores, largest first; of equal ones the lower id. Overwrites the chosen.
+
+    NaN counts as the largest number, as in torch: it then reaches the logits, where generation stops.
+    """
+    for e in range(scores.size):
+        if math.isnan(scores[e]):
+            scores[e] = np.inf
     for k in range(count):
-        best = 0
-        for e in range(1, scores.size):
-            if scores[e] > scores[best]:
+        best = -1
+        for e in range(scores.size):  # NaN: chosen already. -inf can still be chosen, once
+            if not math.isnan(scores[e]) and (best < 0 or scores[e] > scores[best]):
                 best = e
         ids[k] = best
-        scores[best] = -np.inf
+        scores[best] = np.nan
 
 
 @Callee
@@ -190,15 +196,15 @@ def up(like, job, rows, arguments, numbers):
             )  # fmt: skip
             for j in range(n):
                 value = sums[half, j * size : (j + 1) * size]
-                if bias:
-                    all_ = floats(bias, expert + 2 * I)
-                    for k in range(size):
-                        value[k] += all_[row + between * k]
                 if thin:  # B lies as gate, then up, whatever the weight's order
                     low = floats(thin + (r + j) * thin_stride + 4 * half * rank, rank)
                     _add_thin(value, B_kind, B, expert + half * I + first, rank, f[0], low)
                 if weight:
                     value *= floats(weight, end)[r + j]
+                if bias:
+                    all_ = floats(bias, expert + 2 * I)
+                    for k in range(size):
+                        value[k] += all_[row + between * k]
         for j in range(n):
             gate, up = sums[0, j * size : (j + 1) * size], sums[1, j * size : (j + 1) * size]
             for i in range(size):

@@ -31,7 +31,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Choice:
-    """How experts are chosen from the router's logits (models/blocks/routers.py, RoutingRule)."""
+    """A rule by which experts are chosen from the router's logits (models/blocks/routers.py, RoutingRule)."""
 
     top_k: int
     score: int

@@ -54,12 +54,10 @@ def norm(like, job, rows, arguments, numbers):
 
 @Callee
 def pack_rows(like, job, rows, arguments, numbers):
-    """Row `job` in packed form; `groups` parts are packed one by one."""
+    """Row `job` in packed form."""
     a = integers(arguments, ARGUMENTS)
-    x, x_stride, width, groups, packed, packed_stride, group_stride = a[:7]
-    for g in range(groups):
-        part = floats(x + job * x_stride + 4 * g * width, width)
-        pack(like, part, 0, packed + job * packed_stride + g * group_stride)
+    x, x_stride, width, packed, packed_stride = a[:5]
+    pack(like, floats(x + job * x_stride, width), 0, packed + job * packed_stride)
 
 
 @Callee

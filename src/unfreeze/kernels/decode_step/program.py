@@ -1,7 +1,8 @@
 """Record a generation step as a table of operations, and run it.
 
 A Program holds buffers for up to S sequences; `run(rows)` computes the first `rows` of them. Operations keep
-the addresses of weights: a weight changed in place is seen, one that is replaced is not (record anew).
+the addresses of matrices: one changed in place is seen, one that is replaced is not (its old memory stays).
+Vectors (gains, biases) may be copies, made at recording.
 
 S sequences, K inputs of a product, O outputs.
 """
@@ -126,6 +127,7 @@ class Program:
         self._read: set[int] = set()
         self._written: set[int] = set()
         self._phase = 0
+        self._fresh: list[Row] = []  # those whose packed form has its operation
 
     # --- buffers
 
@@ -173,8 +175,8 @@ class Program:
             ):
                 raise CannotRecord(weight.codec.name)
             codes = int4_codes(_stack(weight))
-            chunks = 2 * codes.group_bytes // CHUNK
-            if chunks < 1 or chunks & (chunks - 1):
+            chunks, rest = divmod(2 * codes.group_bytes, CHUNK)
+            if rest or chunks & (chunks - 1):
                 raise CannotRecord(f"groups of {2 * codes.group_bytes}")
             values = int4_values(self.pairs)
             return Weight(
@@ -192,25 +194,21 @@ class Program:
             raise CannotRecord(f"a weight of {weight.dtype}")
         kind, tile = DENSE[weight.dtype]
         stride = weight.shape[-1] * weight.element_size()
-        return Weight(tile.address(self.pairs), kind, weight.data_ptr(), stride, holds=weight)
+        # detached: a parameter can be given other memory (`data`), and this must stay
+        return Weight(tile.address(self.pairs), kind, weight.data_ptr(), stride, holds=weight.detach())
 
-    def packed(self, x: Row, groups: int = 1) -> int:
+    def packed(self, x: Row) -> int:
         """Address of the packed form of x; an operation writes it if none has."""
         address = x.packed.data_ptr()
         if x.stale:
-            x.stale = False
-            width = x.width // groups
-            arguments = [
-                x.address,
-                x.stride,
-                width,
-                groups,
-                address,
-                self.packed_stride(x),
-                width * self.size,
-            ]
+            self._now_packed(x)
+            arguments = [x.address, x.stride, x.width, address, self.packed_stride(x)]
             self.add(ops.pack_rows, 1, True, arguments, reads=[x], writes=[x.packed])
         return address
+
+    def _now_packed(self, x: Row) -> None:
+        x.stale = False
+        self._fresh.append(x)
 
     def packed_stride(self, x: Row) -> int:
         return x.width * self.size
@@ -219,7 +217,7 @@ class Program:
         """Address for an operation that writes x packed itself, in parts of that width; 0 if it cannot."""
         if part % CHUNK:
             return 0
-        x.stale = False
+        self._now_packed(x)
         return x.packed.data_ptr()
 
     # --- operations
@@ -236,7 +234,12 @@ class Program:
         writes: Iterable[Any] = (),
         count: int = 0,
     ) -> None:
-        """Append an operation. It waits for those before it only if it touches what they write or read."""
+        """Append an operation. It waits for those before it only if it touches what they write or read.
+
+        All that it reads and writes lives as long as the program.
+        """
+        reads, writes = list(reads), list(writes)
+        self._holds += reads + writes
         read, written = {_memory(each) for each in reads}, {_memory(each) for each in writes}
         index = len(self._operations)
         operation = _Operation(loop, jobs, of_rows, list(arguments), list(numbers), count, index)
@@ -254,13 +257,16 @@ class Program:
 
     def attempt(self, record: Callable[[], Row]) -> Row | None:
         """record(), or None if it raises CannotRecord; what it had appended is taken back."""
-        before = len(self._operations), len(self._calls)
+        before = len(self._operations), len(self._calls), len(self._fresh)
         waits = self._phase, set(self._read), set(self._written)
         try:
             return record()
         except CannotRecord:
             del self._operations[before[0] :], self._calls[before[1] :]
             self._phase, self._read, self._written = waits
+            for row in self._fresh[before[2] :]:
+                row.stale = True
+            del self._fresh[before[2] :]
             return None
 
     def norm(self, x: Row, gain: Tensor, eps: float, groups: int = 1) -> Row:
@@ -404,11 +410,11 @@ class Program:
         keys [S, N, G, d], values [S, N, G, v]; without G all groups read the same keys. -> [S, queries · v].
         """
         queries, groups, width, value_width = heads
-        tile = DENSE[keys.dtype][1].address(self.pairs)
         out = self.row(queries * value_width)
         packed = self.writes_packed(out, value_width)
         key_head, value_head = (t.stride(2) * t.element_size() if t.dim() == 4 else 0 for t in (keys, values))
         *key, kind = self.cache(keys)
+        tile = DENSE[keys.dtype][1].address(self.pairs)
         arguments = [
             q.packed.data_ptr(),
             self.packed_stride(q),
@@ -459,7 +465,9 @@ class Program:
         self._counters = np.zeros((len(self._operations), 2), np.int64)
 
     def run(self, rows: int) -> None:
-        """Compute the step of the first `rows` sequences."""
+        """Compute the step of the first `rows` sequences. Raises ValueError for more than were recorded."""
+        if rows > self.rows:
+            raise ValueError(f"{rows} sequences in a step recorded for {self.rows}")
         self._counters.fill(0)
         begin = 0
         for end, function in [*self._calls, (len(self._operations), None)]:

@@ -29,7 +29,7 @@ from unfreeze.kernels.recompute import Reuse
 from unfreeze.kernels.swiglu.activation import ClampedSwiGLU
 from unfreeze.models.blocks.bytes import Bytes
 from unfreeze.models.blocks.linear import PackedHolder
-from unfreeze.models.blocks.recording import Recording
+from unfreeze.models.blocks.recording import CannotRecord, Recording
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.halves import stacked
 
@@ -168,6 +168,8 @@ class Experts(nn.Module):
         self, to: Recording, x: Row, routed: Routed, *, add: Row | None = None, scales_input: bool = False
     ) -> Row:
         """add + the experts' output; scales_input: the weight scales an expert's input."""
+        if self.dispatch is not None:
+            raise CannotRecord("experts that are not all here")
         act = self.activation
         kind = ACTIVATIONS[act.kind]
         numbers = (act.alpha, act.limit) if isinstance(act, ClampedSwiGLU) else (0.0, 0.0)
@@ -185,7 +187,7 @@ class Experts(nn.Module):
         )
 
     def biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of gate_up [E, 2I] and of down [E, D]."""
+        """Biases of gate_up [E, 2I] and of down [E, D]."""
         return None, None
 
     def product(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:

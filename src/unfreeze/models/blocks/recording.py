@@ -66,10 +66,11 @@ class Recording:
     def of(self, block: nn.Module, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · block(x)."""
         record: Any = getattr(block, "record", None)
-        done = None
+        done, chosen = None, dict(self.chosen)
         if record is not None:
             done = self.program.attempt(lambda: record(self, x, add=add, factor=factor))
         if done is None:
+            self.chosen = chosen
             done = self.total(self.called(lambda x_SD: block(x_SD, self.run), x, x.width), add, factor)
         return done
 
