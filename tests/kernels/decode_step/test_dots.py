@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from unfreeze.core import cpu
-from unfreeze.kernels.decode_step import dots, tiles
+from unfreeze.kernels.decode_step import codes, dots, tiles
 from unfreeze.kernels.decode_step.lookup import int4_values
 from unfreeze.kernels.decode_step.pointer import call_products
 from unfreeze.kernels.loops.bf16_cpu import available
@@ -142,7 +142,7 @@ def test_int4_weights_have_the_bits_of_the_codec(pairs, group):
 def without_permutations():
     """tiles.int4 as on a CPU without AVX-512, compiled once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dots.cpu, "loops_have", lambda name: False)
+        patch.setattr(cpu, "loops_have", lambda name: False)
         loop = numba.njit(tiles.int4.loop.py_func)
         loop.compile((numba.float32, *[numba.int64] * tiles.int4.arguments))
     return loop
@@ -158,7 +158,8 @@ def test_without_512_bit_permutations_the_bits_are_the_same(without_permutations
         x_packed, n, num_rows = packed(x, False), len(x), len(scales)
         xs, out = np.array([row.data_ptr() for row in x_packed]), torch.empty(4, num_rows)
         codes = parts["weight_packed"]
-        arguments = [codes.data_ptr(), 4 * codes.stride(0), scales.data_ptr(), 2 * scales.stride(0), 0]
+        arguments = [codes.data_ptr(), 4 * codes.stride(0), scales.data_ptr(), 2 * scales.stride(0)]
+        arguments += [int4_values(False).ctypes.data]
         arguments += [1, x.shape[1], xs.ctypes.data, n, out.data_ptr()]
         without_permutations(np.float32(0), num_rows, 4, *arguments)
         return out[:n]
@@ -175,8 +176,8 @@ def test_permutations_are_used_where_the_cpu_has_them():
     if not cpu.loops_have("cpu-avx512"):
         pytest.skip("no AVX-512")
     builder, function = _builder()
-    row = dots._Row(dots.INT4, *(dots.I64(0) for _ in range(4)))
-    row.floats(builder, dots.I64(0))
+    row = codes.row("int4", builder, *(dots.I64(0) for _ in range(4)))
+    row.floats(dots.I64(0))
     assert "permvar.sf" in str(function)
 
 

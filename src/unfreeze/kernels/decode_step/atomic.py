@@ -81,6 +81,7 @@ def _pointer(kind: types.Type):
 
 
 _floats, _words, _integers = _pointer(types.float32), _pointer(types.uint16), _pointer(types.int64)
+_octets = _pointer(types.uint8)
 
 
 @inlined
@@ -93,6 +94,12 @@ def floats(address, size):
 def words(address, size):
     """The `size` uint16 at an address: bits of bf16."""
     return carray(_words(np.int64(address)), (size,))
+
+
+@inlined
+def octets(address, size):
+    """The `size` bytes at an address."""
+    return carray(_octets(np.int64(address)), (size,))
 
 
 @inlined

@@ -18,26 +18,19 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.attention import CAUSAL, Mask
-from unfreeze.kernels.decode_step import ops, team, tiles
-from unfreeze.kernels.decode_step.dots import BF16, CHUNK, FLOAT32
-from unfreeze.kernels.decode_step.lookup import int4_values
+from unfreeze.kernels.decode_step import ops, team
+from unfreeze.kernels.decode_step.codes import CHUNK
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
-from unfreeze.kernels.expand.codes import expandable, int4_codes
+from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight, packed_weight
 from unfreeze.kernels.loops.bf16_cpu import available
 from unfreeze.kernels.loops.cores import in_runs
 from unfreeze.quant.codec import Packed
-from unfreeze.quant.int4 import Int4
 
 Tables = tuple[int, int, int]
 """Addresses of cos and sin, float32 [S, pairs], and the number of pairs."""
 
 COLUMNS = team.ARGUMENTS + ops.ARGUMENTS
-DENSE = {torch.float32: (FLOAT32, tiles.float32), torch.bfloat16: (BF16, tiles.bf16)}
-
-
-class CannotRecord(Exception):
-    """This part has no operation here: it runs as it does in training."""
 
 
 class Row:
@@ -65,28 +58,6 @@ class Row:
     def part(self, first: int, width: int) -> Row:
         """A view of `width` numbers of each sequence."""
         return Row(self.tensor[:, first : first + width], self.pairs)
-
-
-@dataclass
-class Weight:
-    """A matrix, or a stack of them, as the operations read it; `holds` keeps its memory alive.
-
-    tile: address of its products; kind: FLOAT32, BF16, or -1 for a packed one.
-    """
-
-    tile: int
-    kind: int
-    codes: int
-    stride: int
-    scales: int = 0
-    scale_stride: int = 0
-    table: int = 0
-    group: int = 0
-    holds: Any = None
-
-    @property
-    def arguments(self) -> list[int]:
-        return [self.tile, self.codes, self.stride, self.scales, self.scale_stride, self.table, self.group]
 
 
 class Heads(NamedTuple):
@@ -168,34 +139,8 @@ class Program:
     def weight(self, weight: Tensor | Packed) -> Weight:
         """A matrix [.., O, K] for the products. Raises CannotRecord for a format without an operation."""
         if isinstance(weight, Packed):
-            if not (
-                isinstance(weight.codec, Int4)
-                and weight.shape[-1] % CHUNK == 0
-                and expandable(_stack(weight))
-            ):
-                raise CannotRecord(weight.codec.name)
-            codes = int4_codes(_stack(weight))
-            chunks, rest = divmod(2 * codes.group_bytes, CHUNK)
-            if rest or chunks & (chunks - 1):
-                raise CannotRecord(f"groups of {2 * codes.group_bytes}")
-            values = int4_values(self.pairs)
-            return Weight(
-                tiles.int4.address(self.pairs),
-                -1,
-                codes.codes.ctypes.data,
-                codes.codes.strides[1],
-                codes.scales.ctypes.data,
-                codes.scales.strides[1],
-                values.ctypes.data,
-                chunks.bit_length() - 1,
-                holds=(codes, values),
-            )
-        if weight.dtype not in DENSE or not weight.is_contiguous() or weight.device.type != "cpu":
-            raise CannotRecord(f"a weight of {weight.dtype}")
-        kind, tile = DENSE[weight.dtype]
-        stride = weight.shape[-1] * weight.element_size()
-        # detached: a parameter can be given other memory (`data`), and this must stay
-        return Weight(tile.address(self.pairs), kind, weight.data_ptr(), stride, holds=weight.detach())
+            return packed_weight(weight, self.pairs)
+        return dense_weight(weight, self.pairs)
 
     def packed(self, x: Row) -> int:
         """Address of the packed form of x; an operation writes it if none has."""
@@ -493,10 +438,3 @@ class Program:
 def _memory(each: Row | Tensor) -> int:
     """The same number for all views of one buffer."""
     return (each.tensor if isinstance(each, Row) else each).untyped_storage().data_ptr()
-
-
-def _stack(packed: Packed) -> Packed:
-    """A matrix as a stack of one."""
-    if len(packed.shape) == 3:
-        return packed
-    return Packed(packed.codec, {name: part[None] for name, part in packed.parts.items()})

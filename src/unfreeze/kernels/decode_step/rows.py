@@ -11,7 +11,8 @@ from numba.core import types
 from numba.extending import overload
 
 from unfreeze.kernels.decode_step.atomic import floats, words
-from unfreeze.kernels.decode_step.dots import CHUNK, FLOAT32
+from unfreeze.kernels.decode_step.codes import CHUNK
+from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.loops.lanes import largest as largest_of
 from unfreeze.kernels.loops.numba_options import LINKED, exp, inlined, inner, narrow, sigmoid, widen
 

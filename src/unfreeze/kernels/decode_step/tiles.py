@@ -1,29 +1,30 @@
-"""Products of some weight rows with 1 to 4 packed rows of x, one function per kind of weight (dots.py).
+"""Products of some weight rows with 1 to 4 packed rows of x, one function per kind of weight (codes.py).
 
 out[j, i] = w_i · x_j            i < num_rows, j < n
+out[i, k] = w_i[k]               n = 0: the weights themselves, as the products take them
 
-step                   weight rows of a tile, 1 or 4. Memory delivers one row after another best; from the
+step                   weight rows at a time, 1 or 4. Memory delivers one row after another best; from the
                        cache four at a time load x once
 codes, stride          address of the first row, bytes to the next       scales, scale_stride   the same
-table, group           INT4: address of the values (lookup.py), chunks of a scale as a power of two
-width                  numbers of a row; INT4 has whole chunks only, dense rows any number
+table, group           what the kind needs; chunks of a scale as a power of two
+width                  numbers of a row, any
 xs, n                  address of n addresses of x; n = 3 reads a fourth, any valid one
-out                    address of float32 [4, num_rows]
+out                    address of float32 [4, num_rows], or [num_rows, width]
 """
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from unfreeze.kernels.decode_step.atomic import floats, integers, words
-from unfreeze.kernels.decode_step.dots import BF16_TILES, CHUNK, FLOAT32_TILES, INT4_TILES
+from unfreeze.kernels.decode_step.atomic import floats, integers, octets, words
+from unfreeze.kernels.decode_step.codes import CHUNK, row_class
+from unfreeze.kernels.decode_step.dots import products, weights
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.loops.numba_options import inner, widen
-
-_float32_1_1, _float32_1_2, _float32_1_4, _float32_4_1, _float32_4_2, _float32_4_4 = FLOAT32_TILES
-_bf16_1_1, _bf16_1_2, _bf16_1_4, _bf16_4_1, _bf16_4_2, _bf16_4_4 = BF16_TILES
-_int4_1_1, _int4_1_2, _int4_1_4, _int4_4_1, _int4_4_2, _int4_4_4 = INT4_TILES
 
 
 def unpacked(like, address, i):  # pragma: no cover - body below
@@ -39,87 +40,62 @@ def _unpacked(like, address, i):
 
 
 @inner
-def _rest(like, num_rows, size, codes, stride, first, width, xs, n, out):
-    """Add the products of the elements beyond the last whole chunk; `size`: bytes of a dense weight."""
+def _copy(source, count, target, size):
+    """`count` bytes, and zeros up to `size`."""
+    of, to = octets(source, count), octets(target, size)
+    for i in range(size):
+        to[i] = of[i] if i < count else np.uint8(0)
+
+
+@inner
+def _add_rest(like, part, i, num_rows, first, width, xs, n, out):
+    """Add the products of the weights beyond the last whole chunk, `part`, to the sums of row i."""
     addresses, totals = integers(xs, n), floats(out, num_rows * n)
-    for i in range(num_rows):
-        row = codes + i * stride
-        for j in range(n):
-            total = totals[j * num_rows + i]
-            for k in range(first, width):
-                x = unpacked(like, addresses[j], k)
-                total += x * (floats(row, width)[k] if size == 4 else widen(words(row, width)[k]))
-            totals[j * num_rows + i] = total
+    for j in range(n):
+        total = totals[j * num_rows + i]
+        for k in range(first, width):
+            total += part[k - first] * unpacked(like, addresses[j], k)
+        totals[j * num_rows + i] = total
 
 
-@Callee
-def float32(like, num_rows, step, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
-    """Rows of float32."""
-    chunks, bytes_ = width // CHUNK, 4 * num_rows
-    i = 0
-    while i < num_rows:
-        count = step if i + step <= num_rows else 1
-        row, scale, to = codes + i * stride, scales + i * scale_stride, out + 4 * i
-        if count == 4 and n == 1:
-            _float32_4_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif count == 4 and n == 2:
-            _float32_4_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif count == 4:
-            _float32_4_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif n == 1:
-            _float32_1_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif n == 2:
-            _float32_1_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        else:
-            _float32_1_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        i += count
-    if chunks * CHUNK < width:
-        _rest(like, num_rows, 4, codes, stride, chunks * CHUNK, width, xs, n, out)
+@functools.cache
+def tile(kind: str) -> Callee:
+    """The products of a kind of weight, by its name in codes.py."""
+    size = row_class(kind).size
+    two_scales = kind.startswith("nvfp4")
+
+    def rows(like, num_rows, step, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
+        whole, rest = width // CHUNK, width % CHUNK
+        i = 0
+        while i < num_rows and n:
+            count = step if i + step <= num_rows else 1
+            products(
+                kind, like, count, n, codes + i * stride, stride, scales + i * scale_stride, scale_stride,
+                table, group, whole, xs, out + 4 * i, 4 * num_rows,
+            )  # fmt: skip
+            i += count
+        if n and not rest:
+            return
+        # the weights themselves, chunk by chunk; of the last one nothing is read beyond the row
+        part, last = np.empty(CHUNK, np.float32), np.empty(5 * CHUNK, np.uint8)
+        ends, end_scales = last.ctypes.data, last[4 * CHUNK :].ctypes.data
+        for i in range(num_rows):
+            row, scale = codes + i * stride, scales + i * scale_stride
+            for chunk in range(whole if n == 0 else 0):
+                to = out + 4 * (i * width + chunk * CHUNK)
+                weights(kind, like, row, scale, table, group, chunk, to)
+            if rest:
+                _copy(row + whole * size, (rest * size + CHUNK - 1) // CHUNK, ends, size)
+                if two_scales:
+                    _copy(scale + whole * 2, (rest + 15) // 16, end_scales, 2)
+                    scale = end_scales - whole * 2
+                weights(kind, like, ends - whole * size, scale, table, group, whole, part.ctypes.data)
+                if n:
+                    _add_rest(like, part, i, num_rows, whole * CHUNK, width, xs, n, out)
+                else:
+                    floats(out, (i + 1) * width)[i * width + whole * CHUNK :] = part[:rest]
+
+    return Callee(rows)
 
 
-@Callee
-def bf16(like, num_rows, step, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
-    """Rows of bf16."""
-    chunks, bytes_ = width // CHUNK, 4 * num_rows
-    i = 0
-    while i < num_rows:
-        count = step if i + step <= num_rows else 1
-        row, scale, to = codes + i * stride, scales + i * scale_stride, out + 4 * i
-        if count == 4 and n == 1:
-            _bf16_4_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif count == 4 and n == 2:
-            _bf16_4_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif count == 4:
-            _bf16_4_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif n == 1:
-            _bf16_1_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif n == 2:
-            _bf16_1_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        else:
-            _bf16_1_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        i += count
-    if chunks * CHUNK < width:
-        _rest(like, num_rows, 2, codes, stride, chunks * CHUNK, width, xs, n, out)
-
-
-@Callee
-def int4(like, num_rows, step, codes, stride, scales, scale_stride, table, group, width, xs, n, out):
-    """Rows of INT4 codes."""
-    chunks, bytes_ = width // CHUNK, 4 * num_rows
-    i = 0
-    while i < num_rows:
-        count = step if i + step <= num_rows else 1
-        row, scale, to = codes + i * stride, scales + i * scale_stride, out + 4 * i
-        if count == 4 and n == 1:
-            _int4_4_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif count == 4 and n == 2:
-            _int4_4_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif count == 4:
-            _int4_4_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif n == 1:
-            _int4_1_1(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        elif n == 2:
-            _int4_1_2(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        else:
-            _int4_1_4(like, row, stride, scale, scale_stride, table, group, chunks, xs, to, bytes_)
-        i += count
+float32, bf16, int4 = map(tile, ("float32", "bf16", "int4"))

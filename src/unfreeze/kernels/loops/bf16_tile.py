@@ -131,19 +131,21 @@ def narrow_tile(context, a, a_stride, panel, pairs, out, out_stride):  # pragma:
     return types.void(*[types.int64] * 6), generate
 
 
+def ask(builder: ir.IRBuilder, address: Value) -> None:
+    """Prefetch the cache line at `address`, which may lie outside our memory: no read that could fault."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    # to read, into all levels, data
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])
+
+
 @instruction
 def prefetch(context, address):  # pragma: no cover - compiled
-    """Prefetch the cache line at `address`, which may lie outside our memory.
-
-    No read happens that could fault.
-    """
+    """Prefetch the cache line at `address`, as `ask`."""
 
     def generate(_context, builder, _signature, arguments):
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # to read, into all levels, data
-        builder.call(ask, [builder.inttoptr(arguments[0], byte), I32(0), I32(3), I32(1)])
+        ask(builder, arguments[0])
         return _context.get_dummy_value()
 
     return types.void(types.int64), generate

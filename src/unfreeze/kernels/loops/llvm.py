@@ -14,3 +14,9 @@ Value = Any
 def instruction(function: Callable[..., object]) -> Callable[..., Any]:
     """numba's intrinsic, as loops call it: without the first argument, numba's typing context."""
     return intrinsic(function)
+
+
+def instruction_of_kind(function: Callable[..., object]) -> Callable[..., Any]:
+    """The same, where constants among the arguments arrive as literals: they choose the code."""
+    made: Any = intrinsic(prefer_literal=True)
+    return made(function)
