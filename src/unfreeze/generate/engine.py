@@ -31,11 +31,11 @@ from unfreeze.generate.steps import Step, Steps, step_by_record
 from unfreeze.generate.stops import StopText
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import Cache
+from unfreeze.parallel.answers import Answers
 from unfreeze.parallel.machine import hardware
 
 log = logging.getLogger(__name__)
 CACHE_SHARE = 0.5  # of the free memory; the rest is for the activations of a prefill
-WORK_BYTES = 48  # per logit of a row at the peak of sampling: sorted, cumulative, in float64
 
 
 class EngineTokenizer(Protocol):
@@ -236,11 +236,12 @@ class Engine:
         """Return the number of rows of the cache; say it if answers have to wait for memory."""
         if max_rows is not None or wanted == 1:
             return min(wanted, max_rows or 1)
-        row = capacity * self.model.cache_bytes()
-        fit = int(CACHE_SHARE * hardware(self.model.device).available) // (row + WORK_BYTES * self.num_ids)
+        row = Answers(1, capacity)
+        cache = row.cache(self.model.cache_bytes())
+        fit = int(CACHE_SHARE * hardware(self.model.device).available) // (cache + row.logits(self.num_ids))
         (rows,) = self.agreed([max(1, min(wanted, fit))])
         if rows < wanted:
-            self.say(f"{wanted:,} rows: {rows:,} at once ({format_bytes(rows * row)} of cache)")
+            self.say(f"{wanted:,} rows: {rows:,} at once ({format_bytes(rows * cache)} of cache)")
         return rows
 
 
