@@ -15,7 +15,8 @@ import torch
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.data.packing.batches import Example, pack
-from unfreeze.generate.engine import Completion, Engine
+from unfreeze.generate.answer import Completion
+from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models import Decoder
 

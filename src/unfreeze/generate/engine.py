@@ -219,7 +219,8 @@ class Engine:
             )
         if len(most) != len(prompts) or min(most, default=1) < 1:
             raise ConfigError(
-                f"limits {most} for {len(prompts)} prompts; there must be one for each, at least 1"
+                f"limits {most} for {len(prompts)} prompts; there must be one for each, at least 1",
+                next="limits=[20, 20] for two prompts",
             )
         if max_rows is not None and max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; it must be at least 1", next="leave it out")
