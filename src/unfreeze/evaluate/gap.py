@@ -49,7 +49,8 @@ def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampli
     to unused rows.
     Errors as in Engine.generate.
     """
-    return gap_of_answers(engine, prompts, engine.generate(prompts, sampling))
+    asked = [prompt for prompt in prompts for _ in range(sampling.n)]
+    return gap_of_answers(engine, asked, engine.generate(prompts, sampling))
 
 
 def gap_of_answers(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> Gap:
