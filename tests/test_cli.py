@@ -153,6 +153,7 @@ def test_ctrl_c_while_it_is_still_imported_is_no_traceback():
     """At the import of cli, which the installed command and `python -m unfreeze` make first."""
     code = (
         "import sys, signal, importlib.abc\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
         "class Slow(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, *_):\n"
         "        if name == 'unfreeze.cli': signal.raise_signal(signal.SIGINT)\n"

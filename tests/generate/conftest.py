@@ -1,10 +1,18 @@
 """Small models of random weights: grouped-query attention with and without norms, with a sliding window, with
-longrope; and latent attention with experts."""
+longrope; and latent attention with experts.
+
+exact.py beside the tests, and the cases of every family in tests/models, can be imported by name.
+"""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from unfreeze import models
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "models")]
 
 SMALL = {
     "vocab_size": 89,

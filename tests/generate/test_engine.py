@@ -15,6 +15,7 @@ from unfreeze.generate.answer import Completion, Interrupted
 from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.model import Model
 from unfreeze.generate.sampling import Sampling, choose
+from unfreeze.generate.steps import launched
 
 KINDS = ("gqa", "gqa-qk-norm", "mla-yarn", "mla-yarn-no-q-latent")  # of conftest.py
 PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 51))]
@@ -84,7 +85,7 @@ def test_greedy_is_the_same_single_and_batched(build, kind):
 def test_a_position_off_by_one_in_the_cache_would_be_seen(build, kind, monkeypatch):
     """Control arm: new tokens rotated as if they stood one place later."""
     model, sampling = build(kind), Sampling(max_new_tokens=24)
-    expected = tokens(Engine(model).generate(PROMPTS, sampling))
+    expected = tokens(Engine(model, steps=launched).generate(PROMPTS, sampling))
     rope, step = type(model.shape.rope), models.Decoder.step
 
     def shifted_step(self, tokens_S, cache):
@@ -94,7 +95,7 @@ def test_a_position_off_by_one_in_the_cache_would_be_seen(build, kind, monkeypat
             return step(self, tokens_S, cache)
 
     monkeypatch.setattr(models.Decoder, "step", shifted_step)
-    assert tokens(Engine(model).generate(PROMPTS, sampling)) != expected
+    assert tokens(Engine(model, steps=launched).generate(PROMPTS, sampling)) != expected
 
 
 def test_the_cache_of_latent_attention_is_the_latent(build, monkeypatch):
@@ -123,7 +124,7 @@ def test_rows_that_finish_leave_the_batch_and_change_no_other(build, monkeypatch
         lambda self, tokens_S, cache: sizes.append(len(tokens_S)) or step(self, tokens_S, cache),
     )
     assert (
-        Engine(model, stop_ids=stop_ids).generate(
+        Engine(model, stop_ids=stop_ids, steps=launched).generate(
             PROMPTS, Sampling(max_new_tokens=40, temperature=1.0, seed=2)
         )
         == expected

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.decode_step.program import Row
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
+from unfreeze.models.blocks.recording import Recording
 
 
 class Layer(Block):
@@ -27,6 +29,11 @@ class Layer(Block):
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), run)
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD), run)
+
+    def record(self, to: Recording, x: Row) -> Row:
+        """The layer's operations for a step (blocks/recording.py)."""
+        x = to.of(self.self_attn, self.input_layernorm.record(to, x), add=x)
+        return to.of(self.mlp, self.post_attention_layernorm.record(to, x), add=x)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Its parts in order, plus 2 D during all of its backward.
@@ -49,6 +56,12 @@ class ScaledLayer(Layer):
         x_TD = x_TD + self.multiplier * self.self_attn(self.input_layernorm(x_TD), run)
         return x_TD + self.multiplier * self.mlp(self.post_attention_layernorm(x_TD), run)
 
+    def record(self, to: Recording, x: Row) -> Row:
+        normed = self.input_layernorm.record(to, x)
+        x = to.of(self.self_attn, normed, add=x, factor=self.multiplier)
+        normed = self.post_attention_layernorm.record(to, x)
+        return to.of(self.mlp, normed, add=x, factor=self.multiplier)
+
 
 class PostNormLayer(Layer):
     """x + norm(attention(x)), then x + norm(mlp(x)) (OLMo 2). Source: arXiv:2501.00656, section 3.2."""
@@ -69,6 +82,11 @@ class PostNormLayer(Layer):
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         x_TD = x_TD + self.post_attention_layernorm(self.self_attn(x_TD, run))
         return x_TD + self.post_feedforward_layernorm(self.mlp.read(x_TD, run))
+
+    def record(self, to: Recording, x: Row) -> Row:
+        attended = to.of(self.self_attn, x)
+        x = to.program.combine(x, self.post_attention_layernorm.record(to, attended))
+        return to.program.combine(x, self.post_feedforward_layernorm.record(to, to.of(self.mlp, x)))
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Its parts in order, plus 2 D during all of its backward, as in Layer.
@@ -108,6 +126,16 @@ class SandwichLayer(Layer):
             self.mlp.read(self.pre_feedforward_layernorm(x_TD), run)
         )
 
+    def record(self, to: Recording, x: Row) -> Row:
+        x = self.record_attention(to, x)
+        y = to.of(self.mlp, self.pre_feedforward_layernorm.record(to, x))
+        return to.program.combine(x, self.post_feedforward_layernorm.record(to, y))
+
+    def record_attention(self, to: Recording, x: Row) -> Row:
+        """x + norm(attention(norm(x)))."""
+        attended = to.of(self.self_attn, self.input_layernorm.record(to, x))
+        return to.program.combine(x, self.post_attention_layernorm.record(to, attended))
+
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As in PostNormLayer, plus a norm before each part."""
         D = self.input_layernorm.size
@@ -135,6 +163,9 @@ class GatedSandwichLayer(SandwichLayer):
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         return super().forward(x_TD, run) * self.layer_scalar
 
+    def record(self, to: Recording, x: Row) -> Row:
+        return to.program.combine(super().record(to, x), a=float(self.layer_scalar))
+
 
 class BesideLayer(GatedSandwichLayer):
     """GatedSandwichLayer whose MLP has experts beside it: norm(norm_1(mlp(norm(x))) + moe(x)) (Gemma 4).
@@ -154,6 +185,14 @@ class BesideLayer(GatedSandwichLayer):
         dense_TD = self.mlp.read(self.pre_feedforward_layernorm(x_TD), run)
         both_TD = self.post_feedforward_layernorm_1(dense_TD) + self.moe(x_TD, run)
         return (x_TD + self.post_feedforward_layernorm(both_TD)) * self.layer_scalar
+
+    def record(self, to: Recording, x: Row) -> Row:
+        x = self.record_attention(to, x)
+        dense = to.of(self.mlp, self.pre_feedforward_layernorm.record(to, x))
+        dense = self.post_feedforward_layernorm_1.record(to, dense)
+        both = self.post_feedforward_layernorm.record(to, to.of(self.moe, x, add=dense))
+        scalar = float(self.layer_scalar)
+        return to.program.combine(x, both, scalar, scalar)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As in GatedSandwichLayer, plus the MoE and one norm."""

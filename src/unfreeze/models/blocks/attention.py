@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.kernels.attention import CAUSAL, Mask
+from unfreeze.kernels.decode_step.program import Row
 from unfreeze.kernels.packed_attention import bucket, in_one_call
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
+from unfreeze.models.blocks.recording import PAIRINGS, Recording
 
 
 class Attending(Block):
@@ -61,6 +63,29 @@ class Attending(Block):
         k, v = run.remember(self.layer, k_TGd, v_TGv)
         o_THv = run.attend(q_THd, k, v, self.scale, mask=self.mask, softcap=self.softcap, sinks_H=self.sinks)
         return self.o_proj(o_THv.flatten(1), run.reuse_linear)
+
+    def record_attend(self, to: Recording, q: Row, k: Row, v: Row, *, add: Row | None, factor: float) -> Row:
+        """`attend` for a step: add + factor · o_proj(…)."""
+        program, width = to.program, self.head_dim
+        keys, values = to.stores(self.layer)
+        heads, groups, pairing = q.width // width, k.width // width, PAIRINGS[self.pairs]
+        q = program.rotate(q, heads, to.tables(self.query_rope), pairing, packed=True)
+        program.rotate(k, groups, to.tables(self.rope), pairing, cache=keys)
+        program.rotate(v, groups, None, pairing, cache=values)
+        o = program.attend(
+            q,
+            keys,
+            values,
+            self.scale,
+            heads=heads,
+            groups=groups,
+            width=width,
+            value_width=v.width // groups,
+            mask=self.mask,
+            softcap=self.softcap,
+            sinks=self.sinks,
+        )
+        return self.o_proj.record(to, o, add=add, factor=factor)
 
     def cached(self) -> int:
         """Numbers that a position has in the cache: its keys and values."""
@@ -112,6 +137,20 @@ class Attention(Attending):
             q_THd, k_TGd = self.q_norm(q_THd), self.k_norm(k_TGd)
         return self.attend(q_THd, k_TGd, v_TGv, run)
 
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · attention(x)."""
+        q, k, v = (linear.record(to, x) for linear in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.record_norms(to, q, k, self.q_norm, self.k_norm)
+        return self.record_attend(to, q, k, v, add=add, factor=factor)
+
+    def record_norms(
+        self, to: Recording, q: Row, k: Row, q_norm: RMSNorm, k_norm: RMSNorm
+    ) -> tuple[Row, Row]:
+        """The norms of q and k, head by head."""
+        width = self.head_dim
+        return q_norm.record(to, q, q.width // width), k_norm.record(to, k, k.width // width)
+
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held and own: as for attention itself (`attention_bytes`); q_norm and k_norm add theirs to held.
 
@@ -133,6 +172,12 @@ class WideNormAttention(Attention):
         v_TG = self.v_proj(x_TD, run.reuse_linear)
         q_THd, k_TGd, v_TGv = (part.unflatten(-1, (-1, self.head_dim)) for part in (q_TH, k_TG, v_TG))
         return self.attend(q_THd, k_TGd, v_TGv, run)
+
+    def record_norms(
+        self, to: Recording, q: Row, k: Row, q_norm: RMSNorm, k_norm: RMSNorm
+    ) -> tuple[Row, Row]:
+        """The norms of q and k, all heads at once."""
+        return q_norm.record(to, q), k_norm.record(to, k)
 
 
 class NormedValueAttention(Attending):
@@ -162,6 +207,14 @@ class NormedValueAttention(Attending):
         if self.v_proj is not None:
             v_TGd = self.v_proj(x_TD, run.reuse_linear).unflatten(-1, (-1, self.head_dim))
         return self.attend(self.q_norm(q_THd), self.k_norm(k_TGd), self.v_norm(v_TGd), run)
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · attention(x)."""
+        q, k = self.q_proj.record(to, x), self.k_proj.record(to, x)
+        v = k if self.v_proj is None else self.v_proj.record(to, x)
+        norms = (self.q_norm, q), (self.k_norm, k), (self.v_norm, v)
+        q, k, v = (norm.record(to, part, part.width // self.head_dim) for norm, part in norms)
+        return self.record_attend(to, q, k, v, add=add, factor=factor)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As Attention with norms, plus a norm of the values."""
@@ -193,6 +246,13 @@ class FusedAttention(Attending):
         q_THd, k_TGd, v_TGv = qkv_THd.split((self.heads, self.key_heads, self.key_heads), dim=1)
         # copy v: a view would keep the whole product alive until backward, q and k a second time
         return self.attend(q_THd, k_TGd, v_TGv.contiguous(), run)
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · attention(x)."""
+        qkv, width = self.qkv_proj.record(to, x), self.head_dim
+        q, k = self.heads * width, self.key_heads * width
+        parts = qkv.part(0, q), qkv.part(q, k), qkv.part(q + k, k)
+        return self.record_attend(to, *parts, add=add, factor=factor)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As Attention."""

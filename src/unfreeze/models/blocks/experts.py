@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.core.rows import Rows
+from unfreeze.kernels.decode_step.mixture import Routed
+from unfreeze.kernels.decode_step.mixture import expert_mlp as record_experts
+from unfreeze.kernels.decode_step.program import Row
+from unfreeze.kernels.decode_step.rows import ACTIVATIONS
 from unfreeze.kernels.expert_mlp import (
     SWIGLU,
     Activation,
@@ -22,8 +26,10 @@ from unfreeze.kernels.expert_mlp import (
     workspace_bytes,
 )
 from unfreeze.kernels.recompute import Reuse
+from unfreeze.kernels.swiglu.activation import ClampedSwiGLU
 from unfreeze.models.blocks.bytes import Bytes
 from unfreeze.models.blocks.linear import PackedHolder
+from unfreeze.models.blocks.recording import Recording
 from unfreeze.quant.codec import Codec, Packed
 from unfreeze.quant.halves import stacked
 
@@ -158,6 +164,31 @@ class Experts(nn.Module):
         """Output of the experts held here for these rows; ids count from the first of them."""
         return self.biased(self.product(x_TD, ids_TK, weights_TK, reuse), ids_TK, weights_TK)
 
+    def record(
+        self, to: Recording, x: Row, routed: Routed, *, add: Row | None = None, scales_input: bool = False
+    ) -> Row:
+        """add + the experts' output; scales_input: the weight scales an expert's input."""
+        act = self.activation
+        kind = ACTIVATIONS[act.kind]
+        numbers = (act.alpha, act.limit) if isinstance(act, ClampedSwiGLU) else (0.0, 0.0)
+        return record_experts(
+            to.program,
+            x,
+            routed,
+            self.gate_up_proj.value(),
+            self.down_proj.value(),
+            None if self.adapter is None else self.adapter.factors(),
+            activation=(kind, *numbers),
+            interleaved=act.interleaved,
+            biases=self.biases(),
+            scales_input=scales_input,
+            add=add,
+        )
+
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of gate_up [E, 2I] and of down [E, D]."""
+        return None, None
+
     def product(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
         """`here` without the biases of down, which need no streamed weight."""
         return self._mlp(x_TD, ids_TK, weights_TK, reuse, None)
@@ -247,6 +278,9 @@ class BiasedExperts(Experts):
             return nn.Parameter(torch.empty(num_experts, width, dtype=dtype, device=device))
 
         self.gate_up_proj_bias, self.down_proj_bias = bias(2 * intermediate_size), bias(hidden_size)
+
+    def biases(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.gate_up_proj_bias, self.down_proj_bias
 
     def product(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, reuse: Reuse | None = None) -> Tensor:
         return self._mlp(x_TD, ids_TK, weights_TK, reuse, self.gate_up_proj_bias)

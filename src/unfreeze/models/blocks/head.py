@@ -5,6 +5,8 @@ Losses, scores and samples all go through the head, so an operation added here r
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,10 @@ from unfreeze.kernels.recompute import Reuse
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.saved import Skip
 from unfreeze.quant.codec import Codec
+
+if TYPE_CHECKING:
+    from unfreeze.kernels.decode_step.program import Row
+    from unfreeze.models.blocks.recording import Recording
 
 
 class Head(Linear):
@@ -46,6 +52,18 @@ class Head(Linear):
     def product(self, x_TI: Tensor, reuse: Reuse | Skip | None = None) -> Tensor:
         """W h + adapter(h): checkpoints call this lm_head."""
         return super().forward(x_TI, reuse)
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """The logits."""
+        logits = super().record(to, x, factor=self.factor)
+        if self.softcap is not None:
+            cap = self.softcap
+
+            def call(rows: int) -> None:
+                logits.tensor[:rows] = softcapped(logits.tensor[:rows], cap)
+
+            to.program.call(call)
+        return logits
 
     def dense_head(self) -> DenseHead | None:
         plain = super().dense_head()

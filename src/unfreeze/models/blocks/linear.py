@@ -8,7 +8,7 @@ T rows, in/out features.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,10 @@ from unfreeze.kernels.skinny_linear import is_skinny, skinny_linear
 from unfreeze.kernels.widened import times, times_transposed
 from unfreeze.models.blocks.saved import Skip
 from unfreeze.quant.codec import Codec, Packed
+
+if TYPE_CHECKING:
+    from unfreeze.kernels.decode_step.program import Row
+    from unfreeze.models.blocks.recording import Recording
 
 
 class PackedHolder(nn.Module):
@@ -186,6 +190,12 @@ class Linear(PackedHolder):
             if self.bias is not None:
                 y_TO = y_TO + self.bias
         return y_TO if self.adapter is None else self.adapter(x_TI, y_TO)
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · (W x + b + scale · B A x), one operation and one for A x."""
+        adapter = None if self.adapter is None else self.adapter.factors()
+        weight = self.weight if self.codec is None else self.packed
+        return to.program.linear(x, weight, self.bias, adapter=adapter, add=add, factor=factor)
 
     def dense_head(self) -> DenseHead | None:
         """This layer as tensors, for a kernel that multiplies itself; None if it is more than W x + b."""

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.decode_step.mixture import Latent, cache_latent, latent_query, latent_value
+from unfreeze.kernels.decode_step.program import Row
 from unfreeze.kernels.packed_attention import bucket, in_one_call
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.attention import attention_bytes
@@ -22,6 +24,7 @@ from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
+from unfreeze.models.blocks.recording import PAIRINGS, CannotRecord, Recording
 
 
 class MLA(Block):
@@ -136,6 +139,44 @@ class MLA(Block):
             for out_HOq, in_qc in products
         )
         return o_HSv.transpose(0, 1).to(q_nope_SHn.dtype)
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · attention(x), in the absorbed form; kv_b_proj must not be packed."""
+        if self.kv_b_proj.codec is not None or self.kv_b_proj.bias is not None:
+            raise CannotRecord("kv_b_proj")
+        program, tables = to.program, to.tables("")
+        assert tables is not None
+        sizes = Latent(self.num_heads, self.nope, self.rope, self.value, self.kv_b_proj.in_features)
+        (store,) = to.stores(self.layer)
+        pairing = PAIRINGS[self.pairs]
+        latent = self.kv_a_proj_with_mqa.record(to, x)
+        q = self._record_query(to, x)
+        norm = self.kv_a_layernorm
+        cache_latent(program, latent, norm.gain(), norm.eps, sizes, tables, pairing, store)
+        q = program.rotate(q, self.num_heads, tables, pairing, factor=to.factor(self.temperature))
+
+        # W_kᵀ q, attention over the latents, W_v
+        matrix = self.kv_b_proj.weight
+        adapter = None if self.kv_b_proj.adapter is None else self.kv_b_proj.adapter.factors()
+        q = latent_query(program, q, sizes, matrix, adapter)
+        o = program.attend(
+            q,
+            store,
+            store,
+            self.scale,
+            heads=self.num_heads,
+            groups=self.num_heads // 4 if self.num_heads % 4 == 0 else 1,
+            width=sizes.latent + sizes.rope,
+            value_width=sizes.latent,
+        )
+        o = latent_value(program, o, sizes, matrix, adapter)
+        return self.o_proj.record(to, o, add=add, factor=factor)
+
+    def _record_query(self, to: Recording, x: Row) -> Row:
+        if self.q_proj is not None:
+            return self.q_proj.record(to, x)
+        assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
+        return self.q_b_proj.record(to, self.q_a_layernorm.record(to, self.q_a_proj.record(to, x)))
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: attention's (`attention_bytes`; its values are a view of kv_b_proj's output), the inputs of

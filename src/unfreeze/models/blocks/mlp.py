@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.decode_step.program import Row
+from unfreeze.kernels.decode_step.rows import ACTIVATIONS
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.nonlinearity import GATED_SILU, Nonlinearity
 from unfreeze.models.blocks.passes import Pass
+from unfreeze.models.blocks.recording import Recording
 
 
 class MLP(Block):
@@ -31,6 +34,12 @@ class MLP(Block):
     def _inner(self, x_TD: Tensor, run: Pass | None) -> Tensor:
         reuse = None if run is None else run.reuse_linear
         return self.activation.apply(self.gate_proj(x_TD, reuse), self.up_proj(x_TD, reuse))
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · MLP(x)."""
+        gate, up = self.gate_proj.record(to, x), self.up_proj.record(to, x)
+        h = to.program.activate(gate, up, ACTIVATIONS[self.activation.name])
+        return self.down_proj.record(to, h, add=add, factor=factor)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: gate, up and h, 3 I. No gradient needs down_proj's output.
@@ -55,6 +64,12 @@ class FusedMLP(Block):
         reuse, skip = (None, None) if run is None else (run.reuse_linear, run.skip_unread)
         return self.down_proj(GATED_SILU.apply(self.gate_up_proj(x_TD, reuse)), skip)
 
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · MLP(x)."""
+        both, I = self.gate_up_proj.record(to, x), self.down_proj.in_features
+        h = to.program.activate(both.part(0, I), both.part(I, I), ACTIVATIONS[GATED_SILU.name])
+        return self.down_proj.record(to, h, add=add, factor=factor)
+
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As for MLP."""
         D, I = self.down_proj.out_features, self.down_proj.in_features
@@ -73,6 +88,11 @@ class PlainMLP(Block):
     def forward(self, x_TD: Tensor, run: Pass | None = None) -> Tensor:
         reuse, skip = (None, None) if run is None else (run.reuse_linear, run.skip_unread)
         return self.fc2(self.activation.apply(self.fc1(x_TD, reuse)), skip)
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · MLP(x)."""
+        h = to.program.activate(self.fc1.record(to, x), None, ACTIVATIONS[self.activation.name])
+        return self.fc2.record(to, h, add=add, factor=factor)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """Held: the tensors before and after the activation, 2 I. Own: as in MLP, but later I + 2 D."""

@@ -11,12 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from unfreeze.kernels.decode_step.program import Row
 from unfreeze.models.blocks.bytes import Block, Bytes
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
+from unfreeze.models.blocks.recording import Recording, total
 from unfreeze.models.blocks.routers import Router
 
 
@@ -42,6 +44,22 @@ class MoE(Block):
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
         shared = None if self.shared_experts is None else partial(self.shared_experts, x_TD, run)
         return self.experts(x_TD, ids_TK, weights_TK, run.reuse_expensive, run.reuse, shared)
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · MoE(x)."""
+        if factor != 1.0 and add is not None:
+            return total(to, self.record(to, x), add, factor)
+        if self.shared_experts is not None:
+            add = self.shared_experts.record(to, x, add=add)
+        return total(to, self.record_experts(to, x, x, add), None, factor)
+
+    def record_experts(
+        self, to: Recording, routed_by: Row, x: Row, add: Row | None, scales_input: bool = False
+    ) -> Row:
+        """add + experts(x), chosen by `routed_by`."""
+        routed = self.gate.record(to, routed_by)
+        to.chosen[self.layer] = routed.ids
+        return self.experts.record(to, x, routed, add=add, scales_input=scales_input)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """The router, the experts for K rows of each token, and the shared experts.
@@ -86,6 +104,12 @@ class GatedSharedMoE(MoE):
         share_T1 = self.shared_expert_gate(x_TD).sigmoid()
         return super().forward(x_TD, run) + share_T1 * self.shared_expert.read(x_TD, run)
 
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        share = self.shared_expert_gate.record(to, x)
+        y = self.record_experts(to, x, x, None)
+        shared = self.shared_expert.record(to, x)
+        return total(to, to.program.combine(y, shared, share=share), add, factor)
+
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE, plus the shared expert's output, D, which the gate's gradient reads."""
         D, size = self.experts.hidden_size, dtype.itemsize
@@ -110,6 +134,11 @@ class InputScaledMoE(MoE):
         y_TD = y_nD.unflatten(0, ids_TK.shape).sum(1)
         return y_TD if self.shared_experts is None else y_TD + self.shared_experts(x_TD, run)
 
+    def record_experts(
+        self, to: Recording, routed_by: Row, x: Row, add: Row | None, scales_input: bool = False
+    ) -> Row:
+        return super().record_experts(to, routed_by, x, add, scales_input=True)
+
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE, plus K scaled copies of each token and their gradients."""
         scaled = self.gate.top_k * self.experts.hidden_size * dtype.itemsize
@@ -131,6 +160,10 @@ class NormedMoE(MoE):
         ids_TK = self._chosen(scores_TE, run)
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
         return self.post_norm(self.experts(self.pre_norm(x_TD), ids_TK, weights_TK, None, run.reuse))
+
+    def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        y = self.record_experts(to, x, self.pre_norm.record(to, x), None)
+        return total(to, self.post_norm.record(to, y), add, factor)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE with the two norms, plus the router's float32 copy of x if x is not float32.

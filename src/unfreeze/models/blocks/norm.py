@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
 from unfreeze.kernels.choice.choose import by_record
 from unfreeze.kernels.rms_norm import OP, rms_norm
 from unfreeze.models.blocks.bytes import Block, Bytes
+
+if TYPE_CHECKING:
+    from unfreeze.kernels.decode_step.program import Row
+    from unfreeze.models.blocks.recording import Recording
 
 
 class RMSNorm(Block):
@@ -22,6 +28,10 @@ class RMSNorm(Block):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD, self.gain(), self.eps)
+
+    def record(self, to: Recording, x: Row, groups: int = 1) -> Row:
+        """The norm of each of `groups` equal parts of x."""
+        return to.program.norm(x, self.gain(), self.eps, groups)
 
     def gain(self) -> Tensor:
         """The factor of the normalised values, [D]."""

@@ -17,6 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unfreeze.kernels.decode_step.experts import LOGITS, SIGMOID, SOFTMAX
+from unfreeze.kernels.decode_step.mixture import Choice, Routed, route
+from unfreeze.kernels.decode_step.program import Row
+from unfreeze.models.blocks.recording import Recording
+
 
 @dataclass(frozen=True)
 class RoutingRule:
@@ -63,6 +68,9 @@ def best_groups(scores_TE: Tensor, of_group_TG: Tensor, topk_group: int) -> Tens
     return grouped.masked_fill(~keep_TG[..., None], float("-inf")).flatten(1)
 
 
+SCORES = {"sigmoid": SIGMOID, "softmax": SOFTMAX, "logits": LOGITS}
+
+
 class Router(nn.Module):
     """scores(x) [T, E] -> the chosen ids [T, K] -> their weights [T, K].
 
@@ -106,6 +114,34 @@ class Router(nn.Module):
             return logits_TE
         return logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1)
 
+    def record(self, to: Recording, x: Row) -> Routed:
+        """The chosen experts of a step, sorted by expert."""
+        rule = self.routing
+        choice = Choice(
+            top_k=self.top_k,
+            score=SCORES[rule.score],
+            correction=None
+            if self.e_score_correction_bias is None
+            else self.e_score_correction_bias.flatten(),
+            groups=rule.groups,
+            keep=rule.topk_group,
+            best=rule.best,
+            normalize=rule.normalize,
+            after=rule.after,
+            per_expert=self.per_expert(),
+            smallest=rule.smallest,
+            added=rule.added,
+            scale=rule.scale,
+        )
+        return route(to.program, self.record_logits(to, x), choice)
+
+    def record_logits(self, to: Recording, x: Row) -> Row:
+        return to.program.linear(x, self.weight)
+
+    def per_expert(self) -> Tensor | None:
+        """A factor of each expert's weight, [E]."""
+        return None
+
     def choose(self, scores_TE: Tensor) -> Tensor:
         """ids [T, K]: the K largest scores, with bias and best groups if the rule has them."""
         rule, scores_TE = self.routing, scores_TE.detach()
@@ -139,6 +175,9 @@ class LinearRouter(Router):
     def logits(self, x_TD: Tensor) -> Tensor:
         return F.linear(x_TD.float(), self.weight.float(), self.bias.float())
 
+    def record_logits(self, to: Recording, x: Row) -> Row:
+        return to.program.linear(x, self.weight, self.bias)
+
 
 class NormedRouter(Router):
     """Gemma 4's: z = W n, n = scale · x / (sqrt(mean(x²) + eps) · sqrt(D)); weights · per_expert_scale.
@@ -157,3 +196,10 @@ class NormedRouter(Router):
 
     def weigh(self, scores_TE: Tensor, ids_TK: Tensor) -> Tensor:
         return super().weigh(scores_TE, ids_TK) * self.per_expert_scale.float()[ids_TK]
+
+    def record_logits(self, to: Recording, x: Row) -> Row:
+        gain = self.scale.float() * x.width**-0.5
+        return to.program.linear(to.program.norm(x, gain, self.routing.eps), self.weight)
+
+    def per_expert(self) -> Tensor | None:
+        return self.per_expert_scale

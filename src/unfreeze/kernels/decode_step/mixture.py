@@ -1,0 +1,279 @@
+"""Record a mixture of experts, and latent attention, into a Program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.decode_step import experts, ops
+from unfreeze.kernels.decode_step.experts import DOWN_ROWS, UP_ROWS
+from unfreeze.kernels.decode_step.program import Program, Row, Weight
+from unfreeze.kernels.expert_mlp import ExpertFactors
+from unfreeze.quant.codec import Packed
+
+
+@dataclass(frozen=True)
+class Routed:
+    """The chosen experts of a step, sorted: tensors of the size that S sequences take at most."""
+
+    ids: Tensor  # int64 [S, K]
+    shares: Tensor  # float32 [S, K]
+    used: Tensor  # int64 [1]: A
+    experts: Tensor  # int64 [E]
+    begins: Tensor  # int64 [E + 1]
+    token: Tensor  # int64 [S K]
+    weight: Tensor  # float32 [S K]
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How experts are chosen from the router's logits (models/blocks/routers.py, RoutingRule)."""
+
+    top_k: int
+    score: int
+    correction: Tensor | None
+    groups: int
+    keep: int
+    best: int
+    normalize: bool
+    after: bool
+    per_expert: Tensor | None
+    smallest: float
+    added: float
+    scale: float
+
+
+def route(program: Program, logits: Row, rule: Choice) -> Routed:
+    """Choose K experts for each sequence, and sort the rows by expert."""
+    S, E, K = program.rows, logits.width, rule.top_k
+    routed = Routed(
+        torch.zeros(S, K, dtype=torch.int64),
+        torch.zeros(S, K),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(E, dtype=torch.int64),
+        torch.zeros(E + 1, dtype=torch.int64),
+        torch.zeros(S * K, dtype=torch.int64),
+        torch.zeros(S * K),
+        E,
+    )
+    tensors = (
+        routed.ids,
+        routed.shares,
+        routed.used,
+        routed.experts,
+        routed.begins,
+        routed.token,
+        routed.weight,
+    )
+    ids, shares, used, in_use, begins, token, weight = map(program.keep, tensors)
+    arguments = [
+        logits.address,
+        logits.stride,
+        E,
+        K,
+        rule.score,
+        program.vector(rule.correction),
+        rule.groups,
+    ]
+    arguments += [
+        rule.keep,
+        rule.best,
+        rule.normalize,
+        rule.after,
+        program.vector(rule.per_expert),
+        ids,
+        shares,
+    ]
+    program.add(
+        experts.choose,
+        1,
+        True,
+        arguments,
+        [rule.smallest, rule.added, rule.scale],
+        reads=[logits],
+        writes=[routed.ids, routed.shares],
+    )
+    program.add(
+        experts.sort,
+        1,
+        False,
+        [ids, shares, K, E, used, in_use, begins, token, weight],
+        reads=[routed.ids, routed.shares],
+        writes=[routed.used, routed.experts, routed.begins, routed.token, routed.weight],
+    )
+    return routed
+
+
+def expert_mlp(
+    program: Program,
+    x: Row,
+    routed: Routed,
+    gate_up: Tensor | Packed,
+    down: Tensor | Packed,
+    factors: ExpertFactors | None,
+    *,
+    activation: tuple[int, float, float],
+    interleaved: bool = False,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    scales_input: bool = False,
+    add: Row | None = None,
+) -> Row:
+    """add + Σ_k w_k · down_e(act(gate_e x, up_e x)); scales_input: Σ_k down_e(act(gate_e w_k x, …)).
+
+    activation: kind (rows.py), alpha, limit. biases: float32 or narrower, [E, 2I] and [E, D].
+    """
+    first, second = program.weight(gate_up), program.weight(down)
+    program.keep_alive(first, second)
+    D, I = down.shape[-2:]
+    n = routed.token.numel()
+    factors = factors or ExpertFactors()
+    sorted_ = [routed.experts, routed.begins, routed.token, routed.weight]
+    experts_, begins, token, weight = (tensor.data_ptr() for tensor in sorted_)
+    used = routed.used.data_ptr()
+
+    def thin(
+        A: Tensor | None, B: Tensor | None, source: Tensor, stride: int, gathered: bool
+    ) -> tuple[list[int], list]:
+        """Record t = A x; return the arguments of B t, and what they read."""
+        if A is None or B is None:
+            return [0] * 5, []
+        held_A, held_B = program.weight(A.detach()), program.weight(B.detach())
+        program.keep_alive(held_A, held_B)
+        height, width = A.shape[1:]
+        low = torch.zeros(n, height)
+        arguments = [
+            held_A.tile,
+            held_A.codes,
+            held_A.stride,
+            height,
+            width,
+            source.data_ptr(),
+            stride,
+            gathered,
+        ]
+        arguments += [experts_, begins, token, program.keep(low), 4 * height]
+        program.add(experts.thin, 1, False, arguments, reads=[source, *sorted_], writes=[low], count=used)
+        return [low.data_ptr(), 4 * height, B.shape[2], held_B.codes, held_B.kind], [low]
+
+    # h = act(gate x, up x), packed for the second product
+    packed = program.packed(x)
+    stride = program.packed_stride(x)
+    h = program.scratch(n, I)
+    low, reads = thin(factors.gate_up_A, factors.gate_up_B, x.packed, stride, True)
+    act, alpha, limit = activation
+    arguments = [*first.arguments, D, I, interleaved, packed, stride, experts_, begins, token]
+    arguments += [
+        h.data_ptr(),
+        I * program.size,
+        act,
+        program.vector(biases[0]),
+        *low,
+        weight if scales_input else 0,
+    ]
+    program.add(
+        experts.up,
+        -(-I // UP_ROWS),
+        False,
+        arguments,
+        [factors.scale, alpha, limit],
+        reads=[x.packed, *sorted_, *reads],
+        writes=[h],
+        count=used,
+    )
+
+    # y = add + Σ w down h
+    y = program.row(D)
+    low, reads = thin(factors.down_A, factors.down_B, h, I * program.size, False)
+    end = [add.address, add.stride] if add is not None else [0, 0]
+    arguments = [*second.arguments, I, D, h.data_ptr(), I * program.size, used, experts_, begins, token]
+    arguments += [0 if scales_input else weight, y.address, y.stride, *end, program.vector(biases[1]), *low]
+    program.add(
+        experts.down,
+        -(-D // DOWN_ROWS),
+        False,
+        arguments,
+        [factors.down_scale],
+        reads=[h, routed.used, *sorted_, *reads, *([add] if add is not None else [])],
+        writes=[y],
+    )
+    return y
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of latent attention (models/blocks/mla.py): heads, widths of a head's parts, of the latent."""
+
+    heads: int
+    nope: int
+    rope: int
+    value: int
+    latent: int
+
+
+def latent_query(
+    program: Program, q: Row, sizes: Latent, kv_b: Tensor, adapter: tuple[Tensor, Tensor, float] | None
+) -> Row:
+    """[W_kᵀ q_nope | q_rope] of every head, packed head by head. q: rotated."""
+    W, thin, scale = _kv_b(program, kv_b, adapter)
+    width = sizes.latent + sizes.rope
+    out = program.row(sizes.heads * width)
+    arguments = [q.address, q.stride, sizes.nope + sizes.rope, sizes.nope, sizes.latent, W.codes, W.kind]
+    arguments += [
+        sizes.nope + sizes.value,
+        out.packed.data_ptr(),
+        program.packed_stride(out),
+        width * program.size,
+    ]
+    program.add(
+        ops.into_latent, sizes.heads, False, [*arguments, *thin], [scale], reads=[q], writes=[out.packed]
+    )
+    return out
+
+
+def latent_value(
+    program: Program, x: Row, sizes: Latent, kv_b: Tensor, adapter: tuple[Tensor, Tensor, float] | None
+) -> Row:
+    """W_v applied to the latents that attention summed, [S, heads · (latent …)] -> [S, heads · value]."""
+    W, thin, scale = _kv_b(program, kv_b, adapter)
+    out = program.row(sizes.heads * sizes.value)
+    packed = program.writes_packed(out, sizes.value)
+    arguments = [x.address, x.stride, x.width // sizes.heads, sizes.latent, W.codes, W.kind]
+    arguments += [sizes.nope + sizes.value, sizes.nope, sizes.value, out.address, out.stride, *thin]
+    arguments += [packed, program.packed_stride(out)]
+    program.add(
+        ops.out_of_latent, sizes.heads, False, arguments, [scale], reads=[x], writes=[out, out.packed]
+    )
+    return out
+
+
+def cache_latent(
+    program: Program,
+    x: Row,
+    gain: Tensor,
+    eps: float,
+    sizes: Latent,
+    tables: tuple[int, int, int],
+    pairing: int,
+    store: Tensor,
+) -> None:
+    """Write [norm(latent) | rotated key] of each sequence to the cache."""
+    cos, sin, _ = tables
+    arguments = [x.address, x.stride, program.vector(gain), sizes.latent, sizes.rope, cos, sin, pairing]
+    arguments += [*program.cache(store), program.positions.data_ptr()]
+    program.add(ops.cache_latent, 1, True, arguments, [eps], reads=[x], writes=[store])
+
+
+def _kv_b(
+    program: Program, kv_b: Tensor, adapter: tuple[Tensor, Tensor, float] | None
+) -> tuple[Weight, list[int], float]:
+    """The weight, and the arguments of its adapter."""
+    W = program.weight(kv_b)
+    program.keep_alive(W)
+    if adapter is None:
+        return W, [0] * 5, 0.0
+    A, B = (program.weight(factor.detach()) for factor in adapter[:2])
+    program.keep_alive(A, B)
+    return W, [A.codes, A.kind, B.codes, B.kind, adapter[0].shape[0]], adapter[2]

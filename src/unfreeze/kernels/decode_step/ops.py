@@ -1,0 +1,318 @@
+"""The operations of a step, as loops over jobs. Each takes (like, job, rows, arguments, numbers).
+
+like  a dummy number that chooses the arithmetic (dots.py)      rows  number of sequences S
+arguments, numbers  addresses of the operation's int64 and float32 arguments: a and f
+The order of `a` is that of the unpacking in each first line; program.py fills it. "stride" is in bytes,
+"width" in elements; an address of 0 means that the part is absent.
+
+A job writes numbers that no other job of the operation writes, and sums in a fixed order, so the result does
+not depend on which core takes it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+
+from unfreeze.kernels.decode_step.atomic import floats, integers
+from unfreeze.kernels.decode_step.dots import FLOAT32
+from unfreeze.kernels.decode_step.pointer import Callee, call_products
+from unfreeze.kernels.decode_step.rows import activated, combine, dot, pack, size_of, softmax, squares, store
+from unfreeze.kernels.loops.numba_options import inner, sigmoid
+
+ARGUMENTS, NUMBERS = 32, 3
+FRESH, CACHED = 1, 4  # `step` of products (tiles.py): weights come from memory, or were just read
+LINEAR_ROWS = 32  # weight rows of a job: 64 KiB in bf16 at width 1,024
+ACT_WIDTH = 512  # numbers of a job of `activate`
+POSITIONS = 32  # of the cache, whose scores are computed together
+
+
+@numba.njit(inline="always")
+def _clip(x, cap):
+    """cap · tanh(x / cap)."""
+    return np.float32(cap * math.tanh(x / cap))
+
+
+@Callee
+def norm(like, job, rows, arguments, numbers):
+    """out = gain · x / sqrt(mean(x²) + eps), for each of `groups` parts of row `job`."""
+    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    x, x_stride, gain, width, groups, out, out_stride, packed, packed_stride = a[:9]
+    source = floats(x + job * x_stride, groups * width)
+    target = floats(out + job * out_stride, groups * width)
+    factors = floats(gain, width)
+    for g in range(groups):
+        part, to = source[g * width : (g + 1) * width], target[g * width : (g + 1) * width]
+        scale = np.float32(1.0) / np.float32(math.sqrt(squares(part) / np.float32(width) + f[0]))
+        for i in range(width):
+            to[i] = factors[i] * (part[i] * scale)
+    if packed:
+        pack(like, target, 0, packed + job * packed_stride)
+
+
+@Callee
+def pack_rows(like, job, rows, arguments, numbers):
+    """Row `job` in packed form; `groups` parts are packed one by one."""
+    a = integers(arguments, ARGUMENTS)
+    x, x_stride, width, groups, packed, packed_stride, group_stride = a[:7]
+    for g in range(groups):
+        part = floats(x + job * x_stride + 4 * g * width, width)
+        pack(like, part, 0, packed + job * packed_stride + g * group_stride)
+
+
+@Callee
+def linear(like, job, rows, arguments, numbers):
+    """y[s] = add[s] + f0 · (W x[s] + bias + f1 · B t[s]), for LINEAR_ROWS rows of W.
+
+    t = A x of an adapter.
+    """
+    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    tile, codes, stride, scales, scale_stride, table, group, width, height = a[:9]
+    x, x_stride, y, y_stride, bias, add, add_stride, thin, thin_stride, rank, B, B_kind = a[9:21]
+    first = job * LINEAR_ROWS
+    count = min(LINEAR_ROWS, height - first)
+    codes, scales = codes + first * stride, scales + first * scale_stride
+    xs, out = np.empty(4, np.int64), np.empty((4, LINEAR_ROWS), np.float32)
+    sums = out.reshape(-1)
+    B_stride = rank * (4 if B_kind == FLOAT32 else 2)
+    for s in range(0, rows, 4):
+        n = min(4, rows - s)
+        for j in range(4):
+            xs[j] = x + min(s + j, rows - 1) * x_stride
+        call_products(
+            tile, like, count, FRESH if s == 0 else CACHED, codes, stride, scales, scale_stride, table, group,
+            width, xs.ctypes.data, n, out.ctypes.data,
+        )  # fmt: skip
+        for j in range(n):
+            value = sums[j * count : (j + 1) * count]
+            if bias:
+                value += floats(bias, height)[first : first + count]
+            if thin:
+                low = floats(thin + (s + j) * thin_stride, rank)
+                for k in range(count):
+                    value[k] += f[1] * dot(B_kind, low, B + (first + k) * B_stride)
+            target = floats(y + (s + j) * y_stride, height)[first : first + count]
+            if add:
+                source = floats(add + (s + j) * add_stride, height)[first : first + count]
+                for k in range(count):
+                    target[k] = source[k] + f[0] * value[k]
+            else:
+                for k in range(count):
+                    target[k] = f[0] * value[k]
+
+
+@Callee
+def activate(like, job, rows, arguments, numbers):
+    """out[s] = act(gate[s], up[s]) for a part of row s; without `up` the activation has no gate."""
+    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    gate, gate_stride, up, up_stride, width, out, out_stride, packed, packed_stride, kind = a[:10]
+    parts = (width + ACT_WIDTH - 1) // ACT_WIDTH
+    s, first = job // parts, job % parts * ACT_WIDTH
+    size = min(ACT_WIDTH, width - first)
+    g = floats(gate + s * gate_stride + 4 * first, size)
+    u = floats((up if up else gate) + s * (up_stride if up else gate_stride) + 4 * first, size)
+    to = floats(out + s * out_stride + 4 * first, size)
+    for i in range(size):
+        to[i] = activated(kind, g[i], u[i], f[0], f[1])
+    if packed:
+        pack(like, to, first, packed + s * packed_stride)
+
+
+@Callee
+def add(like, job, rows, arguments, numbers):
+    """out[s] = f0 · x[s] + f1 · y[s] (· share[s])."""
+    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    x, x_stride, y, y_stride, share, share_stride, width, out, out_stride = a[:9]
+    left, to = floats(x + job * x_stride, width), floats(out + job * out_stride, width)
+    factor = f[1]
+    if share:
+        factor *= sigmoid(floats(share + job * share_stride, 1)[0])
+    if y:
+        right = floats(y + job * y_stride, width)
+        for i in range(width):
+            to[i] = f[0] * left[i] + factor * right[i]
+    else:
+        for i in range(width):
+            to[i] = f[0] * left[i]
+
+
+HALVES, ADJACENT, LEADING = 0, 1, 2
+
+
+@inner
+def _rotate(head, cos, sin, pairing, to):
+    """The rotation of kernels/rotary: what is not rotated comes first, then both halves."""
+    pairs = cos.size
+    rest = head.size - 2 * pairs
+    begin = 2 * pairs if pairing == LEADING else 0
+    for i in range(rest):
+        to[i] = head[begin + i]
+    for i in range(pairs):
+        if pairing == ADJACENT:
+            x, y = head[rest + 2 * i], head[rest + 2 * i + 1]
+        elif pairing == HALVES:
+            x, y = head[rest + i], head[rest + pairs + i]
+        else:
+            x, y = head[i], head[pairs + i]
+        to[rest + i] = x * cos[i] - y * sin[i]
+        to[rest + pairs + i] = y * cos[i] + x * sin[i]
+
+
+@Callee
+def rotate_heads(like, job, rows, arguments, numbers):
+    """Rotate the heads of row `job` (pairs 0: not at all), scale them, write them to out and the cache.
+
+    cache: address of position 0 of sequence 0; its strides between rows and between positions.
+    """
+    a = integers(arguments, ARGUMENTS)
+    x, x_stride, heads, width, cos, sin, pairs, pairing, factor, out, out_stride = a[:11]
+    cache, cache_row, cache_position, cache_kind, positions, packed, packed_stride = a[11:18]
+    c, s = floats(cos + 4 * job * pairs, pairs), floats(sin + 4 * job * pairs, pairs)
+    scale = floats(factor + 4 * job, 1)[0] if factor else np.float32(1.0)
+    for h in range(heads):
+        head = floats(x + job * x_stride + 4 * h * width, width)
+        to = floats(out + job * out_stride + 4 * h * width, width)
+        _rotate(head, c, s, pairing, to)
+        if factor:
+            for i in range(width):
+                to[i] *= scale
+        if packed:
+            size = size_of(like)
+            pack(like, to, 0, packed + job * packed_stride + size * h * width)
+    if cache:
+        where = cache + job * cache_row + integers(positions, rows)[job] * cache_position
+        store(cache_kind, floats(out + job * out_stride, heads * width), where)
+
+
+@inner
+def _scores(like, tile, keys, stride, count, width, qs, heads, scale, scores):
+    """scores[h, n] = scale · q_h · k_n for `count` positions; qs: addresses of packed q."""
+    xs, out = np.empty(4, np.int64), np.empty(4 * POSITIONS, np.float32)
+    for i in range(0, count, POSITIONS):
+        size = min(POSITIONS, count - i)
+        for h in range(0, heads, 4):
+            n = min(4, heads - h)
+            for j in range(4):
+                xs[j] = qs[min(h + j, heads - 1)]
+            call_products(
+                tile, like, size, CACHED, keys + i * stride, stride, 0, 0, 0, 0, width, xs.ctypes.data, n,
+                out.ctypes.data,
+            )  # fmt: skip
+            for j in range(n):
+                for k in range(size):
+                    scores[h + j, i + k] = scale * out[j * size + k]
+
+
+@Callee
+def attend(like, job, rows, arguments, numbers):
+    """o = softmax(scale · q kᵀ) v of one sequence and one key head: all its query heads.
+
+    f: scale, softcap (0: none). window, chunk: 0 for none. sinks: float32 [H].
+    """
+    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    q, q_stride, head_stride, heads, groups, width, value_width = a[:7]
+    keys, key_row, key_position, key_head, values, value_row, value_position, value_head, kind, tile = a[7:17]
+    positions, window, chunk, sinks, out, out_stride, packed, packed_stride = a[17:25]
+    s, g = job // groups, job % groups
+    shared = heads // groups
+    position = integers(positions, rows)[s]
+    first = 0
+    if window:
+        first = max(first, position - window + 1)
+    if chunk:
+        first = max(first, position // chunk * chunk)
+    count = position + 1 - first
+    qs = np.empty(shared, np.int64)
+    for h in range(shared):
+        qs[h] = q + s * q_stride + (g * shared + h) * head_stride
+    scores = np.empty((shared, count), np.float32)
+    at = keys + s * key_row + g * key_head + first * key_position
+    _scores(like, tile, at, key_position, count, width, qs, shared, f[0], scores)
+    at = values + s * value_row + g * value_head + first * value_position
+    for h in range(shared):
+        head = g * shared + h
+        if f[1] > 0:
+            for i in range(count):
+                scores[h, i] = _clip(scores[h, i], f[1])
+        sink = floats(sinks, heads)[head] if sinks else np.float32(-np.inf)
+        share = softmax(scores[h], sink)
+        to = floats(out + s * out_stride + 4 * head * value_width, value_width)
+        to[:] = np.float32(0.0)
+        combine(kind, to, scores[h], at, value_position)
+        for i in range(value_width):
+            to[i] *= share
+        if packed:
+            size = size_of(like)
+            pack(like, to, 0, packed + s * packed_stride + size * head * value_width)
+
+
+@Callee
+def into_latent(like, job, rows, arguments, numbers):
+    """q_C[s, h] = [W_kᵀ q_nope | q_rope], packed, for head `job` and all rows (`absorbed` in blocks/mla.py).
+
+    W_k: rows of kv_b_proj, nope of them per head, each `latent` wide. An adapter adds B_kᵀ q, then Aᵀ.
+    """
+    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    q, q_stride, width, nope, latent, W, W_kind, head_rows, packed, packed_stride, head_stride = a[:11]
+    A, A_kind, B, B_kind, rank = a[11:16]
+    size = 4 if W_kind == FLOAT32 else 2
+    row = np.empty(latent + width - nope, np.float32)
+    low = np.empty(rank, np.float32)
+    for s in range(rows):
+        head = floats(q + s * q_stride + 4 * job * width, width)
+        row[:latent] = np.float32(0.0)
+        combine(W_kind, row[:latent], head[:nope], W + job * head_rows * latent * size, latent * size)
+        if A:
+            low[:] = np.float32(0.0)
+            B_size = 4 if B_kind == FLOAT32 else 2
+            combine(B_kind, low, head[:nope], B + job * head_rows * rank * B_size, rank * B_size)
+            for r in range(rank):
+                low[r] *= f[0]
+            combine(A_kind, row[:latent], low, A, latent * (4 if A_kind == FLOAT32 else 2))
+        row[latent:] = head[nope:]
+        pack(like, row, 0, packed + s * packed_stride + job * head_stride)
+
+
+@Callee
+def out_of_latent(like, job, rows, arguments, numbers):
+    """o[s, h] = W_v · (latents summed by attention), for head `job` and all rows."""
+    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    x, x_stride, head_width, latent, W, W_kind, head_rows, value_first, value_width, out, out_stride = a[:11]
+    A, A_kind, B, B_kind, rank, packed, packed_stride = a[11:18]
+    size = 4 if W_kind == FLOAT32 else 2
+    low = np.empty(rank, np.float32)
+    first = job * head_rows + value_first
+    for s in range(rows):
+        row = floats(x + s * x_stride + 4 * job * head_width, latent)
+        to = floats(out + s * out_stride + 4 * job * value_width, value_width)
+        for i in range(value_width):
+            to[i] = dot(W_kind, row, W + (first + i) * latent * size)
+        if A:
+            for r in range(rank):
+                low[r] = f[0] * dot(A_kind, row, A + r * latent * (4 if A_kind == FLOAT32 else 2))
+            for i in range(value_width):
+                to[i] += dot(B_kind, low, B + (first + i) * rank * (4 if B_kind == FLOAT32 else 2))
+        if packed:
+            pack(like, to, 0, packed + s * packed_stride + size_of(like) * job * value_width)
+
+
+@Callee
+def cache_latent(like, job, rows, arguments, numbers):
+    """Row `job` of the latents: [norm(x[: latent]) | rotate(x[latent :])], into the cache."""
+    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    x, x_stride, gain, latent, rope, cos, sin, pairing, cache, cache_row, cache_position, kind, positions = a[
+        :13
+    ]
+    source = floats(x + job * x_stride, latent + rope)
+    row = np.empty(latent + rope, np.float32)
+    factors = floats(gain, latent)
+    scale = np.float32(1.0) / np.float32(math.sqrt(squares(source[:latent]) / np.float32(latent) + f[0]))
+    for i in range(latent):
+        row[i] = factors[i] * (source[i] * scale)
+    pairs = rope // 2
+    c, s = floats(cos + 4 * job * pairs, pairs), floats(sin + 4 * job * pairs, pairs)
+    _rotate(source[latent:], c, s, pairing, row[latent:])
+    where = cache + job * cache_row + integers(positions, rows)[job] * cache_position
+    store(kind, row, where)

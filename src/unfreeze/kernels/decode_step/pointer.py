@@ -1,0 +1,76 @@
+"""Loops called by their address, from other loops.
+
+Linked the usual way, every operation would contain all the tiles of products, and LLVM would optimise them
+anew in each: a minute instead of seconds. So tiles and operations are compiled on their own, once and only if
+they are used, kept on disk like all loops, and called through a pointer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.core import types
+
+from unfreeze.kernels.loops.bf16_tile import I64
+from unfreeze.kernels.loops.llvm import instruction
+from unfreeze.kernels.loops.numba_options import Loop, serial
+
+LIKE = {True: types.uint16, False: types.float32}
+"""Type of the argument `like`: bf16 pairs or float32 (dots.py)."""
+
+
+class Callee:
+    """A loop with arguments (like, int64, …, int64), to be called by address."""
+
+    def __init__(self, function: Loop):
+        self.loop: Any = serial(function)
+        self.arguments = function.__code__.co_argcount - 1
+        self._addresses: dict[bool, int] = {}
+
+    def address(self, pairs: bool) -> int:
+        """Compile it for one arithmetic, or read it from the cache; return its address in this process."""
+        if pairs not in self._addresses:
+            signature = (LIKE[pairs], *[types.int64] * self.arguments)
+            self.loop.compile(signature)
+            compiled = self.loop.overloads[signature]
+            name = compiled.fndesc.llvm_func_name
+            self._addresses[pairs] = compiled.library.get_pointer_to_function(name)
+        return self._addresses[pairs]
+
+
+def _call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    """Call the function at arguments[0] with the others, by numba's convention; 1 if it raised, else 0."""
+    kinds, address, *values = signature.args[1:], *arguments
+    convention = context.call_conv
+    kind = convention.get_function_type(types.none, kinds)
+    callee = builder.inttoptr(address, kind.as_pointer())
+    status, _ = convention.call_function(builder, callee, types.none, kinds, values)
+    return builder.zext(status.is_error, I64)
+
+
+@instruction
+def call_operation(context, address, like, job, rows, a, f):  # pragma: no cover - compiled
+    """Run one job of an operation (ops.py)."""
+    return types.int64(types.int64, like, *[types.int64] * 4), _call
+
+
+@instruction
+def call_products(
+    context,
+    address,
+    like,
+    num_rows,
+    step,
+    codes,
+    stride,
+    scales,
+    scale_stride,
+    table,
+    group,
+    width,
+    xs,
+    n,
+    out,
+):  # pragma: no cover - compiled
+    """Run products of a kind of weight (tiles.py)."""
+    return types.int64(types.int64, like, *[types.int64] * 12), _call

@@ -1,0 +1,487 @@
+"""Record a generation step as a table of operations, and run it.
+
+A Program holds buffers for up to S sequences; `run(rows)` computes the first `rows` of them. Operations keep
+the addresses of weights: a weight changed in place is seen, one that is replaced is not (record anew).
+
+S sequences, K inputs of a product, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unfreeze.kernels.attention import CAUSAL, Mask
+from unfreeze.kernels.decode_step import ops, team, tiles
+from unfreeze.kernels.decode_step.dots import BF16, CHUNK, FLOAT32
+from unfreeze.kernels.decode_step.lookup import int4_values
+from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
+from unfreeze.kernels.decode_step.pointer import Callee
+from unfreeze.kernels.expand.codes import expandable, int4_codes
+from unfreeze.kernels.loops.bf16_cpu import available
+from unfreeze.kernels.loops.cores import in_runs
+from unfreeze.quant.codec import Packed
+from unfreeze.quant.int4 import Int4
+
+Tables = tuple[int, int, int]
+"""Addresses of cos and sin, float32 [S, pairs], and the number of pairs."""
+
+COLUMNS = team.ARGUMENTS + ops.ARGUMENTS
+DENSE = {torch.float32: (FLOAT32, tiles.float32), torch.bfloat16: (BF16, tiles.bf16)}
+
+
+class CannotRecord(Exception):
+    """This part has no operation here: it runs as it does in training."""
+
+
+class Row:
+    """A float32 vector per sequence, [S, width], and the same packed if a product reads it (rows.py)."""
+
+    def __init__(self, tensor: Tensor, pairs: bool):
+        self.tensor, self.width, self.pairs = tensor, tensor.shape[1], pairs
+        self._packed: Tensor | None = None
+        self.stale = True  # True until an operation writes the packed form with this value
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+    @property
+    def stride(self) -> int:
+        return 4 * self.tensor.stride(0)
+
+    @property
+    def packed(self) -> Tensor:
+        if self._packed is None:
+            self._packed = torch.zeros(self.tensor.shape, dtype=torch.int16 if self.pairs else torch.float32)
+        return self._packed
+
+    def part(self, first: int, width: int) -> Row:
+        """A view of `width` numbers of each sequence."""
+        return Row(self.tensor[:, first : first + width], self.pairs)
+
+
+@dataclass
+class Weight:
+    """A matrix, or a stack of them, as the operations read it; `holds` keeps its memory alive.
+
+    tile: address of its products; kind: FLOAT32, BF16, or -1 for a packed one.
+    """
+
+    tile: int
+    kind: int
+    codes: int
+    stride: int
+    scales: int = 0
+    scale_stride: int = 0
+    table: int = 0
+    group: int = 0
+    holds: Any = None
+
+    @property
+    def arguments(self) -> list[int]:
+        return [self.tile, self.codes, self.stride, self.scales, self.scale_stride, self.table, self.group]
+
+
+@dataclass
+class _Operation:
+    loop: Callee
+    jobs: int
+    of_rows: bool
+    arguments: list[int]
+    numbers: list[float] = field(default_factory=list)
+    count: int = 0
+    first: int = 0
+
+
+class Program:
+    """The table, its buffers, and how it is run. `dtype`: of the model; `rows`: S."""
+
+    def __init__(self, rows: int, dtype: torch.dtype):
+        self.rows, self.dtype = rows, dtype
+        self.pairs = dtype == torch.bfloat16 and available()
+        self.like = np.uint16(0) if self.pairs else np.float32(0)
+        self.size = 2 if self.pairs else 4  # bytes of a packed number
+        self.positions = torch.zeros(rows, dtype=torch.int64)
+        self._holds: list[Any] = [self.positions]
+        self._operations: list[_Operation] = []
+        self._calls: list[tuple[int, Callable[[int], None]]] = []  # before operation i, on the host
+        self._free: dict[int, list[Row]] = {}
+        self._taken: list[Row] = []
+        self._scratch: dict[tuple[int, int], Tensor] = {}
+        self._read: set[int] = set()
+        self._written: set[int] = set()
+        self._phase = 0
+
+    # --- buffers
+
+    def row(self, width: int) -> Row:
+        """A buffer; it may have served an earlier layer (`reuse`)."""
+        free = self._free.get(width)
+        taken = free.pop() if free else Row(torch.zeros(self.rows, width), self.pairs)
+        taken.stale = True
+        self._taken.append(taken)
+        return taken
+
+    def reuse(self, *kept: Row) -> None:
+        """All buffers but these may be taken again."""
+        for row in self._taken:
+            if row not in kept:
+                self._free.setdefault(row.width, []).append(row)
+        self._taken = list(kept)
+
+    def keep(self, tensor: Tensor) -> int:
+        """Address of a tensor that lives as long as the program."""
+        self._holds.append(tensor)
+        return tensor.data_ptr()
+
+    def keep_alive(self, *weights: Weight) -> None:
+        self._holds.extend(weights)
+
+    def scratch(self, rows: int, width: int) -> Tensor:
+        """Packed rows that no Row holds, [rows, width]; all layers use the same memory."""
+        name = rows, width
+        if name not in self._scratch:
+            self._scratch[name] = torch.zeros(rows, width, dtype=torch.int16 if self.pairs else torch.float32)
+        return self._scratch[name]
+
+    def vector(self, tensor: Tensor | None) -> int:
+        """Address of a float32 copy of a vector; 0 for None."""
+        return 0 if tensor is None else self.keep(tensor.detach().float().contiguous())
+
+    def weight(self, weight: Tensor | Packed) -> Weight:
+        """A matrix [.., O, K] for the products. Raises CannotRecord for a format without an operation."""
+        if isinstance(weight, Packed):
+            if not (
+                isinstance(weight.codec, Int4)
+                and weight.shape[-1] % CHUNK == 0
+                and expandable(_stack(weight))
+            ):
+                raise CannotRecord(weight.codec.name)
+            codes = int4_codes(_stack(weight))
+            chunks = 2 * codes.group_bytes // CHUNK
+            if chunks < 1 or chunks & (chunks - 1):
+                raise CannotRecord(f"groups of {2 * codes.group_bytes}")
+            values = int4_values(self.pairs)
+            return Weight(
+                tiles.int4.address(self.pairs),
+                -1,
+                codes.codes.ctypes.data,
+                codes.codes.strides[1],
+                codes.scales.ctypes.data,
+                codes.scales.strides[1],
+                values.ctypes.data,
+                chunks.bit_length() - 1,
+                holds=(codes, values),
+            )
+        if weight.dtype not in DENSE or not weight.is_contiguous() or weight.device.type != "cpu":
+            raise CannotRecord(f"a weight of {weight.dtype}")
+        kind, tile = DENSE[weight.dtype]
+        stride = weight.shape[-1] * weight.element_size()
+        return Weight(tile.address(self.pairs), kind, weight.data_ptr(), stride, holds=weight)
+
+    def packed(self, x: Row, groups: int = 1) -> int:
+        """Address of the packed form of x; an operation writes it if none has."""
+        address = x.packed.data_ptr()
+        if x.stale:
+            x.stale = False
+            width = x.width // groups
+            arguments = [
+                x.address,
+                x.stride,
+                width,
+                groups,
+                address,
+                self.packed_stride(x),
+                width * self.size,
+            ]
+            self.add(ops.pack_rows, 1, True, arguments, reads=[x], writes=[x.packed])
+        return address
+
+    def packed_stride(self, x: Row) -> int:
+        return x.width * self.size
+
+    def writes_packed(self, x: Row, part: int = CHUNK) -> int:
+        """Address for an operation that writes x packed itself, in parts of that width; 0 if it cannot."""
+        if part % CHUNK:
+            return 0
+        x.stale = False
+        return x.packed.data_ptr()
+
+    # --- operations
+
+    def add(
+        self,
+        loop: Callee,
+        jobs: int,
+        of_rows: bool,
+        arguments: Sequence[int],
+        numbers: Sequence[float] = (),
+        *,
+        reads: Iterable[Any] = (),
+        writes: Iterable[Any] = (),
+        count: int = 0,
+    ) -> None:
+        """Append an operation. It waits for those before it only if it touches what they write or read."""
+        read, written = {_memory(each) for each in reads}, {_memory(each) for each in writes}
+        index = len(self._operations)
+        operation = _Operation(loop, jobs, of_rows, list(arguments), list(numbers), count, index)
+        if read & self._written or written & (self._written | self._read):
+            operation.first, self._phase = self._phase, index
+            self._read, self._written = set(), set()
+        self._read |= read
+        self._written |= written
+        self._operations.append(operation)
+
+    def call(self, function: Callable[[int], None]) -> None:
+        """Append a call on the host, with the number of rows. All operations before it are done then."""
+        self._calls.append((len(self._operations), function))
+        self._phase, self._read, self._written = len(self._operations), set(), set()
+
+    def attempt(self, record: Callable[[], Row]) -> Row | None:
+        """record(), or None if it raises CannotRecord; what it had appended is taken back."""
+        before = len(self._operations), len(self._calls)
+        waits = self._phase, set(self._read), set(self._written)
+        try:
+            return record()
+        except CannotRecord:
+            del self._operations[before[0] :], self._calls[before[1] :]
+            self._phase, self._read, self._written = waits
+            return None
+
+    def norm(self, x: Row, gain: Tensor, eps: float, groups: int = 1) -> Row:
+        """gain · x / rms(x), for each of `groups` equal parts."""
+        out = self.row(x.width)
+        width = x.width // groups
+        arguments = [x.address, x.stride, self.vector(gain), width, groups, out.address, out.stride]
+        packed = self.writes_packed(out)
+        self.add(
+            ops.norm,
+            1,
+            True,
+            [*arguments, packed, self.packed_stride(out)],
+            [eps],
+            reads=[x],
+            writes=[out, out.packed],
+        )
+        return out
+
+    def linear(
+        self,
+        x: Row,
+        weight: Tensor | Packed,
+        bias: Tensor | None = None,
+        *,
+        adapter: tuple[Tensor, Tensor, float] | None = None,
+        add: Row | None = None,
+        factor: float = 1.0,
+    ) -> Row:
+        """add + factor · (W x + bias + scale · B A x); adapter: (A [R, K], B [O, R], scale)."""
+        W = self.weight(weight)
+        self._holds.append(W)
+        O, K = weight.shape[-2:]
+        thin, low = [0, 0, 0, 0, 0], None
+        if adapter is not None:
+            A, B, _ = adapter
+            low, B_held = self.linear(x, A.detach()), self.weight(B.detach())
+            thin = [low.address, low.stride, A.shape[0], B_held.codes, B_held.kind]
+            self._holds.append(B_held)
+        packed, out = self.packed(x), self.row(O)
+        end = [add.address, add.stride] if add is not None else [0, 0]
+        arguments = [*W.arguments, K, O, packed, self.packed_stride(x), out.address, out.stride]
+        self.add(
+            ops.linear,
+            -(-O // LINEAR_ROWS),
+            False,
+            [*arguments, self.vector(bias), *end, *thin],
+            [factor, adapter[2] if adapter else 0.0],
+            reads=[x.packed, *([add] if add is not None else []), *([low] if low is not None else [])],
+            writes=[out],
+        )
+        return out
+
+    def activate(self, gate: Row, up: Row | None, kind: int, alpha: float = 0.0, limit: float = 0.0) -> Row:
+        """act(gate, up); gate may be twice as wide and hold both, gate first."""
+        width = gate.width
+        out = self.row(width)
+        second = [up.address, up.stride] if up is not None else [0, 0]
+        arguments = [gate.address, gate.stride, *second, width, out.address, out.stride]
+        packed = self.writes_packed(out)
+        self.add(
+            ops.activate,
+            -(-width // ACT_WIDTH),
+            True,
+            [*arguments, packed, self.packed_stride(out), kind],
+            [alpha, limit],
+            reads=[gate, *([up] if up is not None else [])],
+            writes=[out, out.packed],
+        )
+        return out
+
+    def combine(
+        self, x: Row, y: Row | None = None, a: float = 1.0, b: float = 1.0, share: Row | None = None
+    ) -> Row:
+        """a x + b y, or a x + b sigmoid(share) y."""
+        out = self.row(x.width)
+        second = [y.address, y.stride] if y is not None else [0, 0]
+        third = [share.address, share.stride] if share is not None else [0, 0]
+        self.add(
+            ops.add,
+            1,
+            True,
+            [x.address, x.stride, *second, *third, x.width, out.address, out.stride],
+            [a, b],
+            reads=[each for each in (x, y, share) if each is not None],
+            writes=[out],
+        )
+        return out
+
+    def rotate(
+        self,
+        x: Row,
+        heads: int,
+        tables: Tables | None,
+        pairing: int,
+        *,
+        factor: Tensor | None = None,
+        cache: Tensor | None = None,
+        packed: bool = False,
+    ) -> Row:
+        """Heads rotated (tables None: as they are) and scaled by `factor` [S, 1].
+
+        cache [S, N, …]: written too. packed: head by head, for `attend`.
+        """
+        out = self.row(x.width)
+        cos, sin, pairs = (0, 0, 0) if tables is None else tables
+        arguments = [x.address, x.stride, heads, x.width // heads, cos, sin, pairs, pairing]
+        arguments += [0 if factor is None else factor.data_ptr(), out.address, out.stride]
+        arguments += [0] * 4 if cache is None else self.cache(cache)
+        arguments += [
+            self.positions.data_ptr(),
+            out.packed.data_ptr() if packed else 0,
+            self.packed_stride(out),
+        ]
+        writes = [out, *([cache] if cache is not None else []), *([out.packed] if packed else [])]
+        self.add(ops.rotate_heads, 1, True, arguments, reads=[x], writes=writes)
+        return out
+
+    def cache(self, store: Tensor) -> list[int]:
+        """Address of a cache [S, N, …], bytes between rows and between positions, kind of its numbers."""
+        if store.dtype not in DENSE:
+            raise CannotRecord(f"a cache of {store.dtype}")
+        self._holds.append(store)
+        strides = [store.stride(i) * store.element_size() for i in (0, 1)]
+        return [store.data_ptr(), *strides, DENSE[store.dtype][0]]
+
+    def attend(
+        self,
+        q: Row,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        *,
+        heads: int,
+        groups: int,
+        width: int,
+        value_width: int,
+        mask: Mask = CAUSAL,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Row:
+        """Attention of each sequence's query to its cache. q is packed head by head.
+
+        keys [S, N, G, d], values [S, N, G, v]; without G all `groups` read the same keys. -> [S, heads · v].
+        """
+        tile = DENSE[keys.dtype][1].address(self.pairs)
+        out = self.row(heads * value_width)
+        packed = self.writes_packed(out, value_width)
+        key_head, value_head = (t.stride(2) * t.element_size() if t.dim() == 4 else 0 for t in (keys, values))
+        *key, kind = self.cache(keys)
+        arguments = [
+            q.packed.data_ptr(),
+            self.packed_stride(q),
+            width * self.size,
+            heads,
+            groups,
+            width,
+            value_width,
+        ]
+        arguments += [
+            *key,
+            key_head,
+            *self.cache(values)[:3],
+            value_head,
+            kind,
+            tile,
+            self.positions.data_ptr(),
+        ]
+        arguments += [mask.window or 0, mask.chunk or 0, self.vector(sinks), out.address, out.stride]
+        self.add(
+            ops.attend,
+            groups,
+            True,
+            [*arguments, packed, self.packed_stride(out)],
+            [scale, softcap or 0.0],
+            reads=[q.packed, keys, values],
+            writes=[out, out.packed],
+        )
+        return out
+
+    # --- running
+
+    def finish(self) -> None:
+        """Turn the list into the table that the loop reads."""
+        self._table = np.zeros((len(self._operations), COLUMNS), np.int64)
+        self._numbers = np.zeros((len(self._operations), ops.NUMBERS), np.float32)
+        for i, operation in enumerate(self._operations):
+            head = [
+                operation.loop.address(self.pairs),
+                operation.jobs,
+                operation.of_rows,
+                operation.count,
+                operation.first,
+            ]
+            self._table[i, : len(head)] = head
+            self._table[i, team.ARGUMENTS : team.ARGUMENTS + len(operation.arguments)] = operation.arguments
+            self._numbers[i, : len(operation.numbers)] = operation.numbers
+        self._counters = np.zeros((len(self._operations), 2), np.int64)
+
+    def run(self, rows: int) -> None:
+        """Compute the step of the first `rows` sequences."""
+        self._counters.fill(0)
+        begin = 0
+        for end, function in [*self._calls, (len(self._operations), None)]:
+            if end > begin:
+                self._work(begin, end, rows)
+            if function is not None:
+                function(rows)
+            begin = end
+
+    def _work(self, begin: int, end: int, rows: int) -> None:
+        threads = torch.get_num_threads()
+
+        def share(_start: int, _stop: int) -> None:
+            if team.work(self.like, self._table, self._numbers, begin, end, rows, self._counters):
+                raise MemoryError("a step of generation found no memory for its sums")
+
+        if threads == 1:
+            share(0, 1)
+        else:
+            in_runs(threads, threads, share)
+
+
+def _memory(each: Row | Tensor) -> int:
+    """The same number for all views of one buffer."""
+    return (each.tensor if isinstance(each, Row) else each).untyped_storage().data_ptr()
+
+
+def _stack(packed: Packed) -> Packed:
+    """A matrix as a stack of one."""
+    if len(packed.shape) == 3:
+        return packed
+    return Packed(packed.codec, {name: part[None] for name, part in packed.parts.items()})

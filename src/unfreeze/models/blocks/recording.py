@@ -1,0 +1,96 @@
+"""Record a step of generation from the blocks that train: what a block's `record` receives.
+
+A block with `record(to, x)` appends its operations (kernels/decode_step) and returns their result. A block
+without one, or whose weights no operation reads, runs as in training: its `forward` is called in between.
+S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from unfreeze.kernels.decode_step.program import CannotRecord, Program, Row, Tables
+from unfreeze.kernels.rotary import Pairing
+from unfreeze.models.blocks.passes import Cache, StepPass
+
+PAIRINGS: dict[Pairing, int] = {"halves": 0, "adjacent": 1, "leading halves": 2}
+
+
+class Recording:
+    """The program, the cache it reads, and the pass of the present step, for blocks that are called.
+
+    chosen  layer -> ids [S, K] of the experts of the present step
+    """
+
+    def __init__(self, program: Program, cache: Cache):
+        self.program, self.cache = program, cache
+        self.chosen: dict[int, Tensor] = {}
+        self.run: StepPass
+        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def step(self, run: StepPass) -> None:
+        """Begin a step: its positions and rotary tables."""
+        self.run = run
+        rows = len(run.positions_T)
+        self.program.positions[:rows] = run.positions_T
+        for name, kept in self._tables.items():
+            for mine, new in zip(kept, run.tables(name), strict=True):
+                mine[:rows] = new
+
+    def tables(self, name: str | None) -> Tables | None:
+        """Addresses of the rotary tables of that name; None for None."""
+        if name is None:
+            return None
+        cos, sin = self._table(name)
+        return cos.data_ptr(), sin.data_ptr(), cos.shape[1]
+
+    def factor(self, name: str | None) -> Tensor | None:
+        """The table of that name that scales queries by position, [S, 1]; None for None."""
+        return None if name is None else self._table(name)[0]
+
+    def _table(self, name: str) -> tuple[Tensor, Tensor]:
+        if name not in self._tables:
+            cos, sin = (
+                table.new_zeros(self.program.rows, *table.shape[1:]) for table in self.run.tables(name)
+            )
+            self._tables[name] = cos.float(), sin.float()
+        return self._tables[name]
+
+    def stores(self, layer: int) -> tuple[Tensor, ...]:
+        """The cache of a layer, for all rows it will ever have."""
+        return self.cache.layers[layer]
+
+    def of(self, block: nn.Module, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
+        """add + factor · block(x)."""
+        record: Any = getattr(block, "record", None)
+        done = None
+        if record is not None:
+            done = self.program.attempt(lambda: record(self, x, add=add, factor=factor))
+        if done is None:
+            done = self.called(lambda x_SD: block(x_SD, self.run), x, x.width)
+            if add is not None:
+                done = self.program.combine(add, done, 1.0, factor)
+        return done
+
+    def called(self, function: Callable[[Tensor], Tensor], x: Row, width: int) -> Row:
+        """function(x) between two parts of the program, in the model's dtype."""
+        out, dtype = self.program.row(width), self.program.dtype
+
+        def call(rows: int) -> None:
+            out.tensor[:rows] = function(x.tensor[:rows].to(dtype)).float()
+
+        self.program.call(call)
+        return out
+
+
+def total(to: Recording, y: Row, add: Row | None, factor: float) -> Row:
+    """add + factor · y."""
+    if add is not None:
+        return to.program.combine(add, y, 1.0, factor)
+    return y if factor == 1 else to.program.combine(y, a=factor)
+
+
+__all__ = ["PAIRINGS", "CannotRecord", "Recording", "total"]
