@@ -9,7 +9,8 @@ import torch
 from unfreeze import models
 from unfreeze.core.errors import ConfigError
 from unfreeze.evaluate.gap import TOLERANCE, answer_log_probs, gap_of, log_probability_gap
-from unfreeze.generate.engine import Completion, Engine
+from unfreeze.generate.answer import Completion
+from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models.blocks.moe import MoE
 
@@ -143,4 +144,4 @@ def test_the_engines_log_probabilities_ignore_temperature_and_top_k():
 
 def test_a_sampler_without_log_probabilities_is_refused():
     with pytest.raises(ConfigError, match="returned no log-probabilities"):
-        gap_of([[1]], [Completion([2], "", "stop")], [[-1.0]])
+        gap_of([[1]], [Completion([2], "", "end")], [[-1.0]])

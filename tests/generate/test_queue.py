@@ -12,6 +12,7 @@ from unfreeze.generate.recorded import Recorded
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.passes import Cache
+from unfreeze.parallel.answers import LOGIT_BYTES
 
 KINDS = ("gqa", "mla-moe", "window")  # of conftest.py: grouped, latent with experts, a window of 9
 PROMPTS = [[(7 * place + 13 * prompt) % 89 for place in range(1 + 5 * prompt % 23)] for prompt in range(16)]
@@ -199,7 +200,7 @@ def test_chosen_experts_are_those_of_one_packed_pass(build, kind, monkeypatch):
 def test_rows_that_memory_does_not_hold_wait_and_it_is_said(build, monkeypatch):
     engine, said = Engine(build("gqa")), []
     engine.say = said.append
-    each = 7 * engine.model.cache_bytes() + engine_file.WORK_BYTES * 89
+    each = 7 * engine.model.cache_bytes() + LOGIT_BYTES * 89
     free = engine_file.hardware("cpu").__class__("cpu", "", 1, 0, available=int(2 * each * 512.5))
     monkeypatch.setattr(engine_file, "hardware", lambda _: free)
     answers = engine.generate([[1, 2, 3, 4]], Sampling(max_new_tokens=3, temperature=1.0, seed=0, n=10_000))

@@ -140,6 +140,7 @@ def test_cached_equals_uncached_for_256_tokens(name, released):
                 ]
             )
             assert (stepped - expected).abs().max() <= 1e-3, step
+    assert cache.nbytes == len(whole) * 256 * model.cache_bytes()  # what a plan and the engine count with
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -23,6 +23,7 @@ from unfreeze.data.store.dataset import encode_file
 from unfreeze.evaluate.perplexity import heldout
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
+from unfreeze.models import Decoder
 from unfreeze.objectives.corrector import corrector
 from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.teach.on_policy import OnPolicy, groups, prompts
@@ -217,9 +218,19 @@ def test_lambda_0_is_plain_distillation_to_the_bit(distill, tmp_path):
 OWN = ["--distillation.on-policy", 0.6, "--seed", 1, "--steps"]
 
 
-def test_a_resumed_run_samples_what_an_unbroken_one_does(distill, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+def test_a_resumed_run_samples_what_an_unbroken_one_does(distill, tmp_path, monkeypatch):
+    """And the plan has the memory of the largest cache."""
+    whole, parts, caches, new = tmp_path / "whole", tmp_path / "parts", [], Decoder.new_cache
+
+    def kept(self, *size, **how):
+        caches.append(new(self, *size, **how))
+        return caches[-1]
+
+    monkeypatch.setattr(Decoder, "new_cache", kept)
     distill(whole, *OWN, 3)
+    plan = json.loads((whole / "plan.json").read_text())
+    planned = (plan["terms"] | plan["beside"])["KV cache of answers"]
+    assert 0.5 * planned < max(cache.nbytes for cache in caches) <= planned
     distill(parts, *OWN, 1)
     distill(parts, *OWN, 3, "--save.allow-changed", "steps")
     assert same(adapter(whole), adapter(parts))

@@ -31,11 +31,11 @@ from unfreeze.generate.steps import Step, Steps, step_by_record
 from unfreeze.generate.stops import StopText
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import Cache
+from unfreeze.parallel.answers import Answers
 from unfreeze.parallel.machine import hardware
 
 log = logging.getLogger(__name__)
 CACHE_SHARE = 0.5  # of the free memory; the rest is for the activations of a prefill
-WORK_BYTES = 48  # per logit of a row at the peak of sampling: sorted, cumulative, in float64
 
 
 class EngineTokenizer(Protocol):
@@ -219,7 +219,8 @@ class Engine:
             )
         if len(most) != len(prompts) or min(most, default=1) < 1:
             raise ConfigError(
-                f"limits {most} for {len(prompts)} prompts; there must be one for each, at least 1"
+                f"limits {most} for {len(prompts)} prompts; there must be one for each, at least 1",
+                next="limits=[20, 20] for two prompts",
             )
         if max_rows is not None and max_rows < 1:
             raise ConfigError(f"max_rows is {max_rows}; it must be at least 1", next="leave it out")
@@ -236,11 +237,12 @@ class Engine:
         """Return the number of rows of the cache; say it if answers have to wait for memory."""
         if max_rows is not None or wanted == 1:
             return min(wanted, max_rows or 1)
-        row = capacity * self.model.cache_bytes()
-        fit = int(CACHE_SHARE * hardware(self.model.device).available) // (row + WORK_BYTES * self.num_ids)
+        row = Answers(1, capacity)
+        cache = row.cache(self.model.cache_bytes())
+        fit = int(CACHE_SHARE * hardware(self.model.device).available) // (cache + row.logits(self.num_ids))
         (rows,) = self.agreed([max(1, min(wanted, fit))])
         if rows < wanted:
-            self.say(f"{wanted:,} rows: {rows:,} at once ({format_bytes(rows * row)} of cache)")
+            self.say(f"{wanted:,} rows: {rows:,} at once ({format_bytes(rows * cache)} of cache)")
         return rows
 
 

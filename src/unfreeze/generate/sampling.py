@@ -53,9 +53,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+            raise ConfigError(
+                f"max_new_tokens is {self.max_new_tokens}; it must be at least 1", next="try 256"
+            )
         if self.n < 1:
-            raise ConfigError(f"n is {self.n}; it must be at least 1 answer to a prompt")
+            raise ConfigError(f"n is {self.n}; it must be at least 1 answer to a prompt", next="leave it out")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(
                 f"temperature is {self.temperature}; it must be finite, 0 (greedy) or more", next="try 0.7"
