@@ -56,7 +56,7 @@ def here(monkeypatch):
         side.loaded = json.loads(json.dumps(side.worker.facts))
         side.loaded |= {"load_seconds": 1.0, "load_peak": 2**30, "loaded_resident": 2**29}
 
-    def call(side, name, fresh_peak=False, **arguments):
+    def call(side, name, within=None, fresh_peak=False, **arguments):
         began = time.perf_counter()
         result = json.loads(json.dumps(dict(side.worker.calls[name](**arguments))))
         seconds = time.perf_counter() - began
