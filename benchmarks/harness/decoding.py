@@ -201,7 +201,7 @@ class Decoding:
 
 
 class Played(NamedTuple):
-    """What a side generated in one case; length: cached positions of a timed step, the mean."""
+    """The text that a side generated in one case; length: cached positions of a timed step, the mean."""
 
     prompts: list[list[int]]
     tokens: list[list[int]]
