@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.decode_step import ops, team
+from unfreeze.kernels.decode_step.atomic import ARGUMENTS
 from unfreeze.kernels.decode_step.codes import CHUNK
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
@@ -30,7 +31,7 @@ from unfreeze.quant.codec import Packed
 Tables = tuple[int, int, int]
 """Addresses of cos and sin, float32 [S, pairs], and the number of pairs."""
 
-COLUMNS = team.ARGUMENTS + ops.ARGUMENTS
+COLUMNS = team.ARGUMENTS + ARGUMENTS
 
 
 class Row:

@@ -144,8 +144,17 @@ def _int4(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weight:
         each = [Located(one["weight_packed"], one["weight_scale"], table=values) for one in parts]
         return _described("int4", O, group, each, pairs)
     # no row has to be found: all of the stack lie behind each other
-    addresses = [codes.data_ptr(), K // 2, scales.data_ptr(), 2 * groups, values.data_ptr()]
-    return Weight(tiles.int4.address(pairs), -1, *addresses, group, holds=(codes, scales, values))
+    return Weight(
+        tiles.int4.address(pairs),
+        -1,
+        codes.data_ptr(),
+        K // 2,
+        scales.data_ptr(),
+        2 * groups,
+        values.data_ptr(),
+        group,
+        holds=(codes, scales, values),
+    )
 
 
 def _fp8(codec: Fp8 | Fp8Scaled, parts: Sequence[Parts], pairs: bool) -> Weight:
