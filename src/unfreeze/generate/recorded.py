@@ -56,7 +56,7 @@ class Recorded:
         self._version = self.cache.version
         self.program = program = Program(rows, model.dtype)
         self.recording = to = Recording(program, self.cache)
-        to.run = run
+        to.present.run = run
         x = self.x = Row(torch.zeros(rows, model.shape.hidden_size), program.pairs)
         for layer in model.layers:
             x = layer.record(to, x)

@@ -8,6 +8,7 @@ S sequences.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,17 @@ from unfreeze.models.blocks.passes import Cache, StepPass
 PAIRINGS: dict[Pairing, int] = {"halves": 0, "adjacent": 1, "leading halves": 2}
 
 
+@dataclass
+class Present:
+    """The pass of the present step.
+
+    Calls hold this and not the Recording: it holds the program, which holds the calls, and only a search for
+    garbage would free the circle with its cache.
+    """
+
+    run: StepPass | None = None
+
+
 class Recording:
     """The program, the cache it reads, and the pass of the present step, for blocks that are called.
 
@@ -28,12 +40,12 @@ class Recording:
     def __init__(self, program: Program, cache: Cache):
         self.program, self.cache = program, cache
         self.chosen: dict[int, Tensor] = {}
-        self.run: StepPass
+        self.present = Present()
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
 
     def step(self, run: StepPass) -> None:
         """Begin a step: its positions and rotary tables."""
-        self.run = run
+        self.present.run = run
         rows = len(run.positions_T)
         self.program.positions[:rows] = run.positions_T
         for name, kept in self._tables.items():
@@ -53,9 +65,9 @@ class Recording:
 
     def _table(self, name: str) -> tuple[Tensor, Tensor]:
         if name not in self._tables:
-            cos, sin = (
-                table.new_zeros(self.program.rows, *table.shape[1:]) for table in self.run.tables(name)
-            )
+            run = self.present.run
+            assert run is not None
+            cos, sin = (table.new_zeros(self.program.rows, *table.shape[1:]) for table in run.tables(name))
             self._tables[name] = cos.float(), sin.float()
         return self._tables[name]
 
@@ -70,8 +82,8 @@ class Recording:
         if record is not None:
             done = self.program.attempt(lambda: record(self, x, add=add, factor=factor))
         if done is None:
-            self.chosen = chosen
-            done = self.total(self.called(lambda x_SD: block(x_SD, self.run), x, x.width), add, factor)
+            self.chosen, present = chosen, self.present
+            done = self.total(self.called(lambda x_SD: block(x_SD, present.run), x, x.width), add, factor)
         return done
 
     def total(self, y: Row, add: Row | None, factor: float) -> Row:

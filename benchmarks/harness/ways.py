@@ -1,0 +1,102 @@
+"""The fastest way in which transformers' generate decodes here, found by a few short attempts.
+
+Number format, implementation of the experts, and cache are tried one after the other, each with the best of
+those before. Compiling is tried last, where Python's time weighs most: at the fewest rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.harness.sides import Side, SideFailed, Sides
+
+DTYPES = ("bfloat16", "float32")
+EXPERTS = ("eager", "batched_mm")  # beside grouped_mm, the default of transformers 5.23
+COMPILED = "static compiled"
+MOST_COPIED = 2**30
+"""Bytes of experts that batched_mm may copy in a layer: 4 rows take it three times grouped_mm's time."""
+PROMPT, ATTEMPT_STEPS, SECONDS = 8, 3, 3.0
+"""Tokens of a prompt, steps and seconds of an attempt."""
+
+
+class Way(NamedTuple):
+    """dtype of the weights; implementation of the experts, "" without any; kind of cache."""
+
+    dtype: str
+    experts: str = ""
+    cache: str = "dynamic"
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, self))
+
+
+Tried = dict[str, float | str]
+"""Way -> milliseconds of a step, or the reason why there are none."""
+Attempt = Callable[[Way], float]
+"""Milliseconds of a step. Raises SideFailed."""
+
+
+class Trial:
+    """Attempts at one number of rows, and the best of them."""
+
+    def __init__(self, attempt: Attempt):
+        self.attempt, self.tried = attempt, Tried()
+        self.best: Way | None = None
+
+    def take(self, way: Way) -> None:
+        """Try a way, and keep it if it is the fastest."""
+        try:
+            milliseconds = self.attempt(way)
+        except SideFailed as error:
+            self.tried[str(way)] = error.message
+            return
+        best = self.tried[str(self.best)] if self.best else None
+        self.tried[str(way)] = milliseconds
+        if not isinstance(best, float) or milliseconds < best:
+            self.best = way
+
+    def eager(self, experts: str, copied: float) -> None:
+        """Everything but compiling. experts: the default implementation. copied: bytes, of batched_mm."""
+        for dtype in DTYPES:
+            self.take(Way(dtype, experts))
+        if self.best and experts:
+            for other in EXPERTS:
+                if other != "batched_mm" or copied <= MOST_COPIED:
+                    self.take(Way(self.best.dtype, other))
+        if self.best:
+            self.take(self.best._replace(cache="static"))
+
+
+def trials(
+    side: Side,
+    say: Callable[[str], None],
+    prompts: Mapping[int, Sequence[Sequence[int]]],
+    copied: float | None,
+    compile_seconds: float,
+) -> dict[int, Trial]:
+    """Rows -> the trial. prompts: of each number of rows.
+
+    copied: bytes of the experts of one token, None without experts. compile_seconds: the longest attempt at
+    compiling, which ends the process; 0: none.
+    """
+    within: float | None = None
+
+    def attempt_at(rows: int) -> Attempt:
+        def attempt(way: Way) -> float:
+            request: dict[str, Any] = {"prompts": prompts[rows], "steps": ATTEMPT_STEPS, "seconds": SECONDS}
+            milliseconds = side.call("attempt", within=within, **request, **way._asdict())["step_ms"]
+            say(f"trial, {rows} rows: {way}: {milliseconds:.1f} ms a step")
+            return milliseconds
+
+        return attempt
+
+    with Sides([side], say):
+        results = {rows: Trial(attempt_at(rows)) for rows in sorted(prompts)}
+        for rows, trial in results.items():
+            trial.eager("" if copied is None else "grouped_mm", rows * (copied or 0))
+        fewest = results[min(results)]
+        if compile_seconds and fewest.best:
+            within = compile_seconds
+            fewest.take(fewest.best._replace(cache=COMPILED))
+    return results
