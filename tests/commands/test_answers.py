@@ -17,7 +17,7 @@ from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import read_rows
-from unfreeze.models import Decoder
+from unfreeze.generate.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "teach"))
 from servers import Server, say
@@ -138,16 +138,16 @@ def test_ctrl_c_keeps_what_has_ended_and_the_same_command_continues(generate, tm
     whole = {record["source"]["row"]: record for record in records(tmp_path)}
     path.unlink()
     path.with_name("answers.jsonl.left-out.jsonl").unlink(missing_ok=True)
-    step, count = Decoder.step, []
+    step, count = Engine._step, []
 
-    def interrupts(self, tokens_S, cache):
-        count.append(len(tokens_S))
+    def interrupts(self, step_of, tokens):
+        count.append(len(tokens))
         if len(count) == 12:
             raise KeyboardInterrupt
-        return step(self, tokens_S, cache)
+        return step(self, step_of, tokens)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "step", interrupts)
+        patch.setattr(Engine, "_step", interrupts)
         assert generate(TINY_K2, *arguments, code=130) == "interrupted: the same command continues\n"
     kept = records(tmp_path)
     assert 0 < len(kept) < len(whole) and 0 < count[-1] < count[0] == len(ROWS)

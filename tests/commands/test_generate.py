@@ -8,7 +8,7 @@ import pytest
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.models import Decoder
+from unfreeze.generate.engine import Engine
 
 
 @pytest.fixture
@@ -116,15 +116,15 @@ def test_full_positions_are_one_plain_line_and_none_when_quiet(tmp_path, capsys)
 def test_ctrl_c_prints_what_is_there(monkeypatch, capsys, as_json):
     arguments = ["generate", str(TINY_K2), "--prompt", "The capital of", "--max-new-tokens", "30"]
     whole = unfreeze.load(TINY_K2).complete(["The capital of"], max_new_tokens=30)[0]
-    step, count = Decoder.step, []
+    step, count = Engine._step, []
 
-    def interrupts(self, tokens_S, cache):
+    def interrupts(self, step_of, tokens):
         count.append(1)
         if len(count) == 4:
             raise KeyboardInterrupt
-        return step(self, tokens_S, cache)
+        return step(self, step_of, tokens)
 
-    monkeypatch.setattr(Decoder, "step", interrupts)
+    monkeypatch.setattr(Engine, "_step", interrupts)
     assert cli.main([*arguments, *["--json"] * as_json]) == 130
     said = capsys.readouterr()
     assert said.err.splitlines()[-1] == "interrupted after 4 tokens"

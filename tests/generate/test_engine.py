@@ -182,18 +182,18 @@ class Breaks(Exception):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Breaks])
 def test_ctrl_c_has_the_answers_so_far_and_another_error_is_itself(build, monkeypatch, error):
     """The first has ended, the others go on; with two rows at once the third has joined, the last still waits."""
-    model, step, count = build("gqa"), models.Decoder.step, []
+    model, step, count = build("gqa"), Engine._step, []
     prompts, limits = [*PROMPTS, [9]], [3, 40, 40, 5]
     engine, sampling = Engine(model), Sampling(temperature=1.0, seed=0)
     whole = engine.generate(prompts, sampling, limits=limits)
 
-    def breaks(self, tokens_S, cache):
+    def breaks(self, step_of, tokens):
         count.append(1)
         if len(count) == 3:
             raise error
-        return step(self, tokens_S, cache)
+        return step(self, step_of, tokens)
 
-    monkeypatch.setattr(models.Decoder, "step", breaks)
+    monkeypatch.setattr(Engine, "_step", breaks)
     with pytest.raises(error) as caught:
         engine.generate(prompts[:3], sampling, limits=limits[:3])
     if error is KeyboardInterrupt:

@@ -95,13 +95,13 @@ def test_the_cache_of_a_group_is_bounded():
 
 def test_each_answer_is_sampled_no_longer_than_it_may_be_and_alone_it_is_the_same(engine, monkeypatch):
     """A step of the model has a row for each document that has room left."""
-    widths, step = [], type(engine.model).step
+    widths, step = [], Engine._step
 
-    def counted(self, tokens_S, cache):
-        widths.append(len(tokens_S))
-        return step(self, tokens_S, cache)
+    def counted(self, step_of, tokens):
+        widths.append(len(tokens))
+        return step(self, step_of, tokens)
 
-    monkeypatch.setattr(type(engine.model), "step", counted)
+    monkeypatch.setattr(Engine, "_step", counted)
     engine.stop_ids = frozenset()
     whole = OnPolicy(1.0, 1.0, seed=3)(engine, [pack(DOCUMENTS)], 7, ALONE)
     assert sum(widths) == sum(room - 1 for _, room in prompts(pack(DOCUMENTS)) if room)
