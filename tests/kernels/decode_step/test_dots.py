@@ -18,12 +18,13 @@ from unfreeze.kernels.decode_step import codes, dots, tiles
 from unfreeze.kernels.decode_step.lookup import int4_values
 from unfreeze.kernels.decode_step.pointer import call_products
 from unfreeze.kernels.loops.bf16_cpu import available
+from unfreeze.kernels.loops.numba_options import serial
 from unfreeze.quant.int4 import Int4, pack_int4
 
 ROUNDING = 1e-6  # of Σ |w x|: 8 units of float32, for sums of up to 300 numbers in 8 to 128 chains
 
 
-@numba.njit
+@serial
 def _products(address, like, numbers):
     a = numbers
     return call_products(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from unfreeze import models
-from unfreeze.kernels.decode_step import mixture
+from unfreeze.kernels.decode_step import experts, mixture
 from unfreeze.kernels.decode_step.program import Program, Row
 from unfreeze.kernels.decode_step.rows import ACTIVATIONS
 from unfreeze.kernels.expert_mlp import ExpertFactors
@@ -42,6 +42,13 @@ def test_every_family_that_has_a_rule_is_here():
         path.stem for path in folder.glob("*.py") if re.search(r"RoutingRule\(|noaux_tc\(", path.read_text())
     }
     assert files == {name.partition(",")[0] for name in RULES}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """The slowest of the operations, once."""
+    for operation in (experts.choose, experts.sort, experts.up, experts.down):
+        operation.address(pairs=False)
 
 
 def router_of(kind, rule, num_experts=16, K=4, width=64):

@@ -1,34 +1,34 @@
 """Rows inside the loops of a step: packing, softmax, activations, sums of weight rows."""
 
-import numba
 import numpy as np
 import pytest
 import torch
 
 from unfreeze.kernels.decode_step import rows
 from unfreeze.kernels.decode_step.dots import BF16, FLOAT32
+from unfreeze.kernels.loops.numba_options import serial
 from unfreeze.kernels.swiglu.activation import ClampedSwiGLU, GeGLU
 
 NAN, INF = float("nan"), float("inf")
 
 
-@numba.njit
+@serial
 def _pack(like, row, first, address):
     rows.pack(like, row, first, address)
 
 
-@numba.njit
+@serial
 def _softmax(scores, sink):
     return rows.softmax(scores, sink)
 
 
-@numba.njit
+@serial
 def _activated(kind, gate, up, alpha, limit, out):
     for i in range(out.size):
         out[i] = rows.activated(kind, gate[i], up[i], alpha, limit)
 
 
-@numba.njit
+@serial
 def _sums(kind, x, factors, address, stride, out):
     """The dot of x with the first row at address; out: a combination of all rows."""
     rows.combine(kind, out, factors, address, stride)
