@@ -1,7 +1,8 @@
 """The fastest way in which transformers' generate decodes here, found by a few short attempts.
 
 Number format, implementation of the experts, and cache are tried one after the other, each with the best of
-those before. Compiling is tried last, where Python's time weighs most: at the fewest rows and the shortest prompt.
+those before. Compiling is tried last, and once: at the fewest rows and the shortest prompt, where Python's
+time weighs most.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ COMPILED = "static compiled"
 MOST_COPIED = 2**28
 """Bytes of experts that batched_mm may copy in a layer: 4 rows take it three times grouped_mm's time."""
 ATTEMPT_STEPS, SECONDS, TOKENS = 3, 3.0, 1024
-"""Steps and seconds of an attempt, and the most tokens of its prompts together, which it has to read first."""
+"""Steps and seconds of an attempt, and the most tokens of its prompts together."""
 Key = tuple[int, int]
 """(rows, tokens of a prompt) of a trial."""
 
