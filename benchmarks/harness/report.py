@@ -455,7 +455,9 @@ def decoding_tables(rows: Sequence[Row]) -> list[str]:
                     f"{way} {ms:,.1f} ms" if isinstance(ms, float) else f"{way}: {ms}"
                     for way, ms in peer["tried"].items()
                 )
-                ways[f"{row.side}, {rows_of(row.settings['batch'])}"] = f"{peer['way']}. Tried: {attempts}"
+                ways[f"{row.side}, {rows_of(row.settings['batch'])} x {row.settings['prompt']}"] = (
+                    f"{peer['way']}. Tried: {attempts}"
+                )
         parts += [f"{case}: {way}." for case, way in ways.items()]
     rates = rows[0].results
     if "read_rate" in rates:

@@ -1,7 +1,8 @@
 """The fastest way in which transformers' generate decodes here, found by a few short attempts.
 
 Number format, implementation of the experts, and cache are tried one after the other, each with the best of
-those before. Compiling is tried last, where Python's time weighs most: at the fewest rows.
+those before. Compiling is tried last, and once: at the fewest rows and the shortest prompt, where Python's
+time weighs most.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from benchmarks.harness.sides import Side, SideFailed, Sides
 DTYPES = ("bfloat16", "float32")
 EXPERTS = ("eager", "batched_mm")  # beside grouped_mm, the default of transformers 5.23
 COMPILED = "static compiled"
-MOST_COPIED = 2**30
+MOST_COPIED = 2**28
 """Bytes of experts that batched_mm may copy in a layer: 4 rows take it three times grouped_mm's time."""
-PROMPT, ATTEMPT_STEPS, SECONDS = 8, 3, 3.0
-"""Tokens of a prompt, steps and seconds of an attempt."""
+ATTEMPT_STEPS, SECONDS, TOKENS = 3, 3.0, 1024
+"""Steps and seconds of an attempt, and the most tokens of its prompts together."""
+Key = tuple[int, int]
+"""(rows, tokens of a prompt) of a trial."""
 
 
 class Way(NamedTuple):
@@ -68,32 +71,40 @@ class Trial:
             self.take(self.best._replace(cache="static"))
 
 
+def key_of(batch: int, prompt: int) -> Key:
+    """The trial of a case: all its rows, and as much of its prompts as an attempt reads.
+
+    Format and cache matter more the longer the cache is, the experts' implementation by the rows.
+    """
+    return batch, min(prompt, max(1, TOKENS // batch))
+
+
 def trials(
     side: Side,
     say: Callable[[str], None],
-    prompts: Mapping[int, Sequence[Sequence[int]]],
+    prompts: Mapping[Key, Sequence[Sequence[int]]],
     copied: float | None,
     compile_seconds: float,
-) -> dict[int, Trial]:
-    """Rows -> the trial. prompts: of each number of rows.
+) -> dict[Key, Trial]:
+    """Make the trials of `prompts`.
 
     copied: bytes of the experts of one token, None without experts. compile_seconds: the longest attempt at
     compiling, which ends the process; 0: none.
     """
     within: float | None = None
 
-    def attempt_at(rows: int) -> Attempt:
+    def attempt_at(key: Key) -> Attempt:
         def attempt(way: Way) -> float:
-            request: dict[str, Any] = {"prompts": prompts[rows], "steps": ATTEMPT_STEPS, "seconds": SECONDS}
+            request: dict[str, Any] = {"prompts": prompts[key], "steps": ATTEMPT_STEPS, "seconds": SECONDS}
             milliseconds = side.call("attempt", within=within, **request, **way._asdict())["step_ms"]
-            say(f"trial, {rows} rows: {way}: {milliseconds:.1f} ms a step")
+            say(f"trial of {key[0]}x{key[1]}: {way}: {milliseconds:.1f} ms a step")
             return milliseconds
 
         return attempt
 
     with Sides([side], say):
-        results = {rows: Trial(attempt_at(rows)) for rows in sorted(prompts)}
-        for rows, trial in results.items():
+        results = {key: Trial(attempt_at(key)) for key in sorted(prompts)}
+        for (rows, _), trial in results.items():
             trial.eager("" if copied is None else "grouped_mm", rows * (copied or 0))
         fewest = results[min(results)]
         if compile_seconds and fewest.best:

@@ -182,6 +182,12 @@ def test_batched_experts_are_not_tried_where_their_copies_are_large():
     assert len(trial.tried) == 4 and not any("batched_mm" in way for way in trial.tried)
 
 
+def test_a_trial_has_all_rows_and_as_much_of_the_prompts_as_it_may_read():
+    cases = (1, 64), (1, 512), (4, 512), (16, 512), (64, 64), (64, 512), (4096, 512)
+    keys = [(1, 64), (1, 512), (4, 256), (16, 64), (64, 16), (64, 16), (4096, 1)]
+    assert [ways.key_of(*case) for case in cases] == keys
+
+
 def test_compiling_is_tried_once_at_the_fewest_rows_and_bounded(monkeypatch):
     asked = []
 
@@ -193,10 +199,10 @@ def test_compiling_is_tried_once_at_the_fewest_rows_and_bounded(monkeypatch):
 
     monkeypatch.setattr(Side, "start", lambda side: side.loaded.update(load_seconds=0.0))
     monkeypatch.setattr(Side, "call", call)
-    prompts = {rows: generation.prompts_of(rows, 4, 64) for rows in (4, 1)}
+    prompts = {(rows, 4): generation.prompts_of(rows, 4, 64) for rows in (4, 1)}
     results = ways.trials(Side("trial", "x:y", {}), print, prompts, None, 7.0)
     assert [rows for rows, _, _ in asked] == [1, 1, 1, 4, 4, 4, 1]
     assert asked[-1] == (1, "bfloat16, static compiled", 7.0) and {one[2] for one in asked[:-1]} == {None}
-    assert str(results[1].best) == "bfloat16, dynamic"
-    assert results[1].tried["bfloat16, static compiled"] == "trial did not finish attempt within 7 s"
-    assert "bfloat16, static compiled" not in results[4].tried
+    assert str(results[1, 4].best) == "bfloat16, dynamic"
+    assert results[1, 4].tried["bfloat16, static compiled"] == "trial did not finish attempt within 7 s"
+    assert "bfloat16, static compiled" not in results[4, 4].tried

@@ -187,7 +187,7 @@ def test_decoding_shows_the_limit_its_share_and_the_way_of_the_peer(plant):
     line = row_of(page, "1 x 64 | unfreeze")
     assert "| 4.90 | 2.50 | bytes | 51% | 900 |" in line and "`adapters`:" in page
     assert (
-        "transformers, 1 row: float32, eager. Tried: float32, eager 40.0 ms; float32, compiled: too long."
+        "transformers, 1 row x 64: float32, eager. Tried: float32, eager 40.0 ms; float32, compiled: too long."
         in page
     )
     assert "bytes at 46.0 GB/s, arithmetic at 785 GFLOP/s" in page
