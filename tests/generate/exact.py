@@ -97,14 +97,16 @@ def packed(
 ) -> Decoder:
     """The model with every linear layer and every expert in a codec's format, kv_b_proj and a free head too.
 
+    Gates of a router or a shared expert stay as they are, as in releases.
+
     Where the format has a g_idx, columns have the groups of other columns, as act-order leaves them.
     held: without a codec, the dtype of the frozen matrices. dtype: of the computation. tensors: the weights,
     if they are not the model's.
     """
 
     def codec_for(module: str) -> Codec | None:
-        left = module.endswith(".gate") or (module == "lm_head" and model.shape.tied)
-        return None if left else codec
+        dense = module.endswith("gate") or (module == "lm_head" and model.shape.tied)
+        return None if dense else codec
 
     options: dict[str, Any] = {"codec_for": codec_for, "held_for": lambda module: held}
     twin = models.build(model.shape, dtype=dtype, device="cpu", **options)
