@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from exact import (
-    EXACT,
     SEEN,
     adapted,
     apart,
+    assert_exact,
+    checked,
     each_maker,
     family,
-    greedy_tokens,
     merged,
     packed,
     rows_of,
@@ -22,7 +22,7 @@ from unfreeze.adapters import sites, without_adapters
 from unfreeze.quant import Int4
 from unfreeze.quant.awq import Awq
 
-ROWS = rows_of((3, 48), (9, 40), (1, 24), greedy=1)
+ROWS = rows_of((3, 32), (9, 24), (1, 16), greedy=1)
 CASES = {
     "every linear layer, head too": ("llama-3-rope-biases", ("all-linear", "lm_head")),
     "a head that scales": ("granite-biases-tied", ("all-linear", "lm_head")),
@@ -57,17 +57,14 @@ def test_beside_packed_weights_too(codec, steps):
 
 
 def exact(model, steps):
-    walks = walked(model, steps, ROWS)
-    wanted = uncached(model, walks)
-    assert apart(walks, wanted) <= EXACT
-    assert greedy_tokens(walks[0], wanted[0])
-    assert apart(walks, uncached(merged(model), walks)) <= EXACT
+    walks = checked(model, steps, ROWS)
+    assert_exact(walks, uncached(merged(model), walks))
     with without_adapters(model):  # control arm: they matter
         assert apart(walks, uncached(model, walks)) > SEEN
 
 
 @each_maker
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if "alone" not in case])
 def test_control_the_adapter_of_one_layer_left_out_is_seen(case, steps):
     """Each kind of target by itself: the last module of that name."""
     name, targets = CASES[case]
@@ -75,6 +72,6 @@ def test_control_the_adapter_of_one_layer_left_out_is_seen(case, steps):
     last = {site.name.rpartition(".")[2]: site for site in sites(model)}
     for site in last.values():
         left, site.owner.adapter = site.owner.adapter, None
-        walks = walked(model, steps, rows_of((3, 12)))
+        walks = walked(model, steps, rows_of((3, 6)))
         site.owner.adapter = left
         assert apart(walks, uncached(model, walks)) > SEEN, site.name

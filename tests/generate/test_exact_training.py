@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from exact import Walk, adapted, each_maker, family, packed, rows_of, walked
+from exact import Walk, adapted, each_cpu_maker, each_maker, family, packed, rows_of, walked
+from test_exact_formats import FORMATS, fitted
 from torch import Tensor
 
 from unfreeze import models
@@ -14,11 +15,10 @@ from unfreeze.data import Example, pack
 from unfreeze.generate.steps import Steps
 from unfreeze.models import Decoder
 from unfreeze.objectives.log_p import token_log_p
-from unfreeze.quant import Int4
 from unfreeze.quant.codec import Codec
 from unfreeze.quant.fp8_scaled import COLUMN, Fp8Scaled
 
-ROWS = rows_of((5, 120), (9, 90), (2, 60), greedy=1)
+ROWS = rows_of(*((1 + 3 * row, 48) for row in range(6)), greedy=1)
 NAMES = (
     "llama-3-rope-biases",
     "gemma3-linear-softcap",
@@ -27,11 +27,13 @@ NAMES = (
     "gpt-oss-window-all-full",
     "deepseek-v3-groups-yarn",
 )
-FIT = {
-    "qwen3-moe": {"moe_intermediate_size": 96},
-    "deepseek-v3-groups-yarn": {"moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16},
-}
-"""Whole groups of 32."""
+TWO = NAMES[::5]
+CLOSE = 1.3
+"""Times training's own error in bf16: of 288 tokens. Launched steps have .83 to 1.16."""
+each_model = pytest.mark.parametrize(
+    ("name", "format"), [(name, "dense") for name in NAMES] + [(name, "INT4") for name in TWO]
+)
+CODECS = {"dense": None} | {format: how["codec"] for format, how in FORMATS.items() if how["codec"]}
 
 
 def of_steps(walks: Sequence[Walk]) -> Tensor:
@@ -49,7 +51,7 @@ def of_training(model: Decoder, walks: Sequence[Walk]) -> Tensor:
 
 
 def small(name: str) -> Decoder:
-    return family(name, **FIT.get(name, {}))[1]
+    return family(name, **fitted(name))[1]
 
 
 def in_dtype(name: str, dtype: torch.dtype, codec: Codec | None) -> Decoder:
@@ -60,15 +62,15 @@ def in_dtype(name: str, dtype: torch.dtype, codec: Codec | None) -> Decoder:
 
 
 @each_maker
-@pytest.mark.parametrize("codec", [None, Int4(32)], ids=["dense", "INT4"])
-@pytest.mark.parametrize("name", NAMES)
-def test_log_probabilities_of_steps_are_those_of_training(name, codec, steps):
+@each_model
+def test_log_probabilities_of_steps_are_those_of_training(name, format, steps):
     """With adapters that train, float32: 1e-5 of a nat, and of the number where it is larger."""
+    codec = CODECS[format]
     model = small(name) if codec is None else packed(small(name), codec)
     model = adapted(model, "all-linear")
     walks = walked(model, steps, ROWS)
     log_p_N = of_training(model, walks)
-    assert any(parameter.requires_grad for parameter in model.parameters()) and len(log_p_N) == 270
+    assert any(parameter.requires_grad for parameter in model.parameters()) and len(log_p_N) == 288
     torch.testing.assert_close(of_steps(walks), log_p_N, rtol=1e-5, atol=1e-5)
 
 
@@ -88,16 +90,26 @@ def errors(planted: Decoder, name: str, codec: Codec | None, steps: Steps) -> tu
 
 
 @each_maker
-@pytest.mark.parametrize("codec", [None, Int4(32)], ids=["dense", "INT4"])
-@pytest.mark.parametrize("name", NAMES)
-def test_in_bfloat16_steps_are_not_further_from_float32_than_training_is(name, codec, steps):
-    step, training = errors(in_dtype(name, torch.bfloat16, codec), name, codec, steps)
+@each_model
+def test_in_bfloat16_steps_are_not_further_from_float32_than_training_is(name, format, steps):
+    model = in_dtype(name, torch.bfloat16, CODECS[format])
+    step, training = errors(model, name, CODECS[format], steps)
     assert training > 1e-4  # nats: it was computed in bf16
-    assert step <= 1.5 * training
+    assert step <= CLOSE * training
+
+
+@pytest.mark.nightly
+@each_cpu_maker
+@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("format", CODECS)
+def test_in_bfloat16_of_every_format_too(name, format, steps):
+    model = in_dtype(name, torch.bfloat16, CODECS[format])
+    step, training = errors(model, name, CODECS[format], steps)
+    assert step <= CLOSE * training
 
 
 @each_maker
-@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("name", NAMES[:2])
 def test_control_weights_rounded_once_more_are_further(name, steps):
     step, training = errors(in_dtype(name, torch.bfloat16, Fp8Scaled(COLUMN)), name, None, steps)
-    assert step > 1.5 * training
+    assert step > CLOSE * training
