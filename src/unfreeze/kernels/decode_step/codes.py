@@ -73,6 +73,13 @@ def merged(builder: ir.IRBuilder, even: Value, odd: Value) -> Value:
     return builder.shuffle_vector(even, odd, MIXED)
 
 
+def narrowed_twice(builder: ir.IRBuilder, first: Value, second: Value) -> Value:
+    """The bits of 16 float32 and 16 more as 32 bf16: to nearest, ties to even."""
+    kind = ir.VectorType(BFLOATS.element, CHUNK)
+    both = called(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, second, first)
+    return builder.bitcast(both, HALVES)
+
+
 def in_all(builder: ir.IRBuilder, value: Value) -> Value:
     """A float32 in each of 16 lanes."""
     nothing = ir.Constant(FLOATS, ir.Undefined)
@@ -144,14 +151,7 @@ class Row:
 
     def pairs(self, chunk: Value) -> Value:
         even, odd = self.floats(chunk)
-        both = called(
-            self.builder,
-            "llvm.x86.avx512bf16.cvtne2ps2bf16.512",
-            ir.VectorType(BFLOATS.element, CHUNK),
-            odd,
-            even,
-        )
-        halves = self.builder.bitcast(both, HALVES)
+        halves = narrowed_twice(self.builder, even, odd)
         return self.builder.bitcast(self.builder.shuffle_vector(halves, halves, MIXED), PAIRS)
 
     def _load(self, chunk: Value, kind: ir.Type) -> Value:
@@ -248,18 +248,17 @@ class Nvfp4(_Nibbles):
     """Two scales a chunk, of one byte; `table` has the factor that each stands for, float32 [256]."""
 
     def values(self, chunk: Value) -> list[Value]:
-        return [to_dtype(self.builder, value, self.rounds) for value in self._exact(chunk)]
+        if self.rounds != "bf16" or not cpu.loops_have("cpu-avx512-bf16"):
+            return [to_dtype(self.builder, value, self.rounds) for value in self._exact(chunk)]
+        # one instruction rounds both: 9.5 instead of 13 G weights/s
+        halves, parts = self.halves(chunk), (list(range(16)), list(range(16, CHUNK)))
+        words = [self.builder.shuffle_vector(halves, halves, ir.Constant(PAIRS, part)) for part in parts]
+        wide = [self.builder.shl(self.builder.zext(word, PAIRS), every(16)) for word in words]
+        return [self.builder.bitcast(word, FLOATS) for word in wide]
 
     def halves(self, chunk: Value) -> Value:
         first, second = self._exact(chunk)
-        both = called(
-            self.builder,
-            "llvm.x86.avx512bf16.cvtne2ps2bf16.512",
-            ir.VectorType(BFLOATS.element, CHUNK),
-            second,
-            first,
-        )
-        return self.builder.bitcast(both, HALVES)
+        return narrowed_twice(self.builder, first, second)
 
     def _index(self, low: Value) -> Value:
         both = self.builder.and_(super()._index(low), every(0x000F000F))
@@ -310,15 +309,28 @@ class _Bytes(Row):
 
 
 class Fp8(_Bytes):
+    """Scales are float32, already times 2^120."""
+
     def number(self, words: Value, shift: int) -> Value:
         up = self.builder.shl(words, every(shift))
         # a sign, then 4 bits of exponent and 3 of mantissa where float32 has their like
         moved = self.builder.and_(self.builder.ashr(up, every(4)), every(0x87F00000))
-        return self.builder.fmul(self.builder.bitcast(moved, FLOATS), constant(2.0**120))
+        return self.builder.bitcast(moved, FLOATS)
+
+    def pairs(self, chunk: Value) -> Value:
+        """In order from the start: a byte a word needs no shift to the right, halves no exchange."""
+        bytes_ = self._load(chunk, ir.VectorType(BYTE, CHUNK))
+        parts: list[Value] = []
+        for first in (0, 16):
+            lanes = ir.Constant(PAIRS, list(range(first, first + 16)))
+            words = self.builder.sext(self.builder.shuffle_vector(bytes_, bytes_, lanes), PAIRS)
+            moved = self.builder.and_(self.builder.shl(words, every(20)), every(0x87F00000))
+            parts.append(self.scaled(chunk, self.builder.bitcast(moved, FLOATS)))
+        return self.builder.bitcast(narrowed_twice(self.builder, *parts), PAIRS)
 
 
 class Mxfp8(Fp8):
-    """Scales are bytes; `table` has the factor that each stands for, float32 [256]."""
+    """Scales are bytes; `table` has the factor that each stands for, float32 [256], already times 2^120."""
 
     def factor(self, chunk: Value) -> Value:
         code = self.builder.zext(self._scale(chunk, 1, BYTE), I64)

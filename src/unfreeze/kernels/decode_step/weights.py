@@ -164,15 +164,26 @@ def _fp8(codec: Fp8 | Fp8Scaled, parts: Sequence[Parts], pairs: bool) -> Weight:
     for one in parts:
         scales = one[codec.scale]
         rounds = ROUNDS[scales.dtype]
-        # a scale per 16,384 weights, or per row: float32 costs nothing
-        wide = scales.float().reshape(E, -(-O // rows), -1)
+        # a scale per 16,384 weights, or per row: a copy costs nothing
+        wide = _moved(scales.float()).reshape(E, -(-O // rows), -1)
         each.append(Located(one["weight"], wide, rows))
     return _described(f"fp8{rounds}", O, _power(columns, K, codec.name), each, pairs)
 
 
+def _moved(scales: Tensor) -> Tensor:
+    """The scales of e4m3 as codes.py takes them. Raises CannotRecord if they leave the range of float32."""
+    moved = scales * 2.0**120
+    if bool(scales.isfinite().logical_and(moved.isinf()).any()):
+        raise CannotRecord("FP8 with scales of 256 and more")
+    return moved
+
+
 def _mxfp8(codec: Mxfp8, parts: Sequence[Parts], pairs: bool) -> Weight:
     O = parts[0]["weight"].shape[1]
-    each = [Located(one["weight"], one["weight_scale"], table=powers()) for one in parts]
+    for one in parts:
+        _moved(powers()[int(one["weight_scale"].view(torch.uint8).amax())])
+    table = powers() * 2.0**120
+    each = [Located(one["weight"], one["weight_scale"], table=table) for one in parts]
     return _described("mxfp8", O, 0, each, pairs)
 
 
