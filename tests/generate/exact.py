@@ -30,9 +30,12 @@ from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.quant.codec import Codec
 
 # a line per maker of steps on a CPU: every test of the files test_exact_*.py runs with each of them
-STEPS: dict[str, Steps] = {"launched": launched, "recorded": Recorded}
-NIGHTLY_STEPS: dict[str, Steps] = {"within a width": partial(Replayed, impl="reference")}
-"""CUDA's steps, launched here; tests/generate/test_steps.py has a smaller test of them."""
+STEPS: dict[str, Steps] = {"recorded": Recorded}
+NIGHTLY_STEPS: dict[str, Steps] = {
+    "launched": launched,
+    "within a width": partial(Replayed, impl="reference"),
+}
+"""Steps of streamed or split weights, and CUDA's, launched here. test_steps.py has smaller tests of both."""
 
 _STEPS = [pytest.param(maker, id=name) for name, maker in STEPS.items()]
 _NIGHTLY = [pytest.param(maker, id=name, marks=pytest.mark.nightly) for name, maker in NIGHTLY_STEPS.items()]
@@ -197,6 +200,8 @@ def walked(model: Decoder, steps: Steps, rows: Sequence[Row], spare: int = 0) ->
         logits_SV = step([walks[row].tokens[-1] for row in running])
         for row, logits in zip(running, logits_SV, strict=True):
             walks[row].logits.append(logits.clone())  # a maker may use its buffer again
+    # what a plan and the engine count with
+    assert cache.nbytes == cache.rows * cache.capacity * model.cache_bytes()
     return walks
 
 

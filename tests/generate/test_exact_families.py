@@ -17,7 +17,6 @@ from exact import (
     HERE,
     RECENT,
     SEEN,
-    STEPS,
     WIDE,
     Row,
     apart,
@@ -32,6 +31,7 @@ from exact import (
 from family_cases import CASES
 
 from unfreeze import models
+from unfreeze.generate.steps import launched
 from unfreeze.models.blocks.passes import Cache
 
 # one row goes its own greedy way for 256 steps; beside it random tokens, gone after 192 and 128
@@ -159,7 +159,7 @@ def test_control_rows_swapped_where_one_leaves_are_seen(name, steps, monkeypatch
 
 def test_control_a_token_that_is_not_the_likeliest_is_seen():
     _, model = family("qwen3")
-    (walk,) = walked(model, STEPS["launched"], [Row([5], 8)])
+    (walk,) = walked(model, launched, [Row([5], 8)])
     (wanted,) = uncached(model, [walk])
     assert greedy_tokens(walk, wanted)
     walk.tokens[4] += 1

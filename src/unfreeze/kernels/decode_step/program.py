@@ -266,6 +266,20 @@ class Program:
         )
         return out
 
+    def dots(self, x: Row, weight: Tensor) -> Row:
+        """W x in float32 throughout: x is not rounded, whatever the arithmetic of the other products."""
+        W, (O, K) = self.weight(weight), weight.shape
+        if W.kind < 0:
+            raise CannotRecord("packed")
+        self._holds.append(W)
+        out = self.row(O)
+        # products of no number, and W as the adapter's second matrix: its input is float32 in order
+        arguments = [*W.arguments, 0, O, x.packed.data_ptr(), self.packed_stride(x), out.address, out.stride]
+        thin = [x.address, x.stride, K, W.codes, W.kind]
+        jobs = -(-O // LINEAR_ROWS)
+        self.add(ops.linear, jobs, False, [*arguments, 0, 0, 0, *thin], [1.0, 1.0], reads=[x], writes=[out])
+        return out
+
     def activate(self, gate: Row, up: Row | None, kind: int, alpha: float = 0.0, limit: float = 0.0) -> Row:
         """act(gate, up); gate may be twice as wide and hold both, gate first."""
         width = gate.width
