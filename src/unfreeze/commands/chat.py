@@ -130,7 +130,7 @@ CUT = {
 class Speed:
     """Times of an answer in seconds: of the question, and of each token."""
 
-    asked: float
+    begin: float
     tokens: list[float] = field(default_factory=list)
 
     def words(self) -> str:
@@ -139,7 +139,7 @@ class Speed:
             return "no tokens"
         first, last, count = self.tokens[0], self.tokens[-1], len(self.tokens)
         then = f", then {(count - 1) / (last - first):,.1f} tokens/s" if last > first else ""
-        return f"{count} token{'s' * (count > 1)}, the first after {first - self.asked:.2f} s{then}"
+        return f"{count} token{'s' * (count > 1)}, the first after {first - self.begin:.2f} s{then}"
 
 
 @dataclass
