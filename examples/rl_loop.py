@@ -97,15 +97,15 @@ class Rollouts:
     def __next__(self) -> tuple[list[Batch], Cursor]:
         config, draw = self.config, torch.Generator().manual_seed(number(self.config.seed, self.step))
         chosen = torch.randperm(len(self.prompt_ids), generator=draw)[: config.prompts].tolist()
-        asked = [self.prompt_ids[i] for i in chosen]
+        questions = [self.prompt_ids[i] for i in chosen]
 
         # Sample: the engine keeps nothing between calls, so it always answers with the current weights.
         # The G answers to a prompt share its prefill.
         seed = number(config.seed, self.step, 1)
         sampling = Sampling(config.max_new_tokens, temperature=1.0, seed=seed, n=config.answers)
         with self.engine.model.looking():
-            done = self.engine.generate(asked, sampling)
-        prompts = [prompt for prompt in asked for _ in range(config.answers)]
+            done = self.engine.generate(questions, sampling)
+        prompts = [prompt for prompt in questions for _ in range(config.answers)]
 
         # Reward, and the advantage within each group; a group whose answers are all alike teaches nothing.
         rewards_PG = torch.tensor([float(self.reward(each.text)) for each in done]).view(-1, config.answers)

@@ -101,6 +101,34 @@ def test_while_the_user_types_the_model_warms_up_and_the_first_answer_waits_for_
     assert "1 messages, seed 0" in said.out and "no kernel" not in said.err
 
 
+class Compiling:
+    """A thread that compiles until its second join."""
+
+    def __init__(self, error=None):
+        self.joins, self.error = [], error
+
+    def join(self, timeout=None):
+        self.joins.append(timeout)
+        if self.error and timeout is None:
+            raise self.error
+
+    def is_alive(self):
+        return self.joins[-1] is not None
+
+
+def test_leaving_waits_for_kernels_that_are_being_compiled_and_ctrl_c_does_not(monkeypatch, capsys):
+    threads, codes = [Compiling(), Compiling(KeyboardInterrupt())], []
+    monkeypatch.setattr("os._exit", codes.append)
+    for thread in threads:
+        talk = chat.Dialogue(Echo(), {}, io.StringIO())
+        talk.warming = thread
+        chat.leave(talk)
+    assert [thread.joins for thread in threads] == [[chat.PATIENCE, None]] * 2 and codes == [130]
+    assert capsys.readouterr().err.count("compiled, once on this machine; Ctrl-C leaves now") == 2
+    chat.leave(chat.Dialogue(Echo(), {}, io.StringIO()))
+    assert capsys.readouterr().err == ""
+
+
 def test_a_warm_model_chooses_no_kernel_for_a_step(monkeypatch):
     """Control arm: a model that is not warm does."""
     from unfreeze.kernels.choice import choose

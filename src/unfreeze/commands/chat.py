@@ -84,6 +84,7 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             print(obey(talk, line), file=sys.stderr)
         elif line:
             talk.ask(line)
+    leave(talk)
     return {"messages": talk.messages}
 
 
@@ -100,6 +101,23 @@ def warming(model: Model) -> Thread:
     thread = Thread(target=warm_up)
     thread.start()
     return thread
+
+
+def leave(talk: Dialogue) -> None:
+    """Wait for a model that is still warming up: a thread that compiles cannot be ended.
+
+    Compiling takes some 20 s, once on a machine. Ctrl-C ends the process at once.
+    """
+    if talk.warming is None:
+        return
+    try:
+        talk.warming.join(PATIENCE)
+        if talk.warming.is_alive():
+            print("(kernels are being compiled, once on this machine; Ctrl-C leaves now)", file=sys.stderr)
+        talk.warming.join()
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        os._exit(130)
 
 
 def model_name(source: str) -> str:
@@ -119,6 +137,7 @@ def _read(talk: TextIO) -> str | None:
     return line.strip() if line else None
 
 
+PATIENCE = 1.0  # seconds until it is said what leaving waits for
 CUT = {
     "length": "--max-new-tokens allows no more",
     "window": "the model has no position left; /reset forgets the conversation",
@@ -130,7 +149,7 @@ CUT = {
 class Speed:
     """Times of an answer in seconds: of the question, and of each token."""
 
-    asked: float
+    begin: float
     tokens: list[float] = field(default_factory=list)
 
     def words(self) -> str:
@@ -139,7 +158,7 @@ class Speed:
             return "no tokens"
         first, last, count = self.tokens[0], self.tokens[-1], len(self.tokens)
         then = f", then {(count - 1) / (last - first):,.1f} tokens/s" if last > first else ""
-        return f"{count} token{'s' * (count > 1)}, the first after {first - self.asked:.2f} s{then}"
+        return f"{count} token{'s' * (count > 1)}, the first after {first - self.begin:.2f} s{then}"
 
 
 @dataclass
@@ -176,6 +195,11 @@ class Dialogue:
         """Forget the turns; the system prompt stays."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
+    def wait(self) -> None:
+        """Wait until the model is warm: one pass at a time."""
+        if self.warming is not None:
+            self.warming.join()
+
     def ask(self, question: str) -> None:
         """Add a question, then answer it."""
         self.messages.append({"role": "user", "content": question})
@@ -188,8 +212,7 @@ class Dialogue:
         """
         answer, last, self.speed = "", None, Speed(time.perf_counter())
         try:
-            if self.warming is not None:
-                self.warming.join()
+            self.wait()
             for last in self.model.stream_chat_pieces(self.messages, **self.settings):
                 self.speed.tokens.append(time.perf_counter())
                 answer += last.text
@@ -225,6 +248,7 @@ def _use(talk: Dialogue, text: str) -> str:
         return "there are no adapters here"
     if not text:
         return f"({_adapters(talk.switch)})"
+    talk.wait()
     try:
         talk.switch.use(text)
     except UserError as error:

@@ -49,8 +49,8 @@ def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampli
     to unused rows.
     Errors as in Engine.generate.
     """
-    asked = [prompt for prompt in prompts for _ in range(sampling.n)]
-    return gap_of_answers(engine, asked, engine.generate(prompts, sampling))
+    repeated = [prompt for prompt in prompts for _ in range(sampling.n)]
+    return gap_of_answers(engine, repeated, engine.generate(prompts, sampling))
 
 
 def gap_of_answers(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> Gap:

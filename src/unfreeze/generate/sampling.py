@@ -138,7 +138,7 @@ def choose(logits_SV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
         best_S, ids_S = logits_SV.max(-1)
         finite, kept_SV = bool(best_S.isfinite().all()), logits_SV
     else:
-        finite = bool(logits_SV.isfinite().all())
+        finite = bool(logits_SV.sum(-1).isfinite().all())  # NaN or infinity in a row is one in its sum
         scaled_SV = logits_SV if sampling.temperature == 1 else logits_SV.float() / sampling.temperature
         kept_SV = keep_likely(scaled_SV, sampling.top_k, sampling.top_p)
         ids_S = draw(kept_SV, torch.tensor(uniforms, dtype=torch.float64).to(logits_SV.device))

@@ -90,8 +90,8 @@ class OnPolicy:
             sampling = Sampling(
                 temperature=self.temperature, seeds=tuple(number(self.seed, step, place, i) for i in together)
             )
-            asked = [requests[i][0] for i in together]
-            done = engine.generate(asked, sampling, limits=rooms, max_rows=len(batch.lengths()))
+            questions = [requests[i][0] for i in together]
+            done = engine.generate(questions, sampling, limits=rooms, max_rows=len(batch.lengths()))
             for i, answer in zip(together, done, strict=True):
                 answers[i] = answer.tokens
         return answers
