@@ -81,7 +81,7 @@ def _pointer(kind: types.Type):
 
 
 _floats, _words, _integers = _pointer(types.float32), _pointer(types.uint16), _pointer(types.int64)
-_octets = _pointer(types.uint8)
+_octets, _ints = _pointer(types.uint8), _pointer(types.uint32)
 
 
 @inlined
@@ -100,6 +100,12 @@ def words(address, size):
 def octets(address, size):
     """The `size` bytes at an address."""
     return carray(_octets(np.int64(address)), (size,))
+
+
+@inlined
+def ints(address, size):
+    """The `size` uint32 at an address."""
+    return carray(_ints(np.int64(address)), (size,))
 
 
 @inlined

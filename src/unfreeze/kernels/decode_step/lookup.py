@@ -44,3 +44,9 @@ def mxfp4_values(pairs: bool) -> Tensor:
 def powers() -> Tensor:
     """float32 [256]: the factor of each exponent of one byte (quant/mxfp4.py)."""
     return powers_of_two(torch.arange(256, dtype=torch.uint8)).float()
+
+
+@functools.cache
+def float32_of(dtype: torch.dtype) -> Tensor:
+    """float32 [65,536], 256 KiB: the number that each 16 bits are in that dtype."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype).float()

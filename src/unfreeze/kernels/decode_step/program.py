@@ -21,9 +21,10 @@ from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.decode_step import ops, team
 from unfreeze.kernels.decode_step.atomic import ARGUMENTS
 from unfreeze.kernels.decode_step.codes import CHUNK
+from unfreeze.kernels.decode_step.formats import packed_weight
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
 from unfreeze.kernels.decode_step.pointer import Callee
-from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight, packed_weight
+from unfreeze.kernels.decode_step.weights import DENSE, CannotRecord, Weight, dense_weight
 from unfreeze.kernels.loops.bf16_cpu import available
 from unfreeze.kernels.loops.cores import in_runs
 from unfreeze.quant.codec import Packed

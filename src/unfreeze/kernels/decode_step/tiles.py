@@ -78,17 +78,18 @@ def tile(kind: str) -> Callee:
             return
         # the weights themselves, chunk by chunk; of the last one nothing is read beyond the row
         part, last = np.empty(CHUNK, np.float32), np.empty(5 * CHUNK, np.uint8)
-        ends, end_scales = last.ctypes.data, last[4 * CHUNK :].ctypes.data
         for i in range(num_rows):
             row, scale = codes + i * stride, scales + i * scale_stride
             for chunk in range(whole if n == 0 else 0):
                 to = out + 4 * (i * width + chunk * CHUNK)
                 weights(kind, like, row, scale, table, group, chunk, to)
             if rest:
+                # taken here: such an array lives as long as the loop that takes its address
+                ends = last.ctypes.data
                 _copy(row + whole * size, (rest * size + CHUNK - 1) // CHUNK, ends, size)
                 if two_scales:
-                    _copy(scale + whole * 2, (rest + 15) // 16, end_scales, 2)
-                    scale = end_scales - whole * 2
+                    _copy(scale + whole * 2, (rest + 15) // 16, ends + 4 * CHUNK, 2)
+                    scale = ends + 4 * CHUNK - whole * 2
                 weights(kind, like, ends - whole * size, scale, table, group, whole, part.ctypes.data)
                 if n:
                     _add_rest(like, part, i, num_rows, whole * CHUNK, width, xs, n, out)

@@ -1,11 +1,8 @@
-"""Matrices as the operations of a step read them: which products (tiles.py), which addresses, per format.
-
-O outputs, K inputs, E experts.
-"""
+"""Matrices as the operations of a step read them: addresses of their products, and of what these read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +11,11 @@ import torch
 from torch import Tensor
 
 from unfreeze.core import cpu
-from unfreeze.kernels.decode_step import tiles
-from unfreeze.kernels.decode_step.codes import CHUNK
+from unfreeze.kernels.decode_step import affine, tiles
 from unfreeze.kernels.decode_step.dots import BF16, FLOAT32
 from unfreeze.kernels.decode_step.located import PART, located
-from unfreeze.kernels.decode_step.lookup import int4_values, mxfp4_values, powers
-from unfreeze.quant.codec import Packed
-from unfreeze.quant.fp8 import Fp8
-from unfreeze.quant.fp8_scaled import Fp8Scaled
-from unfreeze.quant.halves import Halves
-from unfreeze.quant.int4 import Int4
-from unfreeze.quant.mxfp4 import Mxfp4
-from unfreeze.quant.mxfp8 import Mxfp8
-from unfreeze.quant.nvfp4 import Nvfp4
 
 DENSE = {torch.float32: (FLOAT32, tiles.float32), torch.bfloat16: (BF16, tiles.bf16)}
-ONE_SCALE = 40  # chunks of a scale as a power of two: more than any row has
-ROUNDS = {torch.float32: "", torch.float8_e8m0fnu: "", torch.bfloat16: " bf16", torch.float16: " f16"}
-"""Dtype of the scales -> what it adds to the name of a kind. Powers of two change no digit of a code."""
 
 
 class CannotRecord(Exception):
@@ -69,19 +53,6 @@ def dense_weight(weight: Tensor, pairs: bool) -> Weight:
     return Weight(tile.address(pairs), kind, weight.data_ptr(), stride, holds=weight.detach())
 
 
-def packed_weight(weight: Packed, pairs: bool) -> Weight:
-    """Codes, read in place. Raises CannotRecord for a format, or sizes of it, that no products read."""
-    parts = {name: part if len(weight.shape) == 3 else part[None] for name, part in weight.parts.items()}
-    if any(part.device.type != "cpu" or not part.is_contiguous() for part in parts.values()):
-        raise CannotRecord(f"{weight.codec.name} that is not contiguous on a CPU")
-    codec = weight.codec.codec if isinstance(weight.codec, Halves) else weight.codec
-    each = [parts for _, parts in weight.codec.each(parts)] if isinstance(weight.codec, Halves) else [parts]
-    read = FORMATS.get(type(codec))
-    if read is None:
-        raise CannotRecord(codec.name)
-    return read(codec, each, pairs)
-
-
 @dataclass
 class Located:
     """One part of a stack for located.py: views of memory, [E, rows, bytes] and [E, rows of scales, …]."""
@@ -110,106 +81,99 @@ def _strides(tensor: Tensor) -> list[int]:
     return [tensor.data_ptr(), *steps]
 
 
-def _described(kind: str, rows: int, group: int, parts: Sequence[Located], pairs: bool) -> Weight:
-    """The weight as located.py finds it. group: chunks of a scale as a power of two."""
+def _tile(kind: str, pairs: bool) -> int:
+    """Address of the products of that kind. Raises CannotRecord without the instructions it needs."""
     if pairs:
         kind = kind.removesuffix(" bf16")  # its weights are rounded to bf16 in any case
     if kind.endswith(" f16") and not cpu.loops_have("cpu-avx2"):
         raise CannotRecord("float16 without its instructions")
-    head = [tiles.tile(kind).address(pairs), rows, len(parts), group]
+    return tiles.tile(kind).address(pairs)
+
+
+def located_weight(kind: str, rows: int, group: int, parts: Sequence[Located], pairs: bool) -> Weight:
+    """The weight as located.py finds it. group: chunks of a scale as a power of two."""
+    head = [_tile(kind, pairs), rows, len(parts), group]
     numbers = np.array(head + [number for part in parts for number in part.numbers] + [0] * PART, np.int64)
     return Weight(located.address(pairs), -1, 0, 1, table=numbers.ctypes.data, holds=(numbers, parts))
 
 
-def _power(columns: int, width: int, what: str) -> int:
-    """Chunks of a scale for `columns` columns, as a power of two. Raises CannotRecord."""
-    chunks, rest = divmod(columns, CHUNK)
-    if columns >= width:
-        return ONE_SCALE
-    if rest or chunks & (chunks - 1):
-        raise CannotRecord(f"{what} in groups of {columns}")
-    return chunks.bit_length() - 1
+@dataclass
+class Gathered:
+    """One part of a stack for affine.py. [E, …] each; strides are those of one matrix.
+
+    codes as they lie; scales [E, O, G] and zeros [E, words of rows, G], any strides; numbers [16] or [E, 16]
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    numbers: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def addresses(self) -> list[int]:
+        found = _strides(self.codes)
+        for tensor in (self.scales, self.zeros):
+            found += [0] * 4 if tensor is None else [*_strides(tensor), _step(tensor, 2)]
+        for tensor in (self.numbers, self.order):
+            if tensor is None:
+                found += [0, 0]
+            else:
+                found += [tensor.data_ptr(), 0 if tensor.dim() == 1 else _step(tensor, 0)]
+        return found
 
 
-Parts = dict[str, Tensor]
+@dataclass
+class Blocks(Gathered):
+    """The same of bitsandbytes: scales [E, 1, blocks], zeros the scales of these, order their offset.
+
+    codes_of_scales [E, 256]: what their codes stand for.
+    """
+
+    codes_of_scales: Tensor | None = None
+
+    @property
+    def addresses(self) -> list[int]:
+        found, wide = super().addresses, self.codes_of_scales
+        if wide is not None:
+            found[9:11] = [wide.data_ptr(), _step(wide, 0)]
+        return found
 
 
-def _int4(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weight:
-    codes, scales = (parts[0][suffix] for suffix in codec.suffixes[:2])
-    (_, O, groups), K = scales.shape, scales.shape[-1] * codec.group_size
-    if scales.dtype != torch.bfloat16 or K % CHUNK:
-        raise CannotRecord(codec.name)
-    values, group = torch.from_numpy(int4_values(pairs)).flatten(), _power(codec.group_size, K, codec.name)
-    if len(parts) > 1:
-        each = [Located(one["weight_packed"], one["weight_scale"], table=values) for one in parts]
-        return _described("int4", O, group, each, pairs)
-    # no row has to be found: all of the stack lie behind each other
-    return Weight(
-        tiles.int4.address(pairs),
-        -1,
-        codes.data_ptr(),
-        K // 2,
-        scales.data_ptr(),
-        2 * groups,
-        values.data_ptr(),
-        group,
-        holds=(codes, scales, values),
-    )
+def _step(tensor: Tensor, dim: int) -> int:
+    """Bytes between neighbours in a dimension; 0 for one of size 1."""
+    return tensor.stride(dim) * tensor.element_size() if tensor.shape[dim] > 1 else 0
 
 
-def _fp8(codec: Fp8 | Fp8Scaled, parts: Sequence[Parts], pairs: bool) -> Weight:
-    each, rounds = [], ""
-    E, O, K = parts[0]["weight"].shape
-    rows, columns = codec.block if isinstance(codec, Fp8) else (1 if "out" in codec.scales else O, K)
-    for one in parts:
-        scales = one[codec.scale]
-        rounds = ROUNDS[scales.dtype]
-        # a scale per 16,384 weights, or per row: a copy costs nothing
-        wide = _moved(scales.float()).reshape(E, -(-O // rows), -1)
-        each.append(Located(one["weight"], wide, rows))
-    return _described(f"fp8{rounds}", O, _power(columns, K, codec.name), each, pairs)
+@dataclass
+class Affine:
+    """The HEAD of affine.py's description, without what follows from the parts."""
 
+    kind: str
+    rows: int
+    group: int
+    layout: int
+    bits: int
+    groups: int
+    zero_bits: int = 0
+    zero: int = 0
+    one: int = 0
+    wide: Tensor | None = None
+    scale_size: int = 4
 
-def _moved(scales: Tensor) -> Tensor:
-    """The scales of e4m3 as codes.py takes them. Raises CannotRecord if they leave the range of float32."""
-    moved = scales * 2.0**120
-    if bool(scales.isfinite().logical_and(moved.isinf()).any()):
-        raise CannotRecord("FP8 with scales of 256 and more")
-    return moved
-
-
-def _mxfp8(codec: Mxfp8, parts: Sequence[Parts], pairs: bool) -> Weight:
-    O = parts[0]["weight"].shape[1]
-    for one in parts:
-        _moved(powers()[int(one["weight_scale"].view(torch.uint8).amax())])
-    table = powers() * 2.0**120
-    each = [Located(one["weight"], one["weight_scale"], table=table) for one in parts]
-    return _described("mxfp8", O, 0, each, pairs)
-
-
-def _mxfp4(codec: Mxfp4, parts: Sequence[Parts], pairs: bool) -> Weight:
-    codes, scales = codec.suffixes
-    O = parts[0][codes].shape[1]
-    each = [Located(one[codes], one[scales], table=mxfp4_values(pairs)) for one in parts]
-    return _described("mxfp4", O, 0, each, pairs)
-
-
-def _nvfp4(codec: Nvfp4, parts: Sequence[Parts], pairs: bool) -> Weight:
-    codes, scales, whole = codec.suffixes
-    E, O, _ = parts[0][codes].shape
-    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    each = [
-        Located(one[codes], one[scales], table=codec.effective(every, one[whole].reshape(E, 1)))
-        for one in parts
-    ]
-    return _described("nvfp4 bf16" if codec.names.divides else "nvfp4", O, 0, each, pairs)
-
-
-FORMATS: dict[type, Callable[[Any, Sequence[Parts], bool], Weight]] = {
-    Int4: _int4,
-    Fp8: _fp8,
-    Fp8Scaled: _fp8,
-    Mxfp8: _mxfp8,
-    Mxfp4: _mxfp4,
-    Nvfp4: _nvfp4,
-}
+    def weight(self, parts: Sequence[Gathered], pairs: bool) -> Weight:
+        address = _tile(self.kind, pairs)
+        wide = 0 if self.wide is None else self.wide.data_ptr()
+        numbers = [address, self.rows, len(parts), self.group, self.layout, self.bits, self.groups]
+        numbers += [self.scale_size, wide, self.zero_bits, self.zero, self.one]
+        for part in parts:
+            numbers += part.addresses
+        description = np.array(numbers + [0] * affine.PART, np.int64)
+        return Weight(
+            affine.affine.address(pairs),
+            -1,
+            0,
+            1,
+            table=description.ctypes.data,
+            holds=(description, parts, self),
+        )
