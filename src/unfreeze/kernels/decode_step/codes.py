@@ -1,4 +1,4 @@
-"""How weights of each format become numbers in registers, 32 at a time (a chunk). LLVM IR, for dots.py.
+"""Weights of each format become numbers in registers, 32 at a time (a chunk). LLVM IR, for dots.py.
 
 A class per kind of codes, with an instance per row. `floats` gives the even and the odd elements of a chunk
 as float32, rounded as the format says; `pairs` 16 words of two neighbouring elements, rounded to bf16 as in a
@@ -158,7 +158,7 @@ class Row:
         return load(self.builder, at(self.builder, self.codes, chunk, self.size), kind)
 
     def _scale(self, chunk: Value, size: int, kind: ir.Type = F32, offset: int = 0) -> Value:
-        """What stands at `offset` in the `size` bytes of a chunk's scale."""
+        """The number at `offset` in the `size` bytes of a chunk's scale."""
         where = at(self.builder, self.scales, self.builder.lshr(chunk, self.group), size)
         return load(self.builder, self.builder.add(where, I64(offset)), kind)
 

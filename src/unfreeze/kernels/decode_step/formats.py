@@ -168,9 +168,9 @@ def _int4_of_any_scale(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weig
     scales = [one["weight_scale"] for one in parts]
     O, K = scales[0].shape[1], scales[0].shape[2] * codec.group_size
     numbers = _sixteen()
-    found = _affine("affine4", O, K, codec.group_size, scales[0], layout=affine.ROWS, bits=4, zero=OFFSET)
+    form = _affine("affine4", O, K, codec.group_size, scales[0], layout=affine.ROWS, bits=4, zero=OFFSET)
     each = [Gathered(one["weight_packed"], one["weight_scale"], numbers=numbers) for one in parts]
-    return found.weight(each, pairs)
+    return form.weight(each, pairs)
 
 
 def _integers(codec: Integers, parts: Sequence[Parts], pairs: bool) -> Weight:
@@ -187,7 +187,7 @@ def _integers(codec: Integers, parts: Sequence[Parts], pairs: bool) -> Weight:
         if zeros is not None and codec.group == MATRIX:
             zeros = zeros.reshape(E, 1, 1).expand(E, O, 1)
         each.append(Gathered(one[codec.codes], scales, zeros, _sixteen()))
-    found = _affine(
+    form = _affine(
         kind,
         O,
         K,
@@ -198,7 +198,7 @@ def _integers(codec: Integers, parts: Sequence[Parts], pairs: bool) -> Weight:
         zero_bits=0 if not codec.zeros else codec.bits if codec.packed else affine.INT8,
         zero=1 << (codec.bits - 1) if codec.packed else 0,
     )
-    return found.weight(each, pairs)
+    return form.weight(each, pairs)
 
 
 def _gptq(codec: Gptq, parts: Sequence[Parts], pairs: bool) -> Weight:
@@ -209,7 +209,7 @@ def _gptq(codec: Gptq, parts: Sequence[Parts], pairs: bool) -> Weight:
         scales, zeros = one["scales"].mT, one["qzeros"].mT
         order = _sorted(one["g_idx"], size) if codec.indexed else None
         each.append(Gathered(one["qweight"], scales, zeros, _sixteen(), order))
-    found = _affine(
+    form = _affine(
         f"affine{max(4, codec.bits)}",
         O,
         K,
@@ -220,7 +220,7 @@ def _gptq(codec: Gptq, parts: Sequence[Parts], pairs: bool) -> Weight:
         zero_bits=codec.bits,
         one=ONES[codec.bits] if codec.minus_one else 0,
     )
-    return found.weight(each, pairs)
+    return form.weight(each, pairs)
 
 
 def _sorted(groups: Tensor, size: int) -> Tensor | None:
@@ -239,8 +239,8 @@ def _awq(codec: Awq, parts: Sequence[Parts], pairs: bool) -> Weight:
     _, O, K = Packed(codec, parts[0]).shape
     size = K if codec.group_size == WHOLE_COLUMN else codec.group_size
     each = [Gathered(one["qweight"], one["scales"].mT, one["qzeros"].mT, _sixteen()) for one in parts]
-    found = _affine("affine4", O, K, size, each[0].scales, layout=affine.AWQ, bits=4, zero_bits=4)
-    return found.weight(each, pairs)
+    form = _affine("affine4", O, K, size, each[0].scales, layout=affine.AWQ, bits=4, zero_bits=4)
+    return form.weight(each, pairs)
 
 
 def _bits4(codec: Bits4, parts: Sequence[Parts], pairs: bool) -> Weight:
@@ -248,7 +248,7 @@ def _bits4(codec: Bits4, parts: Sequence[Parts], pairs: bool) -> Weight:
     if K % CHUNK:
         raise CannotRecord("blocks that end inside of 32 columns")
     rounds = {"BF16": " bf16", "F16": " f16", "F32": ""}[codec.dtype]
-    found = Affine(
+    form = Affine(
         f"upper4{rounds}",
         O,
         0,
@@ -270,7 +270,7 @@ def _bits4(codec: Bits4, parts: Sequence[Parts], pairs: bool) -> Weight:
         )
         for one in parts
     ]
-    return found.weight(each, pairs)
+    return form.weight(each, pairs)
 
 
 FORMATS: dict[type, Callable[[Any, Sequence[Parts], bool], Weight]] = {

@@ -63,7 +63,7 @@ class Row:
 
 
 class Heads(NamedTuple):
-    """Of an attention: query heads, groups of them that share a key head, widths of a key and a value."""
+    """Sizes of an attention: query heads, groups that share a key head, widths of a key and a value."""
 
     queries: int
     groups: int

@@ -112,15 +112,15 @@ class Gathered:
 
     @property
     def addresses(self) -> list[int]:
-        found = _strides(self.codes)
+        numbers = _strides(self.codes)
         for tensor in (self.scales, self.zeros):
-            found += [0] * 4 if tensor is None else [*_strides(tensor), _step(tensor, 2)]
+            numbers += [0] * 4 if tensor is None else [*_strides(tensor), _step(tensor, 2)]
         for tensor in (self.numbers, self.order):
             if tensor is None:
-                found += [0, 0]
+                numbers += [0, 0]
             else:
-                found += [tensor.data_ptr(), 0 if tensor.dim() == 1 else _step(tensor, 0)]
-        return found
+                numbers += [tensor.data_ptr(), 0 if tensor.dim() == 1 else _step(tensor, 0)]
+        return numbers
 
 
 @dataclass
@@ -134,10 +134,10 @@ class Blocks(Gathered):
 
     @property
     def addresses(self) -> list[int]:
-        found, wide = super().addresses, self.codes_of_scales
+        numbers, wide = super().addresses, self.codes_of_scales
         if wide is not None:
-            found[9:11] = [wide.data_ptr(), _step(wide, 0)]
-        return found
+            numbers[9:11] = [wide.data_ptr(), _step(wide, 0)]
+        return numbers
 
 
 def _step(tensor: Tensor, dim: int) -> int:
