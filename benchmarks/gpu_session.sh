@@ -98,5 +98,5 @@ part qwen3 600 bash -c 'model qwen3-30b-a3b-int4 qwen3-30b-a3b-bf16'
 part llama 420 bash -c 'model llama-3.1-8b'
 part moe 420 bash -c 'bench moe --device cuda'
 # steps launched from the host beside steps replayed as CUDA graphs, and "unfreeze" by the records that part kernels has just made
-part decode 420 bash -c 'bench decode --device cuda --sides unfreeze unfreeze-launched unfreeze-graphs transformers'
+part decode 420 bash -c 'bench decode --device cuda --models moe --cases 1x64 16x64 1x512 --compile-seconds 0 --sides unfreeze unfreeze-launched unfreeze-graphs transformers'
 finish

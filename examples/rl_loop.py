@@ -20,7 +20,6 @@ T tokens of a micro-batch, N of them sampled; D model width.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ import unfreeze
 from unfreeze import models
 from unfreeze.adapters import LoraConfig, attach
 from unfreeze.core.batch import Batch, Loss
+from unfreeze.core.draws import number
 from unfreeze.data import Cursor, Example, encode_chat, pack
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
@@ -97,12 +97,15 @@ class Rollouts:
     def __next__(self) -> tuple[list[Batch], Cursor]:
         config, draw = self.config, torch.Generator().manual_seed(number(self.config.seed, self.step))
         chosen = torch.randperm(len(self.prompt_ids), generator=draw)[: config.prompts].tolist()
-        prompts = [self.prompt_ids[i] for i in chosen for _ in range(config.answers)]
+        questions = [self.prompt_ids[i] for i in chosen]
 
         # Sample: the engine keeps nothing between calls, so it always answers with the current weights.
-        sampling = Sampling(config.max_new_tokens, temperature=1.0, seed=number(config.seed, self.step, 1))
+        # The G answers to a prompt share its prefill.
+        seed = number(config.seed, self.step, 1)
+        sampling = Sampling(config.max_new_tokens, temperature=1.0, seed=seed, n=config.answers)
         with self.engine.model.looking():
-            done = self.engine.generate(prompts, sampling)
+            done = self.engine.generate(questions, sampling)
+        prompts = [prompt for prompt in questions for _ in range(config.answers)]
 
         # Reward, and the advantage within each group; a group whose answers are all alike teaches nothing.
         rewards_PG = torch.tensor([float(self.reward(each.text)) for each in done]).view(-1, config.answers)
@@ -132,11 +135,6 @@ def policy_gradient(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Loss
     advantages_N = batch.extras["advantage"].index_select(0, batch.supervised())
     total, log_p_N = weighted_log_p(hidden_TD, lm_head, batch, advantages_N)
     return Loss(sum=-total, count=batch.weights_T.sum(), metrics={"entropy": -log_p_N.sum()})
-
-
-def number(*parts: int) -> int:
-    """63 bits that depend on all parts, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def main(config: Config, reward: Reward = answer_first) -> list[float]:

@@ -125,12 +125,14 @@ def test_a_way_around_the_joint_is_seen():
 
 
 MOST_LINES, MOST_ARGUMENTS = 100, 10
-COMPILED = {"jit", "Kernel", "serial"}  # of Triton and Numba: pointers, strides and sizes are their arguments
+# of Triton and Numba: pointers, strides and sizes are their arguments
+COMPILED = {"jit", "Kernel", "serial", "inner", "Callee", "instruction", "instruction_of_kind"}
 LONG = {
     "job/data.py:encode": "the trip of the rows in one place, with the three things that are said meanwhile",
     "data/store/dataset.py:encode_files": "what of a run's [data] decides the tokens, each by name",
     "data/store/streamed.py:streamed_files": "the same as encode_files, which it does ahead",
     "job/watch/samples.py:Samples.__init__": "who speaks, and where the prompts come from",
+    "kernels/decode_step/tiles.py:tile.rows": "compiled: the rows of a weight, by addresses and strides",
     "kernels/expert_mlp/fused.py:_ExpertMLP.forward": "autograd: each tensor that may need a gradient",
     "models/blocks/mla.py:MLA.__init__": "the matrices of the layer, by their names in checkpoints",
     "objectives/preference.py:preference": "the numbers of six published losses, by their published names",
@@ -277,7 +279,10 @@ def knows_int4(sources: dict[str, str]) -> list[str]:
     return [
         f"{path}:{number}"
         for path, source in sources.items()
-        if not (path.startswith("quant/") or re.match(r"kernels/(expand/|(.*/)?int4_)", path))
+        if not (
+            path.startswith("quant/")
+            or re.match(r"kernels/(expand/|decode_step/(formats|codes)|(.*/)?int4_)", path)
+        )
         for number, line in enumerate(source.splitlines(), 1)
         if INT4_ONLY.search(line)
     ]

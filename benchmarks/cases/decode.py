@@ -1,60 +1,45 @@
-"""Time greedy generation from the 0.9 GB INT4 checkpoint, in turn with transformers' cached generate.
+"""Time greedy generation in turn with transformers' cached generate, beside the limit of the machine.
 
-`unfreeze dev bench decode`, about 2 minutes. bf16 on both sides (transformers dequantizes the experts when it
-loads). tokens/s counts decoding only: all rows, from the first new token of each to the last; reading the
-prompt has a time of its own. Correctness: our model in float32 on the CPU, without a cache, scores each
-chosen token after that side's own text. Reported are the share of tokens that are not float32's first choice,
-and the largest gap in log probability, in nats.
+`unfreeze dev bench decode`, about 12 minutes on two cores. Models: moe, a random checkpoint of 0.9 GB with
+INT4 experts (harness/shapes.py: SIZES; transformers expands them when it loads); adapters, the same with LoRA
+of rank 16 on every linear layer and expert, beside the same without, and merged by peft; dense, the
+Qwen3-0.6B shape in bf16; tiny-k2; formats, a smaller moe with experts in INT4, FP8, MXFP4, NVFP4, AWQ and
+GPTQ.
+tokens/s counts decoding only: all rows, a number of steps a round, sides in turn within one generation. The
+limit of a step is the bytes that it must read at this machine's read rate, or its arithmetic at its GEMM rate
+(harness/limits.py). transformers runs in the fastest of a few ways (harness/ways.py). Correctness: our model
+in float32 on the CPU, without a cache, scores each chosen token after that side's own text. Reported are the
+share of tokens that are not float32's first choice, and the largest gap in log probability, in nats.
 Sides: unfreeze (steps launched one by one or replayed as a CUDA graph, as records or a prediction say),
 unfreeze-launched, unfreeze-graphs (on a GPU only), transformers.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
-from benchmarks.harness import shapes
-from benchmarks.harness.case import Computed, OnCheckpoint, Run, pick
-from benchmarks.harness.checkpoints import checkpoints
-from benchmarks.harness.generation import STEPS, note, prompts_of, read_cases, scored, timings
-from benchmarks.harness.sides import Sides
-from benchmarks.harness.training import compare
+from benchmarks.harness.case import Computed, OnCheckpoint, Run
+from benchmarks.harness.decoding import measured
 
-SCORED = 2  # rows of a batch: float32 without a cache is slow, and the rows are alike
+Named = Literal["moe", "adapters", "dense", "tiny-k2", "formats"]
 
 
 class Config(Computed, OnCheckpoint):
     sides: tuple[Literal["unfreeze", "unfreeze-launched", "unfreeze-graphs", "transformers"], ...] = Field(
         default=("unfreeze", "transformers"), min_length=1, description="which sides"
     )
-    cases: tuple[str, ...] = Field(default=("1x64", "16x64", "1x512"), description="BATCHxPROMPT")
-    new: int = Field(default=32, ge=2, description="new tokens of each row")
-    rounds: int = Field(default=2, ge=1, description="timed generations of each side; the median counts")
+    models: tuple[Named, ...] = Field(default=get_args(Named), min_length=1, description="which models")
+    cases: tuple[str, ...] = Field(
+        default=(), description="BATCHxPROMPT; default: each model's own, 1 to 64 rows, 64 and 512 tokens"
+    )
+    new: int = Field(
+        default=32, ge=1, description="steps of a round at one row; at more rows fewer, but at least 4"
+    )
+    rounds: int = Field(default=3, ge=1, description="timed rounds of each side; the median counts")
+    compile_seconds: float = Field(
+        default=60.0, ge=0, description="longest trial of transformers' compiled step; 0: not tried"
+    )
 
 
 def rows(config: Config, run: Run):
-    cases, model, generated = read_cases(config), shapes.kimi(), []
-    with checkpoints(config.checkpoint, model, shapes.kimi(**shapes.CHECKED)) as (folder, _):
-        job, sides = {"checkpoint": str(folder), "device": config.device, "dtype": config.computed}, []
-        for name in config.sides:
-            function = "harness.generation:ours" if name in STEPS else "harness.peers:generator"
-            sides.append(run.side(name, function, **job, **({"steps": STEPS[name]} if name in STEPS else {})))
-        with Sides(sides, run.say) as running:
-            for batch, prompt in cases:
-                run.say(f"{batch} rows, prompts of {prompt} tokens, {config.new} new")
-                request = {"prompts": prompts_of(batch, prompt, model["vocab_size"]), "new": config.new}
-                settings = {"shape": {name: model[name] for name in shapes.SIZES}, "dtype": config.computed}
-                settings |= {"batch": batch, "prompt": prompt, "warmup": 1}
-                settings |= pick(config, "new", "rounds", "device")
-                for side in running:
-                    side.replies.clear()
-                running.take_turns("generate", warmup=1, rounds=config.rounds, fresh_peak=True, **request)
-                compare(entries := [timings(side, batch, config.new) for side in running])
-                for side, entry in zip(running, entries, strict=True):
-                    text = side.values("generate", "tokens")[-1][:SCORED]
-                    generated.append((side.name, settings, entry, request["prompts"][:SCORED], text))
-        judge = run.side("float32", "harness.generation:judge", checkpoint=str(folder))
-        with Sides([judge], run.say):
-            for name, settings, entry, prompts, tokens in generated:
-                entry["correctness"] = scored(judge.call("score", prompts=prompts, tokens=tokens))
-                yield run.row(name, settings, entry | {"note": note(settings, entry)})
+    yield from measured(config, run)

@@ -6,7 +6,6 @@ have the resident memory of the process after the first and after the last step.
 
 import statistics
 from contextlib import ExitStack
-from typing import Any
 
 from benchmarks.cases import moe
 from benchmarks.harness import shapes
@@ -14,25 +13,7 @@ from benchmarks.harness.case import Run, Trained
 from benchmarks.harness.checkpoints import checkpoints
 from benchmarks.harness.training import float64, job
 
-SHARED = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
-MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
-CONFIGS: dict[str, dict[str, Any] | None] = {
-    "int4": None,  # as shapes.kimi has it
-    "fp8": {
-        "quant_method": "fp8",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["self_attn", "shared_experts", "model.layers.0.mlp"],
-    },
-    "mxfp4": {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": MXFP4}},
-        "ignore": SHARED,
-    },
-}
-"""Format -> the quantization_config of the trained model."""
-
+TRAINED = ("int4", "fp8", "mxfp4")
 
 Config = Trained
 
@@ -42,7 +23,7 @@ def rows(config: Config, run: Run):
     of = shapes.SIZES, moe.LORA, moe.DOCUMENTS, moe.LENGTH
     with ExitStack() as stack, job(run, model, small, *of) as training:
         sides, exact = [training.ours("int4", "selective")], {"int4": training.exact}
-        for name, table in CONFIGS.items():
+        for name, table in ((name, shapes.EXPERTS_IN[name]) for name in TRAINED):
             if table is not None:
                 change = {"quantization_config": table}
                 place, checked = stack.enter_context(checkpoints("", model | change, small | change))

@@ -16,7 +16,7 @@ from benchmarks.cases import dense, growth, moe
 from benchmarks.harness import shapes
 from benchmarks.harness.case import OnCheckpoint, Run, computed_here
 from benchmarks.harness.checkpoints import checkpoints
-from benchmarks.harness.generation import ours, prompts_of
+from benchmarks.harness.generation import generated, ours, prompts_of
 from benchmarks.harness.job import trainer
 from benchmarks.harness.profiled import mlp, one_thread, page, profiled
 from benchmarks.harness.training import whole
@@ -49,7 +49,7 @@ def written(config: Config, run: Run):
             run.say(f"{tokens:,} tokens")
             if config.job == "decode":
                 worker, prompts = ours(str(folder)), prompts_of(config.batch, 8, model["vocab_size"])
-                step = lambda: worker.calls["generate"](prompts, 32)  # noqa: B023, E731 - called at once
+                step = lambda: generated(worker, prompts, 32)  # noqa: B023, E731 - called at once
             else:
                 options = computed_here(), lora, "selective", documents, length
                 step = trainer(str(folder), str(folder), *options).calls["step"]

@@ -17,6 +17,7 @@ from unfreeze.checkpoint import disk_tensors, save_checkpoint
 from unfreeze.core.errors import ConfigError
 from unfreeze.quant import Int4, recognise
 from unfreeze.quant.codec import Codec
+from unfreeze.quant.halves import stacked
 
 SHARD_BYTES = 200 * 2**20
 
@@ -44,7 +45,9 @@ def make(folder: Path, config: dict[str, Any], packed: Packed = quantized) -> No
             if name in models.tied(shape):
                 continue
             if ".experts." in name and tensor.dim() > 1:
-                parts = packed(codec, tensor.shape, generator)
+                both = "gate_up_proj" in name  # two matrices on disk
+                own = stacked(codec, *tensor.shape[-2:]) if both else codec
+                parts = packed(own, tensor.shape, generator)
                 yield from (
                     (f"{name.removesuffix('.weight')}.{suffix}", part) for suffix, part in parts.items()
                 )
@@ -76,15 +79,16 @@ def checkpoints(folder: str, config: dict[str, Any], checked: dict[str, Any]) ->
     """
     with tempfile.TemporaryDirectory(prefix="unfreeze-bench-") as temporary:
         root = Path(folder or temporary)
-        places = []
-        for name, wanted in (("model", config), ("checked", checked)):
-            place = root / name
-            if not (place / "config.json").is_file():
-                make(place, wanted)
-            elif json.loads((place / "config.json").read_text()) != wanted:
-                raise ConfigError(
-                    f"checkpoint = {folder!r} holds another model than this benchmark's",
-                    next="give an empty folder, or none",
-                )
-            places.append(place)
-        yield places[0], places[1]
+        yield made(root / "model", config), made(root / "checked", checked)
+
+
+def made(place: Path, wanted: dict[str, Any]) -> Path:
+    """The checkpoint in a folder, written if there is none. Raises ConfigError if it is of another model."""
+    if not (place / "config.json").is_file():
+        make(place, wanted)
+    elif json.loads((place / "config.json").read_text()) != wanted:
+        raise ConfigError(
+            f"checkpoint = {str(place.parent)!r} holds another model than this benchmark's",
+            next="give an empty folder, or none",
+        )
+    return place

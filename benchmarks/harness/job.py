@@ -90,21 +90,29 @@ def model_flops(model: Decoder, documents: int, length: int) -> float:
     """Model FLOP of one step, without recompute; T tokens.
 
     T · (4·N + 6·A) + 3·attention with a frozen base, T · 6·N + 3·attention where every weight trains.
-    N  weights that a token is multiplied with: dense matrices, routers, its K experts, the head
-    A  the same of adapters
+    N, A  of `multiplied`
     attention  2 · H · (query + value width) · L(L + 1)/2 of each document and layer: causal scores and sums
     """
-    of, trained = counts(model), list(sites(model))
+    weights, adapters = multiplied(model)
+    attention = counts(model).attention * documents * length * (length + 1) / 2
+    frozen = bool(sites(model))
+    return documents * length * ((4 if frozen else 6) * weights + 6 * adapters) + 3 * attention
+
+
+def multiplied(model: Decoder) -> tuple[float, float]:
+    """(N, A): weights that a token is multiplied with, and the same of adapters.
+
+    N is dense matrices, routers, the token's K experts and the head.
+    """
+    of = counts(model)
     share = of.experts_per_token / max(1, of.num_experts)
     experts = of.moe_layers * of.experts_per_token * of.expert_weights
-    weights = of.dense + of.router + experts + of.hidden_size * of.vocab_size
     adapters = sum(
         (share if isinstance(site.adapter, ExpertLowRank) else 1)
         * sum(p.numel() for p in site.adapter.parameters())
-        for site in trained
+        for site in sites(model)
     )
-    attention = of.attention * documents * length * (length + 1) / 2
-    return documents * length * ((4 if trained else 6) * weights + 6 * adapters) + 3 * attention
+    return of.dense + of.router + experts + of.hidden_size * of.vocab_size, adapters
 
 
 def planned(

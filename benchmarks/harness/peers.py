@@ -7,8 +7,12 @@ The one file of the benchmarks that imports them, inside functions, in worker pr
 from __future__ import annotations
 
 import importlib
+import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -17,6 +21,8 @@ from benchmarks.harness.job import BETAS, LEARNING_RATE, MAX_NORM, tokens_of
 from benchmarks.harness.rows import installed
 from benchmarks.harness.sides import Worker
 from benchmarks.harness.timing import wait
+from benchmarks.harness.ways import Way
+from unfreeze.checkpoint.manifest import read_json
 from unfreeze.core.errors import ConfigError
 from unfreeze.parallel.machine import resident_bytes
 
@@ -55,9 +61,11 @@ def deepseek(checkpoint: str, trained: Trained, device: str, dtype: str = "bfloa
     config = transformers.DeepseekV3Config.from_pretrained(checkpoint)
     config.model_type = "deepseek_v3"  # Kimi says kimi_k2, which transformers knows under this name only
     options = {"experts_implementation": "eager"} if trained == "attention" and device == "cpu" else {}
-    return transformers.DeepseekV3ForCausalLM.from_pretrained(
+    model = transformers.DeepseekV3ForCausalLM.from_pretrained(
         checkpoint, config=config, dtype=getattr(torch, dtype), **options
-    ).to(device, getattr(torch, dtype))  # experts that were expanded come in the dtype of their scales
+    ).to(device)
+    cast(model, dtype)  # experts that were expanded come in the dtype of their scales
+    return model
 
 
 def peft(
@@ -190,25 +198,82 @@ def _training(
     return Worker({"step": step, "state": state, "check": check}, facts)
 
 
-def generator(checkpoint: str, device: str = "cpu", dtype: str = "bfloat16") -> Worker:
-    """transformers' generate with its cache, greedy. calls: generate."""
-    transformers = library("transformers")
-    model = deepseek(checkpoint, "experts", device, dtype).eval()
+class Paced:
+    """transformers' generate with its cache, greedy, paused between calls: it runs in a thread of its own.
 
-    class Clock(transformers.StoppingCriteria):
-        """Called once after each token; stops nothing."""
+    After each token generate asks its stopping criteria; there the thread waits until more are asked for.
+    """
 
-        def __init__(self) -> None:
-            self.times: list[float] = []
+    def __init__(self, model: Any):
+        self.model, self.way = model, Way(str(model.dtype).removeprefix("torch."))
+        self.tokens: list[list[int]] = []
+        self._asked: SimpleQueue[int] = SimpleQueue()
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread = Thread()
 
-        def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
-            wait(input_ids.device)
-            self.times.append(time.perf_counter())
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+    def prepare(self, dtype: str, experts: str = "", cache: str = "dynamic") -> dict[str, Any]:
+        """Continue in this way (harness/ways.py). Parameters are cast; tables and biases stay as loaded."""
+        self.way = Way(dtype, experts, cache)
+        cast(self.model, dtype)
+        return {}
 
-    def generate(prompts: list[list[int]], new: int) -> dict[str, Any]:
-        clock, tokens_SL = Clock(), torch.tensor(prompts, device=device)
-        with torch.no_grad():
+    def start(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
+        self._thread = Thread(target=self._generate, args=(prompts, new), daemon=True)
+        self._thread.start()
+        return self.steps(1)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        self._asked.put(count)
+        if (fault := self._done.get()) is not None:
+            raise fault
+        return {}
+
+    def finish(self) -> dict[str, Any]:
+        self._asked.put(0)
+        self._thread.join()
+        return {"tokens": self.tokens}
+
+    def attempt(self, prompts: list[list[int]], steps: int, seconds: float, **way: str) -> dict[str, Any]:
+        """-> step_ms, the median of at most `steps` steps and `seconds`, after one that isn't counted."""
+        self.prepare(**way)
+        self.start(prompts, steps + 2)
+        times, end = [], time.perf_counter() + seconds
+        for index in range(steps + 1):
+            started = time.perf_counter()
+            self.steps(1)
+            times += [time.perf_counter() - started] if index else []
+            if times and time.perf_counter() > end:
+                break
+        self.finish()
+        return {"step_ms": 1e3 * statistics.median(times)}
+
+    def _generate(self, prompts: list[list[int]], new: int) -> None:
+        transformers, left = library("transformers"), self._asked.get()
+        model, device = self.model, self.model.device
+        tokens_SL = torch.tensor(prompts, device=device)
+        pace = self
+
+        class Pause(transformers.StoppingCriteria):
+            def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    wait(input_ids.device)
+                    pace._done.put(None)
+                    left = pace._asked.get()
+                    # a prompt is read by the default; from the first token on as chosen, as transformers
+                    # itself changes it on a GPU (generation/utils.py, _optimize_model_for_decode)
+                    if pace.way.experts:
+                        model.set_experts_implementation(pace.way.experts)
+                return torch.full((len(input_ids),), left == 0, device=input_ids.device)
+
+        options: dict[str, Any] = {"cache_implementation": "static"} if "static" in self.way.cache else {}
+        if self.way.cache == "static compiled":
+            options["compile_config"] = transformers.CompileConfig()
+            options["compile_config"]._compile_all_devices = True  # transformers compiles on GPUs only
+        if self.way.experts:
+            model.set_experts_implementation("grouped_mm")
+        try:
             ids = model.generate(
                 tokens_SL,
                 attention_mask=torch.ones_like(tokens_SL),
@@ -216,12 +281,37 @@ def generator(checkpoint: str, device: str = "cpu", dtype: str = "bfloat16") -> 
                 min_new_tokens=new,
                 max_new_tokens=new,
                 use_cache=True,
-                stopping_criteria=transformers.StoppingCriteriaList([clock]),
+                stopping_criteria=transformers.StoppingCriteriaList([Pause()]),
                 pad_token_id=1,
+                **options,
             )
-        return {
-            "tokens": ids[:, tokens_SL.shape[1] :].tolist(),
-            "decode_seconds": clock.times[-1] - clock.times[0],
-        }
+            self.tokens = ids[:, tokens_SL.shape[1] :].tolist()
+            if left:
+                raise ValueError(f"{left} more steps were asked for than the {new} tokens of this generation")
+        except BaseException as error:
+            self._done.put(error)
 
-    return Worker({"generate": generate})
+
+def generator(checkpoint: str, device: str = "cpu", dtype: str = "bfloat16", adapter: str = "") -> Worker:
+    """transformers' generate. calls: of Paced.
+
+    adapter: a folder, which peft merges into the weights, its way without latency. Beside them it would
+    expand the product of every expert's factors in every step: 10 s a step on the machine of the first rows.
+    """
+    transformers = library("transformers")
+    if "n_routed_experts" in read_json(Path(checkpoint) / "config.json"):
+        model = deepseek(checkpoint, "experts", device, dtype)
+    else:
+        wanted = getattr(torch, dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=wanted).to(device)
+    if adapter:
+        model = library("peft").PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    running = Paced(model.eval())
+    names = ("prepare", "start", "steps", "finish", "attempt")
+    return Worker({name: getattr(running, name) for name in names})
+
+
+def cast(model: Any, dtype: str) -> None:
+    """Cast every parameter. Buffers stay: rotary frequencies and routing biases are float32 by intent."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype))

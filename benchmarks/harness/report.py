@@ -15,7 +15,7 @@ from pydantic import Field
 
 from benchmarks.harness.case import worst
 from benchmarks.harness.rows import RESULTS, ROOT, Row, read
-from benchmarks.harness.targets import TARGETS, Kind, Target, not_measured
+from benchmarks.harness.targets import TARGETS, Kind, Target, not_measured, rows_of
 from unfreeze.config.parse import Folder, Frozen, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.cpu import multiplies_bf16
@@ -257,12 +257,12 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def number(name: str, form: str = "{:,.1f}") -> Column:
+def number(name: str, form: str = "{:,.1f}", scale: float = 1.0) -> Column:
     """A field of the results as a number, ABSENT where there is none."""
 
     def column(row: Row) -> str:
         value = row.results.get(name)
-        return form.format(value) if isinstance(value, (int, float)) else ABSENT
+        return form.format(scale * value) if isinstance(value, (int, float)) else ABSENT
 
     return column
 
@@ -342,6 +342,13 @@ DECODED: Columns = {
     "batch x prompt": lambda row: f"{row.settings['batch']} x {row.settings['prompt']}",
     **SIDE,
     **RATES,
+    "ms a step": number("step_seconds", "{:,.2f}", 1e3),
+    "limit, ms": number("limit_seconds", "{:,.2f}", 1e3),
+    "by": lambda row: row.results.get("limit", ""),
+    "reached": number("limit_share", "{:.0%}"),
+    "Python calls a token": number("python_calls_per_token", "{:,.0f}"),
+    "time without adapters": number("adapters_cost", "{:.2f}"),
+    "time of INT4's per weight": number("of_int4", "{:.2f}"),
     "prompt, s": number("prompt_seconds", "{:.2f}"),
     **PEAK,
     **FIRST,
@@ -434,6 +441,33 @@ def format_tables(rows: Sequence[Row]) -> list[str]:
     return parts
 
 
+def decoding_tables(rows: Sequence[Row]) -> list[str]:
+    """A table per model; the rates behind its limits; the attempts of transformers' generate."""
+    parts = []
+    for model in dict.fromkeys(row.settings.get("model", "") for row in rows):
+        of_model = [row for row in rows if row.settings.get("model", "") == model]
+        parts += [f"`{model}`:"] if model else []
+        parts.append(table(DECODED, of_model, filled=True))
+        ways: dict[str, str] = {}
+        for row in of_model:
+            if peer := row.results.get("peer"):
+                attempts = "; ".join(
+                    f"{way} {ms:,.1f} ms" if isinstance(ms, float) else f"{way}: {ms}"
+                    for way, ms in peer["tried"].items()
+                )
+                ways[f"{row.side}, {rows_of(row.settings['batch'])} x {row.settings['prompt']}"] = (
+                    f"{peer['way']}. Tried: {attempts}"
+                )
+        parts += [f"{case}: {way}." for case, way in ways.items()]
+    rates = rows[0].results
+    if "read_rate" in rates:
+        parts.append(
+            f"Limits: bytes at {rates['read_rate'] / 1e9:,.1f} GB/s, arithmetic at"
+            f" {rates['gemm_rate'] / 1e9:,.0f} GFLOP/s, both measured in this run."
+        )
+    return parts
+
+
 def generic(rows: Sequence[Row]) -> list[str]:
     """A row per side with its figure, prediction and error; then derived figures, and notes."""
     shown = [row for row in rows if figure(row) != ABSENT]
@@ -459,6 +493,6 @@ TABLES: dict[str, Callable[[Sequence[Row]], list[str]]] = {
     "dense": training_tables,
     "recompute": training_tables,
     "load": lambda rows: [table(LOADED, rows)],
-    "decode": lambda rows: [table(DECODED, rows)],
+    "decode": decoding_tables,
     "growth": lambda rows: [table(GROWN, timed(rows)), *notes(rows)],
 }

@@ -158,6 +158,50 @@ KIMI_K2: Config = {  # moonshotai/Kimi-K2-Thinking
     },
 }
 
+SHARED = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+ALL_BUT_EXPERTS = ["self_attn", "shared_experts", "model.layers.0.mlp", "lm_head"]
+
+
+def _packed(format: str, group_size: int, **weights: Any) -> Config:
+    """A quantization_config of compressed-tensors: routed experts in 4-bit floats."""
+    group = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": group_size, **weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": group}},
+        "ignore": SHARED,
+    }
+
+
+EXPERTS_IN: dict[str, Config | None] = {
+    "int4": None,  # as `kimi` has it
+    "fp8": {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ALL_BUT_EXPERTS,
+    },
+    "mxfp4": _packed("mxfp4-pack-quantized", 32, strategy="group"),
+    "nvfp4": _packed("nvfp4-pack-quantized", 16, strategy="tensor_group"),
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": ALL_BUT_EXPERTS,
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        "dynamic": {"-:.*(self_attn|shared_experts|layers\\.0\\.mlp|lm_head).*": {}},
+    },
+}
+"""Format -> the quantization_config of a model whose routed experts are in it."""
+
 
 def kimi(**sizes: int) -> Config:
     """config.json in Kimi-K2-Thinking's on-disk format, with SIZES overridden by `sizes`.

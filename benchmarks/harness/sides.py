@@ -19,6 +19,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -92,11 +93,12 @@ class Side:
         )
         self.loaded = self._read("loading")
 
-    def call(self, name: str, **arguments: Any) -> dict[str, Any]:
+    def call(self, name: str, *, within: float | None = None, **arguments: Any) -> dict[str, Any]:
         """Send one request; -> the result of the call, with seconds, cpu_seconds, peak and resident (bytes).
 
         On a GPU peak is the memory that torch allocated there, and host_peak that of the process.
-        fresh_peak=True: peaks start with this call. Raises SideFailed.
+        fresh_peak=True: peaks start with this call. within: seconds, after which the process is ended.
+        Raises SideFailed.
         """
         assert self._process is not None and self._process.stdin is not None, "start the side first"
         try:
@@ -104,7 +106,7 @@ class Side:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has died: its last output is read below
-        reply = self._read(name)
+        reply = self._read(name, within)
         if arguments.get("fresh_peak"):
             self._peaks.pop(name, None)
         self._peaks[name] = max(self._peaks.get(name, 0), reply["peak"])
@@ -144,8 +146,12 @@ class Side:
         if self._said:
             self._said.close()
 
-    def _read(self, at: str) -> dict[str, Any]:
+    def _read(self, at: str, within: float | None = None) -> dict[str, Any]:
         assert self._process is not None and self._process.stdout is not None
+        # one line answers each request, so nothing is in the buffer yet
+        if within is not None and not select.select([self._process.stdout], [], [], within)[0]:
+            self._process.kill()
+            raise SideFailed(f"{self.name} did not finish {at} within {within:g} s")
         line = self._process.stdout.readline()
         if line:
             reply = json.loads(line)

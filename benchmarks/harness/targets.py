@@ -86,6 +86,21 @@ def field(side: str, *path: str, **settings: Any) -> Value:
     return value
 
 
+def extreme(pick: Callable[..., float], side: str, *path: str, **settings: Any) -> Value:
+    """`field` of every row of a side with these settings, and of them the least or the largest.
+
+    side "": of every side that has the value. None if no row has it.
+    """
+
+    def value(rows: Sequence[Row]) -> float | None:
+        values = [
+            one for row in rows if (one := field(side or row.side, *path, **settings)([row])) is not None
+        ]
+        return pick(values) if values else None
+
+    return value
+
+
 def host_peak(rows: Sequence[Row]) -> float | None:
     """Peak of loading over the planned bytes."""
     peak, promised = field("unfreeze", "peak_bytes")(rows), field("unfreeze", "promised_bytes")(rows)
@@ -156,7 +171,44 @@ def most(benchmark: str, value: Value, limit: float, shown: str = "{:.2f}") -> t
     return benchmark, value, "most", limit, shown
 
 
+def rows_of(batch: int) -> str:
+    return "1 row" if batch == 1 else f"{batch} rows"
+
+
 TIMES, SHARE, RATE, COUNT, SECONDS = "{:.2f} x", "{:.0%}", "{:,.0f} tokens/s", "{:.0f}", "{:.1f} s"
+CALLS = "{:,.0f}"
+DECODE = {
+    **{
+        f"decoding, MoE, {rows_of(batch)}, against transformers' generate: the less of two prompts": least(
+            "decode", extreme(min, "transformers", "first_side_speed", model="moe", batch=batch), limit, TIMES
+        )
+        for batch, limit in ((1, 2.5), (4, 2.5), (16, 2.5), (64, 3.0))
+    },
+    **{
+        f"decoding, MoE, {rows_of(batch)}, of the machine's limit: the less of two prompts": least(
+            "decode", extreme(min, "unfreeze", "limit_share", model="moe", batch=batch), 0.5, SHARE
+        )
+        for batch in (1, 64)
+    },
+    "decoding, MoE, Python function calls a token at one row and 8 layers": most(
+        "decode", extreme(max, "unfreeze", "python_calls_per_token", model="moe", batch=1), 1000.0, CALLS
+    ),
+    "decoding, MoE, peak memory against transformers' generate: the most of all cases": most(
+        "decode", extreme(max, "transformers", "first_side_memory", model="moe"), 0.31
+    ),
+    "decoding, dense 0.6 B in bf16, against transformers' generate: the least of all cases": least(
+        "decode", extreme(min, "transformers", "first_side_speed", model="dense"), 1.2, TIMES
+    ),
+    "decoding, dense 0.6 B in bf16, 1 row, of the machine's limit: the less of two prompts": least(
+        "decode", extreme(min, "unfreeze", "limit_share", model="dense", batch=1), 0.7, SHARE
+    ),
+    "decoding, time of a step with adapters over one without: the most of all cases": most(
+        "decode", extreme(max, "unfreeze", "adapters_cost", model="adapters"), 1.15
+    ),
+    "decoding, experts in other formats, time per weight read over INT4's: the most of all": most(
+        "decode", extreme(max, "", "of_int4", model="formats"), 1.5
+    ),
+}
 CPU = {
     "all experts trained, tokens/s against transformers + peft training experts": least(
         "moe", field("peft-experts", "first_side_speed"), 6.0, TIMES
@@ -200,12 +252,6 @@ CPU = {
     "rows encoded, against datasets.map with transformers' template and as many processes": least(
         "data", field("datasets + transformers", "first_side_rate"), 1.0
     ),
-    "decoding, batch 1, against transformers' generate": least(
-        "decode", field("transformers", "first_side_speed", batch=1, prompt=64), 2.0, TIMES
-    ),
-    "decoding, batch 16, against transformers' generate": least(
-        "decode", field("transformers", "first_side_speed", batch=16, prompt=64), 2.0, TIMES
-    ),
     "time per token from 4 k to 64 k tokens per step, dearest over cheapest - 1": most(
         "growth", field("growth", "spread"), 0.1, SHARE
     ),
@@ -219,6 +265,7 @@ CPU = {
     "float32 on several processes, experts split or not: the worst difference from one process": most(
         "equal", unequal, 1e-05, "{:.0e}"
     ),
+    **DECODE,
 }
 NARROW = {
     "all experts trained, tokens/s against transformers + peft training experts": least(
@@ -233,6 +280,7 @@ NARROW = {
     "LoRA on the Qwen3-0.6B shape, peak memory against transformers + peft": most(
         "recompute", field("peft", "first_side_memory"), 0.5
     ),
+    **DECODE,
 }
 GPU = {
     "Kimi-K2 layer: predictions not met": most("layer", refuted, 0.0, COUNT),

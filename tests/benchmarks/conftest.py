@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks.harness import case, shapes
+from benchmarks.harness import case, limits, shapes
 from benchmarks.harness.rows import read
 from benchmarks.harness.sides import Side
 from unfreeze.core.command import Common
@@ -37,6 +37,8 @@ def tiny(monkeypatch):
     for name, sizes in {"SIZES": TINY, "CHECKED": {}, "DENSE_CHECKED": {}, "QWEN2_05B": DENSE}.items():
         monkeypatch.setattr(shapes, name, sizes)
     monkeypatch.setattr(shapes, "QWEN3_06B", DENSE | {"head_dim": 16})
+    for name, value in {"LEAST": 2**20, "TIMES": 0, "GEMM_SECONDS": 0.01}.items():
+        monkeypatch.setattr(limits, name, value)
     for name in ("moe", "dense", "recompute"):
         module = importlib.import_module(f"benchmarks.cases.{name}")
         monkeypatch.setattr(module, "DOCUMENTS", 2)
@@ -56,7 +58,7 @@ def here(monkeypatch):
         side.loaded = json.loads(json.dumps(side.worker.facts))
         side.loaded |= {"load_seconds": 1.0, "load_peak": 2**30, "loaded_resident": 2**29}
 
-    def call(side, name, fresh_peak=False, **arguments):
+    def call(side, name, within=None, fresh_peak=False, **arguments):
         began = time.perf_counter()
         result = json.loads(json.dumps(dict(side.worker.calls[name](**arguments))))
         seconds = time.perf_counter() - began

@@ -166,6 +166,46 @@ def test_a_field_is_found_by_side_and_settings_or_is_none(plant):
     )
 
 
+def decoded(model, side, batch, **results):
+    settings = {"model": model, "batch": batch, "prompt": 64}
+    whole = {"tokens_per_second": 9.0, "peak_bytes": 1, "correctness": {"other": 0.0, "nats": 0.0}}
+    return side, settings, whole | results
+
+
+def test_decoding_shows_the_limit_its_share_and_the_way_of_the_peer(plant):
+    limit = {"limit": "bytes", "limit_seconds": 2.5e-3, "limit_share": 0.51, "step_seconds": 4.9e-3}
+    limit |= {"read_rate": 46e9, "gemm_rate": 785e9}
+    peer = {"way": "float32, eager", "tried": {"float32, eager": 40.04, "float32, compiled": "too long"}}
+    runs = plant(
+        "decode",
+        "2026-11-01T00:00:00Z",
+        decoded("moe", "unfreeze", 1, python_calls_per_token=900, **limit),
+        decoded("moe", "transformers", 1, first_side_speed=2.6, first_side_memory=0.3, peer=peer, **limit),
+        decoded("adapters", "unfreeze", 1, adapters_cost=1.2, **limit),
+    )
+    page = report.page(runs)
+    line = row_of(page, "1 x 64 | unfreeze")
+    assert "| 4.90 | 2.50 | bytes | 51% | 900 |" in line and "`adapters`:" in page
+    assert (
+        "transformers, 1 row x 64: float32, eager. Tried: float32, eager 40.0 ms; float32, compiled: too long."
+        in page
+    )
+    assert "bytes at 46.0 GB/s, arithmetic at 785 GFLOP/s" in page
+    assert "| 51% | met |" in row_of(page, "decoding, MoE, 1 row, of the machine's limit")
+    assert "| 1.20 | missed |" in row_of(page, "decoding, time of a step with adapters")
+
+
+def test_the_worst_of_all_cases_counts(plant):
+    rows = [decoded("moe", "transformers", 1, first_side_speed=speed) for speed in (2.7, 2.4)]
+    rows += [decoded("formats", kind, 1, of_int4=ratio) for kind, ratio in (("fp8", 1.4), ("awq", 1.6))]
+    runs = plant("decode", "2026-11-01T00:00:00Z", *rows)
+    values = {target.what: report.judge(target, runs)[0] for target in TARGETS if target.kind == "cpu"}
+    assert values["decoding, MoE, 1 row, against transformers' generate: the less of two prompts"] == 2.4
+    other = "decoding, experts in other formats, time per weight read over INT4's: the most of all"
+    assert values[other] == 1.6
+    assert values["decoding, MoE, 64 rows, of the machine's limit: the less of two prompts"] is None
+
+
 def test_the_command_writes_the_page_and_says_what_is_missed(plant, tmp_path, unfreeze_json):
     plant("moe", "2026-11-01T00:00:00Z", *moe(5.0))
     found = unfreeze_json("bench", "report", "--results", tmp_path, "--out", tmp_path / "page.md")

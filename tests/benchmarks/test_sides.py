@@ -99,6 +99,17 @@ def test_ctrl_c_ends_a_side_at_once():
     assert not any(alive(pid) for pid in pids) and time.monotonic() - started < 60
 
 
+def test_a_call_that_takes_too_long_ends_its_side():
+    with (
+        pytest.raises(SideFailed, match=r"slow did not finish sleep within 0\.2 s"),
+        Sides([side("slow")], lambda line: None) as sides,
+    ):
+        pids = [sides["slow"].loaded["pid"]]
+        assert sides["slow"].call("step", within=60.0)["total"] == 1
+        sides["slow"].call("sleep", within=0.2)
+    assert not any(alive(pid) for pid in pids)
+
+
 def test_two_sides_of_one_name_are_refused():
     with pytest.raises(ValueError, match="one name"):
         Sides([side("a"), side("a")], print)
@@ -117,5 +128,6 @@ def test_cases_run_in_processes_of_their_own(measure):
     assert ours.results["peak_bytes"] > 10**7 and peer.results["first_side_memory"] > 0
     (row,) = measure("load", pairs=1)
     assert list(row.results["correctness"].values()) == [0.0] and row.results["peak_bytes"] > 0
-    rows = measure("decode", sides=("unfreeze", "transformers"), cases=("1x8",), new=4, rounds=1)
+    few = {"models": ("moe",), "cases": ("1x8",), "new": 4, "rounds": 1, "compile_seconds": 0.0}
+    rows = measure("decode", **few)
     assert all(row.results["correctness"]["worst of them, nats less likely"] < 1e-3 for row in rows)

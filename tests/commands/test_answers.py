@@ -17,6 +17,7 @@ from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.core.errors import DataError
 from unfreeze.data import read_rows
+from unfreeze.generate.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "teach"))
 from servers import Server, say
@@ -128,6 +129,31 @@ def test_broken_off_it_goes_on_to_the_same_file(generate, tmp_path):
     before = path.read_bytes()
     generate(TINY_K2, *arguments)  # nothing is missing
     assert path.read_bytes() == before
+
+
+def test_ctrl_c_keeps_what_has_ended_and_the_same_command_continues(generate, tmp_path, monkeypatch, capsys):
+    arguments = ["--temperature", 1, "--seed", 2**64 - 1]
+    generate(TINY_K2, *arguments)
+    path = tmp_path / "answers.jsonl"
+    whole = {record["source"]["row"]: record for record in records(tmp_path)}
+    path.unlink()
+    path.with_name("answers.jsonl.left-out.jsonl").unlink(missing_ok=True)
+    step, count = Engine._step, []
+
+    def interrupts(self, step_of, tokens):
+        count.append(len(tokens))
+        if len(count) == 12:
+            raise KeyboardInterrupt
+        return step(self, step_of, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_step", interrupts)
+        assert generate(TINY_K2, *arguments, code=130) == "interrupted: the same command continues\n"
+    kept = records(tmp_path)
+    assert 0 < len(kept) < len(whole) and 0 < count[-1] < count[0] == len(ROWS)
+    assert all(record == whole[record["source"]["row"]] for record in kept)
+    generate(TINY_K2, *arguments)
+    assert {record["source"]["row"]: record for record in records(tmp_path)} == whole
 
 
 def test_a_server_is_asked_once_for_each_row_whatever_fails(generate, serving, tmp_path, monkeypatch):

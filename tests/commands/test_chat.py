@@ -3,6 +3,8 @@
 import io
 import json
 import shutil
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import unfreeze
 from unfreeze import cli
 from unfreeze.commands import chat
 from unfreeze.commands.demo import TINY_K2
-from unfreeze.generate.engine import Piece
+from unfreeze.generate.answer import Piece
 
 
 class Echo:
@@ -58,7 +60,112 @@ def test_chat_streams_to_stdout_and_says_why_an_answer_ended(monkeypatch, capsys
         said.out.strip()
         == unfreeze.load(TINY_K2).chat("What is the capital of France?", max_new_tokens=2).strip()
     )
-    assert "the answer stops here" in said.err
+    assert "(the answer stops here: --max-new-tokens allows no more)" in said.err
+
+
+def test_a_full_window_is_another_reason(monkeypatch, say, capsys):
+    def full(self, messages, **settings):
+        yield Piece(0, 0, "And so", "window")
+
+    monkeypatch.setattr(Echo, "stream_chat_pieces", full)
+    say(["Hello."])
+    assert "the model has no position left; /reset forgets the conversation" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_while_the_user_types_the_model_warms_up_and_the_first_answer_waits_for_it(
+    monkeypatch, capsys, fails
+):
+    done = []
+
+    class Slow(Echo):
+        def warm_up(self):
+            time.sleep(0.2)
+            done.append("warm")
+            if fails:
+                raise RuntimeError("no kernel")
+
+        def stream_chat_pieces(self, messages, **settings):
+            done.append("asked")
+            yield from super().stream_chat_pieces(messages, **settings)
+
+    monkeypatch.setattr(chat, "load_shown", lambda *_: Slow())
+    monkeypatch.setattr("sys.stdin", Terminal("Hello.\n"))
+    assert cli.main(["chat", "anything"]) == 0 and done == ["warm", "asked"]
+    said = capsys.readouterr()
+    assert "1 messages, seed 0" in said.out and "no kernel" not in said.err
+
+
+class Compiling:
+    """A thread that compiles until its second join."""
+
+    def __init__(self, error=None):
+        self.joins, self.error = [], error
+
+    def join(self, timeout=None):
+        self.joins.append(timeout)
+        if self.error and timeout is None:
+            raise self.error
+
+    def is_alive(self):
+        return self.joins[-1] is not None
+
+
+def test_leaving_waits_for_kernels_that_are_being_compiled_and_ctrl_c_does_not(monkeypatch, capsys):
+    threads, codes = [Compiling(), Compiling(KeyboardInterrupt())], []
+    monkeypatch.setattr("os._exit", codes.append)
+    for thread in threads:
+        talk = chat.Dialogue(Echo(), {}, io.StringIO())
+        talk.warming = thread
+        chat.leave(talk)
+    assert [thread.joins for thread in threads] == [[chat.PATIENCE, None]] * 2 and codes == [130]
+    assert capsys.readouterr().err.count("compiled, once on this machine; Ctrl-C leaves now") == 2
+    chat.leave(chat.Dialogue(Echo(), {}, io.StringIO()))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_warm_model_chooses_no_kernel_for_a_step(monkeypatch):
+    """Control arm: a model that is not warm does."""
+    from unfreeze.kernels.choice import choose
+
+    counts = []
+    for warm in (False, True):
+        monkeypatch.setattr(choose, "_CHOSEN", {})
+        model = unfreeze.load(TINY_K2)
+        if warm:
+            model.warm_up()
+        pieces = model.stream([5], max_new_tokens=3)
+        before = len(choose._CHOSEN)
+        list(pieces)
+        counts.append(len(choose._CHOSEN) - before)
+    assert counts[0] > counts[1] == 0
+
+
+def test_the_speed_is_shown_on_request(monkeypatch, say, capsys):
+    """A clock that the stand-in model moves: the first token after 0.25 s, then two in 0.5 s."""
+    now = [100.0]
+
+    def slowly(self, messages, **settings):
+        for seconds in (0.25, 0.1, 0.4):
+            now[0] += seconds
+            yield Piece(0, 0, "so ", None)
+
+    monkeypatch.setattr(Echo, "stream_chat_pieces", slowly)
+    monkeypatch.setattr(chat, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    line = "3 tokens, the first after 0.25 s, then 4.0 tokens/s"
+    say(["Hello.", "/speed", "Go on.", "/speed", "Go on."])
+    assert capsys.readouterr().err.splitlines() == [
+        f"({line}; shown after each answer, /speed changes it)",
+        f"({line})",
+        f"({line}; no longer shown, /speed changes it)",
+    ]
+    say(["Hello."], "--speed")
+    assert capsys.readouterr().err == f"({line})\n"
 
 
 @pytest.mark.parametrize("line", ["/help", "/halp", "/", "/etc/passwd is a file", "/reset now", "/save"])

@@ -8,6 +8,7 @@ import pytest
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.generate.engine import Engine
 
 
 @pytest.fixture
@@ -33,7 +34,8 @@ def test_tokens_are_those_that_were_sampled(unfreeze_json):
     )
     model = unfreeze.load(TINY_K2)
     done = model.chat_batch(["What is the capital of France?"], max_new_tokens=40)[0]
-    assert result == {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
+    facts = {"text": done.text, "finish_reason": "stop", "stop_reason": "end"}
+    assert result == facts | {"tokens": done.tokens}
     assert model.tokenizer.decode(result["tokens"]) == result["text"]
 
 
@@ -53,7 +55,8 @@ def test_text_mode_continues_and_stops_at_a_text(unfreeze_json):
         "--stop",
         stop,
     )
-    assert stopped["text"] == whole["text"].split(stop)[0] and stopped["finish_reason"] == "stop"
+    assert stopped["text"] == whole["text"].split(stop)[0]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", "stop word")
 
 
 def test_ids_go_in_and_out_without_a_tokenizer(no_tokenizer, unfreeze_json, capsys):
@@ -81,6 +84,12 @@ def test_ids_go_in_and_out_without_a_tokenizer(no_tokenizer, unfreeze_json, caps
         (["--tokens", "1", "--mode", "chat"], "mode chat needs a text"),
         (["--prompt", "a", "--device", "gpu"], "--device = 'gpu': should be auto, cpu, cuda or cuda:N"),
         (["--prompt", "a", "--top-p", "0"], "--top-p 0: must be more than 0.0"),
+        (["--prompt", "a", "--stop", ""], "--stop : needs a character"),
+        (["--prompt", "a", "--stop", "x", ""], "needs a character"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature = 'nan' is not a finite number"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature -1: must be at least 0.0"),
+        (["--prompt", "a", "--seed", str(2**64)], f"--seed {2**64}: must be at most {2**64 - 1}"),
+        (["--prompt", "a", "--seed", str(-(2**63) - 1)], f"must be at least -{2**63}"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments, words, capsys):
@@ -101,6 +110,35 @@ def test_full_positions_are_one_plain_line_and_none_when_quiet(tmp_path, capsys)
     assert error == "stopped after 5 tokens: the model's 8 positions are full\n"
     assert cli.main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_ctrl_c_prints_what_is_there(monkeypatch, capsys, as_json):
+    arguments = ["generate", str(TINY_K2), "--prompt", "The capital of", "--max-new-tokens", "30"]
+    whole = unfreeze.load(TINY_K2).complete(["The capital of"], max_new_tokens=30)[0]
+    step, count = Engine._step, []
+
+    def interrupts(self, step_of, tokens):
+        count.append(1)
+        if len(count) == 4:
+            raise KeyboardInterrupt
+        return step(self, step_of, tokens)
+
+    monkeypatch.setattr(Engine, "_step", interrupts)
+    assert cli.main([*arguments, *["--json"] * as_json]) == 130
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1] == "interrupted after 4 tokens"
+    if as_json:
+        result = json.loads(said.out)
+        assert result["tokens"] == whole.tokens[:4] and whole.text.startswith(result["text"])
+        assert (result["finish_reason"], result["stop_reason"]) == ("stop", "interrupted")
+    else:
+        assert said.out.strip() and whole.text.startswith(said.out[:-1])
+
+
+def test_a_limit_that_was_reached_is_said(capsys):
+    assert cli.main(["generate", str(TINY_K2), "--tokens", "5", "6", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().err == "stopped after 3 tokens: --max-new-tokens allows no more\n"
 
 
 def test_a_home_folder_is_found(monkeypatch, unfreeze_json):

@@ -25,9 +25,9 @@ from unfreeze.data.store.dataset import Account
 from unfreeze.drill import loading, numbers, processes, runs
 from unfreeze.drill.fault import ROWS, Fault, measured, must_refuse, said
 from unfreeze.drill.sandbox import Sandbox
+from unfreeze.generate.recorded import Recorded
 from unfreeze.models.blocks.routers import Router
 from unfreeze.models.blocks.saved import Saved
-from unfreeze.models.decoder import Decoder
 from unfreeze.parallel.plan import Plan
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
@@ -199,15 +199,15 @@ def last_logits_only(patch):
 
 
 def stale_cache(patch):
-    real = Decoder.step
+    real = Recorded.__call__
 
-    def step(model, tokens, cache):
-        hidden = real(model, tokens, cache)
-        for tensors in cache.layers.values():
-            tensors[0][:, cache.lengths[0] - 1] *= 0.5
-        return hidden
+    def step(steps, tokens):
+        logits = real(steps, tokens)
+        for tensors in steps.cache.layers.values():
+            tensors[0][:, steps.cache.lengths[0] - 1] *= 0.5
+        return logits
 
-    patch.setattr(Decoder, "step", step)
+    patch.setattr(Recorded, "__call__", step)
 
 
 def only_reached_experts(patch):

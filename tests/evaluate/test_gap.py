@@ -9,8 +9,10 @@ import torch
 from unfreeze import models
 from unfreeze.core.errors import ConfigError
 from unfreeze.evaluate.gap import TOLERANCE, answer_log_probs, gap_of, log_probability_gap
-from unfreeze.generate.engine import Completion, Engine
+from unfreeze.generate.answer import Completion
+from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
+from unfreeze.generate.steps import launched
 from unfreeze.models.blocks.moe import MoE
 
 SMALL = {
@@ -79,15 +81,15 @@ def test_sampler_and_trainer_agree(family: str):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_control_arm_a_position_off_by_one_in_the_cache_is_seen(family: str, monkeypatch: pytest.MonkeyPatch):
     model = build(family)
-    rope, step = type(model.shape.rope), models.Decoder.step
+    rope, step = type(model.shape.rope), Engine._step
 
-    def shifted(self, tokens_S, cache):
+    def shifted(self, step_of, tokens):
         with monkeypatch.context() as patch:
             tables = rope.tables
             patch.setattr(rope, "tables", lambda self, positions, *rest: tables(self, positions + 1, *rest))
-            return step(self, tokens_S, cache)
+            return step(self, step_of, tokens)
 
-    monkeypatch.setattr(models.Decoder, "step", shifted)
+    monkeypatch.setattr(Engine, "_step", shifted)
     assert log_probability_gap(Engine(model), PROMPTS, SAMPLING).max > 100 * TOLERANCE
 
 
@@ -106,7 +108,7 @@ def test_control_arm_a_router_that_chooses_differently_while_sampling_is_seen(
         return ids_TK
 
     monkeypatch.setattr(MoE, "_choose", other)
-    gap = log_probability_gap(Engine(model), PROMPTS, SAMPLING)
+    gap = log_probability_gap(Engine(model, steps=launched), PROMPTS, SAMPLING)
     assert gap.max > 100 * TOLERANCE and gap.worst[0] == 0
 
 
@@ -143,4 +145,4 @@ def test_the_engines_log_probabilities_ignore_temperature_and_top_k():
 
 def test_a_sampler_without_log_probabilities_is_refused():
     with pytest.raises(ConfigError, match="returned no log-probabilities"):
-        gap_of([[1]], [Completion([2], "", "stop")], [[-1.0]])
+        gap_of([[1]], [Completion([2], "", "end")], [[-1.0]])

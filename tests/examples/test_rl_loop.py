@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from unfreeze.generate.engine import Completion
+from unfreeze.generate.answer import Completion
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "rl_loop.py"
 STEPS = 10
@@ -39,7 +39,10 @@ class Fixed:
 
     def generate(self, prompts, sampling):
         draw = random.Random(sampling.seed)
-        return [Completion([draw.randrange(9) for _ in range(5)], draw.choice("ab"), "stop") for _ in prompts]
+        return [
+            Completion([draw.randrange(9) for _ in range(5)], draw.choice("ab"), "end")
+            for _ in range(len(prompts) * sampling.n)
+        ]
 
 
 def test_rollouts_go_on_from_their_cursor_and_have_one_advantage_per_answer():

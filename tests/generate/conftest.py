@@ -1,10 +1,18 @@
-"""Small models of random weights: grouped-query attention with and without norms, and latent attention with
-experts."""
+"""Small models of random weights: grouped-query attention with and without norms, with a sliding window, with
+longrope; and latent attention with experts.
+
+exact.py beside the tests, and the cases of every family in tests/models, can be imported by name.
+"""
+
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from unfreeze import models
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "models")]
 
 SMALL = {
     "vocab_size": 89,
@@ -57,6 +65,17 @@ KINDS = {
     },
     "mla-moe": MLA,
     "mla-yarn": MLA | {"v_head_dim": 12, "rope_scaling": YARN, "rope_theta": 50000.0},
+}
+KINDS["window"] = KINDS["gqa-qk-norm"] | {"model_type": "mistral", "sliding_window": 9}
+KINDS["longrope"] = KINDS["gqa"] | {
+    "model_type": "phi3",
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0, 1.1, 1.3, 1.6],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
 }
 KINDS["mla-yarn-no-q-latent"] = KINDS["mla-yarn"] | {"q_lora_rank": None}
 

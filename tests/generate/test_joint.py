@@ -10,9 +10,10 @@ import torch
 
 from unfreeze.adapters import attach, without_adapters
 from unfreeze.config.lora import LoraConfig
+from unfreeze.core.draws import uniform
 from unfreeze.generate.engine import Engine, batch_of
 from unfreeze.generate.joint import Joint, joint_engine
-from unfreeze.generate.sampling import Chooser, Sampling
+from unfreeze.generate.sampling import Sampling, choose
 
 PROMPTS = [[3, 17, 42, 8, 60, 11, 5], [70, 2], list(range(20, 51))]
 WORDS = 83  # of 89 rows
@@ -20,15 +21,14 @@ WORDS = 83  # of 89 rows
 
 def uncached(student, teacher, gamma, prompts, sampling):
     """The definition, with nothing kept from step to step."""
-    sequences, chooser = [list(prompt) for prompt in prompts], Chooser(sampling, len(prompts))
-    for _ in range(sampling.max_new_tokens):
+    sequences, keys = [list(prompt) for prompt in prompts], sampling.keys(len(prompts))
+    for place in range(sampling.max_new_tokens):
         rows = []
         for sequence in sequences:
             own, said = (m.logits(m.hidden(batch_of([sequence])))[-1, :WORDS] for m in (student, teacher))
             rows.append((said.softmax(-1) * own.softmax(-1) ** gamma).log())
-        for sequence, token in zip(
-            sequences, chooser.choose(torch.stack(rows), [*range(len(prompts))]), strict=True
-        ):
+        ids, _ = choose(torch.stack(rows), sampling, [uniform(key, place) for key in keys])
+        for sequence, token in zip(sequences, ids, strict=True):
             sequence.append(token)
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from unfreeze.core.draws import uniform
 from unfreeze.core.errors import ConfigError, UserError
-from unfreeze.generate.sampling import Chooser, Sampling, draw, keep_likely
+from unfreeze.generate.sampling import Sampling, choose, draw, keep_likely
 
 
 def random_logits(rows=64, vocab=97, seed=0, spread=3.0):
@@ -60,8 +61,9 @@ def test_draw_returns_no_impossible_token_at_the_ends_of_the_interval():
 def test_samples_pass_a_chi_square_test_and_a_wrong_temperature_does_not():
     """5,000 draws over 12 tokens: chi² with 11 degrees of freedom lies below 31.3 with probability 0.999."""
     logits, draws = random_logits(1, 12, seed=7, spread=1.0), 5000
-    chooser = Chooser(Sampling(temperature=0.7, seed=3), draws)
-    ids = torch.tensor(chooser.choose(logits.expand(draws, -1), list(range(draws))))
+    sampling = Sampling(temperature=0.7, seed=3)
+    uniforms = [uniform(key, 0) for key in sampling.keys(draws)]
+    ids = torch.tensor(choose(logits.expand(draws, -1), sampling, uniforms)[0])
     counts = torch.bincount(ids, minlength=12).double()
 
     def chi_square(temperature):
@@ -72,21 +74,34 @@ def test_samples_pass_a_chi_square_test_and_a_wrong_temperature_does_not():
     assert chi_square(0.9) > 31.3  # control arm
 
 
-def test_same_seed_same_tokens_and_finished_rows_shift_nothing():
-    logits = random_logits(6, 50)
-    every = Chooser(Sampling(temperature=1.0, seed=5), 6)
-    some = Chooser(Sampling(temperature=1.0, seed=5), 6)
-    other = Chooser(Sampling(temperature=1.0, seed=6), 6)
-    rows, kept = list(range(6)), [1, 4]
-    a = [every.choose(logits, rows) for _ in range(20)]
-    b = [some.choose(logits[kept], kept) for _ in range(20)]
-    assert [[step[row] for row in kept] for step in a] == b
-    assert [other.choose(logits, rows) for _ in range(20)] != a
+def test_random_numbers_are_a_function_of_seed_prompt_answer_and_place():
+    def numbers(seed, prompts=3, n=4):
+        keys = Sampling(temperature=1.0, seed=seed, n=n).keys(prompts)
+        return torch.tensor([[uniform(key, place) for place in range(50)] for key in keys])
+
+    whole = numbers(5)
+    assert torch.equal(numbers(5, prompts=2), whole[:8])  # a prompt more changes nothing
+    assert torch.equal(numbers(5, n=2), whole.view(3, 4, 50)[:, :2].reshape(6, 50))  # nor an answer more
+    assert len({*whole.flatten().tolist()}) == 600 and not torch.isin(numbers(6), whole).any()
+    # all 600 are uniform: the largest gap to the diagonal is below Kolmogorov's 0.999 quantile
+    distance = (whole.flatten().sort().values - (torch.arange(600) + 0.5) / 600).abs().max()
+    assert distance < 1.95 / 600**0.5
+
+
+def test_a_list_of_seeds_is_a_seed_for_each_answer():
+    keys = Sampling(seeds=(7, 8, 7, 2**64 - 1), n=2).keys(2)
+    assert keys[0] == keys[2] != keys[1] and keys[1] == Sampling(seed=8).keys(1)[0]
+    with pytest.raises(ConfigError, match=r"3 seeds for 4 answers \(2 prompts, n = 2\)"):
+        Sampling(seeds=(1, 2, 3), n=2).keys(2)
+
+
+def test_without_a_seed_each_call_has_its_own():
+    assert Sampling().keys(1) != Sampling().keys(1)
 
 
 def test_greedy_takes_the_largest():
     logits = random_logits(5, 30)
-    assert Chooser(Sampling(), 5).choose(logits, list(range(5))) == logits.argmax(-1).tolist()
+    assert choose(logits, Sampling(), [])[0] == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -94,7 +109,7 @@ def test_logits_that_are_not_numbers_are_refused(temperature):
     logits = random_logits(2, 10)
     logits[1, 4] = float("nan")
     with pytest.raises(UserError, match="not finite"):
-        Chooser(Sampling(temperature=temperature), 2).choose(logits, [0, 1])
+        choose(logits, Sampling(temperature=temperature), [0.5, 0.5])
 
 
 @pytest.mark.parametrize(
@@ -108,6 +123,11 @@ def test_logits_that_are_not_numbers_are_refused(temperature):
         {"max_new_tokens": 0},
         {"stop": ("",)},
         {"stop": "END"},
+        {"temperature": float("nan")},
+        {"seed": 2**64},
+        {"seed": -(2**63) - 1},
+        {"seeds": (1, 2**64)},
+        {"n": 0},
     ],
 )
 def test_values_out_of_range_are_refused_by_name(wrong):

@@ -19,8 +19,9 @@ from unfreeze import models
 from unfreeze.core.errors import UserError
 from unfreeze.generate import steps as steps_file
 from unfreeze.generate.engine import Engine, batch_of
+from unfreeze.generate.recorded import Recorded
 from unfreeze.generate.sampling import Sampling
-from unfreeze.generate.steps import Replayed, launched, step_by_record, width_of
+from unfreeze.generate.steps import Replayed, launched, replayed, step_by_record, width_of
 from unfreeze.kernels import cuda_graph
 from unfreeze.kernels.choice import choose, predicted, record
 from unfreeze.kernels.choice.op import Candidate
@@ -293,7 +294,7 @@ def test_memory_that_runs_out_ends_recording_and_frees_what_was_recorded(build, 
 
 def test_a_record_decides(build, taped, tmp_path):
     model = build("gqa")
-    same(generated(model, step_by_record), generated(model, launched))
+    same(generated(model, replayed), generated(model, launched))
     assert taped.replayed == 0, "no record: launched"
     row = {
         "op": "replay",
@@ -314,10 +315,10 @@ def test_a_record_decides(build, taped, tmp_path):
     file.write_text(json.dumps([row]))
     record.read.cache_clear()
     choose._CHOSEN.clear()
-    same(generated(model, step_by_record), generated(model, launched))
+    same(generated(model, replayed), generated(model, launched))
     assert taped.replayed > 25
     before = taped.replayed
-    same(generated(model, step_by_record, PROMPTS[:1]), generated(model, launched, PROMPTS[:1]))
+    same(generated(model, replayed, PROMPTS[:1]), generated(model, launched, PROMPTS[:1]))
     assert taped.replayed == before, "of one row nothing is recorded"
     record.read.cache_clear()
 
@@ -334,6 +335,7 @@ def test_on_cuda_steps_are_within_widths_and_recorded_where_a_replay_does_the_sa
     model.residency = SimpleNamespace(visit=print) if hinders == "streamed weights" else RESIDENT
     step = step_by_record(model, Cache(1, 64))
     assert isinstance(step, Replayed) == (device == "cuda")
+    assert isinstance(step, Recorded) == (device == "cpu" and not hinders)
     if device == "cuda":
         assert step.impl == ("auto" if replays and not hinders else "reference")
 

@@ -2,6 +2,7 @@
 test_families.py."""
 
 import builtins
+from dataclasses import replace
 
 import pytest
 import torch
@@ -181,6 +182,32 @@ def test_prefill_refuses_a_cache_that_does_not_fit(rows, capacity, lengths, fill
         UserError, match=rf"prefill of 2 documents, longest 4, into a cache of {rows} rows of {capacity}"
     ):
         model.prefill(batch_of(*lengths), cache)
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 2], [1, 1], [0, -1]])
+def test_prefill_of_rows_that_do_not_run_is_refused(rows):
+    model = made()
+    cache = model.new_cache(3, 8)
+    cache.lengths = [3, 3]
+    with pytest.raises(UserError, match=r"it needs one row per document, not \["):
+        model.prefill(batch_of(4, 2), cache, rows)
+
+
+@torch.no_grad()
+def test_prefill_of_some_rows_leaves_the_others():
+    """Rows 2 and 0 of a cache that runs are filled anew; a step then gives each what it gives alone."""
+    model, caches = made(), [made().new_cache(3, 9) for _ in range(2)]
+    model.prefill(batch_of(5, 3, 7), caches[0])
+    model.prefill(batch_of(4, 2), caches[0], [2, 0])
+    assert caches[0].lengths == [2, 3, 4]
+    lengths, starts = (2, 3, 4), (4, 5, 0)  # tokens of batch_of, in the order of rows
+    tokens = torch.cat(
+        [(torch.arange(start, start + n) * 7 % 61) for start, n in zip(starts, lengths, strict=True)]
+    )
+    batch = batch_of(*lengths)
+    model.prefill(replace(batch, tokens_T=tokens), caches[1])
+    steps = [model.step(torch.tensor([1, 2, 3]), cache) for cache in caches]
+    torch.testing.assert_close(*steps, rtol=1e-5, atol=1e-5)
 
 
 def test_a_full_cache_is_refused_and_one_with_room_is_not():

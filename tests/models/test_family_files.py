@@ -1,5 +1,5 @@
-"""Each family from its files to its adapter: transformers' own save_pretrained read and written again, cached
-decoding, documents apart, a receipt, peft's names, and the plan's bytes."""
+"""Each family from its files to its adapter: transformers' own save_pretrained read and written again, documents
+apart, a receipt, peft's names, and the plan's bytes. Cached decoding: tests/generate/test_exact_families.py."""
 
 import warnings
 from itertools import chain
@@ -27,16 +27,6 @@ FIRST: dict[tuple[str, bool], str] = {}  # of each config class; Gemma 4's, with
 for _name, _case in CASES.items():
     FIRST.setdefault((_case.config_class, _name in cases_moe.CASES), _name)
 KINDS = sorted(FIRST.values())
-# rows of a cache that slide, cut, or are written anew
-OTHERS = (
-    "mistral-window",
-    "ministral-mixed",
-    "smollm3-window",
-    "phi3-longrope-tied",
-    "ministral3-grows-and-slides",
-    "gemma3-linear-softcap",
-    "olmo3-yarn",
-)
 AS_PUBLISHED = {"qwen3-vl-moe"}  # written with experts as published, which transformers turns round
 LORA = LoraConfig(rank=4, alpha=8.0)
 
@@ -113,33 +103,6 @@ def test_transformers_files_are_read_and_written_again_name_by_name(name, releas
     # and what was written is read again: as published
     once_more, _ = opened(tmp_path / "again")
     assert torch.equal(once_more.logits(once_more.hidden(batch_of(DOCUMENTS))).detach(), ours)
-
-
-@pytest.mark.parametrize("name", [*KINDS, *OTHERS])
-def test_cached_equals_uncached_for_256_tokens(name, released):
-    """Drawn, because greedy random models soon repeat themselves."""
-    model, _ = opened(released(name)[1])
-    prompts, generator = DOCUMENTS[:2], torch.Generator().manual_seed(0)
-    answers = torch.randint(2, model.shape.vocab_size, (2, 256 - 7), generator=generator).tolist()
-    whole = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    assert len({*answers[0]}) > 20  # no test on a sequence that repeats itself
-    with torch.no_grad():
-        rows = model.logits(model.hidden(batch_of(whole))).split([len(sequence) for sequence in whole])
-        cache = model.new_cache(len(whole), 256)
-        model.prefill(batch_of(prompts), cache)
-        for step in range(256 - 7):
-            tokens_S = torch.tensor([answer[step] for answer in answers])
-            stepped = model.logits(model.step(tokens_S, cache))
-            expected = torch.stack(
-                [
-                    # longrope: a shorter document has other rotary tables from its first token on
-                    model.logits(model.hidden(batch_of([w[: len(p) + step + 1]])))[-1]
-                    if len(p) + step < model.shape.rope.short_until
-                    else row[len(p) + step]
-                    for w, row, p in zip(whole, rows, prompts, strict=True)
-                ]
-            )
-            assert (stepped - expected).abs().max() <= 1e-3, step
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -27,6 +27,7 @@ from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.models import decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.objectives.cross_entropy import cross_entropy
+from unfreeze.parallel.answers import LOGIT_BYTES, Answers
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import (
     USABLE,
@@ -430,6 +431,20 @@ SIZES = Sizes(
 
 def machine(gib: float) -> Hardware:
     return Hardware("cpu", "small", 2, int(gib * 2**30), int(gib * 2**30))
+
+
+def test_the_cache_of_answers_is_another_moment_of_the_run():
+    """64 rows of 512 positions of 16 layers x 2 x 1,024 bf16 numbers: 2 GiB, while no activation is there."""
+    sizes, without = replace(SIZES, cached=16 * 2 * 1024 * 2, forward=8000), Work(tokens=1024, rank=8)
+    plain = plan(sizes, RESIDENT, without, MACHINE)
+    answering = plan(sizes, RESIDENT, replace(without, answers=Answers(64, 64 * 512)), MACHINE)
+    logits, prefill = 64 * 32000 * LOGIT_BYTES, 1024 * (2 * 1024 * 2 + 8000)
+    assert logits > prefill and answering.terms["sampling answers"] == logits
+    assert answering.terms["KV cache of answers"] == 64 * 512 * 16 * 2 * 1024 * 2 == 2 * 2**30
+    assert "boundary activations" in answering.beside and answering.total > plain.total
+    few = plan(sizes, RESIDENT, replace(without, answers=Answers(1, 512)), MACHINE)
+    assert few.total == plain.total and few.beside["KV cache of answers"] == 2 * 2**30 // 64
+    assert few.beside["sampling answers"] == prefill
 
 
 def test_terms_add_up_and_the_plan_is_json():

@@ -12,8 +12,8 @@ import torch
 import unfreeze
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.generate.engine import Engine
 from unfreeze.models.blocks.rope import Rope
-from unfreeze.models.decoder import Decoder
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
@@ -116,14 +116,14 @@ def test_a_run_measures_the_gap_between_its_sampler_and_its_trainer(capsys, data
 
 
 def test_control_arm_a_cached_pass_at_other_positions_is_said(capsys, data, tmp_path, monkeypatch):
-    tables, step = Rope.tables, Decoder.step
+    tables, step = Rope.tables, Engine._step
 
-    def shifted(self, tokens_S, cache):
+    def shifted(self, step_of, tokens):
         with monkeypatch.context() as patch:
             patch.setattr(Rope, "tables", lambda rope, positions, *rest: tables(rope, positions + 1, *rest))
-            return step(self, tokens_S, cache)
+            return step(self, step_of, tokens)
 
-    monkeypatch.setattr(Decoder, "step", shifted)
+    monkeypatch.setattr(Engine, "_step", shifted)
     sft(capsys, *command(data, tmp_path / "run", "--steps", 1, "--watch.samples", 1, "--dtype", "float32"))
     gap = events(tmp_path / "run", "gap")[0]
     assert (

@@ -23,6 +23,7 @@ from unfreeze.data.store.dataset import encode_file
 from unfreeze.evaluate.perplexity import heldout
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
+from unfreeze.models import Decoder
 from unfreeze.objectives.corrector import corrector
 from unfreeze.parallel.processes.collectives import ALONE
 from unfreeze.teach.on_policy import OnPolicy, groups, prompts
@@ -90,6 +91,23 @@ def test_the_cache_of_a_group_is_bounded():
     assert sorted(i for group in made for i in group) == list(range(8))
     assert all(len(group) == 1 or len(group) * max(lengths[i] for i in group) <= 120 for group in made)
     assert len(made) == 3
+
+
+def test_each_answer_is_sampled_no_longer_than_it_may_be_and_alone_it_is_the_same(engine, monkeypatch):
+    """A step of the model has a row for each document that has room left."""
+    widths, step = [], Engine._step
+
+    def counted(self, step_of, tokens):
+        widths.append(len(tokens))
+        return step(self, step_of, tokens)
+
+    monkeypatch.setattr(Engine, "_step", counted)
+    engine.stop_ids = frozenset()
+    whole = OnPolicy(1.0, 1.0, seed=3)(engine, [pack(DOCUMENTS)], 7, ALONE)
+    assert sum(widths) == sum(room - 1 for _, room in prompts(pack(DOCUMENTS)) if room)
+    alone = OnPolicy(1.0, 1.0, seed=3)(engine, [pack(DOCUMENTS[:1])], 7, ALONE)
+    assert whole is not None and alone is not None
+    assert torch.equal(alone.micro_batches[0].tokens_T, whole.micro_batches[0].tokens_T[:7])
 
 
 class Pair:
@@ -200,9 +218,19 @@ def test_lambda_0_is_plain_distillation_to_the_bit(distill, tmp_path):
 OWN = ["--distillation.on-policy", 0.6, "--seed", 1, "--steps"]
 
 
-def test_a_resumed_run_samples_what_an_unbroken_one_does(distill, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+def test_a_resumed_run_samples_what_an_unbroken_one_does(distill, tmp_path, monkeypatch):
+    """And the plan has the memory of the largest cache."""
+    whole, parts, caches, new = tmp_path / "whole", tmp_path / "parts", [], Decoder.new_cache
+
+    def kept(self, *size, **how):
+        caches.append(new(self, *size, **how))
+        return caches[-1]
+
+    monkeypatch.setattr(Decoder, "new_cache", kept)
     distill(whole, *OWN, 3)
+    plan = json.loads((whole / "plan.json").read_text())
+    planned = (plan["terms"] | plan["beside"])["KV cache of answers"]
+    assert 0.5 * planned < max(cache.nbytes for cache in caches) <= planned
     distill(parts, *OWN, 1)
     distill(parts, *OWN, 3, "--save.allow-changed", "steps")
     assert same(adapter(whole), adapter(parts))

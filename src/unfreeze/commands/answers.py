@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.parse import writing
 from unfreeze.core.command import Common
+from unfreeze.core.draws import number
 from unfreeze.core.errors import ConfigError, DataError
 from unfreeze.job.opening.device import load_shown, say
 from unfreeze.teach.address import is_url, refuse_without_library
-from unfreeze.teach.answers import Answer, Ask, TeacherAnswers
+from unfreeze.teach.answers import TOGETHER, Answer, Ask, TeacherAnswers
 from unfreeze.teach.budget import Budget, Price
 from unfreeze.teach.chat import ChatEndpoint, most_tokens
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from unfreeze.data.rows.row import Conversation
 
 SAY_EVERY = 10.0  # seconds between progress lines
+AT_ONCE = 64  # rows that a model in this process answers, then writes
 
 
 def answer_rows(config: Config, common: Common) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def answer_rows(config: Config, common: Common) -> dict[str, Any]:
         ask = _from_server(config, missing, common) if url else _from_model(config, common)
         last_shown = time.monotonic()
         with writing(out.parent, "out"):
-            for written in answers.write(rows, ask, again=not url):
+            for written in answers.write(rows, ask, together=TOGETHER if url else AT_ONCE):
                 if time.monotonic() - last_shown > SAY_EVERY:
                     last_shown = time.monotonic()
                     show(f"{written.answered + written.left_out} of {len(rows)} rows answered")
@@ -123,13 +125,15 @@ def _from_server(config: Config, missing: Sequence[Conversation], common: Common
 def _from_model(config: Config, common: Common) -> Ask:
     """Return a function that asks a model in this process.
 
-    A batch is sampled with a seed made of the configured seed and its first row number.
+    The seed of an answer is made of the configured seed and the number of its row. After Ctrl-C the answers
+    that have ended are kept.
     """
     model = load_shown(config.model, config.dtype, config.device, common, config.base)
     options: Any = config.model_dump(include={"max_new_tokens", "temperature", "top_k", "top_p", "stop"})
 
-    def ask(rows: Sequence[Conversation]) -> list[Answer | Exception]:
+    def ask(rows: Sequence[Conversation]) -> list[Answer | BaseException]:
         from unfreeze.data import encode_chat
+        from unfreeze.generate.answer import Interrupted
         from unfreeze.generate.model import sampling
 
         tokenizer = model.tokenizer
@@ -139,16 +143,21 @@ def _from_model(config: Config, common: Common) -> Ask:
             )
         prompts = [encode_chat(tokenizer, row.messages, row.tools) for row in rows]
         room = model.decoder.shape.max_positions
-        answers: list[Answer | Exception] = [
+        answers: list[Answer | BaseException] = [
             Answer("", f"no room: the prompt has {len(prompt)} tokens, the model only {room} positions")
             for prompt in prompts
         ]
         fitting = [i for i, prompt in enumerate(prompts) if len(prompt) < room]
-        options["seed"] = config.seed * 1_000_003 + rows[0].row
-        settings = sampling(options)
-        completions = model.engine.generate([prompts[i] for i in fitting], settings)
-        for i, answer in zip(fitting, completions, strict=True):
-            answers[i] = Answer(answer.text, answer.finish_reason)
+        seeds = [number(config.seed, rows[i].row) for i in fitting]
+        settings = sampling({**options, "seeds": seeds})
+        try:
+            completions = model.engine.generate([prompts[i] for i in fitting], settings)
+        except Interrupted as interrupt:
+            completions = interrupt.completions
+        for i, done in zip(fitting, completions, strict=True):
+            answers[i] = Answer(done.text, "stop" if done.finish_reason == "stop" else done.stop_reason)
+            if done.stop_reason == "interrupted":
+                answers[i] = KeyboardInterrupt("the same command continues")
         return answers
 
     return ask

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TextIO
 
 from pydantic import Field
@@ -20,6 +23,7 @@ from unfreeze.config.adapter import adapter_folder
 from unfreeze.config.device import Device
 from unfreeze.config.parse import Files, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
+from unfreeze.core.draws import SEEDS
 from unfreeze.core.errors import UserError
 from unfreeze.job.opening.device import load_shown
 
@@ -45,7 +49,8 @@ class Config(Frozen):
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p"
     )
-    seed: int = Field(default=0, description="seed of the sampling")
+    seed: int = Field(default=0, ge=SEEDS[0], le=SEEDS[1], description="seed of the sampling")
+    speed: bool = Field(default=False, description="after each answer, its tokens per second")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="compute dtype. auto: bfloat16 where the hardware has bf16 matmul units"
     )
@@ -67,8 +72,11 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     for name, folder in more:
         switch.load(name, folder)
     switch.use(first)
-    talk = Dialogue(model, settings, sys.stderr if common.json else sys.stdout, common.quiet, switch)
+    out = sys.stderr if common.json else sys.stdout
+    talk = Dialogue(model, settings, out, common.quiet, switch, config.speed)
     talk.set_system(config.system)
+    if sys.stdin.isatty():
+        talk.warming = warming(model)
     if sys.stdin.isatty() and not common.quiet:
         print(f"{config.model}. /help lists the commands, Ctrl-C stops an answer.", file=talk.out)
     while (line := _read(talk.out)) is not None and line not in LEAVE:
@@ -76,7 +84,40 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             print(obey(talk, line), file=sys.stderr)
         elif line:
             talk.ask(line)
+    leave(talk)
     return {"messages": talk.messages}
+
+
+def warming(model: Model) -> Thread:
+    """Return a running thread that warms the model up while the user types.
+
+    The first answer waits for it. If it fails, that answer meets the same fault and says so.
+    """
+
+    def warm_up() -> None:
+        with suppress(Exception):
+            model.warm_up()
+
+    thread = Thread(target=warm_up)
+    thread.start()
+    return thread
+
+
+def leave(talk: Dialogue) -> None:
+    """Wait for a model that is still warming up: a thread that compiles cannot be ended.
+
+    Compiling takes some 20 s, once on a machine. Ctrl-C ends the process at once.
+    """
+    if talk.warming is None:
+        return
+    try:
+        talk.warming.join(PATIENCE)
+        if talk.warming.is_alive():
+            print("(kernels are being compiled, once on this machine; Ctrl-C leaves now)", file=sys.stderr)
+        talk.warming.join()
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        os._exit(130)
 
 
 def model_name(source: str) -> str:
@@ -96,11 +137,38 @@ def _read(talk: TextIO) -> str | None:
     return line.strip() if line else None
 
 
+PATIENCE = 1.0  # seconds until it is said what leaving waits for
+CUT = {
+    "length": "--max-new-tokens allows no more",
+    "window": "the model has no position left; /reset forgets the conversation",
+}
+"""Why an answer was cut, by its stop reason."""
+
+
+@dataclass
+class Speed:
+    """Times of an answer in seconds: of the question, and of each token."""
+
+    begin: float
+    tokens: list[float] = field(default_factory=list)
+
+    def words(self) -> str:
+        """Return such words as '24 tokens, the first after 0.08 s, then 310.2 tokens/s'."""
+        if not self.tokens:
+            return "no tokens"
+        first, last, count = self.tokens[0], self.tokens[-1], len(self.tokens)
+        then = f", then {(count - 1) / (last - first):,.1f} tokens/s" if last > first else ""
+        return f"{count} token{'s' * (count > 1)}, the first after {first - self.begin:.2f} s{then}"
+
+
 @dataclass
 class Dialogue:
     """A conversation and the model that answers. The system prompt, if any, is the first message.
 
-    out: where answers are printed as they are generated.
+    out          where answers are printed as they are generated
+    shows_speed  True: after each answer a line with its speed
+    speed        of the last answer
+    warming      ends when the model can answer without delay; None: it is not waited for
     """
 
     model: Model
@@ -108,6 +176,9 @@ class Dialogue:
     out: TextIO
     quiet: bool = False
     switch: Switch | None = None
+    shows_speed: bool = False
+    speed: Speed | None = None
+    warming: Thread | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
 
     @property
@@ -124,6 +195,11 @@ class Dialogue:
         """Forget the turns; the system prompt stays."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
+    def wait(self) -> None:
+        """Wait until the model is warm: one pass at a time."""
+        if self.warming is not None:
+            self.warming.join()
+
     def ask(self, question: str) -> None:
         """Add a question, then answer it."""
         self.messages.append({"role": "user", "content": question})
@@ -134,9 +210,11 @@ class Dialogue:
 
         If the conversation has grown too long, print an error to stderr and continue the chat.
         """
-        answer, last = "", None
+        answer, last, self.speed = "", None, Speed(time.perf_counter())
         try:
+            self.wait()
             for last in self.model.stream_chat_pieces(self.messages, **self.settings):
+                self.speed.tokens.append(time.perf_counter())
                 answer += last.text
                 print(last.text, end="", file=self.out, flush=True)
         except KeyboardInterrupt:
@@ -145,8 +223,9 @@ class Dialogue:
             print(f"{error}\n(/reset forgets the conversation)", file=sys.stderr)
         print(file=self.out, flush=True)
         if last is not None and last.finish_reason == "length" and not self.quiet:
-            why = "max_new_tokens reached, or no position left; /reset forgets the conversation"
-            print(f"(the answer stops here: {why})", file=sys.stderr)
+            print(f"(the answer stops here: {CUT[last.stop_reason or 'length']})", file=sys.stderr)
+        if self.shows_speed:
+            print(f"({self.speed.words()})", file=sys.stderr)
         self.messages.append({"role": "assistant", "content": answer})
 
 
@@ -169,6 +248,7 @@ def _use(talk: Dialogue, text: str) -> str:
         return "there are no adapters here"
     if not text:
         return f"({_adapters(talk.switch)})"
+    talk.wait()
     try:
         talk.switch.use(text)
     except UserError as error:
@@ -195,6 +275,14 @@ def _regenerate(talk: Dialogue, text: str) -> str:
     talk.answer()
     greedy = "(greedy answers do not change; to sample: unfreeze chat … --temperature 0.8)"
     return greedy if talk.settings["temperature"] == 0 else "(answered again)"
+
+
+def _speed(talk: Dialogue, text: str) -> str:
+    talk.shows_speed = not talk.shows_speed
+    last = f"{talk.speed.words()}; " if talk.speed else ""
+    return (
+        f"({last}{'shown after each answer' if talk.shows_speed else 'no longer shown'}, /speed changes it)"
+    )
 
 
 def _save(talk: Dialogue, text: str) -> str:
@@ -226,6 +314,7 @@ COMMANDS = {
     "/use": ChatCommand(
         "[NAME]", "answer with this adapter (or base) from here on; without NAME list the adapters", _use
     ),
+    "/speed": ChatCommand("", "tokens per second of the last answer, and from here on of each", _speed),
     "/save": ChatCommand("FILE", "write the conversation as a row of data for `unfreeze sft`", _save),
 }
 LEAVE = ("/exit", "/quit", "exit")

@@ -15,12 +15,15 @@ from unfreeze.config.device import Device
 from unfreeze.config.endpoint import EndpointConfig
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, refuse_second
 from unfreeze.core.command import Common
+from unfreeze.core.draws import SEEDS
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.opening.device import load_shown, say
 
 if TYPE_CHECKING:
-    from unfreeze.generate.engine import Completion
+    from unfreeze.generate.answer import Completion
     from unfreeze.generate.model import Model
+
+LIMIT = "--max-new-tokens allows no more"
 
 
 class Config(Frozen):
@@ -52,8 +55,10 @@ class Config(Frozen):
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="keep the likeliest tokens whose probabilities sum to p"
     )
-    stop: tuple[str, ...] = Field(default=(), description="texts that stop generation")
-    seed: int = Field(default=0, description="seed of the sampling")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="texts that stop generation"
+    )
+    seed: int = Field(default=0, ge=SEEDS[0], le=SEEDS[1], description="seed of the sampling")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="compute dtype. auto: bfloat16 where the hardware has bf16 matmul units"
     )
@@ -64,7 +69,8 @@ class Config(Frozen):
 def main(arguments: list[str], common: Common) -> dict[str, Any]:
     """Print the continuation (its token ids if the checkpoint has no tokenizer).
 
-    -> text, tokens (every sampled id), finish_reason; with --data: path, answered, left_out.
+    Ctrl-C prints what is there.
+    -> text, tokens (every sampled id), finish_reason, stop_reason; with --data: path, answered, left_out.
     """
     refuse_second(arguments, "the text to continue goes in --prompt", 'unfreeze generate RUN --prompt "…"')
     config = parse(Config, arguments, command="generate", description=__doc__ or "", positional=True)
@@ -80,6 +86,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "mode chat needs a text; tokens are continued directly", next="--prompt TEXT --mode chat"
         )
+    from unfreeze.generate.answer import Interrupted
+
     model = load_shown(config.model, config.dtype, config.device, common, config.base)
     as_chat = config.mode == "chat" or (config.mode == "auto" and model.has_chat_template)
     if model.has_chat_template and not config.tokens:
@@ -89,15 +97,21 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             else "continued as text (--mode chat sends it as a question)"
         )
         say(common)(f"the prompt is {how}")
-    done = complete(model, config, as_chat)
+    show = say(common)
+    try:
+        done, interrupted = complete(model, config, as_chat), False
+    except Interrupted as interrupt:
+        (done,), interrupted = interrupt.completions, True
     if not common.json:
         print(done.text if model.tokenizer is not None else " ".join(map(str, done.tokens)))
-    if done.finish_reason == "length" and len(done.tokens) < config.max_new_tokens:
-        say(common)(
-            f"stopped after {len(done.tokens)} tokens: the model's {model.decoder.shape.max_positions}"
-            " positions are full"
-        )
-    return {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
+    if interrupted:
+        show(f"interrupted after {len(done.tokens)} tokens")
+    elif done.finish_reason == "length":
+        positions = model.decoder.shape.max_positions
+        full = f"the model's {positions} positions are full" if done.stop_reason == "window" else LIMIT
+        show(f"stopped after {len(done.tokens)} tokens: {full}")
+    result = {"text": done.text, "tokens": done.tokens, "finish_reason": done.finish_reason}
+    return {**result, "stop_reason": done.stop_reason, **({"exit_code": 130} if interrupted else {})}
 
 
 def complete(model: Model, config: Config, as_chat: bool) -> Completion:
@@ -105,8 +119,6 @@ def complete(model: Model, config: Config, as_chat: bool) -> Completion:
     settings: Any = config.model_dump(
         include={"max_new_tokens", "temperature", "top_k", "top_p", "stop", "seed"}
     )
-    if config.tokens:
-        return model.complete([config.tokens], **settings)[0]
-    if as_chat:
+    if as_chat and not config.tokens:
         return model.chat_batch([config.prompt], **settings)[0]
-    return model.complete([config.prompt], **settings)[0]
+    return model.complete([config.tokens or config.prompt], **settings)[0]

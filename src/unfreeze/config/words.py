@@ -28,6 +28,7 @@ MUST = {
     "less_than": "must be less than {lt}",
     "too_short": "needs at least {min_length}",
     "too_long": "takes at most {max_length}",
+    "string_too_short": "needs a character",
 }
 """pydantic's error type -> the limit in words."""
 KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -15,7 +15,8 @@ import torch
 from unfreeze.core.batch import Batch
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.data.packing.batches import Example, pack
-from unfreeze.generate.engine import Completion, Engine
+from unfreeze.generate.answer import Completion
+from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
 from unfreeze.models import Decoder
 
@@ -48,7 +49,8 @@ def log_probability_gap(engine: Engine, prompts: Sequence[Sequence[int]], sampli
     to unused rows.
     Errors as in Engine.generate.
     """
-    return gap_of_answers(engine, prompts, engine.generate(prompts, sampling))
+    repeated = [prompt for prompt in prompts for _ in range(sampling.n)]
+    return gap_of_answers(engine, repeated, engine.generate(prompts, sampling))
 
 
 def gap_of_answers(engine: Engine, prompts: Sequence[Sequence[int]], answers: Sequence[Completion]) -> Gap:

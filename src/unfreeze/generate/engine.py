@@ -1,74 +1,41 @@
 """Batched generation with a KV cache.
 
-The prefill runs all prompts in one packed pass, without padding. Then each step adds one token per row, and
-finished rows leave the batch.
+Prompts wait in a queue. A free row of the cache takes the next one, and gives it back when the answer ends.
+Those that join at the same time run in one packed pass, without padding (prefill). Then each step adds one
+token per row. The n answers to a prompt share its prefill.
 
-T tokens of all prompts end to end, S sequences, V vocabulary.
+S sequences, J that join, P their prompts, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from unfreeze.core.batch import Batch
-from unfreeze.core.errors import UserError
+from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.core.units import format_bytes
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.store.examples import Example
 from unfreeze.data.tokens.tokenizer import StreamDecoder
-from unfreeze.generate.sampling import Chooser, Sampling
+from unfreeze.generate.answer import Completion, Interrupted, Piece, Row, completed
+from unfreeze.generate.queue import Queue
+from unfreeze.generate.sampling import Sampling, choose, logprobs_of
 from unfreeze.generate.steps import Step, Steps, step_by_record
 from unfreeze.generate.stops import StopText
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import Cache
+from unfreeze.parallel.answers import Answers
+from unfreeze.parallel.machine import hardware
 
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One sampled token of prompt `row`, and the text that can be shown now.
-
-    text           whole characters, never part of a stop string; often ""
-    finish_reason  None while the row continues; then "stop" (a stop id, a stop string) or "length"
-                   (max_new_tokens, no position left)
-    logprob        log-probability of the token in nats over all ids that can be sampled, before
-                   temperature, top-k and top-p
-    """
-
-    row: int
-    token: int
-    text: str
-    finish_reason: FinishReason | None
-    logprob: float = field(default=math.nan, compare=False)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """Everything sampled for one prompt.
-
-    tokens    every sampled id, including a stop id
-    text      ends before the stop id or stop string
-    logprobs  one per token, as in Piece; empty if the sampler doesn't know them
-    """
-
-    tokens: list[int]
-    text: str
-    finish_reason: FinishReason
-    logprobs: list[float] = field(default_factory=list, compare=False)
-
-
-class Sampler(Protocol):
-    """Continues token prompts: the local Engine, or a client of an endpoint."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """Return a completion per prompt, in the prompts' order."""
-        ...
+log = logging.getLogger(__name__)
+CACHE_SHARE = 0.5  # of the free memory; the rest is for the activations of a prefill
 
 
 class EngineTokenizer(Protocol):
@@ -79,37 +46,6 @@ class EngineTokenizer(Protocol):
     def stream_decoder(self) -> StreamDecoder: ...
 
 
-@dataclass
-class _Row:
-    """A sequence being continued."""
-
-    index: int
-    limit: int
-    stop_ids: frozenset[int]
-    decoder: StreamDecoder | None
-    stops: StopText
-    tokens: list[int] = field(default_factory=list)
-
-    def push(self, token: int) -> Piece:
-        """Append a sampled token; return its Piece."""
-        self.tokens.append(token)
-        if token in self.stop_ids:
-            return self._last(token, "", "stop")
-        text, stopped = self.stops.push(self.decoder.push(token)) if self.decoder is not None else ("", False)
-        if stopped:
-            return Piece(self.index, token, text, "stop")
-        if len(self.tokens) == self.limit:
-            return self._last(token, text, "length")
-        return Piece(self.index, token, text, None)
-
-    def _last(self, token: int, text: str, reason: FinishReason) -> Piece:
-        """Return the last piece with held-back text: the start of a stop string, half a character."""
-        if self.decoder is not None:
-            rest, stopped = self.stops.push(self.decoder.finish())
-            text += rest if stopped else rest + self.stops.flush()
-        return Piece(self.index, token, text, reason)
-
-
 class Engine:
     """Continues token prompts with a Decoder.
 
@@ -117,8 +53,9 @@ class Engine:
                    docs/why/trust.md N5) are never sampled. None: ids only
         stop_ids   end a sequence when they are sampled
         steps      how a step is launched (generate/steps.py)
-        agreed     maps the tokens chosen here to those used. Processes that share a model's weights must use
-                   the same
+        agreed     maps the numbers chosen here (tokens, rows at once) to those used. Processes that share a
+                   model's weights must use the same
+        say        called with a line if answers have to wait for memory
 
     Nothing is kept between calls, so the model's weights may change between them.
     """
@@ -133,67 +70,119 @@ class Engine:
     ):
         self.model, self.tokenizer, self.stop_ids, self.steps = model, tokenizer, stop_ids, steps
         self.agreed: Callable[[list[int]], list[int]] = list
+        self.say: Callable[[str], None] = log.warning
         self.num_ids = (
             model.shape.vocab_size if tokenizer is None else min(tokenizer.named_size, model.shape.vocab_size)
         )
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
-        """Continue every prompt to its end. Errors as in `stream`."""
-        pieces: list[list[Piece]] = [[] for _ in prompts]
-        for step in self.stream(prompts, sampling):
-            for piece in step:
-                pieces[piece.row].append(piece)
-        return [
-            Completion(
-                [p.token for p in row],
-                "".join(p.text for p in row),
-                row[-1].finish_reason or "length",
-                [p.logprob for p in row],
-            )
-            for row in pieces
-        ]
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        max_rows: int | None = None,
+        limits: Sequence[int] | None = None,
+        experts: bool = False,
+    ) -> list[Completion]:
+        """Continue every prompt to its end: sampling.n answers each, those of the first prompt first.
 
-    def stream(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[list[Piece]]:
-        """Yield, per step, a Piece for each prompt still running.
+        Arguments and errors as in `stream`. Ctrl-C raises Interrupted, a KeyboardInterrupt with the
+        completions so far.
+        """
+        pieces: list[list[Piece]] = [[] for _ in range(len(prompts) * sampling.n)]
+        try:
+            for step in self.stream(prompts, sampling, max_rows=max_rows, limits=limits, experts=experts):
+                for piece in step:
+                    pieces[piece.row].append(piece)
+        except KeyboardInterrupt:
+            raise Interrupted([completed(row) for row in pieces]) from None
+        return [completed(row) for row in pieces]
 
-        If fewer than max_new_tokens positions are left, the row ends at the last of them, with finish_reason
-        "length".
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        max_rows: int | None = None,
+        limits: Sequence[int] | None = None,
+        experts: bool = False,
+    ) -> Iterator[list[Piece]]:
+        """Yield, per step, a Piece for each answer that is running; those that join come by themselves.
+
+            max_rows  answers sampled at once; the others wait. None: as many as fit in half of the free
+                      memory
+            limits    maximum number of new tokens per prompt, in place of sampling.max_new_tokens
+            experts   return the experts that were chosen for each token, with the last piece
+
+        An answer doesn't depend on which others run beside it. If fewer positions are left than tokens may
+        be sampled, it ends at the last of them, with stop_reason "window".
         Raises UserError at once for an empty prompt, an id outside the vocabulary, or a prompt that leaves no
         free position (shape.max_positions).
         """
         prompts = [list(prompt) for prompt in prompts]
-        return self._run(prompts, self._limits(prompts, sampling), sampling)
+        most = [sampling.max_new_tokens] * len(prompts) if limits is None else list(limits)
+        self._check(prompts, sampling, most, max_rows)
+        return self._run(prompts, most, sampling, sampling.keys(len(prompts)), max_rows, experts)
 
-    def _run(self, prompts: list[list[int]], limits: list[int], sampling: Sampling) -> Iterator[list[Piece]]:
+    def _run(
+        self,
+        prompts: list[list[int]],
+        most: list[int],
+        sampling: Sampling,
+        keys: list[int],
+        max_rows: int | None,
+        experts: bool,
+    ) -> Iterator[list[Piece]]:
         if not prompts:
             return
-        rows = [
-            _Row(index, limit, self.stop_ids, self._decoder(prompt[-1]), StopText(sampling.stop))
-            for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
+        rooms = [self.model.shape.max_positions - len(prompt) for prompt in prompts]
+
+        def begin(index: int) -> Row:
+            prompt = index // sampling.n
+            limit, full = min((most[prompt], "length"), (rooms[prompt], "window"))
+            decoder = self._decoder(prompts[prompt][-1])
+            return Row(
+                index, prompt, limit, full, keys[index], self.stop_ids, decoder, StopText(sampling.stop)
+            )
+
+        longest = max(len(p) + min(limit, room) for p, limit, room in zip(prompts, most, rooms, strict=True))
+        cache = self.model.new_cache(self._rows(len(keys), longest, max_rows), longest, routes=experts)
+        prefill, step = partial(self._prefill, cache), self.steps(self.model, cache)
+        queue = Queue(prompts, sampling.n, self.model, cache, prefill, begin)
+        while queue.rows or queue.waiting:
+            # free rows take the next answers, whose first token comes with the prefill
+            while queue.waiting and queue.free():
+                places, logits_JV = queue.join()
+                yield self._chosen(queue, places, logits_JV, sampling)
+            queue.leave()
+
+            # one step of all that are not at their end
+            if queue.rows:
+                logits_SV = self._step(step, [row.tokens[-1] for row in queue.rows])
+                yield self._chosen(queue, range(len(queue.rows)), logits_SV, sampling)
+
+    def _chosen(
+        self, queue: Queue, places: Sequence[int], logits_SV: Tensor, sampling: Sampling
+    ) -> list[Piece]:
+        """Choose a token for the rows at these places, whose logits these are."""
+        rows, cache = [queue.rows[place] for place in places], queue.cache
+        greedy = sampling.temperature == 0
+        ids, kept_SV = choose(logits_SV, sampling, [] if greedy else [row.uniform() for row in rows])
+        tokens = self.agreed(ids)
+        logprobs = sampled = logprobs_of(logits_SV, tokens)
+        if greedy:
+            sampled = [0.0] * len(rows)
+        elif kept_SV is not logits_SV:
+            sampled = logprobs_of(kept_SV, tokens)
+        pieces = [
+            row.push(token, *logs) for row, token, *logs in zip(rows, tokens, logprobs, sampled, strict=True)
         ]
-        chooser = Chooser(sampling, len(rows))
-
-        # prefill: all prompts in one packed pass fill the KV cache
-        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        cache = self.model.new_cache(len(rows), longest)
-        logits_SV, step = self._prefill(prompts, cache), self.steps(self.model, cache)
-
-        # decode: choose, yield, drop finished rows, one step of the model
-        while True:
-            tokens = self.agreed(chooser.choose(logits_SV, [row.index for row in rows]))
-            logprobs = logprobs_of(logits_SV, tokens)
-            pieces = [
-                replace(row.push(token), logprob=logprob)
-                for row, token, logprob in zip(rows, tokens, logprobs, strict=True)
-            ]
-            yield pieces
-            running = [i for i, piece in enumerate(pieces) if piece.finish_reason is None]
-            if not running:
-                return
-            if len(running) < len(rows):
-                order = cache.keep(running)
-                rows, tokens = [rows[i] for i in order], [tokens[i] for i in order]
-            logits_SV = self._step(step, tokens)
+        if cache.routes is None:
+            return pieces
+        return [
+            replace(piece, experts=cache.route(place)) if piece.stop_reason else piece
+            for place, piece in zip(places, pieces, strict=True)
+        ]
 
     def _decoder(self, before: int) -> StreamDecoder | None:
         """Return a stream decoder that has seen the id before the first new one.
@@ -210,22 +199,31 @@ class Engine:
     # no_grad is around these two calls, not around the generator, because the caller's own grad mode must
     # hold at every yield
     @torch.no_grad()
-    def _prefill(self, prompts: list[list[int]], cache: Cache) -> Tensor:
+    def _prefill(self, cache: Cache, prompts: list[list[int]], rows: list[int]) -> Tensor:
+        """Fill a row of the cache with each prompt, in one packed pass. -> the logits after it, [P, V]."""
         batch = batch_of(prompts, self.model.device)
-        last_S = (batch.starts_S + torch.tensor(batch.lengths()) - 1).to(self.model.device)
-        return self.model.logits(self.model.prefill(batch, cache)[last_S])[:, : self.num_ids]
+        last_P = (batch.starts_S + torch.tensor(batch.lengths()) - 1).to(self.model.device)
+        return self.model.logits(self.model.prefill(batch, cache, rows)[last_P])[:, : self.num_ids]
 
     @torch.no_grad()
     def _step(self, step: Step, tokens: list[int]) -> Tensor:
         return step(tokens)[:, : self.num_ids]
 
-    def _limits(self, prompts: list[list[int]], sampling: Sampling) -> list[int]:
-        """Return the maximum number of new tokens per prompt."""
+    def _check(
+        self, prompts: list[list[int]], sampling: Sampling, most: list[int], max_rows: int | None
+    ) -> None:
         if sampling.stop and self.tokenizer is None:
             raise UserError(
                 f"stop strings {list(sampling.stop)} need a tokenizer; this model has none",
                 next="add tokenizer.json, or omit stop",
             )
+        if len(most) != len(prompts) or min(most, default=1) < 1:
+            raise ConfigError(
+                f"limits {most} for {len(prompts)} prompts; there must be one for each, at least 1",
+                next="limits=[20, 20] for two prompts",
+            )
+        if max_rows is not None and max_rows < 1:
+            raise ConfigError(f"max_rows is {max_rows}; it must be at least 1", next="leave it out")
         check_tokens(prompts, self.model.shape.vocab_size)
         positions, longest = self.model.shape.max_positions, max(map(len, prompts), default=0)
         if longest >= positions:
@@ -234,13 +232,18 @@ class Engine:
                 " none is left for an answer",
                 next="shorten the prompt",
             )
-        return [min(sampling.max_new_tokens, positions - len(prompt)) for prompt in prompts]
 
-
-def logprobs_of(logits_SV: Tensor, tokens: Sequence[int]) -> list[float]:
-    """Return log softmax(logits_s)[tokens_s] for each row, in float32."""
-    chosen_S = logits_SV.gather(1, torch.tensor(tokens, device=logits_SV.device)[:, None])[:, 0]
-    return (chosen_S - logits_SV.logsumexp(-1)).tolist()
+    def _rows(self, wanted: int, capacity: int, max_rows: int | None) -> int:
+        """Return the number of rows of the cache; say it if answers have to wait for memory."""
+        if max_rows is not None or wanted == 1:
+            return min(wanted, max_rows or 1)
+        row = Answers(1, capacity)
+        cache = row.cache(self.model.cache_bytes())
+        fit = int(CACHE_SHARE * hardware(self.model.device).available) // (cache + row.logits(self.num_ids))
+        (rows,) = self.agreed([max(1, min(wanted, fit))])
+        if rows < wanted:
+            self.say(f"{wanted:,} rows: {rows:,} at once ({format_bytes(rows * cache)} of cache)")
+        return rows
 
 
 def check_tokens(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:

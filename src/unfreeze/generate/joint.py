@@ -8,7 +8,7 @@ T tokens, S sequences, D and E the two widths, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -49,11 +49,18 @@ class Joint:
         )
         self.shape, self.device = student.shape, student.device
 
-    def new_cache(self, num_sequences: int, capacity: int) -> JointCache:
-        return JointCache(num_sequences, capacity)
+    def new_cache(self, num_sequences: int, capacity: int, *, routes: bool = False) -> JointCache:
+        """Return two caches. routes: the student's."""
+        return JointCache(num_sequences, capacity, routes=routes)
 
-    def prefill(self, batch: Batch, cache: JointCache) -> Tensor:
-        return self._both(lambda model, own: model.prefill(batch, own), cache)
+    def cache_bytes(self) -> int:
+        return self.student.cache_bytes() + self.teacher.cache_bytes()
+
+    def holds(self, prompt: int, length: int) -> bool:
+        return self.student.holds(prompt, length) and self.teacher.holds(prompt, length)
+
+    def prefill(self, batch: Batch, cache: JointCache, rows: Sequence[int] | None = None) -> Tensor:
+        return self._both(lambda model, own: model.prefill(batch, own, rows), cache)
 
     def step(self, tokens_S: Tensor, cache: JointCache) -> Tensor:
         return self._both(lambda model, own: model.step(tokens_S, own), cache)
@@ -74,11 +81,19 @@ class Joint:
 
 
 class JointCache(Cache):
-    """The student's cache together with the teacher's; rows leave both."""
+    """The student's cache together with the teacher's; rows come to both and leave both."""
 
-    def __init__(self, num_sequences: int, capacity: int):
-        super().__init__(num_sequences, capacity)
+    def __init__(self, num_sequences: int, capacity: int, *, routes: bool = False):
+        super().__init__(num_sequences, capacity, routes=routes)
         self.teacher = Cache(num_sequences, capacity)
+
+    def more(self, count: int) -> None:
+        self.teacher.more(count)
+        super().more(count)
+
+    def fork(self, source: int, rows: Sequence[int], length: int) -> None:
+        self.teacher.fork(source, rows, length)
+        super().fork(source, rows, length)
 
     def keep(self, rows: list[int]) -> list[int]:
         self.teacher.keep(rows)

@@ -19,7 +19,8 @@ from unfreeze.config.template import template_values
 from unfreeze.core.errors import ConfigError, UserError, nearest
 from unfreeze.data.tokens.masks import encode_chat, encode_prompt
 from unfreeze.data.tokens.tokenizer import Tokenizer, check_vocab, has_tokenizer, load_tokenizer
-from unfreeze.generate.engine import Completion, Engine, Piece, batch_of, check_tokens
+from unfreeze.generate.answer import Completion, Piece
+from unfreeze.generate.engine import Engine, batch_of, check_tokens
 from unfreeze.generate.open import Progress, device_of, dtype_of, open_model
 from unfreeze.generate.sampling import Sampling
 from unfreeze.generate.source import ModelSource, open_source
@@ -38,6 +39,7 @@ class Options(TypedDict, total=False):
     top_p: float | None
     stop: str | Sequence[str] | None
     seed: int | None
+    seeds: Sequence[int] | None
 
 
 def load(
@@ -137,6 +139,14 @@ class Model:
         """True if the checkpoint has its own chat template; otherwise `chat` uses a plain template."""
         return self.tokenizer is not None and self.tokenizer.template is not None
 
+    def warm_up(self) -> None:
+        """Generate two tokens, so that the first answer waits for no kernel.
+
+        Compiled loops are loaded and kernels are chosen at their first use: 0.35 s of the first token of
+        tiny-k2.
+        """
+        self.engine.generate([[0]], Sampling(max_new_tokens=2))
+
     @torch.no_grad()
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return logits[i][t], the scores of the token after sequences[i][: t + 1].
@@ -168,39 +178,67 @@ class Model:
     def generate(self, prompt: list[int], **options: Unpack[Options]) -> list[int]: ...
     @overload
     def generate(self, prompt: list[list[int]], **options: Unpack[Options]) -> list[list[int]]: ...
+    @overload
+    def generate(self, prompt: str | list[str], *, n: int, **options: Unpack[Options]) -> list[str]: ...
+    @overload
+    def generate(
+        self, prompt: list[int] | list[list[int]], *, n: int, **options: Unpack[Options]
+    ) -> list[list[int]]: ...
 
-    def generate(self, prompt: Any, **options: Unpack[Options]) -> Any:
+    def generate(self, prompt: Any, *, n: int | None = None, **options: Unpack[Options]) -> Any:
         """Return the model's continuation of the prompt, without the prompt.
 
-        A list of prompts, of any lengths, runs as one batch.
+        A list of prompts, of any lengths, runs as one batch. With n there is a list of n continuations to
+        each prompt, those of the first prompt first.
         A text gets a text; BOS is added in front if the tokenizer starts documents with it. Token ids are
         used unchanged and get token ids, including a sampled stop id.
         options: max_new_tokens (256), temperature (0: always the likeliest token), top_k, top_p, stop (a
-        string or several), seed.
+        string or several), seed, seeds (one for each answer).
         Raises UserError for a text prompt without a tokenizer, and whatever Engine.stream and Sampling raise.
         """
-        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+        single, each = _is_one(prompt), 1 if n is None else n
         prompts = [prompt] if single else list(prompt)
-        completions = self.complete(prompts, **options)
         answers = [
-            done.text if isinstance(text_or_ids, str) else done.tokens
-            for text_or_ids, done in zip(prompts, completions, strict=True)
+            done.text if isinstance(prompts[index // each], str) else done.tokens
+            for index, done in enumerate(self.complete(prompts, n=each, **options))
         ]
-        return answers[0] if single else answers
+        return answers[0] if single and n is None else answers
 
     def complete(
-        self, prompts: Sequence[str | Sequence[int]], **options: Unpack[Options]
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        n: int = 1,
+        experts: bool = False,
+        max_rows: int | None = None,
+        **options: Unpack[Options],
     ) -> list[Completion]:
-        """Like generate, but return all facts about each answer: tokens, text, finish_reason, logprobs."""
-        return self.engine.generate([self._encode(prompt) for prompt in prompts], sampling(options))
+        """Like generate, but return all facts about each answer: a Completion.
 
-    def stream(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Piece]:
-        """Yield the continuation of one prompt, token by token as it is sampled.
-
-        The prompt is checked at once, not at the first token.
+        experts: with the experts that were chosen for each token. max_rows: answers sampled at once; None: as
+        many as memory allows. Ctrl-C raises Interrupted, a KeyboardInterrupt with the completions so far.
         """
-        steps = self.engine.stream([self._encode(prompt)], sampling(options))
-        return (piece for step in steps for piece in step)
+        return self.engine.generate(
+            [self._encode(prompt) for prompt in prompts],
+            sampling({**options, "n": n}),
+            experts=experts,
+            max_rows=max_rows,
+        )
+
+    def stream(
+        self,
+        prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        **options: Unpack[Options],
+    ) -> Iterator[Piece]:
+        """Yield the continuation of a prompt, or of several, token by token as it is sampled.
+
+        piece.row is the number of the answer: prompt · n + answer. Breaking off the loop ends the generation.
+        The prompts are checked at once, not at the first token.
+        """
+        prompts: Any = [prompt] if _is_one(prompt) else prompt
+        return self._pieces([self._encode(each) for each in prompts], {**options, "n": n})
 
     def chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> str:
         """Return the assistant's next turn. Options as in generate.
@@ -208,7 +246,7 @@ class Model:
         messages: [{"role": "user", "content": "…"}, …], or a text, which means one user message. Rendered
         with the checkpoint's chat template (or data.PLAIN_TEMPLATE).
         """
-        return self.engine.generate([self.encode_chat(messages)], sampling(options))[0].text
+        return self.chat_batch([messages], **options)[0].text
 
     def stream_chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[str]:
         """Like chat, in pieces of certain text: whole characters, never part of a stop string."""
@@ -217,17 +255,19 @@ class Model:
     def stream_chat_pieces(
         self, messages: str | Sequence[Message], **options: Unpack[Options]
     ) -> Iterator[Piece]:
-        """Like stream_chat, token by token; the last piece has the finish reason."""
-        steps = self.engine.stream([self.encode_chat(messages)], sampling(options))
-        return (piece for step in steps for piece in step)
+        """Like stream_chat, token by token; the last piece has the stop reason."""
+        return self._pieces([self.encode_chat(messages)], {**options})
 
     def chat_batch(
-        self, conversations: Sequence[str | Sequence[Message]], **options: Unpack[Options]
+        self, conversations: Sequence[str | Sequence[Message]], *, n: int = 1, **options: Unpack[Options]
     ) -> list[Completion]:
-        """Return the assistant's next turn for many conversations at once."""
-        return self.engine.generate(
-            [self.encode_chat(messages) for messages in conversations], sampling(options)
-        )
+        """Return the assistant's next turn for many conversations at once, or n turns for each."""
+        prompts = [self.encode_chat(messages) for messages in conversations]
+        return self.engine.generate(prompts, sampling({**options, "n": n}))
+
+    def _pieces(self, prompts: list[list[int]], options: Mapping[str, Any]) -> Iterator[Piece]:
+        steps = self.engine.stream(prompts, sampling(options))
+        return (piece for step in steps for piece in step)
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         return encode_prompt(self._tokenizer(), prompt) if isinstance(prompt, str) else list(prompt)
@@ -249,7 +289,12 @@ class Model:
         return self.tokenizer
 
 
-def sampling(options: Options) -> Sampling:
+def _is_one(prompt: Any) -> bool:
+    """True for one prompt, a text or ids; False for a list of them."""
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+
+
+def sampling(options: Mapping[str, Any]) -> Sampling:
     """Build a Sampling from keyword options. Raises ConfigError like Sampling, and for unknown options."""
     known = [field.name for field in fields(Sampling)]
     if unknown := next((name for name in options if name not in known), ""):
@@ -257,5 +302,6 @@ def sampling(options: Options) -> Sampling:
             f"there is no option {unknown!r} of sampling{nearest(unknown, known)}",
             next=f"one of {', '.join(known)}",
         )
-    stop = options.get("stop") or ()
-    return Sampling(**{**options, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})
+    stop, seeds = options.get("stop"), options.get("seeds")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    return Sampling(**{**options, "stop": stops, "seeds": None if seeds is None else tuple(seeds)})

@@ -24,12 +24,12 @@ from unfreeze.models.decoder import TOKENS
 class Recorded:
     """The steps of one generation: calls like `launched` (generate/steps.py).
 
-    Recorded at the first step, and anew if the cache's tensors are replaced.
+    Recorded at the first step, for all rows that the cache can hold, and anew if its tensors are replaced.
     """
 
     def __init__(self, model: Decoder, cache: Cache):
         self.model, self.cache = model, cache
-        self._version: object = None
+        self._version = -1  # of the cache when the program was recorded
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
         model, cache = self.model, self.cache
@@ -41,17 +41,19 @@ class Recorded:
         run = StepPass(*tables, cache=cache, rows_T=rows_S, positions_T=positions_S, named=named)
         if model.shape.rope.long is not None:
             cache.write(TOKENS, rows_S, positions_S, (tokens_S,))
-        if self._version != (version := _version(cache)) or rows > self.program.rows:
-            self._record(rows, run)
-            self._version = version
+        if self._version != cache.version:
+            self._record(run)
         self.recording.step(run)
         self.x.tensor[:rows] = model.model.embed_tokens(tokens_S)
         self.program.run(rows)
+        for layer, ids_SK in self.recording.chosen.items():
+            run.chose(layer, ids_SK[:rows])
         cache.lengths = [length + 1 for length in cache.lengths]
         return self.logits.tensor[:rows]
 
-    def _record(self, rows: int, run: StepPass) -> None:
-        model = self.model
+    def _record(self, run: StepPass) -> None:
+        model, rows = self.model, self.cache.rows
+        self._version = self.cache.version
         self.program = program = Program(rows, model.dtype)
         self.recording = to = Recording(program, self.cache)
         to.present.run = run
@@ -59,11 +61,5 @@ class Recorded:
         for layer in model.layers:
             x = layer.record(to, x)
             program.reuse(x)
-        x = model.model.norm.record(to, x)
-        logits = program.attempt(lambda: model.lm_head.record(to, x))
-        self.logits = logits or to.called(model.logits, x, model.lm_head.out_features)
+        self.logits = model.lm_head.record(to, model.model.norm.record(to, x))
         program.finish()
-
-
-def _version(cache: Cache) -> object:
-    return tuple(store.data_ptr() for stores in cache.layers.values() for store in stores)

@@ -1,8 +1,8 @@
 """Choose the next token: greedy, temperature, top-k, top-p.
 
 A row is sampled by inverting its cumulative distribution at one uniform number u. So its choice is a plain
-function of (logits, u): it can be tested exactly, is the same on every device, and does not change when
-another row of the batch finishes.
+function of (logits, u): it can be tested exactly and is the same on every device. u is a plain function of
+(seed, prompt, answer, place of the token in the answer): it does not depend on the other rows of the batch.
 
 S sequences, V vocabulary.
 """
@@ -10,11 +10,14 @@ S sequences, V vocabulary.
 from __future__ import annotations
 
 import math
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from unfreeze.core.draws import SEEDS, number
 from unfreeze.core.errors import ConfigError, UserError
 
 
@@ -34,6 +37,9 @@ class Sampling:
                     or 1: all
     stop            strings at which the text ends; they are not part of it
     seed            the same seed, prompts and model give the same tokens; None: a fresh seed each time
+    n               number of answers to each prompt
+    seeds           a seed for each answer in place of `seed`, the n of the first prompt first. An answer is
+                    then the one that its seed gives to its prompt alone
     """
 
     max_new_tokens: int = 256
@@ -42,10 +48,16 @@ class Sampling:
     top_p: float | None = None
     stop: tuple[str, ...] = ()
     seed: int | None = None
+    n: int = 1
+    seeds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+            raise ConfigError(
+                f"max_new_tokens is {self.max_new_tokens}; it must be at least 1", next="try 256"
+            )
+        if self.n < 1:
+            raise ConfigError(f"n is {self.n}; it must be at least 1 answer to a prompt", next="leave it out")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(
                 f"temperature is {self.temperature}; it must be finite, 0 (greedy) or more", next="try 0.7"
@@ -55,7 +67,31 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1", next="try 0.95")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
-            raise ConfigError(f"stop is {self.stop!r}; it must be a list of non-empty strings")
+            raise ConfigError(
+                f"stop is {self.stop!r}; it must be a list of non-empty strings",
+                next='stop=["###"], or leave it out',
+            )
+        for name, seeds in (("seed", () if self.seed is None else (self.seed,)), ("seeds", self.seeds or ())):
+            if beyond := next((seed for seed in seeds if not SEEDS[0] <= seed <= SEEDS[1]), None):
+                raise ConfigError(
+                    f"{name}: {beyond} is beyond 64 bits ({SEEDS[0]} to {SEEDS[1]})", next=f"{name} such as 0"
+                )
+
+    def keys(self, num_prompts: int) -> list[int]:
+        """Return for each answer the number that all its random numbers are made of.
+
+        The n of the first prompt come first. Raises ConfigError unless there are as many `seeds`.
+        """
+        if self.seeds is None:
+            seed = secrets.randbits(64) if self.seed is None else self.seed
+            return [number(seed, prompt, answer) for prompt in range(num_prompts) for answer in range(self.n)]
+        if len(self.seeds) != num_prompts * self.n:
+            raise ConfigError(
+                f"{len(self.seeds)} seeds for {num_prompts * self.n} answers ({num_prompts} prompts, n ="
+                f" {self.n}): there must be one for each",
+                next="seed=0 makes one for each answer",
+            )
+        return [number(seed, 0, 0) for seed in self.seeds]
 
 
 def keep_likely(logits_SV: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
@@ -92,37 +128,29 @@ def draw(logits_SV: Tensor, uniform_S: Tensor) -> Tensor:
     return torch.searchsorted(cumulative_SV, target_S1, right=True)[:, 0]
 
 
-class Chooser:
-    """Picks one token per row, step after step, with the random generator of one batch."""
+def choose(logits_SV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> tuple[list[int], Tensor]:
+    """Choose one token per row. -> S ids, and the logits [S, V] that they were drawn from.
 
-    def __init__(self, sampling: Sampling, num_sequences: int):
-        self.sampling, self.num_sequences = sampling, num_sequences
-        self.generator = torch.Generator()  # on the host: the same numbers whatever the model's device
-        if sampling.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(sampling.seed)
+    uniforms: u of each row, in [0, 1); greedy sampling reads none.
+    Raises NotFinite if the logits are not numbers: argmax would silently return some token.
+    """
+    if sampling.temperature == 0:
+        best_S, ids_S = logits_SV.max(-1)
+        finite, kept_SV = bool(best_S.isfinite().all()), logits_SV
+    else:
+        finite = bool(logits_SV.sum(-1).isfinite().all())  # NaN or infinity in a row is one in its sum
+        scaled_SV = logits_SV if sampling.temperature == 1 else logits_SV.float() / sampling.temperature
+        kept_SV = keep_likely(scaled_SV, sampling.top_k, sampling.top_p)
+        ids_S = draw(kept_SV, torch.tensor(uniforms, dtype=torch.float64).to(logits_SV.device))
+    if not finite:
+        raise NotFinite(
+            "the model's logits are not finite numbers, so no token can be chosen",
+            next="unfreeze doctor MODEL finds NaN weights; if there are none, compute in float32",
+        )
+    return ids_S.tolist(), kept_SV
 
-    def choose(self, logits_SV: Tensor, rows: list[int]) -> list[int]:
-        """Choose one step's token ids for the rows still running. logits [S, V] -> S ids.
 
-        rows: the original index of each in the batch.
-        Raises NotFinite if the logits are not numbers: argmax would silently return some token.
-        """
-        if self.sampling.temperature == 0:
-            best_S, ids_S = logits_SV.max(-1)
-            finite = bool(best_S.isfinite().all())
-        else:
-            finite = bool(logits_SV.isfinite().all())
-            scaled_SV = logits_SV.float() / self.sampling.temperature
-            kept_SV = keep_likely(scaled_SV, self.sampling.top_k, self.sampling.top_p)
-            # Draw a number for every row of the original batch, so that finished rows don't shift the others'
-            # numbers.
-            uniform = torch.rand(self.num_sequences, generator=self.generator, dtype=torch.float64)
-            ids_S = draw(kept_SV, uniform[rows].to(logits_SV.device))
-        if not finite:
-            raise NotFinite(
-                "the model's logits are not finite numbers, so no token can be chosen",
-                next="unfreeze doctor MODEL finds NaN weights; if there are none, compute in float32",
-            )
-        return ids_S.tolist()
+def logprobs_of(logits_SV: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Return log softmax(logits_s)[tokens_s] for each row, in float32."""
+    chosen_S = logits_SV.gather(1, torch.tensor(tokens, device=logits_SV.device)[:, None])[:, 0]
+    return (chosen_S - logits_SV.logsumexp(-1)).tolist()

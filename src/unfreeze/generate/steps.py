@@ -1,4 +1,4 @@
-"""Launch the steps of a generation: one by one, or recorded once and replayed (CUDA graphs).
+"""Launch the steps of a generation: one by one, or recorded once (on a CPU: recorded.py; CUDA graphs here).
 
 An Engine gets `Steps`: (model, cache) -> Step. A Step takes the newest token of each row and returns logits
 [S, V].
@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from unfreeze.generate.recorded import Recorded
 from unfreeze.kernels.cuda_graph import CannotCapture, Launches, pays, replay
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import Cache
@@ -39,18 +40,30 @@ def launched(model: Decoder, cache: Cache) -> Step:
 
 
 def step_by_record(model: Decoder, cache: Cache) -> Step:
-    """`launched` on a CPU; on CUDA `Replayed`, recorded where that is predicted or measured to be faster.
+    """`Recorded` on a CPU, `replayed` on CUDA.
 
-    A recording is out of the question if a forward pass communicates between processes, or if weights are
-    copied to the device layer by layer: a replay would not copy them again. On CUDA the steps are then
-    launched within the same widths: five shapes of attention in 1,000 tokens, not 1,000.
+    A program reads the weights where they lie. If a forward pass communicates between processes, or weights
+    come layer by layer, a CPU launches every step.
     """
-    can_record = not model.exchanges and isinstance(model.residency, Resident)
-    if can_record and pays(model.device, model.dtype, len(cache.lengths)):
+    if model.device.type != "cpu":
+        return replayed(model, cache)
+    return Recorded(model, cache) if _stays(model) else launched(model, cache)
+
+
+def replayed(model: Decoder, cache: Cache) -> Step:
+    """`Replayed`, recorded where that is predicted or measured to be faster.
+
+    Elsewhere the steps are launched within the same widths: five shapes of attention in 1,000 tokens, not
+    1,000. A replay would neither talk to other processes nor copy weights to the device again.
+    """
+    if _stays(model) and pays(model.device, model.dtype, len(cache.lengths)):
         return Replayed(model, cache)
-    if model.device.type == "cuda":
-        return Replayed(model, cache, impl="reference")
-    return launched(model, cache)
+    return Replayed(model, cache, impl="reference")
+
+
+def _stays(model: Decoder) -> bool:
+    """True if all weights are on this device, at the same place in every step."""
+    return not model.exchanges and isinstance(model.residency, Resident)
 
 
 class Replayed:

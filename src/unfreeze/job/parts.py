@@ -47,6 +47,8 @@ class Parts:
     judge         (the run) -> judge that can refuse an update. Default: refuse a loss (in nats) or a gradient
                   norm far above those of earlier steps. Override it for a loss without a usual level, such
                   as a policy gradient's
+    answers       True if the model answers the prompts of a micro-batch before it trains on them; the plan
+                  has its cache
     plan_check    raises ConfigError for a plan that the recipe cannot train with
     start_lines   lines shown at the start, after model, memory and trained weights
     """
@@ -64,5 +66,6 @@ class Parts:
     source: Callable[[Setup, EncodedData, Placed, Cursor | None], Source] = encoded_rows
     metrics: Sequence[Metric] = OF_TOKENS
     judge: Callable[[Job], Judge] = spike_guard
+    answers: bool = False
     plan_check: Callable[[Plan], None] = lambda plan: None
     start_lines: Sequence[str] = ()

@@ -99,7 +99,8 @@ class Setup:
     def planning(self) -> Planning:
         """Inputs of the plan that are known before the rows."""
         subject = self.config, self.parts.trained, self.start, self.shape, self.device
-        return Planning(*subject, processes=self.group.size, second=self.parts.second)
+        second, answers = self.parts.second, self.parts.answers
+        return Planning(*subject, processes=self.group.size, second=second, answers=answers)
 
 
 @dataclass(frozen=True)

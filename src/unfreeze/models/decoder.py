@@ -17,6 +17,7 @@ from unfreeze.core.batch import Batch
 from unfreeze.core.errors import UserError
 from unfreeze.kernels.attention import DocumentLayout
 from unfreeze.models.blocks.boundary import ON_DEVICE, Boundary
+from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.blocks.embedding import Embedding
 from unfreeze.models.blocks.linear import Linear, PackedHolder
 from unfreeze.models.blocks.moe import MoE
@@ -153,23 +154,44 @@ class Decoder(nn.Module):
         """[T, D] -> [T, V] in float32, for scoring and sampling. Objectives never hold [T, V]."""
         return self.lm_head(hidden_TD).float()
 
-    def new_cache(self, num_sequences: int, capacity: int) -> Cache:
-        """An empty cache for S sequences of at most `capacity` positions."""
-        return Cache(num_sequences, capacity)
+    def new_cache(self, num_sequences: int, capacity: int, *, routes: bool = False) -> Cache:
+        """An empty cache for S sequences of at most `capacity` positions. routes: with the chosen experts."""
+        return Cache(num_sequences, capacity, routes=routes)
 
-    def prefill(self, batch: Batch, cache: Cache) -> Tensor:
-        """Run documents through the model: document s fills row s of an empty cache. -> hidden [T, D]."""
-        lengths = batch.lengths()
-        if any(cache.lengths) or len(lengths) != len(cache.lengths) or max(lengths) > cache.capacity:
+    def cache_bytes(self) -> int:
+        """Bytes of one position of one row of a cache, without routes."""
+        numbers = sum(block.cached() for block in self.modules() if isinstance(block, Block))
+        return numbers * self.dtype.itemsize + (8 if self.shape.rope.long is not None else 0)
+
+    def prefill(self, batch: Batch, cache: Cache, rows: Sequence[int] | None = None) -> Tensor:
+        """Run documents through the model: document s fills row s of an empty cache. -> hidden [T, D].
+
+        rows: the running rows to fill instead, one per document. What they held is forgotten, and the other
+        rows stay as they are.
+        """
+        lengths, running = batch.lengths(), range(len(cache.lengths))
+        places = list(running if rows is None else rows)
+        wrong = len({*places}) != len(lengths) or len(places) != len(lengths) or not {*places} <= {*running}
+        if wrong or max(lengths) > cache.capacity or (rows is None and any(cache.lengths)):
+            needed = "an empty row per document" if rows is None else f"one row per document, not {places}"
             raise UserError(
                 f"prefill of {len(lengths)} documents, longest {max(lengths)}, into a cache of"
-                f" {len(cache.lengths)} rows of {cache.capacity}, filled {cache.lengths}: it needs an empty"
-                " row per document"
+                f" {len(cache.lengths)} rows of {cache.capacity}, filled {cache.lengths}: it needs {needed}"
             )
-        rows_T = torch.repeat_interleave(torch.tensor(lengths)).to(self.device)
+        lengths_T = torch.tensor(lengths)
+        rows_T = torch.tensor(places).repeat_interleave(lengths_T).to(self.device)
         hidden_TD = self._fill(batch, rows_T, self._lengths(batch), cache)
-        cache.lengths = lengths
+        for row, length in zip(places, lengths, strict=True):
+            cache.lengths[row] = length
         return hidden_TD
+
+    def holds(self, prompt: int, length: int) -> bool:
+        """True if a row of `length` positions still holds its first `prompt` as their own prefill left them.
+
+        False if it has outgrown longrope's short context since (prepare_step).
+        """
+        short = self.shape.rope.short_until
+        return self.shape.rope.long is None or (prompt > short) == (length > short)
 
     def _fill(self, batch: Batch, rows_T: Tensor, lengths_T: Tensor | None, cache: Cache) -> Tensor:
         """Write every token's keys and values to the cache, at its row and position. -> hidden [T, D]."""

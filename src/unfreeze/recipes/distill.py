@@ -68,7 +68,9 @@ def parts(config: Config) -> Parts:
     settings = config.distillation
     if settings.on_policy:
         on_policy = OnPolicy(settings.on_policy, settings.answer_temperature, config.seed)
-        result = replace(result, source=partial(own_answers, on_policy), plan_check=refuse_answers)
+        result = replace(
+            result, source=partial(own_answers, on_policy), answers=True, plan_check=refuse_answers
+        )
     return result if settings.gamma is None else replace(result, heldout=_of_both)
 
 

@@ -23,8 +23,7 @@ from unfreeze.data.rows.row import Conversation, Message, content_digest
 from unfreeze.teach.address import WORDS, EndpointError
 from unfreeze.untrusted.json_object import is_object, parse_object
 
-# rows per batch. A local model answers the same batch again after an interruption, so it is fixed
-TOGETHER = 8
+TOGETHER = 8  # rows that are asked, then written
 LEFT_OUT = ".left-out.jsonl"
 
 
@@ -43,8 +42,8 @@ class Answer:
         return self.ended in ("stop", "tool_calls") and bool(self.text.strip() or self.calls)
 
 
-Ask = Callable[[Sequence[Conversation]], Sequence["Answer | Exception"]]
-"""Rows -> the answer to each, or the error."""
+Ask = Callable[[Sequence[Conversation]], Sequence["Answer | BaseException"]]
+"""Rows -> the answer to each, or the error, or the Ctrl-C that came before it."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +82,16 @@ class TeacherAnswers:
                 )
         return [row for row in rows if row.row not in known]
 
-    def write(self, rows: Sequence[Conversation], ask: Ask, *, again: bool = False) -> Iterator[Written]:
-        """Request missing answers, batch by batch; after each yield the totals written.
+    def write(self, rows: Sequence[Conversation], ask: Ask, *, together: int = TOGETHER) -> Iterator[Written]:
+        """Request missing answers, `together` at a time; after each yield the totals written.
 
-        again: request a batch as a whole if some of its rows are missing (for a local model, whose sampled
-        answers depend on the whole batch). Raises the first error after writing what arrived.
+        Raises the first error after writing what arrived.
         """
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with _appending(self.out) as answered, _appending(self.beside) as left_out:
-            for first in range(0, len(rows), TOGETHER):
-                batch = rows[first : first + TOGETHER]
-                if not (missing := self.missing(batch)):
-                    continue
-                requested = batch if again else missing
+            missing = self.missing(rows)
+            for first in range(0, len(missing), together):
+                requested = missing[first : first + together]
                 fault = None
                 answers = ask(requested)
                 going = bool(self._kept) or any(isinstance(each, Answer) and each.usable for each in answers)
@@ -103,9 +99,9 @@ class TeacherAnswers:
                     # the server answers others but refuses this row: it is too long, or filtered
                     if going and isinstance(answer, EndpointError) and answer.status in (400, 413, 422):
                         answer = Answer("", answer.message[:WORDS])
-                    if isinstance(answer, Exception):
+                    if isinstance(answer, BaseException):
                         fault = fault or answer
-                    elif row in missing:
+                    else:
                         file, known = (answered, self._kept) if answer.usable else (left_out, self._out)
                         file.write(json.dumps(self._record(row, answer), ensure_ascii=False) + "\n")
                         known[row.row] = _digest(row)

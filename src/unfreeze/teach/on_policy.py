@@ -5,19 +5,19 @@ the current student, at most as long as the original, so the step takes no more 
 teacher then scores these tokens like the data's, so a student that has gone astray learns how the teacher
 would continue from there.
 
-Everything depends only on (seed, step, index of the micro-batch), so a resumed run samples the same as an
-uninterrupted one. T tokens of a micro-batch, S documents.
+Everything depends only on (seed, step, index of the micro-batch, index of the document), so a resumed run
+samples the same as an uninterrupted one. T tokens of a micro-batch, S documents.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from unfreeze.core.draws import number
 from unfreeze.core.torch_types import ints
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class OnPolicy:
 
     def takes(self, step: int) -> bool:
         """Return True if step `step` (from 0) uses the student's own answers. λ = 0: never; 1: always."""
-        return _number(self.seed, step) / 2**64 < self.share
+        return number(self.seed, step) / 2**64 < self.share
 
     def __call__(
         self, engine: Engine, micro_batches: Sequence[Batch], step: int, group: Group
@@ -83,17 +83,17 @@ class OnPolicy:
 
         requests = list(prompts(batch))
         answers: list[list[int]] = [[] for _ in requests]
-        for number, together in enumerate(groups([len(p) + room for p, room in requests], batch.num_tokens)):
+        lengths = [len(prompt) + room for prompt, room in requests]
+        for together in groups(lengths, batch.num_tokens):
             together = [i for i in together if requests[i][1]]
             rooms = [requests[i][1] for i in together]
             sampling = Sampling(
-                max_new_tokens=max(rooms, default=1),
-                temperature=self.temperature,
-                seed=_number(self.seed, step, place, number) >> 1,  # torch accepts 63 bits
+                temperature=self.temperature, seeds=tuple(number(self.seed, step, place, i) for i in together)
             )
-            done = engine.generate([requests[i][0] for i in together], sampling)
-            for i, room, answer in zip(together, rooms, done, strict=True):
-                answers[i] = answer.tokens[:room]
+            questions = [requests[i][0] for i in together]
+            done = engine.generate(questions, sampling, limits=rooms, max_rows=len(batch.lengths()))
+            for i, answer in zip(together, done, strict=True):
+                answers[i] = answer.tokens
         return answers
 
 
@@ -180,8 +180,3 @@ def _with_answers(batch: Batch, answers: Sequence[Sequence[int]]) -> Batch:
         weight = float(batch.weights_T[start + len(prompt) - 1]) if answer else 0.0
         examples.append(Example([*prompt, *answer], [0.0] * len(prompt) + [weight] * len(answer)))
     return pack(examples)
-
-
-def _number(*parts: int) -> int:
-    """Return 64 bits that depend on all parts, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")

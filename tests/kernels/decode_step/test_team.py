@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from unfreeze.kernels.decode_step import mixture, team
-from unfreeze.kernels.decode_step.atomic import fetch_add, floats, give_way, integers, read
-from unfreeze.kernels.decode_step.ops import ARGUMENTS
+from unfreeze.kernels.decode_step.atomic import ARGUMENTS, fetch_add, floats, give_way, integers, read
 from unfreeze.kernels.decode_step.pointer import Callee
 from unfreeze.kernels.decode_step.program import Program, Row
 

@@ -1,8 +1,10 @@
 """Cache and passes: what is written is what is remembered, row by row; a step sees its own row's past and
 nothing else."""
 
+import pytest
 import torch
 
+from unfreeze.core.errors import UserError
 from unfreeze.models.blocks.passes import Cache, StepPass
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -32,8 +34,7 @@ def test_rows_that_stay_lie_first_and_only_the_last_ones_move():
     before = store.clone()
     assert cache.keep([1, 2]) == [2, 1]  # row 2 moves into the place of row 0, row 1 stays where it is
     (kept,) = cache.layers[0]
-    # no copy of the cache
-    assert cache.lengths == [3, 1] and kept.shape[0] == 2 and kept.data_ptr() == store.data_ptr()
+    assert cache.lengths == [3, 1] and kept is store  # no copy of the cache
     assert torch.equal(kept[0, :3], values[3:]) and torch.equal(kept[1], before[1])
     assert cache.keep([0]) == [0] and cache.lengths == [3]
 
@@ -46,6 +47,32 @@ def test_any_set_of_rows_can_stay():
         assert sorted(order) == kept and cache.lengths == [len(rows[row]) for row in order]
         for place, row in enumerate(order):
             assert torch.equal(cache.layers[0][0][place, : len(rows[row])], rows[row])
+
+
+def test_a_fork_has_the_positions_it_was_given_and_rows_come_back():
+    cache, values = filled()
+    (store,) = cache.layers[0]
+    cache.fork(2, [0, 2], 2)  # row 2 itself forgets its third position
+    assert cache.lengths == [2, 1, 2] and torch.equal(store[0, :2], values[3:5])
+    assert torch.equal(store[2, :2], values[3:5]) and torch.equal(store[1, :1], values[2:3])
+    cache.keep([1])
+    assert cache.lengths == [1] and torch.equal(store[0, :1], values[2:3])
+    cache.more(2)
+    assert cache.lengths == [1, 0, 0]
+    cache.write(0, torch.tensor([2]), torch.tensor([0]), (values[:1],))
+    assert cache.layers[0][0] is store and cache.version == 1  # allocated once
+    cache.write(1, torch.tensor([0]), torch.tensor([0]), (values[:1], values[:1]))
+    assert cache.version == 3
+    with pytest.raises(UserError, match="has 3 rows, 3 of them run: no 1 more"):
+        cache.more(1)
+
+
+def test_a_step_sees_the_running_rows_only():
+    cache, values = filled()
+    cache.keep([0])
+    run = StepPass(torch.empty(0), torch.empty(0), cache, torch.tensor([0]), torch.tensor([2]))
+    (seen,) = run.remember(0, values[5:])
+    assert torch.equal(seen, torch.stack([values[0], values[1], values[5]])[None])
 
 
 def test_a_step_attends_to_its_own_rows_positions_only():

@@ -110,7 +110,7 @@ class Subject:
     def plan(self) -> Plan:
         self.parts.trained.check(self.manifest)
         subject = self.config, self.parts.trained, self.manifest, self.shape, self.device
-        return Planning(*subject, second=self.parts.second).first()[1]
+        return Planning(*subject, second=self.parts.second, answers=self.parts.answers).first()[1]
 
 
 Check = Callable[[Subject], Iterator[Finding]]

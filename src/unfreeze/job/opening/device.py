@@ -100,4 +100,6 @@ def load_shown(source: str, dtype: str, device: str, common: Common, base: str =
         say(common)(f"warning: {why}; faster: --dtype float32")
     take_up()  # all imports are done
     with LoadProgress(quiet=common.quiet) as progress:
-        return load_opened(opened, manifest, dtype_of(dtype), place, progress, say(common))
+        model = load_opened(opened, manifest, dtype_of(dtype), place, progress, say(common))
+    model.engine.say = say(common)
+    return model

@@ -49,6 +49,7 @@ class Planning:
     processes  number that share the micro-batches, each with one device
     longest    tokens of the longest document, if not in `lengths`
     second     the run's second model, if any
+    answers    True if the model answers the prompts of a micro-batch before it trains on them
     """
 
     config: TrainingConfig
@@ -60,6 +61,7 @@ class Planning:
     processes: int = 1
     longest: int | None = None
     second: Second | None = None
+    answers: bool = False
 
     def layouts(self) -> list[Layout]:
         """Layouts that the config allows, fastest first. Raises ConfigError for an impossible setting."""
@@ -115,6 +117,7 @@ class Planning:
     @cached_property
     def _work(self) -> Work:
         from unfreeze.adapters.snapshot import COPY_BYTES
+        from unfreeze.parallel.answers import Answers
         from unfreeze.parallel.plan import work_of
 
         config, tokens = self.config, self.config.tokens_per_micro_batch
@@ -124,6 +127,9 @@ class Planning:
         if self.second is not None:
             own = self.model.dtype, self.device, self.trained.lora is None
             aside = self.second.aside(Beside(self.start, tokens, longest, *own))
+        # the cache has a row per document, and at most the positions of a micro-batch (teach/on_policy.py)
+        each = sum(self.lengths) // len(self.lengths) if self.lengths else longest
+        answers = Answers(max(1, tokens // max(1, each)), max(tokens, longest)) if self.answers else None
         return work_of(
             self.model,
             tokens=tokens,
@@ -134,6 +140,7 @@ class Planning:
             receipt_bytes=COPY_BYTES,
             processes=self.processes,
             aside=aside,
+            answers=answers,
         )
 
 

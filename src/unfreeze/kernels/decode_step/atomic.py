@@ -112,3 +112,19 @@ def ints(address, size):
 def integers(address, size):
     """The `size` int64 at an address."""
     return carray(_integers(np.int64(address)), (size,))
+
+
+ARGUMENTS = 32  # int64 of an operation
+
+
+@instruction
+def every(context, address):  # pragma: no cover - compiled
+    """The ARGUMENTS int64 at an address, as a tuple: a part of it costs the compiler nothing."""
+    result = types.UniTuple(types.int64, ARGUMENTS)
+
+    def generate(_context, builder, _signature, arguments):
+        first = builder.inttoptr(arguments[0], I64.as_pointer())
+        values = [builder.load(builder.gep(first, [I64(i)])) for i in range(ARGUMENTS)]
+        return _context.make_tuple(builder, result, values)
+
+    return result(types.int64), generate

@@ -1,4 +1,4 @@
-"""Weights of each format as numbers in registers, 32 at a time (a chunk). LLVM IR, for dots.py.
+"""Weights of each format become numbers in registers, 32 at a time (a chunk). LLVM IR, for dots.py.
 
 A class per kind of codes, with an instance per row. `floats` gives the even and the odd elements of a chunk
 as float32, rounded as the format says; `pairs` 16 words of two neighbouring elements, rounded to bf16 as in a

@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from unfreeze.kernels.decode_step.atomic import floats, integers
+from unfreeze.kernels.decode_step.atomic import every, floats, integers
 from unfreeze.kernels.decode_step.dots import FLOAT32
-from unfreeze.kernels.decode_step.ops import ARGUMENTS, CACHED, FRESH, NUMBERS
+from unfreeze.kernels.decode_step.ops import CACHED, FRESH, NUMBERS
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
 from unfreeze.kernels.decode_step.rows import activated, dot, pack
 from unfreeze.kernels.loops.numba_options import inner, sigmoid
@@ -45,7 +45,7 @@ def choose(like, job, rows, arguments, numbers):
 
     logits float32 [S, E]; correction, per_expert: float32 [E]. f: smallest, added, scale.
     """
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     logits, stride, experts, K, score, correction, groups, keep, best, normalize, after, per_expert = a[:12]
     ids, weights = a[12:14]
     z = floats(logits + job * stride, experts)
@@ -103,7 +103,7 @@ def sort(like, job, rows, arguments, numbers):
     used: int64, A. experts [E]: the first A are those in use; begins [E + 1]: their first rows. token [n] and
     weight [n]: of each row.
     """
-    a = integers(arguments, ARGUMENTS)
+    a = every(arguments)
     ids, weights, K, num_experts, used, experts, begins, token, weight = a[:9]
     n = rows * K
     chosen, share = integers(ids, n), floats(weights, n)
@@ -133,7 +133,7 @@ def thin(like, job, rows, arguments, numbers):
 
     gathered: x of a row is that of its sequence.
     """
-    a = integers(arguments, ARGUMENTS)
+    a = every(arguments)
     tile, A, stride, height, width, x, x_stride, gathered, experts, begins, token, out, out_stride = a[:13]
     starts = integers(begins, job + 2)
     begin, end = starts[job], starts[job + 1]
@@ -169,7 +169,7 @@ def up(like, job, rows, arguments, numbers):
     Rows of the weight: gate first, then up; or alternating if `interleaved`. weight: of each row, if it
     scales the expert's input and not its output (Llama 4); else 0. f: the adapter's scale, alpha, limit.
     """
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, I, interleaved = a[:10]
     x, x_stride, experts, begins, token, h, h_stride, act, bias = a[10:19]
     thin, thin_stride, rank, B, B_kind, weight = a[19:25]
@@ -215,7 +215,7 @@ def up(like, job, rows, arguments, numbers):
 @Callee
 def down(like, job, rows, arguments, numbers):
     """y[s] = add[s] + Σ weight · (down h + f0 B t) over its experts, in order: DOWN_ROWS of D numbers."""
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, D = a[:9]
     h, h_stride, used, experts, begins, token, weight, y, y_stride, add, add_stride, bias = a[9:21]
     thin, thin_stride, rank, B, B_kind = a[21:26]

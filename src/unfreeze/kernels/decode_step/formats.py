@@ -83,7 +83,7 @@ def _int4(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weight:
     if len(parts) > 1:
         each = [Located(*_two(codec, one), table=values) for one in parts]
         return located_weight("int4", O, group, each, pairs)
-    # no row has to be head: all of the stack lie behind each other
+    # no row has to be form: all of the stack lie behind each other
     return Weight(
         tiles.int4.address(pairs),
         -1,
@@ -172,9 +172,9 @@ def _sixteen() -> Tensor:
 def _int4_of_any_scale(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weight:
     _, scales = _two(codec, parts[0])
     O, K = scales.shape[1], scales.shape[2] * codec.group_size
-    head = _affine("tables4", O, K, codec.group_size, scales, layout=affine.ROWS, bits=4, zero=OFFSET)
+    form = _affine("tables4", O, K, codec.group_size, scales, layout=affine.ROWS, bits=4, zero=OFFSET)
     each = [Gathered(*_two(codec, one), numbers=_sixteen()) for one in parts]
-    return head.weight(each, pairs)
+    return form.weight(each, pairs)
 
 
 def _integers(codec: Integers, parts: Sequence[Parts], pairs: bool) -> Weight:
@@ -192,7 +192,7 @@ def _integers(codec: Integers, parts: Sequence[Parts], pairs: bool) -> Weight:
             zeros = zeros.reshape(E, 1, 1).expand(E, O, 1)
         order = _order(one["weight_g_idx"], codec.group) if codec.permuted else None
         each.append(Gathered(codes, scales, zeros, _sixteen(), order))
-    head = _affine(
+    form = _affine(
         kind,
         O,
         K,
@@ -203,7 +203,7 @@ def _integers(codec: Integers, parts: Sequence[Parts], pairs: bool) -> Weight:
         zero_bits=0 if not codec.zeros else codec.bits if codec.packed else affine.INT8,
         zero=1 << (codec.bits - 1) if codec.packed else 0,
     )
-    return head.weight(each, pairs)
+    return form.weight(each, pairs)
 
 
 def _gptq(codec: Gptq, parts: Sequence[Parts], pairs: bool) -> Weight:
@@ -214,7 +214,7 @@ def _gptq(codec: Gptq, parts: Sequence[Parts], pairs: bool) -> Weight:
         scales, zeros = one["scales"].mT, one["qzeros"].mT
         order = _order(one["g_idx"], size) if codec.indexed else None
         each.append(Gathered(one["qweight"], scales, zeros, _sixteen(), order))
-    head = _affine(
+    form = _affine(
         "affine8" if codec.bits == 8 else "tables4",
         O,
         K,
@@ -225,7 +225,7 @@ def _gptq(codec: Gptq, parts: Sequence[Parts], pairs: bool) -> Weight:
         zero_bits=codec.bits,
         one=ONES[codec.bits] if codec.minus_one else 0,
     )
-    return head.weight(each, pairs)
+    return form.weight(each, pairs)
 
 
 def _order(groups: Tensor, size: int) -> Tensor | None:
@@ -244,8 +244,8 @@ def _awq(codec: Awq, parts: Sequence[Parts], pairs: bool) -> Weight:
     _, O, K = Packed(codec, parts[0]).shape
     size = K if codec.group_size == WHOLE_COLUMN else codec.group_size
     each = [Gathered(one["qweight"], one["scales"].mT, one["qzeros"].mT, _sixteen()) for one in parts]
-    head = _affine("tables4", O, K, size, each[0].scales, layout=affine.AWQ, bits=4, zero_bits=4)
-    return head.weight(each, pairs)
+    form = _affine("tables4", O, K, size, each[0].scales, layout=affine.AWQ, bits=4, zero_bits=4)
+    return form.weight(each, pairs)
 
 
 def _bits4(codec: Bits4, parts: Sequence[Parts], pairs: bool) -> Weight:
@@ -254,7 +254,7 @@ def _bits4(codec: Bits4, parts: Sequence[Parts], pairs: bool) -> Weight:
         raise CannotRecord("blocks that end inside of 32 columns")
     power = (codec.block // CHUNK).bit_length() - 1
     whole = K % codec.block == 0  # else a block continues in the next row, and each chunk has its own scale
-    head = Affine(
+    form = Affine(
         "upper4",
         O,
         power if whole else 0,
@@ -277,7 +277,7 @@ def _bits4(codec: Bits4, parts: Sequence[Parts], pairs: bool) -> Weight:
         )
         for one in parts
     ]
-    return head.weight(each, pairs)
+    return form.weight(each, pairs)
 
 
 FORMATS: dict[type, Callable[[Any, Sequence[Parts], bool], Weight]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,6 +111,15 @@ def route(program: Program, logits: Row, rule: Choice) -> Routed:
     return routed
 
 
+class Gated(NamedTuple):
+    """An activation of gate and up: kind (rows.py), its numbers, and if rows of gate and up alternate."""
+
+    kind: int
+    alpha: float = 0.0
+    limit: float = 0.0
+    interleaved: bool = False
+
+
 def expert_mlp(
     program: Program,
     x: Row,
@@ -118,15 +128,14 @@ def expert_mlp(
     down: Tensor | Packed,
     factors: ExpertFactors | None,
     *,
-    activation: tuple[int, float, float],
-    interleaved: bool = False,
+    gated: Gated,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     scales_input: bool = False,
     add: Row | None = None,
 ) -> Row:
     """add + Σ_k w_k · down_e(act(gate_e x, up_e x)); scales_input: Σ_k down_e(act(gate_e w_k x, …)).
 
-    activation: kind (rows.py), alpha, limit. biases: float32 or narrower, [E, 2I] and [E, D].
+    biases: float32 or narrower, [E, 2I] and [E, D].
     """
     first, second = program.weight(gate_up), program.weight(down)
     program.keep_alive(first, second)
@@ -166,7 +175,7 @@ def expert_mlp(
     stride = program.packed_stride(x)
     h = program.scratch(n, I)
     low, reads = thin(factors.gate_up_A, factors.gate_up_B, x.packed, stride, True)
-    act, alpha, limit = activation
+    act, alpha, limit, interleaved = gated
     arguments = [*first.arguments, D, I, interleaved, packed, stride, experts_, begins, token]
     arguments += [
         h.data_ptr(),

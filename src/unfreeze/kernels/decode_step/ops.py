@@ -16,13 +16,13 @@ import math
 import numba
 import numpy as np
 
-from unfreeze.kernels.decode_step.atomic import floats, integers
+from unfreeze.kernels.decode_step.atomic import every, floats, integers
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
 from unfreeze.kernels.decode_step.rows import activated, combine, dot, pack, size_of, softmax, squares, store
 from unfreeze.kernels.loops.numba_options import inner, sigmoid
 
-ARGUMENTS, NUMBERS = 32, 3
+NUMBERS = 3
 FRESH, CACHED = 1, 4  # `step` of products (tiles.py): weights come from memory, or were just read
 LINEAR_ROWS = 32  # weight rows of a job: 64 KiB in bf16 at width 1,024
 ACT_WIDTH = 512  # numbers of a job of `activate`
@@ -38,7 +38,7 @@ def _clip(x, cap):
 @Callee
 def norm(like, job, rows, arguments, numbers):
     """out = gain · x / sqrt(mean(x²) + eps), for each of `groups` parts of row `job`."""
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     x, x_stride, gain, width, groups, out, out_stride, packed, packed_stride = a[:9]
     source = floats(x + job * x_stride, groups * width)
     target = floats(out + job * out_stride, groups * width)
@@ -55,7 +55,7 @@ def norm(like, job, rows, arguments, numbers):
 @Callee
 def pack_rows(like, job, rows, arguments, numbers):
     """Row `job` in packed form."""
-    a = integers(arguments, ARGUMENTS)
+    a = every(arguments)
     x, x_stride, width, packed, packed_stride = a[:5]
     pack(like, floats(x + job * x_stride, width), 0, packed + job * packed_stride)
 
@@ -66,7 +66,7 @@ def linear(like, job, rows, arguments, numbers):
 
     t = A x of an adapter.
     """
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, height = a[:9]
     x, x_stride, y, y_stride, bias, add, add_stride, thin, thin_stride, rank, B, B_kind = a[9:21]
     first = job * LINEAR_ROWS
@@ -104,7 +104,7 @@ def linear(like, job, rows, arguments, numbers):
 @Callee
 def activate(like, job, rows, arguments, numbers):
     """out[s] = act(gate[s], up[s]) for a part of row s; without `up` the activation has no gate."""
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     gate, gate_stride, up, up_stride, width, out, out_stride, packed, packed_stride, kind = a[:10]
     parts = (width + ACT_WIDTH - 1) // ACT_WIDTH
     s, first = job // parts, job % parts * ACT_WIDTH
@@ -121,7 +121,7 @@ def activate(like, job, rows, arguments, numbers):
 @Callee
 def add(like, job, rows, arguments, numbers):
     """out[s] = f0 · x[s] + f1 · y[s] (· share[s])."""
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     x, x_stride, y, y_stride, share, share_stride, width, out, out_stride = a[:9]
     left, to = floats(x + job * x_stride, width), floats(out + job * out_stride, width)
     factor = f[1]
@@ -164,7 +164,7 @@ def rotate_heads(like, job, rows, arguments, numbers):
 
     cache: address of position 0 of sequence 0; its strides between rows and between positions.
     """
-    a = integers(arguments, ARGUMENTS)
+    a = every(arguments)
     x, x_stride, heads, width, cos, sin, pairs, pairing, factor, out, out_stride = a[:11]
     cache, cache_row, cache_position, cache_kind, positions, packed, packed_stride = a[11:18]
     c, s = floats(cos + 4 * job * pairs, pairs), floats(sin + 4 * job * pairs, pairs)
@@ -209,7 +209,7 @@ def attend(like, job, rows, arguments, numbers):
 
     f: scale, softcap (0: none). window, chunk: 0 for none. sinks: float32 [H].
     """
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     q, q_stride, head_stride, heads, groups, width, value_width = a[:7]
     keys, key_row, key_position, key_head, values, value_row, value_position, value_head, kind, tile = a[7:17]
     positions, window, chunk, sinks, out, out_stride, packed, packed_stride = a[17:25]
@@ -266,7 +266,7 @@ def into_latent(like, job, rows, arguments, numbers):
 
     W_k: rows of kv_b_proj, nope of them per head, each `latent` wide. An adapter adds B_kᵀ q, then Aᵀ.
     """
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     q, q_stride, width, nope, latent, W_kind, head_rows, packed, packed_stride, head_stride = a[:10]
     A, A_kind, B, B_kind, rank = a[10:15]
     W = a[15:22]
@@ -295,7 +295,7 @@ def into_latent(like, job, rows, arguments, numbers):
 @Callee
 def out_of_latent(like, job, rows, arguments, numbers):
     """o[s, h] = W_v · (latents summed by attention), for head `job` and all rows."""
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     x, x_stride, head_width, latent, W_kind, head_rows, value_first, value_width, out, out_stride = a[:10]
     A, A_kind, B, B_kind, rank, packed, packed_stride = a[10:17]
     W = a[17:24]
@@ -323,7 +323,7 @@ def out_of_latent(like, job, rows, arguments, numbers):
 @Callee
 def cache_latent(like, job, rows, arguments, numbers):
     """Row `job` of the latents: [norm(x[: latent]) | rotate(x[latent :])], into the cache."""
-    a, f = integers(arguments, ARGUMENTS), floats(numbers, NUMBERS)
+    a, f = every(arguments), floats(numbers, NUMBERS)
     x, x_stride, gain, latent, rope, cos, sin, pairing, cache, cache_row, cache_position, kind, positions = a[
         :13
     ]

@@ -13,7 +13,7 @@ from numba.core import types
 
 from unfreeze.kernels.loops.bf16_tile import I64
 from unfreeze.kernels.loops.llvm import instruction
-from unfreeze.kernels.loops.numba_options import Loop, serial
+from unfreeze.kernels.loops.numba_options import LINKED, Loop, serial
 
 LIKE = {True: types.uint16, False: types.float32}
 """Type of the argument `like`: bf16 pairs or float32 (dots.py)."""
@@ -23,7 +23,7 @@ class Callee:
     """A loop with arguments (like, int64, …, int64), to be called by address."""
 
     def __init__(self, function: Loop):
-        self.loop: Any = serial(function)
+        self.loop: Any = serial(function, LINKED)
         self.arguments = function.__code__.co_argcount - 1
         self._addresses: dict[bool, int] = {}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unfreeze.kernels.attention import CAUSAL, Mask
 from unfreeze.kernels.decode_step import ops, team
+from unfreeze.kernels.decode_step.atomic import ARGUMENTS
 from unfreeze.kernels.decode_step.codes import CHUNK
 from unfreeze.kernels.decode_step.formats import packed_weight
 from unfreeze.kernels.decode_step.ops import ACT_WIDTH, LINEAR_ROWS
@@ -31,7 +32,7 @@ from unfreeze.quant.codec import Packed
 Tables = tuple[int, int, int]
 """Addresses of cos and sin, float32 [S, pairs], and the number of pairs."""
 
-COLUMNS = team.ARGUMENTS + ops.ARGUMENTS
+COLUMNS = team.ARGUMENTS + ARGUMENTS
 
 
 class Row:
@@ -59,6 +60,15 @@ class Row:
     def part(self, first: int, width: int) -> Row:
         """A view of `width` numbers of each sequence."""
         return Row(self.tensor[:, first : first + width], self.pairs)
+
+
+class Heads(NamedTuple):
+    """Sizes of an attention: query heads, groups that share a key head, widths of a key and a value."""
+
+    queries: int
+    groups: int
+    width: int
+    value_width: int
 
 
 @dataclass
@@ -257,6 +267,20 @@ class Program:
         )
         return out
 
+    def dots(self, x: Row, weight: Tensor) -> Row:
+        """W x in float32 throughout: x is not rounded, whatever the arithmetic of the other products."""
+        W, (O, K) = self.weight(weight), weight.shape
+        if W.kind < 0:
+            raise CannotRecord("packed")
+        self._holds.append(W)
+        out = self.row(O)
+        # products of no number, and W as the adapter's second matrix: its input is float32 in order
+        arguments = [*W.arguments, 0, O, x.packed.data_ptr(), self.packed_stride(x), out.address, out.stride]
+        thin = [x.address, x.stride, K, W.codes, W.kind]
+        jobs = -(-O // LINEAR_ROWS)
+        self.add(ops.linear, jobs, False, [*arguments, 0, 0, 0, *thin], [1.0, 1.0], reads=[x], writes=[out])
+        return out
+
     def activate(self, gate: Row, up: Row | None, kind: int, alpha: float = 0.0, limit: float = 0.0) -> Row:
         """act(gate, up); gate may be twice as wide and hold both, gate first."""
         width = gate.width
@@ -336,20 +360,18 @@ class Program:
         keys: Tensor,
         values: Tensor,
         scale: float,
+        heads: Heads,
         *,
-        heads: int,
-        groups: int,
-        width: int,
-        value_width: int,
         mask: Mask = CAUSAL,
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Row:
         """Attention of each sequence's query to its cache. q is packed head by head.
 
-        keys [S, N, G, d], values [S, N, G, v]; without G all `groups` read the same keys. -> [S, heads · v].
+        keys [S, N, G, d], values [S, N, G, v]; without G all groups read the same keys. -> [S, queries · v].
         """
-        out = self.row(heads * value_width)
+        queries, groups, width, value_width = heads
+        out = self.row(queries * value_width)
         packed = self.writes_packed(out, value_width)
         key_head, value_head = (t.stride(2) * t.element_size() if t.dim() == 4 else 0 for t in (keys, values))
         *key, kind = self.cache(keys)
@@ -358,7 +380,7 @@ class Program:
             q.packed.data_ptr(),
             self.packed_stride(q),
             width * self.size,
-            heads,
+            queries,
             groups,
             width,
             value_width,

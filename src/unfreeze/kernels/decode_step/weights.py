@@ -122,15 +122,15 @@ class Gathered:
 
     @property
     def addresses(self) -> list[int]:
-        addresses = _strides(self.codes)
+        numbers = _strides(self.codes)
         for tensor in (self.scales, self.zeros):
-            addresses += [0] * 4 if tensor is None else [*_strides(tensor), _step(tensor, 2)]
+            numbers += [0] * 4 if tensor is None else [*_strides(tensor), _step(tensor, 2)]
         for tensor in (self.numbers, self.order):
             if tensor is None:
-                addresses += [0, 0]
+                numbers += [0, 0]
             else:
-                addresses += [tensor.data_ptr(), 0 if tensor.dim() == 1 else _step(tensor, 0)]
-        return addresses
+                numbers += [tensor.data_ptr(), 0 if tensor.dim() == 1 else _step(tensor, 0)]
+        return numbers
 
 
 @dataclass
@@ -144,10 +144,10 @@ class Blocks(Gathered):
 
     @property
     def addresses(self) -> list[int]:
-        addresses, wide = super().addresses, self.codes_of_scales
+        numbers, wide = super().addresses, self.codes_of_scales
         if wide is not None:
-            addresses[9:11] = [wide.data_ptr(), _step(wide, 0)]
-        return addresses
+            numbers[9:11] = [wide.data_ptr(), _step(wide, 0)]
+        return numbers
 
 
 def _step(tensor: Tensor, dim: int) -> int:

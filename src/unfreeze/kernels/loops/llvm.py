@@ -18,5 +18,5 @@ def instruction(function: Callable[..., object]) -> Callable[..., Any]:
 
 def instruction_of_kind(function: Callable[..., object]) -> Callable[..., Any]:
     """The same, where constants among the arguments arrive as literals: they choose the code."""
-    with_literals: Any = intrinsic(prefer_literal=True)
-    return with_literals(function)
+    decorate: Any = intrinsic(prefer_literal=True)
+    return decorate(function)

@@ -102,14 +102,14 @@ def inner(function: Loop) -> Loop:
     return njit(**LINKED)(function)
 
 
-def serial(function: Loop) -> Loop:
-    """A numba loop that runs in the calling thread: njit with OPTIONS, cached on disk.
+def serial(function: Loop, options: dict[str, Any] = OPTIONS) -> Loop:
+    """A numba loop that runs in the calling thread: njit with options, cached on disk.
 
     If neither the source folder nor the user's cache is writable, it warns and compiles again in each
     process.
     """
     try:
-        compiled = njit(cache=True, **OPTIONS)(function)
+        compiled = njit(cache=True, **options)(function)
         file = compiled._cache._cache_file
         # numba compares this with the start of its cached file and compiles again if they differ, before it
         # unpickles the rest: types renamed since then could not be unpickled
@@ -120,7 +120,7 @@ def serial(function: Loop) -> Loop:
             "numba kernels are compiled again in each process (%s); set NUMBA_CACHE_DIR to a writable folder",
             error,
         )
-        return njit(**OPTIONS)(function)
+        return njit(**options)(function)
 
 
 def array(tensor: Tensor) -> np.ndarray:

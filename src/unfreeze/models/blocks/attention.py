@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.kernels.attention import CAUSAL, Mask
-from unfreeze.kernels.decode_step.program import Row
+from unfreeze.kernels.decode_step.program import Heads, Row
 from unfreeze.kernels.packed_attention import bucket, in_one_call
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.bytes import AttentionShape, Block, Bytes
@@ -77,15 +77,18 @@ class Attending(Block):
             keys,
             values,
             self.scale,
-            heads=heads,
-            groups=groups,
-            width=width,
-            value_width=v.width // groups,
+            Heads(heads, groups, width, v.width // groups),
             mask=self.mask,
             softcap=self.softcap,
             sinks=self.sinks,
         )
         return self.o_proj.record(to, o, add=add, factor=factor)
+
+    def cached(self) -> int:
+        """Numbers that a position has in the cache: its keys and values."""
+        shape = self.bytes(torch.float32, "cpu").attention
+        assert shape is not None
+        return shape.key_heads * (shape.width + shape.value_width)
 
     def attend_bytes(self, heads: int, key_heads: int, dtype: torch.dtype, device: str) -> Bytes:
         """Bytes of `attend` between the projections; o_proj counts its own."""

@@ -85,3 +85,7 @@ class Block(nn.Module):
         What an adapter adds per unit of rank is left out.
         """
         raise NotImplementedError(f"{type(self).__name__} has no bytes(), which the plan needs")
+
+    def cached(self) -> int:
+        """Numbers that a position has in its KV cache; 0 unless it is attention."""
+        return 0

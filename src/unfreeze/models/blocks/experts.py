@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unfreeze.core.rows import Rows
-from unfreeze.kernels.decode_step.mixture import Routed
+from unfreeze.kernels.decode_step.mixture import Gated, Routed
 from unfreeze.kernels.decode_step.mixture import expert_mlp as record_experts
 from unfreeze.kernels.decode_step.program import Row
 from unfreeze.kernels.decode_step.rows import ACTIVATIONS
@@ -180,8 +180,7 @@ class Experts(nn.Module):
             self.gate_up_proj.value(),
             self.down_proj.value(),
             None if self.adapter is None else self.adapter.factors(),
-            activation=(kind, *numbers),
-            interleaved=act.interleaved,
+            gated=Gated(kind, *numbers, act.interleaved),
             biases=self.biases(),
             scales_input=scales_input,
             add=add,

@@ -195,7 +195,11 @@ class Linear(PackedHolder):
         """add + factor · (W x + b + scale · B A x), one operation and one for A x."""
         adapter = None if self.adapter is None else self.adapter.factors()
         weight = self.weight if self.codec is None else self.packed
-        return to.program.linear(x, weight, self.bias, adapter=adapter, add=add, factor=factor)
+        options: dict[str, Any] = {"adapter": adapter, "add": add, "factor": factor}
+        recorded = to.program.attempt(lambda: to.program.linear(x, weight, self.bias, **options))
+        if recorded is not None:
+            return recorded
+        return to.total(to.called(lambda x_SI: Linear.forward(self, x_SI), x, self.out_features), add, factor)
 
     def dense_head(self) -> DenseHead | None:
         """This layer as tensors, for a kernel that multiplies itself; None if it is more than W x + b."""

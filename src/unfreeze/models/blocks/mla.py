@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unfreeze.kernels.decode_step.mixture import Latent, cache_latent, latent_query, latent_value
-from unfreeze.kernels.decode_step.program import Row
+from unfreeze.kernels.decode_step.program import Heads, Row
 from unfreeze.kernels.packed_attention import bucket, in_one_call
 from unfreeze.kernels.rotary import Pairing, rotary
 from unfreeze.models.blocks.attention import attention_bytes
@@ -159,15 +159,14 @@ class MLA(Block):
         matrix = self.kv_b_proj.weight if self.kv_b_proj.codec is None else self.kv_b_proj.packed
         adapter = None if self.kv_b_proj.adapter is None else self.kv_b_proj.adapter.factors()
         q = latent_query(program, q, sizes, matrix, adapter)
+        # all heads share the keys; blocks of four are jobs of their own
+        blocks = self.num_heads // 4 if self.num_heads % 4 == 0 else 1
         o = program.attend(
             q,
             store,
             store,
             self.scale,
-            heads=self.num_heads,
-            groups=self.num_heads // 4 if self.num_heads % 4 == 0 else 1,
-            width=sizes.latent + sizes.rope,
-            value_width=sizes.latent,
+            Heads(self.num_heads, blocks, sizes.latent + sizes.rope, sizes.latent),
         )
         o = latent_value(program, o, sizes, matrix, adapter)
         return self.o_proj.record(to, o, add=add, factor=factor)
@@ -192,6 +191,10 @@ class MLA(Block):
         name = bucket(width, self.value, window=False, softcap=False, sinks=False)
         shape = AttentionShape(H, H, width, self.value, one_call=in_one_call(device, dtype, name))
         return before + attention_bytes(shape, dtype, device)
+
+    def cached(self) -> int:
+        """Numbers that a position has in the cache: the latent and its rotary key."""
+        return self.kv_a_proj_with_mqa.out_features
 
     def _kv_b(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return kv_b_proj as a sum of products out [H, n+v, q] · in [q, c] (None: the identity).

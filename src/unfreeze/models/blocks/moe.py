@@ -18,7 +18,7 @@ from unfreeze.models.blocks.linear import Linear
 from unfreeze.models.blocks.mlp import MLP
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Pass
-from unfreeze.models.blocks.recording import Recording, total
+from unfreeze.models.blocks.recording import Recording
 from unfreeze.models.blocks.routers import Router
 
 
@@ -40,8 +40,7 @@ class MoE(Block):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate(x_TD)
-        # Recomputation reuses the ids: rounding could choose other experts.
-        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        ids_TK = self._chosen(scores_TE, run)
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
         shared = None if self.shared_experts is None else partial(self.shared_experts, x_TD, run)
         return self.experts(x_TD, ids_TK, weights_TK, run.reuse_expensive, run.reuse, shared)
@@ -49,10 +48,10 @@ class MoE(Block):
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · MoE(x)."""
         if factor != 1.0 and add is not None:
-            return total(to, self.record(to, x), add, factor)
+            return to.total(self.record(to, x), add, factor)
         if self.shared_experts is not None:
             add = self.shared_experts.record(to, x, add=add)
-        return total(to, self.record_experts(to, x, x, add), None, factor)
+        return to.total(self.record_experts(to, x, x, add), None, factor)
 
     def record_experts(
         self, to: Recording, routed_by: Row, x: Row, add: Row | None, scales_input: bool = False
@@ -75,6 +74,12 @@ class MoE(Block):
             return router + routed
         routed = replace(routed, own=routed.own + D * size)
         return router + routed + self.shared_experts.bytes(dtype, device)
+
+    def _chosen(self, scores_TE: Tensor, run: Pass) -> Tensor:
+        # Recomputation reuses the ids: rounding could choose other experts.
+        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        run.chose(self.layer, ids_TK)
+        return ids_TK
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         ids_TK = self.gate.choose(scores_TE)
@@ -103,7 +108,7 @@ class GatedSharedMoE(MoE):
         share = self.shared_expert_gate.record(to, x)
         y = self.record_experts(to, x, x, None)
         shared = self.shared_expert.record(to, x)
-        return total(to, to.program.combine(y, shared, share=share), add, factor)
+        return to.total(to.program.combine(y, shared, share=share), add, factor)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE, plus the shared expert's output, D, which the gate's gradient reads."""
@@ -120,7 +125,7 @@ class InputScaledMoE(MoE):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate(x_TD)
-        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        ids_TK = self._chosen(scores_TE, run)
         weights_TK = self.gate.weigh(scores_TE, ids_TK).to(x_TD.dtype)
         scaled_nD = (x_TD[:, None] * weights_TK[..., None]).flatten(0, 1)
         ids_n1 = ids_TK.flatten()[:, None]
@@ -152,13 +157,13 @@ class NormedMoE(MoE):
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate(x_TD)
-        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        ids_TK = self._chosen(scores_TE, run)
         weights_TK = self.gate.weigh(scores_TE, ids_TK)
         return self.post_norm(self.experts(self.pre_norm(x_TD), ids_TK, weights_TK, None, run.reuse))
 
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         y = self.record_experts(to, x, self.pre_norm.record(to, x), None)
-        return total(to, self.post_norm.record(to, y), add, factor)
+        return to.total(self.post_norm.record(to, y), add, factor)
 
     def bytes(self, dtype: torch.dtype, device: str) -> Bytes:
         """As MoE with the two norms, plus the router's float32 copy of x if x is not float32.

@@ -6,12 +6,12 @@ sequence; it can also run at a fixed width.
 Every layer receives the pass, which holds the rotary tables, the attention layout and the cache. A layer
 never checks the kind of its pass.
 
-T tokens, S sequences, N cached positions, H query heads, G key/value heads.
+T tokens, S sequences, N cached positions, H query heads, G key/value heads, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, TypeVar
@@ -38,31 +38,85 @@ queries. absorbed: one query per sequence attends to the latents themselves."""
 
 
 class Cache:
-    """The KV cache of S sequences: per layer a few tensors [S, capacity, …].
+    """The KV cache of at most R sequences (`rows`): per layer a few tensors [R, capacity, …].
 
-    They are keys and values, or MLA's latent with its rotary key. `lengths` (on the host) counts the filled
-    positions of each row. Rows are independent; `keep` drops some.
+    They are keys and values, or MLA's latent with its rotary key. The first S = len(lengths) rows are
+    running; `lengths` (on the host) counts the filled positions of each. Rows are independent: `more` adds
+    some, `fork` gives the positions of one to others, `keep` drops some.
+
+    The tensors keep their addresses while rows come and go. `version` counts their allocations: a recording
+    of a step holds as long as it does not change.
+    `routes`: the experts that each MoE layer chose, int16 [R, capacity, K] per layer; None if not asked for.
     """
 
-    def __init__(self, num_sequences: int, capacity: int):
+    def __init__(self, num_sequences: int, capacity: int, *, routes: bool = False):
         self.lengths = [0] * num_sequences
-        self.capacity = capacity
+        self.rows, self.capacity = num_sequences, capacity
         self.layers: dict[int, tuple[Tensor, ...]] = {}
+        self.routes: dict[int, Tensor] | None = {} if routes else None
+        self.version = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for tensors in self.layers.values() for t in tensors)
+        return sum(store.nbytes for store in self._stores())
+
+    def _stores(self) -> list[Tensor]:
+        every = [store for tensors in self.layers.values() for store in tensors]
+        return every + list((self.routes or {}).values())
 
     def write(
         self, layer: int, rows_T: Tensor, positions_T: Tensor, new: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Store one value per token at (row, position); the layer's tensors are allocated on first use."""
         if layer not in self.layers:
-            size = (len(self.lengths), self.capacity)
-            self.layers[layer] = tuple(value.new_zeros(*size, *value.shape[1:]) for value in new)
+            self.layers[layer] = tuple(self._empty(value) for value in new)
         for store, value in zip(self.layers[layer], new, strict=True):
             store[rows_T, positions_T] = value
         return self.layers[layer]
+
+    def write_route(self, layer: int, rows_T: Tensor, positions_T: Tensor, ids_TK: Tensor) -> None:
+        """Store the experts that were chosen for each token, if `routes` are asked for."""
+        if self.routes is not None:
+            new = ids_TK.to(torch.int16)
+            if layer not in self.routes:
+                self.routes[layer] = self._empty(new)
+            self.routes[layer][rows_T, positions_T] = new
+
+    def route(self, row: int) -> Tensor:
+        """Return the experts chosen at the filled positions of a row, int16 [positions, MoE layers, K].
+
+        On the host. Empty [positions, 0, 0] without MoE layers.
+        """
+        stores = [store for _, store in sorted((self.routes or {}).items())]
+        length = self.lengths[row]
+        if not stores:
+            return torch.empty(length, 0, 0, dtype=torch.int16)
+        return torch.stack([store[row, :length] for store in stores], 1).cpu()
+
+    def _empty(self, value: Tensor) -> Tensor:
+        self.version += 1
+        return value.new_zeros(self.rows, self.capacity, *value.shape[1:])
+
+    def more(self, count: int) -> None:
+        """Add empty rows behind the running ones. Raises UserError if there are fewer."""
+        if len(self.lengths) + count > self.rows:
+            raise UserError(
+                f"the cache has {self.rows} rows, {len(self.lengths)} of them run: no {count} more"
+            )
+        self.lengths = self.lengths + [0] * count
+
+    def fork(self, source: int, rows: Sequence[int], length: int) -> None:
+        """Give the first `length` positions of row `source` to other running rows, in place of theirs.
+
+        They are copied. A later cache may share their memory instead: no row writes below the length that it
+        was given. `source` itself may be among the rows; it then forgets what came after.
+        """
+        others = [row for row in rows if row != source]
+        if others:
+            for store in self._stores():
+                store[others, :length] = store[source, :length]
+        for row in rows:
+            self.lengths[row] = length
 
     def require_room(self) -> None:
         """Raise UserError if a row has no position left."""
@@ -76,8 +130,7 @@ class Cache:
         """Keep only these rows: finished sequences leave the batch.
 
         Returns for each remaining row the index it had before. The last rows move into the freed places and
-        nothing else is copied: at most one row per finished sequence. The memory is freed with the whole
-        cache.
+        nothing else is copied: at most one row per finished sequence. The freed memory is for `more` rows.
         """
         stays, moves = (
             {row for row in rows if row < len(rows)},
@@ -86,12 +139,9 @@ class Cache:
         order = [row if row in stays else moves.pop() for row in range(len(rows))]
         for place, row in enumerate(order):
             if place != row:
-                for store in (store for tensors in self.layers.values() for store in tensors):
+                for store in self._stores():
                     store[place, : self.lengths[row]] = store[row, : self.lengths[row]]
         self.lengths = [self.lengths[row] for row in order]
-        self.layers = {
-            layer: tuple(store[: len(order)] for store in tensors) for layer, tensors in self.layers.items()
-        }
         return order
 
 
@@ -157,6 +207,9 @@ class PackedPass:
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         return new
 
+    def chose(self, layer: int, ids_TK: Tensor) -> None:
+        """Notice the experts that an MoE layer chose; generation may want them."""
+
     def unrotated(self, q_THd: Tensor, k_TGd: Tensor, width: int | None = None) -> None:
         """Tap queries and keys before rotation if an objective requests them: the first `width` of a head."""
         if self.taps is not None:
@@ -194,7 +247,7 @@ class PackedPass:
 
 @dataclass
 class PrefillPass(PackedPass):
-    """A packed pass whose document s fills row s of an empty cache."""
+    """A packed pass that fills rows of a cache: a row for each document."""
 
     cache: Cache = field(kw_only=True)
     rows_T: Tensor = field(kw_only=True)
@@ -203,6 +256,9 @@ class PrefillPass(PackedPass):
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         self.cache.write(layer, self.rows_T, self.positions_T, new)
         return new
+
+    def chose(self, layer: int, ids_TK: Tensor) -> None:
+        self.cache.write_route(layer, self.rows_T, self.positions_T, ids_TK)
 
 
 @dataclass
@@ -250,9 +306,12 @@ class StepPass:
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Cache the new values and return everything cached so far, [S, N, …]."""
-        return tuple(
-            t[:, : self.longest] for t in self.cache.write(layer, self.rows_T, self.positions_T, new)
-        )
+        stores = self.cache.write(layer, self.rows_T, self.positions_T, new)
+        return tuple(store[: len(self.rows_T), : self.longest] for store in stores)
+
+    def chose(self, layer: int, ids_SK: Tensor) -> None:
+        """As in PrefillPass."""
+        self.cache.write_route(layer, self.rows_T, self.positions_T, ids_SK)
 
     def attend(
         self,

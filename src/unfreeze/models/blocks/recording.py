@@ -83,8 +83,14 @@ class Recording:
             done = self.program.attempt(lambda: record(self, x, add=add, factor=factor))
         if done is None:
             self.chosen, present = chosen, self.present
-            done = total(self, self.called(lambda x_SD: block(x_SD, present.run), x, x.width), add, factor)
+            done = self.total(self.called(lambda x_SD: block(x_SD, present.run), x, x.width), add, factor)
         return done
+
+    def total(self, y: Row, add: Row | None, factor: float) -> Row:
+        """add + factor · y."""
+        if add is not None:
+            return self.program.combine(add, y, 1.0, factor)
+        return y if factor == 1 else self.program.combine(y, a=factor)
 
     def called(self, function: Callable[[Tensor], Tensor], x: Row, width: int) -> Row:
         """function(x) between two parts of the program, in the model's dtype."""
@@ -97,11 +103,4 @@ class Recording:
         return out
 
 
-def total(to: Recording, y: Row, add: Row | None, factor: float) -> Row:
-    """add + factor · y."""
-    if add is not None:
-        return to.program.combine(add, y, 1.0, factor)
-    return y if factor == 1 else to.program.combine(y, a=factor)
-
-
-__all__ = ["PAIRINGS", "CannotRecord", "Recording", "total"]
+__all__ = ["PAIRINGS", "CannotRecord", "Recording"]

@@ -199,7 +199,7 @@ class NormedRouter(Router):
 
     def record_logits(self, to: Recording, x: Row) -> Row:
         gain = self.scale.float() * x.width**-0.5
-        return to.program.linear(to.program.norm(x, gain, self.routing.eps), self.weight)
+        return to.program.dots(to.program.norm(x, gain, self.routing.eps), self.weight)
 
     def per_expert(self) -> Tensor | None:
         return self.per_expert_scale

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from unfreeze.models.blocks.bytes import Block
 from unfreeze.models.chunks import chunk_tokens
 from unfreeze.parallel.plan.counts import Counts, counts
 from unfreeze.parallel.plan.sizes import measure_sizes
@@ -78,13 +77,10 @@ def aside_of(
     chunk = chunk_tokens(shape.num_experts, shape.experts_per_token, device.type)
     at_once = tokens if chunk is None else min(tokens, max(chunk, longest))
     stream = tokens * sizes.hidden_size * sizes.compute_bytes
-    dtype = model.dtype
-    blocks = (block for layer in model.layers for block in layer.children() if isinstance(block, Block))
-    part = max(block.bytes(dtype, device.type).held for block in blocks)
     return Aside(
         stays=more + (0 if shared else sizes.base),
         workspace=sizes.workspace,
-        forward=2 * stream + at_once * part + tokens * sizes.tables,
+        forward=2 * stream + at_once * sizes.forward + tokens * sizes.tables,
         outputs=stream,
         loss_rows=loss_rows,
         loss_bytes=loss_bytes,

@@ -8,7 +8,7 @@ from torch import nn
 
 from unfreeze.config.lora import LoraConfig
 from unfreeze.models import Decoder
-from unfreeze.models.blocks.bytes import AttentionShape
+from unfreeze.models.blocks.bytes import AttentionShape, Block
 from unfreeze.models.targets import largest_per_rank, per_rank
 from unfreeze.parallel.placement.peers import rest_bytes
 from unfreeze.parallel.placement.residency import bytes_of_expert, come_whole, streamed_bytes
@@ -36,6 +36,9 @@ class Sizes:
     cast_per_rank   bytes per unit of rank that the expert op holds of one layer's adapter: copies of its
                     factors, their gradient, and on CUDA their columns of the workspace
     tables          bytes per token of the rotary cos and sin, float32
+    forward         bytes per token of the largest part of a layer, attention or MLP, in a forward pass that
+                    no backward follows
+    cached          bytes of one position of one row of the KV cache
     attention       of each kind of layer
     largest_layer   weights of the largest layer
     ends            weights outside of layers: embedding, last norm and head
@@ -67,6 +70,8 @@ class Sizes:
     last_elements: int = 0
     largest: int = 0
     tables: int = 0
+    forward: int = 0
+    cached: int = 0
     attention: tuple[AttentionShape, ...] = ()
     streamed: tuple[int, ...] = ()
     rest: tuple[int, ...] = ()
@@ -95,6 +100,7 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
     The model may be on meta and must not have adapters yet.
     """
     shape, dtype = model.shape, model.dtype
+    parts = [part for layer in model.layers for part in layer.children() if isinstance(part, Block)]
     layers = [layer.bytes(dtype, device) for layer in model.layers]
     base = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])  # a tied head is listed once
     packed = model.packed_weights()
@@ -124,6 +130,8 @@ def measure_sizes(model: Decoder, lora: LoraConfig | None, device: str = "cpu") 
         experts_largest=experts_largest,
         cast_per_rank=cast if experts_per_rank else 0,
         tables=8 * sum(len(rope.inverse_frequency) for rope in (shape.rope, *shape.ropes.values())),
+        forward=max(part.bytes(dtype, device).held for part in parts),
+        cached=model.cache_bytes(),
         attention=tuple({layer.attention for layer in layers if layer.attention}),
         streamed=tuple(streamed_bytes(model.layers)),
         rest=tuple(rest_bytes(model.layers)),

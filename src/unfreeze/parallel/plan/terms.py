@@ -21,6 +21,7 @@ from unfreeze.core.layout import Layout
 from unfreeze.kernels.attention.by_blocks import scratch_bytes
 from unfreeze.kernels.attention.workspace import workspace_bytes
 from unfreeze.models.blocks.bytes import AttentionShape
+from unfreeze.parallel.answers import Answers
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.placement.peers import part_bytes
 from unfreeze.parallel.placement.residency import buffer_bytes
@@ -62,6 +63,7 @@ class Work:
     processes       number over which micro-batches are dealt; they sum their gradients after backward
     threads         of a CPU, each with its own scratch; None: torch's setting
     aside           a second model that the loss reads (aside.py)
+    answers         what the model samples from itself before a micro-batch; None: nothing
     """
 
     tokens: int
@@ -78,6 +80,7 @@ class Work:
     processes: int = 1
     threads: int | None = None
     aside: Aside | None = None
+    answers: Answers | None = None
 
     @property
     def own_batches(self) -> int:
@@ -311,9 +314,26 @@ def _gradients(sizes: Sizes, layout: Layout, work: Work) -> tuple[int, int, int]
 
 
 def _moments(sizes: Sizes, layout: Layout, work: Work) -> list[dict[str, int]]:
-    """Return the live memory at each candidate for the worst moment: `_micro_batch` and `_exchange`."""
+    """Return the live memory at each candidate for the worst moment.
+
+    They are those of `_micro_batch`, `_exchange` and `_answers`.
+    """
     sums = work.processes > 1 and not layout.sharded
-    return [*_micro_batch(sizes, layout, work), *([_exchange(sizes, work)] if sums else [])]
+    moments = [*_micro_batch(sizes, layout, work), *([_exchange(sizes, work)] if sums else [])]
+    return moments if work.answers is None else [*moments, _answers(sizes, work, work.answers)]
+
+
+def _answers(sizes: Sizes, work: Work, answers: Answers) -> dict[str, int]:
+    """Return the live memory while the model answers, before a step has gradients.
+
+    The KV cache, and the larger of two: the prefill of at most a micro-batch of prompts, with a layer's input
+    and output and its largest part, or the work on the logits of a step.
+    """
+    token = 2 * sizes.hidden_size * sizes.compute_bytes + sizes.forward
+    return {
+        "KV cache of answers": answers.cache(sizes.cached),
+        "sampling answers": max(work.tokens * token, answers.logits(sizes.vocab_size)),
+    }
 
 
 def _exchange(sizes: Sizes, work: Work) -> dict[str, int]:

@@ -1,0 +1,166 @@
+"""Steps of every family: the logits of the packed pass over the same tokens, transformers' greedy tokens.
+
+The control arms read the weights of a model by a shape with one planted bug: they show what each comparison
+sees, whoever makes the steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from exact import (
+    EXACT,
+    HERE,
+    RECENT,
+    SEEN,
+    WIDE,
+    Row,
+    apart,
+    assert_exact,
+    each_maker,
+    family,
+    greedy_tokens,
+    rows_of,
+    uncached,
+    walked,
+)
+from family_cases import CASES
+
+from unfreeze import models
+from unfreeze.generate.steps import launched
+from unfreeze.models.blocks.passes import Cache
+
+# one row goes its own greedy way for 256 steps; beside it random tokens, gone after 192 and 128
+ROWS = rows_of((5, 256), (1, 192), (9, 128), greedy=1)
+each_family = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in HERE)) for name in CASES]
+)
+
+
+def test_every_family_is_here():
+    here = {models.FAMILIES[CASES[name].model_type] for name in HERE}
+    assert here == set(models.FAMILIES.values()), "add a case of tests/models to HERE in exact.py"
+
+
+@functools.cache
+def walks_of(name, steps, wide=False):
+    _, model = family(name, wide)
+    walks = walked(model, steps, ROWS)
+    return walks, uncached(model, walks)
+
+
+@each_maker
+@each_family
+def test_256_steps_are_the_packed_pass_over_their_tokens(name, steps):
+    walks, wanted = walks_of(name, steps)
+    assert_exact(walks, wanted)
+    assert greedy_tokens(walks[0], wanted[0])
+
+
+@each_maker
+@pytest.mark.parametrize("name", WIDE)
+def test_windows_chunks_and_borders_of_100_positions(name, steps):
+    walks, wanted = walks_of(name, steps, wide=True)
+    assert_exact(walks, wanted)
+    assert greedy_tokens(walks[0], wanted[0])
+
+
+class NoneOfTheLast:
+    """transformers' seam for the choice of `likeliest`."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids[:, -RECENT:], -torch.inf)
+
+
+@each_maker
+@each_family
+def test_greedy_tokens_are_those_of_transformers_cached_generate(name, steps):
+    """32 of them. longrope's border of 8 tokens is passed, where transformers fills its cache anew."""
+    reference, _ = family(name)
+    walk = walks_of(name, steps)[0][0]
+    prompt = torch.tensor([ROWS[0].prompt])
+    theirs = reference.generate(
+        prompt, max_new_tokens=32, do_sample=False, logits_processor=[NoneOfTheLast()]
+    )
+    assert walk.tokens[: 5 + 32] == theirs[0].tolist()
+
+
+# ---- control arms: what the comparison sees, whoever makes the steps
+
+FEW = rows_of((1, 40), (4, 30), (7, 20))
+
+
+def seen(planted, steps, model):
+    """How far the steps of a planted model or maker are from the packed pass of the model."""
+    walks = walked(planted, steps, FEW)
+    return apart(walks, uncached(model, walks))
+
+
+@each_maker
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("mistral-window", "sliding_window"),
+        ("gemma3-window", "sliding_window"),
+        ("gpt-oss-window-all-full", "sliding_window"),
+        ("llama4-text", "attention_chunk_size"),
+    ],
+)
+def test_control_a_mask_one_too_wide_is_seen(name, field, steps):
+    """The same weights, read with a window or chunk of one position more."""
+    _, model = family(name)
+    _, wider = family(name, **{field: CASES[name].fields[field] + 1})
+    assert seen(model, steps, model) <= EXACT
+    assert seen(wider, steps, model) > SEEN
+
+
+@each_maker
+@pytest.mark.parametrize("border", [9, 1000], ids=["one step", "to the end"])
+def test_control_a_stale_rotary_table_behind_longropes_border_is_seen(border, steps):
+    _, model = family("phi3-longrope-tied")
+    stale = copy.copy(model)
+    stale.shape = replace(model.shape, rope=replace(model.shape.rope, short_until=border))
+    assert model.shape.rope.short_until == 8
+    assert seen(stale, steps, model) > SEEN
+
+
+@each_maker
+@pytest.mark.parametrize("name", ["llama-3-rope-biases", "deepseek-v3-groups-yarn"])
+def test_control_a_position_off_by_one_is_seen(name, steps):
+    _, model = family(name)
+
+    def shifted(model, cache):
+        cache.lengths = [length + 1 for length in cache.lengths]
+        return steps(model, cache)
+
+    walks = walked(model, shifted, FEW, spare=1)
+    assert apart(walks, uncached(model, walks)) > SEEN
+
+
+@each_maker
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3-groups-yarn"])
+def test_control_rows_swapped_where_one_leaves_are_seen(name, steps, monkeypatch):
+    _, model = family(name)
+    keep = Cache.keep
+
+    def swapped(self, rows):
+        order = keep(self, rows)
+        for store in (store for tensors in self.layers.values() for store in tensors):
+            store[: len(order)] = store[: len(order)].flip(0)
+        return order
+
+    monkeypatch.setattr(Cache, "keep", swapped)
+    assert seen(model, steps, model) > SEEN
+
+
+def test_control_a_token_that_is_not_the_likeliest_is_seen():
+    _, model = family("qwen3")
+    (walk,) = walked(model, launched, [Row([5], 8)])
+    (wanted,) = uncached(model, [walk])
+    assert greedy_tokens(walk, wanted)
+    walk.tokens[4] += 1
+    assert not greedy_tokens(walk, wanted)
