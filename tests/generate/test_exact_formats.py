@@ -27,6 +27,8 @@ from exact import (
 from family_cases import CASES
 
 from unfreeze import quant
+from unfreeze.generate.engine import batch_of
+from unfreeze.generate.recorded import Recorded
 from unfreeze.models.blocks.linear import Linear
 from unfreeze.quant import Fp8, Int4, mxfp4, nvfp4
 from unfreeze.quant.awq import Awq
@@ -106,6 +108,19 @@ def test_steps_are_the_packed_pass_with_the_same_codes(format, name, steps):
     """Over 256 tokens, of which the last 32 are steps; nightly all of them are."""
     _, model = family(name, **fitted(name), num_hidden_layers=2)
     checked(packed(model, **FORMATS[format]), steps, rows_of((224, 32), (100, 24), (7, 16), greedy=1))
+
+
+@pytest.mark.parametrize("name", TWO)
+@each_format
+def test_a_step_is_one_program(format, name):
+    """No part of it is called in between, as it runs in training: products read every format in place."""
+    _, model = family(name, **fitted(name), num_hidden_layers=2)
+    twin = packed(model, **FORMATS[format])
+    cache = twin.new_cache(1, 8)
+    twin.prefill(batch_of([[3, 5, 7]]), cache)
+    steps = Recorded(twin, cache)
+    steps([9])
+    assert not steps.program._calls
 
 
 @pytest.mark.nightly

@@ -138,15 +138,14 @@ def _gather(layout, source, next_row, bits, out_bits, order, width, first, betwe
             shift = np.uint32(source_row * bits % 32)
             if layout == UNSORTED:
                 for i in range(count):
-                    at = source + (first + i * between) * next_row + source_row * bits // 32 * 4
-                    code = np.uint32(np.uint32(ints(at, 1)[0] >> shift) & mask)
-                    to[i] |= np.uint32(code << place)
+                    word_at = source + (first + i * between) * next_row + source_row * bits // 32 * 4
+                    to[i] |= np.uint32(np.uint32(np.uint32(ints(word_at, 1)[0] >> shift) & mask) << place)
             elif layout == AWQ:
                 row = ints(source + source_row * next_row, (first + count * between) // 8 + 1)
                 for i in range(count):
                     output = first + i * between
-                    code = (row[output // 8] >> np.uint32(4 * PLACE[output % 8])) & mask
-                    to[i] |= np.uint32(code << place)
+                    shift = np.uint32(4 * PLACE[output % 8])
+                    to[i] |= np.uint32(np.uint32(np.uint32(row[output // 8] >> shift) & mask) << place)
             else:
                 at = source + source_row * bits // 32 * next_row + 4 * first
                 row = ints(at, count * between)
@@ -157,8 +156,8 @@ def _gather(layout, source, next_row, bits, out_bits, order, width, first, betwe
                     for i in range(count):
                         to[i] |= np.uint32(np.uint32(np.uint32(row[i * between] >> shift) & mask) << place)
         for half in range(0, AT_ONCE, SQUARE):
-            at = block.ctypes.data + 4 * half
-            transpose(at, 4 * AT_ONCE, target + half * stride + 4 * start, stride)
+            square = np.int64(block.ctypes.data) + 4 * half
+            transpose(square, 4 * AT_ONCE, target + half * stride + 4 * start, stride)
 
 
 @inner
@@ -176,20 +175,7 @@ def _codes(d, part, matrix, out_bits, width, first, between, count, target, stri
                 at = source + word * next_row + 4 * (first + row)
                 transpose(at, next_row, target + row * stride + 4 * word, stride)
     else:
-        _gather(
-            layout == AWQ,
-            source,
-            next_row,
-            bits,
-            out_bits,
-            order,
-            width,
-            first,
-            between,
-            count,
-            target,
-            stride,
-        )
+        _gather(layout, source, next_row, bits, out_bits, order, width, first, between, count, target, stride)
 
 
 def sort_x(like, x, order, width, out):  # pragma: no cover - body below
