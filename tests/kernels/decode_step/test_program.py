@@ -160,7 +160,7 @@ def attempt(made: Program, x: Row) -> Row | None:
         made.linear(x, draw(64, 64), adapter=(draw(2, 64), draw(64, 2), 1.0))
         made.call(lambda rows: pytest.fail("called"))
         made.norm(y, draw(64), 1e-5)
-        return made.linear(y, draw(64, 64).half())
+        return made.linear(y, draw(64, 64).double())
 
     return made.attempt(fails)
 
