@@ -29,7 +29,7 @@ def test_rows_state_the_limit_and_are_scored_by_float32(measure):
         reading, computing = r["read_bytes"] / r["read_rate"], r["flop"] / r["gemm_rate"]
         assert r["limit_seconds"] == max(reading, computing) and r["limit"] in ("bytes", "arithmetic")
         assert r["limit_share"] == pytest.approx(r["limit_seconds"] / r["step_seconds"])
-        assert r["python_calls_per_token"] > 100
+        assert r["python_calls_per_token"] > 10
     assert len({row.results["read_rate"] for row in rows}) == 1
     one, three = rows[0].results, rows[2].results
     assert one["experts_read"] == 2 < three["experts_read"] and one["read_bytes"] < three["read_bytes"]

@@ -86,9 +86,9 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
         raise ConfigError(
             "mode chat needs a text; tokens are continued directly", next="--prompt TEXT --mode chat"
         )
-    from unfreeze.generate.answer import Interrupted
-
     model = load_shown(config.model, config.dtype, config.device, common, config.base)
+    from unfreeze.generate.answer import Interrupted  # brings torch: after the refusals
+
     as_chat = config.mode == "chat" or (config.mode == "auto" and model.has_chat_template)
     if model.has_chat_template and not config.tokens:
         how = (

@@ -9,6 +9,7 @@ import torch
 
 from unfreeze import models
 from unfreeze.kernels.decode_step import experts, mixture
+from unfreeze.kernels.decode_step.mixture import Gated
 from unfreeze.kernels.decode_step.program import Program, Row
 from unfreeze.kernels.decode_step.rows import ACTIVATIONS
 from unfreeze.kernels.expert_mlp import ExpertFactors
@@ -222,8 +223,7 @@ def got(layer: Layer, rows: int, dtype, options: dict):
         layer.gate_up,
         layer.down,
         options.get("factors"),
-        activation=(ACTIVATIONS[activation.kind], *numbers),
-        interleaved=activation.interleaved,
+        gated=Gated(ACTIVATIONS[activation.kind], *numbers, activation.interleaved),
         biases=options.get("biases", (None, None)),
         scales_input=options.get("scales_input", False),
         add=Row(layer.added[:rows].clone(), program.pairs) if options.get("add") else None,

@@ -9,6 +9,7 @@ import torch
 from unfreeze.kernels.attention import Mask
 from unfreeze.kernels.decode_step import mixture
 from unfreeze.kernels.decode_step.mixture import Latent
+from unfreeze.kernels.decode_step.program import Heads
 from unfreeze.kernels.decode_step.rows import ACTIVATIONS
 from unfreeze.kernels.rotary import rotary
 from unfreeze.models.blocks.recording import PAIRINGS
@@ -208,8 +209,8 @@ def test_attend(dtype, recorded, name, kind):
 
     def record(program, q):
         q = program.rotate(q, heads, None, 0, packed=True)
-        sizes = {"heads": heads, "groups": groups, "width": width, "value_width": value_width}
-        return program.attend(q, keys, values, 0.3, **sizes, **options)
+        sizes = Heads(heads, groups, width, value_width)
+        return program.attend(q, keys, values, 0.3, sizes, **options)
 
     got = recorded(record, q, dtype=dtype, positions=positions)
     q_SHd = q.view(5, heads, width)
@@ -235,7 +236,7 @@ def test_nan_reaches_the_output_of_attention(recorded, place):
 
     def record(program, q):
         q = program.rotate(q, 2, None, 0, packed=True)
-        return program.attend(q, keys, values, 1.0, heads=2, groups=2, width=32, value_width=32)
+        return program.attend(q, keys, values, 1.0, Heads(2, 2, 32, 32))
 
     got = recorded(record, q, positions=torch.tensor([35, 35]))
     assert got[1].isnan().any() and got[0].isfinite().all()
@@ -253,16 +254,7 @@ def test_latent_attention(dtype, recorded, kind, adapted):
 
     def record(program, q):
         q = mixture.latent_query(program, q, sizes, W, adapter)
-        o = program.attend(
-            q,
-            latents,
-            latents,
-            0.3,
-            heads=12,
-            groups=3,
-            width=sizes.latent + sizes.rope,
-            value_width=sizes.latent,
-        )
+        o = program.attend(q, latents, latents, 0.3, Heads(12, 3, sizes.latent + sizes.rope, sizes.latent))
         return mixture.latent_value(program, o, sizes, W, adapter)
 
     def want(W):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unfreeze.kernels.decode_step import program as module
-from unfreeze.kernels.decode_step.program import CannotRecord, Program, Row
+from unfreeze.kernels.decode_step.program import CannotRecord, Heads, Program, Row
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -218,7 +218,7 @@ def test_a_cache_without_an_operation_cannot_be_recorded(dtype):
     with pytest.raises(CannotRecord, match="a cache of"):
         made.rotate(q, 2, None, 0, cache=store)
     with pytest.raises(CannotRecord, match="a cache of"):
-        made.attend(q, store, store, 1.0, heads=2, groups=2, width=32, value_width=32)
+        made.attend(q, store, store, 1.0, Heads(2, 2, 32, 32))
 
 
 # --- memory

@@ -148,7 +148,7 @@ def mixture_program(rows):
         rule = mixture.Choice(2, 1, None, 1, 1, 1, True, False, None, 0.0, 0.0, 1.0)
         routed = mixture.route(made, made.linear(attended, draw(6, 96)), rule)
         weights = draw(6, 256, 96), draw(6, 96, 128)
-        x = mixture.expert_mlp(made, attended, routed, *weights, None, activation=(0, 0.0, 0.0), add=attended)
+        x = mixture.expert_mlp(made, attended, routed, *weights, None, gated=mixture.Gated(0), add=attended)
         made.reuse(x)
     made.finish()
     return made, x, kept
