@@ -1,20 +1,18 @@
 """Products with packed weights (code - zero) · scale whose scales, zero points or codes are gathered first.
 
 Called like `located` (located.py), by number of row. Some rows at a time, each row's pairs (scale, zero) of
-float32 are written to a buffer for the kinds affine8 and signed8 (codes.py), the 16 weights of each pair for
-tables4 and upper4, and its codes to another buffer if they do not lie in a row. The description, int64,
-begins with HEAD numbers:
+float32 are written to a buffer for the kinds affine4, upper4, affine8 and signed8 (codes.py), and its codes
+to another if they do not lie in a row. The description, int64, begins with HEAD numbers:
 
     tile, rows, parts, group    as in located.py
-    layout                      ROWS, GPTQ, AWQ, BLOCKS (bitsandbytes), or UNSORTED: rows with an order
+    layout                      ROWS, GPTQ, AWQ, or BLOCKS (bitsandbytes)
     bits                        of a code in memory
     groups                      pairs of a row
     scale_size, wide            bytes of a scale; if 2, the address of the float32 that each stands for
     zero_bits                   of a stored zero point, 32 / zero_bits in a word; INT8: a byte; 0: none
-    rounds                      of 4 bits: number in ROUNDS (dots.py) of the dtype that the format rounds to
     zero, one                   the zero point if none are stored; added to each word of them
     then PART numbers for each part, "next" being bytes to the same of the next matrix:
-    codes, next, next row       of the matrix; GPTQ and AWQ: of the stored array, inputs first
+    codes, next, next row       ROWS: of the matrix. GPTQ and AWQ: of the stored array, inputs first
     scales, next, next row, next group
     zeros, next, next row of words, next group
     numbers, next               address of what the 16 codes of 4 bits stand for, float32
@@ -33,99 +31,79 @@ from numba.extending import overload
 
 from unfreeze.kernels.decode_step.atomic import floats, integers, ints, octets, words
 from unfreeze.kernels.decode_step.codes import CHUNK
-from unfreeze.kernels.decode_step.dots import weights_of_codes
 from unfreeze.kernels.decode_step.located import placed, run_of
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
-from unfreeze.kernels.decode_step.rows import size_of
 from unfreeze.kernels.decode_step.transposed import AWQ_INPUTS, SQUARE, transpose, transpose_awq
 from unfreeze.kernels.loops.numba_options import inner
 from unfreeze.quant.awq import ORDER
 
-ROWS, GPTQ, AWQ, BLOCKS, UNSORTED = 0, 1, 2, 3, 4
+ROWS, GPTQ, AWQ, BLOCKS = 0, 1, 2, 3
 INT8 = -8
-HEAD, PART = 13, 15
+HEAD, PART = 12, 15
 FIELDS = HEAD + 2 * PART
 AT_ONCE = 32  # rows of the buffer: 32 KiB for 2,048 weights of 4 bits
-IN_ROWS = 8  # rows at once whose codes are in place: 8 KiB of tables for 2,048 weights in groups of 64
 PLACE = tuple(ORDER.index(output) for output in range(len(ORDER)))
 """The half-byte of each of the eight outputs in AWQ's word."""
 
 
 @inner
-def _scales(size, wide, at, next_group, groups, out):
-    """The scales of a row, to every second place of out."""
-    if size == 4:
-        for g in range(groups):
-            out[2 * g] = floats(at + g * next_group, 1)[0]
-    else:
-        numbers = floats(wide, 1 << 16)
-        for g in range(groups):
-            out[2 * g] = numbers[words(at + g * next_group, 1)[0]]
+def _scale(d, at):
+    if d[7] == 4:
+        return floats(at, 1)[0]
+    return floats(d[8], 1 << 16)[words(at, 1)[0]]
 
 
 @inner
-def _zeros(bits, one, at, shift, next_group, groups, out):
-    """The zero points of a row, behind its scales. `at`: the word, or byte, that has the first of them."""
-    if bits == INT8:
-        for g in range(groups):
-            out[2 * g + 1] = np.float32(np.int8(octets(at + g * next_group, 1)[0]))
-    else:
-        mask = np.uint32((1 << bits) - 1)
-        for g in range(groups):
-            word = np.uint32(ints(at + g * next_group, 1)[0] + np.uint32(one))
-            out[2 * g + 1] = np.float32(np.uint32(np.uint32(word >> np.uint32(shift)) & mask))
-
-
-@inner
-def _group_pairs(d, part, matrix, row, out):
-    """(scale, zero) of each group of a row, float32 [groups, 2]."""
-    layout, groups, size, wide, bits, zero, one = d[4], d[6], d[7], d[8], d[9], d[10], d[11]
-    p = d[part : part + PART]
-    _scales(size, wide, p[3] + matrix * p[4] + row * p[5], p[6], groups, out)
+def _zero(d, zeros, output, group, next_row, next_group):
+    """The zero point of an output and a group."""
+    bits = d[9]
     if bits == 0:
-        out[1::2] = np.float32(zero)
-        return
-    each = 32 // bits if bits > 0 else 1
-    place = PLACE[row % 8] if layout == AWQ else row % each
-    _zeros(bits, one, p[7] + matrix * p[8] + row // each * p[9], bits * place, p[10], groups, out)
+        return np.float32(d[10])
+    if bits == INT8:
+        return np.float32(np.int8(octets(zeros + output * next_row + group * next_group, 1)[0]))
+    each = 32 // bits
+    word = ints(zeros + output // each * next_row + group * next_group, 1)[0] + np.uint32(d[11])
+    place = output % each
+    if d[4] == AWQ:
+        place = PLACE[place]
+    return np.float32((np.uint32(word) >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1))
 
 
 @inner
-def _block_pairs(d, part, matrix, row, out):
-    """(absmax, 0) of each group of a row."""
-    groups, size, power, nested_power = d[6], d[7], d[10], d[11]
+def _group_pairs(d, part, matrix, first, between, count, out):
+    """(scale, zero) of each group of `count` rows, float32 [count, groups, 2]."""
     p = d[part : part + PART]
-    scales, nested, wide = p[3] + matrix * p[4], p[7] + matrix * p[8], p[9] + matrix * p[10]
-    out[1::2] = np.float32(0.0)
-    for g in range(groups):
-        block = (row * groups + g) >> power
-        if size == 4:
-            out[2 * g] = floats(scales, block + 1)[block]
-        else:
-            number = floats(wide, 256)[octets(scales, block + 1)[block]]
-            largest = floats(nested, (block >> nested_power) + 1)[block >> nested_power]
-            out[2 * g] = np.float32(number * largest) + floats(p[13] + matrix * p[14], 1)[0]
-
-
-@inner
-def _all_scales(like, d, part, matrix, first, between, count, pairs, tables, size):
-    """The pairs of `count` rows, or the 16 weights of each pair, `size` bytes; return the bytes of a row."""
-    groups, numbers = d[6], d[part + 11] + matrix * d[part + 12]
+    scales, zeros = p[3] + matrix * p[4], p[7] + matrix * p[8]
+    at = 0
     for i in range(count):
-        own = pairs[2 * groups * i : 2 * groups * (i + 1)] if size == 8 else pairs
-        if d[4] == BLOCKS:
-            _block_pairs(d, part, matrix, first + i * between, own)
-        else:
-            _group_pairs(d, part, matrix, first + i * between, own)
-        if size > 8:
-            for g in range(groups):
-                to = tables + (i * groups + g) * size
-                weights_of_codes(like, d[12], numbers, own[2 * g], own[2 * g + 1], to)
-    return groups * size
+        row = first + i * between
+        for g in range(d[6]):
+            out[at] = _scale(d, scales + row * p[5] + g * p[6])
+            out[at + 1] = _zero(d, zeros, row, g, p[9], p[10])
+            at += 2
 
 
 @inner
-def _gather(layout, source, next_row, bits, out_bits, order, width, first, between, count, target, stride):
+def _block_pairs(d, part, matrix, first, between, count, out):
+    """(absmax, 0) of each chunk of `count` rows."""
+    p = d[part : part + PART]
+    scales, zeros, chunks = p[3] + matrix * p[4], p[7] + matrix * p[8], d[6]
+    at = 0
+    for i in range(count):
+        for chunk in range(chunks):
+            block = ((first + i * between) * chunks + chunk) >> d[10]
+            if d[7] == 4:
+                out[at] = floats(scales, block + 1)[block]
+            else:
+                number = floats(p[9] + matrix * p[10], 256)[octets(scales, block + 1)[block]]
+                nested = floats(zeros, (block >> d[11]) + 1)[block >> d[11]]
+                out[at] = np.float32(number * nested) + floats(p[13] + matrix * p[14], 1)[0]
+            out[at + 1] = np.float32(0.0)
+            at += 2
+
+
+@inner
+def _gather(awq, source, next_row, bits, out_bits, order, width, first, between, count, target, stride):
     """Codes of `count` rows from any place, as words of `out_bits` codes in rows."""
     block = np.empty((SQUARE, AT_ONCE), np.uint32)
     each, mask = 32 // out_bits, np.uint32((1 << bits) - 1)
@@ -135,19 +113,14 @@ def _gather(layout, source, next_row, bits, out_bits, order, width, first, betwe
             source_row = np.int64(ints(order, width)[column]) if order else column
             word, place = column // each - start, np.uint32(column % each * out_bits)
             to = block[word]
-            shift = np.uint32(source_row * bits % 32)
-            if layout == UNSORTED:
-                for i in range(count):
-                    at = source + (first + i * between) * next_row + source_row * bits // 32 * 4
-                    code = np.uint32(np.uint32(ints(at, 1)[0] >> shift) & mask)
-                    to[i] |= np.uint32(code << place)
-            elif layout == AWQ:
+            if awq:
                 row = ints(source + source_row * next_row, (first + count * between) // 8 + 1)
                 for i in range(count):
                     output = first + i * between
                     code = (row[output // 8] >> np.uint32(4 * PLACE[output % 8])) & mask
                     to[i] |= np.uint32(code << place)
             else:
+                shift = np.uint32(source_row * bits % 32)
                 at = source + source_row * bits // 32 * next_row + 4 * first
                 row = ints(at, count * between)
                 if between == 1:
@@ -171,8 +144,8 @@ def _codes(d, part, matrix, out_bits, width, first, between, count, target, stri
         for i in range(0, width, AWQ_INPUTS):
             transpose_awq(source + i * next_row + first // 2, next_row, target + i // 2, stride)
     elif layout == GPTQ and plain and count % SQUARE == 0 and width * bits % (32 * SQUARE) == 0:
-        for word in range(0, width * bits // 32, SQUARE):
-            for row in range(0, count, SQUARE):
+        for row in range(0, count, SQUARE):
+            for word in range(0, width * bits // 32, SQUARE):
                 at = source + word * next_row + 4 * (first + row)
                 transpose(at, next_row, target + row * stride + 4 * word, stride)
     else:
@@ -233,31 +206,32 @@ def _unsort(row, order, width):
 
 @Callee
 def affine(like, num_rows, step, row, between, scales, scale_stride, table, group, width, xs, n, out):
-    """Rows whose scales are gathered, and their codes if they do not lie in rows."""
+    """Rows whose pairs are gathered, and their codes if they do not lie in rows."""
     d = integers(table, FIELDS)
-    tile, rows, parts, group, layout, bits, groups = d[:7]
+    tile, rows, parts, group, layout = d[:5]
     in_rows = layout in (ROWS, BLOCKS)
-    # an array of which only the address is used lives as long as the loop that takes it
-    at_once = min(IN_ROWS if in_rows else AT_ONCE, num_rows)
-    size = 8 if bits == 8 else 16 * size_of(like)
-    pairs = np.empty(2 * groups * (at_once if bits == 8 else 1), np.float32)
-    tables = np.empty(groups * at_once * size if bits < 8 else 0, np.uint8)
-    # whole squares of words; an odd number of cache lines, which do not compete for the same places
-    stride = ((width * max(4, bits) + 511) // 512 | 1) * 64
+    out_bits = 8 if d[5] == 8 else 4
+    at_once = min(AT_ONCE, num_rows)
+    pairs, sums = np.empty(2 * d[6] * at_once, np.float32), np.empty(4 * at_once, np.float32)
+    # whole squares of words
+    stride = (width * out_bits + 511) // 512 * 64
     buffer = np.empty(0 if in_rows else AT_ONCE * stride, np.uint8)
+    # an array of which only the address is used lives as long as the loop that takes it
     sorted_x = np.empty(4 * width if d[HEAD + 13] and not in_rows else 0, np.float32)
-    sorted_xs, sorted_of, sums = np.empty(4, np.int64), 0, np.empty(4 * at_once, np.float32)
+    sorted_xs, sorted_of = np.empty(4, np.int64), 0
     i = 0
     while i < num_rows:
         matrix, first = (row + i * between) // rows, (row + i * between) % rows
         expert, part = matrix // parts, HEAD + matrix % parts * PART
-        count = min(at_once, run_of(first, between, num_rows - i, rows))
-        scales = pairs.ctypes.data if bits == 8 else tables.ctypes.data
-        scale_stride = _all_scales(like, d, part, expert, first, between, count, pairs, scales, size)
+        count = min(AT_ONCE, run_of(first, between, num_rows - i, rows))
+        if layout == BLOCKS:
+            _block_pairs(d, part, expert, first, between, count, pairs)
+        else:
+            _group_pairs(d, part, expert, first, between, count, pairs)
         codes, codes_stride = d[part] + expert * d[part + 1] + first * d[part + 2], between * d[part + 2]
         order = 0
         if not in_rows:
-            _codes(d, part, expert, max(4, bits), width, first, between, count, buffer.ctypes.data, stride)
+            _codes(d, part, expert, out_bits, width, first, between, count, buffer.ctypes.data, stride)
             codes, codes_stride = buffer.ctypes.data, stride
             order = d[part + 13] + expert * d[part + 14] if d[part + 13] else 0
         their_xs = xs
@@ -272,21 +246,9 @@ def affine(like, num_rows, step, row, between, scales, scale_stride, table, grou
         apart = n > 0 and count < num_rows
         to = out + 4 * i * width if n == 0 else (sums.ctypes.data if apart else out)
         call_products(
-            tile,
-            like,
-            count,
-            step,
-            codes,
-            codes_stride,
-            scales,
-            scale_stride,
-            0,
-            group,
-            width,
-            their_xs,
-            n,
-            to,
-        )
+            tile, like, count, step, codes, codes_stride, pairs.ctypes.data, 8 * d[6],
+            d[part + 11] + expert * d[part + 12], group, width, their_xs, n, to,
+        )  # fmt: skip
         if apart:
             placed(sums, count, out, i, num_rows, n)
         if order and n == 0:

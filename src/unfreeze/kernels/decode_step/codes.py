@@ -4,11 +4,12 @@ A class per kind of codes, with an instance per row. `floats` gives the even and
 as float32, rounded as the format says; `pairs` 16 words of two neighbouring elements, rounded to bf16 as in a
 bf16 model. KINDS has their names.
 
-    float32, bf16, f16     dense rows
+    float32, bf16          dense rows
     int4, mxfp4            4 bits. The 16 weights that a scale allows come from a table of all scales
                            (lookup.py), and a permutation picks from them
     nvfp4                  the same with two scales a chunk, each times the 16 numbers of e2m1
-    tables4, upper4        the same with the 16 weights of each group; upper4: the upper half of a byte first
+    affine4, upper4        (number[code] - zero) · scale, 16 of them per scale; upper4: the upper half of a
+                           byte comes first
     fp8, mxfp8             e4m3 · scale. A code's bits, moved, are those of a float32 2^-120 times as large
     affine8, signed8       (code - zero) · scale for codes of 0 … 255, or -128 … 127
     int8                   (code · scale) / 127, two roundings: LLM.int8
@@ -180,16 +181,7 @@ class Bf16(Row):
         return self._load(chunk, PAIRS)
 
 
-class Float16(Row):
-    size = 64
-
-    def floats(self, chunk: Value) -> tuple[Value, Value]:
-        both = self._load(chunk, ir.VectorType(HALF, CHUNK))
-        even, odd = (self.builder.shuffle_vector(both, both, half) for half in (EVEN, ODD))
-        return self.builder.fpext(even, FLOATS), self.builder.fpext(odd, FLOATS)
-
-
-class _FourBits(Row):
+class _Nibbles(Row):
     """Codes of 4 bits: the low half of a byte first."""
 
     upper_first = False
@@ -230,7 +222,7 @@ class _FourBits(Row):
         return self.builder.shuffle_vector(values, values, places)
 
 
-class Int4(_FourBits):
+class Int4(_Nibbles):
     """Scales are the bits of bf16; `table` has 16 weights for each (lookup.py)."""
 
     scale = I16
@@ -252,7 +244,7 @@ class Mxfp4(Int4):
     scale = BYTE
 
 
-class Nvfp4(_FourBits):
+class Nvfp4(_Nibbles):
     """Two scales a chunk, of one byte; `table` has the factor that each stands for, float32 [256]."""
 
     def values(self, chunk: Value) -> list[Value]:
@@ -280,17 +272,17 @@ class Nvfp4(_FourBits):
         return load(self.builder, at(self.builder, self.table, code, 4), F32)
 
 
-class Tables4(_FourBits):
-    """A scale is the 16 weights themselves, float32 or bf16."""
+class Affine4(_Nibbles):
+    """Scales are pairs (scale, zero) of float32; `table` has the 16 numbers of the codes, float32."""
 
     def values(self, chunk: Value) -> list[Value]:
-        return [self._scale(chunk, 64, FLOATS)]
+        scale, zero = self._scale(chunk, 8), self._scale(chunk, 8, offset=4)
+        numbers = load(self.builder, self.table, FLOATS)
+        centred = self.builder.fsub(numbers, in_all(self.builder, zero))
+        return [to_dtype(self.builder, self.builder.fmul(centred, in_all(self.builder, scale)), self.rounds)]
 
-    def halves(self, chunk: Value) -> Value:
-        return self._twice(self._scale(chunk, 32, ir.VectorType(I16, 16)))
 
-
-class Upper4(Tables4):
+class Upper4(Affine4):
     upper_first = True
 
 
@@ -376,11 +368,10 @@ class Int8(Signed8):
 KINDS: dict[str, type[Row]] = {
     "float32": Float32,
     "bf16": Bf16,
-    "f16": Float16,
     "int4": Int4,
     "mxfp4": Mxfp4,
     "nvfp4": Nvfp4,
-    "tables4": Tables4,
+    "affine4": Affine4,
     "upper4": Upper4,
     "fp8": Fp8,
     "mxfp8": Mxfp8,

@@ -19,32 +19,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from unfreeze.core import cpu
-from unfreeze.kernels.decode_step.codes import (
-    CHUNK,
-    Float32,
-    Row,
-    at,
-    called,
-    in_all,
-    load,
-    merged,
-    row,
-    to_dtype,
-    widened,
-)
-from unfreeze.kernels.loops.bf16_tile import (
-    F32,
-    FLOATS,
-    I32,
-    I64,
-    LINE,
-    PAIRS,
-    ask,
-    multiply,
-    narrowed,
-    zeros,
-)
+from unfreeze.kernels.decode_step.codes import CHUNK, Float32, Row, at, called, load, merged, row, widened
+from unfreeze.kernels.loops.bf16_tile import F32, FLOATS, I32, I64, LINE, PAIRS, ask, multiply, zeros
 from unfreeze.kernels.loops.llvm import Value, instruction_of_kind
 
 FLOAT32, BF16 = 0, 1
@@ -227,30 +203,3 @@ def weights(context, kind, like, codes, scales, table, group, chunk, out):  # pr
         return context.get_dummy_value()
 
     return types.void(kind, like, *[types.int64] * 6), generate
-
-
-ROUNDS = ("", "bf16", "f16")
-
-
-@instruction_of_kind
-def weights_of_codes(context, like, rounds, numbers, scale, zero, out):  # pragma: no cover - compiled
-    """Write (number - zero) · scale for the 16 numbers of 4 bits, rounded to ROUNDS[rounds].
-
-    numbers, out: addresses of float32 [16]; out is bf16 if `like` is uint16.
-    """
-    pairs = like == types.uint16
-
-    def generate(context, builder, _signature, arguments):
-        rounds, numbers, scale, zero, out = arguments[1:]
-        centred = builder.fsub(load(builder, numbers, FLOATS), in_all(builder, zero))
-        exact = builder.fmul(centred, in_all(builder, scale))
-        for place, dtype in enumerate(ROUNDS):
-            if dtype == "f16" and not cpu.loops_have("cpu-avx2"):
-                continue
-            with builder.if_then(builder.icmp_signed("==", rounds, I64(place))):
-                value = to_dtype(builder, exact, dtype)
-                value = narrowed(builder, value) if pairs else value
-                builder.store(value, builder.inttoptr(out, value.type.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(like, types.int64, types.int64, types.float32, types.float32, types.int64), generate

@@ -25,7 +25,7 @@ from unfreeze.kernels.decode_step.weights import (
 )
 from unfreeze.quant.awq import Awq
 from unfreeze.quant.bitsandbytes import Bits4, Bits8
-from unfreeze.quant.codec import Codec, Packed
+from unfreeze.quant.codec import Packed
 from unfreeze.quant.fp8 import Fp8
 from unfreeze.quant.fp8_scaled import Fp8Scaled
 from unfreeze.quant.gptq import ONES, Gptq
@@ -38,8 +38,8 @@ from unfreeze.quant.mxfp8 import Mxfp8
 from unfreeze.quant.nvfp4 import Nvfp4
 
 ONE_SCALE = 40  # chunks of a scale as a power of two: more than any row has
-ROUNDS = {torch.float32: "", torch.float8_e8m0fnu: "", torch.bfloat16: "bf16", torch.float16: "f16"}
-"""Dtype of the scales -> the dtype that weights are rounded to. Powers of two change no digit of a code."""
+ROUNDS = {torch.float32: "", torch.float8_e8m0fnu: "", torch.bfloat16: " bf16", torch.float16: " f16"}
+"""Dtype of the scales -> what it adds to the name of a kind. Powers of two change no digit of a code."""
 
 
 def packed_weight(weight: Packed, pairs: bool) -> Weight:
@@ -68,22 +68,16 @@ def _power(columns: int, width: int, what: str) -> int:
 Parts = dict[str, Tensor]
 
 
-def _two(codec: Codec, parts: Parts) -> tuple[Tensor, Tensor]:
-    """Codes and scales: each format's first two parts."""
-    codes, scales = codec.suffixes[:2]
-    return parts[codes], parts[scales]
-
-
 def _int4(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weight:
-    codes, scales = _two(codec, parts[0])
+    codes, scales = (parts[0][suffix] for suffix in codec.suffixes[:2])
     (_, O, groups), K = scales.shape, scales.shape[-1] * codec.group_size
     if scales.dtype != torch.bfloat16 or K % CHUNK:
         return _int4_of_any_scale(codec, parts, pairs)
     values, group = torch.from_numpy(int4_values(pairs)).flatten(), _power(codec.group_size, K, codec.name)
     if len(parts) > 1:
-        each = [Located(*_two(codec, one), table=values) for one in parts]
+        each = [Located(one["weight_packed"], one["weight_scale"], table=values) for one in parts]
         return located_weight("int4", O, group, each, pairs)
-    # no row has to be form: all of the stack lie behind each other
+    # no row has to be found: all of the stack lie behind each other
     return Weight(
         tiles.int4.address(pairs),
         -1,
@@ -107,7 +101,7 @@ def _fp8(codec: Fp8 | Fp8Scaled, parts: Sequence[Parts], pairs: bool) -> Weight:
         # a scale per 16,384 weights, or per row: a copy costs nothing
         wide = _moved(scales.float()).reshape(E, -(-O // rows), -1)
         each.append(Located(one["weight"], wide, rows))
-    return located_weight("fp8", O, _power(columns, K, codec.name), each, pairs, rounds)
+    return located_weight(f"fp8{rounds}", O, _power(columns, K, codec.name), each, pairs)
 
 
 def _moved(scales: Tensor) -> Tensor:
@@ -121,26 +115,28 @@ def _moved(scales: Tensor) -> Tensor:
 def _mxfp8(codec: Mxfp8, parts: Sequence[Parts], pairs: bool) -> Weight:
     O = parts[0]["weight"].shape[1]
     for one in parts:
-        _moved(powers()[int(_two(codec, one)[1].view(torch.uint8).amax())])
+        _moved(powers()[int(one["weight_scale"].view(torch.uint8).amax())])
     table = powers() * 2.0**120
-    each = [Located(*_two(codec, one), table=table) for one in parts]
+    each = [Located(one["weight"], one["weight_scale"], table=table) for one in parts]
     return located_weight("mxfp8", O, 0, each, pairs)
 
 
 def _mxfp4(codec: Mxfp4, parts: Sequence[Parts], pairs: bool) -> Weight:
-    O = _two(codec, parts[0])[0].shape[1]
-    each = [Located(*_two(codec, one), table=mxfp4_values(pairs)) for one in parts]
+    codes, scales = codec.suffixes
+    O = parts[0][codes].shape[1]
+    each = [Located(one[codes], one[scales], table=mxfp4_values(pairs)) for one in parts]
     return located_weight("mxfp4", O, 0, each, pairs)
 
 
 def _nvfp4(codec: Nvfp4, parts: Sequence[Parts], pairs: bool) -> Weight:
-    whole = codec.suffixes[2]
-    E, O, _ = _two(codec, parts[0])[0].shape
+    codes, scales, whole = codec.suffixes
+    E, O, _ = parts[0][codes].shape
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     each = [
-        Located(*_two(codec, one), table=codec.effective(every, one[whole].reshape(E, 1))) for one in parts
+        Located(one[codes], one[scales], table=codec.effective(every, one[whole].reshape(E, 1)))
+        for one in parts
     ]
-    return located_weight("nvfp4", O, 0, each, pairs, "bf16" if codec.names.divides else "")
+    return located_weight("nvfp4 bf16" if codec.names.divides else "nvfp4", O, 0, each, pairs)
 
 
 def _int8(codec: Bits8, parts: Sequence[Parts], pairs: bool) -> Weight:
@@ -154,13 +150,12 @@ def _affine(kind: str, O: int, K: int, group: int, scales: Tensor, **more: Any) 
     power = _power(group, K, kind)
     narrow = scales.dtype != torch.float32
     return Affine(
-        kind,
+        f"{kind}{ROUNDS[scales.dtype]}",
         O,
         power,
         groups=1 if power == ONE_SCALE else -(-K // group),
         wide=float32_of(scales.dtype) if narrow else None,
         scale_size=2 if narrow else 4,
-        rounds=ROUNDS[scales.dtype],
         **more,
     )
 
@@ -170,35 +165,35 @@ def _sixteen() -> Tensor:
 
 
 def _int4_of_any_scale(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weight:
-    _, scales = _two(codec, parts[0])
-    O, K = scales.shape[1], scales.shape[2] * codec.group_size
-    form = _affine("tables4", O, K, codec.group_size, scales, layout=affine.ROWS, bits=4, zero=OFFSET)
-    each = [Gathered(*_two(codec, one), numbers=_sixteen()) for one in parts]
+    scales = [one["weight_scale"] for one in parts]
+    O, K = scales[0].shape[1], scales[0].shape[2] * codec.group_size
+    numbers = _sixteen()
+    form = _affine("affine4", O, K, codec.group_size, scales[0], layout=affine.ROWS, bits=4, zero=OFFSET)
+    each = [Gathered(one["weight_packed"], one["weight_scale"], numbers=numbers) for one in parts]
     return form.weight(each, pairs)
 
 
 def _integers(codec: Integers, parts: Sequence[Parts], pairs: bool) -> Weight:
-    if codec.bits == 2 and not codec.permuted:
-        raise CannotRecord("codes of 2 bits in rows")
-    kind = "signed8" if not codec.packed else "affine8" if codec.bits == 8 else "tables4"
+    if codec.permuted or codec.bits == 2:
+        raise CannotRecord(codec.name)
+    kind = "signed8" if not codec.packed else f"affine{codec.bits}"
     E, O, K = Packed(codec, parts[0]).shape
     each: list[Gathered] = []
     for one in parts:
-        codes, scales = _two(codec, one)
+        scales = one["weight_scale"]
         if codec.group == MATRIX:
             scales = scales.reshape(E, 1, 1).expand(E, O, 1)
         zeros = one.get("weight_zero_point")
         if zeros is not None and codec.group == MATRIX:
             zeros = zeros.reshape(E, 1, 1).expand(E, O, 1)
-        order = _order(one["weight_g_idx"], codec.group) if codec.permuted else None
-        each.append(Gathered(codes, scales, zeros, _sixteen(), order))
+        each.append(Gathered(one[codec.codes], scales, zeros, _sixteen()))
     form = _affine(
         kind,
         O,
         K,
         codec.group if codec.group > 0 else K,
         each[0].scales,
-        layout=affine.UNSORTED if codec.permuted else affine.ROWS,
+        layout=affine.ROWS,
         bits=codec.bits,
         zero_bits=0 if not codec.zeros else codec.bits if codec.packed else affine.INT8,
         zero=1 << (codec.bits - 1) if codec.packed else 0,
@@ -212,10 +207,10 @@ def _gptq(codec: Gptq, parts: Sequence[Parts], pairs: bool) -> Weight:
     each: list[Gathered] = []
     for one in parts:
         scales, zeros = one["scales"].mT, one["qzeros"].mT
-        order = _order(one["g_idx"], size) if codec.indexed else None
+        order = _sorted(one["g_idx"], size) if codec.indexed else None
         each.append(Gathered(one["qweight"], scales, zeros, _sixteen(), order))
     form = _affine(
-        "affine8" if codec.bits == 8 else "tables4",
+        f"affine{max(4, codec.bits)}",
         O,
         K,
         size,
@@ -228,8 +223,8 @@ def _gptq(codec: Gptq, parts: Sequence[Parts], pairs: bool) -> Weight:
     return form.weight(each, pairs)
 
 
-def _order(groups: Tensor, size: int) -> Tensor | None:
-    """Columns sorted by group, int32 [E, K]; None if they are already. Raises CannotRecord.
+def _sorted(groups: Tensor, size: int) -> Tensor | None:
+    """Columns sorted by group, uint32 [E, K]; None if they are already. Raises CannotRecord.
 
     groups int32 [E, K], the group of each column. A group but the last must have `size` columns.
     """
@@ -244,7 +239,7 @@ def _awq(codec: Awq, parts: Sequence[Parts], pairs: bool) -> Weight:
     _, O, K = Packed(codec, parts[0]).shape
     size = K if codec.group_size == WHOLE_COLUMN else codec.group_size
     each = [Gathered(one["qweight"], one["scales"].mT, one["qzeros"].mT, _sixteen()) for one in parts]
-    form = _affine("tables4", O, K, size, each[0].scales, layout=affine.AWQ, bits=4, zero_bits=4)
+    form = _affine("affine4", O, K, size, each[0].scales, layout=affine.AWQ, bits=4, zero_bits=4)
     return form.weight(each, pairs)
 
 
@@ -252,19 +247,17 @@ def _bits4(codec: Bits4, parts: Sequence[Parts], pairs: bool) -> Weight:
     _, O, K = Packed(codec, parts[0]).shape
     if K % CHUNK:
         raise CannotRecord("blocks that end inside of 32 columns")
-    power = (codec.block // CHUNK).bit_length() - 1
-    whole = K % codec.block == 0  # else a block continues in the next row, and each chunk has its own scale
+    rounds = {"BF16": " bf16", "F16": " f16", "F32": ""}[codec.dtype]
     form = Affine(
-        "upper4",
+        f"upper4{rounds}",
         O,
-        power if whole else 0,
+        0,
         layout=affine.BLOCKS,
         bits=4,
-        groups=K // codec.block if whole else K // CHUNK,
+        groups=K // CHUNK,
         scale_size=1 if codec.double else 4,
-        zero=0 if whole else power,
+        zero=(codec.block // CHUNK).bit_length() - 1,
         one=codec.block2.bit_length() - 1,
-        rounds={"BF16": "bf16", "F16": "f16", "F32": ""}[codec.dtype],
     )
     each = [
         Blocks(

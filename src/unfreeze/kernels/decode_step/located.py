@@ -26,7 +26,7 @@ FIELDS = HEAD + 2 * PART
 
 @inner
 def run_of(row, between, left, size):
-    """The number of `left` rows, `between` apart, that lie in the same `size` rows as the first."""
+    """Number of `left` rows, `between` apart, lie in the same `size` rows as the first."""
     return min(left, (size - row % size + between - 1) // between)
 
 

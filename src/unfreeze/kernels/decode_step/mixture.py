@@ -14,9 +14,6 @@ from unfreeze.kernels.decode_step.program import Program, Row, Weight
 from unfreeze.kernels.expert_mlp import ExpertFactors
 from unfreeze.quant.codec import Packed
 
-Adapter = tuple[Tensor, Tensor, float]
-"""A [R, K], B [O, R] and scale of the product that is added, scale · B A x."""
-
 
 @dataclass(frozen=True)
 class Routed:
@@ -226,13 +223,13 @@ class Latent:
 
 
 def latent_query(
-    program: Program, q: Row, sizes: Latent, kv_b: Tensor | Packed, adapter: Adapter | None
+    program: Program, q: Row, sizes: Latent, kv_b: Tensor, adapter: tuple[Tensor, Tensor, float] | None
 ) -> Row:
     """[W_kᵀ q_nope | q_rope] of every head, packed head by head. q: rotated."""
     W, thin, scale = _kv_b(program, kv_b, adapter)
     width = sizes.latent + sizes.rope
     out = program.row(sizes.heads * width)
-    arguments = [q.address, q.stride, sizes.nope + sizes.rope, sizes.nope, sizes.latent, W.kind]
+    arguments = [q.address, q.stride, sizes.nope + sizes.rope, sizes.nope, sizes.latent, W.codes, W.kind]
     arguments += [
         sizes.nope + sizes.value,
         out.packed.data_ptr(),
@@ -240,27 +237,21 @@ def latent_query(
         width * program.size,
     ]
     program.add(
-        ops.into_latent,
-        sizes.heads,
-        False,
-        [*arguments, *thin, *W.arguments],
-        [scale],
-        reads=[q],
-        writes=[out.packed],
+        ops.into_latent, sizes.heads, False, [*arguments, *thin], [scale], reads=[q], writes=[out.packed]
     )
     return out
 
 
 def latent_value(
-    program: Program, x: Row, sizes: Latent, kv_b: Tensor | Packed, adapter: Adapter | None
+    program: Program, x: Row, sizes: Latent, kv_b: Tensor, adapter: tuple[Tensor, Tensor, float] | None
 ) -> Row:
     """W_v applied to the latents that attention summed, [S, heads · (latent …)] -> [S, heads · value]."""
     W, thin, scale = _kv_b(program, kv_b, adapter)
     out = program.row(sizes.heads * sizes.value)
     packed = program.writes_packed(out, sizes.value)
-    arguments = [x.address, x.stride, x.width // sizes.heads, sizes.latent, W.kind]
+    arguments = [x.address, x.stride, x.width // sizes.heads, sizes.latent, W.codes, W.kind]
     arguments += [sizes.nope + sizes.value, sizes.nope, sizes.value, out.address, out.stride, *thin]
-    arguments += [packed, program.packed_stride(out), *W.arguments]
+    arguments += [packed, program.packed_stride(out)]
     program.add(
         ops.out_of_latent, sizes.heads, False, arguments, [scale], reads=[x], writes=[out, out.packed]
     )
@@ -285,7 +276,7 @@ def cache_latent(
 
 
 def _kv_b(
-    program: Program, kv_b: Tensor | Packed, adapter: Adapter | None
+    program: Program, kv_b: Tensor, adapter: tuple[Tensor, Tensor, float] | None
 ) -> tuple[Weight, list[int], float]:
     """The weight, and the arguments of its adapter."""
     W = program.weight(kv_b)

@@ -246,20 +246,6 @@ def attend(like, job, rows, arguments, numbers):
             pack(like, to, 0, packed + s * packed_stride + size * head * value_width)
 
 
-@inner
-def _expanded(like, W, W_kind, first, count, width):
-    """Rows of a packed weight as float32 (tiles.py, n = 0); nothing of a dense one, read in place."""
-    out = np.empty(0 if W_kind >= 0 else count * width, np.float32)
-    if out.size:
-        tile, codes, stride, scales, scale_stride, table, group = W
-        codes, scales = codes + first * stride, scales + first * scale_stride
-        call_products(
-            tile, like, count, FRESH, codes, stride, scales, scale_stride, table, group, width, 0, 0,
-            out.ctypes.data,
-        )  # fmt: skip
-    return out
-
-
 @Callee
 def into_latent(like, job, rows, arguments, numbers):
     """q_C[s, h] = [W_kᵀ q_nope | q_rope], packed, for head `job` and all rows (`absorbed` in blocks/mla.py).
@@ -267,20 +253,15 @@ def into_latent(like, job, rows, arguments, numbers):
     W_k: rows of kv_b_proj, nope of them per head, each `latent` wide. An adapter adds B_kᵀ q, then Aᵀ.
     """
     a, f = every(arguments), floats(numbers, NUMBERS)
-    q, q_stride, width, nope, latent, W_kind, head_rows, packed, packed_stride, head_stride = a[:10]
-    A, A_kind, B, B_kind, rank = a[10:15]
-    W = a[15:22]
+    q, q_stride, width, nope, latent, W, W_kind, head_rows, packed, packed_stride, head_stride = a[:11]
+    A, A_kind, B, B_kind, rank = a[11:16]
     size = 4 if W_kind == FLOAT32 else 2
     row = np.empty(latent + width - nope, np.float32)
     low = np.empty(rank, np.float32)
-    expanded = _expanded(like, W, W_kind, job * head_rows, nope, latent)
     for s in range(rows):
         head = floats(q + s * q_stride + 4 * job * width, width)
         row[:latent] = np.float32(0.0)
-        if W_kind < 0:
-            combine(FLOAT32, row[:latent], head[:nope], expanded.ctypes.data, 4 * latent)
-        else:
-            combine(W_kind, row[:latent], head[:nope], W[1] + job * head_rows * latent * size, latent * size)
+        combine(W_kind, row[:latent], head[:nope], W + job * head_rows * latent * size, latent * size)
         if A:
             low[:] = np.float32(0.0)
             B_size = 4 if B_kind == FLOAT32 else 2
@@ -296,21 +277,16 @@ def into_latent(like, job, rows, arguments, numbers):
 def out_of_latent(like, job, rows, arguments, numbers):
     """o[s, h] = W_v · (latents summed by attention), for head `job` and all rows."""
     a, f = every(arguments), floats(numbers, NUMBERS)
-    x, x_stride, head_width, latent, W_kind, head_rows, value_first, value_width, out, out_stride = a[:10]
-    A, A_kind, B, B_kind, rank, packed, packed_stride = a[10:17]
-    W = a[17:24]
+    x, x_stride, head_width, latent, W, W_kind, head_rows, value_first, value_width, out, out_stride = a[:11]
+    A, A_kind, B, B_kind, rank, packed, packed_stride = a[11:18]
     size = 4 if W_kind == FLOAT32 else 2
     low = np.empty(rank, np.float32)
     first = job * head_rows + value_first
-    expanded = _expanded(like, W, W_kind, first, value_width, latent)
     for s in range(rows):
         row = floats(x + s * x_stride + 4 * job * head_width, latent)
         to = floats(out + s * out_stride + 4 * job * value_width, value_width)
         for i in range(value_width):
-            if W_kind < 0:
-                to[i] = dot(FLOAT32, row, expanded.ctypes.data + 4 * i * latent)
-            else:
-                to[i] = dot(W_kind, row, W[1] + (first + i) * latent * size)
+            to[i] = dot(W_kind, row, W + (first + i) * latent * size)
         if A:
             for r in range(rank):
                 low[r] = f[0] * dot(A_kind, row, A + r * latent * (4 if A_kind == FLOAT32 else 2))

@@ -25,7 +25,7 @@ def _lanes(*places: int) -> ir.Constant:
 
 @instruction
 def transpose(context, source, source_stride, target, target_stride):  # pragma: no cover - compiled
-    """16 x 16 words: word j of row i to word i of row j. Asks for the next 16 rows, too."""
+    """16 x 16 words: word j of row i to word i of row j. Asks for the cache line behind each row, too."""
 
     def generate(context, builder, _signature, arguments):
         source, source_stride, target, target_stride = arguments
@@ -33,7 +33,7 @@ def transpose(context, source, source_stride, target, target_stride):  # pragma:
         for i in range(SQUARE):
             where = builder.add(source, builder.mul(source_stride, I64(i)))
             rows.append(load(builder, where, PAIRS))
-            ask(builder, builder.add(where, builder.mul(source_stride, I64(SQUARE))))
+            ask(builder, builder.add(where, I64(64)))
         # rows i and i + 8 are mixed word by word, four times
         low = _lanes(*(lane // 2 + lane % 2 * 16 for lane in range(16)))
         high = _lanes(*(8 + lane // 2 + lane % 2 * 16 for lane in range(16)))

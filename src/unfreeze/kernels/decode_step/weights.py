@@ -12,14 +12,10 @@ from torch import Tensor
 
 from unfreeze.core import cpu
 from unfreeze.kernels.decode_step import affine, tiles
-from unfreeze.kernels.decode_step.dots import BF16, FLOAT32, ROUNDS
+from unfreeze.kernels.decode_step.dots import BF16, FLOAT32
 from unfreeze.kernels.decode_step.located import PART, located
 
 DENSE = {torch.float32: (FLOAT32, tiles.float32), torch.bfloat16: (BF16, tiles.bf16)}
-
-
-IN_TABLES = ("tables4", "upper4")
-"""Kinds whose weights are rounded before the products read them (affine.py)."""
 
 
 class CannotRecord(Exception):
@@ -30,7 +26,7 @@ class CannotRecord(Exception):
 class Weight:
     """A matrix, or a stack of them, as the operations read it; `holds` keeps its memory alive.
 
-    tile: address of its products; kind: FLOAT32, BF16, or -1 for any other.
+    tile: address of its products; kind: FLOAT32, BF16, or -1 for a packed one.
     """
 
     tile: int
@@ -49,14 +45,10 @@ class Weight:
 
 
 def dense_weight(weight: Tensor, pairs: bool) -> Weight:
-    """A matrix of float32, bf16 or float16, read in place. Raises CannotRecord for any other."""
-    known = weight.dtype in DENSE or weight.dtype == torch.float16
-    if not known or not weight.is_contiguous() or weight.device.type != "cpu":
+    if weight.dtype not in DENSE or not weight.is_contiguous() or weight.device.type != "cpu":
         raise CannotRecord(f"a weight of {weight.dtype}")
-    stride = weight.shape[-1] * weight.element_size()
-    if weight.dtype == torch.float16:
-        return Weight(_tile("f16", "", pairs), -1, weight.data_ptr(), stride, holds=weight.detach())
     kind, tile = DENSE[weight.dtype]
+    stride = weight.shape[-1] * weight.element_size()
     # detached: a parameter can be given other memory (`data`), and this must stay
     return Weight(tile.address(pairs), kind, weight.data_ptr(), stride, holds=weight.detach())
 
@@ -89,20 +81,18 @@ def _strides(tensor: Tensor) -> list[int]:
     return [tensor.data_ptr(), *steps]
 
 
-def _tile(kind: str, rounds: str, pairs: bool) -> int:
+def _tile(kind: str, pairs: bool) -> int:
     """Address of the products of that kind. Raises CannotRecord without the instructions it needs."""
-    if "f16" in (kind, rounds) and not cpu.loops_have("cpu-avx2"):
+    if pairs:
+        kind = kind.removesuffix(" bf16")  # its weights are rounded to bf16 in any case
+    if kind.endswith(" f16") and not cpu.loops_have("cpu-avx2"):
         raise CannotRecord("float16 without its instructions")
-    # pairs are rounded to bf16 in any case
-    named = "" if kind in IN_TABLES or rounds == "" or (pairs and rounds == "bf16") else f" {rounds}"
-    return tiles.tile(f"{kind}{named}").address(pairs)
+    return tiles.tile(kind).address(pairs)
 
 
-def located_weight(
-    kind: str, rows: int, group: int, parts: Sequence[Located], pairs: bool, rounds: str = ""
-) -> Weight:
+def located_weight(kind: str, rows: int, group: int, parts: Sequence[Located], pairs: bool) -> Weight:
     """The weight as located.py finds it. group: chunks of a scale as a power of two."""
-    head = [_tile(kind, rounds, pairs), rows, len(parts), group]
+    head = [_tile(kind, pairs), rows, len(parts), group]
     numbers = np.array(head + [number for part in parts for number in part.numbers] + [0] * PART, np.int64)
     return Weight(located.address(pairs), -1, 0, 1, table=numbers.ctypes.data, holds=(numbers, parts))
 
@@ -170,13 +160,12 @@ class Affine:
     one: int = 0
     wide: Tensor | None = None
     scale_size: int = 4
-    rounds: str = ""
 
     def weight(self, parts: Sequence[Gathered], pairs: bool) -> Weight:
-        address = _tile(self.kind, self.rounds, pairs)
+        address = _tile(self.kind, pairs)
         wide = 0 if self.wide is None else self.wide.data_ptr()
         numbers = [address, self.rows, len(parts), self.group, self.layout, self.bits, self.groups]
-        numbers += [self.scale_size, wide, self.zero_bits, self.zero, self.one, ROUNDS.index(self.rounds)]
+        numbers += [self.scale_size, wide, self.zero_bits, self.zero, self.one]
         for part in parts:
             numbers += part.addresses
         description = np.array(numbers + [0] * affine.PART, np.int64)

@@ -141,8 +141,8 @@ class MLA(Block):
         return o_HSv.transpose(0, 1).to(q_nope_SHn.dtype)
 
     def record(self, to: Recording, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
-        """add + factor · attention(x), in the absorbed form."""
-        if self.kv_b_proj.bias is not None:
+        """add + factor · attention(x), in the absorbed form; kv_b_proj must not be packed."""
+        if self.kv_b_proj.codec is not None or self.kv_b_proj.bias is not None:
             raise CannotRecord("kv_b_proj")
         program, tables = to.program, to.tables("")
         assert tables is not None
@@ -156,7 +156,7 @@ class MLA(Block):
         q = program.rotate(q, self.num_heads, tables, pairing, factor=to.factor(self.temperature))
 
         # W_kᵀ q, attention over the latents, W_v
-        matrix = self.kv_b_proj.weight if self.kv_b_proj.codec is None else self.kv_b_proj.packed
+        matrix = self.kv_b_proj.weight
         adapter = None if self.kv_b_proj.adapter is None else self.kv_b_proj.adapter.factors()
         q = latent_query(program, q, sizes, matrix, adapter)
         # all heads share the keys; blocks of four are jobs of their own
