@@ -77,17 +77,16 @@ def _zeros(bits, one, at, shift, next_group, groups, out):
 
 
 @inner
-def _group_pairs(d, part, matrix, row, out):
+def _row_pairs(d, part, matrix, row, out):
     """(scale, zero) of each group of a row, float32 [groups, 2]."""
-    layout, groups, size, wide, bits, zero, one = d[4], d[6], d[7], d[8], d[9], d[10], d[11]
+    groups, size, wide, bits, zero, one = d[6], d[7], d[8], d[9], d[10], d[11]
     p = d[part : part + PART]
     _scales(size, wide, p[3] + matrix * p[4] + row * p[5], p[6], groups, out)
     if bits == 0:
         out[1::2] = np.float32(zero)
-        return
-    each = 32 // bits if bits > 0 else 1
-    place = PLACE[row % 8] if layout == AWQ else row % each
-    _zeros(bits, one, p[7] + matrix * p[8] + row // each * p[9], bits * place, p[10], groups, out)
+    else:
+        each = 32 // bits if bits > 0 else 1
+        _zeros(bits, one, p[7] + matrix * p[8] + row // each * p[9], bits * (row % each), p[10], groups, out)
 
 
 @inner
@@ -108,15 +107,40 @@ def _block_pairs(d, part, matrix, row, out):
 
 
 @inner
+def _column_pairs(d, part, matrix, first, between, count, out):
+    """(scale, zero) of each group of `count` rows, if a group's scales of all rows follow each other."""
+    layout, groups, size, wide, bits, one = d[4], d[6], d[7], d[8], d[9], np.uint32(d[11])
+    p = d[part : part + PART]
+    scales, zeros, mask = p[3] + matrix * p[4], p[7] + matrix * p[8], np.uint32((1 << bits) - 1)
+    power = 4 if bits == 2 else 3 if bits == 4 else 2  # of two: zero points in a word
+    for g in range(groups):
+        at, words_at = scales + g * p[6], zeros + g * p[10]
+        for i in range(count):
+            row = first + i * between
+            to = 2 * (i * groups + g)
+            if size == 4:
+                out[to] = floats(at + 4 * row, 1)[0]
+            else:
+                out[to] = floats(wide, 1 << 16)[words(at + 2 * row, 1)[0]]
+            word = np.uint32(ints(words_at + 4 * (row >> power), 1)[0] + one)
+            place = row & ((1 << power) - 1)
+            if layout == AWQ:
+                place = PLACE[place]
+            out[to + 1] = np.float32(np.uint32(np.uint32(word >> np.uint32(bits * place)) & mask))
+
+
+@inner
 def _all_scales(like, d, part, matrix, first, between, count, pairs, tables, size):
     """The pairs of `count` rows, or the 16 weights of each pair, `size` bytes; return the bytes of a row."""
-    groups, numbers = d[6], d[part + 11] + matrix * d[part + 12]
+    layout, groups, numbers = d[4], d[6], d[part + 11] + matrix * d[part + 12]
+    if layout in (GPTQ, AWQ):
+        _column_pairs(d, part, matrix, first, between, count, pairs)
     for i in range(count):
-        own = pairs[2 * groups * i : 2 * groups * (i + 1)] if size == 8 else pairs
-        if d[4] == BLOCKS:
+        own = pairs[2 * groups * i : 2 * groups * (i + 1)]
+        if layout == BLOCKS:
             _block_pairs(d, part, matrix, first + i * between, own)
-        else:
-            _group_pairs(d, part, matrix, first + i * between, own)
+        elif layout in (ROWS, UNSORTED):
+            _row_pairs(d, part, matrix, first + i * between, own)
         if size > 8:
             for g in range(groups):
                 to = tables + (i * groups + g) * size
@@ -226,7 +250,7 @@ def affine(like, num_rows, step, row, between, scales, scale_stride, table, grou
     # an array of which only the address is used lives as long as the loop that takes it
     at_once = min(IN_ROWS if in_rows else AT_ONCE, num_rows)
     size = 8 if bits == 8 else 16 * size_of(like)
-    pairs = np.empty(2 * groups * (at_once if bits == 8 else 1), np.float32)
+    pairs = np.empty(2 * groups * at_once, np.float32)
     tables = np.empty(groups * at_once * size if bits < 8 else 0, np.uint8)
     # whole squares of words; an odd number of cache lines, which do not compete for the same places
     stride = ((width * max(4, bits) + 511) // 512 | 1) * 64

@@ -15,6 +15,7 @@ from unfreeze.kernels.loops.llvm import Value, instruction
 from unfreeze.quant.awq import ORDER
 
 SQUARE = 16
+AHEAD = 3  # squares until a row is needed that is asked for: memory takes as long as two
 AWQ_INPUTS, AWQ_OUTPUTS = 32, 32
 FOUR = ir.VectorType(I32, 4)
 
@@ -25,7 +26,7 @@ def _lanes(*places: int) -> ir.Constant:
 
 @instruction
 def transpose(context, source, source_stride, target, target_stride):  # pragma: no cover - compiled
-    """16 x 16 words: word j of row i to word i of row j. Asks for the next 16 rows, too."""
+    """16 x 16 words: word j of row i to word i of row j. Asks for rows to come, too."""
 
     def generate(context, builder, _signature, arguments):
         source, source_stride, target, target_stride = arguments
@@ -33,7 +34,7 @@ def transpose(context, source, source_stride, target, target_stride):  # pragma:
         for i in range(SQUARE):
             where = builder.add(source, builder.mul(source_stride, I64(i)))
             rows.append(load(builder, where, PAIRS))
-            ask(builder, builder.add(where, builder.mul(source_stride, I64(SQUARE))))
+            ask(builder, builder.add(where, builder.mul(source_stride, I64(AHEAD * SQUARE))))
         # rows i and i + 8 are mixed word by word, four times
         low = _lanes(*(lane // 2 + lane % 2 * 16 for lane in range(16)))
         high = _lanes(*(8 + lane // 2 + lane % 2 * 16 for lane in range(16)))
@@ -50,7 +51,7 @@ def transpose(context, source, source_stride, target, target_stride):  # pragma:
 
 @instruction
 def transpose_awq(context, source, source_stride, target, target_stride):  # pragma: no cover - compiled
-    """32 inputs of 4 words each, 32 outputs, to 32 rows of 4 words. Asks for the next 32 inputs, too."""
+    """32 inputs of 4 words each, 32 outputs, to 32 rows of 4 words. Asks for inputs to come, too."""
 
     def generate(context, builder, _signature, arguments):
         source, source_stride, target, target_stride = arguments
@@ -64,7 +65,7 @@ def transpose_awq(context, source, source_stride, target, target_stride):  # pra
             quarters: list[Value] = []
             for q in range(4):
                 quarters.append(load(builder, row_of(source, source_stride, 8 * q + j), FOUR))
-                ask(builder, row_of(source, source_stride, AWQ_INPUTS + 8 * q + j))
+                ask(builder, row_of(source, source_stride, 2 * AWQ_INPUTS + 8 * q + j))
             halves = [builder.shuffle_vector(*quarters[i : i + 2], _lanes(*range(8))) for i in (0, 2)]
             vectors.append(builder.shuffle_vector(*halves, _lanes(*range(16))))
         # 8 x 8 half-bytes: swap halves, bytes, then half-bytes of vectors 4, 2 and 1 apart
