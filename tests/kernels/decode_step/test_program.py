@@ -204,9 +204,6 @@ UNREADABLE = {
     "groups of 48": Packed(Int4(48), Int4(48).quantize(draw(64, 192))),
     "groups of 16": Packed(Int4(16), Int4(16).quantize(draw(64, 192))),
     "groups of 96": Packed(Int4(96), Int4(96).quantize(draw(64, 192))),
-    "float16 scales": Packed(
-        Int4(32, "F16"), {**INT4, "weight_scale": INT4["weight_scale"].to(torch.float16)}
-    ),
 }
 
 
