@@ -129,6 +129,14 @@ def test_leaving_waits_for_kernels_that_are_being_compiled_and_ctrl_c_does_not(m
     assert capsys.readouterr().err == ""
 
 
+def test_the_first_answer_says_what_it_waits_for(capsys):
+    talk = chat.Dialogue(Echo(), {"seed": 0}, io.StringIO())
+    talk.warming = Compiling()
+    talk.ask("Hello.")
+    assert "kernels are being compiled, once on this machine; Ctrl-C stops" in capsys.readouterr().err
+    assert talk.messages[-1]["role"] == "assistant" and talk.messages[-1]["content"]
+
+
 def test_a_warm_model_chooses_no_kernel_for_a_step(monkeypatch):
     """Control arm: a model that is not warm does."""
     from unfreeze.kernels.choice import choose

@@ -108,13 +108,8 @@ def leave(talk: Dialogue) -> None:
 
     Compiling takes some 20 s, once on a machine. Ctrl-C ends the process at once.
     """
-    if talk.warming is None:
-        return
     try:
-        talk.warming.join(PATIENCE)
-        if talk.warming.is_alive():
-            print("(kernels are being compiled, once on this machine; Ctrl-C leaves now)", file=sys.stderr)
-        talk.warming.join()
+        talk.wait("Ctrl-C leaves now")
     except KeyboardInterrupt:
         sys.stdout.flush()
         os._exit(130)
@@ -137,7 +132,7 @@ def _read(talk: TextIO) -> str | None:
     return line.strip() if line else None
 
 
-PATIENCE = 1.0  # seconds until it is said what leaving waits for
+PATIENCE = 1.0  # seconds until it is said what the chat waits for
 CUT = {
     "length": "--max-new-tokens allows no more",
     "window": "the model has no position left; /reset forgets the conversation",
@@ -195,9 +190,13 @@ class Dialogue:
         """Forget the turns; the system prompt stays."""
         self.messages = [message for message in self.messages if message["role"] == "system"]
 
-    def wait(self) -> None:
-        """Wait until the model is warm: one pass at a time."""
-        if self.warming is not None:
+    def wait(self, way_out: str = "Ctrl-C stops the answer") -> None:
+        """Wait until the model is warm: one pass at a time. Say it if that takes longer than PATIENCE."""
+        if self.warming is None:
+            return
+        self.warming.join(PATIENCE)
+        if self.warming.is_alive():
+            print(f"(kernels are being compiled, once on this machine; {way_out})", file=sys.stderr)
             self.warming.join()
 
     def ask(self, question: str) -> None:

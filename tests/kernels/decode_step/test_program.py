@@ -212,6 +212,16 @@ def test_a_format_without_an_operation_cannot_be_recorded(dtype, name):
     Program(ROWS, dtype).weight(Packed(Int4(64), Int4(64).quantize(draw(64, 192))))  # control
 
 
+def test_factors_of_float16_cannot_be_recorded(dtype):
+    """An operation reads them itself, without products: as bf16 they would be other numbers."""
+    made, row = Program(ROWS, dtype), Row(draw(ROWS, 64), False)
+    A, B = draw(2, 64), draw(64, 2)
+    with pytest.raises(CannotRecord, match="factor of torch.float16"):
+        made.linear(row, draw(64, 64), adapter=(A, B.half(), 1.0))
+    with pytest.raises(CannotRecord, match="factor of torch.float16"):
+        made.dots(row, draw(64, 64).half())
+
+
 def test_a_cache_without_an_operation_cannot_be_recorded(dtype):
     made = Program(ROWS, dtype)
     q, store = Row(draw(ROWS, 64), made.pairs), torch.zeros(ROWS, 8, 2, 32, dtype=torch.float16)

@@ -196,7 +196,7 @@ def products(
     codes         address of the first row's codes, `stride` bytes to the next row's; scales: the same
     table, group  what the format needs; chunks of one scale as a power of two
     chunks        of a row
-    xs, out       address of the n addresses of x (a fourth for n = 3); of float32, out_stride bytes from
+    xs, out       address of the n addresses of x (a fourth for n = 3); of float32, `to_next` bytes from
                   the sums of one x to the next
     """
 

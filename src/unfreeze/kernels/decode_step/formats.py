@@ -83,7 +83,7 @@ def _int4(codec: Int4, parts: Sequence[Parts], pairs: bool) -> Weight:
     if len(parts) > 1:
         each = [Located(*_two(codec, one), table=values) for one in parts]
         return located_weight("int4", O, group, each, pairs)
-    # no row has to be form: all of the stack lie behind each other
+    # rows need no formula: all of the stack lie behind each other
     return Weight(
         tiles.int4.address(pairs),
         -1,

@@ -29,7 +29,6 @@ class Routed:
     begins: Tensor  # int64 [E + 1]
     token: Tensor  # int64 [S K]
     weight: Tensor  # float32 [S K]
-    num_experts: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ def route(program: Program, logits: Row, rule: Choice) -> Routed:
         torch.zeros(E + 1, dtype=torch.int64),
         torch.zeros(S * K, dtype=torch.int64),
         torch.zeros(S * K),
-        E,
     )
     tensors = (
         routed.ids,
@@ -138,7 +136,6 @@ def expert_mlp(
     biases: float32 or narrower, [E, 2I] and [E, D].
     """
     first, second = program.weight(gate_up), program.weight(down)
-    program.keep_alive(first, second)
     D, I = down.shape[-2:]
     n = routed.token.numel()
     factors = factors or ExpertFactors()
@@ -152,8 +149,7 @@ def expert_mlp(
         """Record t = A x; return the arguments of B t, and what they read."""
         if A is None or B is None:
             return [0] * 5, []
-        held_A, held_B = program.weight(A.detach()), program.weight(B.detach())
-        program.keep_alive(held_A, held_B)
+        held_A, held_B = program.weight(A.detach()), program.dense(B.detach())
         height, width = A.shape[1:]
         low = torch.zeros(n, height)
         arguments = [
@@ -289,9 +285,7 @@ def _kv_b(
 ) -> tuple[Weight, list[int], float]:
     """The weight, and the arguments of its adapter."""
     W = program.weight(kv_b)
-    program.keep_alive(W)
     if adapter is None:
         return W, [0] * 5, 0.0
-    A, B = (program.weight(factor.detach()) for factor in adapter[:2])
-    program.keep_alive(A, B)
+    A, B = (program.dense(factor.detach()) for factor in adapter[:2])
     return W, [A.codes, A.kind, B.codes, B.kind, adapter[0].shape[0]], adapter[2]

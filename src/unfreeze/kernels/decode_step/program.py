@@ -124,9 +124,6 @@ class Program:
         self._holds.append(tensor)
         return tensor.data_ptr()
 
-    def keep_alive(self, *weights: Weight) -> None:
-        self._holds.extend(weights)
-
     def scratch(self, rows: int, width: int) -> Tensor:
         """Packed rows that no Row holds, [rows, width]; all layers use the same memory."""
         name = rows, width
@@ -139,10 +136,21 @@ class Program:
         return 0 if tensor is None else self.keep(tensor.detach().float().contiguous())
 
     def weight(self, weight: Tensor | Packed) -> Weight:
-        """A matrix [.., O, K] for the products. Raises CannotRecord for a format without an operation."""
-        if isinstance(weight, Packed):
-            return packed_weight(weight, self.pairs)
-        return dense_weight(weight, self.pairs)
+        """A matrix [.., O, K] for the products. Raises CannotRecord for a format without an operation.
+
+        It lives as long as the program.
+        """
+        read = packed_weight if isinstance(weight, Packed) else dense_weight
+        held = read(weight, self.pairs)  # type: ignore[arg-type]
+        self._holds.append(held)
+        return held
+
+    def dense(self, factor: Tensor) -> Weight:
+        """A matrix of float32 or bf16 that an operation reads without products, such as an adapter's B."""
+        held = self.weight(factor)
+        if held.kind < 0:
+            raise CannotRecord(f"a factor of {factor.dtype}")
+        return held
 
     def packed(self, x: Row) -> int:
         """Address of the packed form of x; an operation writes it if none has."""
@@ -245,14 +253,12 @@ class Program:
     ) -> Row:
         """add + factor · (W x + bias + scale · B A x); adapter: (A [R, K], B [O, R], scale)."""
         W = self.weight(weight)
-        self._holds.append(W)
         O, K = weight.shape[-2:]
         thin, low = [0, 0, 0, 0, 0], None
         if adapter is not None:
             A, B, _ = adapter
-            low, B_held = self.linear(x, A.detach()), self.weight(B.detach())
+            low, B_held = self.linear(x, A.detach()), self.dense(B.detach())
             thin = [low.address, low.stride, A.shape[0], B_held.codes, B_held.kind]
-            self._holds.append(B_held)
         packed, out = self.packed(x), self.row(O)
         end = [add.address, add.stride] if add is not None else [0, 0]
         arguments = [*W.arguments, K, O, packed, self.packed_stride(x), out.address, out.stride]
@@ -269,11 +275,7 @@ class Program:
 
     def dots(self, x: Row, weight: Tensor) -> Row:
         """W x in float32 throughout: x is not rounded, whatever the arithmetic of the other products."""
-        W, (O, K) = self.weight(weight), weight.shape
-        if W.kind < 0:
-            raise CannotRecord("packed")
-        self._holds.append(W)
-        out = self.row(O)
+        W, (O, K), out = self.dense(weight), weight.shape, self.row(len(weight))
         # products of no number, and W as the adapter's second matrix: its input is float32 in order
         arguments = [*W.arguments, 0, O, x.packed.data_ptr(), self.packed_stride(x), out.address, out.stride]
         thin = [x.address, x.stride, K, W.codes, W.kind]
