@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases.formats import CONFIGS
 from benchmarks.harness import shapes
 from benchmarks.harness.checkpoints import make
 from unfreeze import models
@@ -183,7 +182,7 @@ SIZES = {
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @pytest.mark.parametrize("name", ["fp8", "mxfp4"])
 def test_memory_is_flat_over_fifty_steps_on_experts_in_other_formats(name: str, tmp_path: Path):
-    make(tmp_path, shapes.kimi(**SIZES) | {"quantization_config": CONFIGS[name]})
+    make(tmp_path, shapes.kimi(**SIZES) | {"quantization_config": shapes.EXPERTS_IN[name]})
     assert lasting_growth(None, tmp_path) <= 0.01
 
 

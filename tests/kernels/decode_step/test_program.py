@@ -216,9 +216,9 @@ def test_factors_of_float16_cannot_be_recorded(dtype):
     """An operation reads them itself, without products: as bf16 they would be other numbers."""
     made, row = Program(ROWS, dtype), Row(draw(ROWS, 64), False)
     A, B = draw(2, 64), draw(64, 2)
-    with pytest.raises(CannotRecord, match="factor of torch.float16"):
+    with pytest.raises(CannotRecord, match="a factor of"):
         made.linear(row, draw(64, 64), adapter=(A, B.half(), 1.0))
-    with pytest.raises(CannotRecord, match="factor of torch.float16"):
+    with pytest.raises(CannotRecord, match="a factor of"):
         made.dots(row, draw(64, 64).half())
 
 
