@@ -59,6 +59,10 @@ class Worker:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+OF_PEERS = {"GOMP_SPINCOUNT": "300000"}
+"""Variables of a peer's process: libgomp's own default, which `import unfreeze` changes."""
+
+
 class Side:
     """One side of a benchmark.
 
@@ -72,7 +76,7 @@ class Side:
 
     def __init__(self, name: str, load: str, arguments: Mapping[str, Any], *, threads: int = 0):
         self.name, self.load, self.arguments, self.threads = name, load, dict(arguments), threads
-        self.environment: Mapping[str, str] = {}
+        self.environment: Mapping[str, str] = OF_PEERS if load.startswith("harness.peers:") else {}
         self.loaded: dict[str, Any] = {}
         self.replies: dict[str, list[dict[str, Any]]] = {}
         self._peaks: dict[str, int] = {}

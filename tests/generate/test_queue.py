@@ -4,14 +4,16 @@ import pytest
 import torch
 
 from unfreeze import models
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.generate import engine as engine_file
 from unfreeze.generate.answer import Row
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.recorded import Recorded
 from unfreeze.generate.sampling import Sampling
+from unfreeze.kernels.decode_step.program import Program
 from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.shared_cache import SharedCache
 from unfreeze.parallel.answers import LOGIT_BYTES
 
 KINDS = ("gqa", "mla-moe", "window")  # of conftest.py: grouped, latent with experts, a window of 9
@@ -95,6 +97,26 @@ def keeps_what_is_moved_over(patch):
     patch.setattr(Cache, "keep", keep)
 
 
+def shares_another_prompt(patch):
+    place = Program.place
+
+    def other(self, shared, rows):
+        slots, lengths = shared.unbind(1)
+        place(self, torch.stack([(slots + 1) % 4, lengths], 1), rows)  # 5 rows of 4 answers: 4 slots
+
+    patch.setattr(Program, "place", other)
+
+
+def leaves_slots_behind(patch):
+    patch.setattr(SharedCache, "keep", Cache.keep)
+
+
+def reads_its_prompt_one_place_late(patch):
+    """Each row begins one position early in its own part: it reads its own new key twice, a prompt's never."""
+    table = SharedCache.table
+    patch.setattr(SharedCache, "table", lambda self: table(self) - torch.tensor([0, 1]))
+
+
 FAULTS = (
     drawn_per_batch,
     joins_another_row,
@@ -102,20 +124,42 @@ FAULTS = (
     forgets_one_position,
     keeps_what_is_moved_over,
 )
+SHARED_FAULTS = (drawn_per_batch, shares_another_prompt, leaves_slots_behind, reads_its_prompt_one_place_late)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_control_arm_answers_that_depend_on_the_batch_are_seen(build, monkeypatch, fault):
+    """In a cache where each row has a copy of its prompt."""
     model = build("gqa")
+    monkeypatch.setattr(engine_file, "shares_prompts", lambda *_: False)
     expected = together(model, 64)
     fault(monkeypatch)
     assert apart(together(model, 5), expected) > 0.01
 
 
+@pytest.mark.parametrize("fault", SHARED_FAULTS)
+def test_control_arm_of_shared_prompts(build, monkeypatch, fault):
+    model = build("gqa")
+    expected = together(model, 64)
+    fault(monkeypatch)
+    try:
+        assert apart(together(model, 5), expected) > 0.01
+    except UserError as error:  # rows seem to be full
+        assert fault is leaves_slots_behind and "all are filled" in error.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_the_same_where_each_row_has_a_copy_of_its_prompt(build, monkeypatch, kind):
+    model = build(kind, initializer_range=0.2)
+    shared = together(model, 5)
+    monkeypatch.setattr(engine_file, "shares_prompts", lambda *_: False)
+    assert apart(shared, together(model, 5)) <= 1e-5
+
+
 def test_a_prompt_is_filled_once_and_free_rows_are_taken_at_once(build, monkeypatch):
     model = build("gqa")
     filled, widths, caches = [], [], []
-    prefill, step, new = models.Decoder.prefill, Recorded.__call__, models.Decoder.new_cache
+    prefill, step, new = models.Decoder.prefill, Recorded.__call__, models.Decoder.shared_cache
 
     def counted_step(self, tokens):
         widths.append(len(tokens))
@@ -131,15 +175,16 @@ def test_a_prompt_is_filled_once_and_free_rows_are_taken_at_once(build, monkeypa
 
     monkeypatch.setattr(models.Decoder, "prefill", counted)
     monkeypatch.setattr(Recorded, "__call__", counted_step)
-    monkeypatch.setattr(models.Decoder, "new_cache", kept)
+    monkeypatch.setattr(models.Decoder, "shared_cache", kept)
     answers = together(model, 5)
     assert sum(filled) == sum(map(len, PROMPTS))
     assert sum(widths) == sum(len(done.tokens) - 1 for done in answers)
     assert widths == sorted(widths, reverse=True) and widths[0] == 5  # full while anybody waits
     # and the cache was allocated once
     (cache,) = caches
-    assert cache.version == 2 * model.shape.num_layers
-    assert all(store.shape[0] == 5 for stores in cache.layers.values() for store in stores)
+    assert cache.version == 4 * model.shape.num_layers
+    assert all(store.shape[:2] == (5, NEW) for stores in cache.layers.values() for store in stores)
+    assert all(store.shape[:2] == (4, 23) for stores in cache.prompts.values() for store in stores)
 
 
 def test_a_packed_prefill_is_bounded(build, monkeypatch):
@@ -200,11 +245,11 @@ def test_chosen_experts_are_those_of_one_packed_pass(build, kind, monkeypatch):
 def test_rows_that_memory_does_not_hold_wait_and_it_is_said(build, monkeypatch):
     engine, said = Engine(build("gqa")), []
     engine.say = said.append
-    each = 7 * engine.model.cache_bytes() + LOGIT_BYTES * 89
+    each = (3 + 1) * engine.model.cache_bytes() + LOGIT_BYTES * 89  # 3 new tokens, and a share of the prompt
     free = engine_file.hardware("cpu").__class__("cpu", "", 1, 0, available=int(2 * each * 512.5))
     monkeypatch.setattr(engine_file, "hardware", lambda _: free)
     answers = engine.generate([[1, 2, 3, 4]], Sampling(max_new_tokens=3, temperature=1.0, seed=0, n=10_000))
-    assert len(answers) == 10_000 and said == ["10,000 rows: 512 at once (896.0 KiB of cache)"]
+    assert len(answers) == 10_000 and said == ["10,000 rows: 512 at once (512.0 KiB of cache)"]
     few = engine.generate([[1, 2, 3, 4]], Sampling(max_new_tokens=3, temperature=1.0, seed=0, n=100))
     assert apart(few, answers[:100]) <= 1e-5 and len(said) == 1
     # a row that does not fit is tried all the same, one at a time

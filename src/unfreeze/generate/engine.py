@@ -27,7 +27,7 @@ from unfreeze.data.tokens.tokenizer import StreamDecoder
 from unfreeze.generate.answer import Completion, Interrupted, Piece, Row, completed
 from unfreeze.generate.queue import Queue
 from unfreeze.generate.sampling import Sampling, choose, logprobs_of
-from unfreeze.generate.steps import Step, Steps, step_by_record
+from unfreeze.generate.steps import Step, Steps, shares_prompts, step_by_record
 from unfreeze.generate.stops import StopText
 from unfreeze.models import Decoder
 from unfreeze.models.blocks.passes import Cache
@@ -36,6 +36,7 @@ from unfreeze.parallel.machine import hardware
 
 log = logging.getLogger(__name__)
 CACHE_SHARE = 0.5  # of the free memory; the rest is for the activations of a prefill
+SLOTS = 2  # prompts that the cache holds, per prompt that all rows answer: a long answer keeps its prompt
 
 
 class EngineTokenizer(Protocol):
@@ -145,15 +146,14 @@ class Engine:
                 index, prompt, limit, full, keys[index], self.stop_ids, decoder, StopText(sampling.stop)
             )
 
-        longest = max(len(p) + min(limit, room) for p, limit, room in zip(prompts, most, rooms, strict=True))
-        cache = self.model.new_cache(self._rows(len(keys), longest, max_rows), longest, routes=experts)
+        news = [min(limit, room) for limit, room in zip(most, rooms, strict=True)]
+        cache = self._cache(prompts, news, sampling.n, max_rows, experts)
         prefill, step = partial(self._prefill, cache), self.steps(self.model, cache)
         queue = Queue(prompts, sampling.n, self.model, cache, prefill, begin)
         while queue.rows or queue.waiting:
             # free rows take the next answers, whose first token comes with the prefill
-            while queue.waiting and queue.free():
-                places, logits_JV = queue.join()
-                yield self._chosen(queue, places, logits_JV, sampling)
+            while (joined := queue.join()) is not None:
+                yield self._chosen(queue, *joined, sampling)
             queue.leave()
 
             # one step of all that are not at their end
@@ -233,11 +233,23 @@ class Engine:
                 next="shorten the prompt",
             )
 
-    def _rows(self, wanted: int, capacity: int, max_rows: int | None) -> int:
+    def _cache(
+        self, prompts: list[list[int]], news: list[int], n: int, max_rows: int | None, routes: bool
+    ) -> Cache:
+        """Return the cache for n answers to each prompt, of at most `news` tokens."""
+        wanted, longest, new = n * len(prompts), max(map(len, prompts)), max(news)
+        if n > 1 and shares_prompts(self.model, self.steps):
+            rows = self._rows(wanted, new + -(-SLOTS * longest // n), max_rows)
+            slots = min(len(prompts), SLOTS * -(-rows // n))
+            return self.model.shared_cache((slots, longest), (rows, new), routes=routes)
+        capacity = max(len(prompt) + limit for prompt, limit in zip(prompts, news, strict=True))
+        return self.model.new_cache(self._rows(wanted, capacity, max_rows), capacity, routes=routes)
+
+    def _rows(self, wanted: int, positions: int, max_rows: int | None) -> int:
         """Return the number of rows of the cache; say it if answers have to wait for memory."""
         if max_rows is not None or wanted == 1:
             return min(wanted, max_rows or 1)
-        row = Answers(1, capacity)
+        row = Answers(1, positions)
         cache = row.cache(self.model.cache_bytes())
         fit = int(CACHE_SHARE * hardware(self.model.device).available) // (cache + row.logits(self.num_ids))
         (rows,) = self.agreed([max(1, min(wanted, fit))])

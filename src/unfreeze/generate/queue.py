@@ -46,10 +46,12 @@ class Queue:
         self._after: dict[int, Tensor] = {}  # prompt with answers on both sides -> logits after it [V]
         cache.keep([])
 
+    def ended(self) -> list[int]:
+        return [place for place, row in enumerate(self.rows) if row.ended]
+
     def free(self) -> list[int]:
         """Return the places that an answer can take: of rows that have ended, then those behind all."""
-        ended = [place for place, row in enumerate(self.rows) if row.ended]
-        return ended + list(range(len(self.rows), self.cache.rows))
+        return self.ended() + list(range(len(self.rows), self.cache.rows))
 
     def leave(self) -> None:
         """Drop the rows that have ended."""
@@ -57,11 +59,14 @@ class Queue:
         if len(running) < len(self.rows):
             self.rows = [self.rows[place] for place in self.cache.keep(running)]
 
-    def join(self) -> tuple[list[int], Tensor]:
+    def join(self) -> tuple[list[int], Tensor] | None:
         """Give free places to answers that wait. -> their places, and the logits after their prompts [J, V].
 
-        They share a prompt that is in the cache, or get new prompts, filled in one pass.
+        They share a prompt that is in the cache, or get new prompts, filled in one pass. None: no answer
+        waits, or there is no place for it.
         """
+        if not self.waiting or not self.free():
+            return None
         prompt = self.waiting[0] // self.n
         logits_V = self._after.pop(prompt, None)
         sources = [
@@ -80,8 +85,12 @@ class Queue:
         self._keep_for_later(prompt, logits_V)
         return places, logits_V.expand(len(places), -1)
 
-    def _join_new(self) -> tuple[list[int], Tensor]:
+    def _join_new(self) -> tuple[list[int], Tensor] | None:
         """Join with prompts of together at most PREFILL_TOKENS, or with one."""
+        self.cache.release(self.ended())
+        room = self.cache.room_for_prompts()
+        if not room:
+            return None
         groups: dict[int, list[int]] = {}  # prompt -> places
         tokens = 0
         for place in self.free():
@@ -90,7 +99,7 @@ class Queue:
             prompt = self.waiting[0] // self.n
             if prompt not in groups:
                 tokens += len(self.prompts[prompt])
-                if groups and tokens > PREFILL_TOKENS:
+                if groups and (tokens > PREFILL_TOKENS or len(groups) == room):
                     break
             self._take(place, prompt)
             groups.setdefault(prompt, []).append(place)

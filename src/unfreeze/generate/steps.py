@@ -50,6 +50,15 @@ def step_by_record(model: Decoder, cache: Cache) -> Step:
     return Recorded(model, cache) if _stays(model) else launched(model, cache)
 
 
+def shares_prompts(model: Decoder, steps: Steps) -> bool:
+    """True if these steps read prompts that several rows share (SharedCache): recorded ones do.
+
+    Not with longrope: a row that outgrows its short context changes the keys of its prompt.
+    """
+    recorded = steps is step_by_record and model.device.type == "cpu" and _stays(model)
+    return recorded and model.shape.rope.long is None
+
+
 def replayed(model: Decoder, cache: Cache) -> Step:
     """`Replayed`, recorded where that is predicted or measured to be faster.
 

@@ -24,6 +24,7 @@ from unfreeze.models.blocks.moe import MoE
 from unfreeze.models.blocks.norm import RMSNorm
 from unfreeze.models.blocks.passes import Cache, PackedPass, PrefillPass, StepPass, StepWithin
 from unfreeze.models.blocks.residency import RESIDENT, Residency
+from unfreeze.models.blocks.shared_cache import SharedCache
 from unfreeze.models.blocks.taps import Taps
 from unfreeze.models.chunks import chunk_tokens, document_groups
 from unfreeze.models.layer import Layer
@@ -158,6 +159,10 @@ class Decoder(nn.Module):
         """An empty cache for S sequences of at most `capacity` positions. routes: with the chosen experts."""
         return Cache(num_sequences, capacity, routes=routes)
 
+    def shared_cache(self, prompts: tuple[int, int], answers: tuple[int, int], *, routes: bool) -> Cache:
+        """An empty cache whose rows share prompts; each pair is how many and how long at most."""
+        return SharedCache(*answers, slots=prompts[0], longest=prompts[1], routes=routes)
+
     def cache_bytes(self) -> int:
         """Bytes of one position of one row of a cache, without routes."""
         numbers = sum(block.cached() for block in self.modules() if isinstance(block, Block))
@@ -172,12 +177,13 @@ class Decoder(nn.Module):
         lengths, running = batch.lengths(), range(len(cache.lengths))
         places = list(running if rows is None else rows)
         wrong = len({*places}) != len(lengths) or len(places) != len(lengths) or not {*places} <= {*running}
-        if wrong or max(lengths) > cache.capacity or (rows is None and any(cache.lengths)):
+        if wrong or max(lengths) > cache.longest or (rows is None and any(cache.lengths)):
             needed = "an empty row per document" if rows is None else f"one row per document, not {places}"
             raise UserError(
                 f"prefill of {len(lengths)} documents, longest {max(lengths)}, into a cache of"
-                f" {len(cache.lengths)} rows of {cache.capacity}, filled {cache.lengths}: it needs {needed}"
+                f" {len(cache.lengths)} rows of {cache.longest}, filled {cache.lengths}: it needs {needed}"
             )
+        cache.begin(places, lengths)
         lengths_T = torch.tensor(lengths)
         rows_T = torch.tensor(places).repeat_interleave(lengths_T).to(self.device)
         hidden_TD = self._fill(batch, rows_T, self._lengths(batch), cache)

@@ -25,6 +25,7 @@ def recorded():
         program = Program(len(inputs[0]), dtype)
         if positions is not None:
             program.positions[:] = positions
+            program.place(None, len(positions))
         rows = [Row(each.float().clone(), program.pairs) for each in inputs]
         result = record(program, *rows)
         program.finish()

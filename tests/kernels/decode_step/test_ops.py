@@ -9,7 +9,7 @@ import torch
 from unfreeze.kernels.attention import Mask
 from unfreeze.kernels.decode_step import mixture
 from unfreeze.kernels.decode_step.mixture import Latent
-from unfreeze.kernels.decode_step.program import Heads
+from unfreeze.kernels.decode_step.program import Heads, Store
 from unfreeze.kernels.decode_step.rows import ACTIVATIONS
 from unfreeze.kernels.rotary import rotary
 from unfreeze.models.blocks.recording import PAIRINGS
@@ -152,7 +152,7 @@ def test_rotate(dtype, recorded, pairing, pairs):
         cache = torch.full((3, 6, heads, width), float("nan"), dtype=kind)
 
         def record(program, x, cache=cache):
-            return program.rotate(x, heads, tables, PAIRINGS[pairing], factor=factor, cache=cache)
+            return program.rotate(x, heads, tables, PAIRINGS[pairing], factor=factor, cache=Store(cache))
 
         got = recorded(record, x, dtype=dtype, positions=positions)
         torch.testing.assert_close(got.double(), want, **CLOSE)
@@ -210,7 +210,7 @@ def test_attend(dtype, recorded, name, kind):
     def record(program, q):
         q = program.rotate(q, heads, None, 0, packed=True)
         sizes = Heads(heads, groups, width, value_width)
-        return program.attend(q, keys, values, 0.3, sizes, **options)
+        return program.attend(q, Store(keys), Store(values), 0.3, sizes, **options)
 
     got = recorded(record, q, dtype=dtype, positions=positions)
     q_SHd = q.view(5, heads, width)
@@ -227,6 +227,50 @@ def test_attend(dtype, recorded, name, kind):
         )
 
 
+SHARED = torch.tensor([[2, 31], [0, 1], [2, 31], [1, 33], [0, 0]])
+"""Slot and length of each row's prompt; the last row has none."""
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_attend_to_prompts_that_rows_share(dtype, recorded, name):
+    """What lies beyond a prompt, and beyond a row, is NaN. Windows begin in the prompt, at its end and behind."""
+    options = {"mask": Mask(), "softcap": None, "sinks": None, **OPTIONS[name]}
+    heads, groups, width = 12, 2, 32
+    positions = torch.tensor([31, 1, 69, 34, 20])
+    q, plain = draw(5, heads * width), draw(2, 5, 70, groups, width, seed=1)
+    nan = float("nan")
+    prompts, rows = torch.full((2, 3, 33, groups, width), nan), torch.full((2, 5, 40, groups, width), nan)
+    for row, (slot, length) in enumerate(SHARED.tolist()):
+        of_slot = int((SHARED[:, 0] == slot).nonzero()[0])  # rows of a slot have the same prompt
+        plain[:, row, :length] = plain[:, of_slot, :length]
+        prompts[:, slot, :length] = plain[:, row, :length]
+        own = int(positions[row]) + 1 - length
+        rows[:, row, :own] = plain[:, row, length : length + own]
+
+    def record(program, q):
+        program.place(SHARED, 5)
+        q = program.rotate(q, heads, None, 0, packed=True)
+        keys, values = map(Store, rows, prompts)
+        return program.attend(q, keys, values, 0.3, Heads(heads, groups, width, width), **options)
+
+    got = recorded(record, q, dtype=dtype, positions=positions)
+    want = attention(q.view(5, heads, width), *plain, positions, 0.3, **options).flatten(1)
+    torch.testing.assert_close(got.double(), want, **CLOSE)
+
+
+def test_a_key_is_written_behind_the_shared_prompt(recorded):
+    """The place in a row of the cache is the position less the prompt's length."""
+    x, store, positions = draw(5, 64), torch.zeros(5, 40, 64), torch.tensor([31, 1, 69, 34, 20])
+
+    def record(program, x):
+        program.place(SHARED, 5)
+        program.rotate(x, 2, None, 0, cache=Store(store))
+
+    recorded(record, x, positions=positions)
+    places = positions - SHARED[:, 1]
+    assert torch.equal(store[torch.arange(5), places], x) and store.count_nonzero() == x.numel()
+
+
 @pytest.mark.parametrize("place", ["q", "keys", "values"])
 def test_nan_reaches_the_output_of_attention(recorded, place):
     """Generation stops at logits that are not finite; a NaN that attention hides would not reach them."""
@@ -236,7 +280,7 @@ def test_nan_reaches_the_output_of_attention(recorded, place):
 
     def record(program, q):
         q = program.rotate(q, 2, None, 0, packed=True)
-        return program.attend(q, keys, values, 1.0, Heads(2, 2, 32, 32))
+        return program.attend(q, Store(keys), Store(values), 1.0, Heads(2, 2, 32, 32))
 
     got = recorded(record, q, positions=torch.tensor([35, 35]))
     assert got[1].isnan().any() and got[0].isfinite().all()
@@ -254,7 +298,9 @@ def test_latent_attention(dtype, recorded, kind, adapted):
 
     def record(program, q):
         q = mixture.latent_query(program, q, sizes, W, adapter)
-        o = program.attend(q, latents, latents, 0.3, Heads(12, 3, sizes.latent + sizes.rope, sizes.latent))
+        o = program.attend(
+            q, Store(latents), Store(latents), 0.3, Heads(12, 3, sizes.latent + sizes.rope, sizes.latent)
+        )
         return mixture.latent_value(program, o, sizes, W, adapter)
 
     def want(W):
@@ -287,7 +333,7 @@ def test_cache_latent(dtype, recorded, pairing):
 
         def record(program, x, store=store):
             tables = cos.data_ptr(), sin.data_ptr(), 6
-            mixture.cache_latent(program, x, gain, 1e-3, sizes, tables, PAIRINGS[pairing], store)
+            mixture.cache_latent(program, x, gain, 1e-3, sizes, tables, PAIRINGS[pairing], Store(store))
 
         recorded(record, x, dtype=dtype, positions=positions)
         key = rotary(x.double()[:, None, 36:], cos.double(), sin.double(), pairing, "reference")[:, 0]

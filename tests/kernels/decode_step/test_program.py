@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unfreeze.kernels.decode_step import program as module
-from unfreeze.kernels.decode_step.program import CannotRecord, Heads, Program, Row
+from unfreeze.kernels.decode_step.program import CannotRecord, Heads, Program, Row, Store
 from unfreeze.quant.codec import Packed
 from unfreeze.quant.int4 import Int4
 
@@ -226,9 +226,9 @@ def test_a_cache_without_an_operation_cannot_be_recorded(dtype):
     made = Program(ROWS, dtype)
     q, store = Row(draw(ROWS, 64), made.pairs), torch.zeros(ROWS, 8, 2, 32, dtype=torch.float16)
     with pytest.raises(CannotRecord, match="a cache of"):
-        made.rotate(q, 2, None, 0, cache=store)
+        made.rotate(q, 2, None, 0, cache=Store(store))
     with pytest.raises(CannotRecord, match="a cache of"):
-        made.attend(q, store, store, 1.0, Heads(2, 2, 32, 32))
+        made.attend(q, Store(store), Store(store), 1.0, Heads(2, 2, 32, 32))
 
 
 # --- memory

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unfreeze.kernels.decode_step import experts, ops
 from unfreeze.kernels.decode_step.experts import DOWN_ROWS, UP_ROWS
-from unfreeze.kernels.decode_step.program import Program, Row, Weight
+from unfreeze.kernels.decode_step.program import Program, Row, Store, Weight
 from unfreeze.kernels.expert_mlp import ExpertFactors
 from unfreeze.quant.codec import Packed
 
@@ -271,13 +271,13 @@ def cache_latent(
     sizes: Latent,
     tables: tuple[int, int, int],
     pairing: int,
-    store: Tensor,
+    store: Store,
 ) -> None:
     """Write [norm(latent) | rotated key] of each sequence to the cache."""
     cos, sin, _ = tables
     arguments = [x.address, x.stride, program.vector(gain), sizes.latent, sizes.rope, cos, sin, pairing]
-    arguments += [*program.cache(store), program.positions.data_ptr()]
-    program.add(ops.cache_latent, 1, True, arguments, [eps], reads=[x], writes=[store])
+    arguments += [*program.cache(store.rows), program.places.data_ptr()]
+    program.add(ops.cache_latent, 1, True, arguments, [eps], reads=[x], writes=[store.rows])
 
 
 def _kv_b(

@@ -207,14 +207,16 @@ def _scores(like, tile, keys, stride, count, width, qs, heads, scale, scores):
 def attend(like, job, rows, arguments, numbers):
     """o = softmax(scale · q kᵀ) v of one sequence and one key head: all its query heads.
 
-    f: scale, softcap (0: none). window, chunk: 0 for none. sinks: float32 [H].
+    f: scale, softcap (0: none). window, chunk: 0 for none. sinks: float32 [H]. The first positions may lie in
+    a prompt that rows share: shared int64 [S, 2] has its slot and length.
     """
     a, f = every(arguments), floats(numbers, NUMBERS)
     q, q_stride, head_stride, heads, groups, width, value_width = a[:7]
     keys, key_row, key_position, key_head, values, value_row, value_position, value_head, kind, tile = a[7:17]
     positions, window, chunk, sinks, out, out_stride, packed, packed_stride = a[17:25]
+    shared, key_prompts, key_prompt, value_prompts, value_prompt = a[25:30]
     s, g = job // groups, job % groups
-    shared = heads // groups
+    ours = heads // groups  # query heads of this key head
     position = integers(positions, rows)[s]
     first = 0
     if window:
@@ -222,15 +224,20 @@ def attend(like, job, rows, arguments, numbers):
     if chunk:
         first = max(first, position // chunk * chunk)
     count = position + 1 - first
-    qs = np.empty(shared, np.int64)
-    for h in range(shared):
-        qs[h] = q + s * q_stride + (g * shared + h) * head_stride
-    scores = np.empty((shared, count), np.float32)
-    at = keys + s * key_row + g * key_head + first * key_position
-    _scores(like, tile, at, key_position, count, width, qs, shared, f[0], scores)
-    at = values + s * value_row + g * value_head + first * value_position
-    for h in range(shared):
-        head = g * shared + h
+    slot, prompt = integers(shared, 2 * rows)[2 * s : 2 * s + 2]
+    before = max(0, prompt - first)  # positions that lie in the prompt
+    qs = np.empty(ours, np.int64)
+    for h in range(ours):
+        qs[h] = q + s * q_stride + (g * ours + h) * head_stride
+    scores = np.empty((ours, count), np.float32)
+    at = key_prompts + slot * key_prompt + g * key_head + first * key_position
+    _scores(like, tile, at, key_position, before, width, qs, ours, f[0], scores[:, :before])
+    at = keys + s * key_row + g * key_head + (first + before - prompt) * key_position
+    _scores(like, tile, at, key_position, count - before, width, qs, ours, f[0], scores[:, before:])
+    of_prompt = value_prompts + slot * value_prompt + g * value_head + first * value_position
+    at = values + s * value_row + g * value_head + (first + before - prompt) * value_position
+    for h in range(ours):
+        head = g * ours + h
         if f[1] > 0:
             for i in range(count):
                 scores[h, i] = _clip(scores[h, i], f[1])
@@ -238,7 +245,8 @@ def attend(like, job, rows, arguments, numbers):
         share = softmax(scores[h], sink)
         to = floats(out + s * out_stride + 4 * head * value_width, value_width)
         to[:] = np.float32(0.0)
-        combine(kind, to, scores[h], at, value_position)
+        combine(kind, to, scores[h, :before], of_prompt, value_position)
+        combine(kind, to, scores[h, before:], at, value_position)
         for i in range(value_width):
             to[i] *= share
         if packed:

@@ -62,6 +62,13 @@ class Row:
         return Row(self.tensor[:, first : first + width], self.pairs)
 
 
+class Store(NamedTuple):
+    """A tensor of the cache: each row's own positions [S, N, …], and prompts that rows share [P, M, …]."""
+
+    rows: Tensor
+    prompts: Tensor | None = None
+
+
 class Heads(NamedTuple):
     """Sizes of an attention: query heads, groups that share a key head, widths of a key and a value."""
 
@@ -91,7 +98,9 @@ class Program:
         self.like = np.uint16(0) if self.pairs else np.float32(0)
         self.size = 2 if self.pairs else 4  # bytes of a packed number
         self.positions = torch.zeros(rows, dtype=torch.int64)
-        self._holds: list[Any] = [self.positions]
+        self.places = torch.zeros(rows, dtype=torch.int64)  # of the new token, in its row of the cache
+        self.shared = torch.zeros(rows, 2, dtype=torch.int64)  # slot of a row's prompt, and its length
+        self._holds: list[Any] = [self.positions, self.places, self.shared]
         self._operations: list[_Operation] = []
         self._calls: list[tuple[int, Callable[[int], None]]] = []  # before operation i, on the host
         self._free: dict[int, list[Row]] = {}
@@ -101,6 +110,12 @@ class Program:
         self._written: set[int] = set()
         self._phase = 0
         self._fresh: list[Row] = []  # those whose packed form has its operation
+
+    def place(self, shared: Tensor | None, rows: int) -> None:
+        """Set where the step's positions lie. shared [rows, 2]: slot and length of each prompt, or None."""
+        if shared is not None:
+            self.shared[:rows] = shared
+        self.places[:rows] = self.positions[:rows] - self.shared[:rows, 1]
 
     # --- buffers
 
@@ -327,24 +342,20 @@ class Program:
         pairing: int,
         *,
         factor: Tensor | None = None,
-        cache: Tensor | None = None,
+        cache: Store | None = None,
         packed: bool = False,
     ) -> Row:
         """Heads rotated (tables None: as they are) and scaled by `factor` [S, 1].
 
-        cache [S, N, …]: written too. packed: head by head, for `attend`.
+        cache: written too. packed: head by head, for `attend`.
         """
         out = self.row(x.width)
         cos, sin, pairs = (0, 0, 0) if tables is None else tables
         arguments = [x.address, x.stride, heads, x.width // heads, cos, sin, pairs, pairing]
         arguments += [0 if factor is None else factor.data_ptr(), out.address, out.stride]
-        arguments += [0] * 4 if cache is None else self.cache(cache)
-        arguments += [
-            self.positions.data_ptr(),
-            out.packed.data_ptr() if packed else 0,
-            self.packed_stride(out),
-        ]
-        writes = [out, *([cache] if cache is not None else []), *([out.packed] if packed else [])]
+        arguments += [0] * 4 if cache is None else self.cache(cache.rows)
+        arguments += [self.places.data_ptr(), out.packed.data_ptr() if packed else 0, self.packed_stride(out)]
+        writes = [out, *([cache.rows] if cache is not None else []), *([out.packed] if packed else [])]
         self.add(ops.rotate_heads, 1, True, arguments, reads=[x], writes=writes)
         return out
 
@@ -359,8 +370,8 @@ class Program:
     def attend(
         self,
         q: Row,
-        keys: Tensor,
-        values: Tensor,
+        keys: Store,
+        values: Store,
         scale: float,
         heads: Heads,
         *,
@@ -370,14 +381,16 @@ class Program:
     ) -> Row:
         """Attention of each sequence's query to its cache. q is packed head by head.
 
-        keys [S, N, G, d], values [S, N, G, v]; without G all groups read the same keys. -> [S, queries · v].
+        keys […, G, d], values […, G, v]; without G all groups read the same keys. -> [S, queries · v].
         """
         queries, groups, width, value_width = heads
         out = self.row(queries * value_width)
         packed = self.writes_packed(out, value_width)
-        key_head, value_head = (t.stride(2) * t.element_size() if t.dim() == 4 else 0 for t in (keys, values))
-        *key, kind = self.cache(keys)
-        tile = DENSE[keys.dtype][1].address(self.pairs)
+        key_head, value_head = (
+            t.stride(2) * t.element_size() if t.dim() == 4 else 0 for t in (keys.rows, values.rows)
+        )
+        *key, kind = self.cache(keys.rows)
+        tile = DENSE[keys.rows.dtype][1].address(self.pairs)
         arguments = [
             q.packed.data_ptr(),
             self.packed_stride(q),
@@ -390,20 +403,22 @@ class Program:
         arguments += [
             *key,
             key_head,
-            *self.cache(values)[:3],
+            *self.cache(values.rows)[:3],
             value_head,
             kind,
             tile,
             self.positions.data_ptr(),
         ]
         arguments += [mask.window or 0, mask.chunk or 0, self.vector(sinks), out.address, out.stride]
+        prompts = [store.prompts for store in (keys, values) if store.prompts is not None]
+        shared = [self.cache(store)[:2] for store in prompts] or [[0, 0], [0, 0]]
         self.add(
             ops.attend,
             groups,
             True,
-            [*arguments, packed, self.packed_stride(out)],
+            [*arguments, packed, self.packed_stride(out), self.shared.data_ptr(), *shared[0], *shared[1]],
             [scale, softcap or 0.0],
-            reads=[q.packed, keys, values],
+            reads=[q.packed, keys.rows, values.rows, *prompts],
             writes=[out, out.packed],
         )
         return out

@@ -52,6 +52,7 @@ class Cache:
     def __init__(self, num_sequences: int, capacity: int, *, routes: bool = False):
         self.lengths = [0] * num_sequences
         self.rows, self.capacity = num_sequences, capacity
+        self.longest = capacity  # of a prompt
         self.layers: dict[int, tuple[Tensor, ...]] = {}
         self.routes: dict[int, Tensor] | None = {} if routes else None
         self.version = 0
@@ -64,15 +65,12 @@ class Cache:
         every = [store for tensors in self.layers.values() for store in tensors]
         return every + list((self.routes or {}).values())
 
-    def write(
-        self, layer: int, rows_T: Tensor, positions_T: Tensor, new: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    def write(self, layer: int, rows_T: Tensor, positions_T: Tensor, new: tuple[Tensor, ...]) -> None:
         """Store one value per token at (row, position); the layer's tensors are allocated on first use."""
         if layer not in self.layers:
             self.layers[layer] = tuple(self._empty(value) for value in new)
         for store, value in zip(self.layers[layer], new, strict=True):
             store[rows_T, positions_T] = value
-        return self.layers[layer]
 
     def write_route(self, layer: int, rows_T: Tensor, positions_T: Tensor, ids_TK: Tensor) -> None:
         """Store the experts that were chosen for each token, if `routes` are asked for."""
@@ -97,6 +95,24 @@ class Cache:
         self.version += 1
         return value.new_zeros(self.rows, self.capacity, *value.shape[1:])
 
+    def read(self, layer: int, rows: int, longest: int) -> tuple[Tensor, ...]:
+        """Return the first `longest` positions of the first rows, [rows, longest, …]."""
+        return tuple(store[:rows, :longest] for store in self.layers[layer])
+
+    def own(self, row: int) -> int:
+        """Return the number of positions that a row holds itself."""
+        return self.lengths[row]
+
+    def room_for_prompts(self) -> int:
+        """Return the number of further prompts that can be filled, if there are rows for them."""
+        return self.rows
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Forget the prompts of running rows that will be dropped or filled anew."""
+
+    def begin(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Prepare these running rows to be filled with prompts of these lengths."""
+
     def more(self, count: int) -> None:
         """Add empty rows behind the running ones. Raises UserError if there are fewer."""
         if len(self.lengths) + count > self.rows:
@@ -108,8 +124,7 @@ class Cache:
     def fork(self, source: int, rows: Sequence[int], length: int) -> None:
         """Give the first `length` positions of row `source` to other running rows, in place of theirs.
 
-        They are copied. A later cache may share their memory instead: no row writes below the length that it
-        was given. `source` itself may be among the rows; it then forgets what came after.
+        They are copied. `source` itself may be among the rows; it then forgets what came after.
         """
         others = [row for row in rows if row != source]
         if others:
@@ -140,7 +155,7 @@ class Cache:
         for place, row in enumerate(order):
             if place != row:
                 for store in self._stores():
-                    store[place, : self.lengths[row]] = store[row, : self.lengths[row]]
+                    store[place, : self.own(row)] = store[row, : self.own(row)]
         self.lengths = [self.lengths[row] for row in order]
         return order
 
@@ -306,8 +321,8 @@ class StepPass:
 
     def remember(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Cache the new values and return everything cached so far, [S, N, …]."""
-        stores = self.cache.write(layer, self.rows_T, self.positions_T, new)
-        return tuple(store[: len(self.rows_T), : self.longest] for store in stores)
+        self.cache.write(layer, self.rows_T, self.positions_T, new)
+        return self.cache.read(layer, len(self.rows_T), self.longest)
 
     def chose(self, layer: int, ids_SK: Tensor) -> None:
         """As in PrefillPass."""

@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unfreeze.kernels.decode_step.program import CannotRecord, Program, Row, Tables
+from unfreeze.kernels.decode_step.program import CannotRecord, Program, Row, Store, Tables
 from unfreeze.kernels.rotary import Pairing
 from unfreeze.models.blocks.passes import Cache, StepPass
+from unfreeze.models.blocks.shared_cache import SharedCache
 
 PAIRINGS: dict[Pairing, int] = {"halves": 0, "adjacent": 1, "leading halves": 2}
 
@@ -48,6 +49,7 @@ class Recording:
         self.present.run = run
         rows = len(run.positions_T)
         self.program.positions[:rows] = run.positions_T
+        self.program.place(self.cache.table() if isinstance(self.cache, SharedCache) else None, rows)
         for name, kept in self._tables.items():
             for mine, new in zip(kept, run.tables(name), strict=True):
                 mine[:rows] = new
@@ -71,9 +73,11 @@ class Recording:
             self._tables[name] = cos.float(), sin.float()
         return self._tables[name]
 
-    def stores(self, layer: int) -> tuple[Tensor, ...]:
+    def stores(self, layer: int) -> tuple[Store, ...]:
         """The cache of a layer, for all rows it will ever have."""
-        return self.cache.layers[layer]
+        own = self.cache.layers[layer]
+        prompts = self.cache.prompts[layer] if isinstance(self.cache, SharedCache) else (None,) * len(own)
+        return tuple(map(Store, own, prompts))
 
     def of(self, block: nn.Module, x: Row, *, add: Row | None = None, factor: float = 1.0) -> Row:
         """add + factor · block(x)."""
