@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,17 @@ def batches(count: int, step: int = 0) -> list[Batch]:
     return made
 
 
+def with_routes(count: int, step: int = 0) -> list[Batch]:
+    """The same with experts given to two of three tokens: those that another sampler chose."""
+    made = []
+    for index, batch in enumerate(batches(count, step)):
+        drawn = torch.rand(batch.num_tokens, 1, 7, generator=torch.Generator().manual_seed(index))
+        routes_TLK = drawn.argsort(2)[:, :, :3].to(torch.int16)
+        routes_TLK[::3] = -1
+        made.append(replace(batch, extras={"routes": routes_TLK}))
+    return made
+
+
 def experts_in(family: str) -> int:
     return models.shape({**FAMILIES[family], "model_type": family}).num_experts
 
@@ -271,8 +283,9 @@ def train(
     what: str = "adapters",
     objective: Any = cross_entropy,
     room: int | None = None,
+    made: Callable[[int, int], list[Batch]] = batches,
 ) -> tuple[list[float], list[float], dict[str, Tensor], list[Any]]:
-    """(losses, gradient norms, the last step's gradients, expert loads)."""
+    """(losses, gradient norms, the last step's gradients, expert loads and replays)."""
     model = decoder(family, mesh, what)
     if room is not None:
         make_room(model, room)
@@ -283,7 +296,7 @@ def train(
         result = train_step(
             model,
             optimizer,
-            batches(parts, step),
+            made(parts, step),
             objective,
             learning_rate=learning_rate,
             max_norm=1.0,
@@ -291,7 +304,7 @@ def train(
             group=group,
         )
         losses, norms = [*losses, result.loss], [*norms, result.grad_norm]
-        loads.append(result.expert_load)
+        loads.append((result.expert_load, result.replayed))
     gradients = {name: optimizer.gradient(name) for name in optimizer.parameters}
     return losses, norms, {name: g.clone() for name, g in gradients.items() if g is not None}, loads
 
@@ -371,6 +384,11 @@ def more(group: Group, mesh: Mesh, eight: Mesh) -> dict[str, Any]:
         one = train("deepseek_v3", ALONE, None, group.size, recompute=mode, objective=Tapped())
         two = train("deepseek_v3", group, mesh, group.size, recompute=mode, objective=Tapped())
         facts[f"taps {mode}"] = compared(two, one, mesh)
+    for mode in ("layers", "nothing"):
+        one = train("deepseek_v3", ALONE, None, group.size, recompute=mode, made=with_routes)
+        two = train("deepseek_v3", group, mesh, group.size, recompute=mode, made=with_routes)
+        flipped = [counts[1] for counts in one[3][0][1].values()]
+        facts[f"routes {mode}"] = compared(two, one, mesh) | {"flipped": min(flipped)}
     whole = alone("qwen2_moe", group.size, what="all")
     split = train("qwen2_moe", group, eight, group.size, what="all")
     return facts | {"all weights": compared(split, whole, eight)}
@@ -499,6 +517,12 @@ def test_all_modes_of_recompute_give_the_same_bits_and_all_weights_train(facts):
     for fact in facts[2]:
         assert all(close(fact[f"recompute {m}"]) and fact[f"recompute {m}"]["bits"] for m in RECOMPUTE)
         assert close(fact["all weights"]) and close(fact["taps layers"]) and close(fact["taps nothing"])
+
+
+@pytest.mark.parametrize("mode", ["layers", "nothing"])
+def test_given_experts_are_replayed_wherever_they_are_held(facts, mode):
+    """Losses, gradients, loads, and the counts of replayed and flipped choices over all processes."""
+    assert all(close(fact[f"routes {mode}"]) and fact[f"routes {mode}"]["flipped"] > 10 for fact in facts[2])
 
 
 @pytest.mark.parametrize(("processes", "mesh"), MESHES)

@@ -2,7 +2,7 @@
 experts, norm-less head.
 
 It keeps the Decoder's contract that train/ relies on: hidden(batch, through), lm_head, moe_layers(), counts_E
-that a recomputation doesn't count again, e_score_correction_bias, device. test_real_decoder.py repeats the
+that a recomputation doesn't count again, replayed_3, e_score_correction_bias, device. test_real_decoder.py repeats the
 central claims with the real one.
 """
 
@@ -36,6 +36,7 @@ class TinyMoE(nn.Module):
         self.gate = Router()
         self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
         self.register_buffer("counts_E", torch.zeros(EXPERTS, dtype=torch.int64), persistent=False)
+        self.register_buffer("replayed_3", torch.zeros(3, dtype=torch.int64), persistent=False)
         self.counts_recompute = counts_recompute
 
     def forward(self, x_TD: Tensor, routes: dict[int, Tensor]) -> Tensor:

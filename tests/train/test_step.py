@@ -4,6 +4,7 @@ is refused."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +65,27 @@ def test_accumulation_gives_the_gradient_of_one_batch(tiny: SimpleNamespace, pie
         whole.expert_load,
     )
     assert 0 <= whole.metrics["correct"] <= 1
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 8])
+def test_metrics_have_their_own_divisor_and_the_largest_of_all_micro_batches(
+    tiny: SimpleNamespace, pieces: int
+):
+    """A loss over answers: its metrics are means over tokens."""
+
+    def objective(hidden_TD: torch.Tensor, lm_head: torch.nn.Module, batch: Batch) -> Loss:
+        loss = cross_entropy(hidden_TD, lm_head, batch)
+        tokens = batch.weights_T.sum()
+        loss.count, loss.metric_count = float(batch.examples or 0), tokens
+        loss.metrics = {"ones": tokens.clone(), "twos": 2.0 * tokens}
+        loss.largest = {"longest": torch.tensor(float(max(batch.lengths())))}
+        return loss
+
+    batches = [replace(batch, examples=len(batch.lengths())) for batch in micro_batches(tiny, pieces)]
+    result, _ = run_step(tiny, batches, objective)
+    plain, _ = run_step(tiny, micro_batches(tiny, pieces))
+    assert result.metrics == {"ones": 1.0, "twos": 2.0, "longest": 60.0}
+    assert result.loss == pytest.approx(plain.loss * sum(SUPERVISED) / 8, rel=1e-6)
 
 
 @pytest.mark.parametrize("pieces", [2, 4, 8])

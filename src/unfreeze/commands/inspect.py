@@ -144,7 +144,7 @@ def _planned_groups(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             packed |= {id(part) for part in parts}
             count(name, module.packed.numel, parts, module.codec.name)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if id(tensor) not in packed and not name.endswith("counts_E"):
+        if id(tensor) not in packed and not name.endswith(("counts_E", "replayed_3")):
             count(name, tensor.numel(), [tensor], NAME.get(tensor.dtype, str(tensor.dtype)))
     return {group: groups[group] for group in GROUPS if group in groups}
 

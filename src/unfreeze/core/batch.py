@@ -107,20 +107,25 @@ class Loss:
 
     The sum is divided once, by the count over all micro-batches and devices, in train/step.py.
 
-    sum      float32 scalar, differentiable.
-    count    sum of weights_T (Batch.count). Counts add over micro-batches and devices; means do not.
-    metrics  further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count when
-             logged.
-    each     of a loss over examples: one value per example, in the order of Batch.documents["example"]. Of a
-             loss over tokens, without gradient only: the sum of each document, [S]. Else None.
-    scores   name -> one value per example: measures of held-out rows.
+    sum           float32 scalar, differentiable.
+    count         sum of weights_T (Batch.count). Counts add over micro-batches and devices; means do not.
+    metrics       further SUMS over the same tokens (e.g. {"correct": …}); divided by the same global count
+                  when logged.
+    metric_count  the divisor of `metrics`, if it is another one: a loss over answers has means over tokens.
+    largest       name -> a number of 0 or more, of which the largest of all micro-batches and devices is
+                  logged.
+    each          of a loss over examples: one value per example, in the order of Batch.documents["example"].
+                  Of a loss over tokens, without gradient only: the sum of each document, [S]. Else None.
+    scores        name -> one value per example: measures of held-out rows.
 
-    count and metrics are numbers or scalars on the device. train/step.py reads them all at once at the end of
-    a step.
+    All but sum and each are numbers or scalars on the device. train/step.py reads them all at once at the end
+    of a step.
     """
 
     sum: Tensor
     count: float | Tensor
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
+    metric_count: float | Tensor | None = None
+    largest: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     each: Tensor | None = None
     scores: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])

@@ -102,7 +102,10 @@ class Decoder(nn.Module):
         may run inside; the parameters' gradients are put aside and restored. Without it autograd records
         nothing.
         """
-        counts = {layer: moe.counts_E.clone() for layer, moe in self.moe_layers().items()}
+        counters = [
+            counter for moe in self.moe_layers().values() for counter in (moe.counts_E, moe.replayed_3)
+        ]
+        counts = [counter.clone() for counter in counters]
         self.reshard()  # parameters are then the local shards, not all-gathered copies
         gradients = [(parameter, parameter.grad) for parameter in self.parameters()] if backward else []
         devices = [self.device] if self.device.type == "cuda" else []
@@ -112,8 +115,8 @@ class Decoder(nn.Module):
                     parameter.grad = None
                 yield
         finally:
-            for layer, moe in self.moe_layers().items():
-                moe.counts_E.copy_(counts[layer])
+            for counter, before in zip(counters, counts, strict=True):
+                counter.copy_(before)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
@@ -133,23 +136,44 @@ class Decoder(nn.Module):
         return self.model.norm(x_TD)
 
     def packed_pass(self, batch: Batch) -> PackedPass:
-        """The pass that every layer receives: rotary tables, and where documents start."""
+        """The pass that every layer receives: rotary tables, where documents start, and given experts."""
         (cos_Tr, sin_Tr), named = self.shape.tables(batch.positions_T, self._lengths(batch))
         run = PackedPass(
-            cos_Tr, sin_Tr, self._layout(batch), named=named, residency=self.residency, boundary=self.boundary
+            cos_Tr,
+            sin_Tr,
+            self._layout(batch),
+            named=named,
+            residency=self.residency,
+            boundary=self.boundary,
+            routes=self._routes(batch),
         )
 
         # whole documents in chunks of at most `limit` tokens, which bound a layer's activations
         def chunk(rows: slice, starts: list[int]) -> tuple[slice, PackedPass]:
             layout = DocumentLayout.build(starts, rows.stop - rows.start, self.device)
             theirs = {name: (cos[rows], sin[rows]) for name, (cos, sin) in named.items()}
-            return rows, PackedPass(cos_Tr[rows], sin_Tr[rows], layout, named=theirs)
+            routes = {layer: ids_TK[rows] for layer, ids_TK in run.routes.items()}
+            return rows, PackedPass(cos_Tr[rows], sin_Tr[rows], layout, named=theirs, routes=routes)
 
         limit = chunk_tokens(self.shape.num_experts, self.shape.experts_per_token, self.device.type)
         if limit is not None and limit < batch.num_tokens and not self.exchanges:
             groups = document_groups(batch.lengths(), limit)
             run.chunks = tuple(chunk(rows, starts) for rows, starts in _spans(groups))
         return run
+
+    def _routes(self, batch: Batch) -> dict[int, Tensor]:
+        """MoE layer -> the experts given to its tokens, [T, K]: its slice of extras["routes"], [T, L, K]."""
+        routes_TLK = batch.extras.get("routes")
+        if routes_TLK is None:
+            return {}
+        layers = self.moe_layers()
+        each = {moe.gate.top_k for moe in layers.values()}
+        if routes_TLK.shape[:2] != (batch.num_tokens, len(layers)) or each - {routes_TLK.shape[2]}:
+            raise UserError(
+                f"routes {list(routes_TLK.shape)} for {batch.num_tokens} tokens, {len(layers)} MoE layers and"
+                f" {sorted(each)} experts per token: they come from another model"
+            )
+        return dict(zip(layers, routes_TLK.unbind(1), strict=True))
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, D] -> [T, V] in float32, for scoring and sampling. Objectives never hold [T, V]."""

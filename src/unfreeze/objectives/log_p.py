@@ -11,19 +11,26 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from unfreeze.core.batch import Batch
+    from unfreeze.kernels.linear_cross_entropy import Words
 
 
 def token_log_p(
-    hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, block_rows: int | None = None, impl: str = "auto"
+    hidden_TD: Tensor,
+    lm_head: nn.Module,
+    batch: Batch,
+    block_rows: int | None = None,
+    impl: str = "auto",
+    *,
+    words: Words | None = None,
 ) -> Tensor:
     """Return log p(target_t) in nats of every supervised position.
 
-    float64 [N] in the order of batch.supervised().
-    No gradient. Over all rows of the head, at temperature 1.
+    float64 [N] in the order of batch.supervised(). No gradient.
+    words: those that a sampler draws from, and its temperature. None: all rows of the head, at temperature 1.
     """
     import torch
 
-    from unfreeze.kernels.linear_cross_entropy import head_cross_entropy
+    from unfreeze.kernels.linear_cross_entropy import ALL_WORDS, head_cross_entropy
 
     rows_N = batch.supervised()
     with torch.no_grad():
@@ -34,6 +41,7 @@ def token_log_p(
             torch.ones_like(rows_N, dtype=torch.float32),
             block_rows,
             impl,
+            words=words or ALL_WORDS,
         )
     return log_p_N.double()
 
@@ -45,16 +53,25 @@ def log_probabilities(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Te
 
 
 def weighted_log_p(
-    hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, weights_N: Tensor
+    hidden_TD: Tensor,
+    lm_head: nn.Module,
+    batch: Batch,
+    weights_N: Tensor,
+    block_rows: int | None = None,
+    impl: str = "auto",
+    *,
+    words: Words | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum_n weights_n log p(target_n), differentiable; each log p, float32 [N], without gradient).
 
     weights_N may have any sign. With an advantage as the weight, the gradient of the sum is a policy
-    gradient.
+    gradient. words as in token_log_p.
     """
-    from unfreeze.kernels.linear_cross_entropy import head_cross_entropy
+    from unfreeze.kernels.linear_cross_entropy import ALL_WORDS, head_cross_entropy
 
     rows_N = batch.supervised()
     hidden_ND, targets_N = hidden_TD.index_select(0, rows_N), batch.targets_T.index_select(0, rows_N)
-    negative, _, log_p_N = head_cross_entropy(hidden_ND, lm_head, targets_N, weights_N, None, "auto")
+    negative, _, log_p_N = head_cross_entropy(
+        hidden_ND, lm_head, targets_N, weights_N, block_rows, impl, words=words or ALL_WORDS
+    )
     return -negative, log_p_N

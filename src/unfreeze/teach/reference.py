@@ -20,7 +20,7 @@ from unfreeze.teach.second import Beside, Second
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from unfreeze.checkpoint.manifest import Manifest
     from unfreeze.core.batch import Batch
@@ -42,15 +42,29 @@ def compares(loss: str, how: str) -> str:
     return f"compares: {loss}, with the model as it began ({how})"
 
 
+Measure = Callable[["Tensor", "nn.Module", "Batch"], "Tensor"]
+"""(hidden_TD, lm_head, batch) -> outputs of the reference, without gradient."""
+
+
 class AsBegun(Second):
     """The initial model as the second model of a run.
 
-    minimise: reference outputs -> objective. loss: the objective in words.
+    minimise  reference outputs -> objective
+    loss      the objective in words
+    measure   the outputs. None: l of each document, float64 [S]; for a policy, token_log_p over the sampler's
+              words (objectives/log_p.py), float64 [N]
     """
 
-    def __init__(self, kind: Kind, minimise: Callable[[Reference], Objective], *, loss: str = ""):
+    def __init__(
+        self,
+        kind: Kind,
+        minimise: Callable[[Reference], Objective],
+        *,
+        loss: str = "",
+        measure: Measure | None = None,
+    ):
         self.kind: Kind = kind
-        self.minimise, self.loss = minimise, loss
+        self.minimise, self.loss, self.measure = minimise, loss, measure
 
     def said(self, start: Manifest) -> str:
         """'compares: dpo, beta 0.1, with the model as it began (adapters off)'."""
@@ -74,23 +88,25 @@ class AsBegun(Second):
         from unfreeze.adapters import sites
 
         if self.kind == "base":
-            return self.minimise(partial(asked, model, {}))
+            return self.minimise(partial(asked, model, {}, measure=self.measure))
         if self.kind == "adapters":
             copies: dict[str, Any] = {site.name: copy.deepcopy(site.adapter) for site in sites(model)}
             for adapter in copies.values():
                 adapter.requires_grad_(False)
-            return self.minimise(partial(asked, model, copies))
+            return self.minimise(partial(asked, model, copies, measure=self.measure))
         if model.sharded or model.exchanges:
             raise ConfigError(
                 "the reference is a copy of every weight, but the weights are sharded over processes",
                 next="--train adapters, whose reference is the model with its adapters off; or --loss simpo",
             )
         frozen = copy.deepcopy(model).requires_grad_(False)
-        return self.minimise(partial(asked, frozen, None))
+        return self.minimise(partial(asked, frozen, None, measure=self.measure))
 
 
-def asked(model: Decoder, adapters: dict[str, Any] | None, batch: Batch) -> Tensor:
-    """Return l of each document, float64 [S], with these adapters in the model (None: its own)."""
+def asked(
+    model: Decoder, adapters: dict[str, Any] | None, batch: Batch, measure: Measure | None = None
+) -> Tensor:
+    """Return the measure of a batch with these adapters in the model (None: its own)."""
     from contextlib import nullcontext
 
     import torch
@@ -101,4 +117,5 @@ def asked(model: Decoder, adapters: dict[str, Any] | None, batch: Batch) -> Tens
 
     instead: Any = nullcontext() if adapters is None else with_adapters(model, adapters)
     with torch.no_grad(), instead, model.looking():
-        return log_probabilities(model.hidden(batch, recompute=plain), model.lm_head, batch)
+        hidden_TD = model.hidden(batch, recompute=plain)
+        return (measure or log_probabilities)(hidden_TD, model.lm_head, batch)

@@ -48,6 +48,7 @@ def train_fields(
         "peak_bytes": max(memory["peak_bytes"], result.peak_bytes),
         **{name: value if math.isfinite(value) else None for name, value in result.metrics.items()},
         **(_expert_fields(result.expert_load) if result.expert_load else {}),
+        **({"experts_flipped": _flipped(result.replayed)} if result.replayed else {}),
         **({"warning": result.warning, "applied": result.applied} if result.warning else {}),
     }
 
@@ -61,6 +62,11 @@ def _expert_fields(load: dict[int, list[int]]) -> dict[str, Any]:
         "expert_load": {str(layer): counts_E for layer, counts_E in load.items()},
         "expert_balance": {str(layer): balance(counts_E) for layer, counts_E in load.items()},
     }
+
+
+def _flipped(replayed: dict[int, list[int]]) -> dict[str, float]:
+    """Return for each layer the share of replayed choices that its router would not have made."""
+    return {str(layer): flipped / choices for layer, (choices, flipped, _) in replayed.items()}
 
 
 DOWNLOAD = "download the checkpoint again; unfreeze doctor checks every weight"

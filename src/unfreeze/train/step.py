@@ -71,6 +71,8 @@ class StepResult:
     grad_norm          before clipping
     clip_scale         factor applied to the gradients
     expert_load        MoE layer -> tokens each expert got in this step's forward passes
+    replayed           MoE layer -> choices of experts given to it, those of them that its router would not
+                       have made, those not given; empty if none was given
     peak_bytes         memory of the fullest process until the step's one read (train/memory.py)
     applied, warning   the judge's decision and message
     stop               True if a process was asked to end the run before the step's one read
@@ -85,6 +87,7 @@ class StepResult:
     grad_norm: float
     clip_scale: float
     expert_load: dict[int, list[int]] = field(repr=False)
+    replayed: dict[int, list[int]] = field(default_factory=dict[int, list[int]], repr=False)
     peak_bytes: int = 0
     applied: bool = True
     warning: str = ""
@@ -98,7 +101,7 @@ class Gradients:
 
     loss, metrics  sums over all micro-batches divided by the one global count
     norm           of all gradients as one vector, before clipping
-    peak_bytes, stop, save   as in StepResult
+    replayed, peak_bytes, stop, save   as in StepResult
     """
 
     micro_batches: Sequence[Batch] = field(repr=False)  # keeps the repr short in notebooks
@@ -106,6 +109,7 @@ class Gradients:
     metrics: dict[str, float]
     norm: float
     expert_load: dict[int, list[int]] = field(repr=False)
+    replayed: dict[int, list[int]] = field(default_factory=dict[int, list[int]], repr=False)
     peak_bytes: int = 0
     stop: bool = False
     save: bool = False
@@ -170,12 +174,9 @@ def forward_backward(
     optimizer.zero_grad()
     clear_expert_load(model)  # evaluations since the last step must not count (docs/why/trust.md M2)
     tokens_read = float(sum(int(batch.tokens_T.sum()) for batch in micro_batches))
-    own: dict[str, float | Tensor] = {
-        "loss": 0.0,
-        "counted": 0.0,
-        "not finite": 0.0,
-        "tokens read": tokens_read,
-    }
+    own: dict[str, float | Tensor] = dict.fromkeys(("loss", "counted", "not finite"), 0.0)
+    own["tokens read"] = tokens_read
+    largest: dict[str, Tensor] = {}
 
     # this process's micro-batches: each loss is divided by the global count, so gradients simply add up
     for host_batch in group.share(micro_batches):
@@ -187,19 +188,21 @@ def forward_backward(
         (loss.sum / divisor).backward()
         optimizer.collect()
         new = {"loss": loss.sum.detach(), "counted": loss.count, "not finite": not_finite}
+        if loss.metric_count is not None:
+            new["metrics counted"] = loss.metric_count
         for name, value in (new | {f"metric {name}": value for name, value in loss.metrics.items()}).items():
             own[name] = own.get(name, 0.0) + (value.double() if isinstance(value, Tensor) else value)
+        for name, value in loss.largest.items():
+            largest[name] = value if name not in largest else torch.maximum(largest[name], value)
         del loss, new  # these keep saved activations alive until the next micro-batch has its own
 
     # all processes: sum gradients, then the one read, then check the step
     reached = optimizer.sum_gradients(group)
     own["stop"], own["save"] = float(stop()), float(save())
     here = peak_bytes(model.device)
-    # each process adds its peak to zeros, so the sums are the peaks of all
-    peaks = [f"peak {rank}" for rank in range(group.size)]
-    own |= {name: float(here) if rank == group.rank else 0.0 for rank, name in enumerate(peaks)}
+    own |= _in_own_place({"peak": float(here), **largest}, group)
     norm_of_all, own["square of the rest"] = optimizer.grad_norms(group)
-    sums, counts, norm, expert_load = _read(model, own, reached, norm_of_all, group)
+    sums, counts, norm, per_layer = _read(model, own, reached, norm_of_all, group)
     norm = math.hypot(norm, math.sqrt(sums["square of the rest"]))
     optimizer.keep_reached(counts)
     if sums["tokens read"] != group.size * tokens_read:
@@ -220,13 +223,28 @@ def forward_backward(
         )
     optimizer.refuse_non_finite(norm)
     metrics = {
-        name.removeprefix("metric "): value / divisor
+        name.removeprefix("metric "): value / max(sums.get("metrics counted", divisor), 1.0)
         for name, value in sums.items()
         if name.startswith("metric ")
     }
-    requested = {name: sums[name] > 0 for name in ("stop", "save")}
-    peak = int(max(sums[name] for name in peaks))
-    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, expert_load, peak, **requested)
+    metrics |= {name: _largest(name, sums, group) for name in largest}
+    requested: dict[str, Any] = {name: sums[name] > 0 for name in ("stop", "save")}
+    requested["peak_bytes"] = int(_largest("peak", sums, group))
+    return Gradients(micro_batches, sums["loss"] / divisor, metrics, norm, *per_layer, **requested)
+
+
+def _in_own_place(numbers: dict[str, float | Tensor], group: Group) -> dict[str, float | Tensor]:
+    """Return a number per process, 0 for the others: sums over processes are then the numbers of all."""
+    return {
+        f"{rank} has {name}": value if rank == group.rank else 0.0
+        for name, value in numbers.items()
+        for rank in range(group.size)
+    }
+
+
+def _largest(name: str, sums: dict[str, float], group: Group) -> float:
+    """Return the largest of the numbers that _in_own_place spread."""
+    return max(sums[f"{rank} has {name}"] for rank in range(group.size))
 
 
 def forward(
@@ -264,6 +282,7 @@ def optim_step(
         grad_norm=gradients.norm,
         clip_scale=update.clip_scale if update else 1.0,
         expert_load=gradients.expert_load,
+        replayed=gradients.replayed,
         peak_bytes=gradients.peak_bytes,
         applied=verdict.apply,
         warning=verdict.warning,
@@ -284,8 +303,10 @@ def _rows_not_finite(hidden_TD: Tensor) -> Tensor:
 
 def _read(
     model: Decoder, sums: dict[str, float | Tensor], reached: Sequence[bool], norm: Tensor, group: Group
-) -> tuple[dict[str, float], list[float], float, dict[int, list[int]]]:
-    """Read (sums, processes that reached each parameter, gradient norm, expert loads) as numbers on the host.
+) -> tuple[dict[str, float], list[float], float, tuple[dict[int, list[int]], dict[int, list[int]]]]:
+    """Read (sums, processes that reached each parameter, gradient norm, expert loads and replays).
+
+    All are numbers on the host.
 
     sums, reached, loads: over all processes, in one exchange. The gradients behind the norm are summed
     already.
@@ -301,7 +322,9 @@ def _read(
     # one exchange: the sums, which parameters had a gradient, each layer's counts
     loads = {layer: _counts(moe) for layer, moe in model.moe_layers().items()}
     total = torch.stack([value if isinstance(value, Tensor) else double(value) for value in sums.values()])
-    parts = [total, *(counts_E.double() for counts_E in loads.values())]
+    replays = {layer: moe.replayed_3 for layer, moe in model.moe_layers().items()}
+    counters = [*loads.values(), *replays.values()]
+    parts = [total, *(counter.double() for counter in counters)]
     if reached:
         flags = torch.tensor(reached, dtype=torch.float64)
         parts.append(flags.to(model.device, non_blocking=True))
@@ -311,12 +334,17 @@ def _read(
     # one read: these and the norm
     numbers = iter(_numbers(torch.cat([exchanged, double(norm).view(1)])))
     summed = dict(zip(sums, islice(numbers, len(sums)), strict=True))
-    read = {
-        layer: [int(count) for count in islice(numbers, counts_E.numel())]
-        for layer, counts_E in loads.items()
-    }
+
+    def read(counters: dict[int, Tensor]) -> dict[int, list[int]]:
+        return {
+            layer: [int(count) for count in islice(numbers, counter.numel())]
+            for layer, counter in counters.items()
+        }
+
+    load, replayed = read(loads), read(replays)
+    replayed = {layer: counts for layer, counts in replayed.items() if counts[0]}
     counts = list(islice(numbers, len(reached)))
-    return summed, counts, next(numbers), read
+    return summed, counts, next(numbers), (load, replayed)
 
 
 def _numbers(tensor: Tensor) -> list[float]:
@@ -325,9 +353,10 @@ def _numbers(tensor: Tensor) -> list[float]:
 
 
 def clear_expert_load(model: Decoder) -> None:
-    """Reset each layer's count of tokens per expert to 0."""
+    """Reset each layer's counts of tokens per expert and of replayed choices to 0."""
     for moe in model.moe_layers().values():
         _counts(moe).zero_()
+        moe.replayed_3.zero_()
 
 
 def _counts(moe: MoE) -> Tensor:

@@ -22,10 +22,12 @@ from unfreeze.kernels.choice.draw import normal, uniform
 from unfreeze.kernels.choice.op import Arguments, Candidate, Case, Op
 from unfreeze.kernels.linear_cross_entropy import reference
 from unfreeze.kernels.linear_cross_entropy.blocks import (
+    ALL_WORDS,
     Answer,
     Dense,
     Sums,
     TargetSums,
+    Words,
     rows_per_block,
     through_dense,
     through_head,
@@ -33,9 +35,11 @@ from unfreeze.kernels.linear_cross_entropy.blocks import (
 from unfreeze.kernels.loops import triton_options
 
 __all__ = [
+    "ALL_WORDS",
     "OP",
     "DenseHead",
     "Sums",
+    "Words",
     "block_cost",
     "bucket",
     "head_cross_entropy",
@@ -63,11 +67,13 @@ def linear_cross_entropy(
     impl: str = "auto",
     *,
     softcap: float | None = None,
+    words: Words = ALL_WORDS,
 ) -> Answer:
     """The weighted loss of a head W h + b, the weight of rows whose target is likeliest, and every log p.
 
         z_n = W h_n + b, with a softcap c · tanh(z_n / c);  log p_n = z_n[target_n] - logsumexp(z_n)
         -> (sum_n w_n · -log p_n,  sum_n w_n [z_n[target_n] is the largest],  log p_N)
+        with `words`, z_n[:num_ids] / temperature takes the place of z_n
 
     hidden_ND  [N, D] in the dtype of weight_VD [V, D]
     targets_N  int64
@@ -79,7 +85,7 @@ def linear_cross_entropy(
     """
     kind = bucket(hidden_ND, weight_VD, bias_V, targets_N, weights_N)
     return choose(OP, hidden_ND.device, hidden_ND.dtype, kind, impl)(
-        hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, softcap
+        hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, softcap, words
     )
 
 
@@ -90,6 +96,8 @@ def head_cross_entropy(
     weights_N: Tensor,
     block_rows: int | None = None,
     impl: str = "auto",
+    *,
+    words: Words = ALL_WORDS,
 ) -> Answer:
     """As linear_cross_entropy for a head that is a module; its trainable parameters get a gradient too.
 
@@ -100,14 +108,14 @@ def head_cross_entropy(
     if dense is not None and dense.weight_VD.dtype == hidden_ND.dtype:
         scaled_ND = hidden_ND if dense.factor == 1 else hidden_ND * dense.factor
         inputs = scaled_ND, dense.weight_VD, dense.bias_V, targets_N, weights_N
-        return linear_cross_entropy(*inputs, block_rows, impl, softcap=dense.softcap)
+        return linear_cross_entropy(*inputs, block_rows, impl, softcap=dense.softcap, words=words)
     vocab, device = int(head.out_features), hidden_ND.device  # type: ignore[arg-type]
     size = block_rows or rows_per_block(
         len(hidden_ND), vocab, hidden_ND.element_size(), device.type, trained=False
     )
     chosen = choose(OP, device, hidden_ND.dtype, _bucket(vocab, trained=False), impl)
     functions = chosen.functions if isinstance(chosen, Dense) else reference
-    sums = TargetSums(functions, hidden_ND, targets_N, weights_N)
+    sums = TargetSums(functions, hidden_ND, targets_N, weights_N, words)
     return cast(Answer, through_head(hidden_ND, head, sums, size))
 
 

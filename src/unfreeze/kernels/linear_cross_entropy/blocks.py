@@ -7,8 +7,9 @@ N rows, B rows of a block, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,20 @@ WEIGHT_CHUNK_BYTES = 8 * 2**20
 Answer = tuple[Tensor, Tensor, Tensor]
 """sum_n w_n · -log p_n (differentiable); not differentiable: sum_n w_n over rows whose target wins, and log
 p_N of each row."""
+
+
+class Words(NamedTuple):
+    """The words that log p is over, as a sampler draws them: log p = log softmax(z[:num_ids] / temperature).
+
+    num_ids      rows of the head beyond them are padding, with probability 0. None: all rows
+    temperature  above 0; z has its softcap already
+    """
+
+    num_ids: int | None = None
+    temperature: float = 1.0
+
+
+ALL_WORDS = Words()
 
 
 class SoftmaxFunctions(Protocol):
@@ -71,7 +86,7 @@ def rows_per_block(rows: int, vocab: int, itemsize: int, device: str, trained: b
 class Dense:
     """An implementation of the op.
 
-    (hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, softcap) -> Answer.
+    (hidden_ND, weight_VD, bias_V, targets_N, weights_N, block_rows, softcap, words) -> Answer.
     """
 
     def __init__(self, functions: SoftmaxFunctions):
@@ -86,8 +101,9 @@ class Dense:
         weights_N: Tensor,
         block_rows: int | None = None,
         softcap: float | None = None,
+        words: Words = ALL_WORDS,
     ) -> Answer:
-        sums = TargetSums(self.functions, hidden_ND, targets_N, weights_N)
+        sums = TargetSums(self.functions, hidden_ND, targets_N, weights_N, words)
         return cast(Answer, through_dense(hidden_ND, weight_VD, bias_V, sums, block_rows, softcap))
 
 
@@ -163,8 +179,15 @@ class _Dense(torch.autograd.Function):
 class TargetSums:
     """Sums of cross entropy: the loss, the weight of rows whose target wins, and every log p."""
 
-    def __init__(self, functions: SoftmaxFunctions, hidden_ND: Tensor, targets_N: Tensor, weights_N: Tensor):
-        self.functions, self.targets_N = functions, targets_N
+    def __init__(
+        self,
+        functions: SoftmaxFunctions,
+        hidden_ND: Tensor,
+        targets_N: Tensor,
+        weights_N: Tensor,
+        words: Words = ALL_WORDS,
+    ):
+        self.functions, self.targets_N, self.words = functions, targets_N, words
         self.dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         self.weights_N = weights_N.to(self.dtype)
         self.loss, self.correct = (
@@ -173,16 +196,29 @@ class TargetSums:
         self.log_p_N = torch.empty(len(hidden_ND), dtype=self.dtype, device=hidden_ND.device)
 
     def add(self, logits_BV: Tensor, rows: slice, wanted: bool) -> Tensor:
-        """Add a block's loss. -> its gradient w · (softmax(z) - onehot(target)).
+        """Add a block's loss. -> its gradient w · (softmax(z / τ) - onehot(target)) / τ.
 
         It is in the memory of the logits if `functions` can do that.
         """
         weights_B, targets_B = self.weights_N[rows], self.targets_N[rows]
-        log_p_B, wins_B, dlogits_BV = self.functions.softmax_gradient(logits_BV, targets_B, weights_B, wanted)
+        num_ids, temperature = self.words
+
+        # padding gets probability 0 in place: a slice of the logits would be copied by the kernels
+        if num_ids is not None:
+            logits_BV[:, num_ids:] = -math.inf
+        # rounded as in the sampler: the logits in their dtype, then divided in float32
+        divided_BV = logits_BV if temperature == 1 else logits_BV.to(self.dtype).div_(temperature)
+        log_p_B, wins_B, dlogits_BV = self.functions.softmax_gradient(
+            divided_BV, targets_B, weights_B / temperature, wanted
+        )
         self.log_p_N[rows] = log_p_B
         self.loss -= (log_p_B * weights_B).sum()
         self.correct += (wins_B * weights_B).sum()
-        return dlogits_BV
+
+        # exactly 0: a kernel's exp(-inf) may be 1e-38
+        if num_ids is not None and wanted:
+            dlogits_BV[:, num_ids:] = 0
+        return dlogits_BV.to(logits_BV.dtype)
 
     def totals(self) -> Answer:
         return self.loss, self.correct, self.log_p_N

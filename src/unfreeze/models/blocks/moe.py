@@ -25,11 +25,14 @@ from unfreeze.models.blocks.routers import Router
 class MoE(Block):
     """y = experts(x, ids, weights) (+ shared_experts(x)).
 
-    counts_E (int64): tokens routed to each expert in forward passes; a recomputation does not count again.
-    Its reader resets it (train/step.py, once per optimizer step).
+    counts_E    int64: tokens routed to each expert in forward passes; a recomputation does not count again.
+    replayed_3  int64: choices that were given to the layer (Pass.route), those of them that its router would
+                not have made, and those it made itself because none was given.
+    Their reader resets both (train/step.py, once per optimizer step).
     """
 
     counts_E: Tensor
+    replayed_3: Tensor
 
     def __init__(self, layer: int, *, gate: Router, experts: Experts, shared_experts: MLP | None):
         super().__init__()
@@ -37,6 +40,7 @@ class MoE(Block):
         self.register_buffer(
             "counts_E", torch.zeros(experts.num_experts, dtype=torch.int64), persistent=False
         )
+        self.register_buffer("replayed_3", torch.zeros(3, dtype=torch.int64), persistent=False)
 
     def forward(self, x_TD: Tensor, run: Pass) -> Tensor:
         scores_TE = self.gate(x_TD)
@@ -77,15 +81,30 @@ class MoE(Block):
 
     def _chosen(self, scores_TE: Tensor, run: Pass) -> Tensor:
         # Recomputation reuses the ids: rounding could choose other experts.
-        ids_TK = run.reuse(lambda: self._choose(scores_TE))
+        ids_TK = run.reuse(lambda: self._counted(self._choose(scores_TE), run.route(self.layer)))
         run.chose(self.layer, ids_TK)
         return ids_TK
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
-        ids_TK = self.gate.choose(scores_TE)
+        return self.gate.choose(scores_TE)
+
+    def _counted(self, own_TK: Tensor, given_TK: Tensor | None) -> Tensor:
+        """The given ids where a token has them, else its own; the weights come from the live scores of both.
+
+        A token with one unknown id keeps its own K: a mixture of both could name an expert twice.
+        """
+        ids_TK = own_TK if given_TK is None else self._replayed(own_TK, given_TK.to(own_TK.dtype))
         ids = ids_TK.flatten()
         self.counts_E.scatter_add_(0, ids, torch.ones_like(ids))  # bincount would make the host wait for CUDA
         return ids_TK
+
+    def _replayed(self, own_TK: Tensor, given_TK: Tensor) -> Tensor:
+        known_T1 = given_TK.ge(0).all(1, keepdim=True)
+        among_TK = given_TK.unsqueeze(2).eq(own_TK.unsqueeze(1)).any(2)
+        known = known_T1.sum() * own_TK.shape[1]
+        flipped = (~among_TK & known_T1).sum()
+        self.replayed_3 += torch.stack([known, flipped, own_TK.numel() - known])
+        return torch.where(known_T1, given_TK, own_TK)
 
 
 class GatedSharedMoE(MoE):

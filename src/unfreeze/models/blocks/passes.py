@@ -171,6 +171,7 @@ class PackedPass:
     residency  is notified before each layer is computed
     boundary   keeps the input of a recomputed layer
     taps       collects the tensors that an objective requests from the layer being visited; None: none
+    routes     experts given to the tokens, per MoE layer: int [T, K], negative where the layer chooses itself
     """
 
     cos_Tr: Tensor
@@ -182,6 +183,7 @@ class PackedPass:
     residency: Residency = RESIDENT
     boundary: Boundary = ON_DEVICE
     taps: LayerTaps | None = None
+    routes: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
     latent: ClassVar[LatentForm] = "expanded"
 
     @contextmanager
@@ -224,6 +226,10 @@ class PackedPass:
 
     def chose(self, layer: int, ids_TK: Tensor) -> None:
         """Notice the experts that an MoE layer chose; generation may want them."""
+
+    def route(self, layer: int) -> Tensor | None:
+        """The experts given to the tokens of an MoE layer, [T, K]; None: it chooses all itself."""
+        return self.routes.get(layer)
 
     def unrotated(self, q_THd: Tensor, k_TGd: Tensor, width: int | None = None) -> None:
         """Tap queries and keys before rotation if an objective requests them: the first `width` of a head."""
@@ -323,6 +329,9 @@ class StepPass:
         """Cache the new values and return everything cached so far, [S, N, …]."""
         self.cache.write(layer, self.rows_T, self.positions_T, new)
         return self.cache.read(layer, len(self.rows_T), self.longest)
+
+    def route(self, layer: int) -> Tensor | None:
+        """A step chooses itself."""
 
     def chose(self, layer: int, ids_SK: Tensor) -> None:
         """As in PrefillPass."""
