@@ -28,6 +28,7 @@ LAYER = {
     "train": 7,
     "evaluate": 7,
     "teach": 7,
+    "rollout": 7,
     "compress": 7,
     "job": 8,
     "recipes": 9,
