@@ -17,8 +17,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from operator import attrgetter
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from unfreeze.core.errors import ConfigError, nearest, printable
@@ -43,14 +44,30 @@ def main(limits: Limits) -> NoReturn:
     os.dup2(2, 1)
     os.close(nothing)
     confined = separate(limits.network)
-    if confined.processes and (pid := os.fork()):  # the first process of a namespace ends all others with it
-        os.close(asking)
-        os.close(answering)
-        os._exit(_code(os.waitpid(pid, 0)[1]))
+    if confined.processes:
+        if first := os.fork():
+            os.close(asking)
+            os.close(answering)
+            _on_term(lambda: os.kill(first, signal.SIGKILL))
+            os._exit(_code(os.waitpid(first, 0)[1]))
+        os.setpgid(0, 0)  # what the user's code sends to its group does not reach the process above
     if (pid := os.fork()) == 0:
         _serve(asking, answering, limits, confined)
     os.close(answering)
-    _watch(pid, asking, limits)
+    _watch(pid, asking, limits, confined)
+
+
+def _on_term(end: Callable[[], None]) -> None:
+    """On SIGTERM, the parent's sign to stop, end what is below; this process waits for it, then ends itself.
+
+    A process that dies before those below it would leave them to init, which may never wait for them.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            end()
+
+    signal.signal(signal.SIGTERM, handle)
 
 
 def _code(status: int) -> int:
@@ -58,8 +75,20 @@ def _code(status: int) -> int:
     return code if code >= 0 else BY_SIGNAL - code
 
 
-def _watch(pid: int, asking: int, limits: Limits) -> NoReturn:
-    """Wait for the grading process; end all if the parent is gone, or if there are too many processes."""
+def _watch(pid: int, asking: int, limits: Limits, confined: Confined) -> NoReturn:
+    """Wait for the grading process; end all if the parent is gone, or if there are too many processes.
+
+    In a namespace all end with this process, which is its first; else the group of the grading process does.
+    """
+
+    def end() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL) if confined.processes else os.killpg(pid, signal.SIGKILL)
+
+    if not confined.processes:
+        with suppress(OSError):
+            os.setpgid(pid, pid)
+        _on_term(end)
     hears = select.poll()
     hears.register(asking, 0)  # only the end of the other side is reported
     if hasattr(os, "pidfd_open"):
@@ -75,17 +104,17 @@ def _watch(pid: int, asking: int, limits: Limits) -> NoReturn:
             if not ended:
                 break
         if tasks_below() > limits.processes:
-            os.kill(pid, signal.SIGKILL)
+            end()
             os._exit(CROWDED)
         if any(fd == asking for fd, _ in hears.poll(WATCH * 1000)):
-            os.kill(pid, signal.SIGKILL)
-            if os.getpgrp() == os.getpid():  # without a namespace this process leads the group
-                os.killpg(0, signal.SIGKILL)
+            end()
             os._exit(1)
 
 
 def _serve(asking: int, answering: int, limits: Limits, confined: Confined) -> NoReturn:
     """Answer requests until there are no more, or until one leaves threads or processes behind."""
+    if not confined.processes:
+        os.setpgid(0, 0)
     confine(limits, confined)
     grader, own = Grader(), os.getpid()
     with os.fdopen(asking, "rb") as lines:

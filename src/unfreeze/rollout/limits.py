@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 
 # of prctl(2) and capabilities(7)
-PR_SET_KEEPCAPS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 8, 47, 2
+PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 1, 8, 47, 2
 FILES = 1 << 1 | 1 << 2
 """CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
 FIRST_USER = 1_000_000_000
@@ -110,6 +111,8 @@ def confine(limits: Limits, confined: Confined) -> None:
     # counted by user: by themselves in a user namespace, and for a user who has nothing else
     alone = confined.user or (os.geteuid() == 0 and _leave_root())
     _limit(resource.RLIMIT_NPROC, limits.processes + (0 if alone else SLACK * _tasks_of_user()))
+    if sys.platform == "linux":  # this process ends with the one that watches it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _leave_root() -> bool:

@@ -31,6 +31,8 @@ from unfreeze.untrusted.json_object import parse_object
 
 MAX_REPLY = 2**18  # bytes of a reply
 MAX_PRINTED = 4 * MAX_MESSAGE  # bytes that are read of what it printed
+PATIENCE = 2.0
+"""Seconds that a process may take to end."""
 GRADER = "UNFREEZE_GRADER"
 """Environment variable that tells a process that it is a grader's."""
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -179,13 +181,16 @@ class Worker:
         if not self.confined.processes:  # some may have left the group
             with suppress(psutil.Error):
                 below = psutil.Process(self._process.pid).children(recursive=True)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.terminate()  # it ends those below, waits for them, and ends
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(PATIENCE)
         for process in below:
             with suppress(psutil.Error):
                 process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
