@@ -55,6 +55,9 @@ LOOK = {
     "data": Command(
         "unfreeze.commands.data_show", "data show F --model M", "the data as the model will see it"
     ),
+    "reward": Command(
+        "unfreeze.commands.reward", "reward show my.py", "answers with their rewards, before training"
+    ),
     "init": Command("unfreeze.commands.init", "init MODEL DATA", "write a run.toml, with reasons"),
     "inspect": Command(
         "unfreeze.commands.inspect", "inspect MODEL", "layers, formats, bytes of a checkpoint"

@@ -129,7 +129,7 @@ dpo ipo orpo simpo cpo preference | prefer learns from pairs of answers |
     unfreeze prefer --model MODEL --data pairs.jsonl
 kto | prefer also learns from answers with a label |
     unfreeze prefer --loss kto --model MODEL --data FILE
-reward reward-model | reward models are not built; TRL trains them |
+reward-model | reward models are not built; TRL trains them |
     trl reward --model_name_or_path MODEL --dataset_name DATA
 grpo ppo rl rlhf gspo rloo dapo | reinforcement learning is not built; TRL has it, for a merged model |
     unfreeze merge RUN --to bf16, then TRL's GRPOTrainer on RUN/merged-bf16

@@ -1,6 +1,9 @@
-"""L7, rollout: what answers are worth, and what the model talks with while it answers.
+"""Answers that the model samples, their rewards, and what training makes of them.
 
-groups.py       advantages of a step's answers, from the rewards of their groups; the divisor of a step
-routes.py       the experts that the sampler chose, as a batch carries them
-like.py         the settings that compute what another trainer's default computes
+    user_code, signature         a user's reward functions and their arguments
+    graders, pool, worker, child processes that run them, with limits
+    reward                       Graded: the reward of an answer, or the reason why it has none
+    groups                       rewards -> advantages
+    like                         presets of other trainers
+    routes                       the sampler's experts, replayed in training
 """

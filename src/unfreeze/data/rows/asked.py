@@ -23,7 +23,10 @@ LISTS = {
 
 
 def asked_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | None = None) -> Conversation:
-    """Return the messages before the row's last assistant turn. Errors as for row_from_dict."""
+    """Return the messages before the row's last assistant turn, with the row's columns.
+
+    Errors as for row_from_dict.
+    """
     there = {name: value for name, value in fields.items() if value is not None}
     for name, (who, answer) in LISTS.items():
         turns = there.get(name)
@@ -44,4 +47,4 @@ def asked_from_dict(fields: Fields, row: int = 0, renames: Mapping[str, str] | N
     if not last:
         raise DataError(f"row {row}: it starts with the assistant's turn, so there is no prompt")
     before = frozenset(i for i in range(last) if built.messages[i]["role"] == "assistant")
-    return replace(built, messages=built.messages[:last], context=before)
+    return replace(built, messages=built.messages[:last], context=before, columns=fields)

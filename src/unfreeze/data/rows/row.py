@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Build = Callable[[dict[str, Any], int, Mapping[str, str]], Any]
@@ -33,6 +33,7 @@ class Conversation:
 
         context   indices of assistant turns without loss: those of a prompt, and those with "weight": 0 or
                   "train": false
+        columns   of a row that is asked: its whole JSON object, for graders
     """
 
     messages: list[Message]
@@ -40,6 +41,7 @@ class Conversation:
     row: int = 0
     shape: str = "messages"
     context: frozenset[int] = frozenset()
+    columns: JsonObject = field(default_factory=dict[str, Any], compare=False, repr=False)
 
     @property
     def taught(self) -> list[int]:

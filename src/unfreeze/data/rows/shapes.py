@@ -112,7 +112,7 @@ def _refuse_other_training(fields: Fields, row: int) -> None:
     if fields.get("completions") is not None and fields.get("labels") is not None:
         raise DataError(
             f"row {row}: steps with labels (completions, labels: a reward model's);"
-            f" {COMMANDS['reward'].text}",
+            f" {COMMANDS['reward-model'].text}",
             next="give rows of prompt and completion",
         )
 

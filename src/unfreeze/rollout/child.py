@@ -1,0 +1,261 @@
+"""The process of a grader: python -u -m unfreeze.rollout.child LIMITS.
+
+stdin gives requests, stdout takes replies, one JSON object a line; both are moved away before any code of the
+user runs, which finds an empty stdin, and its output in the file that is stderr.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from operator import attrgetter
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from unfreeze.core.errors import ConfigError, nearest, printable
+from unfreeze.rollout.limits import Confined, Limits, allow_cpu, confine, separate, tasks_below
+from unfreeze.rollout.reward import MAX_MESSAGE, Graded, score
+from unfreeze.rollout.signature import signature_of
+
+CROWDED = 125
+"""Exit code: killed, because it had too many processes."""
+BY_SIGNAL = 128
+"""Exit codes above this: ended by the signal of that number less this, as shells say it."""
+WATCH = 0.1  # seconds between two counts of its processes
+
+Reply = dict[str, Any]
+
+
+def main(limits: Limits) -> NoReturn:
+    """Confine this process, start the one that grades, and watch it until it ends."""
+    asking, answering = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    confined = separate(limits.network)
+    if confined.processes:
+        if first := os.fork():
+            os.close(asking)
+            os.close(answering)
+            _on_term(lambda: os.kill(first, signal.SIGKILL))
+            os._exit(_code(os.waitpid(first, 0)[1]))
+        os.setpgid(0, 0)  # what the user's code sends to its group does not reach the process above
+    if (pid := os.fork()) == 0:
+        _serve(asking, answering, limits, confined)
+    os.close(answering)
+    _watch(pid, asking, limits, confined)
+
+
+def _on_term(end: Callable[[], None]) -> None:
+    """On SIGTERM, the parent's sign to stop, end what is below; this process waits for it, then ends itself.
+
+    A process that dies before those below it would leave them to init, which may never wait for them.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        with suppress(ProcessLookupError):
+            end()
+
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else BY_SIGNAL - code
+
+
+def _watch(pid: int, asking: int, limits: Limits, confined: Confined) -> NoReturn:
+    """Wait for the grading process; end all if the parent is gone, or if there are too many processes.
+
+    In a namespace all end with this process, which is its first; else the group of the grading process does.
+    """
+
+    def end() -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL) if confined.processes else os.killpg(pid, signal.SIGKILL)
+
+    if not confined.processes:
+        with suppress(OSError):
+            os.setpgid(pid, pid)
+        _on_term(end)
+    hears = select.poll()
+    hears.register(asking, 0)  # only the end of the other side is reported
+    if hasattr(os, "pidfd_open"):
+        hears.register(os.pidfd_open(pid), select.POLLIN)
+    while True:
+        while True:  # in a namespace, orphans of others are waited for here, too
+            try:
+                ended, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                os._exit(1)
+            if ended == pid:
+                os._exit(_code(status))
+            if not ended:
+                break
+        if tasks_below() > limits.processes:
+            end()
+            os._exit(CROWDED)
+        if any(fd == asking for fd, _ in hears.poll(WATCH * 1000)):
+            end()
+            os._exit(1)
+
+
+def _serve(asking: int, answering: int, limits: Limits, confined: Confined) -> NoReturn:
+    """Answer requests until there are no more, or until one leaves threads or processes behind."""
+    if not confined.processes:
+        os.setpgid(0, 0)
+    confine(limits, confined)
+    grader, own = Grader(), os.getpid()
+    with os.fdopen(asking, "rb") as lines:
+        for line in lines:
+            asked = json.loads(line)
+            allow_cpu(asked["seconds"])
+            reply = grader(asked)
+            if os.getpid() != own:  # a fork of the user's code, which must not answer
+                os._exit(0)
+            reply |= {"token": asked["token"], "leaves": _left_behind(), "confined": confined.as_json()}
+            _send(answering, reply)
+            if reply["leaves"]:
+                break
+    os._exit(0)
+
+
+def _send(answering: int, reply: Reply) -> None:
+    rest = json.dumps(reply, allow_nan=False).encode() + b"\n"
+    while rest:
+        rest = rest[os.write(answering, rest) :]
+
+
+def _left_behind() -> bool:
+    """True if threads or processes of the last request are still there."""
+    if threading.active_count() > 1:
+        return True
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+class Grader:
+    """The user's functions, and the answer to each request."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, Callable[..., Any]] = {}
+        self.files: set[str] = set()
+
+    def __call__(self, asked: Mapping[str, Any]) -> Reply:
+        """Answer one request; whatever the user's code raises is an outcome."""
+        folder = tempfile.mkdtemp()
+        try:
+            os.chdir(folder)
+            return {"load": self.load, "grade": self.grade}[asked["do"]](asked)
+        finally:
+            os.chdir("/")
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def load(self, asked: Mapping[str, Any]) -> Reply:
+        """Make the functions. -> signatures, or the refusal and its remedy."""
+        try:
+            sys.path[:0] = [path for path in asked["paths"] if path not in sys.path]
+            for code in asked["codes"]:
+                self.files.add(code["path"])
+                for name, function in _named(code).items():
+                    twice = name in self.functions
+                    self.functions[f"{code['path']}:{name}" if twice else name] = function
+            signatures = [signature_of(name, function) for name, function in self.functions.items()]
+            return {"signatures": [signature.as_json() for signature in signatures]}
+        except ConfigError as error:
+            return {"refused": error.message, "next": error.next}
+        except BaseException as error:
+            return {"refused": f"the file cannot be loaded: {self.told(error)}", "next": ""}
+
+    def grade(self, asked: Mapping[str, Any]) -> Reply:
+        """Call every function with one answer. -> the fields of a Graded."""
+        try:
+            values = {
+                name: _awaited(self.functions[name](asked["prompt"], asked["completion"], **keywords))
+                for name, keywords in asked["keywords"].items()
+            }
+            return score(values).as_json()
+        except MemoryError as error:
+            return Graded(None, outcome="memory", message=self.told(error)).as_json()
+        except BaseException as error:
+            return Graded(None, outcome="error", message=self.told(error)).as_json()
+
+    def told(self, error: BaseException) -> str:
+        """Return an error as one line, with the last line of the user's file that it passed."""
+        at = _line(error.__traceback__, self.files)
+        try:
+            text = str(error)[:MAX_MESSAGE]
+        except BaseException:  # its own __str__ may raise
+            text = ""
+        return printable(f"{type(error).__name__}{': ' if text else ''}{text}{at}")[:MAX_MESSAGE]
+
+
+def _named(code: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Return the functions of a UserCode by name. Raises ConfigError if there is none of a name."""
+    file = os.path.basename(code["path"])
+    if code["module"]:
+        module = __import__(code["module"], fromlist=["_"])
+    else:
+        stem = f"_user_{os.path.splitext(file)[0]}"
+        module = ModuleType(stem)
+        module.__file__ = code["path"]
+        sys.modules[stem] = module
+        sys.path.insert(0, os.path.dirname(code["path"]))
+        exec(compile(code["text"], code["path"], "exec", dont_inherit=True), vars(module))
+    result: dict[str, Callable[..., Any]] = {}
+    for name in code["names"]:
+        try:
+            result[name] = attrgetter(name)(module)
+        except AttributeError:
+            own = [
+                other
+                for other, value in vars(module).items()
+                if inspect.isfunction(value) and not other.startswith("_")
+            ]
+            there = f"; it has {', '.join(own[:20])}" if own else "; it has no function"
+            raise ConfigError(
+                f"{file} has no function {name!r}{nearest(name, own)}{there}",
+                next=f"{file}:{own[0]}" if own else f"def {name}(prompt, completion, **row): return 1.0",
+            ) from None
+        if not callable(result[name]):
+            raise ConfigError(f"{file}: {name} is a {type(result[name]).__name__}, not a function")
+    return result
+
+
+def _awaited(value: Any) -> Any:
+    """Return the value; of an async function, once it is there."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait())
+
+
+def _line(traceback: TracebackType | None, files: set[str]) -> str:
+    at = ""
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if file in files:
+            at = f" ({os.path.basename(file)}, line {traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return at
+
+
+if __name__ == "__main__":
+    main(Limits(**json.loads(sys.argv[1])))

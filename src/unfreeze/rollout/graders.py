@@ -1,0 +1,98 @@
+"""Rewards of many answers, by a user's functions in processes that can be killed.
+
+    with Graders("my.py") as graders:
+        graders.check(rows)
+        graded = graders.grade([(row, answer), …])
+
+Every answer gets a Graded: a reward, or a named outcome. Nothing that a function does ends or hangs the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+from unfreeze.core.errors import printable
+from unfreeze.data.rows.row import Conversation
+from unfreeze.rollout.limits import Limits
+from unfreeze.rollout.pool import Job, Pool
+from unfreeze.rollout.reward import MAX_MESSAGE, Graded, checked, prompt_column, prompt_of
+from unfreeze.rollout.signature import Signature
+from unfreeze.rollout.user_code import Given, user_code
+from unfreeze.rollout.worker import Gone, Reply
+
+
+class Graders:
+    """The reward of a run.
+
+    reward  "my.py", "my.py:name", a Python function, or several: the sum of theirs
+    count   processes; 0: one for each core, at most four
+    say     called with one line if the system cannot cut the network
+
+    signatures  the arguments of each function
+
+    Raises ConfigError if the functions cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        reward: Given,
+        limits: Limits | None = None,
+        *,
+        count: int = 0,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.codes = user_code(reward)
+        self._pool = Pool(self.codes, limits or Limits(), count=count, say=say)
+        try:
+            self.signatures = [Signature.from_json(each) for each in self._pool.load()["signatures"]]
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Graders:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self._pool.close()
+
+    @property
+    def digest(self) -> str:
+        """Hash of all files: a resumed run is refused if it differs."""
+        return "-".join(code.digest for code in self.codes)
+
+    def check(self, rows: Iterable[Conversation]) -> None:
+        """Raise ConfigError or DataError for the first row whose columns the functions cannot take."""
+        for row in rows:
+            self._keywords(row)
+
+    def grade(self, answers: Sequence[tuple[Conversation, str]]) -> list[Graded]:
+        """Return the reward of each (row, answer's text)."""
+        return [_graded(reply) for reply in self._pool.run([self._job(row, text) for row, text in answers])]
+
+    def _keywords(self, row: Conversation) -> dict[str, dict[str, Any]]:
+        return {
+            signature.name: signature.keywords(row.columns, row.row, prompt_column(row))
+            for signature in self.signatures
+        }
+
+    def _job(self, row: Conversation, text: str) -> Job:
+        asked = {"prompt": prompt_of(row), "completion": text, "keywords": self._keywords(row)}
+        return Job({"do": "grade", **asked})
+
+
+def _graded(reply: Reply) -> Graded:
+    printed = printable(reply.printed.strip())[:MAX_MESSAGE]
+    if isinstance(reply.content, Gone):
+        return Graded(None, {}, reply.content.outcome, reply.content.message, printed)
+    graded = checked(reply.content)
+    if graded is None:
+        return Graded(None, {}, "garbage", "its process sent no reward", printed)
+    return Graded(graded.reward, graded.parts, graded.outcome, graded.message, printed)
