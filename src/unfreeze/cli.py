@@ -42,6 +42,7 @@ TRAIN = {
     "distill": Command(
         "unfreeze.recipes.distill", "distill --teacher T …", "learn another model's probabilities"
     ),
+    "grpo": Command("unfreeze.recipes.grpo", "grpo --reward my.py", "learn from rewards of own answers"),
     "prefer": Command("unfreeze.recipes.prefer", "prefer --data PAIRS", "learn which answers are better"),
     "pretrain": Command("unfreeze.recipes.pretrain", "pretrain run.toml", "train every weight on text"),
 }
@@ -87,7 +88,7 @@ DEV = {
 }
 HEADINGS = {"Train": TRAIN, "Look": LOOK, "Ship": SHIP}
 COMMANDS = {**TRAIN, **LOOK, **SHIP, **DEV}
-SWEPT = ("sft", "distill", "prefer", "pretrain")  # commands with `--sweep FIELD=A,B`
+SWEPT = ("sft", "distill", "prefer", "grpo", "pretrain")  # commands with `--sweep FIELD=A,B`
 FLAGS = {"--json": "json", "--quiet": "quiet", "--traceback": "traceback", "--plan": "plan"}
 
 

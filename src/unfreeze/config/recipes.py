@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from unfreeze.config import distill, prefer, pretrain, sft
+from unfreeze.config import distill, grpo, prefer, pretrain, sft
 from unfreeze.config.names import name_of, of_today
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.errors import UserError
@@ -17,6 +17,7 @@ CONFIGS: dict[str, type[TrainingConfig]] = {
     "sft": sft.Config,
     "distill": distill.Config,
     "prefer": prefer.Config,
+    "grpo": grpo.Config,
     "pretrain": pretrain.Config,
 }
 

@@ -48,5 +48,15 @@ OF_ANSWERS: Sequence[Metric] = (
     metric("length_rejected", "Tokens of rejected answers", "tokens", "rows", mean=True),
 )
 """Metrics of preference losses."""
+OF_POLICY: Sequence[Metric] = (
+    metric("loss", "Loss", "as the policy's objective has it", live=True),
+    metric("entropy", "Entropy, estimated", "nats per sampled token", live=True),
+    metric("kl", "Distance to the model as it began", "nats per sampled token"),
+    metric("gap", "Trainer and sampler differ", "nats per sampled token", mean=True),
+    metric("gap_max", "Trainer and sampler differ at most", "nats", "steps", mean=True),
+    metric("ratio", "Ratio to the sampler", "ratio", mean=True),
+    metric("clip_fraction", "Clipped tokens, share", "share", mean=True),
+)
+"""Metrics of a policy trained on rewards."""
 EARLIER: Sequence[Metric] = (*OF_TEACHER[1:3], *OF_ANSWERS[1:5], *OF_TEACHER[3:], *OF_ANSWERS[5:])
 """Metrics of a run whose start event lists none; those in its events are shown."""

@@ -352,6 +352,22 @@ class SampleEvent(CommonFields):
     source: NotRequired[Annotated[PromptSource, of("where the prompt is from")]]
 
 
+class RolloutEvent(CommonFields):
+    """The answers of a step of `unfreeze grpo`, sampled and graded directly before it."""
+
+    kind: Literal["rollout"]
+    reward: Annotated[Real | None, of("mean", "of the answers with a reward")]
+    parts: Annotated[dict[AnyText, Real | None], of("mean", "of each part of the reward")]
+    groups: Annotated[Int, of("groups", "prompts answered, also those that were replaced")]
+    signal: Annotated[Int, of("groups", "whose answers have different rewards")]
+    answers: Annotated[Int, of("answers", "sampled")]
+    tokens: Annotated[Int, of("tokens", "sampled")]
+    cut: Annotated[Real, of("share, 0 to 1", "answers that reached the longest length")]
+    outcomes: Annotated[dict[AnyText, Int], of("answers", "with a reward (ok), or why without one")]
+    seconds: Annotated[Real, of("seconds", "duration of the sampling")]
+    grading_seconds: Annotated[Real, of("seconds", "duration of the grading")]
+
+
 class OnPolicyEvent(CommonFields):
     """A distillation step on the student's own answers, sampled directly before it."""
 
@@ -479,6 +495,7 @@ Event = (
     | EvalEvent
     | SampleEvent
     | OnPolicyEvent
+    | RolloutEvent
     | GapEvent
     | ReceiptEvent
     | SaveEvent

@@ -76,6 +76,7 @@ class Encoding(TypedDict, total=False):
     turns: Turns
     reasoning: Reasoning
     answers: Answers
+    room: int
 
 
 def encode(
@@ -126,7 +127,7 @@ def encode(
 
     # training rows and held-out rows
     stream, look = None, None
-    windows = in_windows(run, data, training)
+    windows = options.get("answers") != "asked" and in_windows(run, data, training)
     if windows and data.validation:
         look = group.on_rank0(lambda: Repeated([Path(name) for name in data.held_out], data.columns))
     if windows:
@@ -325,7 +326,7 @@ def document_tokens(encoding: Encoding, tokens: int) -> int:
 
     There a micro-batch must hold two answers: both of a pair, or a labelled one and another to compare with.
     """
-    return tokens if encoding.get("answers", "taught") == "taught" else tokens // 2
+    return tokens // 2 if encoding.get("answers", "taught") in ("pairs", "labels") else tokens
 
 
 def sequence_length(data: Data, tokens: int, max_positions: int) -> int:

@@ -244,6 +244,7 @@ def open_job(
     setup = opened(config, parts, common, device, group, folder, dtype, start)
     rows = encoded(setup)
     refuse_changed_rows(setup, rows)
+    parts.rows_check(setup, rows)
     plan, model = planned(setup, rows)
     if plans is not None:
         plans.append(plan)

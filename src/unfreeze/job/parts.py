@@ -10,6 +10,7 @@ from unfreeze.core.command import Common
 from unfreeze.core.metrics import OF_TOKENS
 from unfreeze.core.schema import Metric
 from unfreeze.job.data import Encoding
+from unfreeze.job.planning.plan import Answering
 from unfreeze.job.source import encoded_rows
 from unfreeze.job.trained import Trained
 from unfreeze.job.watch.spikes import spike_guard
@@ -47,8 +48,9 @@ class Parts:
     judge         (the run) -> judge that can refuse an update. Default: refuse a loss (in nats) or a gradient
                   norm far above those of earlier steps. Override it for a loss without a usual level, such
                   as a policy gradient's
-    answers       True if the model answers the prompts of a micro-batch before it trains on them; the plan
-                  has its cache
+    answers       (tokens of a micro-batch, of a mean document, of the longest) -> answers sampled at once, if
+                  the model answers prompts before it trains on them; the plan has their cache
+    rows_check    (setup, rows) -> raises for rows that the recipe cannot take, before any weight is loaded
     plan_check    raises ConfigError for a plan that the recipe cannot train with
     start_lines   lines shown at the start, after model, memory and trained weights
     """
@@ -66,6 +68,7 @@ class Parts:
     source: Callable[[Setup, EncodedData, Placed, Cursor | None], Source] = encoded_rows
     metrics: Sequence[Metric] = OF_TOKENS
     judge: Callable[[Job], Judge] = spike_guard
-    answers: bool = False
+    answers: Answering | None = None
+    rows_check: Callable[[Setup, EncodedData], None] = lambda setup, rows: None
     plan_check: Callable[[Plan], None] = lambda plan: None
     start_lines: Sequence[str] = ()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from unfreeze.job.data import batches_in
 from unfreeze.job.opening.device import say
+from unfreeze.parallel.answers import Answers
 from unfreeze.teach.on_policy import OnPolicy, OwnAnswers
 from unfreeze.teach.second import Beginning
 
@@ -54,6 +55,11 @@ def own_answers(
 
     source, step = encoded_rows(setup, rows, at, start), setup.folder.step
     return OwnAnswers(source, on_policy, at.speaker.engine, step=step, group=setup.group, tell=tell)
+
+
+def documents_answered(tokens: int, each: int, longest: int) -> Answers:
+    """A row of the cache for each document of a micro-batch, and at most its positions."""
+    return Answers(max(1, tokens // max(1, each)), max(tokens, longest))
 
 
 def with_second(setup: Setup, rows: EncodedData, at: Placed, source: Source, steps: int) -> Source:

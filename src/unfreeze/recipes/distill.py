@@ -21,7 +21,7 @@ from unfreeze.job.end.folder import typed
 from unfreeze.job.opening.device import say
 from unfreeze.job.parts import Parts
 from unfreeze.job.planning.residency import refuse_answers
-from unfreeze.job.source import own_answers
+from unfreeze.job.source import documents_answered, own_answers
 from unfreeze.recipes import sft
 from unfreeze.teach.address import is_url, refuse_while_training
 from unfreeze.teach.chosen import teacher_of
@@ -69,7 +69,10 @@ def parts(config: Config) -> Parts:
     if settings.on_policy:
         on_policy = OnPolicy(settings.on_policy, settings.answer_temperature, config.seed)
         result = replace(
-            result, source=partial(own_answers, on_policy), answers=True, plan_check=refuse_answers
+            result,
+            source=partial(own_answers, on_policy),
+            answers=documents_answered,
+            plan_check=refuse_answers,
         )
     return result if settings.gamma is None else replace(result, heldout=_of_both)
 

@@ -89,6 +89,7 @@ def encode_files(
     on_bad_row: Literal["error", "skip"] = "error",
     columns: Sequence[str] = (),
     answers: Answers = "taught",
+    room: int = 0,
     held_bytes: int = HELD_BYTES,
     store: Store | None = None,
     workers: int | None = None,
@@ -99,6 +100,7 @@ def encode_files(
     See Encoder for how a row becomes examples. Rows without a supervised token left are dropped and counted
     in stats. A bad row raises DataError, or is counted with on_bad_row "skip".
     columns: the files' own names for a row's fields (rows/columns.py). answers: how rows are used.
+    room: of rows that are asked, tokens of the longest answer.
     store: where to keep tokens. None: in memory, or read on demand if the files total more than `held_bytes`.
     The result is the same.
     workers: number of encoding processes (workers.py). 0: only this one; None: one per core if that pays off.
@@ -122,6 +124,7 @@ def encode_files(
         reasoning,
         skip,
         answers,
+        room,
     )
     coder = Coder(spec, spec.encoder(tokenizer))
     if store is None:

@@ -20,6 +20,7 @@ from unfreeze.data.rows.files import parser, raw_rows, refused
 from unfreeze.data.rows.row import BadRow, RowPlace
 from unfreeze.data.store.account import Account, Stats
 from unfreeze.data.store.examples import Columns, checksum_of
+from unfreeze.data.tokens.asked import Asking
 from unfreeze.data.tokens.compared import Comparing
 from unfreeze.data.tokens.masks import Encoder
 
@@ -51,8 +52,9 @@ class Spec:
     reasoning: Any
     skip: bool
     answers: Any = "taught"
+    room: int = 0
 
-    def encoder(self, tokenizer: Any) -> Encoder | Comparing:
+    def encoder(self, tokenizer: Any) -> Encoder | Comparing | Asking:
         encoder = Encoder(
             tokenizer,
             self.sequence_length,
@@ -61,6 +63,8 @@ class Spec:
             turns=self.turns,
             reasoning=self.reasoning,
         )
+        if self.answers == "asked":
+            return Asking(encoder, self.room)
         return encoder if self.answers == "taught" else Comparing(encoder, self.answers)
 
 
@@ -123,7 +127,7 @@ def batches(paths: Sequence[Path], columns: Sequence[str] = ()) -> Iterator[RowB
 class Coder:
     """Encodes batches in one process."""
 
-    def __init__(self, spec: Spec, encoder: Encoder | Comparing):
+    def __init__(self, spec: Spec, encoder: Encoder | Comparing | Asking):
         self.encoder = encoder
         self._paths, self.columns, self._skip = [*map(Path, spec.paths)], spec.columns, spec.skip
         self._answers = spec.answers

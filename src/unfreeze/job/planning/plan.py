@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,10 +35,15 @@ if TYPE_CHECKING:
     from unfreeze.adapters import LoraConfig
     from unfreeze.checkpoint import Manifest
     from unfreeze.models import Decoder, Shape
+    from unfreeze.parallel.answers import Answers
     from unfreeze.parallel.plan import Plan, PlannedModel, Work
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.teach.second import Second
     from unfreeze.train.run import Run
+
+
+Answering = Callable[[int, int, int], "Answers"]
+"""(tokens of a micro-batch, of a mean document, of the longest) -> answers that are sampled at once."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Planning:
     processes: int = 1
     longest: int | None = None
     second: Second | None = None
-    answers: bool = False
+    answers: Answering | None = None
 
     def layouts(self) -> list[Layout]:
         """Layouts that the config allows, fastest first. Raises ConfigError for an impossible setting."""
@@ -117,7 +122,6 @@ class Planning:
     @cached_property
     def _work(self) -> Work:
         from unfreeze.adapters.snapshot import COPY_BYTES
-        from unfreeze.parallel.answers import Answers
         from unfreeze.parallel.plan import work_of
 
         config, tokens = self.config, self.config.tokens_per_micro_batch
@@ -127,9 +131,8 @@ class Planning:
         if self.second is not None:
             own = self.model.dtype, self.device, self.trained.lora is None
             aside = self.second.aside(Beside(self.start, tokens, longest, *own))
-        # the cache has a row per document, and at most the positions of a micro-batch (teach/on_policy.py)
         each = sum(self.lengths) // len(self.lengths) if self.lengths else longest
-        answers = Answers(max(1, tokens // max(1, each)), max(tokens, longest)) if self.answers else None
+        answers = self.answers(tokens, each, longest) if self.answers else None
         return work_of(
             self.model,
             tokens=tokens,

@@ -208,7 +208,7 @@ def rows_used(
             # bad rows are counted by data.encode_files, not here
             for row in read_rows(Path(data[source]), lambda bad: None, columns, answers):
                 if row.row in missing:
-                    rows[source, row.row] = row if answers == "taught" else row.answers[0]
+                    rows[source, row.row] = row.answers[0] if answers in ("pairs", "labels") else row
                     missing.remove(row.row)
                 if not missing:
                     break
@@ -222,6 +222,8 @@ def prompt_of(row: Row, tokenizer: Tokenizer) -> Prompt:
     """
     from unfreeze.data import Conversation, encode_chat, encode_prompt
 
+    if isinstance(row, Conversation) and row.columns:  # asked: all its messages are the prompt
+        return Prompt(_shown(row.messages[-1]), encode_chat(tokenizer, row.messages, row.tools))
     if not isinstance(row, Conversation):
         opening = " ".join(row.text.split()[:WORDS])
         return Prompt(opening, encode_prompt(tokenizer, opening))

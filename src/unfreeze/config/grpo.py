@@ -1,0 +1,211 @@
+"""Fields of `unfreeze grpo`: those of sft, the answers of a step, their reward, and the loss of a policy."""
+
+# A Config is frozen, so its fields may be of narrower types; pyright takes every attribute for mutable.
+# pyright: reportIncompatibleVariableOverride=false
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from unfreeze.config import sft
+from unfreeze.config.parse import Files, Folder, Frozen
+from unfreeze.core.field import about
+
+ADAPTER_RATE, ALL_RATE = 5e-4, 1e-6
+
+
+class Rollout(Frozen):
+    """The answers that the model samples in a step."""
+
+    prompts_per_step: int = Field(
+        default=16,
+        ge=1,
+        description="prompts of a step; each gets a group of answers",
+        json_schema_extra=about("Answers", alias="prompts_per_step", first=True),
+    )
+    answers: int = Field(
+        default=8,
+        ge=1,
+        description="answers to each prompt; their rewards are compared with each other",
+        json_schema_extra=about("Answers", alias="answers", first=True),
+    )
+    max_new_tokens: int = Field(
+        default=128,
+        ge=1,
+        description="most tokens of an answer",
+        json_schema_extra=about("Answers", alias="max_new_tokens", first=True),
+    )
+    temperature: float = Field(
+        default=1.0,
+        gt=0,
+        description="of the sampling; the loss uses the same. top-k and top-p are never used in training",
+        json_schema_extra=about("Answers", alias="temperature"),
+    )
+    cut: Literal["mask", "score"] = Field(
+        default="mask",
+        description="answers that reach max_new_tokens: mask leaves them out of their group, score grades"
+        " them",
+        json_schema_extra=about("Answers"),
+    )
+    resample: int = Field(
+        default=1,
+        ge=0,
+        description="times that groups with equal rewards are replaced by other prompts of the same step",
+        json_schema_extra=about("Answers"),
+    )
+    replay: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description=(
+            "training passes choose the experts that the sampler chose. auto: for a mixture of experts in"
+            " bfloat16, where rounding changes choices"
+        ),
+        json_schema_extra=about("Answers"),
+    )
+    held_out_answers: int = Field(
+        default=4,
+        ge=1,
+        description="answers to each held-out prompt at a validation, with the same seeds each time",
+        json_schema_extra=about("Answers"),
+    )
+    at_once: int = Field(
+        default=0,
+        ge=0,
+        description="answers sampled at the same time; 0: as many as memory holds",
+        json_schema_extra=about("Answers", computes=False),
+    )
+
+
+class Grading(Frozen):
+    """Processes that run the reward function."""
+
+    seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="longest time for one answer's reward",
+        json_schema_extra=about("Reward"),
+    )
+    processes: int = Field(
+        default=0,
+        ge=0,
+        description="grading processes; 0: one for each core, at most four",
+        json_schema_extra=about("Reward", computes=False),
+    )
+    failing: float = Field(
+        default=0.2,
+        gt=0,
+        le=1,
+        description="largest share of a step's answers without a reward (an error, a time-out); above it the"
+        " run stops",
+        json_schema_extra=about("Reward"),
+    )
+    network: bool = Field(
+        default=False,
+        description="let the reward function use the network",
+        json_schema_extra=about("Reward"),
+    )
+
+
+class Policy(Frozen):
+    """The loss (formulas: objectives/policy.py, objectives/ratios.py, rollout/groups.py)."""
+
+    like: str = Field(
+        default="",
+        description="settings of another trainer: trl, verl, nemo, slime, skyrl, openrlhf, prime-rl, tinker"
+        " or nanochat",
+        json_schema_extra=about("Policy", alias="like", first=True),
+    )
+    baseline: Literal["mean", "leave-one-out", "ema", "greedy"] = Field(
+        default="mean",
+        description="subtracted from a reward: mean of its group, of its other answers, of earlier steps, or"
+        " the greedy answer's reward",
+        json_schema_extra=about("Policy", alias="baseline"),
+    )
+    scale: Literal["group", "batch", "none"] = Field(
+        default="none",
+        description="advantages are divided by the rewards' standard deviation in a group, in a step, or not",
+        json_schema_extra=about("Policy", alias="scale"),
+    )
+    per: Literal["tokens", "answers", "constant"] = Field(
+        default="tokens",
+        description="mean over: all tokens of a step, the tokens of each answer, or max_new_tokens",
+        json_schema_extra=about("Policy", alias="per"),
+    )
+    kl: Literal["k1", "k2", "k3"] = Field(
+        default="k3",
+        description="estimator of the distance to the model as it began",
+        json_schema_extra=about("Policy", alias="kl"),
+    )
+    beta: float = Field(
+        default=0.0,
+        ge=0,
+        description="weight of that distance; 0: none. 0.001 to 0.04 keep answers near the start",
+        json_schema_extra=about("Policy", alias="beta"),
+    )
+
+
+class Data(sft.Data):
+    """Rows with prompts; further columns go to the reward function."""
+
+    files: Files = Field(
+        min_length=1,
+        description=(
+            "files of rows with a prompt (.jsonl .json .csv .parquet .arrow; prompt, question, instruction,"
+            " or messages). An answer in the row is not shown to the model; every column goes to the reward"
+        ),
+        json_schema_extra=about("Model and data", alias="data", first=True),
+    )
+    truncation: Literal["error", "drop"] = Field(
+        default="error",
+        description="prompts that leave no room for an answer within sequence_length: stop, or drop the row",
+        json_schema_extra=about("How long", was="truncation"),
+    )
+
+
+class Optimizer(sft.Optimizer):
+    """Optimizer with default learning rates for rewards, and a constant schedule."""
+
+    learning_rate: float = Field(
+        default=ADAPTER_RATE, gt=0, description="peak learning rate; with train = all the default is 1e-6"
+    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="constant",
+        description="decay of the learning rate after warm-up",
+        json_schema_extra=about("Learning", was="schedule"),
+    )
+
+
+class Config(sft.Config):
+    """All fields of a run with rewards."""
+
+    reward: Folder = Field(
+        default="",
+        description="Python file with reward(prompt, completion, **row) -> number or dict of parts;"
+        " my.py:name picks another function",
+        json_schema_extra=about("Reward", first=True),
+    )
+    data: Data
+    optimizer: Optimizer = Optimizer()
+    rollout: Rollout = Rollout()
+    grading: Grading = Grading()
+    policy: Policy = Policy()
+
+    @classmethod
+    def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """As in sft, with the learning rate of a policy."""
+        if not fields.get("reward"):
+            raise ValueError("reward is missing: give --reward my.py, a file with a function reward")
+        if fields.get("rollout.answers", 8) == 1 and fields.get("policy.baseline", "mean") in (
+            "mean",
+            "leave-one-out",
+        ):
+            raise ValueError(
+                "answers = 1: a group of one has nothing to compare its reward with; give --answers 8, or"
+                " --baseline ema"
+            )
+        if fields.get("policy.like"):
+            own = [f"policy.{name}" for name in Policy.model_fields if name != "like"]
+            if both := [name for name in own if name in fields]:
+                raise ValueError(f"policy.like sets {', '.join(both)}: give only one of them")
+        rate = ALL_RATE if fields.get("train") == "all" else ADAPTER_RATE
+        return super().completed({"optimizer.learning_rate": rate, **fields})

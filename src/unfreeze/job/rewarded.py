@@ -1,0 +1,227 @@
+"""A run with rewards: its graders, the source of its steps, its loss, and the measure of held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from unfreeze.config.grpo import Config
+from unfreeze.core.errors import ConfigError
+from unfreeze.job.opening.device import say
+from unfreeze.rollout.like import LIKE, Preset
+from unfreeze.rollout.user_code import user_code
+from unfreeze.teach.reference import AsBegun
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from unfreeze.core.batch import Batch, Loss
+    from unfreeze.data import Cursor
+    from unfreeze.generate.engine import Engine
+    from unfreeze.job.setup import EncodedData, Placed, Setup
+    from unfreeze.kernels.linear_cross_entropy import Words
+    from unfreeze.models import Decoder
+    from unfreeze.parallel.answers import Answers
+    from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.rollout.graders import Graders
+    from unfreeze.rollout.held_out import Rewarded
+    from unfreeze.rollout.prompts import Rows
+    from unfreeze.rollout.rollouts import Rolled, Rollouts
+    from unfreeze.teach.second import Second
+
+
+class Rewarding:
+    """The parts of a run whose loss comes from rewards.
+
+    words   that the sampler draws from; known once the engine is there
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.codes = user_code(config.reward)
+        self.words: Words | None = None
+        self.engine: Engine | None = None
+        self.graders: Graders | None = None
+
+    @cached_property
+    def preset(self) -> Preset:
+        """Advantage and loss: those of `like`, or of the single fields."""
+        from unfreeze.objectives.policy import Settings
+        from unfreeze.rollout.groups import Advantage
+
+        policy = self.config.policy
+        if policy.like:
+            return LIKE[policy.like]
+        constant = float(self.config.rollout.max_new_tokens)
+        settings = Settings(per=policy.per, constant=constant, kl=policy.kl, beta=policy.beta)
+        return Preset(
+            Advantage(policy.baseline, policy.scale), settings, "begun" if policy.beta else "none", ""
+        )
+
+    def objective(
+        self, hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, *, reference: Any = None
+    ) -> Loss:
+        """Loss of a step's answers (objectives/policy.py)."""
+        from unfreeze.objectives.policy import policy, sampler_log_p
+
+        if self.preset.reference == "sampler":
+            reference = sampler_log_p
+        return policy(hidden_TD, lm_head, batch, self.preset.policy, reference=reference, words=self.words)
+
+    def second(self) -> Second | None:
+        """The model as it began, for KL; None without it."""
+        from unfreeze.objectives.log_p import token_log_p
+
+        if self.preset.reference != "begun":
+            return None
+        config = self.config
+        kind = "copy" if config.lora is None else "adapters" if config.adapter else "base"
+
+        def measure(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Tensor:
+            return token_log_p(hidden_TD, lm_head, batch, words=self.words)
+
+        def minimise(reference: Any) -> Any:
+            return partial(self.objective, reference=reference)
+
+        beta = self.preset.policy.beta
+        return AsBegun(kind, minimise, loss=f"KL {self.preset.policy.kl}, beta {beta:g}", measure=measure)
+
+    def check(self, setup: Setup, rows: EncodedData) -> None:
+        """Start the graders in process 0, and refuse rows that the reward cannot take, before any weight is
+        loaded."""
+        from unfreeze.rollout.graders import Graders, Limits
+
+        grading, data = self.config.grading, setup.config.data
+        self._rows(data.files)
+
+        def start() -> None:
+            limits = Limits(seconds=grading.seconds, network=grading.network)
+            self.graders = Graders(self.config.reward, limits, count=grading.processes, say=say(setup.common))
+            self.graders.check(self._rows(data.files))
+            if data.held_out:
+                self.graders.check(self._rows(data.held_out))
+
+        setup.group.on_rank0(start)
+        self.held_out = rows.dataset.validation
+        self.held_out_files = data.held_out or data.files
+
+    def source(self, setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None) -> Rollouts:
+        """The steps: prompts in shuffled order, answers of the model as it is."""
+        from unfreeze.data.packing.order import Shuffled
+        from unfreeze.kernels.linear_cross_entropy import Words
+        from unfreeze.rollout.rollouts import Rollouts, Settings
+
+        config, rollout = self.config, self.config.rollout
+        engine = self.engine = at.speaker.engine
+        self.words = Words(engine.num_ids, rollout.temperature)
+        digest = "-".join(code.digest for code in self.codes)
+        if start is not None and start.get("reward") != digest:
+            raise ConfigError(
+                f"cannot resume: {config.reward} has changed since this run began, so rewards would mean"
+                " something else",
+                next="restore the file, or start a new run with another --out",
+            )
+        bf16 = at.model.dtype.itemsize == 2
+        replay = bf16 and bool(at.model.moe_layers()) if rollout.replay == "auto" else rollout.replay == "on"
+        settings = Settings(
+            prompts=rollout.prompts_per_step,
+            answers=rollout.answers,
+            new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            score_cut=rollout.cut == "score",
+            resample=rollout.resample,
+            replay=replay,
+            at_once=rollout.at_once,
+            failing=config.grading.failing,
+            micro_batch=config.tokens_per_micro_batch,
+            advantage=self.preset.advantage,
+            per=self.preset.policy.per,
+            about={"reward": digest},
+        )
+        examples = rows.dataset.examples
+        tell = partial(self._tell, setup, at)
+        return Rollouts(
+            engine,
+            examples,
+            self._rows(setup.config.data.files).of,
+            self.grade,
+            settings,
+            order=Shuffled(len(examples), config.seed),
+            seed=config.seed,
+            group=setup.group,
+            tell=tell,
+            start=start,
+        )
+
+    def grade(self, answers: Sequence[Any]) -> list[Any]:
+        """Rewards of (row, text); in process 0 only."""
+        assert self.graders is not None
+        return self.graders.grade(answers)
+
+    def heldout(
+        self, model: Decoder, batches: Iterable[Batch], group: Group, *, objective: object
+    ) -> Rewarded:
+        """Mean reward of several answers to each held-out prompt (rollout/held_out.py)."""
+        from unfreeze.rollout.held_out import rewarded
+
+        assert self.engine is not None and self.held_out is not None
+        rollout = self.config.rollout
+        return rewarded(
+            self.engine,
+            self.held_out,
+            self._rows(self.held_out_files).of,
+            self.grade,
+            group,
+            answers=rollout.held_out_answers,
+            new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            seed=self.config.seed,
+            at_once=rollout.at_once,
+        )
+
+    def answers(self, tokens: int, each: int, longest: int) -> Answers:
+        """Rows and positions of the cache while a step is sampled (generate/engine.py)."""
+        from unfreeze.parallel.answers import Answers
+
+        rollout = self.config.rollout
+        rows = rollout.prompts_per_step * rollout.answers
+        rows = min(rows, rollout.at_once or rows)
+        prompts = min(rollout.prompts_per_step, 2 * -(-rows // rollout.answers))
+        prompt = max(1, longest - rollout.max_new_tokens)
+        return Answers(rows, rows * rollout.max_new_tokens + prompts * prompt)
+
+    def _tell(self, setup: Setup, at: Placed, rolled: Rolled) -> None:
+        """Write a step's event and its rollout file."""
+        from unfreeze.rollout.rollouts import counted
+
+        setup.folder.events.emit("rollout", rolled.step, **counted(rolled))
+
+    @cached_property
+    def _read(self) -> dict[tuple[str, ...], Rows]:
+        return {}
+
+    def _rows(self, files: Sequence[str]) -> Rows:
+        """The rows of these files, read once."""
+        from unfreeze.rollout.prompts import Rows
+
+        name = tuple(files)
+        if name not in self._read:
+            self._read[name] = Rows(files, self.config.data.columns)
+        return self._read[name]
+
+
+def lines_of(preset: Preset, config: Config) -> list[str]:
+    """Lines of the start: how answers are rewarded and what is minimised."""
+    rollout, policy, advantage = config.rollout, preset.policy, preset.advantage
+    loss = [policy.loss, f"advantage: reward less {advantage.baseline}"]
+    loss += [f"over the spread of the {advantage.scale}"] * (advantage.scale != "none")
+    loss += [f"KL {policy.kl}, beta {policy.beta:g}"] * bool(policy.beta)
+    lines = [
+        f"answers: {rollout.prompts_per_step} prompts × {rollout.answers} a step, at most"
+        f" {rollout.max_new_tokens} tokens; reward: {config.reward}",
+        f"loss: {', '.join(loss)}, per {policy.per}",
+    ]
+    if config.policy.like:
+        lines.append(f"like {config.policy.like}: {preset.differs}")
+    return lines

@@ -1,0 +1,116 @@
+"""Rewards of held-out prompts: k answers to each, with the same seeds at every validation.
+
+    avg@k   mean reward of all answers
+    pass@k  share of prompts with an answer whose reward is at least 1
+
+Intervals are the 2.5 and 97.5 % quantiles of the mean over prompts drawn with replacement (bootstrap, Efron
+1979). Answers that were cut are graded like others: a model that never ends does not look better.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unfreeze.core.draws import number
+from unfreeze.data.store.examples import Example, Examples
+from unfreeze.data.tokens.asked import prompt_of
+from unfreeze.evaluate.by_row import ByRow
+
+if TYPE_CHECKING:
+    from unfreeze.data.rows.row import Conversation
+    from unfreeze.generate.engine import Engine
+    from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.rollout.rollouts import Grade
+
+DRAWS = 2000
+SOLVED = 1.0
+HELD_OUT = 2**32 - 1
+"""In place of a step's number in the seeds of held-out answers."""
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """mean, solved: per prompt [R]. loss: minus the mean reward; the lowest is the best save."""
+
+    mean_R: np.ndarray
+    solved_R: np.ndarray
+    tokens: int
+    failed: int
+
+    @property
+    def loss(self) -> float:
+        return -float(self.mean_R.mean())
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        low, high = interval(self.mean_R)
+        return {
+            "loss": self.loss,
+            "reward": -self.loss,
+            "reward_low": low,
+            "reward_high": high,
+            "solved": float(self.solved_R.mean()),
+            "length": self.tokens / max(1, len(self.mean_R)),
+            "failed": float(self.failed),
+        }
+
+    @property
+    def by_row(self) -> ByRow:
+        ones = np.ones(len(self.mean_R), dtype=np.float32)
+        values = {"loss": -self.mean_R, "reward": self.mean_R, "solved": self.solved_R}
+        return ByRow({name: (each.astype(np.float32), ones) for name, each in values.items()})
+
+
+def interval(values_R: np.ndarray, draws: int = DRAWS) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the mean."""
+    picks = np.random.default_rng(0).integers(0, len(values_R), (draws, len(values_R)))
+    low, high = np.quantile(values_R[picks].mean(1), (0.025, 0.975))
+    return float(low), float(high)
+
+
+def rewarded(
+    engine: Engine,
+    examples: Examples,
+    row_of: Callable[[Example], Conversation],
+    grade: Grade,
+    group: Group,
+    *,
+    answers: int,
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    at_once: int = 0,
+) -> Rewarded:
+    """Answer and grade all held-out prompts, shared by the processes. Without a reward an answer counts 0."""
+    from unfreeze.generate.sampling import Sampling
+
+    places = list(range(len(examples)))
+    own = places if group.lockstep else group.share(places)
+    kept = [examples[place] for place in own]
+    seeds = tuple(number(seed, HELD_OUT, place, answer) for place in own for answer in range(answers))
+    sampling = Sampling(new_tokens, temperature=temperature, n=answers, seeds=seeds)
+    done = (
+        engine.generate([prompt_of(each) for each in kept], sampling, max_rows=at_once or None) if own else []
+    )
+    said = [[each.text, len(each.tokens)] for each in done]
+    texts = {place: said[answers * i : answers * (i + 1)] for i, place in enumerate(own)}
+    if not group.lockstep and group.size > 1:
+        every = [json.loads(text) for text in group.texts(json.dumps(list(texts.items())))]
+        texts = {place: each for part in every for place, each in part}
+    asked = [(row_of(examples[place]), text) for place in places for text, _ in texts[place]]
+    rewards = group.on_rank0(lambda: [each.reward for each in grade(asked)])
+    if group.size > 1:
+        rewards = json.loads(group.of_first(json.dumps(rewards).encode()))
+    grades = np.array([np.nan if each is None else each for each in rewards or []], dtype=np.float64)
+    by_prompt = np.nan_to_num(grades).reshape(len(places), answers)
+    tokens = sum(length for each in texts.values() for _, length in each)
+    solved_R = (by_prompt >= SOLVED).any(1).astype(np.float64)
+    return Rewarded(by_prompt.mean(1), solved_R, tokens // answers, int(np.isnan(grades).sum()))
+
+
+__all__: Sequence[str] = ("Rewarded", "interval", "rewarded")

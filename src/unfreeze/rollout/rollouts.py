@@ -1,0 +1,336 @@
+"""The Source of a run with rewards: prompts, a group of answers to each, rewards, advantages, micro-batches.
+
+A step is on-policy: its answers come from the weights that it updates. It depends only on (seed, step), the
+place in the order of prompts, and the weights, so a resumed run samples what an uninterrupted one does. Every
+process samples its share of the groups, process 0 grades, and all get the same micro-batches.
+
+P groups, G answers to each prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unfreeze.core.draws import number
+from unfreeze.core.errors import ConfigError
+from unfreeze.data.packing.batches import pack
+from unfreeze.data.packing.order import Order
+from unfreeze.data.packing.packers import first_fit
+from unfreeze.data.packing.source import Cursor, Step
+from unfreeze.data.store.examples import Example, Examples
+from unfreeze.data.tokens.asked import prompt_of
+from unfreeze.generate.sampling import Sampling
+from unfreeze.objectives.policy import Per
+from unfreeze.rollout.groups import Advantage, Groups, advantages, divided, next_average, rewards_of
+from unfreeze.rollout.reward import Graded, outcomes, refuse_failures
+from unfreeze.rollout.routes import with_routes
+from unfreeze.rollout.sampled import Sampled, as_text, of_text
+
+if TYPE_CHECKING:
+    from unfreeze.core.batch import Batch
+    from unfreeze.data.rows.row import Conversation
+    from unfreeze.generate.engine import Engine
+    from unfreeze.parallel.processes.collectives import Group
+
+CUT = ("length", "window")
+"""Stop reasons of an answer that did not end by itself."""
+SILENT_STEPS = 3
+"""First steps that may all have no group with a signal."""
+
+Grade = Callable[[Sequence[tuple["Conversation", str]]], list[Graded]]
+"""(row, text of an answer) of many answers -> their rewards."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sampling and grading of a step.
+
+    prompts, answers  P and G
+    new_tokens        of an answer, at most
+    score_cut         grade answers that were cut; else they are left out of their group
+    resample          times that groups with equal rewards get other prompts
+    replay            keep the chosen experts for the training pass
+    at_once           answers sampled at the same time; 0: as many as memory holds
+    failing           largest share of answers without a reward
+    micro_batch       tokens of a training pass
+    about             further entries of the cursor
+    """
+
+    prompts: int
+    answers: int
+    new_tokens: int
+    temperature: float = 1.0
+    score_cut: bool = False
+    resample: int = 1
+    replay: bool = False
+    at_once: int = 0
+    failing: float = 0.2
+    micro_batch: int = 4096
+    advantage: Advantage = field(default_factory=Advantage)
+    per: Per = "tokens"
+    about: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass
+class Answers:
+    """The answers to one prompt, with their rewards."""
+
+    example: Example
+    row: Conversation
+    sampled: list[Sampled]
+    graded: list[Graded] = field(default_factory=list[Graded])
+    greedy: Graded | None = None
+
+    def rewards(self) -> list[float | None]:
+        """The rewards; None for an answer that is left out."""
+        return [each.reward for each in self.graded]
+
+
+@dataclass(frozen=True)
+class Rolled:
+    """A step's groups with their advantages, and the seconds of sampling and grading."""
+
+    step: int
+    answers: list[Answers]
+    groups: Groups
+    sampling: float
+    grading: float
+
+
+Tell = Callable[[Rolled], None]
+"""Called on every process with each step's answers, before it trains on them."""
+
+
+class Rollouts:
+    """examples: prompts with room for an answer (data/tokens/asked.py); row_of: an example's row."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        examples: Examples,
+        row_of: Callable[[Example], Conversation],
+        grade: Grade,
+        settings: Settings,
+        *,
+        order: Order,
+        seed: int,
+        group: Group,
+        tell: Tell,
+        start: Cursor | None = None,
+    ):
+        self.engine, self.examples, self.row_of, self.grade = engine, examples, row_of, grade
+        self.settings, self.order, self.seed, self.group, self.tell = settings, order, seed, group, tell
+        begun: Cursor = start or {"step": 0, "taken": 0, "average": None, "silent": 0}
+        self.step, self.taken = int(begun["step"]), int(begun["taken"])
+        self.average: float | None = begun["average"]
+        self.silent = int(begun["silent"])  # steps from the first on without a signal; -1: one had some
+        self._epoch: tuple[int, list[int]] = (-1, [])
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        with self.engine.model.looking():
+            rolled = self.rolled()
+        self.refuse(rolled)
+        self.tell(rolled)
+        batches = micro_batches(rolled, self.settings)
+        self.average = next_average(self.average, _rewards(rolled.answers), self.settings.advantage.decay)
+        self.step += 1
+        passes = self.taken / len(self.examples)
+        return batches, {
+            "step": self.step,
+            "taken": self.taken,
+            "average": self.average,
+            "silent": self.silent,
+            "passes": passes,
+            **self.settings.about,
+        }
+
+    def len_steps(self, epochs: float) -> int | None:
+        """Return the steps that show every prompt `epochs` times, without resampling."""
+        return max(1, math.ceil(epochs * len(self.examples) / self.settings.prompts))
+
+    def rolled(self) -> Rolled:
+        """Sample and grade the step's groups; those without a signal make room for others, if allowed."""
+        settings, every = self.settings, list[Answers]()
+        seconds = [0.0, 0.0]
+        wanted = settings.prompts
+        for turn in range(1 + settings.resample):
+            new = self._sampled([self._next() for _ in range(wanted)], turn, seconds)
+            every += new
+            wanted = settings.prompts - int(self._groups(every).signal_P.sum())
+            if wanted <= 0:
+                break
+        return Rolled(self.step + 1, every, self._groups(every), *seconds)
+
+    def refuse(self, rolled: Rolled) -> None:
+        """Raise ConfigError if too many rewards failed, or if the first steps had no signal at all."""
+        graded = [each for group in rolled.answers for each in group.graded if each.outcome != "cut"]
+        refuse_failures(graded, self.settings.failing)
+        if self.silent < 0 or bool(rolled.groups.signal_P.any()):
+            self.silent = -1
+            return
+        self.silent += 1
+        if self.silent < SILENT_STEPS:
+            return
+        rewards = {each.reward for each in graded}
+        value = f"all {rewards.pop():g}" if len(rewards) == 1 and None not in rewards else "each equal"
+        raise ConfigError(
+            f"no group of the first {self.silent} steps has answers with different rewards ({value} in the"
+            f" last {len(rolled.answers)} groups): there is nothing to learn from",
+            next="unfreeze reward show my.py --model M --data F --answers 8 shows answers with their rewards;"
+            " take easier prompts, a reward with parts, more --answers, or warm up with unfreeze sft",
+        )
+
+    def _next(self) -> Example:
+        """Return the next prompt of the order."""
+        epoch, place = divmod(self.taken, len(self.examples))
+        if self._epoch[0] != epoch:
+            self._epoch = epoch, self.order(epoch)
+        self.taken += 1
+        return self.examples[self._epoch[1][place]]
+
+    def _sampled(self, examples: Sequence[Example], turn: int, seconds: list[float]) -> list[Answers]:
+        """Sample G answers to each prompt, and grade them. Adds to seconds of (sampling, grading)."""
+        began = time.perf_counter()
+        places = list(range(len(examples)))
+        own = places if self.group.lockstep else self.group.share(places)
+        sampled = self._own([examples[place] for place in own], [(turn, place) for place in own])
+        if not self.group.lockstep and self.group.size > 1:
+            texts = self.group.texts(
+                json.dumps([[place, as_text(each)] for place, each in zip(own, sampled, strict=True)])
+            )
+            by_place = {place: of_text(each) for text in texts for place, each in json.loads(text)}
+            sampled = [by_place[place] for place in places]
+        sampled_at = time.perf_counter()
+        groups = [
+            Answers(example, self.row_of(example), answers)
+            for example, answers in zip(examples, sampled, strict=True)
+        ]
+        self._graded(groups)
+        seconds[0] += sampled_at - began
+        seconds[1] += time.perf_counter() - sampled_at
+        return groups
+
+    def _own(self, examples: Sequence[Example], places: Sequence[tuple[int, int]]) -> list[list[Sampled]]:
+        """Sample G answers to each prompt in this process; with the baseline "greedy", a greedy one last."""
+        settings, G = self.settings, self.settings.answers
+        if not examples:
+            return []
+        prompts = [prompt_of(example) for example in examples]
+        seeds = tuple(number(self.seed, self.step, *place, answer) for place in places for answer in range(G))
+        sampling = Sampling(settings.new_tokens, temperature=settings.temperature, n=G, seeds=seeds)
+        rows = settings.at_once or None
+        done = self.engine.generate(prompts, sampling, max_rows=rows, experts=settings.replay)
+        answers = [Sampled.of(each) for each in done]
+        groups = [answers[first : first + G] for first in range(0, len(answers), G)]
+        if settings.advantage.baseline == "greedy":
+            greedy = self.engine.generate(prompts, Sampling(settings.new_tokens), max_rows=rows)
+            groups = [[*group, Sampled.of(each)] for group, each in zip(groups, greedy, strict=True)]
+        return groups
+
+    def _graded(self, groups: Sequence[Answers]) -> None:
+        """Grade all answers in process 0; the others take its rewards."""
+        asked = [(group.row, each.text) for group in groups for each in group.sampled]
+        graded = self.group.on_rank0(lambda: self.grade(asked)) if asked else []
+        if self.group.size > 1:
+            fields = [each.as_json() for each in graded or []]
+            told = self.group.of_first(json.dumps(fields).encode())
+            graded = [Graded(**each) for each in json.loads(told)]
+        each_graded = iter(graded or [])
+        for group in groups:
+            own = [next(each_graded) for _ in group.sampled]
+            if not self.settings.score_cut:
+                own = [
+                    Graded(None, each.parts, "cut") if answer.stop in CUT else each
+                    for each, answer in zip(own, group.sampled, strict=True)
+                ]
+            if len(own) > self.settings.answers:
+                group.greedy = own.pop()
+                group.sampled.pop()
+            group.graded = own
+
+    def _groups(self, answers: Sequence[Answers]) -> Groups:
+        greedy_P = None
+        if self.settings.advantage.baseline == "greedy":
+            greedy_P = rewards_of([[each.greedy.reward if each.greedy else None for each in answers]])[0]
+        return advantages(_rewards(answers), self.settings.advantage, average=self.average, greedy_P=greedy_P)
+
+
+def _rewards(answers: Sequence[Answers]) -> torch.Tensor:
+    return rewards_of([group.rewards() for group in answers])
+
+
+def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
+    """Return the training passes of a step: its answers with an advantage, packed.
+
+    The divisor is that of all answers with a reward, whatever their advantage (rollout/groups.py: divided).
+    Without any advantage one answer is kept, so that the step has a pass; its gradient is 0.
+    """
+    examples: list[Example] = []
+    chosen: list[Sampled] = []
+    worth: list[float] = []
+    trained = tokens = 0
+    rows = rolled.groups.advantage_PG.tolist()
+    kept = rolled.groups.trained_PG.tolist()
+    for group, advantage_G, trained_G in zip(rolled.answers, rows, kept, strict=True):
+        prompt = prompt_of(group.example)
+        for answer, advantage, trains in zip(group.sampled, advantage_G, trained_G, strict=False):
+            trained += trains
+            tokens += trains * len(answer.tokens)
+            last = not examples and group is rolled.answers[-1] and answer is group.sampled[-1]
+            if advantage or last:
+                weights = [0.0] * len(prompt) + [1.0] * len(answer.tokens)
+                examples.append(Example([*prompt, *answer.tokens], weights, group.example.row))
+                chosen.append(answer)
+                worth.append(advantage)
+
+    lengths = [example.num_tokens for example in examples]
+    placed = first_fit(range(len(examples)), lengths, max(settings.micro_batch, *lengths))
+    batches: list[Batch] = []
+    for batch in range(max(placed) + 1):
+        inside = [i for i, place in enumerate(placed) if place == batch]
+        of = [examples[i] for i in inside]
+        before = [example.num_tokens - example.num_supervised for example in of]
+        extras = {
+            "advantage": [[worth[i]] * lengths[i] for i in inside],
+            "sampler_log_p": [
+                [0.0] * first + chosen[i].log_p for first, i in zip(before, inside, strict=True)
+            ],
+        }
+        batches.append(with_routes(pack(of, extras), [chosen[i].experts for i in inside]))
+    return divided(batches, settings.per, answers=max(1, trained), tokens=max(1, tokens))
+
+
+def counted(rolled: Rolled) -> dict[str, Any]:
+    """Return a step's numbers for its event."""
+    graded = [each for group in rolled.answers for each in group.graded]
+    sampled = [each for group in rolled.answers for each in group.sampled]
+    rewards = [each.reward for each in graded if each.reward is not None]
+    names = sorted({name for each in graded for name in each.parts})
+    parts = {name: _mean([each.parts[name] for each in graded if name in each.parts]) for name in names}
+    tokens = sum(len(each.tokens) for each in sampled)
+    return {
+        "reward": _mean(rewards),
+        "parts": parts,
+        "groups": len(rolled.answers),
+        "signal": int(rolled.groups.signal_P.sum()),
+        "answers": len(sampled),
+        "tokens": tokens,
+        "cut": sum(each.stop in CUT for each in sampled) / max(1, len(sampled)),
+        "outcomes": outcomes(graded),
+        "seconds": rolled.sampling,
+        "grading_seconds": rolled.grading,
+    }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
