@@ -21,6 +21,7 @@ from unfreeze.core.lazy import on_first_use
 if TYPE_CHECKING:
     from unfreeze.api import FinishedRun as FinishedRun
     from unfreeze.api import distill as distill
+    from unfreeze.api import grpo as grpo
     from unfreeze.api import prefer as prefer
     from unfreeze.api import prepare as prepare
     from unfreeze.api import pretrain as pretrain
@@ -35,6 +36,7 @@ __all__ = [
     "Model",
     "__version__",
     "distill",
+    "grpo",
     "load",
     "prefer",
     "prepare",
@@ -46,7 +48,9 @@ _HOME = {
     "load": "unfreeze.generate.model",
     "Model": "unfreeze.generate.model",
     "TINY_K2": "unfreeze.core.built_in",
-    **dict.fromkeys(("FinishedRun", "distill", "prefer", "prepare", "pretrain", "sft"), "unfreeze.api"),
+    **dict.fromkeys(
+        ("FinishedRun", "distill", "grpo", "prefer", "prepare", "pretrain", "sft"), "unfreeze.api"
+    ),
 }
 
 __version__ = "0.1.0"

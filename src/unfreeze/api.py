@@ -32,6 +32,7 @@ from unfreeze.job import job
 from unfreeze.job.end.folder import SAME_CALL
 from unfreeze.job.parts import Parts
 from unfreeze.recipes import distill as distilling
+from unfreeze.recipes import grpo as rewarding
 from unfreeze.recipes import prefer as preferring
 from unfreeze.recipes import pretrain as pretraining
 from unfreeze.recipes import sft as fine_tuning
@@ -198,6 +199,44 @@ def prefer(
     unfreeze.prefer(model="DIR", data=[{"prompt": "…", "chosen": "…", "rejected": "…"}], loss="dpo", beta=0.1)
     """
     return _run(preferring.Config, preferring.parts, "prefer", config, fields, None, on_step, quiet)
+
+
+def grpo(
+    config: str | Path | None = None,
+    *,
+    reward: str | Callable[..., Any] | None = None,
+    on_step: Sequence[OnStep] = (),
+    quiet: bool = False,
+    **fields: Any,
+) -> FinishedRun:
+    """Learn from rewards of the model's own answers, like `unfreeze grpo`. Other arguments as for sft.
+
+    unfreeze.grpo(model="DIR", data=[{"prompt": "2 + 3 =", "answer": "5"}], reward=my_function)
+
+    reward  my_function(prompt, completion, **row) -> number or dict of parts, or "my.py:name". It runs in
+            processes of its own, which read it from its file; one of a notebook is written into the run.
+    """
+    if callable(reward):
+        reward = _reward_file(reward, fields, config)
+    fields = {**fields, **({} if reward is None else {"reward": reward})}
+    return _run(rewarding.Config, rewarding.parts, "grpo", config, fields, None, on_step, quiet)
+
+
+def _reward_file(function: Callable[..., Any], fields: dict[str, Any], file: str | Path | None) -> str:
+    """Return my.py:name for a function; the text of a notebook's function becomes a file of the run."""
+    from unfreeze.rollout.user_code import user_code
+
+    (code,) = user_code(function)
+    path = Path(code.path)
+    if not path.is_file():
+        text = code.text.encode()
+        name = f"reward-{hashlib.sha256(text).hexdigest()[:8]}.py"
+        built = _config(rewarding.Config, {**fields, "reward": name}, "grpo", file)
+        path = built.run_dir / name
+        with writing(built.run_dir, "out"):
+            built.run_dir.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(text)
+    return f"{path}:{code.names[0]}"
 
 
 def prepare(

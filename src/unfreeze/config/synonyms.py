@@ -69,6 +69,12 @@ preference.nll | weight of cross entropy on the chosen answer | rpo_alpha cpo_al
     loss_weights
 preference.desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
 preference.undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
+reward | my.py, a file with a function reward | reward_funcs reward_func reward_function reward_fn
+rollout.answers | answers to each prompt | num_generations group_size n_samples_per_prompt rollout_n
+rollout.max_new_tokens | tokens | max_completion_length max_response_length response_length
+rollout.prompts_per_step | prompts | rollout_batch_size prompts_per_batch
+policy.beta | weight of the KL | kl_coef kl_loss_coef init_kl_coef kl_beta
+policy.scale | group, batch or none | scale_rewards
 """
 _NOT_HERE = """
 ref_model reference_model reference_free sync_ref_model | prefer compares with the starting model; --loss
@@ -131,8 +137,8 @@ kto | prefer also learns from answers with a label |
     unfreeze prefer --loss kto --model MODEL --data FILE
 reward-model | reward models are not built; TRL trains them |
     trl reward --model_name_or_path MODEL --dataset_name DATA
-grpo ppo rl rlhf gspo rloo dapo | reinforcement learning is not built; TRL has it, for a merged model |
-    unfreeze merge RUN --to bf16, then TRL's GRPOTrainer on RUN/merged-bf16
+ppo rl rlhf gspo rloo dapo reinforce | grpo learns from rewards of the model's own answers |
+    unfreeze grpo --model MODEL --data prompts.jsonl --reward my.py
 distillation kd gkd teach | distill learns a teacher's probabilities |
     unfreeze distill --model MODEL --teacher DIR_OR_RUN --data chat.jsonl
 merge-lora fuse bake merge-adapter merge-and-unload | merge writes base and adapter as one checkpoint |
@@ -221,7 +227,11 @@ VALUES = {(field, word): text for field, words, text in _rows(_VALUES) for word 
 """(Last part of a field's name, another tool's value) -> our value or an explanation."""
 
 
-OF = {"distill": ("teacher", "alpha", "temperature"), "prefer": ("loss", "preference.")}
+OF = {
+    "distill": ("teacher", "alpha", "temperature"),
+    "prefer": ("loss", "preference."),
+    "grpo": ("reward", "rollout.", "policy."),
+}
 """Command -> prefixes of the fields in FIELDS that it has and sft does not."""
 
 

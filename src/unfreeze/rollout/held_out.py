@@ -109,7 +109,7 @@ def rewarded(
     grades = np.array([np.nan if each is None else each for each in rewards or []], dtype=np.float64)
     by_prompt = np.nan_to_num(grades).reshape(len(places), answers)
     tokens = sum(length for each in texts.values() for _, length in each)
-    solved_R = (by_prompt >= SOLVED).any(1).astype(np.float64)
+    solved_R = (by_prompt >= SOLVED).max(1).astype(np.float64)
     return Rewarded(by_prompt.mean(1), solved_R, tokens // answers, int(np.isnan(grades).sum()))
 
 
