@@ -1,0 +1,174 @@
+"""`unfreeze grpo` from end to end on packed experts: rewards in processes, held-out prompts, resuming."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import unfreeze
+from unfreeze import cli
+from unfreeze.core.errors import ConfigError, UserError
+
+REWARD = '''
+def reward(prompt, completion, letter="e"):
+    """More of a letter."""
+    return {"letters": completion.count(letter), "length": -0.01 * len(completion)}
+'''
+WORDS = {
+    "steps": 4,
+    "prompts_per_step": 3,
+    "answers": 4,
+    "max_new_tokens": 8,
+    "rollout.cut": "score",
+    "rank": 2,
+    "samples": 0,
+    "dtype": "float32",
+    "learning_rate": 5e-3,
+    "quiet": True,
+}
+
+
+def rows(count: int, first: int = 0) -> list[dict]:
+    return [{"prompt": f"What is {n}?", "letter": "aeiou"[n % 5]} for n in range(first, first + count)]
+
+
+@pytest.fixture
+def my(tmp_path) -> Path:
+    path = tmp_path / "my.py"
+    path.write_text(REWARD)
+    return path
+
+
+@pytest.fixture
+def grpo(my, tmp_path):
+    def run(out="run", **fields):
+        words = {"model": unfreeze.TINY_K2, "data": rows(9), "reward": str(my), "out": tmp_path / out}
+        return unfreeze.grpo(**{**words, **WORDS, **fields})
+
+    return run
+
+
+def adapter(run) -> dict[str, torch.Tensor]:
+    return load_file(run.path / "adapter" / "adapter_model.safetensors")
+
+
+def of_kind(run, kind):
+    return [event for event in run.events if event["kind"] == kind]
+
+
+class Stopped(Exception):
+    pass
+
+
+def stopping_at(step):
+    def stop(state, result):
+        if state.step == step:
+            raise Stopped
+
+    return stop
+
+
+def test_a_run_writes_its_rollouts_and_resumes_to_the_bit(grpo):
+    whole = grpo("whole", **{"save.every": 1})
+    events = of_kind(whole, "rollout")
+    assert [event["step"] for event in events] == [1, 2, 3, 4]
+    assert all(event["answers"] >= 12 and event["parts"].keys() == {"letters", "length"} for event in events)
+    assert all(event["outcomes"] == {"ok": event["answers"]} for event in events)
+    assert all(event["gap_max"] <= 1e-5 for event in of_kind(whole, "train"))
+    assert any(tensor.any() for name, tensor in adapter(whole).items() if "lora_B" in name)
+
+    with pytest.raises(Stopped):
+        grpo("parts", **{"save.every": 1}, on_step=[stopping_at(3)])  # before the third save
+    parts = grpo("parts", **{"save.every": 1})
+    assert all(torch.equal(ours, adapter(parts)[name]) for name, ours in adapter(whole).items())
+    numbers = ("reward", "parts", "tokens", "signal", "cut")
+    again = {event["step"]: event for event in of_kind(parts, "rollout")}
+    assert all(again[event["step"]][name] == event[name] for event in events for name in numbers)
+    other = grpo("other", seed=1)  # control
+    assert any(not torch.equal(ours, adapter(other)[name]) for name, ours in adapter(whole).items())
+
+
+def test_held_out_prompts_are_measured_with_the_same_draws(grpo, tmp_path):
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows(5, 100)))
+    run = grpo(validation=str(held), **{"watch.validate_every": 2, "optimizer.learning_rate": 1e-12})
+    evals = of_kind(run, "eval")
+    assert [event["step"] for event in evals] == [0, 2, 4]
+    assert len({event["reward"] for event in evals}) == 1  # nothing was learnt, and the draws are the same
+    assert all(event["reward_low"] <= event["reward"] <= event["reward_high"] for event in evals)
+    assert all(event["loss"] == -event["reward"] for event in evals)
+    assert evals[-1]["changes"][0]["change"] == 0
+
+
+def test_a_function_in_python_and_an_objective_with_a_reference(grpo):
+    run = grpo(reward=longer, **{"policy.beta": 0.1, "baseline": "leave-one-out", "scale": "group"})
+    train = of_kind(run, "train")
+    assert train[0]["kl"] == pytest.approx(0, abs=1e-6) and train[-1]["kl"] > 0
+
+
+def longer(prompt, completion):
+    return len(completion)
+
+
+def test_a_changed_reward_is_refused(grpo, my):
+    with pytest.raises(Stopped):
+        grpo(**{"save.every": 1}, on_step=[stopping_at(2)])
+    my.write_text(REWARD.replace("0.01", "0.02"))
+    with pytest.raises(ConfigError, match=r"cannot resume: .*my\.py has changed since this run began"):
+        grpo(**{"save.every": 1})
+
+
+BAD = {
+    "reward is missing": {"reward": ""},
+    "answers = 1: a group of one": {"answers": 1},
+    "policy.like sets policy.scale": {"like": "trl", "scale": "group"},
+    "row 0: a prompt of": {"sequence_length": 12},
+}
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_bad_input_is_one_line(grpo, words):
+    with pytest.raises(UserError, match=words):
+        grpo(**BAD[words])
+
+
+def test_a_column_that_the_function_needs_is_named_before_the_model_is_loaded(grpo, my, tmp_path):
+    my.write_text("def reward(prompt, completion, answer): return 1.0")
+    with pytest.raises(UserError, match="answer"):
+        grpo()
+    assert not (tmp_path / "run" / "events.jsonl").exists() or "load" not in {
+        json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").open()
+    }
+
+
+def test_the_command_line(capsys, my, tmp_path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows(6)))
+    words = [
+        "--steps",
+        1,
+        "--prompts-per-step",
+        2,
+        "--answers",
+        2,
+        "--max-new-tokens",
+        4,
+        "--rollout.cut",
+        "score",
+    ]
+    given = [
+        "grpo",
+        "--json",
+        "--model",
+        unfreeze.TINY_K2,
+        "--data",
+        data,
+        "--reward",
+        my,
+        "--out",
+        tmp_path / "r",
+    ]
+    assert cli.main(list(map(str, [*given, *words, "--samples", 0, "--dtype", "float32"]))) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1

@@ -1,0 +1,240 @@
+"""The source of a run with rewards: what is sampled, graded, left out, packed, and continued after a stop."""
+
+import pytest
+import torch
+
+import unfreeze
+from unfreeze.core.errors import ConfigError
+from unfreeze.data.packing.order import Shuffled
+from unfreeze.data.rows.row import Conversation
+from unfreeze.data.store.examples import Example, Examples
+from unfreeze.kernels.linear_cross_entropy import Words
+from unfreeze.objectives.policy import Settings as Loss
+from unfreeze.objectives.policy import policy
+from unfreeze.parallel.processes.collectives import ALONE
+from unfreeze.rollout.groups import Advantage
+from unfreeze.rollout.reward import Graded
+from unfreeze.rollout.rollouts import SILENT_STEPS, Rollouts, Settings, counted, micro_batches
+
+P, G, NEW = 3, 4, 8
+QUESTIONS = ("Name a river.", "What is two and two?", "Who are you?", "Where is Rome?", "Is it late?")
+
+
+@pytest.fixture(scope="module")
+def speaker():
+    model = unfreeze.load(unfreeze.TINY_K2, dtype="float32")
+    model.decoder.requires_grad_(False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def examples(speaker):
+    prompts = [speaker.encode_chat(question) for question in QUESTIONS]
+    return Examples.of(
+        [
+            Example([*ids, *[ids[-1]] * NEW], [0.0] * len(ids) + [1.0] * NEW, row)
+            for row, ids in enumerate(prompts)
+        ]
+    )
+
+
+def by_letters(answers):
+    """More letters e, more reward."""
+    return [Graded(float(text.count("e"))) for _, text in answers]
+
+
+def source(
+    speaker, examples, grade=by_letters, start=None, group=ALONE, tell=lambda rolled: None, **settings
+):
+    return Rollouts(
+        speaker.engine,
+        examples,
+        lambda example: Conversation([{"role": "user", "content": QUESTIONS[example.row]}], row=example.row),
+        grade,
+        Settings(
+            **{"prompts": P, "answers": G, "new_tokens": NEW, "score_cut": True, "resample": 0} | settings
+        ),
+        order=Shuffled(len(examples), 0),
+        seed=5,
+        group=group,
+        tell=tell,
+        start=start,
+    )
+
+
+def test_the_trainer_gives_the_samplers_log_probabilities(speaker, examples):
+    """So prompts, answers, log-probabilities and advantages stand at their places in the batch."""
+    rolled = []
+    batches, _ = next(source(speaker, examples, tell=rolled.append, temperature=0.7, micro_batch=64))
+    assert len(batches) > 1
+    words = Words(speaker.engine.num_ids, 0.7)
+    for batch in batches:
+        loss = policy(speaker.decoder.hidden(batch), speaker.decoder.lm_head, batch, Loss(), words=words)
+        assert 0 < float(loss.largest["gap_max"]) <= 1e-5
+        wrong = policy(speaker.decoder.hidden(batch), speaker.decoder.lm_head, batch, Loss(), words=Words())
+        assert float(wrong.largest["gap_max"]) > 0.01  # control: another temperature
+    (step,) = rolled
+    trained = {
+        (tuple(answer.tokens), round(advantage, 6))
+        for group, row in zip(step.answers, step.groups.advantage_PG.tolist(), strict=True)
+        for answer, advantage in zip(group.sampled, row, strict=True)
+        if advantage
+    }
+    packed = set()
+    for batch in batches:
+        ends = [*batch.starts_S.tolist()[1:], batch.num_tokens]
+        for start, end in zip(batch.starts_S.tolist(), ends, strict=True):
+            at = [t for t in range(start, end) if batch.weights_T[t]]
+            values = {round(float(batch.extras["advantage"][t]), 6) for t in at}
+            assert len(values) == 1
+            packed.add((tuple(batch.targets_T[at].tolist()), values.pop()))
+    assert packed == trained
+    tokens = sum(len(answer.tokens) for group in step.answers for answer in group.sampled)
+    assert sum(batch.count for batch in batches) == tokens  # also those whose advantage is 0
+
+
+def test_a_step_depends_on_its_cursor_alone(speaker, examples):
+    steps = source(speaker, examples)
+    told = [next(steps) for _ in range(3)]
+    again = source(speaker, examples, start=told[0][1])
+    for batches, cursor in told[1:]:
+        others, theirs = next(again)
+        assert theirs == cursor and len(others) == len(batches)
+        for ours, other in zip(batches, others, strict=True):
+            assert torch.equal(ours.tokens_T, other.tokens_T)
+            assert all(torch.equal(ours.extras[name], other.extras[name]) for name in ours.extras)
+    fresh, _ = next(source(speaker, examples))
+    assert not torch.equal(fresh[0].tokens_T, told[1][0][0].tokens_T)  # control: another step
+
+
+def test_every_prompt_comes_once_a_pass(speaker, examples):
+    rolled = []
+    steps = source(speaker, examples, tell=rolled.append)
+    for _ in range(5):  # 15 prompts: three passes over five
+        next(steps)
+    rows = [group.example.row for step in rolled for group in step.answers]
+    assert [sorted(rows[first : first + 5]) for first in (0, 5, 10)] == [list(range(5))] * 3
+    assert steps.len_steps(3) == 5
+
+
+def test_answers_of_a_group_differ_and_have_their_own_reward(speaker, examples):
+    rolled = []
+    next(source(speaker, examples, tell=rolled.append))
+    for group in rolled[0].answers:
+        assert len({answer.text for answer in group.sampled}) > 1
+        assert group.rewards() == [float(answer.text.count("e")) for answer in group.sampled]
+
+
+def test_groups_without_a_signal_make_room_for_others(speaker, examples):
+    """Rows 0 and 1 always get the same reward."""
+
+    def grade(answers):
+        return [
+            Graded(0.0 if row.row < 2 else float(text.count("e") + len(text) % 3)) for row, text in answers
+        ]
+
+    rolled = []
+    next(source(speaker, examples, grade, tell=rolled.append, prompts=5, resample=3))
+    (step,) = rolled
+    assert len(step.answers) > 5 and int(step.groups.signal_P.sum()) >= 5
+    assert counted(step)["groups"] == len(step.answers)
+    rolled.clear()
+    next(source(speaker, examples, grade, tell=rolled.append, prompts=5))
+    assert len(rolled[0].answers) == 5  # without resampling
+
+
+def test_a_run_without_any_signal_stops_and_names_the_next_step(speaker, examples):
+    steps = source(speaker, examples, lambda answers: [Graded(0.0) for _ in answers])
+    for _ in range(SILENT_STEPS - 1):
+        batches, _ = next(steps)
+        assert all(not batch.extras["advantage"].any() for batch in batches)
+    with pytest.raises(
+        ConfigError, match=r"no group of the first 3 steps .*\(all 0 in the last 3 groups\)"
+    ) as raised:
+        next(steps)
+    assert "unfreeze sft" in raised.value.next
+    # once there was a signal, steps without one are no reason to stop
+    constant = []
+    steps = source(
+        speaker,
+        examples,
+        lambda answers: by_letters(answers) if not constant else [Graded(1.0) for _ in answers],
+    )
+    next(steps)
+    constant.append(True)
+    for _ in range(SILENT_STEPS + 1):
+        next(steps)
+
+
+def test_cut_answers_are_left_out_or_graded(speaker, examples):
+    rolled = []
+    next(source(speaker, examples, tell=rolled.append, score_cut=False))
+    (step,) = rolled
+    cut = [answer.stop == "length" for group in step.answers for answer in group.sampled]
+    left = [each.outcome == "cut" for group in step.answers for each in group.graded]
+    assert cut == left and any(cut) and not all(cut)
+    assert torch.equal(step.groups.trained_PG.flatten(), ~torch.tensor(cut))
+    assert counted(step)["outcomes"] == {"ok": cut.count(False), "cut": cut.count(True)}
+    rolled.clear()
+    next(source(speaker, examples, tell=rolled.append))
+    assert all(each.outcome == "ok" for group in rolled[0].answers for each in group.graded)
+
+
+def test_rewards_that_fail_are_left_out_and_too_many_stop_the_run(speaker, examples):
+    def failing(share):
+        def grade(answers):
+            return [
+                Graded(None, outcome="error", message="ZeroDivisionError")
+                if i < share * len(answers)
+                else each
+                for i, each in enumerate(by_letters(answers))
+            ]
+
+        return grade
+
+    rolled = []
+    next(source(speaker, examples, failing(0.1), tell=rolled.append))
+    assert not rolled[0].groups.trained_PG.flatten()[:2].any()
+    with pytest.raises(
+        ConfigError, match=r"6 of 12 answers have no reward \(6 error\), more than 20%.*ZeroDiv"
+    ):
+        next(source(speaker, examples, failing(0.5)))
+
+
+def test_the_greedy_baseline_is_the_greedy_answers_reward(speaker, examples):
+    rolled = []
+    next(source(speaker, examples, tell=rolled.append, advantage=Advantage("greedy")))
+    (step,) = rolled
+    for group, row in zip(step.answers, step.groups.advantage_PG.tolist(), strict=True):
+        (alone,) = speaker.engine.generate(
+            [list(group.example.tokens[: group.example.num_tokens - NEW])], sampling_of(0)
+        )
+        wanted = float(alone.text.count("e"))
+        assert len(group.sampled) == G and group.greedy.reward == wanted
+        assert row == [reward - wanted for reward in group.rewards()]
+
+
+def sampling_of(temperature):
+    from unfreeze.generate.sampling import Sampling
+
+    return Sampling(NEW, temperature=temperature)
+
+
+def test_chosen_experts_travel_with_their_tokens(speaker, examples):
+    rolled = []
+    batches, _ = next(source(speaker, examples, tell=rolled.append, replay=True))
+    layers = len(speaker.decoder.moe_layers())
+    for batch in batches:
+        routes = batch.extras["routes"]
+        assert routes.shape[:2] == (batch.num_tokens, layers)
+        last = torch.tensor([*batch.starts_S.tolist()[1:], batch.num_tokens]) - 1
+        unknown = (routes < 0).all(-1).all(-1)
+        assert torch.equal(unknown.nonzero()[:, 0], last)  # the engine never read an answer's last token
+
+
+def test_the_divisor_of_each_answer(speaker, examples):
+    rolled = []
+    next(source(speaker, examples, tell=rolled.append))
+    for per, divisor in (("answers", P * G), ("constant", P * G)):
+        settings = Settings(P, G, NEW, per=per, micro_batch=64)
+        assert sum(batch.count for batch in micro_batches(rolled[0], settings)) == divisor
