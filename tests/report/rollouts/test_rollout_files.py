@@ -47,9 +47,10 @@ def test_any_text_comes_back_as_it_was(tmp_path: Path):
     assert len(lines) == len(rows) and all(json.loads(line)["group"] == 0 for line in lines)
 
 
-def test_equal_rows_give_equal_bytes(tmp_path: Path):
+def test_equal_rows_give_equal_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     written = []
-    for name in "ab":
+    for name, day in (("a", 1.79e9), ("b", 1.80e9)):
+        monkeypatch.setattr("time.time", lambda day=day: day)
         Rollouts(tmp_path / name).write(1, fake_step(1))
         written.append((tmp_path / name / "rollouts" / "step-000001.jsonl.gz").read_bytes())
     assert written[0] == written[1]

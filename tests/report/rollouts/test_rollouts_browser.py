@@ -58,7 +58,7 @@ def test_a_step_is_loaded_from_its_file_when_it_is_opened(browser: Browser, run:
     tab.until("document.querySelector('#list .group')")
     rows = fake_step(STEPS, skill=0.95)
     means = sorted(mean(rows, group) or 0.0 for group in range(8))
-    assert [float(text) for text in texts(tab, ".group .mean")] == pytest.approx(means, rel=1e-4)
+    assert [float(text) for text in texts(tab, ".group .mean")] == pytest.approx(means, rel=1e-3)
     assert tab.run("document.getElementById('where').textContent") == f"step {STEPS} of {STEPS}"
     assert tab.faults == []
 
@@ -76,13 +76,13 @@ def test_a_group_shows_rewards_parts_stop_and_each_token(browser: Browser, run: 
             f"[...document.querySelectorAll('.answer')[{place}].querySelectorAll('dt, dd')].map((e) => e.textContent)"
         )
         known = dict(zip(facts[::2], facts[1::2], strict=True))
-        assert float(known["reward"]) == pytest.approx(answer["reward"], rel=1e-4)
+        assert float(known["reward"]) == pytest.approx(answer["reward"], rel=1e-3)
         assert known["stopped by"] == answer["stop"] and known["format"] == f"{answer['parts']['format']:.0f}"
         advantage = answer["advantage"]
-        assert float(known["advantage"].replace("−", "-")) == pytest.approx(advantage, rel=1e-4)
+        assert float(known["advantage"].replace("−", "-")) == pytest.approx(advantage, rel=1e-3)
         # colour: blue above, orange below, in five strengths of the step's largest advantage
         colours = tab.run(
-            f"[...new Set([...document.querySelectorAll('.answer')[{place}].querySelectorAll('.tokens span')].map((e) => e.className.replace(/ ?newline/, '')))].join()"
+            f"[...new Set([...document.querySelectorAll('.answer')[{place}].querySelectorAll('.tokens span')].map((e) => e.className))].join()"
         )
         assert colours.startswith("up-" if advantage > 0 else "down-")
     assert tab.faults == []
@@ -96,7 +96,7 @@ def test_the_number_of_a_token_is_told_by_pointer_and_by_keys(browser: Browser, 
     log_p = answer["logprobs"][1]
     told = texts(tab, ".answer output")[0]
     assert told.startswith(f"“{answer['pieces'][1]}”: token 2 of {len(answer['pieces'])}, advantage ")
-    assert f"p {float(f'{math.exp(log_p):.3g}'):g}" in told
+    assert f"p {float(f'{math.exp(log_p):.4g}'):g}" in told
     box = tab.run(
         "(({x, y, width, height}) => [x + width / 2, y + height / 2])(document.querySelectorAll('.tokens span')[4].getBoundingClientRect())"
     )
@@ -139,6 +139,40 @@ def test_steps_groups_and_search_by_keys(browser: Browser, run: Path):
     assert count(tab, ".group") == 8 and count(tab, "#hits *") == 0 and tab.faults == []
 
 
+def test_a_picture_a_cell_and_the_address_lead_to_a_step_and_a_group(browser: Browser, run: Path):
+    tab = shown(browser, run)
+    point = "(({x, y, width, height}) => [x + width - 12, y + height / 2])(document.querySelector('svg[data-axes]').getBoundingClientRect())"
+    x, y = tab.run(point)
+    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        tab.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+    tab.until("document.querySelector('#list .group')")
+    assert tab.run("document.getElementById('where').textContent") == "step 6 of 6"
+    tab.run("document.querySelectorAll('.cells button')[5].click()")
+    assert tab.run("document.querySelector('#group-5 h3 button').ariaExpanded") == "true"
+    rows = [each for each in fake_step(6, skill=0.95) if each["group"] == 5]
+    assert texts(tab, "#group-5 .prompt") == [rows[0]["prompt"]]
+    # the same address shows the same again
+    again = shown(browser, run, at=tab.run("location.hash"))
+    assert texts(again, "#group-5 .prompt") == [rows[0]["prompt"]] and again.faults == tab.faults == []
+
+
+def test_a_watched_page_follows_the_run_until_a_step_is_open(browser: Browser, tmp_path: Path):
+    run = fake_run(tmp_path / "run", steps=2)
+    source = write_report(run).with_name("rollouts.html").read_text(encoding="utf-8")
+    page = run / "rollouts.html"
+    page.write_text(source.replace('data-reload="0"', 'data-reload="0.05"'), encoding="utf-8")
+    tab = shown(browser, run)
+    page.write_text(
+        source.replace("<h1>Rollouts", "<h1>Newer").replace('data-reload="0"', 'data-reload="0.05"')
+    )
+    tab.until("document.querySelector('h1').textContent.startsWith('Newer')")
+    tab.run("openStep(0)")
+    tab.until("document.querySelector('#list .group')")
+    page.write_text(source)
+    tab.run("new Promise((done) => setTimeout(done, 300))")
+    assert tab.run("document.querySelector('h1').textContent").startswith("Newer")
+
+
 @pytest.mark.parametrize("order", ["worst", "best", "longest", "row"])
 def test_groups_are_sorted(browser: Browser, run: Path, order: str):
     tab = shown(browser, run, at=f"#step=2&sort={order}")
@@ -170,8 +204,8 @@ def test_what_changed_since_the_prompt_was_asked_before(browser: Browser, tmp_pa
     tab = shown(browser, run, at="#step=2&group=0")
     tab.until("document.querySelector('.change .text')")
     assert texts(tab, ".change h4") == ["Best answer since step 1: reward 0.5 → 1"]
-    assert texts(tab, ".change del") == ["old"] and texts(tab, ".change ins") == ["new", ", <b>yes</b>"]
-    assert texts(tab, ".change .text") == ["the oldnew sum is 4, <b>yes</b>"] and count(tab, "b") == 0
+    assert texts(tab, ".change del") == ["old "] and texts(tab, ".change ins") == ["new ", ", <b>yes</b>"]
+    assert texts(tab, ".change .text") == ["the old new sum is 4, <b>yes</b>"] and count(tab, "b") == 0
 
 
 HOSTILE = "</script><script>window.planted=1</script><img src=x onerror=planted=1>\u2028\x1b[31mred\x00\u202eabc\ud800"

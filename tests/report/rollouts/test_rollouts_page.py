@@ -50,12 +50,12 @@ def test_the_page_has_the_numbers_of_each_step_and_its_pictures(tmp_path: Path):
     assert titles == [
         "Mean reward",
         "Parts of the reward",
+        "Groups without signal",
         "Tokens per answer",
         "Entropy",
-        "Groups without signal",
+        "KL to the model as it began",
         "Cut answers",
         "Grading failed",
-        "KL to the model as it began",
         "Behaviours",
         "What the reward follows",
     ]

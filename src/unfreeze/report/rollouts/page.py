@@ -15,7 +15,7 @@ from markupsafe import Markup
 from unfreeze.report.page import document, look, render, write_page
 from unfreeze.report.rollouts.answers import FOLDER
 from unfreeze.report.rollouts.copies import Step, copy_steps
-from unfreeze.report.rollouts.trends import facts, figures, mean_reward, notes, warnings
+from unfreeze.report.rollouts.trends import FURTHER, facts, figures, mean_reward, notes, warnings
 from unfreeze.report.run import RunFolder
 
 NAME = "rollouts.html"
@@ -40,13 +40,15 @@ def write_rollouts(run: RunFolder, *, reload: int = 0) -> Path | None:
 
 def rollouts_page(run: RunFolder, steps: Sequence[Step], *, reload: int = 0) -> str:
     """Return the page as one string."""
+    pictures = figures(steps, run) if steps else []
     body = render(
         "rollouts.html",
         name=run.name,
         facts=facts(steps) if steps else [],
         alarms=warnings(steps),
         notes=notes(steps),
-        figures=figures(steps, run) if steps else [],
+        figures=[picture for picture in pictures if picture.title not in FURTHER],
+        further=[picture for picture in pictures if picture.title in FURTHER],
         steps=json.dumps([_entry(step) for step in steps], separators=(",", ":")),
         empty=not steps,
         reload=reload,

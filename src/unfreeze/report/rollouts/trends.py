@@ -36,16 +36,16 @@ def _percent(part: float, whole: float) -> float | None:
 
 MEASURES: dict[str, tuple[str, Callable[[Numbers], float | None], str]] = {
     "Mean reward": ("of the graded answers", mean_reward, "{:.3f}"),
+    "Groups without signal": (
+        "all rewards of the group are equal",
+        lambda n: _percent(n["without_signal"], n["groups"]),
+        "{:.0f} %",
+    ),
     "Tokens per answer": ("mean", lambda n: _share(n["tokens"], n["answers"]), "{:,.1f}"),
     "Entropy": (
         "nats per token: minus the mean log-probability of what was sampled",
         lambda n: -n["log_p"][1] / n["log_p"][0] if n["log_p"][0] else None,
         "{:.3f}",
-    ),
-    "Groups without signal": (
-        "all rewards of the group are equal",
-        lambda n: _percent(n["without_signal"], n["groups"]),
-        "{:.0f} %",
     ),
     "Cut answers": (
         "sampling stopped at the limit of tokens",
@@ -60,6 +60,7 @@ MEASURES: dict[str, tuple[str, Callable[[Numbers], float | None], str]] = {
 }
 """Title -> unit or meaning, value of a step, format."""
 QUIET = ("Cut answers", "Grading failed")  # not drawn if they are always 0
+FURTHER = (*QUIET, "Behaviours", "What the reward follows")  # folded on the page
 
 
 def over_steps(steps: Sequence[Step], measure: Callable[[Numbers], float | None]) -> Points:
@@ -69,7 +70,7 @@ def over_steps(steps: Sequence[Step], measure: Callable[[Numbers], float | None]
 
 
 def figures(steps: Sequence[Step], run: RunFolder) -> list[Figure]:
-    """Pictures of all measures that have values."""
+    """Pictures of all measures that have values, those of FURTHER last."""
     pictures: list[Figure] = []
     for title, (unit, measure, form) in MEASURES.items():
         points = over_steps(steps, measure)
@@ -86,7 +87,7 @@ def figures(steps: Sequence[Step], run: RunFolder) -> list[Figure]:
         pictures += _several("Behaviours", "phrases per answer, by patterns for English", counted, "{:.2f}")
     words = "r within groups; near 1 or −1 the reward is little else"
     pictures += _several("What the reward follows", words, _correlations(steps), "{:+.2f}")
-    return pictures
+    return sorted(pictures, key=lambda picture: picture.title in FURTHER)
 
 
 def _per_answer(name: str) -> Callable[[Numbers], float | None]:
@@ -100,7 +101,11 @@ def _parts(steps: Sequence[Step]) -> dict[str, Points]:
 
 
 def _part(name: str) -> Callable[[Numbers], float | None]:
-    return lambda numbers: _share(*reversed(numbers["parts"].get(name, (0, 0.0))))
+    def mean(numbers: Numbers) -> float | None:
+        count, total = numbers["parts"].get(name, (0, 0.0))
+        return _share(total, count)
+
+    return mean
 
 
 def _correlations(steps: Sequence[Step]) -> dict[str, Points]:

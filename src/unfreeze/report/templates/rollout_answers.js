@@ -16,7 +16,7 @@ function answerView(answer, group, colours, scale) {
     ["stopped by", answer.stop || "unknown"],
   ];
   if ((answer.outcome ?? "ok") !== "ok") rows.push(["grading", answer.outcome]);
-  const parts = Object.entries(answer.parts ?? {}).map(([name, value]) => [name, reward(value)]);
+  const parts = Object.entries(answer.parts ?? {}).map(([name, value]) => [name, reward(value), "part"]);
   const message = answer.message ? longText(answer.message) : [];
   for (const part of message) part.classList.add("bad");
   const best = group.low < group.high && answer.reward === group.high;
@@ -26,8 +26,7 @@ function answerView(answer, group, colours, scale) {
   return make(
     "section",
     { class: `answer${look}`, "aria-label": `answer ${answer.answer}` },
-    facts(rows),
-    parts.length ? facts(parts) : null,
+    facts([...rows, ...parts]),
     ...message,
     ...(answer.turns ?? []).map(turn),
     ...(answer.pieces?.length ? tokensView(answer, colours, scale) : longText(answer.text ?? "")),
@@ -54,7 +53,9 @@ function tokensView(answer, colours, scale) {
     box.children[at].classList.add("at");
     words.textContent = tokenWords(answer, at);
   };
-  box.addEventListener("pointerover", (event) => event.target !== box && tell([...box.children].indexOf(event.target)));
+  box.addEventListener("pointerover", (event) => {
+    if (event.target !== box) tell([...box.children].indexOf(event.target.closest("span")));
+  });
   box.addEventListener("keydown", (event) => {
     if (!MOVES[event.key]) return;
     event.preventDefault();
@@ -73,9 +74,10 @@ function token(answer, place, colours, scale) {
   // -1 to 1: the advantage over the largest of the step, or p - 1
   const size = colours === "probability" ? (log === null ? 0 : Math.exp(log) - 1) : scale ? advantage / scale : 0;
   const level = Math.min(LEVELS, Math.ceil(Math.abs(size) * LEVELS - 1e-9));
-  const span = make("span", {}, plain(piece));
+  // the end of a line is a sign as well, so that its colour can be seen
+  const lines = plain(piece).split("\n");
+  const span = make("span", {}, lines[0], ...lines.slice(1).flatMap((line) => [make("i"), `\n${line}`]));
   if (level > 0) span.classList.add(`${size > 0 ? "up" : "down"}-${level}`);
-  if (piece.includes("\n")) span.classList.add("newline");
   return span;
 }
 
@@ -84,13 +86,13 @@ function tokenWords(answer, place) {
   const log = answer.logprobs?.[place] ?? null;
   const words = [`token ${number(place + 1)} of ${number(answer.pieces.length)}`];
   if (advantage !== null) words.push(`advantage ${signed(advantage)}`);
-  if (log !== null) words.push(`log p ${signed(log)}`, `p ${number(Number(Math.exp(log).toPrecision(3)))}`);
+  if (log !== null) words.push(`log p ${signed(log)}`, `p ${rounded(Math.exp(log))}`);
   return `“${plain(answer.pieces[place].slice(0, 80)).replace(/\n/g, "↵")}”: ${words.join(", ")}`;
 }
 
 // The meaning of the colours.
 function legend(colours, scale) {
-  const advantage = [`−${number(scale)}`, `+${number(scale)} advantage`];
+  const advantage = [`−${rounded(scale)}`, `+${rounded(scale)} advantage`];
   const ends = colours === "advantage" ? advantage : ["likely", "unlikely token"];
   return make("p", { class: "scale" }, ends[0], make("i", { class: colours }), ends[1]);
 }
@@ -102,8 +104,8 @@ function changeView(group, earlier) {
   const [old, now] = [before, group].map((each) => sortedAnswers(each.answers, "best")[0]);
   const title = `Best answer since step ${number(earlier.step)}: reward ${reward(old.reward)} → ${reward(now.reward)}`;
   if (old.text === now.text) return [make("h4", {}, `${title}, in the same words`)];
-  const [a, b] = [old, now].map((answer) => plain(answer.text ?? "").match(PIECES)?.slice(0, 2 * WORDS) ?? []);
-  const cut = Math.max(a.length, b.length) === 2 * WORDS ? `, about the first ${number(WORDS)} words` : "";
+  const [a, b] = [old, now].map((answer) => plain(answer.text ?? "").match(PIECES)?.slice(0, WORDS) ?? []);
+  const cut = Math.max(a.length, b.length) === WORDS ? `, the first ${number(WORDS)} words` : "";
   const marked = difference(a, b).map(([tag, text]) => (tag ? make(tag, {}, text) : text));
   return [make("h4", {}, title + cut), make("p", { class: "text" }, ...marked)];
 }

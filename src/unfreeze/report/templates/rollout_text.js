@@ -33,14 +33,17 @@ function longText(text) {
   return [words, all];
 }
 
+// rows: [name, value], and a class if there is a third.
 function facts(rows) {
-  const fact = ([name, value]) => make("div", {}, make("dt", {}, plain(name)), make("dd", {}, plain(String(value))));
+  const fact = ([name, value, look = ""]) =>
+    make("div", { class: look }, make("dt", {}, plain(name)), make("dd", {}, plain(String(value))));
   return make("dl", { class: "facts small" }, ...rows.map(fact));
 }
 
-const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + number(Math.abs(value));
 const graded = (value) => value !== null && value !== undefined;
-const reward = (value) => (graded(value) ? number(value) : "none");
+const rounded = (value) => number(Number(value.toPrecision(4)));
+const signed = (value) => (value > 0 ? "+" : value < 0 ? "−" : "") + rounded(Math.abs(value));
+const reward = (value) => (graded(value) ? rounded(value) : "none");
 const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 
 // "end 120, length 8": the values of a field, most frequent first.
@@ -50,8 +53,8 @@ function counted(items, field) {
   return [...counts].sort((a, b) => b[1] - a[1]).map(([name, many]) => `${name} ${number(many)}`).join(", ");
 }
 
-// Words, spaces and marks; Chinese and Japanese signs one by one.
-const PIECES = /\s+|[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}]|[\p{L}\p{N}_'’-]+|./gsu;
+// Words and marks with the space after them; Chinese and Japanese signs one by one.
+const PIECES = /(?:[\p{sc=Han}\p{sc=Hiragana}\p{sc=Katakana}]|[\p{L}\p{N}_'’-]+|.)\s*/gsu;
 
 // [tag, text] pieces of lists a and b by their longest common subsequence: "" in both, "del" in a, "ins" in b only.
 function difference(a, b) {

@@ -159,7 +159,7 @@ function groupView(group) {
   const turn = (open) => {
     button.setAttribute("aria-expanded", open);
     inside.hidden = !open;
-    inside.replaceChildren(...(open ? contents(group) : []));
+    inside.replaceChildren(...(open ? contents(group).filter(Boolean) : []));
     view.opened[open ? "add" : "delete"](group.number);
     remember();
   };
@@ -178,7 +178,7 @@ function contents(group) {
     make("div", { class: "prompt" }, ...longText(group.prompt)),
     change,
     make("h4", {}, others ? `Answers with “${plain(view.words)}”; ${number(others)} without it` : "Answers"),
-    legend(view.colour, shown.scale),
+    view.colour === "advantage" && !shown.scale ? null : legend(view.colour, shown.scale),
     ...answers.map((answer) => answerView(answer, group, view.colour, shown.scale)),
   ];
 }
