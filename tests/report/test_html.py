@@ -6,19 +6,17 @@ The run is made here: 40 steps, every kind of event, numbers that are easy to fi
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import math
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.report.reader import Page
 from unfreeze.core.errors import DataError
 from unfreeze.report import page as frame
 from unfreeze.report.html import flatten, summary_lines, write_report
@@ -118,101 +116,6 @@ def write_run(folder: Path, lines: list[dict[str, Any]], config: dict[str, Any] 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     return write_run(tmp_path / "yoda", events(), {"model": "tiny-k2", "lora": {"rank": 16, "note": HOSTILE}})
-
-
-VOID = {"meta", "img", "br", "link", "input", "path"}
-
-
-class Page(HTMLParser):
-    """Collects what a browser would fetch or run, the texts, the cells of each table by its name, and what
-    each <dt> is said to be.
-
-    A script whose hash the page's own policy names is `allowed`; every other is counted in `scripts`, as a
-    browser would refuse it.
-    """
-
-    def __init__(self, source: str):
-        super().__init__(convert_charrefs=True)
-        self.external: list[str] = []
-        self.scripts = 0
-        self.texts: list[str] = []
-        self.tables: dict[str, list[list[str]]] = {}
-        self.open: list[str] = []
-        self.name = ""
-        self.term, self.facts = "", dict[str, str]()
-        self.code, self.policy, self.allowed = list[str](), "", list[str]()
-        self.feed(source)
-        self.close()
-        for code in self.code:
-            digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-            known = f"'sha256-{digest}'" in self.policy
-            self.allowed += [code] if known else []
-            self.scripts += not known
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        self.scripts += tag in ("iframe", "object", "embed")
-        if tag == "script":
-            self.code.append("")
-        if tag == "meta" and dict(attrs).get("http-equiv") == "Content-Security-Policy":
-            self.policy = dict(attrs)["content"] or ""
-        for name, value in attrs:
-            self.scripts += name.startswith("on")
-            fetched = name in (
-                "src",
-                "href",
-                "xlink:href",
-                "srcset",
-                "data",
-                "action",
-                "poster",
-                "background",
-            )
-            if fetched and value and not value.startswith(("#", "data:")):
-                self.external.append(value)
-            if value:
-                self._style(value)
-        if tag == "table":
-            self.name = dict(attrs)["aria-label"] or ""
-            self.tables[self.name] = []
-        elif tag == "tr":
-            self.tables[self.name].append([])
-        elif tag in ("td", "th"):
-            self.tables[self.name][-1].append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in VOID:
-            return
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes <{self.open[-1:]}>"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "style":
-            self._style(data)
-            return
-        if self.open and self.open[-1] == "script":
-            self.code[-1] += data
-            return
-        self.texts.append(data)
-        if self.open and self.open[-1] == "dt":
-            self.term = data
-        elif self.open and self.open[-1] == "dd":
-            self.facts[self.term] = self.facts.get(self.term, "") + data
-        if self.open and self.open[-1] in ("td", "th"):
-            self.tables[self.name][-1][-1] += data
-
-    def _style(self, value: str) -> None:
-        self.external += [
-            found
-            for found in re.findall(r"url\(\s*['\"]?([^)'\"]+)", value)
-            if not found.startswith(("#", "data:"))
-        ]
-        self.external += re.findall(r"@import[^;]*", value)
 
 
 def page(run_dir: Path) -> tuple[str, Page]:

@@ -1,7 +1,7 @@
 """report.html: a run as one self-contained page.
 
-Sections: verdict, answers, loss, evaluations, guards, data, experts, machine, receipt, details. Numbers and
-words are made here, HTML in templates/, one file per section. A section without data says why.
+Sections: verdict, answers, rollouts, loss, evaluations, guards, data, experts, machine, receipt, details.
+Numbers and words are made here, HTML in templates/, one file per section. A section without data says why.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from unfreeze.report.kernels import KERNEL_HEAD, kernel_rows, kernel_words
 from unfreeze.report.metrics import loss_unit, metrics_of
 from unfreeze.report.page import Figure, document, render, write_page
 from unfreeze.report.pictures import Axes, Points, curve, points_json, smoothing_window
+from unfreeze.report.rollouts.page import rollouts_section, rollouts_words, write_rollouts
 from unfreeze.report.run import (
     RunFolder,
     expert_balance,
@@ -81,16 +82,16 @@ RELOAD = 4  # seconds between updates of the page of a running run
 
 
 def write_report(run_dir: Path | str, *, watched: bool = False) -> Path:
-    """Write report.html into the run folder and return its path.
+    """Write report.html into the run folder, and rollouts.html if it has rollouts. -> path of the first.
 
     Reads only files of the folder, never a model.
     watched: the page is rewritten during the run and reloads itself every RELOAD seconds until the run ends.
     Raises DataError if events.jsonl is missing or damaged.
     """
     run = read_run(run_dir)
-    return write_page(
-        run.path / "report.html", page(run, reload=RELOAD if watched and run.state == "unfinished" else 0)
-    )
+    reload = RELOAD if watched and run.state == "unfinished" else 0
+    write_rollouts(run, reload=reload)
+    return write_page(run.path / "report.html", page(run, reload=reload))
 
 
 def page(run: RunFolder, *, reload: int = 0) -> str:
@@ -98,6 +99,7 @@ def page(run: RunFolder, *, reload: int = 0) -> str:
     sections = (
         _verdict,
         _answers,
+        rollouts_section,
         _loss,
         _evaluations,
         _guards,
@@ -437,6 +439,8 @@ def summary_lines(run_dir: Path | str) -> list[str]:
     indent = " " * (width + 4)
     for position, line in enumerate(data_lines(run.events)):
         lines += folded(line, f"  {('Data' if position == 0 else '').ljust(width)}  ", indent)
+    if rollouts := rollouts_words(run):
+        lines += folded(rollouts, f"  {'Rollouts'.ljust(width)}  ", indent)
     if "not measured" in (kernels := kernel_words(run.events)):
         lines += folded(kernels, f"  {'Kernels'.ljust(width)}  ", indent)
     balance = expert_balance(run)

@@ -22,13 +22,37 @@ from markupsafe import Markup
 from unfreeze.report.pictures import HUES
 
 TEMPLATES = Path(__file__).parent / "templates"
-CSS = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-SCRIPT = (TEMPLATES / "page.js").read_text(encoding="utf-8")
-HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-POLICY = (
-    f"default-src 'none'; script-src 'sha256-{HASH}'; style-src 'unsafe-inline'; img-src data:; "
-    "base-uri 'none'; form-action 'none'"
-)
+
+
+class Look(NamedTuple):
+    """Style and script of a page, and the policy that names the script by its hash."""
+
+    css: str
+    script: str
+    policy: str
+
+
+def look(styles: Sequence[str] = (), scripts: Sequence[str] = ()) -> Look:
+    """Look of the report, with further styles and scripts of templates/.
+
+    A page with further scripts may load the data beside it: 'strict-dynamic' allows what a script that is
+    named by its hash adds, and nothing that stands in the page.
+    """
+    files = [f"{name}.css" for name in ("style", *styles)], [f"{name}.js" for name in ("page", *scripts)]
+    css, script = (
+        "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in names) for names in files
+    )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sources = f"'sha256-{digest}'" + (" 'strict-dynamic'" if scripts else "")
+    return Look(
+        css,
+        script,
+        f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'",
+    )
+
+
+REPORT = look()
 
 
 def _clean(value: object) -> object:
@@ -89,12 +113,14 @@ def render(template: str, **values: Any) -> Markup:
     return Markup(ENVIRONMENT.get_template(template).render(values))
 
 
-def document(title: str, parts: Sequence[Markup], footer: str, *, reload: int = 0) -> str:
+def document(
+    title: str, parts: Sequence[Markup], footer: str, *, reload: int = 0, look: Look = REPORT
+) -> str:
     """Return the whole page as one string. title and footer are plain text.
 
     reload: seconds after which the page reloads itself; 0: never.
     """
-    frame = {"policy": POLICY, "css": Markup(CSS), "script": Markup(SCRIPT)}
+    frame = {"policy": look.policy, "css": Markup(look.css), "script": Markup(look.script)}
     return str(render("page.html", title=title, parts=parts, footer=footer, reload=reload, **frame))
 
 

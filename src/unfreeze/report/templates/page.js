@@ -50,7 +50,11 @@ function tell(figure, svg, series) {
   svg.addEventListener("pointerdown", point);
   svg.addEventListener("pointerleave", hide);
   svg.addEventListener("blur", hide);
+  // what is chosen by a click or Enter is told to the page, which may open it
+  const choose = () => at < 0 || figure.dispatchEvent(new CustomEvent("choose", { detail: series[0].x[at], bubbles: true }));
+  svg.addEventListener("click", choose);
   svg.addEventListener("keydown", (event) => {
+    if (event.key === "Enter") choose();
     const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: 10, PageDown: -10 }[event.key];
     if (!step) return;
     event.preventDefault();
