@@ -2,8 +2,8 @@
 
     unfreeze reward show examples/rewards/length.py --model MODEL --data problems.jsonl
 
-The soft punishment of DAPO (arXiv:2503.14476, equation 13), over characters instead of tokens. Give it beside a
-reward that reads the answer: alone it teaches to say nothing.
+The soft punishment of DAPO (arXiv:2503.14476, equation 13), over characters instead of tokens. Give it
+beside a reward that reads the answer: alone it teaches to say nothing.
 """
 
 FREE, MOST = 400, 800  # characters

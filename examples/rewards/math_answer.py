@@ -1,5 +1,6 @@
-"""Reward of a mathematical answer: 1 if it equals the row's, in whatever form it is written. pip install unfreeze[rl]
+"""Reward of a mathematical answer: 1 if it equals the row's, in whatever form it is written.
 
+    pip install '.[rl]'
     unfreeze reward show examples/rewards/math_answer.py --model MODEL --data problems.jsonl
 
     {"prompt": "What is 1/2 + 1/4? Put the answer into \\\\boxed{}.", "answer": "\\\\frac{3}{4}"}

@@ -105,7 +105,7 @@ def test_a_flag_of_another_tool_is_answered_with_ours(arguments, says, capsys):
 WAYS = [
     ("fuse", "unfreeze merge RUN"),
     ("dpo", "unfreeze prefer --model"),
-    ("reward", "are not built"),
+    ("reward-model", "are not built"),
     ("train", "unfreeze sft --model"),
     ("wizard", "unfreeze init MODEL DATA"),
 ]

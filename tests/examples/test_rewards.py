@@ -17,7 +17,12 @@ def rewards(name, row, *texts):
 
 def test_form():
     right, open_mark = "<think>a</think> \\boxed{4}", "<think>a \\boxed{4}"
-    assert rewards("form.py", {"prompt": "?"}, right, open_mark, "4", "\\boxed{4} \\boxed{5}") == [1, 0.5, 0, 0]
+    assert rewards("form.py", {"prompt": "?"}, right, open_mark, "4", "\\boxed{4} \\boxed{5}") == [
+        1,
+        0.5,
+        0,
+        0,
+    ]
 
 
 def test_length():
@@ -26,7 +31,7 @@ def test_length():
 
 
 def test_math_answer():
-    pytest.importorskip("math_verify", reason="pip install unfreeze[rl]")
+    pytest.importorskip("math_verify", reason="pip install '.[rl]'")
     row = {"prompt": "1/2 + 1/4?", "answer": "\\frac{3}{4}"}
     assert rewards("math_answer.py", row, "\\boxed{0.75}", "$\\frac{6}{8}$", "4/3", "none") == [1, 1, 0, 0]
 

@@ -143,23 +143,23 @@ def answered(
     ]
     options = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
     done = model.engine.generate(tokens, sampling({**options, "n": config.answers, "seeds": seeds}))
-    asked = [row for row in rows for _ in range(config.answers)]
-    graded = graders.grade([(row, each.text) for row, each in zip(asked, done, strict=True)])
+    every = [row for row in rows for _ in range(config.answers)]
+    graded = graders.grade([(row, each.text) for row, each in zip(every, done, strict=True)])
     lines = [
         line_of(place, config.answers, row, each, worth)
-        for place, (row, each, worth) in enumerate(zip(asked, done, graded, strict=True))
+        for place, (row, each, worth) in enumerate(zip(every, done, graded, strict=True))
     ]
     return lines, graded
 
 
 def line_of(place: int, answers: int, row: Conversation, done: Completion, graded: Graded) -> dict[str, Any]:
     """One answer, under the names that a run's rollout files use."""
-    asked = row.messages[-1]["content"]
+    prompt = row.messages[-1]["content"]
     return {
         "group": place // answers,
         "answer": place % answers,
         "row": row.row,
-        "prompt": asked if isinstance(asked, str) else json.dumps(asked),
+        "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt),
         "text": done.text,
         "stop": done.stop_reason,
         **graded.as_json(),

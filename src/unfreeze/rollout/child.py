@@ -100,6 +100,7 @@ def _watch(pid: int, asking: int, limits: Limits, confined: Confined) -> NoRetur
             except ChildProcessError:
                 os._exit(1)
             if ended == pid:
+                end()  # what it left behind
                 os._exit(_code(status))
             if not ended:
                 break
@@ -119,12 +120,12 @@ def _serve(asking: int, answering: int, limits: Limits, confined: Confined) -> N
     grader, own = Grader(), os.getpid()
     with os.fdopen(asking, "rb") as lines:
         for line in lines:
-            asked = json.loads(line)
-            allow_cpu(asked["seconds"])
-            reply = grader(asked)
+            request = json.loads(line)
+            allow_cpu(request["seconds"])
+            reply = grader(request)
             if os.getpid() != own:  # a fork of the user's code, which must not answer
                 os._exit(0)
-            reply |= {"token": asked["token"], "leaves": _left_behind(), "confined": confined.as_json()}
+            reply |= {"token": request["token"], "leaves": _left_behind(), "confined": confined.as_json()}
             _send(answering, reply)
             if reply["leaves"]:
                 break
@@ -155,21 +156,21 @@ class Grader:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.files: set[str] = set()
 
-    def __call__(self, asked: Mapping[str, Any]) -> Reply:
+    def __call__(self, request: Mapping[str, Any]) -> Reply:
         """Answer one request; whatever the user's code raises is an outcome."""
         folder = tempfile.mkdtemp()
         try:
             os.chdir(folder)
-            return {"load": self.load, "grade": self.grade}[asked["do"]](asked)
+            return {"load": self.load, "grade": self.grade}[request["do"]](request)
         finally:
             os.chdir("/")
             shutil.rmtree(folder, ignore_errors=True)
 
-    def load(self, asked: Mapping[str, Any]) -> Reply:
+    def load(self, request: Mapping[str, Any]) -> Reply:
         """Make the functions. -> signatures, or the refusal and its remedy."""
         try:
-            sys.path[:0] = [path for path in asked["paths"] if path not in sys.path]
-            for code in asked["codes"]:
+            sys.path[:0] = [path for path in request["paths"] if path not in sys.path]
+            for code in request["codes"]:
                 self.files.add(code["path"])
                 for name, function in _named(code).items():
                     twice = name in self.functions
@@ -181,12 +182,12 @@ class Grader:
         except BaseException as error:
             return {"refused": f"the file cannot be loaded: {self.told(error)}", "next": ""}
 
-    def grade(self, asked: Mapping[str, Any]) -> Reply:
+    def grade(self, request: Mapping[str, Any]) -> Reply:
         """Call every function with one answer. -> the fields of a Graded."""
         try:
             values = {
-                name: _awaited(self.functions[name](asked["prompt"], asked["completion"], **keywords))
-                for name, keywords in asked["keywords"].items()
+                name: _awaited(self.functions[name](request["prompt"], request["completion"], **keywords))
+                for name, keywords in request["keywords"].items()
             }
             return score(values).as_json()
         except MemoryError as error:

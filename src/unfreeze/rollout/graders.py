@@ -84,8 +84,8 @@ class Graders:
         }
 
     def _job(self, row: Conversation, text: str) -> Job:
-        asked = {"prompt": prompt_of(row), "completion": text, "keywords": self._keywords(row)}
-        return Job({"do": "grade", **asked})
+        content = {"prompt": prompt_of(row), "completion": text, "keywords": self._keywords(row)}
+        return Job({"do": "grade", **content})
 
 
 def _graded(reply: Reply) -> Graded:

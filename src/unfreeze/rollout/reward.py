@@ -70,8 +70,8 @@ def prompt_of(row: Conversation) -> str | list[Message]:
     """Return a reward's first argument: the user's text, or the messages of a row that has messages."""
     texts = [message["content"] for message in row.messages if message["role"] == "user"]
     if row.shape in TEXTS and len(texts) == 1 and isinstance(texts[0], str):
-        given = row.columns.get(prompt_column(row))
-        return row.messages if isinstance(given, list) else texts[0]
+        in_list = isinstance(row.columns.get(prompt_column(row)), list)
+        return row.messages if in_list else texts[0]
     return row.messages
 
 

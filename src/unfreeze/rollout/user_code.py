@@ -44,18 +44,18 @@ class UserCode:
         return asdict(self)
 
 
-def user_code(given: Given, name: str = "reward", field: str = "reward") -> tuple[UserCode, ...]:
-    """Return the code that was given.
+def user_code(source: Given, name: str = "reward", field: str = "reward") -> tuple[UserCode, ...]:
+    """Return the code that `source` stands for.
 
     name: of the function in a file, if none is written after a colon. field: the setting, for errors.
     Raises ConfigError for a file that is missing or has a syntax error, and for a function that another
     process cannot make.
     """
-    if isinstance(given, str):
-        return (_of_file(given, name, field),)
-    if callable(given):
-        return (_of_callable(given, field),)
-    several = tuple(code for each in given for code in user_code(each, name, field))
+    if isinstance(source, str):
+        return (_of_file(source, name, field),)
+    if callable(source):
+        return (_of_callable(source, field),)
+    several = tuple(code for each in source for code in user_code(each, name, field))
     if not several:
         raise ConfigError(f"{field} is empty", next=f"--{field} my.py")
     return several

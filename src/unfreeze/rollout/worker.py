@@ -102,8 +102,8 @@ class Worker:
     def ask(self, request: Mapping[str, Any], seconds: float) -> None:
         """Begin a request; `advance` gives its reply, at most `seconds` later."""
         self._token = secrets.token_hex(8)
-        asked = {**request, "token": self._token, "seconds": seconds}
-        self._rest, self._line = memoryview(json.dumps(asked, default=str).encode() + b"\n"), bytearray()
+        request = {**request, "token": self._token, "seconds": seconds}
+        self._rest, self._line = memoryview(json.dumps(request, default=str).encode() + b"\n"), bytearray()
         self.seconds, self.deadline = seconds, time.monotonic() + seconds
 
     def advance(self) -> Reply | None:
