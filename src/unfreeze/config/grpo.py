@@ -68,6 +68,13 @@ class Rollout(Frozen):
         description="answers to each held-out prompt at a validation, with the same seeds each time",
         json_schema_extra=about("Answers"),
     )
+    keep_gb: float = Field(
+        default=2.0,
+        gt=0,
+        description="GB of rollout files in the run's folder; above it only the worst and best of a group are"
+        " kept",
+        json_schema_extra=about("Answers", computes=False),
+    )
     at_once: int = Field(
         default=0,
         ge=0,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
     from unfreeze.parallel.answers import Answers
     from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.report.rollouts.writer import Rollouts as Files
     from unfreeze.rollout.graders import Graders
     from unfreeze.rollout.held_out import Rewarded
     from unfreeze.rollout.prompts import Rows
@@ -110,6 +111,7 @@ class Rewarding:
         """The steps: prompts in shuffled order, answers of the model as it is."""
         from unfreeze.data.packing.order import Shuffled
         from unfreeze.kernels.linear_cross_entropy import Words
+        from unfreeze.report.rollouts.writer import Rollouts as Files
         from unfreeze.rollout.rollouts import Rollouts, Settings
 
         config, rollout = self.config, self.config.rollout
@@ -140,7 +142,11 @@ class Rewarding:
             about={"reward": digest},
         )
         examples = rows.dataset.examples
-        tell = partial(self._tell, setup, at)
+        files = None
+        if setup.group.rank == 0:
+            files = Files(setup.folder.path, rollout.keep_gb * 1e9)
+            files.drop_after(setup.folder.step)
+        tell = partial(self._tell, setup, at, files)
         return Rollouts(
             engine,
             examples,
@@ -191,11 +197,16 @@ class Rewarding:
         prompt = max(1, longest - rollout.max_new_tokens)
         return Answers(rows, rows * rollout.max_new_tokens + prompts * prompt)
 
-    def _tell(self, setup: Setup, at: Placed, rolled: Rolled) -> None:
-        """Write a step's event and its rollout file."""
-        from unfreeze.rollout.rollouts import counted
+    def _tell(self, setup: Setup, at: Placed, files: Files | None, rolled: Rolled) -> None:
+        """Write a step's event, and its rollout file in process 0."""
+        from unfreeze.rollout.rollouts import counted, lines
 
         setup.folder.events.emit("rollout", rolled.step, **counted(rolled))
+        if files is None:
+            return
+        warning = files.write(rolled.step, lines(rolled, setup.tokenizer))
+        if warning:
+            setup.folder.events.emit("warning", rolled.step, message=warning)
 
     @cached_property
     def _read(self) -> dict[tuple[str, ...], Rows]:

@@ -35,6 +35,7 @@ from unfreeze.rollout.sampled import Sampled, as_text, of_text
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
+    from unfreeze.data import Tokenizer
     from unfreeze.data.rows.row import Conversation
     from unfreeze.generate.engine import Engine
     from unfreeze.parallel.processes.collectives import Group
@@ -330,6 +331,38 @@ def counted(rolled: Rolled) -> dict[str, Any]:
         "seconds": rolled.sampling,
         "grading_seconds": rolled.grading,
     }
+
+
+def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Return the lines of a step's rollout file (report/rollouts/answers.py)."""
+    result: list[dict[str, Any]] = []
+    rows = rolled.groups.advantage_PG.tolist()
+    for place, (group, advantage_G) in enumerate(zip(rolled.answers, rows, strict=True)):
+        prompt = tokenizer.decode(prompt_of(group.example), skip_specials=False)
+        for index, (answer, graded) in enumerate(zip(group.sampled, group.graded, strict=True)):
+            result.append(
+                {
+                    "step": rolled.step,
+                    "group": place,
+                    "answer": index,
+                    "row": group.example.row,
+                    "prompt": prompt,
+                    "text": answer.text,
+                    "pieces": pieces(answer.tokens, tokenizer),
+                    "logprobs": answer.log_p,
+                    "advantage": advantage_G[index],
+                    "stop": answer.stop,
+                    **graded.as_json(),
+                }
+            )
+    return result
+
+
+def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    """Return the text that became certain with each token, special ones too."""
+    decoder = tokenizer.stream_decoder(skip_specials=False)
+    each = [decoder.push(token) for token in tokens]
+    return [*each[:-1], each[-1] + decoder.finish()] if each else []
 
 
 def _mean(values: Sequence[float]) -> float | None:
