@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from unfreeze.data.rows.row import Conversation
     from unfreeze.generate.engine import Engine
     from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.report.rollouts.answers import Answer
 
 CUT = ("length", "window")
 """Stop reasons of an answer that did not end by itself."""
@@ -333,9 +334,9 @@ def counted(rolled: Rolled) -> dict[str, Any]:
     }
 
 
-def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
     """Return the lines of a step's rollout file (report/rollouts/answers.py)."""
-    result: list[dict[str, Any]] = []
+    result: list[Any] = []
     rows = rolled.groups.advantage_PG.tolist()
     for place, (group, advantage_G) in enumerate(zip(rolled.answers, rows, strict=True)):
         prompt = tokenizer.decode(prompt_of(group.example), skip_specials=False)
