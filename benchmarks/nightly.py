@@ -44,6 +44,7 @@ def parts(seed: int, folder: Path) -> Iterator[tuple[str, str]]:
     yield "planted faults", f"{cli} drill"
     yield "no false alarm", f"{cli} drill --clean"
     yield "losses of TRL", f"{here} benchmarks/trl_vectors.py --check"
+    yield "policies of TRL", f"{here} benchmarks/policy_vectors.py --check"
     yield "long tests", f"{here} -m pytest -m nightly -n auto"
     for name, libraries in BESIDE.items():
         venv = folder / name

@@ -1,6 +1,7 @@
 """Make tests/objectives/recorded/policies.json: other trainers' own advantages, losses and gradients.
 
     python benchmarks/policy_vectors.py --peers FOLDER --write
+    python benchmarks/policy_vectors.py --check
 
 TRL is imported. Of the others the functions themselves are taken from their source files and executed as they
 stand, so that none of their packages is installed: FOLDER/verl is the wheel of PyPI, unpacked; FOLDER/nemo,
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -481,20 +483,27 @@ PEERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", type=Path, required=True)
+    parser.add_argument("--peers", type=Path, help="without it: TRL alone, which is installed")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     x = inputs()
     tensors = {name: value.tolist() for name, value in vars(x).items()}
     peers = {"trl": trl()}
-    for name, function in PEERS.items():
+    for name, function in PEERS.items() if arguments.peers else ():
         peers[name] = {"version": SOURCES[name], **function(arguments.peers / name)}
-    recorded = {"torch": torch.__version__, "seed": SEED, "inputs": tensors, "peers": peers}
     if arguments.write:
-        RECORDED.write_text(json.dumps(recorded) + "\n", encoding="utf-8")
+        content = {"torch": torch.__version__, "seed": SEED, "inputs": tensors, "peers": peers}
+        RECORDED.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))["peers"]
     for name, peer in peers.items():
-        print(name, {label: round(each["loss"], 9) for label, each in peer["cases"].items()})
+        losses = {label: each["loss"] for label, each in peer["cases"].items()}
+        print(name, {label: round(loss, 9) for label, loss in losses.items()})
+        then = recorded[name]
+        apart = max(abs(loss - then["cases"][label]["loss"]) for label, loss in losses.items())
+        if arguments.check and apart > 1e-9:
+            sys.exit(f"{name} {peer['version']} is {apart:.1e} from what {then['version']} gave")
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from unfreeze.core.batch import Batch
-from unfreeze.objectives.policy import Per
+    from unfreeze.core.batch import Batch
+    from unfreeze.objectives.policy import Per
 
 Baseline = Literal["mean", "leave-one-out", "ema", "greedy"]
 Scale = Literal["group", "batch", "none"]
@@ -65,6 +65,8 @@ class Groups(NamedTuple):
 
 def rewards_of(groups: Sequence[Sequence[float | None]]) -> Tensor:
     """Return rewards [P, G] with NaN for None. Shorter groups are filled up with NaN."""
+    import torch
+
     widest = max([1, *map(len, groups)])
     rows = [[math.nan if reward is None else reward for reward in group] for group in groups]
     padded = [row + [math.nan] * (widest - len(row)) for row in rows]
@@ -86,6 +88,8 @@ def advantages(
     A group with one reward has no baseline of its own: with "mean" and "leave-one-out" its advantage is 0.
     Raises ValueError if the greedy rewards are missing.
     """
+    import torch
+
     settings = settings or Advantage()
     graded_PG = ~rewards_PG.isnan()
     r_PG = rewards_PG.nan_to_num(0.0)
@@ -115,6 +119,8 @@ def advantages(
 
 def _divisor(rewards_PG: Tensor, settings: Advantage) -> Tensor | float:
     """s + eps, or 1 where s is 0 or unknown."""
+    import torch
+
     if settings.scale == "none":
         return 1.0
     if settings.scale == "batch":

@@ -70,7 +70,7 @@ LIKE: Mapping[str, Preset] = {
         Advantage("mean", "group", eps=1e-9),
         Settings("ppo", against="trainer", kl="k3", beta=0.001),
         "begun",
-        "as its flags group_norm and use_loss set it; without use_loss the KL is part of the reward",
+        "as its flags group_norm, kl.use_loss with k3 and 0.001 set it; else the KL is part of the reward",
     ),
     "prime-rl": Preset(
         CENTRED,
