@@ -93,7 +93,7 @@ def test_a_run_writes_its_rollouts_and_resumes_to_the_bit(grpo):
 def test_held_out_prompts_are_measured_with_the_same_draws(grpo, tmp_path):
     held = tmp_path / "held.jsonl"
     held.write_text("".join(json.dumps(row) + "\n" for row in rows(5, 100)))
-    run = grpo(validation=str(held), **{"watch.validate_every": 2, "optimizer.learning_rate": 1e-12})
+    run = grpo(validation=str(held), **{"watch.validate_every": 2, "learning_rate": 1e-12})
     evals = of_kind(run, "eval")
     assert [event["step"] for event in evals] == [0, 2, 4]
     assert len({event["reward"] for event in evals}) == 1  # nothing was learnt, and the draws are the same
@@ -124,7 +124,7 @@ BAD = {
     "reward is missing": {"reward": ""},
     "answers = 1: a group of one": {"answers": 1},
     "policy.like sets policy.scale": {"like": "trl", "scale": "group"},
-    "row 0: a prompt of": {"sequence_length": 12},
+    "row 1: a prompt of 12 tokens and 8 new ones are more than 12": {"sequence_length": 12},
 }
 
 

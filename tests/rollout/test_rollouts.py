@@ -16,7 +16,7 @@ from unfreeze.rollout.groups import Advantage
 from unfreeze.rollout.reward import Graded
 from unfreeze.rollout.rollouts import SILENT_STEPS, Rollouts, Settings, counted, micro_batches
 
-P, G, NEW = 3, 4, 8
+P, G, NEW, HOT = 3, 4, 8, 1.5
 QUESTIONS = ("Name a river.", "What is two and two?", "Who are you?", "Where is Rome?", "Is it late?")
 
 
@@ -52,7 +52,15 @@ def source(
         lambda example: Conversation([{"role": "user", "content": QUESTIONS[example.row]}], row=example.row),
         grade,
         Settings(
-            **{"prompts": P, "answers": G, "new_tokens": NEW, "score_cut": True, "resample": 0} | settings
+            **{
+                "prompts": P,
+                "answers": G,
+                "new_tokens": NEW,
+                "score_cut": True,
+                "resample": 0,
+                "temperature": HOT,
+            }
+            | settings
         ),
         order=Shuffled(len(examples), 0),
         seed=5,
@@ -65,9 +73,9 @@ def source(
 def test_the_trainer_gives_the_samplers_log_probabilities(speaker, examples):
     """So prompts, answers, log-probabilities and advantages stand at their places in the batch."""
     rolled = []
-    batches, _ = next(source(speaker, examples, tell=rolled.append, temperature=0.7, micro_batch=64))
+    batches, _ = next(source(speaker, examples, tell=rolled.append, micro_batch=32))
     assert len(batches) > 1
-    words = Words(speaker.engine.num_ids, 0.7)
+    words = Words(speaker.engine.num_ids, HOT)
     for batch in batches:
         loss = policy(speaker.decoder.hidden(batch), speaker.decoder.lm_head, batch, Loss(), words=words)
         assert 0 < float(loss.largest["gap_max"]) <= 1e-5
@@ -134,13 +142,13 @@ def test_groups_without_a_signal_make_room_for_others(speaker, examples):
         ]
 
     rolled = []
-    next(source(speaker, examples, grade, tell=rolled.append, prompts=5, resample=3))
+    next(source(speaker, examples, grade, tell=rolled.append, prompts=4, resample=9))
     (step,) = rolled
-    assert len(step.answers) > 5 and int(step.groups.signal_P.sum()) >= 5
+    assert len(step.answers) > 4 and int(step.groups.signal_P.sum()) >= 4
     assert counted(step)["groups"] == len(step.answers)
     rolled.clear()
-    next(source(speaker, examples, grade, tell=rolled.append, prompts=5))
-    assert len(rolled[0].answers) == 5  # without resampling
+    next(source(speaker, examples, grade, tell=rolled.append, prompts=4))
+    assert len(rolled[0].answers) == 4  # without resampling
 
 
 def test_a_run_without_any_signal_stops_and_names_the_next_step(speaker, examples):
@@ -168,7 +176,7 @@ def test_a_run_without_any_signal_stops_and_names_the_next_step(speaker, example
 
 def test_cut_answers_are_left_out_or_graded(speaker, examples):
     rolled = []
-    next(source(speaker, examples, tell=rolled.append, score_cut=False))
+    next(source(speaker, examples, tell=rolled.append, score_cut=False, temperature=1.0))
     (step,) = rolled
     cut = [answer.stop == "length" for group in step.answers for answer in group.sampled]
     left = [each.outcome == "cut" for group in step.answers for each in group.graded]
@@ -236,5 +244,5 @@ def test_the_divisor_of_each_answer(speaker, examples):
     rolled = []
     next(source(speaker, examples, tell=rolled.append))
     for per, divisor in (("answers", P * G), ("constant", P * G)):
-        settings = Settings(P, G, NEW, per=per, micro_batch=64)
+        settings = Settings(P, G, NEW, per=per, micro_batch=48)
         assert sum(batch.count for batch in micro_batches(rolled[0], settings)) == divisor

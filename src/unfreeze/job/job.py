@@ -33,7 +33,6 @@ from unfreeze.job.planning.plan import as_it_began
 from unfreeze.job.planning.residency import transfers_of
 from unfreeze.job.planning.shortage import refused_when_short
 from unfreeze.job.setup import EncodedData, Placed, Setup, begun, encoded, opened, placed, planned, watched
-from unfreeze.job.source import refuse_changed_rows
 from unfreeze.job.watch.receipts import receipt_of
 from unfreeze.job.watch.validation import best_is_written, write_best
 
@@ -243,7 +242,6 @@ def open_job(
     """
     setup = opened(config, parts, common, device, group, folder, dtype, start)
     rows = encoded(setup)
-    refuse_changed_rows(setup, rows)
     parts.rows_check(setup, rows)
     plan, model = planned(setup, rows)
     if plans is not None:

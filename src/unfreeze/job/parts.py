@@ -11,7 +11,7 @@ from unfreeze.core.metrics import OF_TOKENS
 from unfreeze.core.schema import Metric
 from unfreeze.job.data import Encoding
 from unfreeze.job.planning.plan import Answering
-from unfreeze.job.source import encoded_rows
+from unfreeze.job.source import encoded_rows, refuse_changed_rows
 from unfreeze.job.trained import Trained
 from unfreeze.job.watch.spikes import spike_guard
 from unfreeze.job.watch.validation import Heldout
@@ -50,7 +50,8 @@ class Parts:
                   as a policy gradient's
     answers       (tokens of a micro-batch, of a mean document, of the longest) -> answers sampled at once, if
                   the model answers prompts before it trains on them; the plan has their cache
-    rows_check    (setup, rows) -> raises for rows that the recipe cannot take, before any weight is loaded
+    rows_check    (setup, rows) -> raises for rows that the recipe cannot take, or that are not those of a
+                  resumed run, before any weight is loaded
     plan_check    raises ConfigError for a plan that the recipe cannot train with
     start_lines   lines shown at the start, after model, memory and trained weights
     """
@@ -69,6 +70,6 @@ class Parts:
     metrics: Sequence[Metric] = OF_TOKENS
     judge: Callable[[Job], Judge] = spike_guard
     answers: Answering | None = None
-    rows_check: Callable[[Setup, EncodedData], None] = lambda setup, rows: None
+    rows_check: Callable[[Setup, EncodedData], None] = refuse_changed_rows
     plan_check: Callable[[Plan], None] = lambda plan: None
     start_lines: Sequence[str] = ()

@@ -94,7 +94,18 @@ class Rewarding:
         from unfreeze.rollout.graders import Graders, Limits
 
         grading, data = self.config.grading, setup.config.data
-        self._rows(data.files)
+        self.identity = {
+            "reward": "-".join(code.digest for code in self.codes),
+            "fingerprint": rows.dataset.examples.fingerprint(),
+        }
+        for name, value in self.identity.items() if setup.folder.cursor else ():
+            if (before := (setup.folder.cursor or {}).get(name)) != value:
+                of = {"reward": self.config.reward, "fingerprint": "the data"}[name]
+                raise ConfigError(
+                    f"cannot resume: {of} has changed since this run began ({name} was {before!r}, is"
+                    f" {value!r})",
+                    next=f"restore {of}, or start a new run with another --out",
+                )
 
         def start() -> None:
             limits = Limits(seconds=grading.seconds, network=grading.network)
@@ -117,13 +128,6 @@ class Rewarding:
         config, rollout = self.config, self.config.rollout
         engine = self.engine = at.speaker.engine
         self.words = Words(engine.num_ids, rollout.temperature)
-        digest = "-".join(code.digest for code in self.codes)
-        if start is not None and start.get("reward") != digest:
-            raise ConfigError(
-                f"cannot resume: {config.reward} has changed since this run began, so rewards would mean"
-                " something else",
-                next="restore the file, or start a new run with another --out",
-            )
         bf16 = at.model.dtype.itemsize == 2
         replay = bf16 and bool(at.model.moe_layers()) if rollout.replay == "auto" else rollout.replay == "on"
         settings = Settings(
@@ -139,7 +143,7 @@ class Rewarding:
             micro_batch=config.tokens_per_micro_batch,
             advantage=self.preset.advantage,
             per=self.preset.policy.per,
-            about={"reward": digest},
+            about=self.identity,
         )
         examples = rows.dataset.examples
         files = None
