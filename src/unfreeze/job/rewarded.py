@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from unfreeze.core.batch import Batch, Loss
     from unfreeze.data import Cursor
+    from unfreeze.evaluate.rewarded import Rewarded
     from unfreeze.generate.engine import Engine
     from unfreeze.job.setup import EncodedData, Placed, Setup
     from unfreeze.kernels.linear_cross_entropy import Words
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.report.rollouts.writer import Rollouts as Files
     from unfreeze.rollout.graders import Graders
-    from unfreeze.rollout.held_out import Rewarded
     from unfreeze.rollout.prompts import Rows
     from unfreeze.rollout.rollouts import Rolled, Rollouts
     from unfreeze.teach.second import Second
@@ -172,8 +172,8 @@ class Rewarding:
     def heldout(
         self, model: Decoder, batches: Iterable[Batch], group: Group, *, objective: object
     ) -> Rewarded:
-        """Mean reward of several answers to each held-out prompt (rollout/held_out.py)."""
-        from unfreeze.rollout.held_out import rewarded
+        """Mean reward of several answers to each held-out prompt (evaluate/rewarded.py)."""
+        from unfreeze.evaluate.rewarded import rewarded
 
         assert self.engine is not None and self.held_out is not None
         rollout = self.config.rollout
@@ -181,7 +181,7 @@ class Rewarding:
             self.engine,
             self.held_out,
             self._rows(self.held_out_files).of,
-            self.grade,
+            lambda answers: [each.reward for each in self.grade(answers)],
             group,
             answers=rollout.held_out_answers,
             new_tokens=rollout.max_new_tokens,

@@ -188,8 +188,8 @@ class Rollouts:
         raise ConfigError(
             f"no group of the first {self.silent} steps has answers with different rewards ({value} in the"
             f" last {len(rolled.answers)} groups): there is nothing to learn from",
-            next="unfreeze reward show my.py --model M --data F --answers 8 shows answers with their rewards;"
-            " take easier prompts, a reward with parts, more --answers, or warm up with unfreeze sft",
+            next="take easier prompts, a reward with parts or more --answers, or warm up with unfreeze sft;"
+            " unfreeze reward show my.py shows answers",
         )
 
     def _next(self) -> Example:
@@ -241,12 +241,12 @@ class Rollouts:
 
     def _graded(self, groups: Sequence[Answers]) -> None:
         """Grade all answers in process 0; the others take its rewards."""
-        asked = [(group.row, each.text) for group in groups for each in group.sampled]
-        graded = self.group.on_rank0(lambda: self.grade(asked)) if asked else []
+        answered = [(group.row, each.text) for group in groups for each in group.sampled]
+        graded = self.group.on_rank0(lambda: self.grade(answered)) if answered else []
         if self.group.size > 1:
             fields = [each.as_json() for each in graded or []]
-            told = self.group.of_first(json.dumps(fields).encode())
-            graded = [Graded(**each) for each in json.loads(told)]
+            of_first = self.group.of_first(json.dumps(fields).encode())
+            graded = [Graded(**each) for each in json.loads(of_first)]
         each_graded = iter(graded or [])
         for group in groups:
             own = [next(each_graded) for _ in group.sampled]

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from unfreeze.data.rows.row import Conversation
     from unfreeze.generate.engine import Engine
     from unfreeze.parallel.processes.collectives import Group
-    from unfreeze.rollout.rollouts import Grade
+
+Grade = Callable[[Sequence[tuple["Conversation", str]]], Sequence[float | None]]
+"""(row, text of an answer) of many answers -> their rewards; None for an answer without one."""
 
 DRAWS = 2000
 SOLVED = 1.0
@@ -97,13 +99,13 @@ def rewarded(
     done = (
         engine.generate([prompt_of(each) for each in kept], sampling, max_rows=at_once or None) if own else []
     )
-    said = [[each.text, len(each.tokens)] for each in done]
-    texts = {place: said[answers * i : answers * (i + 1)] for i, place in enumerate(own)}
+    texts_and_lengths = [[each.text, len(each.tokens)] for each in done]
+    texts = {place: texts_and_lengths[answers * i : answers * (i + 1)] for i, place in enumerate(own)}
     if not group.lockstep and group.size > 1:
         every = [json.loads(text) for text in group.texts(json.dumps(list(texts.items())))]
         texts = {place: each for part in every for place, each in part}
-    asked = [(row_of(examples[place]), text) for place in places for text, _ in texts[place]]
-    rewards = group.on_rank0(lambda: [each.reward for each in grade(asked)])
+    answered = [(row_of(examples[place]), text) for place in places for text, _ in texts[place]]
+    rewards = group.on_rank0(lambda: list(grade(answered)))
     if group.size > 1:
         rewards = json.loads(group.of_first(json.dumps(rewards).encode()))
     grades = np.array([np.nan if each is None else each for each in rewards or []], dtype=np.float64)
@@ -111,6 +113,3 @@ def rewarded(
     tokens = sum(length for each in texts.values() for _, length in each)
     solved_R = (by_prompt >= SOLVED).max(1).astype(np.float64)
     return Rewarded(by_prompt.mean(1), solved_R, tokens // answers, int(np.isnan(grades).sum()))
-
-
-__all__: Sequence[str] = ("Rewarded", "interval", "rewarded")
