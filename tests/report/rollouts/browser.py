@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -64,7 +65,8 @@ class Browser:
         while True:
             message = self._message()
             if message.get("id") == self._number:
-                assert "error" not in message, message
+                if "error" in message:
+                    raise RuntimeError(message["error"])
                 return message["result"]
             if events is not None:
                 events.append(message)
@@ -107,15 +109,19 @@ class Tab:
     def run(self, code: str) -> Any:
         """Value of an expression; a promise is awaited."""
         answer = self.ask("Runtime.evaluate", expression=code, awaitPromise=True, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        if "exceptionDetails" in answer:
+            raise RuntimeError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
     def until(self, code: str, seconds: float = 20.0) -> None:
-        """Wait until the expression is true."""
+        """Wait until the expression is true; a page may be replaced meanwhile."""
         end = time.monotonic() + seconds
-        while not self.run(f"!!({code})"):
-            assert time.monotonic() < end, f"not in {seconds} s: {code}"
+        while time.monotonic() < end:
+            with suppress(RuntimeError):
+                if self.run(f"!!({code})"):
+                    return
             time.sleep(0.02)
+        raise AssertionError(f"not in {seconds} s: {code}")
 
     def press(self, key: str, times: int = 1) -> None:
         for _ in range(times):

@@ -98,6 +98,14 @@ def test_above_the_limit_groups_keep_their_ends_and_it_is_said_once(tmp_path: Pa
             assert (min(kept, key=key), max(kept, key=key)) == (min(rewards, key=key), max(rewards, key=key))
 
 
+def test_a_step_that_is_written_again_does_not_count_against_itself(tmp_path: Path):
+    writer = Rollouts(tmp_path)
+    writer.write(1, fake_step(1))
+    writer.limit = writer.num_bytes / 2
+    assert writer.write(1, fake_step(1)) is None
+    assert len(read(files(writer.folder)[1])[0]) == 64
+
+
 def test_above_twice_the_limit_only_numbers_are_kept(tmp_path: Path):
     writer = Rollouts(tmp_path, limit=1)
     writer.write(1, fake_step(1))
@@ -136,7 +144,7 @@ DAMAGE = (
     b"{",
     b"[]",
     b'{"step": 1}',
-    b'{"step": 1, "group": 0, "answer": 0, "reward": NaN}',
+    b'{"step": 1, "group": 0, "answer": 0, "logprobs": [NaN]}',  # a browser would refuse it
     b'{"step": 1, "group": 0, "answer": 0, "reward": "high"}',
     b'{"step": 1, "group": 0, "answer": 0, "pieces": [1]}',
     b'{"step": 1, "group": 0, "answer": 0, "text": {"a": 1}}',

@@ -160,16 +160,16 @@ def test_a_watched_page_follows_the_run_until_a_step_is_open(browser: Browser, t
     run = fake_run(tmp_path / "run", steps=2)
     source = write_report(run).with_name("rollouts.html").read_text(encoding="utf-8")
     page = run / "rollouts.html"
-    page.write_text(source.replace('data-reload="0"', 'data-reload="0.05"'), encoding="utf-8")
+    page.write_text(source.replace('data-reload="0"', 'data-reload="0.2"'), encoding="utf-8")
     tab = shown(browser, run)
     page.write_text(
-        source.replace("<h1>Rollouts", "<h1>Newer").replace('data-reload="0"', 'data-reload="0.05"')
+        source.replace("<h1>Rollouts", "<h1>Newer").replace('data-reload="0"', 'data-reload="0.2"')
     )
     tab.until("document.querySelector('h1').textContent.startsWith('Newer')")
-    tab.run("openStep(0)")
-    tab.until("document.querySelector('#list .group')")
+    # opened again where a reload came in between
+    tab.until("(view.place < 0 && openStep(0), document.querySelector('#list .group'))")
     page.write_text(source)
-    tab.run("new Promise((done) => setTimeout(done, 300))")
+    tab.run("new Promise((done) => setTimeout(done, 600))")
     assert tab.run("document.querySelector('h1').textContent").startswith("Newer")
 
 

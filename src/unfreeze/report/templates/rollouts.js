@@ -255,7 +255,7 @@ function start() {
   });
   // while a run goes on, the page follows it until a step is opened
   const seconds = Number(root.dataset.reload);
-  if (seconds) setInterval(() => view.place < 0 && location.reload(), 1000 * seconds);
+  if (seconds) setTimeout(() => view.place < 0 && location.reload(), 1000 * seconds);
 
   const address = new URLSearchParams(location.hash.slice(1));
   for (const field of ["sort", "colour"]) {
