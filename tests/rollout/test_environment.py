@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import typing
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -88,6 +89,16 @@ def everything(
     """
 
 
+def old_names(a: typing.List, b: typing.Dict, c: typing.Optional[typing.List[int]] = None):  # noqa: UP006, UP045
+    """Types of typing.
+
+    Args:
+        a: 1
+        b: 2
+        c: 3
+    """
+
+
 def no_arguments():
     """Nothing."""
 
@@ -100,7 +111,7 @@ def no_return_words(a: int) -> None:
     """
 
 
-@pytest.mark.parametrize("function", [everything, no_arguments, no_return_words, worlds.Calculator().add, worlds.Calculator().slow_add, worlds.Silent().look])  # fmt: skip
+@pytest.mark.parametrize("function", [everything, old_names, no_arguments, no_return_words, worlds.Calculator().add, worlds.Calculator().slow_add, worlds.Silent().look])  # fmt: skip
 def test_schemas_equal_transformers(function):
     assert tool_schema(function) == get_json_schema(function)
 
@@ -155,7 +166,7 @@ def test_calls_are_run_and_the_environment_gives_the_reward():
         (call("add"), "wrong arguments", "error: add: missing a required argument: 'number'"),
         (call("add", numer=1), "wrong arguments", "error: add: missing a required argument: 'number'"),
         (call("fail"), "error", "error: fail: RuntimeError: out of order (worlds.py, line "),
-        (call("hang"), "timeout", "error: hang: no reward within 1 s"),
+        (call("hang"), "timeout", "error: hang: no answer within 1 s"),
         (call("leave"), "ended", "error: leave: its process ended itself, with exit code 1"),
         ("<tool_call>{'name': 'add'}</tool_call>", "unreadable call", "error: the tool call is not JSON"),
         ('<tool_call>{"name": "add"', "unreadable call", "error: the tool call is not closed"),

@@ -158,7 +158,7 @@ class Grader:
     def __init__(self) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.files: set[str] = set()
-        self.held = Held(_awaited, self.told)
+        self.held = Held(_awaited, self.in_words)
 
     def __call__(self, request: Mapping[str, Any]) -> Reply:
         """Answer one request; whatever the user's code raises is an outcome."""
@@ -192,7 +192,7 @@ class Grader:
         except ConfigError as error:
             return {"refused": error.message, "next": error.next}
         except BaseException as error:
-            return {"refused": f"the file cannot be loaded: {self.told(error)}", "next": ""}
+            return {"refused": f"the file cannot be loaded: {self.in_words(error)}", "next": ""}
 
     def grade(self, request: Mapping[str, Any]) -> Reply:
         """Call every function with one answer. -> the fields of a Graded."""
@@ -203,11 +203,11 @@ class Grader:
             }
             return score(values).as_json()
         except MemoryError as error:
-            return Graded(None, outcome="memory", message=self.told(error)).as_json()
+            return Graded(None, outcome="memory", message=self.in_words(error)).as_json()
         except BaseException as error:
-            return Graded(None, outcome="error", message=self.told(error)).as_json()
+            return Graded(None, outcome="error", message=self.in_words(error)).as_json()
 
-    def told(self, error: BaseException) -> str:
+    def in_words(self, error: BaseException) -> str:
         """Return an error as one line, with the last line of the user's file that it passed."""
         at = _line(error.__traceback__, self.files)
         try:

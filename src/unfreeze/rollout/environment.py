@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.data.rows.row import Conversation, Message, Tool
@@ -74,8 +74,8 @@ class Episode:
         self.turns += 1
         self.spoken = self.read(text, len(self.past))
         calls = self.spoken.calls if not self.spoken.fault else []
-        said: Message = {"role": "assistant", "content": self.spoken.content}
-        self.messages.append({**said, **({"tool_calls": calls} if calls else {})})
+        message: Message = {"role": "assistant", "content": self.spoken.content}
+        self.messages.append({**message, **({"tool_calls": calls} if calls else {})})
         if not calls and not self.spoken.fault:
             self.done = "answered"
         return [call["function"] for call in calls]
@@ -119,7 +119,7 @@ class Environments:
 
     def __init__(
         self,
-        source: Given | Mapping[str, Given],
+        source: Given | dict[str, Given],
         read: Read,
         limits: Limits | None = None,
         *,
@@ -127,7 +127,7 @@ class Environments:
         count: int = 0,
         say: Callable[[str], None] = lambda line: None,
     ):
-        named = source if isinstance(source, Mapping) else {"": source}
+        named = cast("dict[str, Given]", source) if isinstance(source, dict) else {"": source}
         pairs = [
             (name, code) for name, each in named.items() for code in user_code(each, "Environment", "env")
         ]
@@ -193,7 +193,7 @@ class Environments:
             place = self._count % len(self._pool.workers)
             self._places[id(episode)] = (str(self._count), place)
             self._count += 1
-        for episode, reply in zip(episodes, self._ask(episodes, [[]] * len(rows)), strict=True):
+        for episode, reply in zip(episodes, self._ask(episodes, [() for _ in rows]), strict=True):
             if reply is not None and (text := reply.get("opened")) is not None:
                 last = episode.messages[-1]
                 both = last["content"] + (text if isinstance(last["content"], str) else [_part(text)])
@@ -227,10 +227,11 @@ class Environments:
     def grade(self, episodes: Sequence[Episode]) -> list[Graded]:
         """Return get_reward() of each, and forget its environment."""
         whole = [episode for episode in episodes if episode.done != "failed"]
-        replies = iter(self._ask(whole, [[]] * len(whole), score=True))
+        scores = self._ask(whole, [() for _ in whole], score=True)
+        replies = dict(zip(map(id, whole), scores, strict=True))
         graded: list[Graded] = []
         for episode in episodes:
-            reply = next(replies) if episode in whole else None
+            reply = replies.get(id(episode))
             self._places.pop(id(episode), None)
             if reply is None or episode.done == "failed":
                 graded.append(Graded(None, outcome=episode.failure[0], message=episode.failure[1]))

@@ -20,7 +20,7 @@ OWN = ("reset", "get_reward")
 MAX_TEXT = 2**13  # characters of a tool's result; a model's window is not larger than some of these
 
 Awaited = Callable[[Any], Any]
-Told = Callable[[BaseException], str]
+InWords = Callable[[BaseException], str]
 
 
 def methods_of(environment: object) -> dict[str, Callable[..., Any]]:
@@ -35,11 +35,11 @@ def methods_of(environment: object) -> dict[str, Callable[..., Any]]:
 class Held:
     """The environments that this process holds.
 
-    awaited, told  from child.py: the value of an awaitable; an error on one line
+    awaited, in_words  from child.py: the value of an awaitable; an error on one line
     """
 
-    def __init__(self, awaited: Awaited, told: Told):
-        self._awaited, self._told = awaited, told
+    def __init__(self, awaited: Awaited, in_words: InWords):
+        self._awaited, self._in_words = awaited, in_words
         self._factories: dict[str, Callable[[], Any]] = {}
         self._living: dict[str, Any] = {}
 
@@ -76,7 +76,7 @@ class Held:
                 environment = self._factories[request["environment"]]()
                 text = self._awaited(environment.reset(**request["row"]))
             except BaseException as error:
-                return {"failed": f"reset: {self._told(error)}"}
+                return {"failed": f"reset: {self._in_words(error)}"}
             if not isinstance(text, str | None):
                 return {"failed": f"reset returned a {type(text).__name__}, not a text or None"}
             self._living[request["id"]] = environment
@@ -105,9 +105,9 @@ class Held:
         try:
             return {"text": str(self._awaited(methods[name](**arguments)))[:MAX_TEXT], "fault": ""}
         except MemoryError as error:
-            return _fault("memory", f"{name}: {self._told(error)}")
+            return _fault("memory", f"{name}: {self._in_words(error)}")
         except BaseException as error:
-            return _fault("error", f"{name}: {self._told(error)}")
+            return _fault("error", f"{name}: {self._in_words(error)}")
 
     def _score(self, environment: Any) -> Graded:
         if not callable(getattr(environment, "get_reward", None)):
@@ -115,9 +115,9 @@ class Held:
         try:
             return score({type(environment).__name__: self._awaited(environment.get_reward())})
         except MemoryError as error:
-            return Graded(None, outcome="memory", message=self._told(error))
+            return Graded(None, outcome="memory", message=self._in_words(error))
         except BaseException as error:
-            return Graded(None, outcome="error", message=self._told(error))
+            return Graded(None, outcome="error", message=self._in_words(error))
 
 
 def _fault(kind: str, text: str) -> dict[str, str]:

@@ -98,7 +98,8 @@ def _refusal(name: str, what: str) -> ConfigError:
 
 def type_schema(hint: Any) -> dict[str, Any]:
     """Return the schema of a type. Raises Unwritable."""
-    origin, inner = get_origin(hint), get_args(hint)
+    origin: Any = get_origin(hint)
+    inner: Sequence[Any] = get_args(hint)
     if origin is None:
         if isinstance(hint, type) and issubclass(hint, Enum):
             return _enum([member.value for member in hint])
@@ -110,11 +111,13 @@ def type_schema(hint: Any) -> dict[str, Any]:
         return _union(inner)
     if origin is Literal:
         return _enum(list(inner))
+    if origin in (list, tuple, dict) and not inner:  # List, Tuple and Dict of typing, bare
+        return dict(PLAIN[origin])
     if origin is list:
         return {"type": "array", "items": type_schema(inner[0])}
     if origin is tuple and len(inner) > 1 and ... not in inner:
         return {"type": "array", "prefixItems": [type_schema(each) for each in inner]}
-    if origin is dict:
+    if origin is dict and len(inner) == 2:
         return {"type": "object", "additionalProperties": type_schema(inner[1])}
     raise Unwritable(f"{hint}")
 

@@ -38,6 +38,13 @@ class Sample:
         self.ids += ids
         self.sampled += [sampled] * len(ids)
 
+    def last_turn(self) -> list[int]:
+        """Return the sampled ids at the end."""
+        begin = len(self.ids)
+        while begin and self.sampled[begin - 1]:
+            begin -= 1
+        return self.ids[begin:]
+
 
 class Transcript:
     """One answer of several turns: its samples, of which the last one grows.
@@ -65,14 +72,14 @@ class Transcript:
         self.samples[-1].add(tokens, sampled=True)
         return spoken_text(self.tokenizer, tokens)
 
-    def tell(self, said: Message, new: Sequence[Message]) -> bool:
+    def tell(self, answer: Message, new: Sequence[Message]) -> bool:
         """Append the turn that was just sampled, as a message, and what follows. -> True if a sample began.
 
         Raises DataError if the template refuses the conversation.
         """
         sample = self.samples[-1]
-        ids, why = continuation(self.tokenizer, sample.ids, self.messages, said, new, self.tools)
-        self.messages += [said, *new]
+        ids, why = continuation(self.tokenizer, sample, self.messages, answer, new, self.tools)
+        self.messages += [answer, *new]
         if ids is not None:
             sample.add(ids, sampled=False)
             return False
@@ -108,48 +115,43 @@ def as_message(
 
 def continuation(
     tokenizer: Tokenizer,
-    ids: Sequence[int],
+    sample: Sample,
     before: Sequence[Message],
-    said: Message,
+    answer: Message,
     new: Sequence[Message],
     tools: Sequence[Tool] | None = None,
 ) -> tuple[list[int] | None, str]:
     """Return the ids to append after a sampled turn, or None and the reason why the history is rewritten.
 
-    ids     everything fed and sampled so far
-    before  the messages of its prompt; said: the sampled turn; new: the messages that follow it
+    sample  everything fed and sampled so far; it ends with the sampled turn
+    before  the messages of its prompt; answer: the sampled turn; new: the messages that follow it
     """
     write = renderer(tokenizer)
-    prompt, whole = write.prompt(before, tools), write.prompt([*before, said, *new], tools)
+    prompt, whole = write.prompt(before, tools), write.prompt([*before, answer, *new], tools)
     if not whole.startswith(prompt):
         return None, "the template writes the prompt otherwise once it is answered"
     # the sampled turn ends at the first token that ends turns; one in a message is quoted
     ends = end_texts(tokenizer)
-    found_end = _first_end(whole, ends, len(prompt))
-    if found_end is None:
+    end = _first_end(whole, ends, len(prompt))
+    if end is None:
         return None, "the template writes no token that ends a turn"
-    written = whole[len(prompt) : found_end.start()]
-    if (word := missing(list(words_of(said, len(before))), written)) is not None:
-        return None, f"the template drops {word.field} of an earlier turn"
-    if _opens(written, said, tokenizer):
-        return None, "the template adds a think block to an earlier turn"
-    if ids and ids[-1] in tokenizer.eos_ids:
-        last = tokenizer.token_text(ids[-1])
-        if last != found_end[0]:
-            return None, f"the turn ended with {last}, where the template writes {found_end[0]}"
-        return encode_rendered(tokenizer, whole[found_end.end() :], continues=True), ""
-    return encode_rendered(tokenizer, whole[found_end.start() :], continues=True), ""
+    tokens = sample.last_turn()
+    text, written = spoken_text(tokenizer, tokens), whole[len(prompt) : end.start()]
+    # spelled otherwise is no matter, such as JSON without spaces; words or think blocks that differ are
+    if text != written:
+        if (word := missing(list(words_of(answer, len(before))), written)) is not None:
+            return None, f"the template drops {word.field} of an earlier turn"
+        marks = Completions(tokenizer.chat, ends).marks or USUAL_MARKS
+        closing = marks.closing.strip()
+        if written.count(closing) != text.count(closing):
+            return None, "the template adds or drops a think block of an earlier turn"
+    if not tokens or tokens[-1] not in tokenizer.eos_ids:  # cut by a stop word
+        return encode_rendered(tokenizer, whole[end.start() :], continues=True), ""
+    if (last := tokenizer.token_text(tokens[-1])) != end[0]:
+        return None, f"the turn ended with {last}, where the template writes {end[0]}"
+    return encode_rendered(tokenizer, whole[end.end() :], continues=True), ""
 
 
 def _first_end(text: str, ends: Sequence[str], begin: int) -> re.Match[str] | None:
     longest_first = sorted(map(re.escape, ends), key=len, reverse=True)
     return re.compile(f"(?<!{QUOTE_OPEN})(?:{'|'.join(longest_first)})").search(text, begin) if ends else None
-
-
-def _opens(written: str, said: Message, tokenizer: Tokenizer) -> bool:
-    """True if the template writes a think block into the turn that the model did not write."""
-    marks = Completions(tokenizer.chat, end_texts(tokenizer)).marks or USUAL_MARKS
-    closing = marks.closing.strip()
-    return (
-        closing in written and not said.get("reasoning_content") and closing not in str(said.get("content"))
-    )
