@@ -164,6 +164,16 @@ def test_control_arm_without_the_token_a_forged_reward_counts(monkeypatch):
 @pytest.mark.parametrize("name", ["thread_left", "process_left", "orphan_left"])
 def test_what_a_grader_leaves_behind_is_ended(name):
     assert graded(name) == Graded(1.0)
+    with Graders(f"{BAD}:{name}", PATIENT, count=1) as graders:
+        assert [each.reward for each in graders.grade([(ROW, "a")] * 2)] == [1.0, 1.0]
+        walls, ends = graders._pool.workers[0].confined, name != "orphan_left"
+        assert graders._pool.restarts == ends and (graders._pool.workers[0].alive != ends)
+        assert walls.processes or ends  # an orphan ends with its namespace
+
+
+def test_a_fork_of_the_users_code_does_not_answer():
+    with Graders(f"{BAD}:twin", PATIENT, count=1) as graders:
+        assert [each.reward for each in graders.grade([(ROW, "a")] * 3)] == [1.0] * 3
 
 
 def test_each_answer_has_an_empty_folder_and_no_trace_of_the_last():
