@@ -55,6 +55,14 @@ def orphans(prompt, completion):
             time.sleep(1000)
 
 
+def twin(prompt, completion):
+    """A fork comes back from here as well."""
+    if (pid := os.fork()) == 0:
+        return 2.0
+    os.waitpid(pid, 0)
+    return 1.0
+
+
 def threads(prompt, completion):
     for _ in range(2000):
         threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()

@@ -14,6 +14,7 @@ from unfreeze.data.rows.asked import asked_from_dict
 from unfreeze.rollout.reward import (
     Graded,
     checked,
+    combined,
     outcomes,
     prompt_column,
     prompt_of,
@@ -150,6 +151,17 @@ def test_anything_else_is_no_number(value):
 ])  # fmt: skip
 def test_a_reply_that_is_no_reward_is_seen(reply):
     assert checked(reply) is None
+
+
+def test_an_environment_and_functions_together():
+    world, form = Graded(1.0), Graded(0.5, {"a": 0.25, "b": 0.25})
+    late, silent = Graded(None, outcome="timeout", message="late"), Graded(None, outcome="no value")
+    assert combined({"world": world, "form": form}) == Graded(
+        1.5, {"world": 1.0, "form": 0.5, "form.a": 0.25, "form.b": 0.25}
+    )
+    assert combined({"world": late, "form": form}) == late
+    assert combined({"world": silent, "form": world}) == Graded(1.0, {"form": 1.0})
+    assert combined({"world": silent}) == silent
 
 
 def test_too_many_failures_stop_the_run_in_one_sentence():

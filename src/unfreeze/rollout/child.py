@@ -23,9 +23,11 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from unfreeze.core.errors import ConfigError, nearest, printable
+from unfreeze.rollout.held import Held
 from unfreeze.rollout.limits import Confined, Limits, allow_cpu, confine, separate, tasks_below
 from unfreeze.rollout.reward import MAX_MESSAGE, Graded, score
 from unfreeze.rollout.signature import signature_of
+from unfreeze.untrusted.json_object import is_object
 
 CROWDED = 125
 """Exit code: killed, because it had too many processes."""
@@ -125,7 +127,8 @@ def _serve(asking: int, answering: int, limits: Limits, confined: Confined) -> N
             reply = grader(request)
             if os.getpid() != own:  # a fork of the user's code, which must not answer
                 os._exit(0)
-            reply |= {"token": request["token"], "leaves": _left_behind(), "confined": confined.as_json()}
+            leaves = request["do"] == "grade" and _left_behind()  # an environment may keep some
+            reply |= {"token": request["token"], "leaves": leaves, "confined": confined.as_json()}
             _send(answering, reply)
             if reply["leaves"]:
                 break
@@ -155,21 +158,30 @@ class Grader:
     def __init__(self) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.files: set[str] = set()
+        self.held = Held(_awaited, self.in_words)
 
     def __call__(self, request: Mapping[str, Any]) -> Reply:
         """Answer one request; whatever the user's code raises is an outcome."""
+        if request["do"] == "turn":
+            return self.held.turn(request)
         folder = tempfile.mkdtemp()
         try:
             os.chdir(folder)
-            return {"load": self.load, "grade": self.grade}[request["do"]](request)
+            return {"load": self.load, "meet": self.load, "grade": self.grade}[request["do"]](request)
         finally:
             os.chdir("/")
             shutil.rmtree(folder, ignore_errors=True)
 
     def load(self, request: Mapping[str, Any]) -> Reply:
-        """Make the functions. -> signatures, or the refusal and its remedy."""
+        """Make the functions or environments. -> facts about them, or the refusal and its remedy."""
         try:
             sys.path[:0] = [path for path in request["paths"] if path not in sys.path]
+            if request["do"] == "meet":
+                factories: dict[str, Any] = {}
+                for key, code in zip(request["names"], request["codes"], strict=True):
+                    self.files.add(code["path"])
+                    factories |= _factories(key, code)
+                return self.held.meet(factories)
             for code in request["codes"]:
                 self.files.add(code["path"])
                 for name, function in _named(code).items():
@@ -180,7 +192,7 @@ class Grader:
         except ConfigError as error:
             return {"refused": error.message, "next": error.next}
         except BaseException as error:
-            return {"refused": f"the file cannot be loaded: {self.told(error)}", "next": ""}
+            return {"refused": f"the file cannot be loaded: {self.in_words(error)}", "next": ""}
 
     def grade(self, request: Mapping[str, Any]) -> Reply:
         """Call every function with one answer. -> the fields of a Graded."""
@@ -191,11 +203,11 @@ class Grader:
             }
             return score(values).as_json()
         except MemoryError as error:
-            return Graded(None, outcome="memory", message=self.told(error)).as_json()
+            return Graded(None, outcome="memory", message=self.in_words(error)).as_json()
         except BaseException as error:
-            return Graded(None, outcome="error", message=self.told(error)).as_json()
+            return Graded(None, outcome="error", message=self.in_words(error)).as_json()
 
-    def told(self, error: BaseException) -> str:
+    def in_words(self, error: BaseException) -> str:
         """Return an error as one line, with the last line of the user's file that it passed."""
         at = _line(error.__traceback__, self.files)
         try:
@@ -205,8 +217,19 @@ class Grader:
         return printable(f"{type(error).__name__}{': ' if text else ''}{text}{at}")[:MAX_MESSAGE]
 
 
-def _named(code: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
-    """Return the functions of a UserCode by name. Raises ConfigError if there is none of a name."""
+def _factories(key: str, code: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the factories of environments by name; a dict in the file has several."""
+    factories: dict[str, Any] = {}
+    for value in _named(code, dict).values():
+        factories |= {str(name): each for name, each in value.items()} if is_object(value) else {key: value}
+    return factories
+
+
+def _named(code: Mapping[str, Any], other: type | None = None) -> dict[str, Any]:
+    """Return the functions of a UserCode by name; a value of type `other` will do, too.
+
+    Raises ConfigError if there is none of a name.
+    """
     file = os.path.basename(code["path"])
     if code["module"]:
         module = __import__(code["module"], fromlist=["_"])
@@ -217,22 +240,22 @@ def _named(code: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
         sys.modules[stem] = module
         sys.path.insert(0, os.path.dirname(code["path"]))
         exec(compile(code["text"], code["path"], "exec", dont_inherit=True), vars(module))
-    result: dict[str, Callable[..., Any]] = {}
+    result: dict[str, Any] = {}
     for name in code["names"]:
         try:
             result[name] = attrgetter(name)(module)
         except AttributeError:
             own = [
-                other
-                for other, value in vars(module).items()
-                if inspect.isfunction(value) and not other.startswith("_")
+                each
+                for each, value in vars(module).items()
+                if callable(value) and getattr(value, "__module__", "") == module.__name__
             ]
             there = f"; it has {', '.join(own[:20])}" if own else "; it has no function"
             raise ConfigError(
                 f"{file} has no function {name!r}{nearest(name, own)}{there}",
                 next=f"{file}:{own[0]}" if own else f"def {name}(prompt, completion, **row): return 1.0",
             ) from None
-        if not callable(result[name]):
+        if not callable(result[name]) and not (other and isinstance(result[name], other)):
             raise ConfigError(f"{file}: {name} is a {type(result[name]).__name__}, not a function")
     return result
 

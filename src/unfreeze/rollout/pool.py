@@ -23,6 +23,9 @@ NETWORK = "graders can reach the network: this system gives a process none of it
 """Said once, where it is so."""
 
 
+FUNCTIONS: Mapping[str, Any] = {"do": "load"}
+
+
 class Job(NamedTuple):
     """A request to any process, or to the one of that number."""
 
@@ -34,6 +37,7 @@ class Pool:
     """Processes that start when they are needed, and again after they were killed.
 
     codes  what each loads first, and from which it answers
+    first  the request that loads them
     count  processes; 0: one for each core, at most MOST
     """
 
@@ -42,6 +46,7 @@ class Pool:
         codes: Sequence[UserCode],
         limits: Limits,
         *,
+        first: Mapping[str, Any] = FUNCTIONS,
         count: int = 0,
         say: Callable[[str], None] = lambda line: None,
     ):
@@ -50,7 +55,7 @@ class Pool:
                 "this program started itself in a grader's process",
                 next='put its call under: if __name__ == "__main__":',
             )
-        self.codes, self.limits, self._say = tuple(codes), limits, say
+        self.codes, self.limits, self._first, self._say = tuple(codes), limits, first, say
         self._folder = tempfile.TemporaryDirectory(prefix="unfreeze-graders-", ignore_cleanup_errors=True)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers: list[Worker | None] = [None] * (count or min(MOST, cores))
@@ -127,7 +132,7 @@ class Pool:
         self.restarts += self.workers[place] is not None
         worker = self.workers[place] = Worker(self.limits, Path(self._folder.name))
         codes = [code.as_json() for code in self.codes]
-        request = {"do": "load", "codes": codes, "paths": self._paths}
+        request = {**self._first, "codes": codes, "paths": self._paths}
         worker.ask(request, self.limits.load_seconds)
 
     def _at(self, place: int) -> Worker:

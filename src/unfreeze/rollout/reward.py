@@ -24,7 +24,7 @@ from typing import Any, Literal, cast, get_args
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.data.rows.row import Conversation, Message
-from unfreeze.untrusted.json_object import is_list, is_object
+from unfreeze.untrusted.json_object import is_object
 
 Outcome = Literal[
     "ok", "error", "timeout", "not a number", "no value", "memory", "processes", "ended", "garbage", "cut"
@@ -80,6 +80,20 @@ def prompt_column(row: Conversation) -> str:
     return row.shape.partition("/")[0]
 
 
+def combined(graded: Mapping[str, Graded]) -> Graded:
+    """Return the reward of an answer from several sources, such as an environment and functions: their sum.
+
+    A source that failed decides the outcome; one without a say ("no value") is left out.
+    """
+    failed = [each for each in graded.values() if each.outcome not in ("ok", "no value")]
+    having = {name: each for name, each in graded.items() if each.reward is not None}
+    if failed or not having:
+        return (failed or list(graded.values()))[0]
+    parts = {f"{name}.{part}": value for name, each in having.items() for part, value in each.parts.items()}
+    rewards = {name: each.reward or 0.0 for name, each in having.items()}
+    return Graded(sum(rewards.values()), {**rewards, **parts}, printed=next(iter(having.values())).printed)
+
+
 class NoNumber(Exception):
     """A function returned something that is no reward."""
 
@@ -108,7 +122,7 @@ def score(values: Mapping[str, object]) -> Graded:
     return Graded(reward, parts)
 
 
-def _parts(name: str, value: Mapping[str, Any]) -> dict[str, float]:
+def _parts(name: str, value: Mapping[Any, Any]) -> dict[str, float]:
     if not value or len(value) > MAX_PARTS:
         raise NoNumber(f"{name} returned a dict of {len(value)} parts; 1 to {MAX_PARTS} are possible")
     wrong = [part for part in value if not isinstance(part, str) or len(part) > MAX_NAME]
@@ -119,16 +133,17 @@ def _parts(name: str, value: Mapping[str, Any]) -> dict[str, float]:
 
 def number(value: object, name: str) -> float:
     """Return a finite float. Numbers of numpy and torch count, texts and lists don't. Raises NoNumber."""
-    if is_list(value) or isinstance(value, tuple):
+    kind = type(value).__name__
+    if isinstance(value, list | tuple):
         count = len(cast("Sequence[Any]", value))
         remedy = "it is called with one answer, unlike TRL's, which gets a batch"
-        raise NoNumber(f"{name} returned a {type(value).__name__} of {count}, not a number; {remedy}")
+        raise NoNumber(f"{name} returned a {kind} of {count}, not a number; {remedy}")
     try:
         result = float(value) if hasattr(type(value), "__float__") or isinstance(value, int) else None  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise NoNumber(f"{name} returned {_short(value)}, not a number: {error}") from None
     if result is None:
-        raise NoNumber(f"{name} returned a {type(value).__name__}, not a number: {_short(value)}")
+        raise NoNumber(f"{name} returned a {kind}, not a number: {_short(value)}")
     if not math.isfinite(result):
         raise NoNumber(f"{name} returned {result}")
     return result

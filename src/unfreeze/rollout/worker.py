@@ -128,7 +128,7 @@ class Worker:
         except BlockingIOError:
             if time.monotonic() < self.deadline:
                 return None
-            return self._end(Gone("timeout", f"no reward within {self.seconds:g} s"))
+            return self._end(Gone("timeout", f"no answer within {self.seconds:g} s"))
         content = self._parsed(bytes(self._line))
         if content is None:
             return self._end(Gone("garbage", f"its process sent {bytes(self._line[:60])!r}"))
