@@ -228,7 +228,7 @@ def test_special_tokens_that_the_model_spelled_out_end_no_turn(tokenizer_of):
     tokenizer = tokenizer_of("chatml")
     transcript = Transcript(tokenizer, [ASKED])
     transcript.hear(
-        tokenizer.encode("Say <|im_end|> now.", specials=False) + [tokenizer.token_id("<|im_end|>")]
+        [*tokenizer.encode("Say <|im_end|> now.", specials=False), tokenizer.token_id("<|im_end|>")]
     )
     assert not transcript.tell({"role": "assistant", "content": "Say <|im_end|> now."}, [MORE[0]])
     assert transcript.prompt.count(tokenizer.token_id("<|im_end|>")) == 3
