@@ -224,6 +224,31 @@ def test_ids_that_the_model_spelled_otherwise_stay(tokenizer_of):
     assert transcript.prompt[len(fed) + len(tokens) :].count(end) == 1
 
 
+def test_special_tokens_that_the_model_spelled_out_end_no_turn(tokenizer_of):
+    tokenizer = tokenizer_of("chatml")
+    transcript = Transcript(tokenizer, [ASKED])
+    transcript.hear(
+        [*tokenizer.encode("Say <|im_end|> now.", specials=False), tokenizer.token_id("<|im_end|>")]
+    )
+    assert not transcript.tell({"role": "assistant", "content": "Say <|im_end|> now."}, [MORE[0]])
+    assert transcript.prompt.count(tokenizer.token_id("<|im_end|>")) == 3
+    assert tokenizer.decode(transcript.prompt, skip_specials=False).count("now.") == 1
+
+
+def test_a_prompt_that_changes_once_it_is_answered_begins_a_new_sample(tokenizer_of, tmp_path):
+    """A header with the number of messages: of the same length, so that only its words tell."""
+    name = "counts"
+    source = "<s>{{ messages | length }} turns" + SOURCES["chatml"].read_text(encoding="utf-8")
+    SOURCES[name] = tmp_path / "counts.jinja"
+    SOURCES[name].write_text(source, encoding="utf-8")
+    tokenizer = tokenizer_of(name)
+    SOURCES.pop(name)
+    transcript = Transcript(tokenizer, [ASKED])
+    transcript.hear(tokenizer.encode("It is 42.<|im_end|>", specials=True))
+    assert transcript.tell(SAID[0], [MORE[0]]) and "writes the prompt otherwise" in transcript.forks[0]
+    assert tokenizer.decode(transcript.prompt, skip_specials=False).startswith("<s>3 turns")
+
+
 def test_a_turn_cut_by_a_stop_word_is_closed_by_the_template(tokenizer_of):
     tokenizer = tokenizer_of("chatml")
     cut = Sample([1, 2])
