@@ -16,6 +16,7 @@ from unfreeze.data.rows.row import RowPlace
 from unfreeze.data.store.account import Reading
 from unfreeze.data.store.encoding import EncodedRows
 from unfreeze.data.store.examples import NUMBERS, Columns, Example
+from unfreeze.data.tokens.asked import Asking
 from unfreeze.data.tokens.compared import Comparing
 from unfreeze.data.tokens.masks import Encoder
 
@@ -103,7 +104,9 @@ class OnDemand:
 
     reading: Reading = "on demand"
 
-    def __init__(self, paths: Sequence[Path], encoder: Encoder | Comparing, columns: Sequence[str] = ()):
+    def __init__(
+        self, paths: Sequence[Path], encoder: Encoder | Comparing | Asking, columns: Sequence[str] = ()
+    ):
         self._paths, self._encoder, self._names = paths, encoder, columns
         self._places, self.columns = array("q"), Columns()
         self._files: dict[int, Again] = {}
