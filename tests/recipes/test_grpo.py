@@ -100,6 +100,8 @@ def test_held_out_prompts_are_measured_with_the_same_draws(grpo, tmp_path):
     assert all(event["reward_low"] <= event["reward"] <= event["reward_high"] for event in evals)
     assert all(event["loss"] == -event["reward"] for event in evals)
     assert evals[-1]["changes"][0]["change"] == 0
+    assert "was trained on rewards of answers to 9 prompts of" in repr(run)
+    assert f"held-out reward {evals[0]['reward']:.2f} →" in repr(run)
 
 
 def test_a_function_in_python_and_an_objective_with_a_reference(grpo):
@@ -110,6 +112,21 @@ def test_a_function_in_python_and_an_objective_with_a_reference(grpo):
 
 def longer(prompt, completion):
     return len(completion)
+
+
+def shorter(prompt, completion):
+    return -len(completion) / 10
+
+
+def test_learnt_is_what_held_out_rewards_prove(grpo, tmp_path):
+    """A reward of the opposite sign on held-out rows, on the same run, proves the opposite."""
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows(8, 100)))
+    fields = {"reward": shorter, "validation": str(held), "steps": 12, "learning_rate": 2e-2}
+    run = grpo(**fields, answers=8)
+    assert "learnt from rewards of answers to 9 prompts of" in repr(run)
+    first, last = of_kind(run, "eval")[0], of_kind(run, "eval")[-1]
+    assert last["reward_low"] > first["reward_high"]
 
 
 def test_a_changed_reward_is_refused(grpo, my):

@@ -158,12 +158,14 @@ def by_layer(values: Mapping[str, Value]) -> list[tuple[str, Value]]:
 def evals_of(events: Sequence[Event]) -> list[EvalEvent]:
     """Eval events on the same rows as the last one; losses on other rows are not comparable.
 
-    Events of earlier versions have no fingerprint; different counts then mean different rows.
+    Events of earlier versions have no fingerprint; different counts then mean different rows. With one, tokens
+    may differ: those of answers that were sampled.
     """
     evals, known = of_kind(events, EvalEvent), dict[str, object]()
     for place in reversed(range(len(evals))):
         event = evals[place]
-        about = {name: event.get(name) for name in ("fingerprint", "rows", "tokens") if name in event}
+        names = ("fingerprint", "rows") if "fingerprint" in event else ("rows", "tokens")
+        about = {name: event.get(name) for name in names if name in event}
         if any(known.get(name, value) != value for name, value in about.items()):
             return evals[place + 1 :]
         known |= about

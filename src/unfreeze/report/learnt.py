@@ -27,6 +27,7 @@ REACH = 10.0
 """Limit for the total movement of the output, as a multiple of the first step's change · the sum of the
 learning rates / the first one. Later steps also move A, not only B."""
 ABOUT = ("loss", "perplexity", "bits_per_byte", "logp_likelier", "tokens", "rows", "seconds")
+ABOUT += ("reward_low", "reward_high", "length", "failed")
 """Fields of an eval event that are not scores."""
 PERCENT = ("style", "facts")  # scores of the demo in per cent
 
@@ -58,7 +59,9 @@ def finding(run: RunFolder) -> Evidence:
         losses = [math.nan if (loss := event.get("loss")) is None else loss for event in evals]
         learnt, note = _held_out(run, evals, losses, scores, trained)
         since = f" (since step {evals[0]['step']:,})" if evals[0]["step"] and evals[1:] else ""
-        measured = ", ".join([f"held-out loss {change(losses, 3)}{since}", *words][:4])
+        of_loss = [] if "reward" in scores else [f"held-out loss {change(losses, 3)}{since}"]
+        measured = ", ".join([*of_loss, *words][:4])
+        measured = f"held-out {measured}" if not of_loss else measured
     elif words:
         learnt, note = _by_scores(run, scores, trained) and moved(run, trained), _rambles(run)
         measured = ", ".join(words[:4])
@@ -139,14 +142,16 @@ def _overfits(run: RunFolder, evals: Sequence[EvalEvent], rows: int, first: floa
     for each in evals[-1].get("changes", []):
         if each["measure"] != "loss" or _beyond(each["change"], each["error"], rows, first) <= 0:
             continue
-        since = each["since"]
+        since, rewarded = each["since"], "reward" in numbers(evals[-1])  # whose loss is minus the reward
+        moved_by = "reward fell" if rewarded else "loss rose"
         if since == evals[0]["step"]:
-            worse = f" It got worse on unseen rows: held-out loss rose by {each['change']:.3f}."
+            worse = f" It got worse on unseen rows: held-out {moved_by} by {each['change']:.3f}."
             return f"{worse} Lower --learning-rate, or train on more rows."
         best = next((name for name in ("adapter-best", "model-best") if (run.path / name).is_dir()), "")
         remedy = f"Use {best}/, which is step {since:,}." if best else "Stop earlier: --watch.early-stop 2."
-        at = f"step {since:,}, {losses[since]:.3f}" if since in losses else f"step {since:,}"
-        return f" Overfitted: held-out loss rose since its lowest point ({at}). {remedy}"
+        value = f", {-losses[since] if rewarded else losses[since]:.3f}" if since in losses else ""
+        point = "highest" if rewarded else "lowest"
+        return f" Overfitted: held-out {moved_by} since its {point} point (step {since:,}{value}). {remedy}"
     return ""
 
 

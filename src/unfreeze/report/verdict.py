@@ -8,9 +8,18 @@ from typing import NamedTuple
 
 from unfreeze.config.names import short_name
 from unfreeze.config.recipes import CONFIGS
-from unfreeze.core.schema import DataEvent
+from unfreeze.core.schema import DataEvent, RolloutEvent
 from unfreeze.core.units import format_count, format_seconds
-from unfreeze.report.events import TEACH_LITTLE, evals_of, last, numbers, series, times_larger, warnings
+from unfreeze.report.events import (
+    TEACH_LITTLE,
+    evals_of,
+    last,
+    numbers,
+    of_kind,
+    series,
+    times_larger,
+    warnings,
+)
 from unfreeze.report.learnt import finding
 from unfreeze.report.metrics import loss_unit
 from unfreeze.report.run import RunFolder, flat_fields, flatten
@@ -28,6 +37,12 @@ UNITS = {  # field of an eval event -> (name, unit): those of core/schema.py, an
     "margin": ("held-out margin of rewards", "nats times beta"),
     "logp_likelier": ("held-out log-probability of the likelier answer", "nats per answer"),
     "rows": ("held-out rows", "rows"),
+    "reward": ("held-out reward, mean", "reward"),
+    "reward_low": ("held-out reward, lower bound (95 %)", "reward"),
+    "reward_high": ("held-out reward, upper bound (95 %)", "reward"),
+    "solved": ("held-out prompts with an answer of reward 1 or more", "share"),
+    "length": ("held-out answers, mean length", "tokens"),
+    "failed": ("held-out answers without a reward", "answers"),
 }
 NOUNS = {
     "question/answer": "answers",
@@ -65,7 +80,7 @@ def judged(run: RunFolder) -> tuple[str, bool]:
     if run.state == "done":
         few = _too_few(run)
         learnt = evidence.learnt and not what.seen and not few
-        done = what.seen or f"{'learnt' if learnt else 'was trained on'} {what.all}"
+        done = what.seen or f"{what.learnt if learnt else 'was trained on'} {what.all}"
         return f"{model} {done} in {time}{measured}{evidence.note}{few}", learnt
     of = f" of {run.steps_planned:,}" if run.steps_planned else ""
     stood = "interrupted" if run.state == "interrupted" else "unfinished"
@@ -102,6 +117,7 @@ class _Data(NamedTuple):
 
     all: str
     seen: str = ""
+    learnt: str = "learnt"
 
 
 def _what(run: RunFolder) -> _Data:
@@ -126,6 +142,10 @@ def _what(run: RunFolder) -> _Data:
     count = round(account["examples"] * more) - held_out
     there *= count / max(count + held_out, 1)
     whole = f"{count:,} {noun}" + (f" of {where}" if where else "")
+    if rolled := of_kind(run.events, RolloutEvent):  # a step answers some; it learns not about these alone
+        prompts = min(count, sum(event["groups"] for event in rolled))
+        of = f"{prompts:,} of {count:,}" if prompts < count else f"{count:,}"
+        return _Data(f"rewards of answers to {of} prompts of {where}", learnt="learnt from")
     if 0 < trained < 0.9 * there and run.config.get("data.weights"):  # rows of some files repeat
         return _Data(whole, f"saw {format_count(trained)} tokens, mixed from {whole},")
     if 0 < trained < 0.9 * there:

@@ -7,6 +7,7 @@ Nothing here writes to standard output: with `--json` its last line is the resul
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -244,7 +245,12 @@ def eval_words(event: EvalEvent) -> str:
     known["logp_likelier"] = "likelier answer {:.1f} nats"
     about = {"rows": "{:,.0f} rows", "tokens": "{:,.0f} tokens", "seconds": "{:.1f} s"}
     values = numbers(event)
-    words = [known.get(name, name + " {:.4g}").format(v) for name, v in values.items() if name not in about]
+    words: list[str] = []
+    if "reward" in values:  # of a run with rewards, whose loss is minus this
+        reward, low, high = (values.pop(name, math.nan) for name in ("reward", "reward_low", "reward_high"))
+        values.pop("loss", None)
+        words.append(f"held-out reward {reward:.3g} ({low:.3g} to {high:.3g})")
+    words += [known.get(name, name + " {:.4g}").format(v) for name, v in values.items() if name not in about]
     details = [form.format(values[name]) for name, form in about.items() if name in values]
     return ", ".join(words) + (f" ({', '.join(details)})" if details else "")
 
