@@ -158,8 +158,8 @@ def by_layer(values: Mapping[str, Value]) -> list[tuple[str, Value]]:
 def evals_of(events: Sequence[Event]) -> list[EvalEvent]:
     """Eval events on the same rows as the last one; losses on other rows are not comparable.
 
-    Events of earlier versions have no fingerprint; different counts then mean different rows. With one, tokens
-    may differ: those of answers that were sampled.
+    Events of earlier versions have no fingerprint; different counts then mean different rows. With one,
+    tokens may differ: those of sampled answers.
     """
     evals, known = of_kind(events, EvalEvent), dict[str, object]()
     for place in reversed(range(len(evals))):

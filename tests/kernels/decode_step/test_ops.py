@@ -343,3 +343,23 @@ def test_cache_latent(dtype, recorded, pairing):
             got, want, **(CLOSE if kind == torch.float32 else {"rtol": 2**-8, "atol": 1e-6})
         )
         assert store.isnan().sum() == store.numel() - got.numel()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [1, 3, 8, 16, 32, 40])
+def test_an_adapter_reads_nothing_behind_its_matrix(dtype, recorded, kind, rank):
+    """A chunk of 32 numbers reaches into the next rows of a narrow matrix; behind it there is NaN. Seven rows of x:
+    a group of four, and three."""
+    x, W, A = draw(7, 64), draw(45, 64, seed=1), draw(rank, 64, seed=2, scale=0.1)
+    stored = torch.full((60, rank), float("nan"), dtype=kind)
+    stored[:45] = draw(45, rank, seed=3)
+    B = stored[:45]
+
+    def record(program, x):
+        return program.linear(x, W, adapter=(A, B, 0.5))
+
+    got = recorded(record, x, dtype=dtype)
+    t = x.double() @ A.double().T
+    torch.testing.assert_close(
+        got.double(), x.double() @ W.double().T + 0.5 * t @ B.double().T, rtol=1e-5, atol=3e-5
+    )

@@ -12,9 +12,9 @@ import numpy as np
 
 from unfreeze.kernels.decode_step.atomic import every, floats, integers
 from unfreeze.kernels.decode_step.dots import FLOAT32
-from unfreeze.kernels.decode_step.ops import CACHED, FRESH, NUMBERS
+from unfreeze.kernels.decode_step.ops import CACHED, FRESH, NUMBERS, add_thin
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
-from unfreeze.kernels.decode_step.rows import activated, dot, pack
+from unfreeze.kernels.decode_step.rows import activated, pack
 from unfreeze.kernels.loops.numba_options import inner, sigmoid
 
 SIGMOID, SOFTMAX, LOGITS = 0, 1, 2
@@ -154,14 +154,6 @@ def thin(like, job, rows, arguments, numbers):
                 to[q] = sums[j * height + q]
 
 
-@inner
-def _add_thin(value, B_kind, B, first, rank, scale, low):
-    """value[k] += scale · B[first + k] · low."""
-    stride = rank * (4 if B_kind == FLOAT32 else 2)
-    for k in range(value.size):
-        value[k] += scale * dot(B_kind, low, B + (first + k) * stride)
-
-
 @Callee
 def up(like, job, rows, arguments, numbers):
     """h[r] = act(gate, up) of the row's expert, packed: UP_ROWS of its I numbers.
@@ -172,7 +164,7 @@ def up(like, job, rows, arguments, numbers):
     a, f = every(arguments), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, I, interleaved = a[:10]
     x, x_stride, experts, begins, token, h, h_stride, act, bias = a[10:19]
-    thin, thin_stride, rank, B, B_kind, weight = a[19:25]
+    thin, thin_stride, rank, B, B_kind, B_tile, weight = a[19:26]
     blocks = (I + UP_ROWS - 1) // UP_ROWS
     place, first = job // blocks, job % blocks * UP_ROWS
     size = min(UP_ROWS, I - first)
@@ -182,6 +174,7 @@ def up(like, job, rows, arguments, numbers):
     expert = integers(experts, place + 1)[place] * 2 * I
     xs, sums = np.empty(4, np.int64), np.empty((2, 4 * UP_ROWS), np.float32)
     result = np.empty(size, np.float32)
+    B_stride = rank * (4 if B_kind == FLOAT32 else 2)
     between = 2 if interleaved else 1  # rows of the weight from one of gate's to the next
     for r in range(begin, end, 4):
         n = min(4, end - r)
@@ -194,11 +187,14 @@ def up(like, job, rows, arguments, numbers):
                 scales + row * scale_stride, between * scale_stride, table, group, width, xs.ctypes.data, n,
                 sums[half].ctypes.data,
             )  # fmt: skip
+            if thin:  # B lies as gate, then up, whatever the weight's order
+                low, of_expert = thin + r * thin_stride + 4 * half * rank, B + expert * B_stride
+                add_thin(
+                    B_tile, B_kind, of_expert, half * I + first, size, 2 * I, rank, low, thin_stride, n,
+                    f[0], sums[half],
+                )  # fmt: skip
             for j in range(n):
                 value = sums[half, j * size : (j + 1) * size]
-                if thin:  # B lies as gate, then up, whatever the weight's order
-                    low = floats(thin + (r + j) * thin_stride + 4 * half * rank, rank)
-                    _add_thin(value, B_kind, B, expert + half * I + first, rank, f[0], low)
                 if weight:
                     value *= floats(weight, end)[r + j]
                 if bias:
@@ -218,7 +214,8 @@ def down(like, job, rows, arguments, numbers):
     a, f = every(arguments), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, D = a[:9]
     h, h_stride, used, experts, begins, token, weight, y, y_stride, add, add_stride, bias = a[9:21]
-    thin, thin_stride, rank, B, B_kind = a[21:26]
+    thin, thin_stride, rank, B, B_kind, B_tile = a[21:27]
+    B_stride = rank * (4 if B_kind == FLOAT32 else 2)
     first = job * DOWN_ROWS
     size = min(DOWN_ROWS, D - first)
     for s in range(rows):
@@ -243,13 +240,15 @@ def down(like, job, rows, arguments, numbers):
                 scales + row * scale_stride, scale_stride, table, group, width, xs.ctypes.data, n,
                 sums.ctypes.data,
             )  # fmt: skip
+            if thin:
+                low, of_expert = thin + r * thin_stride, B + in_use[place] * D * B_stride
+                add_thin(
+                    B_tile, B_kind, of_expert, first, size, D, rank, low, thin_stride, n, f[0], sums
+                )  # fmt: skip
             for j in range(n):
                 value = sums[j * size : (j + 1) * size]
                 if bias:
                     value += floats(bias, row + size)[row : row + size]
-                if thin:
-                    low = floats(thin + (r + j) * thin_stride, rank)
-                    _add_thin(value, B_kind, B, row, rank, f[0], low)
                 to = floats(y + tokens[r + j] * y_stride, D)[first : first + size]
                 share = floats(weight, end)[r + j] if weight else np.float32(1.0)
                 for k in range(size):

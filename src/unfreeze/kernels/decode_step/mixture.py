@@ -148,8 +148,8 @@ def expert_mlp(
     ) -> tuple[list[int], list]:
         """Record t = A x; return the arguments of B t, and what they read."""
         if A is None or B is None:
-            return [0] * 5, []
-        held_A, held_B = program.weight(A.detach()), program.dense(B.detach())
+            return [0] * 6, []
+        held_A, factor = program.weight(A.detach()), program.factor(B)
         height, width = A.shape[1:]
         low = torch.zeros(n, height)
         arguments = [
@@ -164,7 +164,7 @@ def expert_mlp(
         ]
         arguments += [experts_, begins, token, program.keep(low), 4 * height]
         program.add(experts.thin, 1, False, arguments, reads=[source, *sorted_], writes=[low], count=used)
-        return [low.data_ptr(), 4 * height, B.shape[2], held_B.codes, held_B.kind], [low]
+        return [low.data_ptr(), 4 * height, B.shape[2], *factor], [low]
 
     # h = act(gate x, up x), packed for the second product
     packed = program.packed(x)

@@ -17,6 +17,7 @@ import numba
 import numpy as np
 
 from unfreeze.kernels.decode_step.atomic import every, floats, integers
+from unfreeze.kernels.decode_step.codes import CHUNK
 from unfreeze.kernels.decode_step.dots import FLOAT32
 from unfreeze.kernels.decode_step.pointer import Callee, call_products
 from unfreeze.kernels.decode_step.rows import activated, combine, dot, pack, size_of, softmax, squares, store
@@ -60,6 +61,41 @@ def pack_rows(like, job, rows, arguments, numbers):
     pack(like, floats(x + job * x_stride, width), 0, packed + job * packed_stride)
 
 
+@inner
+def add_thin(tile, kind, B, first, count, height, rank, low, low_stride, n, scale, sums):
+    """sums[j · count + k] += scale · B[first + k] · t_j for `count` of B's `height` rows, and n rows t.
+
+    All in float32: t is not rounded, whatever the other products do. It is packed with zeros up to whole
+    chunks, because a chunk of a narrow B reaches into its next rows. So the last rows, behind which nothing
+    may be read, are taken one by one; so are all if tile is 0.
+    """
+    like = np.float32(0.0)
+    stride = rank * (4 if kind == FLOAT32 else 2)
+    whole = (rank + CHUNK - 1) // CHUNK * CHUNK
+    behind = (whole - 1) // rank
+    tiled = max(0, min(count, height - behind - first)) if tile else 0
+    if tiled:
+        row, packed = np.zeros(whole, np.float32), np.empty(4 * whole, np.float32)
+        xs, out = np.empty(4, np.int64), np.empty(4 * tiled, np.float32)
+        for j in range(4):
+            xs[j] = packed.ctypes.data + 4 * whole * min(j, n - 1)
+        for j in range(n):
+            row[:rank] = floats(low + j * low_stride, rank)
+            pack(like, row, 0, xs[j])
+        call_products(
+            tile, like, tiled, CACHED, B + first * stride, stride, 0, 0, 0, 0, whole, xs.ctypes.data, n,
+            out.ctypes.data,
+        )  # fmt: skip
+        for j in range(n):
+            for k in range(tiled):
+                sums[j * count + k] += scale * out[j * tiled + k]
+        packed[0] = out[0]  # both live until here: their addresses are all that the products have
+    for j in range(n):
+        t = floats(low + j * low_stride, rank)
+        for k in range(tiled, count):
+            sums[j * count + k] += scale * dot(kind, t, B + (first + k) * stride)
+
+
 @Callee
 def linear(like, job, rows, arguments, numbers):
     """y[s] = add[s] + f0 · (W x[s] + bias + f1 · B t[s]), for LINEAR_ROWS rows of W.
@@ -68,13 +104,12 @@ def linear(like, job, rows, arguments, numbers):
     """
     a, f = every(arguments), floats(numbers, NUMBERS)
     tile, codes, stride, scales, scale_stride, table, group, width, height = a[:9]
-    x, x_stride, y, y_stride, bias, add, add_stride, thin, thin_stride, rank, B, B_kind = a[9:21]
+    x, x_stride, y, y_stride, bias, add, add_stride, thin, thin_stride, rank, B, B_kind, B_tile = a[9:22]
     first = job * LINEAR_ROWS
     count = min(LINEAR_ROWS, height - first)
     codes, scales = codes + first * stride, scales + first * scale_stride
     xs, out = np.empty(4, np.int64), np.empty((4, LINEAR_ROWS), np.float32)
     sums = out.reshape(-1)
-    B_stride = rank * (4 if B_kind == FLOAT32 else 2)
     for s in range(0, rows, 4):
         n = min(4, rows - s)
         for j in range(4):
@@ -83,14 +118,15 @@ def linear(like, job, rows, arguments, numbers):
             tile, like, count, FRESH if s == 0 else CACHED, codes, stride, scales, scale_stride, table, group,
             width, xs.ctypes.data, n, out.ctypes.data,
         )  # fmt: skip
+        if thin:
+            low = thin + s * thin_stride
+            add_thin(
+                B_tile, B_kind, B, first, count, height, rank, low, thin_stride, n, f[1], sums
+            )  # fmt: skip
         for j in range(n):
             value = sums[j * count : (j + 1) * count]
             if bias:
                 value += floats(bias, height)[first : first + count]
-            if thin:
-                low = floats(thin + (s + j) * thin_stride, rank)
-                for k in range(count):
-                    value[k] += f[1] * dot(B_kind, low, B + (first + k) * B_stride)
             target = floats(y + (s + j) * y_stride, height)[first : first + count]
             if add:
                 source = floats(add + (s + j) * add_stride, height)[first : first + count]

@@ -167,6 +167,11 @@ class Program:
             raise CannotRecord(f"a factor of {factor.dtype}")
         return held
 
+    def factor(self, B: Tensor) -> list[int]:
+        """Address, kind and float32 products of an adapter's second matrix (ops.add_thin)."""
+        held = self.dense(B.detach())
+        return [held.codes, held.kind, DENSE[B.dtype][1].address(False)]
+
     def packed(self, x: Row) -> int:
         """Address of the packed form of x; an operation writes it if none has."""
         address = x.packed.data_ptr()
@@ -269,11 +274,11 @@ class Program:
         """add + factor · (W x + bias + scale · B A x); adapter: (A [R, K], B [O, R], scale)."""
         W = self.weight(weight)
         O, K = weight.shape[-2:]
-        thin, low = [0, 0, 0, 0, 0], None
+        thin, low = [0] * 6, None
         if adapter is not None:
             A, B, _ = adapter
-            low, B_held = self.linear(x, A.detach()), self.dense(B.detach())
-            thin = [low.address, low.stride, A.shape[0], B_held.codes, B_held.kind]
+            low = self.linear(x, A.detach())
+            thin = [low.address, low.stride, A.shape[0], *self.factor(B)]
         packed, out = self.packed(x), self.row(O)
         end = [add.address, add.stride] if add is not None else [0, 0]
         arguments = [*W.arguments, K, O, packed, self.packed_stride(x), out.address, out.stride]
@@ -293,7 +298,7 @@ class Program:
         W, (O, K), out = self.dense(weight), weight.shape, self.row(len(weight))
         # products of no number, and W as the adapter's second matrix: its input is float32 in order
         arguments = [*W.arguments, 0, O, x.packed.data_ptr(), self.packed_stride(x), out.address, out.stride]
-        thin = [x.address, x.stride, K, W.codes, W.kind]
+        thin = [x.address, x.stride, K, W.codes, W.kind, 0]
         jobs = -(-O // LINEAR_ROWS)
         self.add(ops.linear, jobs, False, [*arguments, 0, 0, 0, *thin], [1.0, 1.0], reads=[x], writes=[out])
         return out
