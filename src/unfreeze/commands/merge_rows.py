@@ -73,6 +73,8 @@ def heldout_rows(run: Path, data: str, columns: tuple[str, ...] = ()) -> Heldout
         return HeldoutRows((data,), 0.0, resolved, columns, trained_on=trained_on, own=True)
     if not resolved:
         return f"{run} is an adapter without its run. {GIVE}"
+    if resolved.get("recipe") == "grpo":
+        return "a run with rewards has no answers to compare: unfreeze reward show grades the merged model's"
     columns = tuple(resolved.get("data.columns") or ())
     if resolved.get("data.validation"):
         leaks = _leaks(run)

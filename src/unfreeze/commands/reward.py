@@ -54,7 +54,7 @@ class Config(Frozen):
     sample: int = Field(default=8, ge=1, description="rows to answer, from the start of the data")
     answers: int = Field(default=1, ge=1, description="answers to each row")
     out: Folder = Field(default="", description="file for the answers, a JSON object a line")
-    max_new_tokens: int = Field(default=200, ge=1, description="most tokens of an answer")
+    max_new_tokens: int = Field(default=128, ge=1, description="most tokens of an answer")
     temperature: float = Field(default=1.0, ge=0, description="as in training; 0: greedy")
     seconds: float = Field(default=10.0, gt=0, description="most time that the reward of one answer may take")
     network: bool = Field(default=False, description="let the reward's processes reach the network")

@@ -116,7 +116,9 @@ class Grading(Frozen):
 class Policy(Frozen):
     """The loss (formulas: objectives/policy.py, objectives/ratios.py, rollout/groups.py)."""
 
-    like: str = Field(
+    like: Literal[
+        "", "trl", "verl", "nemo", "slime", "skyrl", "openrlhf", "prime-rl", "tinker", "nanochat"
+    ] = Field(
         default="",
         description="settings of another trainer: trl, verl, nemo, slime, skyrl, openrlhf, prime-rl, tinker"
         " or nanochat",

@@ -70,11 +70,11 @@ preference.nll | weight of cross entropy on the chosen answer | rpo_alpha cpo_al
 preference.desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
 preference.undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
 reward | my.py, a file with a function reward | reward_funcs reward_func reward_function reward_fn
-rollout.answers | answers to each prompt | num_generations group_size n_samples_per_prompt rollout_n
-rollout.max_new_tokens | tokens | max_completion_length max_response_length response_length
-rollout.prompts_per_step | prompts | rollout_batch_size prompts_per_batch
-policy.beta | weight of the KL | kl_coef kl_loss_coef init_kl_coef kl_beta
-policy.scale | group, batch or none | scale_rewards
+answers | answers to each prompt | num_generations group_size n_samples_per_prompt rollout_n
+max_new_tokens | tokens | max_completion_length max_response_length response_length
+prompts_per_step | prompts | rollout_batch_size prompts_per_batch
+beta | weight of the KL | kl_coef kl_loss_coef init_kl_coef kl_beta
+scale | group, batch or none | scale_rewards
 """
 _NOT_HERE = """
 ref_model reference_model reference_free sync_ref_model | prefer compares with the starting model; --loss
@@ -230,7 +230,7 @@ VALUES = {(field, word): text for field, words, text in _rows(_VALUES) for word 
 OF = {
     "distill": ("teacher", "alpha", "temperature"),
     "prefer": ("loss", "preference."),
-    "grpo": ("reward", "rollout.", "policy."),
+    "grpo": ("reward", "answers", "max_new_tokens", "prompts_per_step", "beta", "scale"),
 }
 """Command -> prefixes of the fields in FIELDS that it has and sft does not."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor
@@ -218,6 +218,7 @@ class Model:
         experts: with the experts that were chosen for each token. max_rows: answers sampled at once; None: as
         many as memory allows. Ctrl-C raises Interrupted, a KeyboardInterrupt with the completions so far.
         """
+        refuse_text(prompts, "prompts", "complete")
         return self.engine.generate(
             [self._encode(prompt) for prompt in prompts],
             sampling({**options, "n": n}),
@@ -246,6 +247,11 @@ class Model:
         messages: [{"role": "user", "content": "…"}, …], or a text, which means one user message. Rendered
         with the checkpoint's chat template (or data.PLAIN_TEMPLATE).
         """
+        if cast("dict[str, Any]", options).get("n", 1) != 1:
+            raise ConfigError(
+                "chat returns one answer, so n has no meaning",
+                next="chat_batch([messages], n=4) returns four",
+            )
         return self.chat_batch([messages], **options)[0].text
 
     def stream_chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[str]:
@@ -262,6 +268,7 @@ class Model:
         self, conversations: Sequence[str | Sequence[Message]], *, n: int = 1, **options: Unpack[Options]
     ) -> list[Completion]:
         """Return the assistant's next turn for many conversations at once, or n turns for each."""
+        refuse_text(conversations, "conversations", "chat_batch")
         prompts = [self.encode_chat(messages) for messages in conversations]
         return self.engine.generate(prompts, sampling({**options, "n": n}))
 
@@ -287,6 +294,12 @@ class Model:
                 next="model.generate([1, 403, 407]), or copy tokenizer.json into the checkpoint's folder",
             )
         return self.tokenizer
+
+
+def refuse_text(given: object, name: str, method: str) -> None:
+    """Raise ConfigError for a text where a list of them is expected: each letter would be one."""
+    if isinstance(given, str):
+        raise ConfigError(f"{name} is a text; it must be a list", next=f'{method}(["…"])')
 
 
 def _is_one(prompt: Any) -> bool:

@@ -72,6 +72,8 @@ class Sampling:
                 next='stop=["###"], or leave it out',
             )
         for name, seeds in (("seed", () if self.seed is None else (self.seed,)), ("seeds", self.seeds or ())):
+            if other := next((seed for seed in seeds if not isinstance(seed, int)), None):
+                raise ConfigError(f"{name}: {other!r} is not a whole number", next=f"{name} such as 0")
             if beyond := next((seed for seed in seeds if not SEEDS[0] <= seed <= SEEDS[1]), None):
                 raise ConfigError(
                     f"{name}: {beyond} is beyond 64 bits ({SEEDS[0]} to {SEEDS[1]})", next=f"{name} such as 0"

@@ -160,11 +160,12 @@ PREFERENCE = ("loss", "beta", "gamma", "nll", "label_smoothing", "desirable_weig
 
 
 def other_losses(runs: Sequence[RunFolder]) -> bool:
-    """True if the runs have different loss functions. Preference losses have kinds and weights."""
+    """True if the runs have different loss functions: preference losses of another kind, other rewards."""
     kinds = set[tuple[str, ...]]()
     for run in runs:
         of_pairs = run.config.get("recipe") == "prefer"
-        kinds.add(tuple(str(run.config.get(f"preference.{name}")) for name in PREFERENCE) if of_pairs else ())
+        kind = [f"preference.{name}" for name in PREFERENCE] if of_pairs else ["reward"]
+        kinds.add(tuple(str(run.config.get(name)) for name in kind))
     return len(kinds) > 1
 
 

@@ -38,6 +38,9 @@ WATCH = 0.1  # seconds between two counts of its processes
 Reply = dict[str, Any]
 
 
+EMPTY_FOLDER = "graders run in an empty folder: open files by their full path"
+
+
 def main(limits: Limits) -> NoReturn:
     """Confine this process, start the one that grades, and watch it until it ends."""
     asking, answering = os.dup(0), os.dup(1)
@@ -192,7 +195,9 @@ class Grader:
         except ConfigError as error:
             return {"refused": error.message, "next": error.next}
         except BaseException as error:
-            return {"refused": f"the file cannot be loaded: {self.in_words(error)}", "next": ""}
+            words = f"the file cannot be loaded: {self.in_words(error)}"
+            missing = isinstance(error, FileNotFoundError)
+            return {"refused": words, "next": EMPTY_FOLDER if missing else ""}
 
     def grade(self, request: Mapping[str, Any]) -> Reply:
         """Call every function with one answer. -> the fields of a Graded."""

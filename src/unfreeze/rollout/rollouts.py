@@ -339,7 +339,7 @@ def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
     result: list[Any] = []
     rows = rolled.groups.advantage_PG.tolist()
     for place, (group, advantage_G) in enumerate(zip(rolled.answers, rows, strict=True)):
-        prompt = tokenizer.decode(prompt_of(group.example), skip_specials=False)
+        prompt = shown(group.row)
         for index, (answer, graded) in enumerate(zip(group.sampled, group.graded, strict=True)):
             result.append(
                 {
@@ -357,6 +357,14 @@ def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
                 }
             )
     return result
+
+
+def shown(row: Conversation) -> str:
+    """Return the text of the last message of a prompt."""
+    content = row.messages[-1].get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content)
+    return str(content or "")
 
 
 def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:

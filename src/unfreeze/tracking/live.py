@@ -28,6 +28,7 @@ from unfreeze.core.schema import (
     LoadEvent,
     PlanEvent,
     ReceiptEvent,
+    RolloutEvent,
     SaveEvent,
     StartEvent,
     TrainEvent,
@@ -128,6 +129,7 @@ class LiveProgress:
         self._inside = False
         self._steps = 0
         self._recent: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (tokens, seconds) of the last steps
+        self._rolled: list[str] = []  # words on the last rollout
         self._last_line = float("-inf")
         self._beside: dict[str, str] = {}  # metrics on the line besides the loss: field -> name
 
@@ -207,6 +209,9 @@ class LiveProgress:
         self._display.close()
         self._display.line(f"{event.get('reason', 'done')} after step {event['step']}")
 
+    def _on_rollout(self, event: RolloutEvent) -> None:
+        self._rolled = rollout_words(event)
+
     def _on_train(self, event: TrainEvent) -> None:
         self._recent.append((event.get("tokens", 0), event.get("seconds", 0.0)))
         self._steps += 1
@@ -230,6 +235,7 @@ class LiveProgress:
         beside = [(name, value) for name, value in values if isinstance(value, float)]
         parts = [  # most important first: a narrow terminal cuts the end
             f"epoch {epoch:.1f}" if epoch is not None else "",
+            *self._rolled,
             f"loss {loss:.3f}" if loss is not None else "loss not finite",
             *(f"{name} {value:.3f}" for name, value in beside),
             f"{format_seconds(left)} left" if left > 0 else "",
@@ -237,6 +243,19 @@ class LiveProgress:
             format_bytes(peak) if peak is not None else "",
         ]
         return "  ".join(part for part in parts if part)
+
+
+def rollout_words(event: RolloutEvent) -> list[str]:
+    """['reward 0.412', '14/16 groups differ', '8 % cut', '3 without a reward']: the last two if there are any."""
+    reward, outcomes = event.get("reward"), event.get("outcomes", {})
+    failed = sum(count for name, count in outcomes.items() if name not in ("ok", "cut"))
+    cut = event.get("cut", 0.0)
+    return [
+        "no reward" if reward is None else f"reward {reward:.3f}",
+        f"{event.get('signal', 0)}/{event.get('groups', 0)} groups differ",
+        *([f"{100 * cut:.0f} % cut"] if cut >= 0.005 else []),
+        *([f"{failed} without a reward"] if failed else []),
+    ]
 
 
 def eval_words(event: EvalEvent) -> str:

@@ -31,6 +31,10 @@ FIXED = {
     "memory.micro_batches": _PLACE,
     "training.packing": _PLACE,
     "data.weights": _PLACE,
+    "reward": "rewards of another function cannot be compared with those before",
+    "rollout.prompts_per_step": _PLACE,
+    "rollout.answers": _PLACE,
+    "rollout.max_new_tokens": _PLACE,
 }
 """Field -> reason why it never changes within a run. A data file may move; the cursor's fingerprint refuses
 other contents."""
