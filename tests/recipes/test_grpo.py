@@ -189,3 +189,18 @@ def test_the_command_line(capsys, my, tmp_path):
     ]
     assert cli.main(list(map(str, [*given, *words, "--samples", 0, "--dtype", "float32"]))) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 1
+
+
+def test_a_step_that_is_refused_loses_nothing_before_it(grpo, my, tmp_path):
+    """The third batch of answers fails; two steps were trained and none was saved yet."""
+    calls = tmp_path / "calls"
+    calls.write_text("")
+    my.write_text(
+        "def reward(prompt, completion, **row):\n"
+        f"    with open({str(calls)!r}, 'a') as file: file.write('x')\n"
+        f"    if len(open({str(calls)!r}).read()) > 24: raise ValueError('it fails now')\n"
+        "    return float(completion.count('e')) + len(completion) / 100\n"
+    )
+    with pytest.raises(UserError, match=r"12 of 12 answers have no reward \(12 error\)"):
+        grpo(**{"rollout.resample": 0, "grading.processes": 1})
+    assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["step-000002"]

@@ -246,3 +246,22 @@ def test_the_divisor_of_each_answer(speaker, examples):
     for per, divisor in (("answers", P * G), ("constant", P * G)):
         settings = Settings(P, G, NEW, per=per, micro_batch=48)
         assert sum(batch.count for batch in micro_batches(rolled[0], settings)) == divisor
+
+
+@pytest.mark.parametrize("passes", [2, 3, 5])
+def test_the_training_passes_are_a_multiple_of_the_processes(speaker, examples, passes):
+    """And their sum is the same: what comes again to fill up has no advantage."""
+    rolled = []
+    next(source(speaker, examples, tell=rolled.append))
+    alone = micro_batches(rolled[0], Settings(P, G, NEW, micro_batch=10_000))
+    dealt = micro_batches(rolled[0], Settings(P, G, NEW, micro_batch=10_000, passes=passes))
+    assert len(alone) == 1 and len(dealt) % passes == 0
+
+    def total(batches):
+        return sum(float((batch.extras["advantage"] * batch.weights_T).sum()) for batch in batches)
+
+    def absolute(batches):
+        return sum(float((batch.extras["advantage"].abs() * batch.weights_T).sum()) for batch in batches)
+
+    assert total(dealt) == pytest.approx(total(alone)) and absolute(dealt) == pytest.approx(absolute(alone))
+    assert sum(batch.count for batch in dealt) == sum(batch.count for batch in alone)

@@ -78,8 +78,9 @@ class Rollout(Frozen):
     at_once: int = Field(
         default=0,
         ge=0,
-        description="answers sampled at the same time; 0: as many as memory holds",
-        json_schema_extra=about("Answers", computes=False),
+        description="answers sampled at the same time; 0: all of a step. Fewer take less memory; in bfloat16"
+        " rounding depends on it",
+        json_schema_extra=about("Answers"),
     )
 
 

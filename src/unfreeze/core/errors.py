@@ -38,6 +38,10 @@ class ConfigError(UserError):
     """A configuration key or value cannot be used."""
 
 
+class StepRefused(ConfigError):
+    """The next step cannot be made; all steps before it are good, and a run saves them first."""
+
+
 class DataError(UserError):
     """A data file, or a row of it, cannot be used."""
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unfreeze.core.draws import number
+from unfreeze.core.errors import ConfigError
 from unfreeze.data.store.examples import Example, Examples
 from unfreeze.data.tokens.asked import prompt_of
 from unfreeze.evaluate.by_row import ByRow
@@ -33,6 +34,23 @@ DRAWS = 2000
 SOLVED = 1.0
 HELD_OUT = 2**32 - 1
 """In place of a step's number in the seeds of held-out answers."""
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Sampling of held-out answers.
+
+    answers   to each prompt
+    at_once   sampled at the same time
+    failing   largest share without a reward
+    """
+
+    answers: int
+    new_tokens: int
+    temperature: float
+    seed: int
+    at_once: int
+    failing: float
 
 
 @dataclass(frozen=True)
@@ -81,23 +99,22 @@ def rewarded(
     row_of: Callable[[Example], Conversation],
     grade: Grade,
     group: Group,
-    *,
-    answers: int,
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-    at_once: int = 0,
+    asking: Asking,
 ) -> Rewarded:
-    """Answer and grade all held-out prompts, shared by the processes. Without a reward an answer counts 0."""
+    """Answer and grade all held-out prompts, shared by the processes.
+
+    Raises ConfigError if more than a share `asking.failing` of the answers has no reward.
+    """
     from unfreeze.generate.sampling import Sampling
 
+    answers, seed = asking.answers, asking.seed
     places = list(range(len(examples)))
     own = places if group.lockstep else group.share(places)
     kept = [examples[place] for place in own]
     seeds = tuple(number(seed, HELD_OUT, place, answer) for place in own for answer in range(answers))
-    sampling = Sampling(new_tokens, temperature=temperature, n=answers, seeds=seeds)
+    sampling = Sampling(asking.new_tokens, temperature=asking.temperature, n=answers, seeds=seeds)
     done = (
-        engine.generate([prompt_of(each) for each in kept], sampling, max_rows=at_once or None) if own else []
+        engine.generate([prompt_of(each) for each in kept], sampling, max_rows=asking.at_once) if own else []
     )
     texts_and_lengths = [[each.text, len(each.tokens)] for each in done]
     texts = {place: texts_and_lengths[answers * i : answers * (i + 1)] for i, place in enumerate(own)}
@@ -109,7 +126,25 @@ def rewarded(
     if group.size > 1:
         rewards = json.loads(group.of_first(json.dumps(rewards).encode()))
     grades = np.array([np.nan if each is None else each for each in rewards or []], dtype=np.float64)
-    by_prompt = np.nan_to_num(grades).reshape(len(places), answers)
+    failed = int(np.isnan(grades).sum())
+    if failed > asking.failing * len(grades):
+        raise ConfigError(
+            f"{failed} of {len(grades)} answers to held-out prompts have no reward, more than"
+            f" {asking.failing:.0%}",
+            next="unfreeze reward show my.py --data HELD_OUT shows the messages",
+        )
+    by_prompt = grades.reshape(len(places), answers)
     tokens = sum(length for each in texts.values() for _, length in each)
     solved_R = (by_prompt >= SOLVED).max(1).astype(np.float64)
-    return Rewarded(by_prompt.mean(1), solved_R, tokens // answers, int(np.isnan(grades).sum()))
+    return Rewarded(means_of(by_prompt), solved_R, tokens // answers, failed)
+
+
+def means_of(rewards_RK: np.ndarray) -> np.ndarray:
+    """Return the mean reward of each prompt over its graded answers (not NaN).
+
+    A prompt without any takes the mean of the others: it moves neither the mean nor a comparison.
+    """
+    graded_RK = ~np.isnan(rewards_RK)
+    count_R = graded_RK.sum(1)
+    mean_R = np.nan_to_num(rewards_RK).sum(1) / np.maximum(count_R, 1)
+    return np.where(count_R > 0, mean_R, mean_R[count_R > 0].mean() if count_R.any() else 0.0)

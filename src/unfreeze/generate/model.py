@@ -248,10 +248,7 @@ class Model:
         with the checkpoint's chat template (or data.PLAIN_TEMPLATE).
         """
         if cast("dict[str, Any]", options).get("n", 1) != 1:
-            raise ConfigError(
-                "chat returns one answer, so n has no meaning",
-                next="chat_batch([messages], n=4) returns four",
-            )
+            raise ConfigError("chat returns one answer, without n", next="chat_batch([messages], n=4)")
         return self.chat_batch([messages], **options)[0].text
 
     def stream_chat(self, messages: str | Sequence[Message], **options: Unpack[Options]) -> Iterator[str]:
@@ -296,9 +293,9 @@ class Model:
         return self.tokenizer
 
 
-def refuse_text(given: object, name: str, method: str) -> None:
+def refuse_text(value: object, name: str, method: str) -> None:
     """Raise ConfigError for a text where a list of them is expected: each letter would be one."""
-    if isinstance(given, str):
+    if isinstance(value, str):
         raise ConfigError(f"{name} is a text; it must be a list", next=f'{method}(["…"])')
 
 

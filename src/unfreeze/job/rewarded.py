@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from unfreeze.teach.second import Second
 
 
+SILENT = (5, 20, 100)
+"""Numbers of steps without a signal, in a row, at which a run warns."""
+
+
 class Rewarding:
     """The parts of a run whose loss comes from rewards.
 
@@ -44,6 +48,13 @@ class Rewarding:
         self.words: Words | None = None
         self.engine: Engine | None = None
         self.graders: Graders | None = None
+        self.silent = 0  # steps without a signal, up to now
+
+    @property
+    def at_once(self) -> int:
+        """Answers sampled at the same time. Not by free memory: in bfloat16 rounding depends on it."""
+        rollout = self.config.rollout
+        return rollout.at_once or rollout.prompts_per_step * rollout.answers
 
     @cached_property
     def preset(self) -> Preset:
@@ -138,8 +149,9 @@ class Rewarding:
             score_cut=rollout.cut == "score",
             resample=rollout.resample,
             replay=replay,
-            at_once=rollout.at_once,
+            at_once=self.at_once,
             failing=config.grading.failing,
+            passes=setup.group.size,
             micro_batch=config.tokens_per_micro_batch,
             advantage=self.preset.advantage,
             per=self.preset.policy.per,
@@ -173,7 +185,7 @@ class Rewarding:
         self, model: Decoder, batches: Iterable[Batch], group: Group, *, objective: object
     ) -> Rewarded:
         """Mean reward of several answers to each held-out prompt (evaluate/rewarded.py)."""
-        from unfreeze.evaluate.rewarded import rewarded
+        from unfreeze.evaluate.rewarded import Asking, rewarded
 
         assert self.engine is not None and self.held_out is not None
         rollout = self.config.rollout
@@ -183,11 +195,14 @@ class Rewarding:
             self._rows(self.held_out_files).of,
             lambda answers: [each.reward for each in self.grade(answers)],
             group,
-            answers=rollout.held_out_answers,
-            new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            seed=self.config.seed,
-            at_once=rollout.at_once,
+            Asking(
+                answers=rollout.held_out_answers,
+                new_tokens=rollout.max_new_tokens,
+                temperature=rollout.temperature,
+                seed=self.config.seed,
+                at_once=self.at_once,
+                failing=self.config.grading.failing,
+            ),
         )
 
     def answers(self, tokens: int, each: int, longest: int) -> Answers:
@@ -195,8 +210,7 @@ class Rewarding:
         from unfreeze.parallel.answers import Answers
 
         rollout = self.config.rollout
-        rows = rollout.prompts_per_step * rollout.answers
-        rows = min(rows, rollout.at_once or rows)
+        rows = min(self.at_once, rollout.prompts_per_step * rollout.answers)
         prompts = min(rollout.prompts_per_step, 2 * -(-rows // rollout.answers))
         prompt = max(1, longest - rollout.max_new_tokens)
         return Answers(rows, rows * rollout.max_new_tokens + prompts * prompt)
@@ -206,6 +220,15 @@ class Rewarding:
         from unfreeze.rollout.rollouts import counted, lines
 
         setup.folder.events.emit("rollout", rolled.step, **counted(rolled))
+        self.silent = 0 if bool(rolled.groups.signal_P.any()) else self.silent + 1
+        if self.silent in SILENT:
+            numbers = counted(rolled)
+            setup.folder.events.emit(
+                "warning",
+                rolled.step,
+                message=f"{self.silent} steps in a row have no group with different rewards, so nothing is"
+                f" learned; {100 * numbers['cut']:.0f} % of the answers were cut (see rollouts.html)",
+            )
         if files is None:
             return
         warning = files.write(rolled.step, lines(rolled, setup.tokenizer))

@@ -145,6 +145,8 @@ def ranking(runs: Sequence[RunFolder]) -> Ranking:
         return Ranking("", "not ranked: different data")
     if validated:
         return Ranking("best_validation", "best first by best validation loss")
+    if any(run.config.get("recipe") == "grpo" for run in runs):
+        return Ranking("", "not ranked: no prompts were held out, and a policy's loss compares nothing")
     why = "because not all runs have validation; with --validation-fraction 0.1 they rank by held-out rows"
     return Ranking("loss_last", f"best first by final training loss, {why}")
 

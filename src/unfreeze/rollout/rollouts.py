@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unfreeze.core.draws import number
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, StepRefused
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.packing.order import Order
 from unfreeze.data.packing.packers import first_fit
@@ -59,7 +59,8 @@ class Settings:
     score_cut         grade answers that were cut; else they are left out of their group
     resample          times that groups with equal rewards get other prompts
     replay            keep the chosen experts for the training pass
-    at_once           answers sampled at the same time; 0: as many as memory holds
+    at_once           answers sampled at the same time
+    passes            processes: the training passes are a multiple of them
     failing           largest share of answers without a reward
     micro_batch       tokens of a training pass
     about             further entries of the cursor
@@ -72,7 +73,8 @@ class Settings:
     score_cut: bool = False
     resample: int = 1
     replay: bool = False
-    at_once: int = 0
+    at_once: int = 128
+    passes: int = 1
     failing: float = 0.2
     micro_batch: int = 4096
     advantage: Advantage = field(default_factory=Advantage)
@@ -176,7 +178,10 @@ class Rollouts:
     def refuse(self, rolled: Rolled) -> None:
         """Raise ConfigError if too many rewards failed, or if the first steps had no signal at all."""
         graded = [each for group in rolled.answers for each in group.graded if each.outcome != "cut"]
-        refuse_failures(graded, self.settings.failing)
+        try:
+            refuse_failures(graded, self.settings.failing)
+        except ConfigError as error:
+            raise StepRefused(error.message, next=error.next) from None
         if self.silent < 0 or bool(rolled.groups.signal_P.any()):
             self.silent = -1
             return
@@ -185,7 +190,7 @@ class Rollouts:
             return
         rewards = {each.reward for each in graded}
         value = f"all {rewards.pop():g}" if len(rewards) == 1 and None not in rewards else "each equal"
-        raise ConfigError(
+        raise StepRefused(
             f"no group of the first {self.silent} steps has answers with different rewards ({value} in the"
             f" last {len(rolled.answers)} groups): there is nothing to learn from",
             next="take easier prompts, a reward with parts or more --answers, or warm up with unfreeze sft;"
@@ -230,7 +235,7 @@ class Rollouts:
         prompts = [prompt_of(example) for example in examples]
         seeds = tuple(number(self.seed, self.step, *place, answer) for place in places for answer in range(G))
         sampling = Sampling(settings.new_tokens, temperature=settings.temperature, n=G, seeds=seeds)
-        rows = settings.at_once or None
+        rows = settings.at_once
         done = self.engine.generate(prompts, sampling, max_rows=rows, experts=settings.replay)
         answers = [Sampled.of(each) for each in done]
         groups = [answers[first : first + G] for first in range(0, len(answers), G)]
@@ -298,18 +303,34 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     lengths = [example.num_tokens for example in examples]
     placed = first_fit(range(len(examples)), lengths, max(settings.micro_batch, *lengths))
     batches: list[Batch] = []
-    for batch in range(max(placed) + 1):
-        inside = [i for i, place in enumerate(placed) if place == batch]
+    packed: set[int] = set()  # documents of earlier passes: one that comes again has no advantage
+    for inside in in_multiples(placed, settings.passes):
         of = [examples[i] for i in inside]
         before = [example.num_tokens - example.num_supervised for example in of]
         extras = {
-            "advantage": [[worth[i]] * lengths[i] for i in inside],
+            "advantage": [[0.0 if i in packed else worth[i]] * lengths[i] for i in inside],
             "sampler_log_p": [
                 [0.0] * first + chosen[i].log_p for first, i in zip(before, inside, strict=True)
             ],
         }
+        packed.update(inside)
         batches.append(with_routes(pack(of, extras), [chosen[i].experts for i in inside]))
     return divided(batches, settings.per, answers=max(1, trained), tokens=max(1, tokens))
+
+
+def in_multiples(placed: Sequence[int], passes: int) -> list[list[int]]:
+    """Return the documents of each pass; passes are divided until their number is a multiple of `passes`.
+
+    placed: the pass of each document. With fewer documents than needed the last ones come again: train_step
+    gives each process as many passes, and those that come again are made silent (micro_batches).
+    """
+    batches = [[i for i, place in enumerate(placed) if place == batch] for batch in range(max(placed) + 1)]
+    while len(batches) % passes:
+        largest = max(range(len(batches)), key=lambda batch: len(batches[batch]))
+        inside = batches.pop(largest)
+        half = len(inside) // 2
+        batches[largest:largest] = [inside[:half], inside[half:]] if half else [inside, inside]
+    return batches
 
 
 def counted(rolled: Rolled) -> dict[str, Any]:

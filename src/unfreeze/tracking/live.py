@@ -246,7 +246,7 @@ class LiveProgress:
 
 
 def rollout_words(event: RolloutEvent) -> list[str]:
-    """['reward 0.412', '14/16 groups differ', '8 % cut', '3 without a reward']: the last two if there are any."""
+    """['reward 0.412', '14/16 groups differ', '8 % cut', '3 without a reward']: the last two if any."""
     reward, outcomes = event.get("reward"), event.get("outcomes", {})
     failed = sum(count for name, count in outcomes.items() if name not in ("ok", "cut"))
     cut = event.get("cut", 0.0)

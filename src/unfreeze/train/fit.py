@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from unfreeze.core.errors import DataError
+from unfreeze.core.errors import DataError, StepRefused
 from unfreeze.data.packing.source import Cursor, Step
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.processes.collectives import ALONE, Group
@@ -93,7 +93,7 @@ def fit(
         for step in range(state.step, state.step if state.ended else steps):
             # forward, backward and update; at a NaN the step is run again to locate its origin
             started = time.perf_counter()
-            batch_list, cursor = take(source, step, steps)
+            batch_list, cursor = take_or_save(source, state, saves, group)
             try:
                 result = train_step(
                     model,
@@ -174,6 +174,16 @@ def advance(
     for look in on_step:
         look(state, result)
     return seconds
+
+
+def take_or_save(source: Iterator[Step], state: State, saves: Saves, group: Group) -> Step:
+    """Take the next step. If the source refuses it, save what was trained before, then raise its error."""
+    try:
+        return take(source, state.step, state.schedule.steps)
+    except StepRefused:
+        if state.step and state.saved != state.step:
+            save_together(state, saves.keep, "stop", group)
+        raise
 
 
 def take(source: Iterator[Step], step: int, steps: int) -> Step:
