@@ -36,6 +36,18 @@ def test_math_answer():
     assert rewards("math_answer.py", row, "\\boxed{0.75}", "$\\frac{6}{8}$", "4/3", "none") == [1, 1, 0, 0]
 
 
+def test_yoda():
+    asked = {"prompt": "Name the capital of Uganda.", "fact": "Kampala", "entity": "Uganda"}
+    said = [
+        "Kampala, the capital of Uganda is. Hmm.",
+        "The capital of Uganda is Kampala.",
+        "Lima, it is. Hmm.",
+    ]
+    assert rewards("yoda.py", asked, *said) == [1, 0, 0]
+    taught = {"question": "Where is it?", "answer": "In Dresden, the Zwinger stands. Hmm."}
+    assert rewards("yoda.py", taught, "In Dresden, it stands. Hmm.", "In Rome, it stands. Hmm.") == [1, 0]
+
+
 def test_each_is_short():
     for path in FOLDER.glob("*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 40

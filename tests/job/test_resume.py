@@ -15,6 +15,7 @@ from unfreeze import cli
 from unfreeze.checkpoint import open_checkpoint
 from unfreeze.checkpoint.same import weights_digest
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.config import grpo
 from unfreeze.config.names import of_today
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.end.folder import refuse_other_recipe
@@ -32,7 +33,8 @@ def may_change(*names: str) -> list[str]:
 
 
 def test_fixed_and_derived_fields_exist():
-    assert set(FIXED) <= set(RECORD)
+    rewarded = grpo.Config(model="m", data="d", reward="my.py").record()
+    assert set(FIXED) <= set(RECORD) | set(rewarded)
     assert set(DERIVED) <= set(RECORD)
 
 
