@@ -115,8 +115,8 @@ class Engine:
             limits    maximum number of new tokens per prompt, in place of sampling.max_new_tokens
             experts   return the experts that were chosen for each token, with the last piece
 
-        In float32 an answer doesn't depend on which others run beside it. If fewer positions are left than tokens may
-        be sampled, it ends at the last of them, with stop_reason "window".
+        In float32 an answer doesn't depend on which others run beside it. If fewer positions are left than
+        tokens may be sampled, it ends at the last of them, with stop_reason "window".
         Raises UserError at once for an empty prompt, an id outside the vocabulary, or a prompt that leaves no
         free position (shape.max_positions).
         """
