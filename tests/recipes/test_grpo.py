@@ -1,6 +1,8 @@
 """`unfreeze grpo` from end to end on packed experts: rewards in processes, held-out prompts, resuming."""
 
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,10 @@ def longer(prompt, completion):
     return len(completion)
 
 
+def sometimes(prompt, completion):
+    return len(completion) if "1" in prompt else 0.0
+
+
 def shorter(prompt, completion):
     return -len(completion) / 10
 
@@ -137,7 +143,51 @@ def test_a_changed_reward_is_refused(grpo, my):
         grpo(**{"save.every": 1})
 
 
+def graders() -> list[int]:
+    """Processes of this one that hold a reward."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            parent = re.search(r"PPid:\s+(\d+)", status.read_text())
+            command = (status.parent / "cmdline").read_text()
+        except OSError:
+            continue
+        if parent and int(parent[1]) == os.getpid() and "unfreeze.rollout" in command:
+            found.append(int(status.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="no /proc")
+def test_graders_end_with_the_run(grpo):
+    """In a notebook the process goes on."""
+    seen = []
+    grpo(on_step=[lambda state, result: seen.append(graders())], steps=1)
+    assert seen[0] and not graders()
+    with pytest.raises(Stopped):
+        grpo("other", on_step=[stopping_at(1)])
+    assert not graders()
+
+
+def test_all_answers_train_where_there_is_a_kl(grpo):
+    """The sampled tokens of a step without any advantage, except cut ones: none here."""
+    fields = {"reward": sometimes, "steps": 1, "prompts_per_step": 9, "rollout.resample": 0}
+    run = grpo(**fields, **{"policy.beta": 0.1})
+    (rollout,), (train,) = of_kind(run, "rollout"), of_kind(run, "train")
+    assert train["supervised_tokens"] == rollout["tokens"]
+    less = grpo("less", **fields)
+    assert of_kind(less, "train")[0]["supervised_tokens"] < rollout["tokens"]
+
+
+def test_rows_with_one_prompt_are_no_duplicates(grpo):
+    """They differ in what the reward reads; and the line on the data speaks of prompts."""
+    same = [{"prompt": "What is 1?", "letter": letter} for letter in "aeiou"]
+    (data,) = of_kind(grpo(data=same, steps=1), "data")
+    assert data["duplicates"] == 0 and data["room"] == 8 and "room for 8 more in each" in data["summary"]
+
+
 BAD = {
+    "training.packing has no meaning here": {"training.packing": "none"},
+    "data.weights has no meaning here": {"data.weights": [2.0]},
     "reward is missing": {"reward": ""},
     "answers = 1: a group of one": {"answers": 1},
     "policy.like sets policy.scale": {"like": "trl", "scale": "group"},

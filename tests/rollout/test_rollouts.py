@@ -265,3 +265,38 @@ def test_the_training_passes_are_a_multiple_of_the_processes(speaker, examples, 
 
     assert total(dealt) == pytest.approx(total(alone)) and absolute(dealt) == pytest.approx(absolute(alone))
     assert sum(batch.count for batch in dealt) == sum(batch.count for batch in alone)
+
+
+def test_with_a_kl_answers_without_an_advantage_are_trained_on_too(speaker, examples):
+    """The distance to the model as it began is a term of every token, whatever its reward."""
+    rolled = []
+    next(source(speaker, examples, lambda answers: [Graded(1.0) for _ in answers], tell=rolled.append))
+    alone, every = (
+        micro_batches(rolled[0], Settings(P, G, NEW, every_answer=every)) for every in (False, True)
+    )
+    tokens = sum(len(answer.tokens) for group in rolled[0].answers for answer in group.sampled)
+    assert sum(int(batch.weights_T.sum()) for batch in every) == tokens
+    assert sum(int(batch.weights_T.sum()) for batch in alone) < tokens
+    assert sum(batch.count for batch in alone) == sum(batch.count for batch in every) == tokens
+
+
+def test_cut_answers_that_are_left_out_are_not_graded(speaker, examples):
+    texts, rolled = [], []
+
+    def grade(answers):
+        texts.extend(text for _, text in answers)
+        return by_letters(answers)
+
+    next(source(speaker, examples, grade, tell=rolled.append, score_cut=False, temperature=1.0))
+    whole = [each.text for group in rolled[0].answers for each in group.sampled if each.stop != "length"]
+    assert texts == whole and len(whole) < P * G
+
+
+def test_the_answers_of_a_refused_step_can_be_read(speaker, examples):
+    rolled = []
+    steps = source(speaker, examples, lambda answers: [Graded(0.0) for _ in answers], tell=rolled.append)
+    for _ in range(SILENT_STEPS - 1):
+        next(steps)
+    with pytest.raises(ConfigError):
+        next(steps)
+    assert [each.step for each in rolled] == [1, 2, 3]

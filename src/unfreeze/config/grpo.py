@@ -4,7 +4,7 @@
 # pyright: reportIncompatibleVariableOverride=false
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,11 @@ from unfreeze.config.parse import Files, Folder, Frozen
 from unfreeze.core.field import about
 
 ADAPTER_RATE, ALL_RATE = 5e-4, 1e-6
+IGNORED = {
+    "training.packing": "the answers of a step are packed into as few passes as hold them",
+    "data.weights": "each prompt comes once in a pass over the data",
+}
+"""Fields of sft that a run with rewards does not read, and why."""
 
 
 class Rollout(Frozen):
@@ -188,6 +193,8 @@ class Optimizer(sft.Optimizer):
 class Config(sft.Config):
     """All fields of a run with rewards."""
 
+    OF_TOKENS: ClassVar[str] = "at most in a training pass"
+
     reward: Folder = Field(
         default="",
         description="Python file with reward(prompt, completion, **row) -> number or dict of parts;"
@@ -205,15 +212,16 @@ class Config(sft.Config):
         """As in sft, with the learning rate of a policy."""
         if not fields.get("reward"):
             raise ValueError("reward is missing: give --reward my.py, a file with a function reward")
-        if fields.get("rollout.answers", 8) == 1 and fields.get("policy.baseline", "mean") in (
-            "mean",
-            "leave-one-out",
-        ):
+        for name, why in IGNORED.items():
+            if name in fields:
+                raise ValueError(f"{name} has no meaning here: {why}; leave it out")
+        baseline, like = fields.get("policy.baseline", "mean"), fields.get("policy.like")
+        if fields.get("rollout.answers", 8) == 1 and baseline in ("mean", "leave-one-out"):
             raise ValueError(
-                "answers = 1: a group of one has nothing to compare its reward with; give --answers 8, or"
-                " --baseline ema"
+                "answers = 1: a group of one has nothing to compare its reward with; give --answers 8"
+                + ("" if like else ", or --baseline ema")
             )
-        if fields.get("policy.like"):
+        if like:
             own = [f"policy.{name}" for name in Policy.model_fields if name != "like"]
             if both := [name for name in own if name in fields]:
                 raise ValueError(f"policy.like sets {', '.join(both)}: give only one of them")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from glob import has_magic
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,9 @@ DATA_FILES = "data_files"
 
 class TrainingConfig(Frozen):
     """Fields of every training recipe, in tables."""
+
+    OF_TOKENS: ClassVar[str] = "a step"
+    """Unit of training.tokens_per_step, for the start line."""
 
     model: ModelName = Field(
         description="checkpoint folder, or Hugging Face id org/name",

@@ -54,6 +54,7 @@ class DataEvent(CommonFields, total=False):
     duplicates: Annotated[Int, of("rows", "rows that repeat an earlier row")]
     repeats: Annotated[list[NotedRow], of("rows", "the first of them")]
     held_out: Annotated[Int, of("documents", "set aside for validation")]
+    room: Annotated[Int, of("tokens", "of prompts: those of each document that wait for an answer")]
     packing: Annotated[AnyText, of("name", "how documents are packed")]
     efficiency: Annotated[Real | None, of("share, 0 to 1", "share of the token budget that packing fills")]
     reading: Annotated[AnyText, of("name", '"memory", "disk" or "on demand"')]

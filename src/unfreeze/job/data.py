@@ -167,10 +167,13 @@ def encode(
             if rows_in_files
             else ""
         )
+        counted = stats.as_dict()
+        if not stats.room:
+            del counted["room"]
         run.events.emit(
             "data",
             step,
-            **stats.as_dict(),
+            **counted,
             **({"mixture": mixed} if mixed else {}),
             **({"rows_in_files": rows_in_files} if rows_in_files else {}),
             summary="; ".join([prefix + stats.summary(), *mixed]),
@@ -196,7 +199,7 @@ def encode(
                 "the model's positions"
                 if length == max_positions
                 else "tokens_per_step / micro_batches (a document is never split over micro-batches)"
-                if options.get("answers", "taught") == "taught"
+                if options.get("answers", "taught") in ("taught", "asked")
                 else "half of tokens_per_step / micro_batches (a micro-batch must hold both answers)"
             )
             lines.append(f"sequence_length {data.sequence_length} is limited to {length} by {by}")
@@ -215,6 +218,9 @@ def encode(
         micro_batches=micro_batches,
     )
     stats.packing, stats.efficiency = training.packing, batches.efficiency()
+    if room := options.get("room", 0):
+        stats.room, stats.packing, stats.efficiency = room, "", None
+        stats.duplicates, stats.repeats = 0, []
     mixed: list[str] = []
     if data.weights and (of_one := batches.len_batches(1)):
         passes = num_steps(training, batches) * micro_batches / of_one

@@ -74,6 +74,7 @@ def run(config: TrainingConfig, parts: Parts, common: Common, command: str = "")
 
         plans: list[Plan] = []
         with refused_when_short(plans), ExitStack() as stack:
+            stack.callback(parts.close)
             group = stack.enter_context(open_group(device, config.run_dir))
             config, start = manifest or agreed_together(config, parts, common, group)
             config, dtype = settled(as_it_began(config, group), start, device, group)

@@ -52,6 +52,7 @@ class Parts:
                   the model answers prompts before it trains on them; the plan has their cache
     rows_check    (setup, rows) -> raises for rows that the recipe cannot take, or that are not those of a
                   resumed run, before any weight is loaded
+    close         called when the run has ended, however it did
     plan_check    raises ConfigError for a plan that the recipe cannot train with
     start_lines   lines shown at the start, after model, memory and trained weights
     """
@@ -71,5 +72,6 @@ class Parts:
     judge: Callable[[Job], Judge] = spike_guard
     answers: Answering | None = None
     rows_check: Callable[[Setup, EncodedData], None] = refuse_changed_rows
+    close: Callable[[], None] = lambda: None
     plan_check: Callable[[Plan], None] = lambda plan: None
     start_lines: Sequence[str] = ()

@@ -129,6 +129,11 @@ class Rewarding:
         self.held_out = rows.dataset.validation
         self.held_out_files = data.held_out or data.files
 
+    def close(self) -> None:
+        """End the graders: in a notebook the process goes on after the run."""
+        if self.graders is not None:
+            self.graders.close()
+
     def source(self, setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None) -> Rollouts:
         """The steps: prompts in shuffled order, answers of the model as it is."""
         from unfreeze.data.packing.order import Shuffled
@@ -155,6 +160,7 @@ class Rewarding:
             micro_batch=config.tokens_per_micro_batch,
             advantage=self.preset.advantage,
             per=self.preset.policy.per,
+            every_answer=bool(self.preset.policy.beta),
             about=self.identity,
         )
         examples = rows.dataset.examples

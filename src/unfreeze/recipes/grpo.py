@@ -49,6 +49,7 @@ def parts(config: Config) -> Parts:
         second=rewarding.second(),
         encoding=encoding,
         rows_check=rewarding.check,
+        close=rewarding.close,
         source=rewarding.source,
         heldout=rewarding.heldout,
         metrics=OF_POLICY,

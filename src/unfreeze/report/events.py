@@ -215,11 +215,14 @@ def data_line(account: DataEvent) -> str:
     if "tokens" not in account:
         return account.get("summary", "")
     lost = {name: account.get(name, 0) for name in ("truncated", "dropped", "bad", "duplicates")}
+    tokens, room = account["tokens"], account.get("room", 0)
     taught = f"{100 * account.get('supervised_fraction', 0):.0f} % supervised"
+    if room:
+        tokens, taught = tokens - room * account.get("examples", 0), f"room for {room:,} more in each"
     rows = f"{account.get('rows', 0):,} rows"
     if "rows_in_files" in account:
         rows += f" of {account['rows_in_files']:,}, more when needed"
-    parts = f"{rows}, {format_count(account['tokens'])} tokens, {taught}"
+    parts = f"{rows}, {format_count(tokens)} tokens, {taught}"
     losses = ", ".join(f"{count:,} {name}" for name, count in lost.items() if count)
     return f"{parts}; {losses}" if losses else parts
 

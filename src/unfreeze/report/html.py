@@ -130,7 +130,7 @@ def _answers(run: RunFolder) -> Markup:
     return render("answers.html", pairs=sample_pairs(run.events), source=origin, shown=SHOWN_SAMPLES)
 
 
-HEADLINE = ("Held-out loss", "Loss", "Time", "Tokens per second", "Peak memory")
+HEADLINE = ("Held-out reward", "Held-out loss", "Loss", "Time", "Tokens per second", "Peak memory")
 """Facts shown at the top; the others are under Details."""
 
 

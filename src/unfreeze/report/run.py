@@ -171,7 +171,10 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         ends = " → ".join(f"{value:.3f}" for value in [*values[:1], *values[1:][-1:]])
         mean = f"{sum(values) / len(values):.1f} on average"
         rows.append((metric["label"], mean if metric.get("mean") else ends))
-    if held_out := series(evals_of(run.events), "eval", "loss")[1]:
+    if rewards := series(evals_of(run.events), "eval", "reward")[1]:  # its loss is minus the reward
+        ends = f"{rewards[0]:.3f} → {rewards[-1]:.3f}; highest {max(rewards):.3f}"
+        rows.append(("Held-out reward", ends if len(rewards) > 1 else f"{rewards[0]:.3f}"))
+    elif held_out := series(evals_of(run.events), "eval", "loss")[1]:
         ends = f"{held_out[0]:.3f} → {held_out[-1]:.3f}; lowest {min(held_out):.3f}"
         rows.append(("Held-out loss", ends if len(held_out) > 1 else f"{held_out[0]:.3f}"))
     if best := best_words(run):

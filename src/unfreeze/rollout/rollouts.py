@@ -63,6 +63,7 @@ class Settings:
     passes            processes: the training passes are a multiple of them
     failing           largest share of answers without a reward
     micro_batch       tokens of a training pass
+    every_answer      train on answers without an advantage too: the loss has a KL, which they have
     about             further entries of the cursor
     """
 
@@ -79,6 +80,7 @@ class Settings:
     micro_batch: int = 4096
     advantage: Advantage = field(default_factory=Advantage)
     per: Per = "tokens"
+    every_answer: bool = False
     about: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -143,8 +145,8 @@ class Rollouts:
     def __next__(self) -> Step:
         with self.engine.model.looking():
             rolled = self.rolled()
-        self.refuse(rolled)
         self.tell(rolled)
+        self.refuse(rolled)
         batches = micro_batches(rolled, self.settings)
         self.average = next_average(self.average, _rewards(rolled.answers), self.settings.advantage.decay)
         self.step += 1
@@ -245,8 +247,14 @@ class Rollouts:
         return groups
 
     def _graded(self, groups: Sequence[Answers]) -> None:
-        """Grade all answers in process 0; the others take its rewards."""
-        answered = [(group.row, each.text) for group in groups for each in group.sampled]
+        """Grade the answers in process 0; the others take its rewards. Cut ones only if they are scored."""
+        score = self.settings.score_cut
+        answered = [
+            (group.row, each.text)
+            for group in groups
+            for each in group.sampled
+            if score or each.stop not in CUT
+        ]
         graded = self.group.on_rank0(lambda: self.grade(answered)) if answered else []
         if self.group.size > 1:
             fields = [each.as_json() for each in graded or []]
@@ -254,12 +262,10 @@ class Rollouts:
             graded = [Graded(**each) for each in json.loads(of_first)]
         each_graded = iter(graded or [])
         for group in groups:
-            own = [next(each_graded) for _ in group.sampled]
-            if not self.settings.score_cut:
-                own = [
-                    Graded(None, each.parts, "cut") if answer.stop in CUT else each
-                    for each, answer in zip(own, group.sampled, strict=True)
-                ]
+            own = [
+                next(each_graded) if score or answer.stop not in CUT else Graded(None, outcome="cut")
+                for answer in group.sampled
+            ]
             if len(own) > self.settings.answers:
                 group.greedy = own.pop()
                 group.sampled.pop()
@@ -277,7 +283,7 @@ def _rewards(answers: Sequence[Answers]) -> torch.Tensor:
 
 
 def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
-    """Return the training passes of a step: its answers with an advantage, packed.
+    """Return the training passes of a step: its answers with an advantage (or every_answer), packed.
 
     The divisor is that of all answers with a reward, whatever their advantage (rollout/groups.py: divided).
     Without any advantage one answer is kept, so that the step has a pass; its gradient is 0.
@@ -294,7 +300,7 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
             trained += trains
             tokens += trains * len(answer.tokens)
             last = not examples and group is rolled.answers[-1] and answer is group.sampled[-1]
-            if advantage or last:
+            if advantage or (settings.every_answer and trains) or last:
                 weights = [0.0] * len(prompt) + [1.0] * len(answer.tokens)
                 examples.append(Example([*prompt, *answer.tokens], weights, group.example.row))
                 chosen.append(answer)

@@ -41,6 +41,8 @@ class Stats:
         efficiency     share of the token budget that packing fills in the first epoch; set when batches are
                        created, as is `packing`
         held_out       documents held out for validation; included in rows, examples and tokens
+        room           of rows that are asked: tokens of each example that wait for an answer; else 0. Equal
+                       prompts with other columns are then no duplicates, and packing says nothing
     """
 
     rows: int = 0
@@ -56,6 +58,7 @@ class Stats:
     bad: int = 0
     duplicates: int = 0
     held_out: int = 0
+    room: int = 0
     packing: str = ""
     efficiency: float | None = None
     reading: Reading = "memory"
@@ -80,10 +83,14 @@ class Stats:
         examples = f", {self.examples} examples" if self.split_rows else ""
         cut = f" ({self.tokens_cut} tokens cut)" if self.truncated else ""
         also = f" (and {self.examples_dropped} examples)" if self.examples_dropped else ""
+        taught = f"{100 * self.supervised_fraction:.1f} % supervised, longest {self.longest}"
+        tokens, repeated = self.tokens, f", {self.duplicates} duplicates"
+        if self.room:
+            tokens, repeated = self.tokens - self.room * self.examples, ""
+            taught = f"room for {self.room} more in each, longest {self.longest - self.room}"
         line = (
-            f"{self.rows} rows ({shapes}){examples}, {format_count(self.tokens)} tokens,"
-            f" {100 * self.supervised_fraction:.1f} % supervised, longest {self.longest}; {self.truncated}"
-            f" truncated{cut}, {self.dropped} dropped{also}, {self.bad} bad, {self.duplicates} duplicates"
+            f"{self.rows} rows ({shapes}){examples}, {format_count(tokens)} tokens, {taught};"
+            f" {self.truncated} truncated{cut}, {self.dropped} dropped{also}, {self.bad} bad{repeated}"
         )
         more = [
             (f"batches are {100 * self.efficiency:.1f} % full" if self.efficiency is not None else ""),

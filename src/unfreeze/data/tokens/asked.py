@@ -42,8 +42,8 @@ class Asking:
             raise kind(
                 f"row {row.row}: a prompt of {len(prompt)} tokens and {self.room} new ones are more than"
                 f" {most}",
-                next="--data.truncation drop leaves such rows out; or fewer --max-new-tokens, or a longer"
-                " --sequence-length, if the model takes it",
+                next="--data.truncation drop leaves such rows out; or fewer --max-new-tokens; or a larger"
+                " --sequence-length and --tokens-per-step",
             )
         tokens = [*prompt, *[prompt[-1]] * self.room]
         return Encoded([Example(tokens, [0.0] * len(prompt) + [1.0] * self.room, row.row)])

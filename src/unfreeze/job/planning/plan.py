@@ -324,7 +324,7 @@ def start_lines(
     return [
         f"model: {Path(config.model).name}, {shape.model_type}, {shape.num_layers} layers{experts}; {files}",
         f"memory: {taken} of {room}; disk: {format_bytes(disk.needed)} of {format_bytes(disk.free)}",
-        f"trains: {what}; {tokens_words(config, plan.work.processes)} a step",
+        f"trains: {what}; {tokens_words(config, plan.work.processes)} {config.OF_TOKENS}",
         *([second.said(start)] if second else []),
     ]
 
