@@ -390,3 +390,13 @@ def test_a_field_whose_name_no_terminal_shows_is_said_in_escapes():
     config = {**json.loads((TINY_K2 / "config.json").read_text()), "a\ud800\nb": 1}
     (line,) = notes(config)
     assert r"a\ud800\nb" in line and line.isprintable()
+
+
+def test_the_built_in_model_has_its_name_beside_runs_too(tmp_path, monkeypatch):
+    """A mistyped name of a run is named there; tiny-k2 is no such name."""
+    (tmp_path / "r0").mkdir()
+    (tmp_path / "r0" / "resolved_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert unfreeze.load("tiny-k2").decoder.shape.num_layers == 4
+    with pytest.raises(CheckpointError, match="r1 does not exist"):
+        unfreeze.load("r1")

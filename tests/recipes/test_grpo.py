@@ -178,6 +178,25 @@ def test_all_answers_train_where_there_is_a_kl(grpo):
     assert of_kind(less, "train")[0]["supervised_tokens"] < rollout["tokens"]
 
 
+def test_a_sampler_that_computes_something_else_is_a_warning(grpo, monkeypatch):
+    """Planted: log-probabilities that are .001 off."""
+    from unfreeze.rollout.sampled import Sampled
+
+    def warned(run):
+        return [event["message"] for event in of_kind(run, "warning") if "sampler" in event["message"]]
+
+    assert not warned(grpo("right", steps=2))
+    of = Sampled.of
+
+    def off(done):
+        done.sampled_logprobs[0] += 1e-3
+        return of(done)
+
+    monkeypatch.setattr(Sampled, "of", staticmethod(off))
+    (message,) = warned(grpo("wrong", steps=2))
+    assert message.startswith("trainer and sampler differ by 0.001 nats")
+
+
 def test_rows_with_one_prompt_are_no_duplicates(grpo):
     """They differ in what the reward reads; and the line on the data speaks of prompts."""
     same = [{"prompt": "What is 1?", "letter": letter} for letter in "aeiou"]

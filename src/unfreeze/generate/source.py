@@ -12,6 +12,7 @@ from pathlib import Path
 from unfreeze import models
 from unfreeze.checkpoint.manifest import Manifest, open_checkpoint, read_json
 from unfreeze.config.recipes import resolved
+from unfreeze.core.built_in import TINY_K2
 from unfreeze.core.errors import CheckpointError, closest
 from unfreeze.core.events import RESOLVED
 from unfreeze.core.writer import writer
@@ -56,8 +57,8 @@ def locate_model(source: str | Path, base: str = "") -> ModelSource:
                 next="give the base checkpoint's folder or id: --base DIR",
             )
         return ModelSource(named, folder, tuple(map(str, variables or ())))
-    # next to other runs: a mistyped name, not a Hugging Face id
-    if not folder.exists() and any(folder.parent.glob(f"*/{RESOLVED}")):
+    # next to other runs: a mistyped name, not a Hugging Face id; the built-in model's name is none
+    if not folder.exists() and str(source) != TINY_K2.name and any(folder.parent.glob(f"*/{RESOLVED}")):
         runs = sorted(path.parent.name for path in folder.parent.glob(f"*/{RESOLVED}"))
         near = closest(folder.name, runs)
         paths = ", ".join(str(folder.parent / name) for name in near or runs[:3])

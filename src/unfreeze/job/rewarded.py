@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from unfreeze.rollout.prompts import Rows
     from unfreeze.rollout.rollouts import Rolled, Rollouts
     from unfreeze.teach.second import Second
+    from unfreeze.train.state import State
+    from unfreeze.train.step import StepResult
 
 
 SILENT = (5, 20, 100)
@@ -48,6 +50,7 @@ class Rewarding:
         self.words: Words | None = None
         self.engine: Engine | None = None
         self.graders: Graders | None = None
+        self.warned = False  # of the gap
         self.silent = 0  # steps without a signal, up to now
 
     @property
@@ -128,6 +131,21 @@ class Rewarding:
         setup.group.on_rank0(start)
         self.held_out = rows.dataset.validation
         self.held_out_files = data.held_out or data.files
+
+    def watch_gap(self, state: State, result: StepResult) -> None:
+        """Warn once if trainer and sampler differ by more than rounding explains; bfloat16 hides it."""
+        from unfreeze.evaluate.gap import TOLERANCE
+
+        gap = result.metrics.get("gap_max", 0.0)
+        if gap <= TOLERANCE or self.warned or state.model.dtype.itemsize < 4:
+            return
+        self.warned = True
+        state.run.events.emit(
+            "warning",
+            state.step,
+            message=f"trainer and sampler differ by {gap:.2g} nats at a token, so they do not compute the"
+            f" same (limit {TOLERANCE:g} in float32)",
+        )
 
     def close(self) -> None:
         """End the graders: in a notebook the process goes on after the run."""

@@ -50,6 +50,7 @@ def parts(config: Config) -> Parts:
         encoding=encoding,
         rows_check=rewarding.check,
         close=rewarding.close,
+        on_step=(rewarding.watch_gap,),
         source=rewarding.source,
         heldout=rewarding.heldout,
         metrics=OF_POLICY,

@@ -147,7 +147,10 @@ def _loss(run: RunFolder) -> Markup:
     ]
     if not losses:
         return render("loss.html", facts=first, loss=None)
-    evals = series(evals_of(run.events), "eval", "loss")
+    measured = evals_of(run.events)
+    evals = series(measured, "eval", "loss")
+    if series(measured, "eval", "reward")[1]:  # minus the reward: no number of the training loss's scale
+        evals = ([], [])
     # caption: first, last and lowest loss, validation, rings, steps left out
     window = smoothing_window(len(losses))
     lowest = min(range(len(losses)), key=losses.__getitem__)

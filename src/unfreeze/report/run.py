@@ -169,7 +169,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
         if not values:
             continue
         ends = " → ".join(f"{value:.3f}" for value in [*values[:1], *values[1:][-1:]])
-        mean = f"{sum(values) / len(values):.1f} on average"
+        average = sum(values) / len(values)
+        mean = f"{average:.2g} on average" if 0 < abs(average) < 0.05 else f"{average:.1f} on average"
         rows.append((metric["label"], mean if metric.get("mean") else ends))
     if rewards := series(evals_of(run.events), "eval", "reward")[1]:  # its loss is minus the reward
         ends = f"{rewards[0]:.3f} → {rewards[-1]:.3f}; highest {max(rewards):.3f}"

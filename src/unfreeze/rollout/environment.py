@@ -16,13 +16,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, cast
 
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.data.rows.row import Conversation, Message, Tool
 from unfreeze.rollout.limits import Limits
-from unfreeze.rollout.pool import Job, Pool
+from unfreeze.rollout.pool import Job, Pool, Pooled
 from unfreeze.rollout.reward import Graded, Outcome, checked
 from unfreeze.rollout.tool_calls import Read, Spoken
 from unfreeze.rollout.user_code import Given, user_code
@@ -107,7 +106,7 @@ class Episode:
         self.done, self.failure = "failed", (outcome, message)
 
 
-class Environments:
+class Environments(Pooled):
     """The environments of a run, in processes that can be killed.
 
     source  "my.py:Class", a class, a file's dict of factories (my.py:NAME), or a dict of those: then each row
@@ -146,18 +145,6 @@ class Environments:
             raise
         self._count = 0
         self._places: dict[int, tuple[str, int]] = {}  # id(episode) -> its id there, its process
-
-    def __enter__(self) -> Environments:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill the processes."""
-        self._pool.close()
 
     @property
     def scores(self) -> bool:

@@ -10,20 +10,19 @@ Every answer gets a Graded: a reward, or a named outcome. Nothing that a functio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 from unfreeze.core.errors import printable
 from unfreeze.data.rows.row import Conversation
 from unfreeze.rollout.limits import Limits
-from unfreeze.rollout.pool import Job, Pool
+from unfreeze.rollout.pool import Job, Pool, Pooled
 from unfreeze.rollout.reward import MAX_MESSAGE, Graded, checked, prompt_column, prompt_of
 from unfreeze.rollout.signature import Signature
 from unfreeze.rollout.user_code import Given, user_code
 from unfreeze.rollout.worker import Gone, Reply
 
 
-class Graders:
+class Graders(Pooled):
     """The reward of a run.
 
     reward  "my.py", "my.py:name", a Python function, or several: the sum of theirs
@@ -50,18 +49,6 @@ class Graders:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Graders:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kill the processes."""
-        self._pool.close()
 
     @property
     def digest(self) -> str:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.rollout.limits import Limits
@@ -169,3 +169,21 @@ class Pool:
         if not self.loaded and not self.limits.network and not worker.confined.network:
             self._say(f"warning: {NETWORK}")
         self.loaded = reply.content
+
+
+class Pooled:
+    """Something with a pool, whose processes end with a `with` block or by `close`."""
+
+    _pool: Pool
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill the processes."""
+        self._pool.close()

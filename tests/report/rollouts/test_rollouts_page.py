@@ -226,3 +226,10 @@ def test_a_watched_run_is_followed_until_it_ends(tmp_path: Path):
 def test_the_same_folder_gives_the_same_page(tmp_path: Path):
     run = fake_run(tmp_path / "run", steps=3)
     assert page(run)[0] == page(run)[0] and not list(run.rglob("*.tmp"))
+
+
+def test_cut_answers_that_are_left_out_are_no_failures_of_grading():
+    from unfreeze.report.rollouts.trends import ungraded
+
+    numbers = {"answers": 10, "outcomes": {"ok": 6, "cut": 3, "error": 1}}
+    assert ungraded(numbers) == 1

@@ -17,7 +17,7 @@ from unfreeze.report.run import RunFolder
 
 SIZE = (340, 210)  # SVG units
 CUT = ("length", "window")  # stop reasons of answers without an end
-OF_POLICY = ("kl", "entropy", "clip", "gap", "ratio")  # beginnings of metrics that belong beside rewards
+OF_POLICY = ("kl", "clip", "gap", "ratio")  # beginnings of metrics that belong beside rewards
 
 
 def mean_reward(numbers: Numbers) -> float | None:
@@ -32,6 +32,11 @@ def _share(part: float, whole: float) -> float | None:
 
 def _percent(part: float, whole: float) -> float | None:
     return 100 * part / whole if whole else None
+
+
+def ungraded(numbers: Numbers) -> int:
+    """Answers whose grading failed; cut ones that were left out are not among them."""
+    return numbers["answers"] - sum(numbers["outcomes"].get(name, 0) for name in ("ok", "cut"))
 
 
 MEASURES: dict[str, tuple[str, Callable[[Numbers], float | None], str]] = {
@@ -54,7 +59,7 @@ MEASURES: dict[str, tuple[str, Callable[[Numbers], float | None], str]] = {
     ),
     "Grading failed": (
         "by an error, a time-out, or a value that is no number",
-        lambda n: _percent(n["answers"] - n["outcomes"].get("ok", 0), n["answers"]),
+        lambda n: _percent(ungraded(n), n["answers"]),
         "{:.1f} %",
     ),
 }
@@ -159,7 +164,7 @@ def facts(steps: Sequence[Step]) -> list[tuple[str, str]]:
         rows.append(("Tokens per answer", f"{_change(lengths, '{:,.0f}')}; longest {longest}"))
     if groups:
         rows.append(("Groups without signal", f"{100 * silent / groups:.0f} %; {silent:,} of {groups:,}"))
-    if failed := answers - sum(each["outcomes"].get("ok", 0) for each in all_numbers):
+    if failed := sum(map(ungraded, all_numbers)):
         rows.append(("Grading failed", f"{100 * failed / answers:.1f} %; {_count(failed, 'answer')}"))
     return rows
 
