@@ -197,6 +197,19 @@ def test_a_sampler_that_computes_something_else_is_a_warning(grpo, monkeypatch):
     assert message.startswith("trainer and sampler differ by 0.001 nats")
 
 
+def test_a_full_disk_costs_the_page_an_answer_and_the_run_nothing(grpo, monkeypatch):
+    from unfreeze.report.rollouts import writer
+
+    def full(path, lines):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, "write_lines", full)
+    run = grpo(steps=2)
+    messages = [event["message"] for event in of_kind(run, "warning")]
+    assert "the answers of step 1 were not kept: No space left on device" in messages
+    assert run.finished and not list((run.path / "rollouts").iterdir())
+
+
 def test_rows_with_one_prompt_are_no_duplicates(grpo):
     """They differ in what the reward reads; and the line on the data speaks of prompts."""
     same = [{"prompt": "What is 1?", "letter": letter} for letter in "aeiou"]

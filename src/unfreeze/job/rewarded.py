@@ -255,7 +255,10 @@ class Rewarding:
             )
         if files is None:
             return
-        warning = files.write(rolled.step, lines(rolled, setup.tokenizer))
+        try:
+            warning = files.write(rolled.step, lines(rolled, setup.tokenizer))
+        except OSError as error:  # they are for reading: training goes on
+            warning = f"the answers of step {rolled.step:,} were not kept: {error.strerror or error}"
         if warning:
             setup.folder.events.emit("warning", rolled.step, message=warning)
 
