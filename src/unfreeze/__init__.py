@@ -61,7 +61,7 @@ if "UNFREEZE_CPU_CLASS" in os.environ:  # before anything imports torch or numba
     cpu.restrict_cpu_class()
 
 # Torch's threads spin for some milliseconds after each parallel operator, and keep their cores from the loops
-# of kernels/: a step of generation took 10.7 ms, and 7.7 with 10,000 turns (about 0.2 ms). libgomp reads this
+# of kernels/: a step of generation took 13.5 ms, and 8.6 with 10,000 turns (about 0.2 ms). libgomp reads this
 # when torch is imported.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "10000"
