@@ -189,7 +189,16 @@ def build(
         lm_head.weight = body.embed_tokens.weight
     decoder = Decoder(shape, body, lm_head)
     decoder.dtype = dtype
+    if torch.device(device).type != "meta":  # from there place() moves the experts' counters
+        _move_buffers(decoder, device)
     return decoder
+
+
+def _move_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Move every buffer to the device."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, buffer.to(device))
 
 
 def meta_model(shape: Shape, manifest: Manifest, dtype: torch.dtype, *, as_stored: bool = False) -> Decoder:

@@ -46,10 +46,11 @@ def check_all(
         if time.perf_counter() - begun > seconds:
             break
         op, case, dtype = cell
-        tune(cell)
-        if (op.name, dtype) not in faults:
-            faults[op.name, dtype] = of_uses(op, device, dtype)
-        row = check(op, case, device, dtype, faults[op.name, dtype], sampling)
+        with measure.drawn_once():
+            tune(cell)
+            if (op.name, dtype) not in faults:
+                faults[op.name, dtype] = of_uses(op, device, dtype)
+            row = check(op, case, device, dtype, faults[op.name, dtype], sampling)
         yield row
         if is_broken(row):
             break

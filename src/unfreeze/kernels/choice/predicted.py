@@ -96,14 +96,20 @@ def fault_on_device(
     that are drawn there. Dtypes of outputs and gradients are checked too.
     """
 
-    def worst() -> float:
-        errors = Truth(op, case, device, dtype).errors(load())
-        return max(errors.forward, errors.backward)
-
     try:
-        return _fault(worst, limit)
+        return fault_against(lambda: Truth(op, case, device, dtype), load, limit)
     finally:
         forget()
+
+
+def fault_against(truth: Callable[[], Truth], load: Callable[[], Implementation], limit: float) -> str:
+    """As `fault`, of an implementation beside results that are known."""
+
+    def worst() -> float:
+        errors = truth().errors(load())
+        return max(errors.forward, errors.backward)
+
+    return _fault(worst, limit)
 
 
 def _fault(worst_error: Callable[[], float], limit: float) -> str:
