@@ -16,6 +16,7 @@ from unfreeze.config.lora import scale_of
 from unfreeze.kernels.loops.cores import spread
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.models.blocks.linear import Linear
+from unfreeze.models.blocks.saved import Saved
 from unfreeze.quant.int4 import Int4
 
 
@@ -242,10 +243,42 @@ def test_scale_is_alpha_over_r_or_its_root():
 
 
 def test_bf16_activations_get_fp32_gradients():
-    adapter = LowRank(8, 8, 2, 1.0)
-    adapter.reset(0, "x")
-    y = adapter(
-        torch.ones(3, 8, dtype=torch.bfloat16), torch.zeros(3, adapter.B.shape[0], dtype=torch.bfloat16)
-    )
+    linear = Linear(8, 8, dtype=torch.bfloat16, device="cpu")
+    torch.nn.init.zeros_(linear.weight)
+    linear.adapter = LowRank(8, 8, 2, 1.0)
+    linear.adapter.reset(0, "x")
+    y = linear(torch.ones(3, 8, dtype=torch.bfloat16))
     y.float().sum().backward()
-    assert y.dtype == torch.bfloat16 and adapter.B.grad.dtype == torch.float32 and adapter.B.grad.any()
+    gradient = linear.adapter.B.grad
+    assert y.dtype == torch.bfloat16 and gradient.dtype == torch.float32 and gradient.any()
+
+
+@pytest.mark.parametrize("kept", ["nothing", "output", "unread"])
+def test_a_recomputed_linear_has_the_gradients_of_one_visit(kept):
+    """The first visit saves y with its update, or leaves it out; the second makes the gradients."""
+    linear = Linear(24, 40, dtype=torch.float32, device="cpu")
+    linear.adapter = LowRank(24, 40, 4, 1.5)
+    randomize(linear)
+    linear.weight.requires_grad_(False)
+    x = torch.randn(9, 24, generator=torch.Generator().manual_seed(9))
+    probe = torch.randn(9, 40, generator=torch.Generator().manual_seed(8))
+    saved = Saved(linear=True, unread=kept == "unread")
+    reuse = {"nothing": None, "output": saved.reuse, "unread": saved.skip}[kept]
+
+    def gradients(reuse):
+        leaf = x.clone().requires_grad_()
+        linear.zero_grad()
+        y = linear(leaf, reuse)
+        (y * probe).sum().backward()
+        return y.detach(), leaf.grad, linear.adapter.A.grad.clone(), linear.adapter.B.grad.clone()
+
+    want = gradients(None)
+    with torch.no_grad():
+        first = linear(x, reuse)
+    saved.second = True
+    again = gradients(reuse)
+    assert torch.equal(first, want[0])
+    assert torch.equal(again[0], torch.zeros_like(first) if kept == "unread" else first)
+    for ours, oracle in zip(again[1:], want[1:], strict=True):
+        assert torch.equal(ours, oracle)
+    assert not saved.values

@@ -47,6 +47,8 @@ from unfreeze.train.together import save_together
 FAMILIES = ("deepseek_v3", "llama")  # a mixture with a head of its own; dense, with a tied head
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEPS = 10
+UP_TO_2_11 = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+"""Collectives that torch 2.12 renamed."""
 LLAMA = (  # of CONFIG's fields those that a Llama has
     "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads intermediate_size"
     " rms_norm_eps rope_theta max_position_embeddings initializer_range dtype"
@@ -104,7 +106,8 @@ def step(
 def counted(calls: list[str]) -> Any:
     """The collectives that are called within, by name."""
     names = ("all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast", "all_gather")
-    before = {name: getattr(dist, name) for name in names}
+    of_torch = {name: name if hasattr(dist, name) else UP_TO_2_11[name] for name in names}
+    before = {name: getattr(dist, of_torch[name]) for name in names}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -114,12 +117,12 @@ def counted(calls: list[str]) -> Any:
         return call
 
     for name in names:
-        setattr(dist, name, counting(name))
+        setattr(dist, of_torch[name], counting(name))
     try:
         yield
     finally:
         for name in names:
-            setattr(dist, name, before[name])
+            setattr(dist, of_torch[name], before[name])
 
 
 def gradients(optimizer: AdamW) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unfreeze.kernels.expert_mlp import ExpertFactors
@@ -24,10 +23,11 @@ NUMBERS_PER_CORE = 1 << 20  # drawing fewer takes less time than starting a thre
 
 
 class LowRank(nn.Module):
-    """y_TO + scale · (x Aᵀ) Bᵀ; A fp32 [R, in], B fp32 [out, R].
+    """The factors of y += scale · (x Aᵀ) Bᵀ; A fp32 [R, in], B fp32 [out, R].
 
-    The scale is applied to the thin [T, R] product: fewer multiplications than on [T, out]. `scale` 0
-    switches the adapter off without changing the kernels that run (the receipt does that).
+    The layer multiplies (models/blocks/linear.py), with the scale on the thin [T, R] product: fewer
+    multiplications than on [T, out]. `scale` 0 switches the adapter off without changing the kernels that run
+    (the receipt does that).
     """
 
     def __init__(
@@ -38,18 +38,8 @@ class LowRank(nn.Module):
         self.A = nn.Parameter(torch.empty(rank, in_features, dtype=torch.float32, device=device))
         self.B = nn.Parameter(torch.zeros(out_features, rank, dtype=torch.float32, device=device))
 
-    def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
-        """x [..., T, in], y [..., T, out] -> y + scale · (x Aᵀ) Bᵀ.
-
-        The sum is part of the GEMM: a separate addition would pass over three [T, out] tensors and round
-        again.
-        """
-        thin_TR = F.linear(x_TI, self.A.to(x_TI.dtype)) * self.scale
-        sum_TO = torch.addmm(y_TO.flatten(0, -2), thin_TR.flatten(0, -2), self.B.to(x_TI.dtype).t())
-        return sum_TO.view_as(y_TO)
-
     def factors(self) -> tuple[Tensor, Tensor, float]:
-        """(A [R, in], B [out, R], scale), for a layer that multiplies in another order (blocks/mla.py)."""
+        """(A [R, in], B [out, R], scale), for the layer that multiplies."""
         return self.A, self.B, self.scale
 
     @torch.no_grad()

@@ -161,7 +161,8 @@ def test_control_arm_the_zero_points_of_other_rows_are_seen():
 @pytest.mark.parametrize("codec", [Nvfp4(), Awq(32), Bits4()], ids=repr)
 def test_gate_and_up_with_parts_of_their_own(codec):
     both = stacked(codec, 32, 64)
-    packed = Packed(both, both.quantize(torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(0))))
+    parts = both.quantize(torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(0)))
+    packed = Packed(both, {name: part.to(DEVICE) for name, part in parts.items()})
     out = torch.empty(2, 32, 64, device=DEVICE)
     expand_stack(packed, [2, 1], out, "triton")
     assert torch.equal(out, packed.dequantize()[[2, 1]].float())
