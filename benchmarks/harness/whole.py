@@ -100,57 +100,70 @@ def sized(job: Job, tokens: int, recompute: str, gpu: Hardware, device: str, seq
     return fitted
 
 
-def train(
-    job: Job, fitted: Plan, steps: int, device: str, sequence: int, trace: Path | None = None
-) -> dict[str, Any]:
-    """Two warm-up steps and `steps` timed ones on the same batches; tokens/s of the median step.
+class Whole:
+    """The model on the device, with adapters or every weight trained; it can train steps of several sizes."""
 
-    trace: file for torch's profile of one more step, which Perfetto and chrome://tracing read.
-    """
-    place, model = torch.device(device), built(job, device)
-    fill_random(model, seed=0)
-    if job.rank:
-        attach(model, LoraConfig(rank=job.rank), seed=0)
-    optimizer, documents = AdamW(model), fitted.work.tokens // sequence
-    batches = [
-        follows(model.shape.vocab_size, documents, sequence, n) for n in range(fitted.work.micro_batches)
-    ]
-    tokens = sum(batch.num_tokens for batch in batches)
-    # adapters start at B = 0 and take large steps; a whole random model needs small ones
-    options: dict[str, Any] = {"learning_rate": 1e-3 if job.rank else 1e-4, "max_norm": 1.0}
-    options |= {"recompute": models.RECOMPUTE[fitted.layout.recompute]}
-    losses, seconds = [], []
-    for number in range(2 + steps):
-        if number == 2:
-            reset_peak_bytes(place)
-        started = time.perf_counter()
-        losses.append(train_step(model, optimizer, batches, cross_entropy, **options).loss)
-        wait(place)  # so that the time includes the update and nothing of the step before
-        seconds.append(time.perf_counter() - started)
-    if trace is not None:
-        with profile() as profiled:
-            train_step(model, optimizer, batches, cross_entropy, **options)
-            wait(place)
-        profiled.export_chrome_trace(str(trace))
-    low, middle, high = statistics.quantiles(seconds[2:], n=4)
-    figures = {
-        "tokens_per_second": tokens / middle,
-        "slowest": tokens / high,
-        "fastest": tokens / low,
-        "tokens": tokens,
-        "peak_bytes": peak_bytes(place),
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
-        "learned": all(map(math.isfinite, losses)) and losses[-1] < losses[0],
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "flop_per_token": model_flops(model, tokens // sequence, sequence) / tokens,
-    }
-    del model, optimizer
-    release_scratch()
-    gc.collect()
-    if place.type == "cuda":
-        torch.cuda.empty_cache()
-    return figures
+    def __init__(self, job: Job, device: str):
+        self.place = torch.device(device)
+        self.model = built(job, device)
+        fill_random(self.model, seed=0)
+        if job.rank:
+            attach(self.model, LoraConfig(rank=job.rank), seed=0)
+        self.optimizer = AdamW(self.model)
+        # adapters start at B = 0 and take large steps; a whole random model needs small ones
+        self.options: dict[str, Any] = {"learning_rate": 1e-3 if job.rank else 1e-4, "max_norm": 1.0}
+
+    def train(self, fitted: Plan, steps: int, sequence: int, trace: Path | None = None) -> dict[str, Any]:
+        """Two warm-up steps and `steps` timed ones on the same batches; tokens/s of the median step.
+
+        trace: file for torch's profile of one more step, which Perfetto and chrome://tracing read.
+        """
+        model, documents = self.model, fitted.work.tokens // sequence
+        batches = [
+            follows(model.shape.vocab_size, documents, sequence, n) for n in range(fitted.work.micro_batches)
+        ]
+        tokens = sum(batch.num_tokens for batch in batches)
+        recompute = models.RECOMPUTE[fitted.layout.recompute]
+
+        def step() -> float:
+            loss = train_step(
+                model, self.optimizer, batches, cross_entropy, recompute=recompute, **self.options
+            ).loss
+            wait(self.place)  # so that a time includes the update and nothing of the step before
+            return loss
+
+        losses, seconds = [], []
+        for number in range(2 + steps):
+            if number == 2:
+                reset_peak_bytes(self.place)
+            started = time.perf_counter()
+            losses.append(step())
+            seconds.append(time.perf_counter() - started)
+        if trace is not None:
+            with profile() as profiled:
+                step()
+            profiled.export_chrome_trace(str(trace))
+        low, middle, high = statistics.quantiles(seconds[2:], n=4)
+        return {
+            "tokens_per_second": tokens / middle,
+            "slowest": tokens / high,
+            "fastest": tokens / low,
+            "tokens": tokens,
+            "peak_bytes": peak_bytes(self.place),
+            "loss_first": losses[0],
+            "loss_last": losses[-1],
+            "learned": all(map(math.isfinite, losses)) and losses[-1] < losses[0],
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "flop_per_token": model_flops(model, tokens // sequence, sequence) / tokens,
+        }
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        del self.model, self.optimizer
+        release_scratch()
+        gc.collect()
+        if self.place.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def follows(vocab: int, documents: int, sequence: int, seed: int):
