@@ -130,7 +130,7 @@ def page(cpu: dict[str, Any], mock: list[dict[str, Any]]) -> str:
             "",
             "## A card that does not exist",
             "",
-            "No GPU has run these kernels yet. Here Triton's interpreter runs them on the CPU, in float32",
+            "An H100 ran these kernels (h100.md). Here Triton's interpreter runs them on the CPU, in float32",
             "and at the smallest inputs, as `unfreeze doctor --gpu` checks them on a card, without times.",
             f"`{WRONG[1]}` of {WRONG[0]} was made 1 % too large on purpose: it is found, and would not run.",
             "",

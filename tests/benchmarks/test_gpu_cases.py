@@ -80,7 +80,11 @@ def test_a_model_learns_and_has_results(tiny, experts, rank):
     config = shapes.kimi() if experts else shapes.qwen("qwen3", shapes.QWEN3_06B)
     job = whole.Job(config, experts, rank, 1e9)
     made = whole.sized(job, 128, "selective", gpu(139), "cpu", 64)
-    found = whole.train(job, made, 3, "cpu", 64)
+    model = whole.Whole(job, "cpu")
+    found = model.train(made, 3, 64)
+    again = model.train(made, 2, 64)  # of the same model, which goes on
+    model.close()
+    assert again["loss_first"] < found["loss_first"]
     results = whole.results(job, made, found, "NVIDIA H200")
     assert found["learned"] and found["loss_last"] < found["loss_first"]
     assert results["verdict"] == "missed" and 0 < results["mfu"] < 1
@@ -92,11 +96,18 @@ def test_a_model_that_does_not_learn_has_no_speed(measure, monkeypatch):
         layout = work = type("Any", (), {"micro_batches": 1, "recompute": "selective"})
 
     monkeypatch.setattr(model, "sized", lambda *given: Made)
-    monkeypatch.setattr(
-        model, "train", lambda *given: {"learned": False, "loss_first": 1.0, "loss_last": 1.0}
-    )
+
+    class Dull:
+        def __init__(self, *given): ...
+
+        def train(self, *given):
+            return {"learned": False, "loss_first": 1.0, "loss_last": 1.0}
+
+        def close(self): ...
+
+    monkeypatch.setattr(model, "Whole", Dull)
     monkeypatch.setattr(model, "hardware", lambda device: gpu(139))
     config = type("Config", (), model.Config(models=("qwen2.5-7b",)).model_dump())
     run = type("Run", (), {"say": print, "row": lambda name, settings, **more: more})
-    (row,) = model.rows(config, run)
-    assert "did not fall" in row["not_run"]
+    rows = list(model.rows(config, run))
+    assert len(rows) == 2 and all("did not fall" in row["not_run"] for row in rows)

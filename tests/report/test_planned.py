@@ -58,10 +58,10 @@ def test_the_row_says_plainly_what_was_planned_and_what_it_took(tmp_path):
     )
 
 
-def test_a_gpus_peak_is_the_plans_alone(tmp_path):
+def test_a_gpus_peak_is_the_plans_and_a_quarter_gib_of_workspaces(tmp_path):
     gpu = {"hardware": {"kind": "cuda", "process": 0}}
-    assert states(tmp_path, 2.0, 5.4 * GIB, **gpu)["Planned peak"] == "ok"
-    assert states(tmp_path, 2.0, 5.6 * GIB, **gpu)["Planned peak"] == "look"
+    assert states(tmp_path, 2.0, 5.7 * GIB, **gpu)["Planned peak"] == "ok"
+    assert states(tmp_path, 2.0, 5.8 * GIB, **gpu)["Planned peak"] == "look"
 
 
 @pytest.mark.parametrize(

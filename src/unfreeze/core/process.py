@@ -1,4 +1,4 @@
-"""Memory of a process on a CPU besides the plan's terms."""
+"""Memory of a process besides the plan's terms."""
 
 from __future__ import annotations
 
@@ -19,9 +19,17 @@ with all loops compiled before, `unfreeze demo` takes 44 MiB.
 PROCESS = int(0.5 * 2**30)
 """Bytes of the interpreter and libraries such as torch; measured 0.45 GiB at planning."""
 
+WORKSPACES = int(0.25 * 2**30)
+"""Upper limit in bytes of what a GPU holds beside the plan.
+
+Measured on an H100: cuBLAS's workspaces, 66 MiB, and inputs of kernels that are checked at their first use,
+up to 242 MiB of a run's first step.
+"""
+
 COMPILED_AT_MOST = f"{COMPILED / 2**30:.1f} GiB"
 BESIDE = f"up to {COMPILED_AT_MOST} of compiled code"
 """Words beside a planned number."""
+BESIDE_ON_GPU = f"up to {format_bytes(WORKSPACES)} of workspaces and checks"
 
 
 _begun: list[float] = []

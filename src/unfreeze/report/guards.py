@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from unfreeze.core.process import BESIDE, COMPILED
+from unfreeze.core.process import BESIDE, BESIDE_ON_GPU, COMPILED, WORKSPACES
 from unfreeze.core.schema import DataEvent, GapEvent, ReceiptEvent, TrainEvent
 from unfreeze.core.units import format_bytes
 from unfreeze.report.events import ENOUGH_STEPS, last, number, of_kind, series, warnings
@@ -161,26 +161,27 @@ def _plan(run: RunFolder) -> GuardRow | None:
 def _planned_peak(run: RunFolder) -> GuardRow | None:
     """Compare the planned bytes of a step with the measured peak.
 
-    On a CPU the peak is that of the process: it includes earlier memory and up to COMPILED. Less is fine.
+    On a CPU the peak is that of the process: it includes earlier memory and up to COMPILED; on a GPU up to
+    WORKSPACES. Less is fine.
     """
     plan, peaks = run.plan or {}, peak_memory(run)[1]
     if not peaks or "terms" not in plan or "hardware" not in plan:
         return None
     planned = sum(plan["terms"].values())
     lowest = highest = planned + plan["hardware"].get("process", 0)
-    if plan["hardware"].get("kind") == "cpu":
-        highest += COMPILED
+    gpu = plan["hardware"].get("kind") == "cuda"
+    highest += WORKSPACES if gpu else COMPILED
     measured = max(peaks)
     off = measured > highest * (1 + OFF_BYTES)
     expected = f"between {format_bytes(lowest)} and {format_bytes(highest)}"
     process = plan["hardware"].get("process", 0)
     parts = [f"{format_bytes(planned)} for a step"]
     parts += [f"{format_bytes(process)} for the process itself"] * (process > 0)
-    parts += [BESIDE] * (highest > lowest)
+    parts += [BESIDE_ON_GPU if gpu else BESIDE]
     return GuardRow(
         "Planned peak",
         "look" if off else "ok",
-        f"{expected if highest > lowest else format_bytes(lowest)}, at most {OFF_BYTES:.0%} more",
+        f"{expected}, at most {OFF_BYTES:.0%} more",
         f"peak {format_bytes(measured)}; planned {' + '.join(parts)}",
     )
 

@@ -163,7 +163,7 @@ def summary(rows: Sequence[Row], left: int, device: torch.device) -> str:
     slower = len(rows) - faster - sum(bool(row["untimed"]) for row in rows)
     where = times.checks_path(device)
     kept = f"; kept in {where}" if where.exists() else f"; not kept: {where.parent} cannot be written"
-    kept = "" if device.type == "cpu" and not wrong else kept
+    kept = "" if not rows or (device.type == "cpu" and not wrong) else kept
     return (
         f"{len(rows) + left} kinds of inputs: a kernel runs in {faster}, plain torch in {slower},"
         f" {wrong} with a wrong kernel, {untimed} not checked{kept}"

@@ -2,7 +2,7 @@
 
 They are the two operators behind torch.nn.attention.varlen.varlen_attn. Its own backward drops the gradient
 of the log-sum-exp, which sinks need; its forward cannot be reused in a recomputed layer; and its import takes
-1.8 s. Not run on a GPU yet.
+1.8 s. Measured on an H100: docs/measured/h100.md.
 
 Another kernel that is activated for these operators (torch.nn.attention.activate_flash_attention_impl) runs
 here too.
