@@ -59,11 +59,11 @@ def source(
                 "score_cut": True,
                 "resample": 0,
                 "temperature": HOT,
+                "seed": 5,
             }
             | settings
         ),
         order=Shuffled(len(examples), 0),
-        seed=5,
         group=group,
         tell=tell,
         start=start,

@@ -19,10 +19,13 @@ IGNORED = {
 }
 """Fields of sft that a run with rewards does not read, and why."""
 CLIP = {"cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
-"""Default bounds of a ratio per loss, else 0.2. GSPO's are its paper's (2507.18071); CISPO has no lower bound,
-and 1 + 4 is TRL's upper one."""
+"""Default bounds of a ratio per loss, else 0.2. GSPO's are its paper's (2507.18071); CISPO has no lower
+bound, and 1 + 4 is TRL's upper one."""
 CORRECT = {"icepop": (0.5, 5.0), "geometric": (0.99, 1.01)}
-"""Default bounds per correction, else 0 and 2. Ling's of IcePop (2510.18855), SkyRL's of the geometric mask."""
+"""Default bounds per correction, else 0 and 2. Ling's of IcePop (2510.18855), SkyRL's of the geometric
+mask."""
+WEIGHTS = ("tis", "tis-sequence")
+"""Corrections that only weigh."""
 CLIPPED = ("ppo", "cispo", "gspo", "dppo", "rloo")
 OF_LOSS = {
     "clip_low": CLIPPED,
@@ -31,10 +34,7 @@ OF_LOSS = {
     "against": (*CLIPPED, "sapo"),
 }
 """Fields that only some losses have."""
-OF_CORRECTION = {
-    "correct_low": tuple(CORRECT),
-    "correct_high": ("tis", "tis-sequence", *CORRECT),
-}
+OF_CORRECTION = {"correct_low": tuple(CORRECT), "correct_high": (*WEIGHTS, *CORRECT)}
 """Fields that only some corrections have."""
 
 
@@ -326,12 +326,12 @@ def _of_loss(fields: dict[str, Any]) -> dict[str, Any]:
                     f"policy.{name} has no meaning with {of} = {kind}: it is for {', '.join(kinds)}; leave it"
                     f" out, or change {of}"
                 )
-    if loss in OF_LOSS["against"] and correct in ("tis", "tis-sequence"):
-        if fields.get("policy.against", "sampler") == "sampler":
-            raise ValueError(
-                f"correct = {correct} with ratios against the sampler would weigh tokens twice: add --against"
-                " trainer, or leave correct out"
-            )
+    against = fields.get("policy.against", "sampler")
+    if loss != "reinforce" and against == "sampler" and correct in WEIGHTS:
+        raise ValueError(
+            f"correct = {correct} with ratios against the sampler would weigh tokens twice: add --against"
+            " trainer, or leave correct out"
+        )
     clip, kept = CLIP.get(str(loss), (0.2, 0.2)), CORRECT.get(str(correct), (0.0, 2.0))
     names = "loss", "clip_low", "clip_high", "correct_low", "correct_high"
     return {f"policy.{name}": value for name, value in zip(names, (loss, *clip, *kept), strict=True)}

@@ -180,9 +180,7 @@ class Rewarding:
         from unfreeze.data.packing.order import Shuffled
         from unfreeze.kernels.linear_cross_entropy import Words
         from unfreeze.report.rollouts.writer import Rollouts as Files
-        from unfreeze.rollout.curriculum import CURRICULA
         from unfreeze.rollout.rollouts import Rollouts, Settings
-        from unfreeze.rollout.updates import of_tensors
         from unfreeze.train.state import kept_of
 
         config, rollout = self.config, self.config.rollout
@@ -194,7 +192,9 @@ class Rewarding:
             prompts=rollout.prompts_per_step,
             answers=rollout.answers,
             new_tokens=rollout.max_new_tokens,
+            seed=config.seed,
             updates=rollout.updates,
+            curriculum=rollout.curriculum,
             temperature=rollout.temperature,
             score_cut=rollout.cut == "score",
             resample=rollout.resample,
@@ -222,14 +222,12 @@ class Rewarding:
             self.grade,
             settings,
             order=Shuffled(len(examples), config.seed),
-            seed=config.seed,
             group=setup.group,
             tell=tell,
             measure=partial(self._now, at.model) if before else None,
-            curriculum=CURRICULA[rollout.curriculum],
             start=start,
-            begun=of_tensors(kept_of(setup.folder), setup.group.size),
         )
+        self.rollouts.go_on(kept_of(setup.folder))
         return self.rollouts
 
     def kept(self, cursor: Cursor) -> dict[str, Tensor]:

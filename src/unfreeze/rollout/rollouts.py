@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +29,12 @@ from unfreeze.data.store.examples import Example, Examples
 from unfreeze.data.tokens.asked import prompt_of
 from unfreeze.generate.sampling import Sampling
 from unfreeze.objectives.policy import Per
-from unfreeze.rollout.curriculum import Curriculum
+from unfreeze.rollout.curriculum import CURRICULA, Name
 from unfreeze.rollout.groups import Advantage, Groups, advantages, divided, next_average, rewards_of
 from unfreeze.rollout.reward import Graded, outcomes, refuse_failures
 from unfreeze.rollout.routes import with_routes
 from unfreeze.rollout.sampled import Sampled, as_text, of_text
-from unfreeze.rollout.updates import Measure, Update, as_tensors, dealt, numbered, with_trainer
+from unfreeze.rollout.updates import Measure, Update, as_tensors, dealt, numbered, of_tensors, with_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,9 @@ class Settings:
     prompts: int
     answers: int
     new_tokens: int
+    seed: int = 0
     updates: int = 1
+    curriculum: Name = "uniform"
     temperature: float = 1.0
     score_cut: bool = False
     resample: int = 1
@@ -127,11 +129,9 @@ Tell = Callable[[Rolled], None]
 class Rollouts:
     """The steps of a run: `updates` of them for each rollout.
 
-    examples    prompts with room for an answer (data/tokens/asked.py)
-    row_of      an example's row
-    measure     the trainer's log p before the first update; None if the loss does not read it
-    curriculum  its kind; None: every prompt in every pass
-    begun       updates that were still to come when the cursor was saved: of_tensors(kept of the save)
+    examples  prompts with room for an answer (data/tokens/asked.py)
+    row_of    an example's row
+    measure   the trainer's log p before the first update; None if the loss does not read it
     """
 
     def __init__(
@@ -143,28 +143,20 @@ class Rollouts:
         settings: Settings,
         *,
         order: Order,
-        seed: int,
         group: Group,
         tell: Tell,
         measure: Measure | None = None,
-        curriculum: type[Curriculum] = Curriculum,
         start: Cursor | None = None,
-        begun: Sequence[Update] = (),
     ):
         self.engine, self.examples, self.row_of, self.grade = engine, examples, row_of, grade
-        self.settings, self.order, self.seed, self.group, self.tell = settings, order, seed, group, tell
-        self.measure = measure
+        self.settings, self.order, self.group, self.tell, self.measure = settings, order, group, tell, measure
         at: Cursor = start or {"step": 0, "taken": 0, "average": None, "silent": 0}
         self.step, self.rollout, self.taken = int(at["step"]), int(at.get("rollout", at["step"])), at["taken"]
         self.average: float | None = at["average"]
         self.silent = int(at["silent"])  # rollouts from the first on without a signal; -1: one had some
-        self.curriculum = curriculum(seed, at.get("records"))
-        self._updates, self._left = list(begun), len(begun)  # of the current rollout, and how many follow
-        if self._left != int(at.get("left", 0)):
-            raise CheckpointError(
-                f"the save lacks the rest of a rollout: {at['left']} updates follow, {self._left} are there",
-                next="remove this save to resume from the previous one",
-            )
+        self.curriculum = CURRICULA[settings.curriculum](settings.seed, at.get("records"))
+        self._updates: list[Update] = []  # of the current rollout
+        self._left = int(at.get("left", 0))  # how many of them follow
         self._epoch: tuple[int, list[int]] = (-1, [])
 
     def __iter__(self) -> Iterator[Step]:
@@ -190,6 +182,18 @@ class Rollouts:
             **self.settings.about,
         }
 
+    def go_on(self, kept: Mapping[str, Tensor]) -> None:
+        """Take the updates that follow the cursor from its save. kept: result of `kept`.
+
+        Raises CheckpointError if they are not as many as the cursor says.
+        """
+        self._updates = of_tensors(kept, self.settings.passes)
+        if len(self._updates) != self._left:
+            raise CheckpointError(
+                f"the save lacks a part of a rollout: it has {len(self._updates)} of {self._left} updates",
+                next="remove the newest folder in RUN/state to resume from the one before",
+            )
+
     def _begun(self) -> list[Update]:
         """Return the updates of a new rollout."""
         with self.engine.model.looking():
@@ -198,7 +202,7 @@ class Rollouts:
         self.refuse(rolled)
         self.average = next_average(self.average, _rewards(rolled.answers), self.settings.advantage.decay)
         self.rollout += 1
-        parts = dealt(rolled, self.settings.updates, self.seed)
+        parts = dealt(rolled, self.settings.updates, self.settings.seed)
         updates = numbered([micro_batches(part, self.settings) for part in parts])
         return updates if self.measure is None else with_trainer(updates, self.measure, self.group)
 
@@ -292,7 +296,7 @@ class Rollouts:
         if not examples:
             return []
         prompts = [prompt_of(example) for example in examples]
-        at = self.seed, self.rollout
+        at = settings.seed, self.rollout
         seeds = tuple(number(*at, *place, answer) for place in places for answer in range(G))
         sampling = Sampling(settings.new_tokens, temperature=settings.temperature, n=G, seeds=seeds)
         rows = settings.at_once

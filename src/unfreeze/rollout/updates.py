@@ -1,4 +1,4 @@
-"""Several optimizer steps on one rollout: its groups dealt to updates, and the updates that are still to come.
+"""Several optimizer steps on one rollout: its groups dealt to updates, and the updates still to come.
 
 A save may fall between two of them. The policy has then moved away from the one that sampled, so the rest of
 the rollout cannot be sampled again: the save keeps its training passes (train/state.py: State.kept).
@@ -115,15 +115,22 @@ def of_tensors(tensors: Mapping[str, Tensor], passes: int) -> list[Update]:
     for (_, place), fields in sorted(parts.items()):
         if not place:
             updates.append([])
-        of_batch: dict[str, dict[str, Tensor]] = {"extras": {}, "documents": {}}
-        for field, tensor in fields.items():
-            kind, _, name = field.partition(".")
-            if name:
-                of_batch[kind][name] = tensor
-        examples = int(fields["examples"]) if "examples" in fields else None
-        whole = {name: fields[name] for name in FIELDS}
-        updates[-1].append(Batch(**whole, **of_batch, examples=examples))
+        batch = Batch(
+            fields["tokens_T"],
+            fields["targets_T"],
+            fields["weights_T"],
+            fields["positions_T"],
+            fields["starts_S"],
+            extras=_under("extras.", fields),
+            documents=_under("documents.", fields),
+            examples=int(fields["examples"]) if "examples" in fields else None,
+        )
+        updates[-1].append(batch)
     return [_filled_up(update, passes) for update in updates]
+
+
+def _under(prefix: str, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in fields.items() if name.startswith(prefix)}
 
 
 def _filled_up(update: Update, passes: int) -> Update:

@@ -79,7 +79,7 @@ class State:
     base: str = ""
     saved: int | None = None
     metrics: Sequence[Metric] = ()
-    kept: Callable[[dict[str, Any]], Mapping[str, Tensor]] = lambda cursor: {}
+    kept: Callable[[dict[str, Any]], Mapping[str, Tensor]] = lambda cursor: dict[str, Tensor]()
 
     @property
     def finished(self) -> bool:
@@ -300,8 +300,10 @@ def kept_of(run: Run) -> dict[str, Tensor]:
 
 def host_tensors(state: State) -> dict[str, Tensor]:
     """Return what one process saves for all: random numbers, and what the source keeps."""
-    kept = state.kept(state.cursor) if state.cursor else {}
-    return rng_tensors(state.model.device) | {_KEPT + name: tensor for name, tensor in kept.items()}
+    tensors = rng_tensors(state.model.device)
+    if state.cursor is not None:
+        tensors |= {_KEPT + name: tensor for name, tensor in state.kept(state.cursor).items()}
+    return tensors
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:
