@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze import cli
@@ -90,6 +90,71 @@ def test_a_run_writes_its_rollouts_and_resumes_to_the_bit(grpo):
     assert all(again[event["step"]][name] == event[name] for event in events for name in numbers)
     other = grpo("other", seed=1)  # control
     assert any(not torch.equal(ours, adapter(other)[name]) for name, ours in adapter(whole).items())
+
+
+UPDATES = {
+    "default": {"updates": 3},
+    "trainer": {"updates": 2, "like": "skyrl"},
+    "kl": {
+        "updates": 2,
+        "loss": "reinforce",
+        "correct": "tis",
+        "beta": 0.1,
+        "baseline": "ema",
+        "rollout.resample": 2,
+        "curriculum": "adaptive",
+    },
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_run_that_stops_between_two_updates_goes_on_to_the_bit(grpo, name):
+    """It is stopped after each update of the first rollout but the last."""
+    updates = UPDATES[name]["updates"]
+    fields = {"steps": updates + 1, "save.every": 1, "save.keep": 9, **UPDATES[name]}
+    whole = grpo("whole", **fields)
+    for step in range(2, updates + 1):  # a step is saved after its hooks
+        with pytest.raises(Stopped):
+            grpo("parts", **fields, on_step=[stopping_at(step)])
+    parts = grpo("parts", **fields)
+    assert all(torch.equal(ours, adapter(parts)[name]) for name, ours in adapter(whole).items())
+    for kind in ("train", "rollout"):
+        assert untimed(of_kind(whole, kind)) == untimed(of_kind(parts, kind))
+
+    # a rollout is one event and one file; trainer and sampler are compared before the policy moves
+    begins = [1, updates + 1]
+    assert [event["step"] for event in of_kind(whole, "rollout")] == begins
+    files = [path.name for path in sorted((whole.path / "rollouts").glob("*.gz"))]
+    assert files == [f"step-{step:06d}.jsonl.gz" for step in begins]
+    train = of_kind(whole, "train")
+    assert [event["step"] for event in train if "gap_max" in event] == begins
+    for event in train:
+        if event["step"] in begins:
+            assert event["gap_max"] <= 1e-5 and event["ratio_max"] == pytest.approx(1, abs=1e-5)
+        else:
+            assert abs(event["ratio_max"] - 1) > 1e-3
+    # what is kept goes with the rollout
+    saved = {path.name: load_file(path / "tensors.safetensors") for path in (whole.path / "state").iterdir()}
+    left = {
+        name: len({key.split(".")[1] for key in tensors if key.startswith("kept.")})
+        for name, tensors in saved.items()
+    }
+    assert left == {f"step-{step:06d}": (-step) % updates for step in range(1, updates + 2)}
+
+
+def untimed(events: list[dict]) -> list[dict]:
+    timed = ("time", "seconds", "grading_seconds", "peak_bytes", "allocated_bytes")
+    return [{name: value for name, value in event.items() if name not in timed} for event in events]
+
+
+def test_a_save_without_the_rest_of_its_rollout_is_refused(grpo, tmp_path):
+    fields = {"steps": 2, "save.every": 1, "updates": 2}
+    with pytest.raises(Stopped):
+        grpo(**fields, on_step=[stopping_at(2)])
+    path = tmp_path / "run" / "state" / "step-000001" / "tensors.safetensors"
+    save_file({name: values for name, values in load_file(path).items() if "kept" not in name}, path)
+    with pytest.raises(UserError, match="the save lacks a part of a rollout: it has 0 of 1 updates"):
+        grpo(**fields)
 
 
 def test_held_out_prompts_are_measured_with_the_same_draws(grpo, tmp_path):
@@ -223,6 +288,14 @@ BAD = {
     "reward is missing": {"reward": ""},
     "answers = 1: a group of one": {"answers": 1},
     "policy.like sets policy.scale": {"like": "trl", "scale": "group"},
+    "policy.like sets policy.loss": {"like": "trl", "loss": "ppo"},
+    "updates = 4, but a step has 3 prompts": {"updates": 4},
+    "loss = reinforce with updates = 2: .* add correct=\"tis\"": {"updates": 2, "loss": "reinforce"},
+    "nanochat updates once per rollout": {"updates": 2, "like": "nanochat"},
+    "correct = tis with ratios against the sampler would weigh tokens twice": {"loss": "ppo", "correct": "tis"},
+    "policy.dual has no meaning with loss = reinforce": {"dual": 3.0},
+    "policy.clip_low has no meaning with loss = sapo": {"loss": "sapo", "clip_low": 0.1},
+    "policy.correct_low has no meaning with correct = none": {"policy.correct_low": 0.1},
     "row 1: a prompt of 12 tokens and 8 new ones are more than 12": {"sequence_length": 12},
 }
 
