@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.config.grpo import Config
+from unfreeze.config.parse import from_keywords
 from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.job.rewarded import Rewarding
+from unfreeze.objectives.policy import Settings as Loss
+from unfreeze.objectives.ratios import Bounds, Correction
 
 REWARD = '''
 def reward(prompt, completion, letter="e"):
@@ -282,6 +288,48 @@ def test_rows_with_one_prompt_are_no_duplicates(grpo):
     assert data["duplicates"] == 0 and data["room"] == 8 and "room for 8 more in each" in data["summary"]
 
 
+BOTH = {"loss": "ppo", "against": "trainer"}
+TERMS = {
+    "by default": ({}, Loss()),
+    "updates": ({"updates": 2}, Loss("ppo")),
+    "gspo": ({"loss": "gspo", "per": "answers"}, Loss("gspo", Bounds(3e-4, 4e-4), per="answers")),
+    "cispo": ({"loss": "cispo"}, Loss("cispo", Bounds(1.0, 4.0))),
+    "own bounds": ({"loss": "ppo", "clip_high": 0.28, "dual": 3.0}, Loss("ppo", Bounds(0.2, 0.28, 3.0))),
+    "tis": ({"correct": "tis"}, Loss(correction=Correction("token", 2.0))),
+    "tis of answers": (
+        {**BOTH, "correct": "tis-sequence", "policy.correct_high": 3.0},
+        Loss("ppo", against="trainer", correction=Correction("answer", 3.0)),
+    ),
+    "icepop": (
+        {**BOTH, "correct": "icepop"},
+        Loss("ppo", against="trainer", correction=Correction("token", 5.0, "token", (0.5, 5.0))),
+    ),
+    # a ratio against the sampler is that weight already
+    "icepop, sampler": (
+        {"loss": "ppo", "correct": "icepop"},
+        Loss("ppo", correction=Correction("none", 5.0, "token", (0.5, 5.0))),
+    ),
+    "geometric": (
+        {"correct": "geometric", "policy.correct_low": 0.9},
+        Loss(correction=Correction("none", 1.01, "answer", (0.9, 1.01))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_fields_become_the_terms_of_the_loss(name, my):
+    words, wanted = TERMS[name]
+    given = {"model": "m", "data": "d", "reward": str(my), **words}
+    ours = Rewarding(from_keywords(Config, given, function="grpo")).preset.policy
+    assert replace(ours, constant=1.0) == _as_used(wanted, ours)
+
+
+def _as_used(wanted: Loss, ours: Loss) -> Loss:
+    """A band that no mask reads may be any."""
+    band = ours.correction.band if wanted.correction.mask == "none" else wanted.correction.band
+    return replace(wanted, correction=replace(wanted.correction, band=band))
+
+
 BAD = {
     "training.packing has no meaning here": {"training.packing": "none"},
     "data.weights has no meaning here": {"data.weights": [2.0]},
@@ -290,9 +338,12 @@ BAD = {
     "policy.like sets policy.scale": {"like": "trl", "scale": "group"},
     "policy.like sets policy.loss": {"like": "trl", "loss": "ppo"},
     "updates = 4, but a step has 3 prompts": {"updates": 4},
-    "loss = reinforce with updates = 2: .* add correct=\"tis\"": {"updates": 2, "loss": "reinforce"},
+    'loss = reinforce with updates = 2: .* add correct="tis"': {"updates": 2, "loss": "reinforce"},
     "nanochat updates once per rollout": {"updates": 2, "like": "nanochat"},
-    "correct = tis with ratios against the sampler would weigh tokens twice": {"loss": "ppo", "correct": "tis"},
+    "correct = tis with ratios against the sampler would weigh tokens twice": {
+        "loss": "ppo",
+        "correct": "tis",
+    },
     "policy.dual has no meaning with loss = reinforce": {"dual": 3.0},
     "policy.clip_low has no meaning with loss = sapo": {"loss": "sapo", "clip_low": 0.1},
     "policy.correct_low has no meaning with correct = none": {"policy.correct_low": 0.1},

@@ -57,9 +57,7 @@ def test_groups_are_dealt_once_and_those_with_a_signal_evenly():
     assert [rows(part) for part in dealt(whole, 3, seed=0)] == [rows(part) for part in parts]
     # control arms: another seed, another rollout
     assert [rows(part) for part in dealt(whole, 3, seed=1)] != [rows(part) for part in parts]
-    assert [rows(part) for part in dealt(replace(whole, step=4), 3, seed=0)] != [
-        rows(part) for part in parts
-    ]
+    assert [rows(part) for part in dealt(replace(whole, step=4), 3, seed=0)] != [rows(part) for part in parts]
     assert dealt(whole, 1, seed=0) == [whole]
 
 

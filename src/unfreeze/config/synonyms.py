@@ -195,7 +195,7 @@ schedule | warmup_stable_decay | it is called wsd here
 train | lora qlora adapter peft | it is called adapters here
 train | full fft freeze | it is called all here: every weight
 loss | sigmoid | it is called dpo here
-loss | grpo ppo rloo gspo | rewards are learnt from with unfreeze grpo, whose ppo is the loss of GRPO's paper
+loss | grpo ppo rloo gspo | unfreeze grpo learns from rewards; its ppo is the loss of GRPO's paper
 loss | hinge robust cpo bco sppo | it is not built; TRL has it
 moments | adamw_8bit adam_8bit paged_adamw_8bit 8bit | it is called int8 here
 moments | adamw adamw_torch adamw_torch_fused | it is called float32 here
