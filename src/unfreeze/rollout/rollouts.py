@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -348,7 +348,8 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     """Return the training passes of a step: its answers with an advantage (or every_answer), packed.
 
     The divisor is that of all answers with a reward, whatever their advantage (rollout/groups.py: divided).
-    Without any advantage one answer is kept, so that the step has a pass; its gradient is 0.
+    Without any advantage one answer is kept, so that the step has a pass; its gradient is 0. With a KL the
+    tokens of an answer that is not trained on, or comes again, are not supervised: else they had one.
     """
     examples: list[Example] = []
     chosen: list[Sampled] = []
@@ -363,7 +364,8 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
             tokens += trains * len(answer.tokens)
             last = not examples and group is rolled.answers[-1] and answer is group.sampled[-1]
             if advantage or (settings.every_answer and trains) or last:
-                weights = [0.0] * len(prompt) + [1.0] * len(answer.tokens)
+                supervised = float(trains or not settings.every_answer)
+                weights = [0.0] * len(prompt) + [supervised] * len(answer.tokens)
                 examples.append(Example([*prompt, *answer.tokens], weights, group.example.row))
                 chosen.append(answer)
                 worth.append(advantage)
@@ -371,26 +373,29 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     lengths = [example.num_tokens for example in examples]
     placed = first_fit(range(len(examples)), lengths, max(settings.micro_batch, *lengths))
     batches: list[Batch] = []
-    packed: set[int] = set()  # documents of earlier passes: one that comes again has no advantage
+    packed: set[int] = set()  # documents of earlier passes: one that comes again adds nothing
     for inside in in_multiples(placed, settings.passes):
-        of = [examples[i] for i in inside]
-        before = [example.num_tokens - example.num_supervised for example in of]
+        of = [silent(examples[i]) if i in packed else examples[i] for i in inside]
+        before = [[0.0] * (lengths[i] - len(chosen[i].tokens)) for i in inside]
         extras = {
-            "advantage": [[0.0 if i in packed else worth[i]] * lengths[i] for i in inside],
-            "sampler_log_p": [
-                [0.0] * first + chosen[i].log_p for first, i in zip(before, inside, strict=True)
-            ],
+            "advantage": [[worth[i]] * lengths[i] for i in inside],
+            "sampler_log_p": [zeros + chosen[i].log_p for zeros, i in zip(before, inside, strict=True)],
         }
         packed.update(inside)
         batches.append(with_routes(pack(of, extras), [chosen[i].experts for i in inside]))
     return divided(batches, settings.per, answers=max(1, trained), tokens=max(1, tokens))
 
 
+def silent(example: Example) -> Example:
+    """Return the document without a supervised token."""
+    return replace(example, weights=[0.0] * example.num_tokens)
+
+
 def in_multiples(placed: Sequence[int], passes: int) -> list[list[int]]:
     """Return the documents of each pass; passes are divided until their number is a multiple of `passes`.
 
     placed: the pass of each document. With fewer documents than needed the last ones come again: train_step
-    gives each process as many passes, and those that come again are made silent (micro_batches).
+    gives each process as many passes, and those that come again are silent (micro_batches).
     """
     batches = [[i for i, place in enumerate(placed) if place == batch] for batch in range(max(placed) + 1)]
     while len(batches) % passes:
