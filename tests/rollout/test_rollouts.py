@@ -125,6 +125,7 @@ def test_every_prompt_comes_once_a_pass(speaker, examples):
     rows = [group.example.row for step in rolled for group in step.answers]
     assert [sorted(rows[first : first + 5]) for first in (0, 5, 10)] == [list(range(5))] * 3
     assert steps.len_steps(3) == 5
+    assert source(speaker, examples, updates=2).len_steps(3) == 10
 
 
 def test_answers_of_a_group_differ_and_have_their_own_reward(speaker, examples):
