@@ -201,6 +201,30 @@ def test_at_other_ratios_it_is_autograd_of_the_plain_formula(kind, against):
     assert furthest(here.gradient(loss.sum), here.gradient(total)) < 1e-9
 
 
+TRUE_WEIGHT = {
+    "ppo": Settings("ppo", Bounds(9.0, 99.0)),
+    "dppo": Settings("dppo", Bounds(9.0, 99.0)),
+    "rloo": Settings("rloo", Bounds(9.0, 99.0), per="answers"),
+    "cispo": Settings("cispo", Bounds(9.0, 99.0)),
+    "reinforce, weighed": Settings("reinforce", correction=Correction("answer", 99.0)),
+}
+
+
+@pytest.mark.parametrize("name", [*TRUE_WEIGHT, "reinforce"])
+def test_a_policy_that_has_moved_keeps_its_exact_gradient_if_ratios_weigh_it(name):
+    """The second update of a bandit: answers come from q, the gradient is wanted at p. Unclipped ratios weigh each
+    answer by p / q; without them it is another gradient."""
+    q, p = process(1), process(1, seed=2)
+    exact = p.gradient(-sum(p.toy.log_p(answer).sum().exp() * reward(answer) for answer in p.answers))
+    batch = q.batch(sampler_log_p=q.before)  # weighed by its probability under q
+    ratios = [float((p.before(index) - q.before(index)).exp()) for index in range(len(p.answers))]
+    assert max(ratios) > 1.3 and min(ratios) < 0.7
+    settings = TRUE_WEIGHT.get(name, Settings())
+    batch = replace(batch, examples=1) if settings.per != "tokens" else batch
+    difference = furthest(p.gradient(p.loss(batch, settings).sum), exact)
+    assert difference > 1e-2 if name == "reinforce" else difference < 1e-9
+
+
 SETTINGS = [
     Settings(kind, per=("tokens", "answers", "constant")[place % 3], constant=7.0)
     for place, kind in enumerate(KINDS)

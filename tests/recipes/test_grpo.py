@@ -3,15 +3,21 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import unfreeze
 from unfreeze import cli
+from unfreeze.config.grpo import Config
+from unfreeze.config.parse import from_keywords
 from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.job.rewarded import Rewarding
+from unfreeze.objectives.policy import Settings as Loss
+from unfreeze.objectives.ratios import Bounds, Correction
 
 REWARD = '''
 def reward(prompt, completion, letter="e"):
@@ -90,6 +96,71 @@ def test_a_run_writes_its_rollouts_and_resumes_to_the_bit(grpo):
     assert all(again[event["step"]][name] == event[name] for event in events for name in numbers)
     other = grpo("other", seed=1)  # control
     assert any(not torch.equal(ours, adapter(other)[name]) for name, ours in adapter(whole).items())
+
+
+UPDATES = {
+    "default": {"updates": 3},
+    "trainer": {"updates": 2, "like": "skyrl"},
+    "kl": {
+        "updates": 2,
+        "loss": "reinforce",
+        "correct": "tis",
+        "beta": 0.1,
+        "baseline": "ema",
+        "rollout.resample": 2,
+        "curriculum": "adaptive",
+    },
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_run_that_stops_between_two_updates_goes_on_to_the_bit(grpo, name):
+    """It is stopped after each update of the first rollout but the last."""
+    updates = UPDATES[name]["updates"]
+    fields = {"steps": updates + 1, "save.every": 1, "save.keep": 9, **UPDATES[name]}
+    whole = grpo("whole", **fields)
+    for step in range(2, updates + 1):  # a step is saved after its hooks
+        with pytest.raises(Stopped):
+            grpo("parts", **fields, on_step=[stopping_at(step)])
+    parts = grpo("parts", **fields)
+    assert all(torch.equal(ours, adapter(parts)[name]) for name, ours in adapter(whole).items())
+    for kind in ("train", "rollout"):
+        assert untimed(of_kind(whole, kind)) == untimed(of_kind(parts, kind))
+
+    # a rollout is one event and one file; trainer and sampler are compared before the policy moves
+    begins = [1, updates + 1]
+    assert [event["step"] for event in of_kind(whole, "rollout")] == begins
+    files = [path.name for path in sorted((whole.path / "rollouts").glob("*.gz"))]
+    assert files == [f"step-{step:06d}.jsonl.gz" for step in begins]
+    train = of_kind(whole, "train")
+    assert [event["step"] for event in train if "gap_max" in event] == begins
+    for event in train:
+        if event["step"] in begins:
+            assert event["gap_max"] <= 1e-5 and event["ratio_max"] == pytest.approx(1, abs=1e-5)
+        else:
+            assert abs(event["ratio_max"] - 1) > 1e-3
+    # what is kept goes with the rollout
+    saved = {path.name: load_file(path / "tensors.safetensors") for path in (whole.path / "state").iterdir()}
+    left = {
+        name: len({key.split(".")[1] for key in tensors if key.startswith("kept.")})
+        for name, tensors in saved.items()
+    }
+    assert left == {f"step-{step:06d}": (-step) % updates for step in range(1, updates + 2)}
+
+
+def untimed(events: list[dict]) -> list[dict]:
+    timed = ("time", "seconds", "grading_seconds", "peak_bytes", "allocated_bytes")
+    return [{name: value for name, value in event.items() if name not in timed} for event in events]
+
+
+def test_a_save_without_the_rest_of_its_rollout_is_refused(grpo, tmp_path):
+    fields = {"steps": 2, "save.every": 1, "updates": 2}
+    with pytest.raises(Stopped):
+        grpo(**fields, on_step=[stopping_at(2)])
+    path = tmp_path / "run" / "state" / "step-000001" / "tensors.safetensors"
+    save_file({name: values for name, values in load_file(path).items() if "kept" not in name}, path)
+    with pytest.raises(UserError, match="the save lacks a part of a rollout: it has 0 of 1 updates"):
+        grpo(**fields)
 
 
 def test_held_out_prompts_are_measured_with_the_same_draws(grpo, tmp_path):
@@ -217,12 +288,65 @@ def test_rows_with_one_prompt_are_no_duplicates(grpo):
     assert data["duplicates"] == 0 and data["room"] == 8 and "room for 8 more in each" in data["summary"]
 
 
+BOTH = {"loss": "ppo", "against": "trainer"}
+TERMS = {
+    "by default": ({}, Loss()),
+    "updates": ({"updates": 2}, Loss("ppo")),
+    "gspo": ({"loss": "gspo", "per": "answers"}, Loss("gspo", Bounds(3e-4, 4e-4), per="answers")),
+    "cispo": ({"loss": "cispo"}, Loss("cispo", Bounds(1.0, 4.0))),
+    "own bounds": ({"loss": "ppo", "clip_high": 0.28, "dual": 3.0}, Loss("ppo", Bounds(0.2, 0.28, 3.0))),
+    "tis": ({"correct": "tis"}, Loss(correction=Correction("token", 2.0))),
+    "tis of answers": (
+        {**BOTH, "correct": "tis-sequence", "policy.correct_high": 3.0},
+        Loss("ppo", against="trainer", correction=Correction("answer", 3.0)),
+    ),
+    "icepop": (
+        {**BOTH, "correct": "icepop"},
+        Loss("ppo", against="trainer", correction=Correction("token", 5.0, "token", (0.5, 5.0))),
+    ),
+    # a ratio against the sampler is that weight already
+    "icepop, sampler": (
+        {"loss": "ppo", "correct": "icepop"},
+        Loss("ppo", correction=Correction("none", 5.0, "token", (0.5, 5.0))),
+    ),
+    "geometric": (
+        {"correct": "geometric", "policy.correct_low": 0.9},
+        Loss(correction=Correction("none", 1.01, "answer", (0.9, 1.01))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_fields_become_the_terms_of_the_loss(name, my):
+    words, wanted = TERMS[name]
+    given = {"model": "m", "data": "d", "reward": str(my), **words}
+    ours = Rewarding(from_keywords(Config, given, function="grpo")).preset.policy
+    assert replace(ours, constant=1.0) == _as_used(wanted, ours)
+
+
+def _as_used(wanted: Loss, ours: Loss) -> Loss:
+    """A band that no mask reads may be any."""
+    band = ours.correction.band if wanted.correction.mask == "none" else wanted.correction.band
+    return replace(wanted, correction=replace(wanted.correction, band=band))
+
+
 BAD = {
     "training.packing has no meaning here": {"training.packing": "none"},
     "data.weights has no meaning here": {"data.weights": [2.0]},
     "reward is missing": {"reward": ""},
     "answers = 1: a group of one": {"answers": 1},
     "policy.like sets policy.scale": {"like": "trl", "scale": "group"},
+    "policy.like sets policy.loss": {"like": "trl", "loss": "ppo"},
+    "updates = 4, but a step has 3 prompts": {"updates": 4},
+    'loss = reinforce with updates = 2: .* add correct="tis"': {"updates": 2, "loss": "reinforce"},
+    "nanochat updates once per rollout": {"updates": 2, "like": "nanochat"},
+    "correct = tis with ratios against the sampler would weigh tokens twice": {
+        "loss": "ppo",
+        "correct": "tis",
+    },
+    "policy.dual has no meaning with loss = reinforce": {"dual": 3.0},
+    "policy.clip_low has no meaning with loss = sapo": {"loss": "sapo", "clip_low": 0.1},
+    "policy.correct_low has no meaning with correct = none": {"policy.correct_low": 0.1},
     "row 1: a prompt of 12 tokens and 8 new ones are more than 12": {"sequence_length": 12},
 }
 

@@ -1,5 +1,7 @@
 """The source of a run with rewards: what is sampled, graded, left out, packed, and continued after a stop."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,11 +61,11 @@ def source(
                 "score_cut": True,
                 "resample": 0,
                 "temperature": HOT,
+                "seed": 5,
             }
             | settings
         ),
         order=Shuffled(len(examples), 0),
-        seed=5,
         group=group,
         tell=tell,
         start=start,
@@ -123,6 +125,7 @@ def test_every_prompt_comes_once_a_pass(speaker, examples):
     rows = [group.example.row for step in rolled for group in step.answers]
     assert [sorted(rows[first : first + 5]) for first in (0, 5, 10)] == [list(range(5))] * 3
     assert steps.len_steps(3) == 5
+    assert source(speaker, examples, updates=2).len_steps(3) == 10
 
 
 def test_answers_of_a_group_differ_and_have_their_own_reward(speaker, examples):
@@ -248,13 +251,14 @@ def test_the_divisor_of_each_answer(speaker, examples):
         assert sum(batch.count for batch in micro_batches(rolled[0], settings)) == divisor
 
 
-@pytest.mark.parametrize("passes", [2, 3, 5])
+@pytest.mark.parametrize("passes", [2, 3, 5, P * G + 4])
 def test_the_training_passes_are_a_multiple_of_the_processes(speaker, examples, passes):
-    """And their sum is the same: what comes again to fill up has no advantage."""
+    """And their sum is the same: what comes again to fill up has no supervised token, so no KL either."""
     rolled = []
     next(source(speaker, examples, tell=rolled.append))
-    alone = micro_batches(rolled[0], Settings(P, G, NEW, micro_batch=10_000))
-    dealt = micro_batches(rolled[0], Settings(P, G, NEW, micro_batch=10_000, passes=passes))
+    settings = Settings(P, G, NEW, micro_batch=10_000, every_answer=True)
+    alone = micro_batches(rolled[0], settings)
+    dealt = micro_batches(rolled[0], replace(settings, passes=passes))
     assert len(alone) == 1 and len(dealt) % passes == 0
 
     def total(batches):
@@ -265,6 +269,7 @@ def test_the_training_passes_are_a_multiple_of_the_processes(speaker, examples, 
 
     assert total(dealt) == pytest.approx(total(alone)) and absolute(dealt) == pytest.approx(absolute(alone))
     assert sum(batch.count for batch in dealt) == sum(batch.count for batch in alone)
+    assert sum(int(batch.weights_T.sum()) for batch in dealt) == int(alone[0].weights_T.sum())
 
 
 def test_with_a_kl_answers_without_an_advantage_are_trained_on_too(speaker, examples):
@@ -278,6 +283,15 @@ def test_with_a_kl_answers_without_an_advantage_are_trained_on_too(speaker, exam
     assert sum(int(batch.weights_T.sum()) for batch in every) == tokens
     assert sum(int(batch.weights_T.sum()) for batch in alone) < tokens
     assert sum(batch.count for batch in alone) == sum(batch.count for batch in every) == tokens
+
+
+def test_a_step_of_cut_answers_alone_has_no_gradient(speaker, examples):
+    """Nor a KL: it keeps one answer, for a pass, without a supervised token."""
+    rolled = []
+    steps = source(speaker, examples, tell=rolled.append, score_cut=False, new_tokens=1, every_answer=True)
+    batches, _ = next(steps)
+    assert not rolled[0].groups.trained_PG.any() and len(batches) == 1
+    assert not batches[0].weights_T.any() and batches[0].count == 1
 
 
 def test_cut_answers_that_are_left_out_are_not_graded(speaker, examples):

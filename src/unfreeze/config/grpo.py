@@ -18,6 +18,24 @@ IGNORED = {
     "data.weights": "each prompt comes once in a pass over the data",
 }
 """Fields of sft that a run with rewards does not read, and why."""
+CLIP = {"cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
+"""Default bounds of a ratio per loss, else 0.2. GSPO's are its paper's (2507.18071); CISPO has no lower
+bound, and 1 + 4 is TRL's upper one."""
+CORRECT = {"icepop": (0.5, 5.0), "geometric": (0.99, 1.01)}
+"""Default bounds per correction, else 0 and 2. Ling's of IcePop (2510.18855), SkyRL's of the geometric
+mask."""
+WEIGHTS = ("tis", "tis-sequence")
+"""Corrections that only weigh."""
+CLIPPED = ("ppo", "cispo", "gspo", "dppo", "rloo")
+OF_LOSS = {
+    "clip_low": CLIPPED,
+    "clip_high": CLIPPED,
+    "dual": ("ppo", "gspo", "rloo"),
+    "against": (*CLIPPED, "sapo"),
+}
+"""Fields that only some losses have."""
+OF_CORRECTION = {"correct_low": tuple(CORRECT), "correct_high": (*WEIGHTS, *CORRECT)}
+"""Fields that only some corrections have."""
 
 
 class Rollout(Frozen):
@@ -34,6 +52,19 @@ class Rollout(Frozen):
         ge=1,
         description="answers to each prompt; their rewards are compared with each other",
         json_schema_extra=about("Answers", alias="answers", first=True),
+    )
+    updates: int = Field(
+        default=1,
+        ge=1,
+        description="optimizer steps on the same answers, each with its share of the prompts. Above 1 the"
+        " default loss is ppo",
+        json_schema_extra=about("Answers", alias="updates"),
+    )
+    curriculum: Literal["uniform", "hard", "adaptive"] = Field(
+        default="uniform",
+        description="adaptive: draw prompts whose answers had equal rewards less often. hard: leave out of a"
+        " pass those that all answers solved in the last one",
+        json_schema_extra=about("Answers", alias="curriculum"),
     )
     max_new_tokens: int = Field(
         default=128,
@@ -129,6 +160,56 @@ class Policy(Frozen):
         description="settings of another trainer: trl, verl, nemo, slime, skyrl, openrlhf, prime-rl, tinker"
         " or nanochat",
         json_schema_extra=about("Policy", alias="like", first=True),
+    )
+    loss: Literal["reinforce", "ppo", "cispo", "gspo", "dppo", "sapo", "rloo"] = Field(
+        default="reinforce",
+        description="weight of a token once the policy has moved. reinforce has none; with updates above 1"
+        " the default is ppo",
+        json_schema_extra=about("Policy", alias="loss"),
+    )
+    clip_low: float = Field(
+        default=0.2,
+        ge=0,
+        description="a ratio counts down to 1 - clip_low; dppo: a probability may fall by it. gspo 0.0003;"
+        " cispo 1, no bound",
+        json_schema_extra=about("Policy", alias="clip_low"),
+    )
+    clip_high: float = Field(
+        default=0.2,
+        gt=0,
+        description="a ratio counts up to 1 + clip_high; dppo: a probability may rise by it. gspo 0.0004;"
+        " cispo 4",
+        json_schema_extra=about("Policy", alias="clip_high"),
+    )
+    dual: float | None = Field(
+        default=None,
+        gt=1,
+        description="largest ratio of a token in a bad answer, for ppo, gspo and rloo; 3 is usual",
+        json_schema_extra=about("Policy", alias="dual"),
+    )
+    against: Literal["sampler", "trainer"] = Field(
+        default="sampler",
+        description="ratios are taken against the sampler's probabilities, or against the trainer's own"
+        " before the first update (one more pass)",
+        json_schema_extra=about("Policy", alias="against"),
+    )
+    correct: Literal["none", "tis", "tis-sequence", "icepop", "geometric"] = Field(
+        default="none",
+        description="where trainer and sampler differ. tis: weigh tokens, or answers; icepop: also leave out"
+        " tokens; geometric: leave out answers",
+        json_schema_extra=about("Policy", alias="correct"),
+    )
+    correct_low: float = Field(
+        default=0.0,
+        ge=0,
+        description="smallest ratio of trainer to sampler that is kept. icepop 0.5, geometric 0.99",
+        json_schema_extra=about("Policy"),
+    )
+    correct_high: float = Field(
+        default=2.0,
+        gt=0,
+        description="largest ratio that is kept; of tis the largest weight. tis 2, icepop 5, geometric 1.01",
+        json_schema_extra=about("Policy"),
     )
     baseline: Literal["mean", "leave-one-out", "ema", "greedy"] = Field(
         default="mean",
@@ -226,4 +307,58 @@ class Config(sft.Config):
             if both := [name for name in own if name in fields]:
                 raise ValueError(f"policy.like sets {', '.join(both)}: give only one of them")
         rate = ALL_RATE if fields.get("train") == "all" else ADAPTER_RATE
-        return super().completed({"optimizer.learning_rate": rate, **fields})
+        own = {"optimizer.learning_rate": rate} | ({} if like else _of_loss(fields))
+        _refuse_updates(own | fields)
+        return super().completed({**own, **fields})
+
+
+def _of_loss(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the loss, its bounds and those of the correction, as they are by default with these fields.
+
+    Raises ValueError for a field of another loss or correction.
+    """
+    loss = fields.get("policy.loss", "ppo" if _several(fields) else "reinforce")
+    correct = fields.get("policy.correct", "none")
+    for of, kind, only in (("loss", loss, OF_LOSS), ("correct", correct, OF_CORRECTION)):
+        for name, kinds in only.items():
+            if f"policy.{name}" in fields and kind not in kinds:
+                raise ValueError(
+                    f"policy.{name} has no meaning with {of} = {kind}: it is for {', '.join(kinds)}; leave it"
+                    f" out, or change {of}"
+                )
+    against = fields.get("policy.against", "sampler")
+    if loss != "reinforce" and against == "sampler" and correct in WEIGHTS:
+        raise ValueError(
+            f"correct = {correct} with ratios against the sampler would weigh tokens twice: add --against"
+            " trainer, or leave correct out"
+        )
+    clip, kept = CLIP.get(str(loss), (0.2, 0.2)), CORRECT.get(str(correct), (0.0, 2.0))
+    names = "loss", "clip_low", "clip_high", "correct_low", "correct_high"
+    return {f"policy.{name}": value for name, value in zip(names, (loss, *clip, *kept), strict=True)}
+
+
+def _several(fields: dict[str, Any]) -> bool:
+    """Return True for more than one update. A value of another type is refused later, with its field."""
+    updates = fields.get("rollout.updates", 1)
+    return isinstance(updates, int) and updates > 1
+
+
+def _refuse_updates(fields: dict[str, Any]) -> None:
+    """Raise ValueError for updates without prompts, or with a loss that ignores how the policy has moved."""
+    if not _several(fields):
+        return
+    updates, prompts = fields["rollout.updates"], fields.get("rollout.prompts_per_step", 16)
+    if isinstance(prompts, int) and updates > prompts:
+        raise ValueError(
+            f"updates = {updates}, but a step has {prompts} prompts to share among them: give"
+            f" --prompts-per-step {updates} or more"
+        )
+    if fields.get("policy.like") == "nanochat":
+        raise ValueError(
+            f"nanochat updates once per rollout, since its loss has no ratio: leave updates = {updates} out"
+        )
+    if fields.get("policy.loss") == "reinforce" and fields.get("policy.correct", "none") == "none":
+        raise ValueError(
+            f"loss = reinforce with updates = {updates}: after the first the policy is not the one that"
+            " sampled; add --correct tis, or leave loss out"
+        )

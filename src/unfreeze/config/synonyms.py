@@ -73,6 +73,9 @@ reward | my.py, a file with a function reward | reward_funcs reward_func reward_
 answers | answers to each prompt | num_generations group_size n_samples_per_prompt rollout_n
 max_new_tokens | tokens | max_completion_length max_response_length response_length
 prompts_per_step | prompts | rollout_batch_size prompts_per_batch
+updates | optimizer steps on the same answers | num_iterations ppo_epochs
+clip_low | the bound 1 - clip_low | clip_ratio_low eps_clip clip_ratio epsilon_low
+clip_high | the bound 1 + clip_high | epsilon_high clip_ratio_high eps_clip_high
 beta | weight of the KL | kl_coef kl_loss_coef init_kl_coef kl_beta
 scale | group, batch or none | scale_rewards
 """
@@ -192,7 +195,7 @@ schedule | warmup_stable_decay | it is called wsd here
 train | lora qlora adapter peft | it is called adapters here
 train | full fft freeze | it is called all here: every weight
 loss | sigmoid | it is called dpo here
-loss | grpo ppo rloo gspo | reinforcement learning is not built; TRL has it
+loss | grpo ppo rloo gspo | unfreeze grpo learns from rewards; its ppo is the loss of GRPO's paper
 loss | hinge robust cpo bco sppo | it is not built; TRL has it
 moments | adamw_8bit adam_8bit paged_adamw_8bit 8bit | it is called int8 here
 moments | adamw adamw_torch adamw_torch_fused | it is called float32 here
@@ -230,7 +233,7 @@ VALUES = {(field, word): text for field, words, text in _rows(_VALUES) for word 
 OF = {
     "distill": ("teacher", "alpha", "temperature"),
     "prefer": ("loss", "preference."),
-    "grpo": ("reward", "answers", "max_new_tokens", "prompts_per_step", "beta", "scale"),
+    "grpo": ("reward", "answers", "max_new_tokens", "prompts_per_step", "beta", "scale", "updates", "clip_"),
 }
 """Command -> prefixes of the fields in FIELDS that it has and sft does not."""
 

@@ -55,7 +55,8 @@ OF_POLICY: Sequence[Metric] = (
     metric("gap", "Trainer and sampler differ", "nats per sampled token", mean=True),
     metric("gap_max", "Trainer and sampler differ at most", "nats", "steps", mean=True),
     metric("ratio", "Ratio to the sampler", "ratio", mean=True),
-    metric("clip_fraction", "Clipped tokens, share", "share", mean=True),
+    metric("clip_fraction", "Clipped tokens, share", "share", mean=True, live=True),
+    metric("masked", "Tokens masked by the correction, share", "share", mean=True),
 )
 """Metrics of a policy trained on rewards."""
 EARLIER: Sequence[Metric] = (*OF_TEACHER[1:3], *OF_ANSWERS[1:5], *OF_TEACHER[3:], *OF_ANSWERS[5:])

@@ -321,7 +321,10 @@ class SampleEvent(CommonFields):
 
 
 class RolloutEvent(CommonFields):
-    """The answers of a step of `unfreeze grpo`, sampled and graded directly before it."""
+    """The answers of a step of `unfreeze grpo`, sampled and graded directly before it.
+
+    With several updates per rollout, of the first of these steps.
+    """
 
     kind: Literal["rollout"]
     reward: Annotated[Real | None, of("mean", "of the answers with a reward")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,8 @@ from unfreeze.job.watch.validation import Heldout
 from unfreeze.teach.second import Second
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from unfreeze.checkpoint import Manifest
     from unfreeze.data import Cursor, Source
     from unfreeze.job.job import Job
@@ -44,6 +46,7 @@ class Parts:
     second        a second model that the objective reads (teacher, reference)
     heldout       measure of held-out documents, if it is not their cross entropy
     source        (setup, rows, the placed model, a cursor to resume from) -> source of batches
+    kept          cursor -> tensors of a save that the source needs to go on there (train/state.py)
     metrics       names and format of the loss and the objective's metrics (core/metrics.py)
     judge         (the run) -> judge that can refuse an update. Default: refuse a loss (in nats) or a gradient
                   norm far above those of earlier steps. Override it for a loss without a usual level, such
@@ -68,6 +71,7 @@ class Parts:
     second: Second | None = None
     heldout: Heldout | None = None
     source: Callable[[Setup, EncodedData, Placed, Cursor | None], Source] = encoded_rows
+    kept: Callable[[Cursor], Mapping[str, Tensor]] = lambda cursor: {}
     metrics: Sequence[Metric] = OF_TOKENS
     judge: Callable[[Job], Judge] = spike_guard
     answers: Answering | None = None

@@ -11,7 +11,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.job.opening.device import say
 from unfreeze.rollout.like import LIKE, Preset
 from unfreeze.rollout.user_code import user_code
-from unfreeze.teach.reference import AsBegun
+from unfreeze.teach.reference import AsBegun, asked
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from unfreeze.job.setup import EncodedData, Placed, Setup
     from unfreeze.kernels.linear_cross_entropy import Words
     from unfreeze.models import Decoder
+    from unfreeze.objectives.ratios import Correction
     from unfreeze.parallel.answers import Answers
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.report.rollouts.writer import Rollouts as Files
@@ -63,16 +64,37 @@ class Rewarding:
     def preset(self) -> Preset:
         """Advantage and loss: those of `like`, or of the single fields."""
         from unfreeze.objectives.policy import Settings
+        from unfreeze.objectives.ratios import Bounds
         from unfreeze.rollout.groups import Advantage
 
         policy = self.config.policy
         if policy.like:
             return LIKE[policy.like]
-        constant = float(self.config.rollout.max_new_tokens)
-        settings = Settings(per=policy.per, constant=constant, kl=policy.kl, beta=policy.beta)
+        settings = Settings(
+            policy.loss,
+            Bounds(policy.clip_low, policy.clip_high, policy.dual),
+            policy.against,
+            self._correction,
+            per=policy.per,
+            constant=float(self.config.rollout.max_new_tokens),
+            kl=policy.kl,
+            beta=policy.beta,
+        )
         return Preset(
             Advantage(policy.baseline, policy.scale), settings, "begun" if policy.beta else "none", ""
         )
+
+    @property
+    def _correction(self) -> Correction:
+        """A ratio against the sampler is a weight already, so the correction then only masks."""
+        from unfreeze.objectives.ratios import CORRECTIONS, Correction
+
+        policy = self.config.policy
+        weigh, mask = CORRECTIONS[policy.correct]
+        if policy.loss != "reinforce" and policy.against == "sampler":
+            weigh = "none"
+        low, high = policy.correct_low, policy.correct_high
+        return Correction(weigh, high, mask, (low, high))
 
     def objective(
         self, hidden_TD: Tensor, lm_head: nn.Module, batch: Batch, *, reference: Any = None
@@ -86,21 +108,22 @@ class Rewarding:
 
     def second(self) -> Second | None:
         """The model as it began, for KL; None without it."""
-        from unfreeze.objectives.log_p import token_log_p
-
         if self.preset.reference != "begun":
             return None
         config = self.config
         kind = "copy" if config.lora is None else "adapters" if config.adapter else "base"
 
-        def measure(hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Tensor:
-            return token_log_p(hidden_TD, lm_head, batch, words=self.words)
-
         def minimise(reference: Any) -> Any:
             return partial(self.objective, reference=reference)
 
         beta = self.preset.policy.beta
-        return AsBegun(kind, minimise, loss=f"KL {self.preset.policy.kl}, beta {beta:g}", measure=measure)
+        return AsBegun(kind, minimise, loss=f"KL {self.preset.policy.kl}, beta {beta:g}", measure=self._log_p)
+
+    def _log_p(self, hidden_TD: Tensor, lm_head: nn.Module, batch: Batch) -> Tensor:
+        """Return log p of each supervised target, over the sampler's words; no gradient."""
+        from unfreeze.objectives.log_p import token_log_p
+
+        return token_log_p(hidden_TD, lm_head, batch, words=self.words)
 
     def check(self, setup: Setup, rows: EncodedData) -> None:
         """Start the graders in process 0, and refuse rows that the reward cannot take, before any weight is
@@ -158,6 +181,7 @@ class Rewarding:
         from unfreeze.kernels.linear_cross_entropy import Words
         from unfreeze.report.rollouts.writer import Rollouts as Files
         from unfreeze.rollout.rollouts import Rollouts, Settings
+        from unfreeze.train.state import kept_of
 
         config, rollout = self.config, self.config.rollout
         engine = self.engine = at.speaker.engine
@@ -168,6 +192,9 @@ class Rewarding:
             prompts=rollout.prompts_per_step,
             answers=rollout.answers,
             new_tokens=rollout.max_new_tokens,
+            seed=config.seed,
+            updates=rollout.updates,
+            curriculum=rollout.curriculum,
             temperature=rollout.temperature,
             score_cut=rollout.cut == "score",
             resample=rollout.resample,
@@ -187,18 +214,29 @@ class Rewarding:
             files = Files(setup.folder.path, rollout.keep_gb * 1e9)
             files.drop_after(setup.folder.step)
         tell = partial(self._tell, setup, at, files)
-        return Rollouts(
+        before = self.preset.policy.against == "trainer" and rollout.updates > 1
+        self.rollouts = Rollouts(
             engine,
             examples,
             self._rows(setup.config.data.files).of,
             self.grade,
             settings,
             order=Shuffled(len(examples), config.seed),
-            seed=config.seed,
             group=setup.group,
             tell=tell,
+            measure=partial(self._now, at.model) if before else None,
             start=start,
         )
+        self.rollouts.go_on(kept_of(setup.folder))
+        return self.rollouts
+
+    def kept(self, cursor: Cursor) -> dict[str, Tensor]:
+        """Return what a save needs besides the cursor: the updates that follow in its rollout."""
+        return self.rollouts.kept(cursor)
+
+    def _now(self, model: Decoder, batch: Batch) -> Tensor:
+        """Return log p of each supervised target as the model is now, on the host."""
+        return asked(model, None, batch.to(model.device), self._log_p).cpu()
 
     def grade(self, answers: Sequence[Any]) -> list[Any]:
         """Rewards of (row, text); in process 0 only."""
@@ -279,7 +317,9 @@ class Rewarding:
 def lines_of(preset: Preset, config: Config) -> list[str]:
     """Lines of the start: how answers are rewarded and what is minimised."""
     rollout, policy, advantage = config.rollout, preset.policy, preset.advantage
-    loss = [policy.loss, f"advantage: reward less {advantage.baseline}"]
+    ratios = "" if policy.loss == "reinforce" else f" (ratios against the {policy.against})"
+    loss = [policy.loss + ratios, f"advantage: reward less {advantage.baseline}"]
+    loss += [f"corrected by {config.policy.correct}"] * (config.policy.correct != "none")
     loss += [f"over the spread of the {advantage.scale}"] * (advantage.scale != "none")
     loss += [f"KL {policy.kl}, beta {policy.beta:g}"] * bool(policy.beta)
     lines = [
@@ -287,6 +327,11 @@ def lines_of(preset: Preset, config: Config) -> list[str]:
         f" {rollout.max_new_tokens} tokens; reward: {config.reward}",
         f"loss: {', '.join(loss)}, per {policy.per}",
     ]
+    if rollout.updates > 1:
+        lines.append(
+            f"updates: {rollout.updates} for each step's answers, a share of the prompts in each; after the"
+            " first the policy has moved, hence ratios"
+        )
     if config.policy.like:
         lines.append(f"like {config.policy.like}: {preset.differs}")
     return lines

@@ -15,7 +15,8 @@ for log p, then with d loss / d log p as the weight of each token. [T, V] is nev
 log p is at the sampler's temperature and over the words it draws from, so that a ratio begins at 1.
 
 Extras of a batch: "advantage", "sampler_log_p" (log p of the target when it was sampled), and, if ratios are
-against the trainer's own policy before the step, "trainer_log_p"; float32 [T] each.
+against the trainer's own policy before the step, "trainer_log_p"; float32 [T] each. Of a rollout with several
+updates, batch.documents["update"] counts them, from 0; without it, it is the first.
 
 T tokens, S documents (answers), N sampled tokens, D model width.
 """
@@ -47,8 +48,8 @@ class Settings:
     loss        l_t (ratios.py)
     bounds      its trust region
     against     the policy that ratios are taken against. sampler: as it sampled (two policies in all).
-                trainer: the trainer's before the step, batch.extras["trainer_log_p"]; without that, p
-                itself, so that every ratio is 1
+                trainer: the trainer's before the rollout's first update, batch.extras["trainer_log_p"];
+                without that, p itself, so that every ratio is 1
     correction  w_t
     per         c_t, and the divisor
     constant    of `per` "constant": tokens, such as the longest answer allowed
@@ -89,8 +90,8 @@ def policy(
                than tokens it must have examples (rollout/groups.py: divided).
     metrics    means over sampled tokens, as sums with metric_count: "entropy" -log p, an estimate; with
                ratios or corrections "ratio" p / q, "clip_fraction" (cut by the trust region), "masked" (by
-               the correction); with beta "kl"; with "sampler_log_p" in the extras "gap"
-               |log p - log p of the sampler|
+               the correction); with beta "kl"; in the first update, with "sampler_log_p" in the extras,
+               "gap" |log p - log p of the sampler|
     largest    "ratio_max", "gap_max"
     The gradient reaches hidden_TD and the trainable parts of lm_head.
     Raises ValueError for beta without a reference, for a `per` other than tokens without examples, and for
@@ -199,7 +200,7 @@ def _loss(
 
     means = {"entropy": -log_p_N, **means}
     sampled_N = _extra(batch, "sampler_log_p")
-    if sampled_N is not None:
+    if sampled_N is not None and not _moved(batch):
         means["gap"] = (log_p_N - sampled_N).abs()
         largest = {**largest, "gap_max": means["gap"]}
     tokens = weights_N.sum()
@@ -211,6 +212,11 @@ def _loss(
         metric_count=tokens,
         largest={name: torch.cat((none, values_N)).max() for name, values_N in largest.items()},
     )
+
+
+def _moved(batch: Batch) -> bool:
+    """True after the rollout's first update: the policy is then no longer the one that sampled."""
+    return "update" in batch.documents and bool(batch.documents["update"].any())
 
 
 def sampler_log_p(batch: Batch) -> Tensor:

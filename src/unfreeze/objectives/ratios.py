@@ -30,6 +30,7 @@ Weigh = Literal["none", "token", "answer"]
 Mask = Literal["none", "token", "answer"]
 Estimator = Literal["k1", "k2", "k3", "k3+"]
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+CorrectionName = Literal["none", "tis", "tis-sequence", "icepop", "geometric"]
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,8 @@ LOSSES: Mapping[Kind, Callable[[Tokens, Bounds], Each]] = {
 class Correction:
     """Weight and mask of a token, from d = log p - log s. s sampled it; p is the trainer's before the step.
 
+    Against the sampler there is no such p: d is then that of p as it is now.
+
     weigh  token: min(e^d, cap). answer: min(e^(sum of d), cap), for all its tokens. Truncated importance
            sampling: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL"
     cap    largest weight
@@ -207,6 +210,16 @@ class Correction:
             low, high = self.band
             factor_N = factor_N.masked_fill((ratio_N < low) | (ratio_N > high), 0.0)
         return factor_N
+
+
+CORRECTIONS: Mapping[CorrectionName, tuple[Weigh, Mask]] = {
+    "none": ("none", "none"),
+    "tis": ("token", "none"),
+    "tis-sequence": ("answer", "none"),
+    "icepop": ("token", "token"),
+    "geometric": ("none", "answer"),
+}
+"""Name of --correct -> what it weighs, and what it masks."""
 
 
 def k1(log_p_N: Tensor, reference_N: Tensor) -> Tensor:

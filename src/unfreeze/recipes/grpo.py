@@ -52,6 +52,7 @@ def parts(config: Config) -> Parts:
         close=rewarding.close,
         on_step=(rewarding.watch_gap,),
         source=rewarding.source,
+        kept=rewarding.kept,
         heldout=rewarding.heldout,
         metrics=OF_POLICY,
         judge=_any_loss,

@@ -1,8 +1,9 @@
 """The Source of a run with rewards: prompts, a group of answers to each, rewards, advantages, micro-batches.
 
-A step is on-policy: its answers come from the weights that it updates. It depends only on (seed, step), the
-place in the order of prompts, and the weights, so a resumed run samples what an uninterrupted one does. Every
-process samples its share of the groups, process 0 grades, and all get the same micro-batches.
+A rollout is on-policy: its answers come from the weights that it updates, once or several times (updates.py).
+It depends only on (seed, number of the rollout), the place in the order of prompts, and the weights, so a
+resumed run samples what an uninterrupted one does. Every process samples its share of the groups, process 0
+grades, and all get the same micro-batches.
 
 P groups, G answers to each prompt.
 """
@@ -12,14 +13,14 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unfreeze.core.draws import number
-from unfreeze.core.errors import ConfigError, StepRefused
+from unfreeze.core.errors import CheckpointError, ConfigError, StepRefused
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.packing.order import Order
 from unfreeze.data.packing.packers import first_fit
@@ -28,12 +29,16 @@ from unfreeze.data.store.examples import Example, Examples
 from unfreeze.data.tokens.asked import prompt_of
 from unfreeze.generate.sampling import Sampling
 from unfreeze.objectives.policy import Per
+from unfreeze.rollout.curriculum import CURRICULA, Name
 from unfreeze.rollout.groups import Advantage, Groups, advantages, divided, next_average, rewards_of
 from unfreeze.rollout.reward import Graded, outcomes, refuse_failures
 from unfreeze.rollout.routes import with_routes
 from unfreeze.rollout.sampled import Sampled, as_text, of_text
+from unfreeze.rollout.updates import Measure, Update, as_tensors, dealt, numbered, of_tensors, with_trainer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from unfreeze.core.batch import Batch
     from unfreeze.data import Tokenizer
     from unfreeze.data.rows.row import Conversation
@@ -52,8 +57,9 @@ Grade = Callable[[Sequence[tuple["Conversation", str]]], list[Graded]]
 
 @dataclass(frozen=True)
 class Settings:
-    """Sampling and grading of a step.
+    """Sampling and grading of a rollout.
 
+    updates           optimizer steps that a rollout is trained on in, at most one per prompt
     prompts, answers  P and G
     new_tokens        of an answer, at most
     score_cut         grade answers that were cut; else they are left out of their group
@@ -70,6 +76,9 @@ class Settings:
     prompts: int
     answers: int
     new_tokens: int
+    seed: int = 0
+    updates: int = 1
+    curriculum: Name = "uniform"
     temperature: float = 1.0
     score_cut: bool = False
     resample: int = 1
@@ -101,7 +110,10 @@ class Answers:
 
 @dataclass(frozen=True)
 class Rolled:
-    """A step's groups with their advantages, and the seconds of sampling and grading."""
+    """A rollout's groups with their advantages, and the seconds of sampling and grading.
+
+    step: the first optimizer step that trains on it.
+    """
 
     step: int
     answers: list[Answers]
@@ -111,11 +123,16 @@ class Rolled:
 
 
 Tell = Callable[[Rolled], None]
-"""Called on every process with each step's answers, before it trains on them."""
+"""Called on every process with each rollout, before its first update."""
 
 
 class Rollouts:
-    """examples: prompts with room for an answer (data/tokens/asked.py); row_of: an example's row."""
+    """The steps of a run: `updates` of them for each rollout.
+
+    examples  prompts with room for an answer (data/tokens/asked.py)
+    row_of    an example's row
+    measure   the trainer's log p before the first update; None if the loss does not read it
+    """
 
     def __init__(
         self,
@@ -126,56 +143,97 @@ class Rollouts:
         settings: Settings,
         *,
         order: Order,
-        seed: int,
         group: Group,
         tell: Tell,
+        measure: Measure | None = None,
         start: Cursor | None = None,
     ):
         self.engine, self.examples, self.row_of, self.grade = engine, examples, row_of, grade
-        self.settings, self.order, self.seed, self.group, self.tell = settings, order, seed, group, tell
-        begun: Cursor = start or {"step": 0, "taken": 0, "average": None, "silent": 0}
-        self.step, self.taken = int(begun["step"]), int(begun["taken"])
-        self.average: float | None = begun["average"]
-        self.silent = int(begun["silent"])  # steps from the first on without a signal; -1: one had some
+        self.settings, self.order, self.group, self.tell, self.measure = settings, order, group, tell, measure
+        at: Cursor = start or {"step": 0, "taken": 0, "average": None, "silent": 0}
+        self.step, self.rollout, self.taken = int(at["step"]), int(at.get("rollout", at["step"])), at["taken"]
+        self.average: float | None = at["average"]
+        self.silent = int(at["silent"])  # rollouts from the first on without a signal; -1: one had some
+        self.curriculum = CURRICULA[settings.curriculum](settings.seed, at.get("records"))
+        self._updates: list[Update] = []  # of the current rollout
+        self._left = int(at.get("left", 0))  # how many of them follow
         self._epoch: tuple[int, list[int]] = (-1, [])
 
     def __iter__(self) -> Iterator[Step]:
         return self
 
     def __next__(self) -> Step:
-        with self.engine.model.looking():
-            rolled = self.rolled()
-        self.tell(rolled)
-        self.refuse(rolled)
-        batches = micro_batches(rolled, self.settings)
-        self.average = next_average(self.average, _rewards(rolled.answers), self.settings.advantage.decay)
+        if not self._left:
+            self._updates = self._begun()
+            self._left = len(self._updates)
+        batches = self._updates[-self._left]
+        self._left -= 1
         self.step += 1
         passes = self.taken / len(self.examples)
         return batches, {
             "step": self.step,
+            "rollout": self.rollout,
+            "left": self._left,
             "taken": self.taken,
             "average": self.average,
             "silent": self.silent,
             "passes": passes,
+            "records": self.curriculum.records.copy(),
             **self.settings.about,
         }
 
+    def go_on(self, kept: Mapping[str, Tensor]) -> None:
+        """Take the updates that follow the cursor from its save. kept: result of `kept`.
+
+        Raises CheckpointError if they are not as many as the cursor says.
+        """
+        self._updates = of_tensors(kept, self.settings.passes)
+        if len(self._updates) != self._left:
+            raise CheckpointError(
+                f"the save lacks a part of a rollout: it has {len(self._updates)} of {self._left} updates",
+                next="remove the newest folder in RUN/state to resume from the one before",
+            )
+
+    def _begun(self) -> list[Update]:
+        """Return the updates of a new rollout."""
+        with self.engine.model.looking():
+            rolled = self.rolled()
+        self.tell(rolled)
+        self.refuse(rolled)
+        self.average = next_average(self.average, _rewards(rolled.answers), self.settings.advantage.decay)
+        self.rollout += 1
+        parts = dealt(rolled, self.settings.updates, self.settings.seed)
+        updates = numbered([micro_batches(part, self.settings) for part in parts])
+        return updates if self.measure is None else with_trainer(updates, self.measure, self.group)
+
+    def kept(self, cursor: Cursor) -> dict[str, Tensor]:
+        """Return the updates that follow the cursor in its rollout, for a save (updates.py: as_tensors)."""
+        left = cursor["left"]
+        return as_tensors(self._updates[-left:]) if left else {}
+
     def len_steps(self, epochs: float) -> int | None:
-        """Return the steps that show every prompt `epochs` times, without resampling."""
-        return max(1, math.ceil(epochs * len(self.examples) / self.settings.prompts))
+        """Return the steps that show every prompt `epochs` times, without resampling or a curriculum."""
+        rollouts = max(1, math.ceil(epochs * len(self.examples) / self.settings.prompts))
+        return rollouts * self.settings.updates
 
     def rolled(self) -> Rolled:
-        """Sample and grade the step's groups; those without a signal make room for others, if allowed."""
+        """Sample and grade the groups; those without a signal make room for others, if allowed."""
         settings, every = self.settings, list[Answers]()
+        drawn: list[tuple[int, int]] = []
         seconds = [0.0, 0.0]
         wanted = settings.prompts
         for turn in range(1 + settings.resample):
-            new = self._sampled([self._next() for _ in range(wanted)], turn, seconds)
-            every += new
+            new = [self._next() for _ in range(wanted)]
+            drawn += new
+            every += self._sampled([self.examples[prompt] for _, prompt in new], turn, seconds)
             wanted = settings.prompts - int(self._groups(every).signal_P.sum())
             if wanted <= 0:
                 break
-        return Rolled(self.step + 1, every, self._groups(every), *seconds)
+        groups = self._groups(every)
+        for (epoch, prompt), group, signal in zip(drawn, every, groups.signal_P.tolist(), strict=True):
+            rewards = [reward for reward in group.rewards() if reward is not None]
+            self.curriculum.saw(epoch, prompt, rewards, signal)
+        return Rolled(self.step + 1, every, groups, *seconds)
 
     def refuse(self, rolled: Rolled) -> None:
         """Raise ConfigError if too many rewards failed, or if the first steps had no signal at all."""
@@ -199,13 +257,16 @@ class Rollouts:
             " unfreeze reward show my.py shows answers",
         )
 
-    def _next(self) -> Example:
-        """Return the next prompt of the order."""
-        epoch, place = divmod(self.taken, len(self.examples))
-        if self._epoch[0] != epoch:
-            self._epoch = epoch, self.order(epoch)
-        self.taken += 1
-        return self.examples[self._epoch[1][place]]
+    def _next(self) -> tuple[int, int]:
+        """Return (pass over the data, the next prompt of its order that the curriculum takes)."""
+        while True:
+            epoch, place = divmod(self.taken, len(self.examples))
+            if self._epoch[0] != epoch:
+                self._epoch = epoch, self.order(epoch)
+            self.taken += 1
+            prompt = self._epoch[1][place]
+            if self.curriculum.takes(epoch, prompt):
+                return epoch, prompt
 
     def _sampled(self, examples: Sequence[Example], turn: int, seconds: list[float]) -> list[Answers]:
         """Sample G answers to each prompt, and grade them. Adds to seconds of (sampling, grading)."""
@@ -235,7 +296,8 @@ class Rollouts:
         if not examples:
             return []
         prompts = [prompt_of(example) for example in examples]
-        seeds = tuple(number(self.seed, self.step, *place, answer) for place in places for answer in range(G))
+        at = settings.seed, self.rollout
+        seeds = tuple(number(*at, *place, answer) for place in places for answer in range(G))
         sampling = Sampling(settings.new_tokens, temperature=settings.temperature, n=G, seeds=seeds)
         rows = settings.at_once
         done = self.engine.generate(prompts, sampling, max_rows=rows, experts=settings.replay)
@@ -286,7 +348,8 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     """Return the training passes of a step: its answers with an advantage (or every_answer), packed.
 
     The divisor is that of all answers with a reward, whatever their advantage (rollout/groups.py: divided).
-    Without any advantage one answer is kept, so that the step has a pass; its gradient is 0.
+    Without any advantage one answer is kept, so that the step has a pass; its gradient is 0. With a KL the
+    tokens of an answer that is not trained on, or comes again, are not supervised: else they had one.
     """
     examples: list[Example] = []
     chosen: list[Sampled] = []
@@ -301,7 +364,8 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
             tokens += trains * len(answer.tokens)
             last = not examples and group is rolled.answers[-1] and answer is group.sampled[-1]
             if advantage or (settings.every_answer and trains) or last:
-                weights = [0.0] * len(prompt) + [1.0] * len(answer.tokens)
+                supervised = float(trains or not settings.every_answer)
+                weights = [0.0] * len(prompt) + [supervised] * len(answer.tokens)
                 examples.append(Example([*prompt, *answer.tokens], weights, group.example.row))
                 chosen.append(answer)
                 worth.append(advantage)
@@ -309,26 +373,29 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     lengths = [example.num_tokens for example in examples]
     placed = first_fit(range(len(examples)), lengths, max(settings.micro_batch, *lengths))
     batches: list[Batch] = []
-    packed: set[int] = set()  # documents of earlier passes: one that comes again has no advantage
+    packed: set[int] = set()  # documents of earlier passes: one that comes again adds nothing
     for inside in in_multiples(placed, settings.passes):
-        of = [examples[i] for i in inside]
-        before = [example.num_tokens - example.num_supervised for example in of]
+        of = [silent(examples[i]) if i in packed else examples[i] for i in inside]
+        before = [[0.0] * (lengths[i] - len(chosen[i].tokens)) for i in inside]
         extras = {
-            "advantage": [[0.0 if i in packed else worth[i]] * lengths[i] for i in inside],
-            "sampler_log_p": [
-                [0.0] * first + chosen[i].log_p for first, i in zip(before, inside, strict=True)
-            ],
+            "advantage": [[worth[i]] * lengths[i] for i in inside],
+            "sampler_log_p": [zeros + chosen[i].log_p for zeros, i in zip(before, inside, strict=True)],
         }
         packed.update(inside)
         batches.append(with_routes(pack(of, extras), [chosen[i].experts for i in inside]))
     return divided(batches, settings.per, answers=max(1, trained), tokens=max(1, tokens))
 
 
+def silent(example: Example) -> Example:
+    """Return the document without a supervised token."""
+    return replace(example, weights=[0.0] * example.num_tokens)
+
+
 def in_multiples(placed: Sequence[int], passes: int) -> list[list[int]]:
     """Return the documents of each pass; passes are divided until their number is a multiple of `passes`.
 
     placed: the pass of each document. With fewer documents than needed the last ones come again: train_step
-    gives each process as many passes, and those that come again are made silent (micro_batches).
+    gives each process as many passes, and those that come again are silent (micro_batches).
     """
     batches = [[i for i, place in enumerate(placed) if place == batch] for batch in range(max(placed) + 1)]
     while len(batches) % passes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from unfreeze.train.run import RECORD, Run, config_hash, plain_json, read_record
 from unfreeze.train.schedule import Schedule
 from unfreeze.train.shards import OLD_MOMENTS, TENSORS, SavedShards
 
-_RNG = "rng."
+_RNG, _KEPT = "rng.", "kept."
 
 OnFullDisk = Literal["stop", "continue"]
 """If the disk has no room for a save: stop the run with DiskFull, or warn and continue to the next save."""
@@ -56,6 +56,8 @@ class State:
     base    digest of the initial weights (checkpoint/same.py). Every save contains it
     saved   the step of the newest save by this process; None if there is none
     metrics display settings of the loss and the objective's metrics, for the start event
+    kept    cursor -> tensors that the source needs to go on there, besides the cursor, on the host. Every
+            save contains them
     heldout reference values of validation: "first" and "lowest", each {"step", "loss", "rows"}
             (evaluate/by_row.py), and the "fingerprint" of the documents; {} without validation. Every
             save contains it
@@ -77,6 +79,7 @@ class State:
     base: str = ""
     saved: int | None = None
     metrics: Sequence[Metric] = ()
+    kept: Callable[[dict[str, Any]], Mapping[str, Tensor]] = lambda cursor: dict[str, Tensor]()
 
     @property
     def finished(self) -> bool:
@@ -152,9 +155,7 @@ def save(state: State, keep: int = 2, on_full_disk: OnFullDisk = "stop") -> Path
     final = state.run.path / "state" / save_name(state.step)
     if final.exists():
         return final
-    tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()} | rng_tensors(
-        state.model.device
-    )
+    tensors = {name: tensor.contiguous() for name, tensor in state.tensors().items()} | host_tensors(state)
     started = time.perf_counter()
     try:
         _write(final, tensors, record_of(state))
@@ -251,7 +252,9 @@ def _load_tensors(saved: SavedShards, live: dict[str, Tensor], parts: dict[str, 
     names = saved.names
     missing = sorted(name for name in live.keys() | {_RNG + "cpu"} if not ({name, _master_of(name)} & names))
     unexpected = sorted(
-        name for name in names - live.keys() if not name.startswith(_RNG) and _master_of(name) not in live
+        name
+        for name in names - live.keys()
+        if not name.startswith((_RNG, _KEPT)) and _master_of(name) not in live
     )
     if missing or unexpected:
         raise CheckpointError(
@@ -285,6 +288,22 @@ def _copy(saved: SavedShards, live: dict[str, Tensor], parts: dict[str, Part]) -
         else:
             like = torch.empty_like(tensor, dtype=torch.float32, device="meta")
             tensor.copy_(saved.read(_master_of(name), like, part))
+
+
+def kept_of(run: Run) -> dict[str, Tensor]:
+    """Return what State.kept put into the save that the run resumes from; {} for a new run."""
+    if run.saved is None or run.save_path is None:
+        return {}
+    saved = SavedShards(run.save_path, run.saved.get("files"))
+    return {name.removeprefix(_KEPT): saved.whole(name) for name in saved.names if name.startswith(_KEPT)}
+
+
+def host_tensors(state: State) -> dict[str, Tensor]:
+    """Return what one process saves for all: random numbers, and what the source keeps."""
+    tensors = rng_tensors(state.model.device)
+    if state.cursor is not None:
+        tensors |= {_KEPT + name: tensor for name, tensor in state.kept(state.cursor).items()}
+    return tensors
 
 
 def rng_tensors(device: torch.device) -> dict[str, Tensor]:

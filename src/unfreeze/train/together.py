@@ -30,9 +30,9 @@ from unfreeze.train.state import (
     State,
     ends_run,
     finish_save,
+    host_tensors,
     nbytes_of,
     record_of,
-    rng_tensors,
     save,
     save_error,
 )
@@ -130,4 +130,4 @@ def own_share(state: State, parts: dict[str, Part], group: Group) -> dict[str, T
         summed = state.held(name, group).summed
         if number % summed.size == summed.rank:
             mine[name] = live[name]
-    return mine | (rng_tensors(state.model.device) if group.rank == 0 else {})
+    return mine | (host_tensors(state) if group.rank == 0 else {})

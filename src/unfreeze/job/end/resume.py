@@ -32,6 +32,8 @@ FIXED = {
     "training.packing": _PLACE,
     "data.weights": _PLACE,
     "reward": "rewards of another function cannot be compared with those before",
+    "rollout.updates": "the loss and the number of steps depend on it",
+    "rollout.curriculum": "the saved records of prompts are another curriculum's",
     "rollout.prompts_per_step": _PLACE,
     "rollout.answers": _PLACE,
     "rollout.max_new_tokens": _PLACE,
