@@ -48,8 +48,8 @@ class Parts:
     judge         (the run) -> judge that can refuse an update. Default: refuse a loss (in nats) or a gradient
                   norm far above those of earlier steps. Override it for a loss without a usual level, such
                   as a policy gradient's
-    answers       (tokens of a micro-batch, of a mean document, of the longest) -> answers sampled at once, if
-                  the model answers prompts before it trains on them; the plan has their cache
+    answers       (tokens of a micro-batch, of a mean document, of the longest; documents) -> answers sampled
+                  at once, if the model answers prompts before it trains on them; the plan has their cache
     rows_check    (setup, rows) -> raises for rows that the recipe cannot take, or that are not those of a
                   resumed run, before any weight is loaded
     close         called when the run has ended, however it did

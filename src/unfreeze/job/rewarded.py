@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -229,15 +230,18 @@ class Rewarding:
             ),
         )
 
-    def answers(self, tokens: int, each: int, longest: int) -> Answers:
-        """Rows and positions of the cache while a step is sampled (generate/engine.py)."""
-        from unfreeze.parallel.answers import Answers
+    def answers(self, tokens: int, each: int, longest: int, documents: int) -> Answers:
+        """Rows and positions of the cache while a step is sampled (generate/engine.py), and the step."""
+        from unfreeze.parallel.answers import Answers, OfStep
 
-        rollout = self.config.rollout
+        rollout, training = self.config.rollout, self.config.training
         rows = min(self.at_once, rollout.prompts_per_step * rollout.answers)
         prompts = min(rollout.prompts_per_step, 2 * -(-rows // rollout.answers))
-        prompt = max(1, longest - rollout.max_new_tokens)
-        return Answers(rows, rows * rollout.max_new_tokens + prompts * prompt)
+        prompt, mean = (max(1, length - rollout.max_new_tokens) for length in (longest, each))
+        steps = training.steps or math.ceil(training.epochs * documents / rollout.prompts_per_step) or None
+        each_step, new = rollout.prompts_per_step, rollout.max_new_tokens
+        step = OfStep(each_step * rollout.answers, new, each_step, mean, steps)
+        return Answers(rows, rows * new + prompts * prompt, step)
 
     def _tell(self, setup: Setup, at: Placed, files: Files | None, rolled: Rolled) -> None:
         """Write a step's event, and its rollout file in process 0."""
