@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -271,6 +273,29 @@ def test_the_command_line(capsys, my, tmp_path):
     ]
     assert cli.main(list(map(str, [*given, *words, "--samples", 0, "--dtype", "float32"]))) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 1
+
+
+def test_ctrl_c_while_answers_are_graded_saves_the_steps_before(grpo, my, tmp_path):
+    """The third step's answers are graded for ever; the run ends at once, and goes on to the bit."""
+    slow = tmp_path / "slow"
+    my.write_text(
+        f"import os, time\ndef wait():\n    while os.path.exists({str(slow)!r}): time.sleep(.05)\n" + REWARD
+    )
+    my.write_text(my.read_text().replace("    return {", "    wait()\n    return {"))
+
+    def at_second(state, result):
+        if state.step == 2:
+            slow.write_text("")
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    run = grpo(on_step=[at_second], **{"grading.seconds": 60.0})
+    assert not run.finished and of_kind(run, "end")[0]["reason"] == "interrupted"
+    assert [path.name for path in (run.path / "state").iterdir()] == ["step-000002"]
+    slow.unlink()
+    whole = grpo("whole", **{"grading.seconds": 60.0})
+    again = grpo(**{"grading.seconds": 60.0})
+    assert again.finished
+    assert all(torch.equal(ours, adapter(again)[name]) for name, ours in adapter(whole).items())
 
 
 def test_a_step_that_is_refused_loses_nothing_before_it(grpo, my, tmp_path):

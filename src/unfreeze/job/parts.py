@@ -16,6 +16,7 @@ from unfreeze.job.trained import Trained
 from unfreeze.job.watch.spikes import spike_guard
 from unfreeze.job.watch.validation import Heldout
 from unfreeze.teach.second import Second
+from unfreeze.train.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
@@ -54,6 +55,7 @@ class Parts:
                   resumed run, before any weight is loaded
     close         called when the run has ended, however it did
     plan_check    raises ConfigError for a plan that the recipe cannot train with
+    interrupt     notices Ctrl-C and SIGTERM while the run trains; a source may look at it
     start_lines   lines shown at the start, after model, memory and trained weights
     """
 
@@ -74,4 +76,5 @@ class Parts:
     rows_check: Callable[[Setup, EncodedData], None] = refuse_changed_rows
     close: Callable[[], None] = lambda: None
     plan_check: Callable[[Plan], None] = lambda plan: None
+    interrupt: Interrupt = field(default_factory=Interrupt)
     start_lines: Sequence[str] = ()

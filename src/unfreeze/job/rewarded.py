@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from unfreeze.job.opening.device import say
 from unfreeze.rollout.like import LIKE, Preset
 from unfreeze.rollout.user_code import user_code
 from unfreeze.teach.reference import AsBegun
+from unfreeze.train.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,6 +54,7 @@ class Rewarding:
         self.graders: Graders | None = None
         self.warned = False  # of the gap
         self.silent = 0  # steps without a signal, up to now
+        self.interrupt = Interrupt()
 
     @property
     def at_once(self) -> int:
@@ -192,7 +194,7 @@ class Rewarding:
             engine,
             examples,
             self._rows(setup.config.data.files).of,
-            self.grade,
+            partial(self.grade, stop=lambda: self.interrupt.requested),
             settings,
             order=Shuffled(len(examples), config.seed),
             seed=config.seed,
@@ -201,10 +203,10 @@ class Rewarding:
             start=start,
         )
 
-    def grade(self, answers: Sequence[Any]) -> list[Any]:
+    def grade(self, answers: Sequence[Any], stop: Callable[[], bool] = lambda: False) -> list[Any]:
         """Rewards of (row, text); in process 0 only."""
         assert self.graders is not None
-        return self.graders.grade(answers)
+        return self.graders.grade(answers, failing=self.config.grading.failing, stop=stop)
 
     def heldout(
         self, model: Decoder, batches: Iterable[Batch], group: Group, *, objective: object

@@ -49,6 +49,7 @@ def parts(config: Config) -> Parts:
         encoding=of_prompts(same.encoding, config.rollout.max_new_tokens),
         rows_check=rewarding.check,
         close=rewarding.close,
+        interrupt=rewarding.interrupt,
         on_step=(rewarding.watch_gap,),
         source=rewarding.source,
         heldout=rewarding.heldout,

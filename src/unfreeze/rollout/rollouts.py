@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unfreeze.core.draws import number
-from unfreeze.core.errors import ConfigError, StepRefused
+from unfreeze.core.errors import ConfigError, StepLeft, StepRefused
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.packing.order import Order
 from unfreeze.data.packing.packers import first_fit
@@ -173,7 +173,8 @@ class Rollouts:
             new = self._sampled([self._next() for _ in range(wanted)], turn, seconds)
             every += new
             wanted = settings.prompts - int(self._groups(every).signal_P.sum())
-            if wanted <= 0:
+            skipped = any(each.outcome == "skipped" for group in new for each in group.graded)
+            if wanted <= 0 or skipped:  # the step is refused
                 break
         return Rolled(self.step + 1, every, self._groups(every), *seconds)
 
@@ -255,12 +256,14 @@ class Rollouts:
             for each in group.sampled
             if score or each.stop not in CUT
         ]
-        graded = self.group.on_rank0(lambda: self.grade(answered)) if answered else []
+        graded = self.group.on_rank0(lambda: self._grade_or_leave(answered))
         if self.group.size > 1:
-            fields = [each.as_json() for each in graded or []]
-            of_first = self.group.of_first(json.dumps(fields).encode())
-            graded = [Graded(**each) for each in json.loads(of_first)]
-        each_graded = iter(graded or [])
+            fields = None if graded is None else [each.as_json() for each in graded]
+            of_first = json.loads(self.group.of_first(json.dumps(fields).encode()))
+            graded = None if of_first is None else [Graded(**each) for each in of_first]
+        if graded is None:
+            raise StepLeft
+        each_graded = iter(graded)
         for group in groups:
             own = [
                 next(each_graded) if score or answer.stop not in CUT else Graded(None, outcome="cut")
@@ -270,6 +273,13 @@ class Rollouts:
                 group.greedy = own.pop()
                 group.sampled.pop()
             group.graded = own
+
+    def _grade_or_leave(self, answered: Sequence[tuple[Conversation, str]]) -> list[Graded] | None:
+        """Return the rewards; None if a signal ended the grading, so that every process leaves the step."""
+        try:
+            return self.grade(answered) if answered else []
+        except StepLeft:
+            return None
 
     def _groups(self, answers: Sequence[Answers]) -> Groups:
         greedy_P = None
