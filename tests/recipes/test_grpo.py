@@ -103,6 +103,8 @@ def test_held_out_prompts_are_measured_with_the_same_draws(grpo, tmp_path):
     assert len({event["reward"] for event in evals}) == 1  # nothing was learnt, and the draws are the same
     assert all(event["reward_low"] <= event["reward"] <= event["reward_high"] for event in evals)
     assert all(event["loss"] == -event["reward"] for event in evals)
+    assert all(event["pass_1"] <= event["pass_2"] <= event["pass_4"] == event["solved"] for event in evals)
+    assert 0 < evals[0]["pass_1_low"] <= evals[0]["pass_1"] <= evals[0]["pass_1_high"] <= 1
     assert evals[-1]["changes"][0]["change"] == 0
     assert "was trained on rewards of answers to 9 prompts of" in repr(run)
     assert f"held-out reward {evals[0]['reward']:.2f} →" in repr(run)

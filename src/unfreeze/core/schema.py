@@ -303,7 +303,8 @@ class EvalEvent(CommonFields, total=False):
 
     Further fields are scores (the demo: `style`, `facts`, per cent), float or null. For pairs and labels:
     `accuracy`, `margin`, and `logp_likelier`, the log-probability in nats of a row's likelier answer (with
-    labels: only rows with a desirable answer).
+    labels: only rows with a desirable answer). With rewards: `reward`, `pass_1`, `pass_2` and `pass_4`, each
+    with the ends of its 95 % interval (`_low`, `_high`), `solved`, `length` and `failed`.
     """
 
     kind: Required[Literal["eval"]]
