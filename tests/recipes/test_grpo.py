@@ -214,6 +214,17 @@ def test_a_full_disk_costs_the_page_an_answer_and_the_run_nothing(grpo, monkeypa
     assert run.finished and not list((run.path / "rollouts").iterdir())
 
 
+def test_an_alarm_of_a_canary_is_one_warning_of_the_run(grpo, monkeypatch):
+    """When it sounds, tests/report/rollouts/test_rollout_numbers.py says."""
+    from unfreeze.report.rollouts import watched
+
+    sounds = "The reward follows length (r = +0.9{n} within groups, last 8 steps) and rises"
+    monkeypatch.setattr(watched, "alarms", lambda steps, rewards: [sounds.format(n=len(steps))][: len(steps)])
+    run = grpo(steps=3)
+    alarms = [event for event in of_kind(run, "warning") if "follows length" in event["message"]]
+    assert [(event["step"], event["message"]) for event in alarms] == [(1, sounds.format(n=1))]
+
+
 def test_rows_with_one_prompt_are_no_duplicates(grpo):
     """They differ in what the reward reads; and the line on the data speaks of prompts."""
     same = [{"prompt": "What is 1?", "letter": letter} for letter in "aeiou"]

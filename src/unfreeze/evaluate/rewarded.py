@@ -1,8 +1,8 @@
 """Rewards of held-out prompts: k answers to each, with the same seeds at every validation.
 
     avg@k   mean reward of all answers
-    pass@k  chance that one of k answers to a prompt has a reward of at least 1: 1 - C(n - c, k) / C(n, k) of n
-            graded answers with c such rewards, which is unbiased (Chen et al. 2021, arXiv:2107.03374)
+    pass@k  chance that one of k answers to a prompt has a reward of at least 1: 1 - C(n - c, k) / C(n, k)
+            of n graded answers with c such rewards, unbiased (Chen et al. 2021, arXiv:2107.03374)
     solved  share of prompts with such an answer among all of theirs
 
 Intervals are the 2.5 and 97.5 % quantiles of the mean over prompts drawn with replacement (bootstrap, Efron
@@ -154,7 +154,7 @@ def rewarded(
 
 
 def passes_of(rewards_RK: np.ndarray, ks: Sequence[int] = PASSES) -> dict[int, np.ndarray]:
-    """Return k -> pass@k of each prompt with at least k graded answers (not NaN), if there are such prompts."""
+    """Return k -> pass@k of each prompt with at least k graded answers (not NaN), if there are any."""
     graded_R, solved_R = (~np.isnan(rewards_RK)).sum(1).tolist(), (rewards_RK >= SOLVED).sum(1).tolist()
     every = {
         k: [1 - comb(n - c, k) / comb(n, k) for n, c in zip(graded_R, solved_R, strict=True) if n >= k]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from unfreeze.models import Decoder
     from unfreeze.parallel.answers import Answers
     from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.report.rollouts.watched import Watched
     from unfreeze.report.rollouts.writer import Rollouts as Files
     from unfreeze.rollout.graders import Graders
     from unfreeze.rollout.prompts import Rows
@@ -55,6 +56,7 @@ class Rewarding:
         self.warned = False  # of the gap
         self.silent = 0  # steps without a signal, up to now
         self.interrupt = Interrupt()
+        self.canaries: Watched | None = None  # in process 0
 
     @property
     def at_once(self) -> int:
@@ -159,6 +161,7 @@ class Rewarding:
         """The steps: prompts in shuffled order, answers of the model as it is."""
         from unfreeze.data.packing.order import Shuffled
         from unfreeze.kernels.linear_cross_entropy import Words
+        from unfreeze.report.rollouts.watched import Watched
         from unfreeze.report.rollouts.writer import Rollouts as Files
         from unfreeze.rollout.rollouts import Rollouts, Settings
 
@@ -189,6 +192,7 @@ class Rewarding:
         if setup.group.rank == 0:
             files = Files(setup.folder.path, rollout.keep_gb * 1e9)
             files.drop_after(setup.folder.step)
+            self.canaries = Watched(setup.folder.path)
         tell = partial(self._tell, setup, at, files)
         return Rollouts(
             engine,
@@ -259,13 +263,15 @@ class Rewarding:
                 message=f"{self.silent} steps in a row have no group with different rewards, so nothing is"
                 f" learned; {100 * numbers['cut']:.0f} % of the answers were cut (see rollouts.html)",
             )
-        if files is None:
+        if files is None or self.canaries is None:
             return
+        answers = lines(rolled, setup.tokenizer)
+        warnings = self.canaries.look(rolled.step, answers)
         try:
-            warning = files.write(rolled.step, lines(rolled, setup.tokenizer))
+            full = files.write(rolled.step, answers)
         except OSError as error:  # they are for reading: training goes on
-            warning = f"the answers of step {rolled.step:,} were not kept: {error.strerror or error}"
-        if warning:
+            full = f"the answers of step {rolled.step:,} were not kept: {error.strerror or error}"
+        for warning in [*warnings, *([full] if full else [])]:
             setup.folder.events.emit("warning", rolled.step, message=warning)
 
     @cached_property
