@@ -20,6 +20,7 @@ import torch
 
 from unfreeze.core.draws import number
 from unfreeze.core.errors import ConfigError, StepLeft, StepRefused
+from unfreeze.core.torch_types import floats
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.packing.order import Order
 from unfreeze.data.packing.packers import first_fit
@@ -32,6 +33,7 @@ from unfreeze.rollout.groups import Advantage, Groups, advantages, divided, next
 from unfreeze.rollout.reward import Graded, outcomes, refuse_failures
 from unfreeze.rollout.routes import with_routes
 from unfreeze.rollout.sampled import Sampled, as_text, of_text
+from unfreeze.untrusted.json_object import is_list, is_object
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
@@ -302,13 +304,12 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     chosen: list[Sampled] = []
     worth: list[float] = []
     trained = tokens = 0
-    rows = rolled.groups.advantage_PG.tolist()
-    kept = rolled.groups.trained_PG.tolist()
+    rows, kept = map(_rows, (rolled.groups.advantage_PG, rolled.groups.trained_PG))
     for group, advantage_G, trained_G in zip(rolled.answers, rows, kept, strict=True):
         prompt = prompt_of(group.example)
         for answer, advantage, trains in zip(group.sampled, advantage_G, trained_G, strict=False):
-            trained += trains
-            tokens += trains * len(answer.tokens)
+            trained += bool(trains)
+            tokens += bool(trains) * len(answer.tokens)
             last = not examples and group is rolled.answers[-1] and answer is group.sampled[-1]
             if advantage or (settings.every_answer and trains) or last:
                 weights = [0.0] * len(prompt) + [1.0] * len(answer.tokens)
@@ -374,7 +375,7 @@ def counted(rolled: Rolled) -> dict[str, Any]:
 def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
     """Return the lines of a step's rollout file (report/rollouts/answers.py)."""
     result: list[Any] = []
-    rows = rolled.groups.advantage_PG.tolist()
+    rows = _rows(rolled.groups.advantage_PG)
     for place, (group, advantage_G) in enumerate(zip(rolled.answers, rows, strict=True)):
         prompt = shown(group.row)
         for index, (answer, graded) in enumerate(zip(group.sampled, group.graded, strict=True)):
@@ -396,11 +397,15 @@ def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
     return result
 
 
+def _rows(values_PG: torch.Tensor) -> list[list[float]]:
+    return [floats(values_G) for values_G in values_PG]
+
+
 def shown(row: Conversation) -> str:
     """Return the text of the last message of a prompt."""
-    content = row.messages[-1].get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content)
+    content: Any = row.messages[-1].get("content")
+    if is_list(content):
+        return "".join(str(part.get("text", "")) for part in content if is_object(part))
     return str(content or "")
 
 
