@@ -230,6 +230,9 @@ def test_prompts_are_shown_as_the_model_reads_them(tmp_path, unfreeze_json):
     rows = [{"prompt": f"What is {n}?", "letter": "e"} for n in range(4)] + [{"prompt": "long " * 200}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = show(unfreeze_json, file, "--sequence-length", 60, "--max-new-tokens", 40)
+    assert found["warnings"][0].startswith(
+        "the rows are prompts without answers, as unfreeze grpo takes them"
+    )
     assert found["stats"]["room"] == 40 and found["stats"]["duplicates"] == 0
     assert found["lengths"]["min"] == found["lengths"]["max"] == 12
     assert (
@@ -241,7 +244,9 @@ def test_prompts_are_shown_as_the_model_reads_them(tmp_path, unfreeze_json):
         assert not any(shown["weights"]) and len(shown["tokens"]) == 12
     taught = tmp_path / "taught.jsonl"
     taught.write_text('{"prompt": "What is 0?", "completion": "It is."}\n')
-    asked = show(unfreeze_json, taught, "--answers", "asked")["samples"][0]
+    named = show(unfreeze_json, taught, "--answers", "asked")
+    assert named["warnings"] == []
+    asked = named["samples"][0]
     assert asked["tokens"] == found["samples"][0]["tokens"]
 
 

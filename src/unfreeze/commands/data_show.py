@@ -32,6 +32,7 @@ from unfreeze.tracking.live import EncodeProgress
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
 
+PROMPTS = "the rows are prompts without answers, as unfreeze grpo takes them"
 BAR = 40  # characters of the longest bar
 BINS = 8
 SHOWN_TOKENS = 400  # per sample in the terminal; --json has all
@@ -169,6 +170,9 @@ def data_account(
     tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
     positions = positions_of(folder)
     answers = answers_in(files, config.columns) if config.answers == "auto" else config.answers
+    prompts = [f"{PROMPTS}; for sft name the answers: --columns completion=NAME"] * (
+        answers == "asked" and config.answers == "auto"
+    )
     most = document_tokens({"answers": answers}, config.tokens_per_step)
     length = min(config.sequence_length, most, positions or config.sequence_length)
     room = config.max_new_tokens if answers == "asked" else 0
@@ -192,7 +196,7 @@ def data_account(
         dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
     return {
         "stats": dataset.stats.as_dict(),
-        "warnings": losses(dataset.stats, length, positions, listed=True),
+        "warnings": [*prompts, *losses(dataset.stats, length, positions, listed=True)],
         "summary": dataset.stats.summary(),
         "vocabulary": vocab_sizes(folder, tokenizer),
         "lengths": lengths(dataset.examples, room),

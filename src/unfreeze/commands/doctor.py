@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.commands.data_show import PROMPTS
 from unfreeze.commands.recipe import recipe_of
 from unfreeze.config.columns import Columns
 from unfreeze.config.grpo import Rollout
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from unfreeze.kernels.choice.times import Row
 
 FILE = "unfreeze-bundle.txt"
-PROMPTS = "the rows are prompts without answers, as unfreeze grpo takes them"
 WITH_REWARD = (
     'check a run\'s file with reward = "my.py", and try unfreeze reward show my.py --data {data};'
     " for sft name the answers: --columns completion=NAME"
