@@ -27,12 +27,14 @@ from unfreeze.core.schema import (
     LeftOut,
     Metric,
     NotedRow,
+    PlannedRollout,
 )
 
 MARKS = tuple(f"<!-- made by benchmarks/events_page.py: {end} -->" for end in ("begin", "end"))
 INSIDE = {
     "Row": NotedRow,
     "Device": Device,
+    "Planned rollout": PlannedRollout,
     "Metric": Metric,
     "Kernel": KernelChoice,
     "Balance": ExpertBalance,

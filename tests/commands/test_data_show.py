@@ -216,10 +216,38 @@ def test_most_rows_decide(tmp_path):
         (rows_of_answers("labels") + taught, "labels"),
         (rows_of_answers("pairs")[:1] + taught, "taught"),
         ([{"prompt": "a", "chosen": "b", "rejected": ""}], "pairs"),  # bad as it is, it was meant for prefer
+        ([{"prompt": "a", "letter": "e"}, {"question": "b"}], "asked"),
+        ([{"messages": [{"role": "user", "content": "a"}]}, *taught[:1]], "taught"),
         ([{"nothing": 1}], "taught"),
     ):
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert answers_in([file]) == expected
+
+
+def test_prompts_are_shown_as_the_model_reads_them(tmp_path, unfreeze_json):
+    """Without the room for an answer; a prompt that leaves none is a bad row."""
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"What is {n}?", "letter": "e"} for n in range(4)] + [{"prompt": "long " * 200}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = show(unfreeze_json, file, "--sequence-length", 60, "--max-new-tokens", 40)
+    assert found["warnings"][0].startswith(
+        "the rows are prompts without answers, as unfreeze grpo takes them"
+    )
+    assert found["stats"]["room"] == 40 and found["stats"]["duplicates"] == 0
+    assert found["lengths"]["min"] == found["lengths"]["max"] == 12
+    assert (
+        found["stats"]["bad"] == 1 and "40 new ones are more than 60" in found["stats"]["listed"][0]["reason"]
+    )
+    for row, shown in enumerate(found["samples"]):
+        text = "".join(shown["texts"])
+        assert f"What is {row}?" in text and text.endswith("assistant<|im_middle|>")
+        assert not any(shown["weights"]) and len(shown["tokens"]) == 12
+    taught = tmp_path / "taught.jsonl"
+    taught.write_text('{"prompt": "What is 0?", "completion": "It is."}\n')
+    named = show(unfreeze_json, taught, "--answers", "asked")
+    assert named["warnings"] == []
+    asked = named["samples"][0]
+    assert asked["tokens"] == found["samples"][0]["tokens"]
 
 
 def test_bad_rows_are_listed_or_stop_it_and_where_none_is_left_skipping_is_no_remedy(tmp_path, capsys):

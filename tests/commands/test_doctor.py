@@ -68,6 +68,23 @@ def test_data_of_any_form_is_looked_through(sandbox, tmp_path):
     assert found.level == "ok" and "4 rows (prompt/completion 4)" in found.line
 
 
+def test_prompts_are_called_prompts(sandbox, tmp_path):
+    """Without a run's file all other checks are made; with one, the steps are those of answers."""
+    data, my, toml = tmp_path / "prompts.jsonl", tmp_path / "my.py", tmp_path / "run.toml"
+    data.write_text("".join(json.dumps({"prompt": f"What is {n}?"}) + "\n" for n in range(20)))
+    my.write_text("def reward(prompt, completion): return 1.0")
+    alone = findings(model=sandbox.checkpoint("llama"), data=data)
+    assert "prompts without answers" in alone["config warn"].line
+    assert "unfreeze reward show my.py" in alone["config warn"].remedy
+    assert not any(f.level == "fault" for f in alone.values()) and "steps skip" in alone
+    assert "20 rows (prompt/completion 20)" in alone["data ok"].line
+    toml.write_text(f'reward = "{my}"\nprompts_per_step = 8\nmax_new_tokens = 400\nepochs = 4\n')
+    run = findings(model=sandbox.checkpoint("llama"), data=data, config=toml)
+    assert not any(f.level in ("warn", "fault") for f in run.values() if f.check != "machine")
+    assert run["steps ok"].line == "10 steps of 64 answers to 8 of 20 prompts"
+    assert "room for 400 more in each" in run["data ok"].line
+
+
 @pytest.mark.parametrize("toml, works", [("", False), ("tokens_per_step = 256", True)])
 def test_a_longer_length_is_advised_where_the_model_takes_it(toml, works, sandbox, tmp_path):
     (tmp_path / "run.toml").write_text(toml)

@@ -95,6 +95,10 @@ def test_a_file_that_is_there_is_left_alone(checkpoint, tmp_path, monkeypatch, c
         (["MODEL"], "unfreeze init needs DATA"),
         (["MODEL", "nowhere.jsonl"], "'nowhere.jsonl' is not a file or folder"),
         (["/nowhere", "chat.csv"], "/nowhere does not exist"),
+        (
+            ["MODEL", "prompts.jsonl"],
+            "prompts.jsonl has prompts without answers, as unfreeze grpo takes them",
+        ),
         (["MODEL", "chat.csv"], "row 1: the first line of a csv file names its columns: no known field"),
     ],
 )
@@ -103,9 +107,10 @@ def test_what_is_missing_is_named_and_nothing_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     rows(tmp_path, 3)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     assert cli.main(["init", *[word.replace("MODEL", str(checkpoint)) for word in arguments]]) == 2
     assert says in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["chat.csv"]
+    assert {path.name for path in tmp_path.iterdir()} == {"chat.csv", "prompts.jsonl"}
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ from unfreeze.commands.recipe import recipe_of
         ('loss = "dpo"\nbeta = 0.2\n', "prefer"),
         ("[preference]\nlabel-smoothing = 0.1\n", "prefer"),
         ('data = "f"\nteacher = "t"\nbeta = 0.2\ndivergence = "jsd"\n', "distill"),
+        ('reward = "my.py"\nbeta = 0.1\n', "grpo"),
+        ('model = "m"\nprompts_per_step = 4\n', "grpo"),
         ("learning_rat = 1.0\n", "sft"),
     ],
 )
@@ -72,6 +74,21 @@ def test_the_plan_of_a_file_of_preference_has_its_reference(write, unfreeze_json
     simpo = unfreeze_json("plan", write('loss = "simpo"', data=rows), *flags)["bytes"]["device_terms"]
     beside = {"second model's forward", "what the second model said"}
     assert beside & dpo.keys() and not beside & simpo.keys()
+
+
+def test_the_plan_of_a_file_of_rewards_has_the_answers(write, unfreeze_json, tmp_path):
+    """Their cache, the seconds of sampling them on a machine that has facts, and the minutes of the run."""
+    rows, my = tmp_path / "prompts.jsonl", tmp_path / "my.py"
+    rows.write_text('{"prompt": "a"}\n' * 4)
+    my.write_text("def reward(prompt, completion): return 1.0")
+    write(f'reward = "{my}"', "steps = 30", "max_new_tokens = 100", "sequence_length = 200", data=rows)
+    file = tmp_path / "run.toml"
+    file.write_text(file.read_text().replace("epochs = 40\n", ""))
+    here = unfreeze_json("plan", file, "--hardware", "cpu:4GB")
+    assert here["bytes"]["device_terms"]["KV cache of answers"] > 0 and here["rollout"] is None
+    rollout = unfreeze_json("plan", file, "--hardware", "1xH200")["rollout"]
+    assert 0 < rollout["share"] == rollout["sampling"] / rollout["step"] < 1
+    assert rollout["run"] == 30 * rollout["step"]
 
 
 def test_doctor_looks_at_the_teacher(write, run_dir, capsys):

@@ -26,9 +26,12 @@ from unfreeze.drill import loading, numbers, processes, runs
 from unfreeze.drill.fault import ROWS, Fault, measured, must_refuse, said
 from unfreeze.drill.sandbox import Sandbox
 from unfreeze.generate.recorded import Recorded
+from unfreeze.job.rewarded import Rewarding
 from unfreeze.models.blocks.routers import Router
 from unfreeze.models.blocks.saved import Saved
 from unfreeze.parallel.plan import Plan
+from unfreeze.report.rollouts import canaries
+from unfreeze.rollout.rollouts import Rollouts
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import Run
 
@@ -401,6 +404,12 @@ CONTROLS = {
     "R8 two runs in one folder": no_lock,
     "R9 a process that is killed while others compute with it": nobody_looks,
     "R9 processes that read other data": lambda patch: patch.setattr(runs, "agree", nothing),
+    "G1 a task that the model never solves": out(Rollouts, "refuse"),
+    "G1 a reward that is constant": out(Rollouts, "refuse"),
+    "G2 a reward that is NaN": out(import_module("unfreeze.rollout.rollouts"), "refuse_failures"),
+    "G2 a reward that never ends": out(Rollouts, "refuse"),
+    "G3 a reward that follows length": lambda patch: patch.setattr(canaries, "RISE", math.inf),
+    "G4 a trainer that computes other log-probabilities": out(Rewarding, "watch_gap"),
 }
 
 
@@ -430,7 +439,7 @@ def test_control_arm_without_its_guard_the_fault_goes_unnamed(sandbox, name, mon
 
 
 def test_every_row_has_a_fault_and_every_fault_a_control_arm():
-    assert len(ROWS) == 30 and {fault.row for fault in FAULTS.values()} == set(ROWS)
+    assert len(ROWS) == 34 and {fault.row for fault in FAULTS.values()} == set(ROWS)
     assert FAULTS.keys() - CONTROLS.keys() == set()
 
 

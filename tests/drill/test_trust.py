@@ -12,7 +12,7 @@ from unfreeze.drill.fault import ROWS
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = (TESTS.parent / "docs" / "why" / "trust.md").read_text(encoding="utf-8")
-LINE = re.compile(r"^\| ([LNMR]\d) \| (.+?) \| `([\w.]+):([\w.]+)` \| `(.+?)` \| `(.+?)` \|$", re.MULTILINE)
+LINE = re.compile(r"^\| ([LNMRG]\d) \| (.+?) \| `([\w.]+):([\w.]+)` \| `(.+?)` \| `(.+?)` \|$", re.MULTILINE)
 
 
 def absent(page: str) -> list[str]:

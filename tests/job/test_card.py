@@ -226,3 +226,13 @@ def test_the_cards_lines_load_the_model_in_transformers(run_dir, tmp_path):
     with pytest.raises(ValueError, match="kimi_k2"):
         AutoModelForCausalLM.from_pretrained(TINY_K2)
     assert "AutoModelForCausalLM" in "".join(usage("org/base", "qwen3"))
+
+
+def test_a_command_names_an_adapter_by_its_run_and_no_folder_of_this_machine(run_dir, monkeypatch):
+    from unfreeze.job.end import card
+
+    command = "unfreeze grpo --adapter /home/me/runs/warm/adapter --reward /home/me/my.py --data a/b.jsonl"
+    monkeypatch.setattr(card, "rerun_command", lambda run: command)
+    text = "\n".join(card._of_run(run_dir))
+    assert "unfreeze grpo --adapter warm/adapter --reward my.py --data a/b.jsonl" in text
+    assert "/home/me" not in text

@@ -27,7 +27,7 @@ from unfreeze.kernels.linear_cross_entropy import block_cost
 from unfreeze.models import decoder
 from unfreeze.models.blocks.experts import Experts
 from unfreeze.objectives.cross_entropy import cross_entropy
-from unfreeze.parallel.answers import LOGIT_BYTES, Answers
+from unfreeze.parallel.answers import LOGIT_BYTES, Answers, OfStep
 from unfreeze.parallel.machine import Hardware
 from unfreeze.parallel.plan import (
     USABLE,
@@ -42,6 +42,7 @@ from unfreeze.parallel.plan import (
     replanned,
     what_fits,
 )
+from unfreeze.parallel.plan.sampling import Rollout
 from unfreeze.parallel.plan.seconds import Seconds
 from unfreeze.quant.int4 import Int4
 from unfreeze.train.optim import AdamW
@@ -445,6 +446,15 @@ def test_the_cache_of_answers_is_another_moment_of_the_run():
     few = plan(sizes, RESIDENT, replace(without, answers=Answers(1, 512)), MACHINE)
     assert few.total == plain.total and few.beside["KV cache of answers"] == 2 * 2**30 // 64
     assert few.beside["sampling answers"] == prefill
+
+
+def test_a_step_with_rewards_is_told_once_its_seconds_are_known():
+    made = plan(SIZES, RESIDENT, Work(tokens=4096, rank=8), MACHINE)
+    rollout = Rollout(sampling=3.0, training=1.0, of=OfStep(128, 64, 16, 20, steps=60))
+    made = replace(made, time=Seconds({"head": 2.0}, 2.0, 0.0, 0.5, rollout))
+    assert plan_fields(made)["rollout"] == {"step": 4.0, "sampling": 3.0, "share": 0.75, "run": 240.0}
+    assert plan_lines(made)[-1] == f"  {rollout.line()}"
+    assert "rollout" not in plan_fields(replace(made, time=None))
 
 
 def test_terms_add_up_and_the_plan_is_json():

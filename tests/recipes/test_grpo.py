@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,6 +174,8 @@ def test_held_out_prompts_are_measured_with_the_same_draws(grpo, tmp_path):
     assert len({event["reward"] for event in evals}) == 1  # nothing was learnt, and the draws are the same
     assert all(event["reward_low"] <= event["reward"] <= event["reward_high"] for event in evals)
     assert all(event["loss"] == -event["reward"] for event in evals)
+    assert all(event["pass_1"] <= event["pass_2"] <= event["pass_4"] == event["solved"] for event in evals)
+    assert 0 < evals[0]["pass_1_low"] <= evals[0]["pass_1"] <= evals[0]["pass_1_high"] <= 1
     assert evals[-1]["changes"][0]["change"] == 0
     assert "was trained on rewards of answers to 9 prompts of" in repr(run)
     assert f"held-out reward {evals[0]['reward']:.2f} →" in repr(run)
@@ -279,6 +283,17 @@ def test_a_full_disk_costs_the_page_an_answer_and_the_run_nothing(grpo, monkeypa
     messages = [event["message"] for event in of_kind(run, "warning")]
     assert "the answers of step 1 were not kept: No space left on device" in messages
     assert run.finished and not list((run.path / "rollouts").iterdir())
+
+
+def test_an_alarm_of_a_canary_is_one_warning_of_the_run(grpo, monkeypatch):
+    """When it sounds, tests/report/rollouts/test_rollout_numbers.py says."""
+    from unfreeze.report.rollouts import watched
+
+    sounds = "The reward follows length (r = +0.9{n} within groups, last 8 steps) and rises"
+    monkeypatch.setattr(watched, "alarms", lambda steps, rewards: [sounds.format(n=len(steps))][: len(steps)])
+    run = grpo(steps=3)
+    alarms = [event for event in of_kind(run, "warning") if "follows length" in event["message"]]
+    assert [(event["step"], event["message"]) for event in alarms] == [(1, sounds.format(n=1))]
 
 
 def test_rows_with_one_prompt_are_no_duplicates(grpo):
@@ -395,6 +410,29 @@ def test_the_command_line(capsys, my, tmp_path):
     ]
     assert cli.main(list(map(str, [*given, *words, "--samples", 0, "--dtype", "float32"]))) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 1
+
+
+def test_ctrl_c_while_answers_are_graded_saves_the_steps_before(grpo, my, tmp_path):
+    """The third step's answers are graded for ever; the run ends at once, and goes on to the bit."""
+    slow = tmp_path / "slow"
+    my.write_text(
+        f"import os, time\ndef wait():\n    while os.path.exists({str(slow)!r}): time.sleep(.05)\n" + REWARD
+    )
+    my.write_text(my.read_text().replace("    return {", "    wait()\n    return {"))
+
+    def at_second(state, result):
+        if state.step == 2:
+            slow.write_text("")
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    run = grpo(on_step=[at_second], **{"grading.seconds": 60.0})
+    assert not run.finished and of_kind(run, "end")[0]["reason"] == "interrupted"
+    assert [path.name for path in (run.path / "state").iterdir()] == ["step-000002"]
+    slow.unlink()
+    whole = grpo("whole", **{"grading.seconds": 60.0})
+    again = grpo(**{"grading.seconds": 60.0})
+    assert again.finished
+    assert all(torch.equal(ours, adapter(again)[name]) for name, ours in adapter(whole).items())
 
 
 def test_a_step_that_is_refused_loses_nothing_before_it(grpo, my, tmp_path):

@@ -190,6 +190,12 @@ def many_parts(prompt, completion):
     return {str(i): 1.0 for i in range(10**6)}
 
 
+def full_in_c(prompt, completion):
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it; a library may not
+    with open("large", "wb") as file:
+        file.write(b"0" * 2**22)
+
+
 def thread_left(prompt, completion):
     threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
     return 1.0

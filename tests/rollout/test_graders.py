@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, StepLeft
 from unfreeze.data.rows.asked import asked_from_dict
 from unfreeze.rollout.graders import Graders
 from unfreeze.rollout.limits import Limits
@@ -79,6 +79,7 @@ def test_endless_code_is_a_timeout(name):
         ("spray", {"garbage"}, '"reward": 1.0'),
         ("flood", {"garbage"}, "more than 262,144 bytes"),
         ("full", {"error"}, "File too large"),
+        ("full_in_c", {"ended"}, r"ended for a file of more than 1.0 MiB \(or ulimit -f\)"),
         ("leave_politely", {"error"}, r"SystemExit: 0 \(pathological.py, line \d+\)"),
         ("recursion", {"error"}, r"RecursionError: maximum recursion"),
         ("raises", {"error"}, r"KeyError: 'a answer' \(pathological.py, line \d+\)"),
@@ -204,8 +205,49 @@ def test_the_network_is_cut_where_the_system_allows_it_else_it_is_said():
         assert graded("connect", Limits(network=True), row).reward == 1.0
 
 
+def test_answers_that_cannot_matter_any_more_are_not_waited_for():
+    """Above the share of answers that may fail the step is refused: 3 of 12 end it, not 12 times .3 s."""
+    limits = Limits(seconds=0.3)
+    with Graders(f"{BAD}:sleep", limits, count=1) as graders:
+        result = graders.grade([(ROW, "a")] * 12, failing=0.2)
+        assert [each.outcome for each in result] == ["timeout"] * 3 + ["skipped"] * 9
+        assert all(each.reward is None and each.message for each in result)
+        assert [each.outcome for each in graders.grade([(ROW, "a")] * 2)] == [
+            "timeout"
+        ] * 2  # none may matter
+
+
+def test_a_signal_ends_the_grading_at_once():
+    asked = []
+
+    def stop():
+        asked.append(time.monotonic())
+        return len(asked) > 3
+
+    with Graders(f"{BAD}:later", PATIENT, count=2) as graders:
+        began = time.monotonic()
+        slow = Graders(f"{BAD}:sleep", PATIENT, count=2)
+        with slow, pytest.raises(StepLeft):
+            slow.grade([(ROW, "a")] * 8, stop=stop)
+        assert time.monotonic() - began < 15  # of 30 s for one answer; imports under load
+        assert not any(worker and worker.alive for worker in slow._pool.workers)
+        assert graders.grade([(ROW, "a")], stop=lambda: False)[0].reward == 0.25
+
+
+def test_no_folder_for_temporary_files_is_one_line(monkeypatch):
+    def full(**options):
+        raise FileNotFoundError(2, "No usable temporary directory")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", full)
+    with pytest.raises(
+        ConfigError, match="need a folder for temporary files: No usable temporary"
+    ) as refused:
+        Graders(f"{BAD}:later")
+    assert "TMPDIR" in refused.value.next
+
+
 def test_a_killed_parent_takes_its_graders_along(tmp_path):
-    """kill -9 of the run: a grader in an endless loop does not outlive it."""
+    """kill -9 of the run: a grader in an endless loop does not outlive it, nor does its folder."""
     script = (
         "import sys; from unfreeze.rollout.graders import Graders\n"
         "from unfreeze.data.rows.asked import asked_from_dict\n"
@@ -222,9 +264,9 @@ def test_a_killed_parent_takes_its_graders_along(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     until = time.monotonic() + 5
-    while alive(folder) and time.monotonic() < until:
+    while (alive(folder) or os.path.exists(folder)) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not alive(folder)
+    assert not alive(folder) and not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_leaves_no_late_reply(monkeypatch):

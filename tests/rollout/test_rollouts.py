@@ -212,6 +212,19 @@ def test_rewards_that_fail_are_left_out_and_too_many_stop_the_run(speaker, examp
         next(source(speaker, examples, failing(0.5)))
 
 
+def test_a_step_whose_grading_was_given_up_is_refused_without_other_prompts(speaker, examples):
+    calls = []
+
+    def grade(answers):
+        calls.append(len(answers))
+        slow = Graded(None, outcome="timeout", message="no answer within 10 s")
+        return [slow, slow, slow, *[Graded(None, outcome="skipped", message="not waited for")] * (P * G - 3)]
+
+    with pytest.raises(ConfigError, match=r"12 of 12 .*\(3 timeout, 9 skipped\).*no answer within 10 s"):
+        next(source(speaker, examples, grade, resample=5))
+    assert calls == [P * G]
+
+
 def test_the_greedy_baseline_is_the_greedy_answers_reward(speaker, examples):
     rolled = []
     next(source(speaker, examples, tell=rolled.append, advantage=Advantage("greedy")))

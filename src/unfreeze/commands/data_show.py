@@ -2,13 +2,14 @@
 
 Shows samples with their loss mask, lengths, supervised share, truncations, exact duplicates, bad rows, and
 how full packed batches are. For pairs and labelled answers (`unfreeze prefer`), each answer has its own mask.
+Rows without an answer are prompts (`unfreeze grpo`): they are shown as the model reads them.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,6 +32,7 @@ from unfreeze.tracking.live import EncodeProgress
 if TYPE_CHECKING:
     from unfreeze.data import Dataset, Example, Examples, Tokenizer
 
+PROMPTS = "the rows are prompts without answers, as unfreeze grpo takes them"
 BAR = 40  # characters of the longest bar
 BINS = 8
 SHOWN_TOKENS = 400  # per sample in the terminal; --json has all
@@ -90,12 +92,18 @@ class Config(Frozen):
     supervise: Literal["assistant", "all"] = Field(
         default="assistant", description="loss on the assistant's turns, or on every token"
     )
-    answers: Literal["auto", "taught", "pairs", "labels"] = Field(
+    answers: Literal["auto", "taught", "pairs", "labels", "asked"] = Field(
         default="auto",
         description=(
-            "kind of rows: taught (sft), pairs (prefer), labels (prefer --loss kto); auto: the kind of"
-            " most of the first rows"
+            "kind of rows: taught (sft), pairs (prefer), labels (prefer --loss kto), asked (grpo: prompts);"
+            " auto: the kind of most of the first rows"
         ),
+    )
+    max_new_tokens: int = Field(
+        default=128,
+        ge=1,
+        description="of prompts: room for an answer's tokens, as in grpo",
+        json_schema_extra=about("Options", name="rollout.max_new_tokens", alias="max_new_tokens"),
     )
     turns: Literal["auto", "whole", "each", "last"] = Field(
         default="auto",
@@ -162,9 +170,13 @@ def data_account(
     tokenizer = load_tokenizer(folder, now=now, template_variables=variables)
     positions = positions_of(folder)
     answers = answers_in(files, config.columns) if config.answers == "auto" else config.answers
-    room = document_tokens({"answers": answers}, config.tokens_per_step)
-    length = min(config.sequence_length, room, positions or config.sequence_length)
-    with EncodeProgress(quiet=quiet) as progress, longer_by(length, config.sequence_length, room):
+    prompts = [f"{PROMPTS}; for sft name the answers: --columns completion=NAME"] * (
+        answers == "asked" and config.answers == "auto"
+    )
+    most = document_tokens({"answers": answers}, config.tokens_per_step)
+    length = min(config.sequence_length, most, positions or config.sequence_length)
+    room = config.max_new_tokens if answers == "asked" else 0
+    with EncodeProgress(quiet=quiet) as progress, longer_by(length, config.sequence_length, most):
         dataset = encoded_files(
             files,
             tokenizer,
@@ -176,17 +188,21 @@ def data_account(
             on_bad_row=config.on_bad_row,
             columns=config.columns,
             answers=answers,
+            room=room,
             progress=progress,
         )
-    batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
-    dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
+    if not room:
+        batches = Batches(dataset.examples, config.tokens_per_step, seed=0, packing=config.packing)
+        dataset.stats.packing, dataset.stats.efficiency = config.packing, batches.efficiency()
     return {
         "stats": dataset.stats.as_dict(),
-        "warnings": losses(dataset.stats, length, positions, listed=True),
+        "warnings": [*prompts, *losses(dataset.stats, length, positions, listed=True)],
         "summary": dataset.stats.summary(),
         "vocabulary": vocab_sizes(folder, tokenizer),
-        "lengths": lengths(dataset.examples),
-        "samples": [shown for example in chosen(dataset, config) for shown in samples_of(example, tokenizer)],
+        "lengths": lengths(dataset.examples, room),
+        "samples": [
+            shown for example in chosen(dataset, config) for shown in samples_of(example, tokenizer, room)
+        ],
     }
 
 
@@ -232,14 +248,14 @@ def vocab_sizes(folder: Path, tokenizer: Tokenizer) -> dict[str, int] | None:
     return asdict(check_vocab(tokenizer, config.get("text_config", config)["vocab_size"]))
 
 
-def lengths(examples: Examples) -> dict[str, Any]:
-    """Tokens per document before truncation: min, median, p95, max and a histogram.
+def lengths(examples: Examples, room: int = 0) -> dict[str, Any]:
+    """Tokens per document before truncation, without room: min, median, p95, max and a histogram.
 
     The histogram has at most BINS bins [from, to, documents].
     """
     import numpy as np
 
-    whole_N = examples.lengths_N + examples.cuts_N
+    whole_N = examples.lengths_N + examples.cuts_N - room
     low, high = int(whole_N.min()), int(whole_N.max())
     width = (high - low) // BINS + 1
     counts = np.bincount((whole_N - low) // width)
@@ -264,10 +280,16 @@ def chosen(dataset: Dataset, config: Config) -> list[Example]:
     return [examples[i] for row in config.row for i, other in enumerate(rows) if other == row]
 
 
-def samples_of(example: Example, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Documents of an example: the conversation, the labelled answer, or both answers of a pair."""
+def samples_of(example: Example, tokenizer: Tokenizer, room: int = 0) -> list[dict[str, Any]]:
+    """Documents of an example: the conversation, the labelled answer, both answers of a pair, or the prompt.
+
+    room: last tokens that only stand for an answer.
+    """
     from unfreeze.data.store.examples import TAUGHT
 
+    if room:
+        prompt = replace(example, tokens=example.tokens[:-room], weights=example.weights[:-room])
+        return [sample_document(prompt, tokenizer)]
     if example.chosen == TAUGHT:
         return [sample_document(example, tokenizer)]
     sides = ("chosen" if example.chosen else "rejected",) if example.has_label else ("chosen", "rejected")

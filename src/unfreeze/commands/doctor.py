@@ -15,15 +15,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from unfreeze.commands.data_show import PROMPTS
 from unfreeze.commands.recipe import recipe_of
 from unfreeze.config.columns import Columns
+from unfreeze.config.grpo import Rollout
 from unfreeze.config.parse import USERS_OWN, Folder, Frozen, ModelName, parse, read_toml
 from unfreeze.config.training import TrainingConfig
 from unfreeze.core.command import Common
@@ -32,12 +34,17 @@ from unfreeze.core.events import RESOLVED
 from unfreeze.core.field import about
 from unfreeze.job.doctor.checks import Finding, examine
 from unfreeze.job.parts import Parts
-from unfreeze.recipes import prefer, sft
+from unfreeze.recipes import grpo, prefer, sft
 
 if TYPE_CHECKING:
+    from unfreeze.data.rows.row import Answers
     from unfreeze.kernels.choice.times import Row
 
 FILE = "unfreeze-bundle.txt"
+WITH_REWARD = (
+    'check a run\'s file with reward = "my.py", and try unfreeze reward show my.py --data {data};'
+    " for sft name the answers: --columns completion=NAME"
+)
 
 
 class Config(Frozen):
@@ -56,8 +63,8 @@ class Config(Frozen):
     config: Folder = Field(
         default="",
         description=(
-            "TOML file of a run (sft, distill, prefer); default: the defaults of sft, or of prefer if"
-            " the data are pairs or labels"
+            "TOML file of a run (sft, distill, prefer, grpo); default: the defaults of sft, or of prefer"
+            " if the data are pairs or labels"
         ),
     )
     gpu: bool = Field(default=False, description="check the GPU and every kernel on it; needs no MODEL")
@@ -202,11 +209,15 @@ def as_text(finding: Finding) -> str:
 
 def findings_of(config: Config, *, quiet: bool = True) -> Iterator[Finding]:
     """Yield the findings. If the config cannot be read, that is the only one."""
+    prompts = not config.config and _kind(config) == "asked"
     try:
         examined, parts = run_config(config)
     except UserError as error:
         yield Finding("config", "fault", error.message, error.next)
         return
+    if prompts:
+        parts = replace(parts, encoding=grpo.of_prompts(parts.encoding, Rollout().max_new_tokens))
+        yield Finding("config", "warn", f"{config.data}: {PROMPTS}", WITH_REWARD.format(data=config.data))
     has_data = bool(config.data or config.config)
     yield from examine(examined, parts, has_data=has_data, quiet=quiet)
 
@@ -218,23 +229,22 @@ def run_config(config: Config) -> tuple[TrainingConfig, Parts]:
     needed = [] if config.data or config.config else ["--data", "none"]
     if config.config:
         name, recipe = recipe_of(config.config)
+    elif (kind := _kind(config)) in ("pairs", "labels"):
+        name, recipe = "prefer", prefer
+        on_top += ["--loss", "kto"] if kind == "labels" else []
     else:
-        name, recipe, loss = recipe_for(config)
-        on_top += loss
+        name, recipe = "sft", sft
     file = [config.config] if config.config else []
     run = parse(recipe.Config, [*file, *on_top, *needed], command=name, description="")
     return run, recipe.parts(run)
 
 
-def recipe_for(config: Config) -> tuple[str, Any, list[str]]:
-    """Return (name, recipe, its flags) for the data: prefer if most of the first rows are pairs or labels."""
+def _kind(config: Config) -> Answers:
+    """Return the kind of most of the data's first rows; "taught" without data."""
     from unfreeze.data.rows.kind import answers_in
     from unfreeze.data.rows.sources import files_of
 
     try:
-        answers = answers_in(list(files_of(config.data)), config.columns) if config.data else "taught"
+        return answers_in(list(files_of(config.data)), config.columns) if config.data else "taught"
     except UserError:  # a check reports it, with the remedy
-        answers = "taught"
-    if answers == "taught":
-        return "sft", sft, []
-    return "prefer", prefer, ["--loss", "kto"] if answers == "labels" else []
+        return "taught"

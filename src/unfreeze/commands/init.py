@@ -96,12 +96,20 @@ def refuse_swapped(config: Config, arguments: Sequence[str]) -> None:
 def proposal_of(config: Config, common: Common, say: Callable[[str], None]) -> Proposal:
     """Build the proposal from model and data, before any row is read. Missing data is refused first."""
     from unfreeze.commands.inspect import inspect
+    from unfreeze.data.rows.kind import answers_in
     from unfreeze.job.end.folder import with_files
     from unfreeze.job.job import open_weights
 
     fields = {"model": config.model, "data": {"files": config.data, "columns": config.columns}}
-    with_files(sft_config.Config.model_validate(fields), say)
+    data = with_files(sft_config.Config.model_validate(fields), say).data
     manifest = open_weights(config.model, common)
+    if answers_in([Path(file) for file in data.files], data.columns) == "asked":
+        raise ConfigError(
+            f"{config.data[0]} has prompts without answers, as unfreeze grpo takes them; init writes files"
+            " for sft",
+            next=f"unfreeze reward show my.py --model {config.model} --data {config.data[0]}, then unfreeze"
+            " grpo; for sft name the answers: --columns completion=NAME",
+        )
     parameters = inspect(str(manifest.path))["parameters"]
     return Proposal(config.model, config.data, config.columns, manifest, parameters)
 

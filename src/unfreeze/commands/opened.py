@@ -1,4 +1,4 @@
-"""The model to plan for, and a run's second model if it has one, on "meta": shapes and dtypes, no memory."""
+"""The model to plan for on "meta" (shapes and dtypes, no memory), with a run's second model and answers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from unfreeze.checkpoint import Manifest
     from unfreeze.commands.plan import Config
+    from unfreeze.job.planning.plan import Answering
     from unfreeze.models import Decoder
     from unfreeze.parallel.plan.aside import Aside
     from unfreeze.parallel.plan.counts import Counts
@@ -33,11 +34,13 @@ class Opened:
     """A model on "meta" (shapes, dtypes, no memory) and its sizes, shared by all plans for it.
 
     It is built once per dtype, and once more for CPUs with frozen matrices as stored.
+    second, answers: those of the run, if any (job/parts.py).
     """
 
     build: Build
     start: Manifest
     second: Second | None = None
+    answers: Answering | None = None
     models: dict[tuple[torch.dtype, bool], tuple[Decoder, Counts]] = field(default_factory=dict)
     known_sizes: dict[tuple[torch.dtype, str, tuple[str, ...] | None], Sizes] = field(default_factory=dict)
 

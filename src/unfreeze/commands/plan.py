@@ -29,13 +29,13 @@ from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
     from unfreeze.commands.planned import Planned
+    from unfreeze.job.parts import Parts
     from unfreeze.kernels.precision import Precision
     from unfreeze.models.recompute import Recompute
     from unfreeze.parallel.plan.choose import PlanChoice, PlanRequest
     from unfreeze.parallel.plan.counts import Counts
     from unfreeze.parallel.plan.fleet import Fleet
     from unfreeze.parallel.plan.sizes import Sizes
-    from unfreeze.teach.second import Second
 
 HERE = "this machine"
 DOES_NOT_FIT = 2
@@ -118,13 +118,14 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
 
     exit_code 2, as of a run, if it fits none of them, or only with a layout that is not built.
     """
-    config, second = configured(arguments)
+    config, parts = configured(arguments)
     if not config.model:
         raise ConfigError(
             "plan needs a model", next="unfreeze plan --model FOLDER_OR_CONFIG.JSON --hardware 8xH200"
         )
     opened = open_for_plan(config)
-    opened.second = second
+    if parts is not None:
+        opened.second, opened.answers = parts.second, parts.answers
     plans = [plan_on(config, _fleet(words, config.machines), opened) for words in config.hardware or (HERE,)]
     console = PipeConsole(stderr=common.json, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not common.quiet:
@@ -133,8 +134,8 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
     return result | ({} if any(planned.runs for planned in plans) else {"exit_code": DOES_NOT_FIT})
 
 
-def configured(arguments: list[str]) -> tuple[Config, Second | None]:
-    """Return (config, the run's second model: a teacher or reference, else None).
+def configured(arguments: list[str]) -> tuple[Config, Parts | None]:
+    """Return (config, the parts of the run, if a file describes one).
 
     The first argument can be the model or a run's TOML file. The file gives model, adapters, step and
     placement; flags override it.
@@ -169,7 +170,7 @@ def configured(arguments: list[str]) -> tuple[Config, Second | None]:
     if "tokens_per_step" not in set_by_flags | run.training.model_fields_set:
         config.model_fields_set.discard("tokens_per_step")  # the default of one process: see plan_on
     _refuse_without_effect(config, flags.model_fields_set)
-    return config, recipe.parts(run).second
+    return config, recipe.parts(run)
 
 
 def _refuse_without_effect(config: Config, given_fields: Set[str]) -> None:
@@ -258,6 +259,7 @@ def plan_on(config: Config, machine: Fleet, opened: Opened | None = None) -> Pla
         usd_per_hour=config.usd_per_hour,
         rates=rates.source if rates else "",
         dtype=_dtype(config, machine),
+        answers=request.work.answers,
     )
 
 
@@ -339,6 +341,7 @@ def _measured(config: Config, machine: Fleet, opened: Opened) -> tuple[Sizes, Co
         micro_batches=-(-config.micro_batches // machine.count),
         longest=length,
         receipt_bytes=COPY_BYTES,
+        answers=opened.answers(length, length, length, 0) if opened.answers else None,
     )
     recomputes: tuple[Recompute, ...] = FASTEST_FIRST
     if config.place.keep_layers is not None:

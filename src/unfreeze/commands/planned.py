@@ -11,6 +11,7 @@ from unfreeze.core.errors import printable
 from unfreeze.core.torchrun import nearest_multiples
 from unfreeze.core.units import format_bytes, format_count, format_of, format_step
 from unfreeze.kernels.precision import Precision
+from unfreeze.parallel.answers import Answers
 from unfreeze.parallel.plan.choose import PlanChoice
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fleet import Fleet
@@ -24,6 +25,7 @@ class Planned:
 
     tokens_chosen: True if the plan chose the tokens per step; a run never does.
     micro_batches: as configured; a run refuses a number that is no multiple of the devices.
+    answers: those that the model samples before it trains on them, if any.
     """
 
     model: str
@@ -42,6 +44,7 @@ class Planned:
     usd_per_hour: float | None = None
     rates: str = ""
     dtype: Precision | None = None
+    answers: Answers | None = None
 
     @property
     def runs(self) -> bool:
@@ -86,6 +89,7 @@ class Planned:
             "layout": choice.layout.words(self.counts.num_experts),
             "place": choice.layout.model_dump(),
             "seconds": None if time is None else {"step": time.step, "shown": time.shown, **time.terms},
+            "rollout": time.rollout.fields() if time and time.rollout else None,
             "tokens_per_second": choice.tokens_per_second,
             "usd_per_million_tokens": self.usd_per_million_tokens,
             "dominating": time.dominating if time else None,
@@ -112,7 +116,7 @@ class Planned:
             f"{printable(self.model)} on {self.fleet.name}: {fits}",
             f"  weights {format_bytes(weights)}{experts * (self.counts.num_experts > 0)}",
             f"  {choice.layout.words(self.counts.num_experts)}",
-            f"  {choice.tokens:,} tokens a step{self._chosen()}{adapters}",
+            f"  {choice.tokens:,} tokens {self._each()}{self._chosen()}{adapters}",
         ]
         lines += [f"  computed in {self.dtype.name} ({self.dtype.why})"] if self.dtype else []
 
@@ -146,14 +150,20 @@ class Planned:
             longest = sorted(time.terms.items(), key=lambda term: -term[1])[:5]
             words = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest)
             lines.append(
-                f"  {format_step(time.step)} a step, {time.shown:.2f} s of it waiting for transfers; longest"
-                f" terms: {words}"
+                f"  {format_step(time.step)} {self._each('a training pass')}, {time.shown:.2f} s of it"
+                f" waiting for transfers; longest terms: {words}"
             )
             lines.append(f"  {choice.tokens_per_second:,.0f} tokens/s, predicted{self._price()}")
+            if time.rollout:
+                lines.append(f"  {time.rollout.line()}")
             lines.append(f"  rates: {self.rates}")
         lines += [f"  {note}" for note in self.notes]
         lines += [f"  nothing found that fits: {self.reason}"] * bool(self.reason)
         return lines + [f"  fits with {line}" for line in self.proposals]
+
+    def _each(self, of_rewards: str = "at most in a training pass") -> str:
+        """'a step', or what a pass is of a run with rewards, whose step has several."""
+        return of_rewards if self.answers and self.answers.step else "a step"
 
     def _chosen(self) -> str:
         usual = Training().tokens_per_step * self.fleet.count

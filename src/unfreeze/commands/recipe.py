@@ -15,7 +15,7 @@ from unfreeze.config.parse import read_toml
 from unfreeze.config.recipes import CONFIGS
 from unfreeze.job.parts import Parts
 
-RECIPES = ("sft", "prefer", "distill")
+RECIPES = ("sft", "prefer", "distill", "grpo")
 
 
 class Recipe(Protocol):
@@ -29,8 +29,8 @@ class Recipe(Protocol):
 def recipe_of(file: str | Path) -> tuple[str, Recipe]:
     """Return the recipe that knows most of the file's keys; on a tie, the first of RECIPES.
 
-    So a file with `teacher` is for distill, and one with `loss` is for prefer. A prefer file without a key of
-    its own is taken for sft.
+    So a file with `teacher` is for distill, one with `loss` for prefer, and one with `reward` for grpo. A
+    prefer file without a key of its own is taken for sft.
     """
     table = read_toml(Path(file).expanduser())
     name = max(RECIPES, key=lambda recipe: _known(CONFIGS[recipe], table))

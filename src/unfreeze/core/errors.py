@@ -42,6 +42,10 @@ class StepRefused(ConfigError):
     """The next step cannot be made; all steps before it are good, and a run saves them first."""
 
 
+class StepLeft(Exception):
+    """The next step is given up, because a signal asked the run to stop; all steps before it are good."""
+
+
 class DataError(UserError):
     """A data file, or a row of it, cannot be used."""
 

@@ -76,6 +76,15 @@ class Device(TypedDict, total=False):
     host: Annotated[Int, of("bytes", "free host memory, if the device is a GPU")]
 
 
+class PlannedRollout(TypedDict):
+    """A step with rewards in a plan, if every answer takes all its tokens; without grading."""
+
+    step: Annotated[Real, of("seconds", "of a step")]
+    sampling: Annotated[Real, of("seconds", "of them, sampling")]
+    share: Annotated[Real, of("share", "sampling / step")]
+    run: Annotated[Real | None, of("seconds", "of the run; null if its steps are unknown")]
+
+
 class PlanEvent(CommonFields):
     """The memory plan, emitted before any weight is read."""
 
@@ -92,6 +101,7 @@ class PlanEvent(CommonFields):
     seconds_per_pass: Annotated[
         Real | None, of("seconds", "predicted, for a micro-batch and an update; null without rates")
     ]
+    rollout: NotRequired[Annotated[PlannedRollout, of("object", "of grpo, if the rates are known")]]
     rates: NotRequired[Annotated[AnyText, of("words", "source of the rates")]]
     fits: Annotated[bool, of("yes or no", "total and load within usable")]
     hardware: Annotated[Device, of("object", "the device of the plan")]
@@ -293,7 +303,8 @@ class EvalEvent(CommonFields, total=False):
 
     Further fields are scores (the demo: `style`, `facts`, per cent), float or null. For pairs and labels:
     `accuracy`, `margin`, and `logp_likelier`, the log-probability in nats of a row's likelier answer (with
-    labels: only rows with a desirable answer).
+    labels: only rows with a desirable answer). With rewards: `reward`, `pass_1`, `pass_2` and `pass_4`, each
+    with the ends of its 95 % interval (`_low`, `_high`), `solved`, `length` and `failed`.
     """
 
     kind: Required[Literal["eval"]]

@@ -27,6 +27,11 @@ def floats(tensor: Tensor) -> list[float]:
     return cast("list[float]", tensor.tolist())
 
 
+def flags(tensor: Tensor) -> list[bool]:
+    """tolist() of a one-dimensional tensor of True and False."""
+    return cast("list[bool]", tensor.tolist())
+
+
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """Tensor that shares the array's memory."""
     import torch

@@ -46,9 +46,13 @@ ROWS = (
     "R7",
     "R8",
     "R9",
+    "G1",
+    "G2",
+    "G3",
+    "G4",
 )
-"""The 30 rows of the drill: loading (L), numbers (N), mixtures of experts (M), runs (R). R6, a paid API over
-its budget, is tested in tests/teach/test_budget.py, not here."""
+"""The 34 rows of the drill: loading (L), numbers (N), mixtures of experts (M), runs (R), rewards (G). R6, a
+paid API over its budget, is tested in tests/teach/test_budget.py, not here."""
 
 
 class Unnamed(Exception):

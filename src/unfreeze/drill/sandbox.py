@@ -245,6 +245,29 @@ class Sandbox:
 
         return sft.train(self.sft_config(**fields), QUIET)
 
+    def grpo(self, reward: str, out: Path, **fields: Any) -> dict[str, Any]:
+        """Run a real `unfreeze grpo` of four steps with a function that returns `reward`. -> its result."""
+        from unfreeze.adapters import LoraConfig
+        from unfreeze.recipes import grpo
+
+        file = self.fresh("reward").with_suffix(".py")
+        file.write_text(f"def reward(prompt, completion):\n    return {reward}\n", encoding="utf-8")
+        config: dict[str, Any] = {
+            "model": str(self.checkpoint("llama")),
+            "data": {"files": (str(self.rows([{"prompt": f"What is {n}?"} for n in range(8)])),)},
+            "reward": str(file),
+            "out": str(out),
+            "training": {"steps": 4},
+            "rollout": {"prompts_per_step": 4, "answers": 4, "max_new_tokens": 8, "cut": "score"},
+            "memory": {"dtype": "float32", "device": "cpu", "threads": 1},
+            "watch": {"samples": 0},
+            "lora": LoraConfig(rank=2, alpha=4.0),
+            **fields,
+        }
+        config["rollout"] |= {"resample": 0}
+        config["grading"] = {"processes": 1, **fields.get("grading", {})}
+        return grpo.train(grpo.Config.model_validate(config), QUIET)
+
     def sft_config(self, **fields: Any) -> Any:
         """Config for `sft`."""
         from unfreeze.adapters import LoraConfig

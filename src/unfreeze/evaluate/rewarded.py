@@ -1,7 +1,9 @@
 """Rewards of held-out prompts: k answers to each, with the same seeds at every validation.
 
     avg@k   mean reward of all answers
-    pass@k  share of prompts with an answer whose reward is at least 1
+    pass@k  chance that one of k answers to a prompt has a reward of at least 1: 1 - C(n - c, k) / C(n, k)
+            of n graded answers with c such rewards, unbiased (Chen et al. 2021, arXiv:2107.03374)
+    solved  share of prompts with such an answer among all of theirs
 
 Intervals are the 2.5 and 97.5 % quantiles of the mean over prompts drawn with replacement (bootstrap, Efron
 1979). Answers that were cut are graded like others: a model that never ends does not look better.
@@ -10,8 +12,9 @@ Intervals are the 2.5 and 97.5 % quantiles of the mean over prompts drawn with r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import comb
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 Grade = Callable[[Sequence[tuple["Conversation", str]]], Sequence[float | None]]
 """(row, text of an answer) of many answers -> their rewards; None for an answer without one."""
 
+PASSES = (1, 2, 4)
+"""k of pass@k, as far as there are as many answers."""
 DRAWS = 2000
 SOLVED = 1.0
 HELD_OUT = 2**32 - 1
@@ -55,12 +60,16 @@ class Asking:
 
 @dataclass(frozen=True)
 class Rewarded:
-    """mean, solved: per prompt [R]. loss: minus the mean reward; the lowest is the best save."""
+    """mean, solved: per prompt [R]. loss: minus the mean reward; the lowest is the best save.
+
+    passes  k -> pass@k of the prompts with at least k graded answers
+    """
 
     mean_R: np.ndarray
     solved_R: np.ndarray
     tokens: int
     failed: int
+    passes: Mapping[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])
 
     @property
     def loss(self) -> float:
@@ -69,11 +78,16 @@ class Rewarded:
     @property
     def scores(self) -> dict[str, float | None]:
         low, high = interval(self.mean_R)
+        passes: dict[str, float | None] = {}
+        for k, values_R in self.passes.items():
+            name, ends = f"pass_{k}", interval(values_R)
+            passes |= {name: float(values_R.mean()), f"{name}_low": ends[0], f"{name}_high": ends[1]}
         return {
             "loss": self.loss,
             "reward": -self.loss,
             "reward_low": low,
             "reward_high": high,
+            **passes,
             "solved": float(self.solved_R.mean()),
             "length": self.tokens / max(1, len(self.mean_R)),
             "failed": float(self.failed),
@@ -136,7 +150,17 @@ def rewarded(
     by_prompt = grades.reshape(len(places), answers)
     tokens = sum(length for each in texts.values() for _, length in each)
     solved_R = (by_prompt >= SOLVED).max(1).astype(np.float64)
-    return Rewarded(means_of(by_prompt), solved_R, tokens // answers, failed)
+    return Rewarded(means_of(by_prompt), solved_R, tokens // answers, failed, passes_of(by_prompt))
+
+
+def passes_of(rewards_RK: np.ndarray, ks: Sequence[int] = PASSES) -> dict[int, np.ndarray]:
+    """Return k -> pass@k of each prompt with at least k graded answers (not NaN), if there are any."""
+    graded_R, solved_R = (~np.isnan(rewards_RK)).sum(1).tolist(), (rewards_RK >= SOLVED).sum(1).tolist()
+    every = {
+        k: [1 - comb(n - c, k) / comb(n, k) for n, c in zip(graded_R, solved_R, strict=True) if n >= k]
+        for k in ks
+    }
+    return {k: np.array(values) for k, values in every.items() if values}
 
 
 def means_of(rewards_RK: np.ndarray) -> np.ndarray:

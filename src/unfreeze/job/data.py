@@ -218,9 +218,8 @@ def encode(
         micro_batches=micro_batches,
     )
     stats.packing, stats.efficiency = training.packing, batches.efficiency()
-    if room := options.get("room", 0):
-        stats.room, stats.packing, stats.efficiency = room, "", None
-        stats.duplicates, stats.repeats = 0, []
+    if stats.room:
+        stats.packing, stats.efficiency = "", None
     mixed: list[str] = []
     if data.weights and (of_one := batches.len_batches(1)):
         passes = num_steps(training, batches) * micro_batches / of_one

@@ -16,6 +16,7 @@ from unfreeze.job.trained import Trained
 from unfreeze.job.watch.spikes import spike_guard
 from unfreeze.job.watch.validation import Heldout
 from unfreeze.teach.second import Second
+from unfreeze.train.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,12 +52,13 @@ class Parts:
     judge         (the run) -> judge that can refuse an update. Default: refuse a loss (in nats) or a gradient
                   norm far above those of earlier steps. Override it for a loss without a usual level, such
                   as a policy gradient's
-    answers       (tokens of a micro-batch, of a mean document, of the longest) -> answers sampled at once, if
-                  the model answers prompts before it trains on them; the plan has their cache
+    answers       (tokens of a micro-batch, of a mean document, of the longest; documents) -> answers sampled
+                  at once, if the model answers prompts before it trains on them; the plan has their cache
     rows_check    (setup, rows) -> raises for rows that the recipe cannot take, or that are not those of a
                   resumed run, before any weight is loaded
     close         called when the run has ended, however it did
     plan_check    raises ConfigError for a plan that the recipe cannot train with
+    interrupt     notices Ctrl-C and SIGTERM while the run trains; a source may look at it
     start_lines   lines shown at the start, after model, memory and trained weights
     """
 
@@ -78,4 +80,5 @@ class Parts:
     rows_check: Callable[[Setup, EncodedData], None] = refuse_changed_rows
     close: Callable[[], None] = lambda: None
     plan_check: Callable[[Plan], None] = lambda plan: None
+    interrupt: Interrupt = field(default_factory=Interrupt)
     start_lines: Sequence[str] = ()

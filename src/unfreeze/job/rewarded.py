@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from unfreeze.job.opening.device import say
 from unfreeze.rollout.like import LIKE, Preset
 from unfreeze.rollout.user_code import user_code
 from unfreeze.teach.reference import AsBegun, asked
+from unfreeze.train.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from unfreeze.objectives.ratios import Correction
     from unfreeze.parallel.answers import Answers
     from unfreeze.parallel.processes.collectives import Group
+    from unfreeze.report.rollouts.watched import Watched
     from unfreeze.report.rollouts.writer import Rollouts as Files
     from unfreeze.rollout.graders import Graders
     from unfreeze.rollout.prompts import Rows
@@ -53,6 +56,8 @@ class Rewarding:
         self.graders: Graders | None = None
         self.warned = False  # of the gap
         self.silent = 0  # steps without a signal, up to now
+        self.interrupt = Interrupt()
+        self.canaries: Watched | None = None  # in process 0
 
     @property
     def at_once(self) -> int:
@@ -179,6 +184,7 @@ class Rewarding:
         """The steps: prompts in shuffled order, answers of the model as it is."""
         from unfreeze.data.packing.order import Shuffled
         from unfreeze.kernels.linear_cross_entropy import Words
+        from unfreeze.report.rollouts.watched import Watched
         from unfreeze.report.rollouts.writer import Rollouts as Files
         from unfreeze.rollout.rollouts import Rollouts, Settings
         from unfreeze.train.state import kept_of
@@ -213,13 +219,14 @@ class Rewarding:
         if setup.group.rank == 0:
             files = Files(setup.folder.path, rollout.keep_gb * 1e9)
             files.drop_after(setup.folder.step)
+            self.canaries = Watched(setup.folder.path)
         tell = partial(self._tell, setup, at, files)
         before = self.preset.policy.against == "trainer" and rollout.updates > 1
         self.rollouts = Rollouts(
             engine,
             examples,
             self._rows(setup.config.data.files).of,
-            self.grade,
+            partial(self.grade, stop=lambda: self.interrupt.requested),
             settings,
             order=Shuffled(len(examples), config.seed),
             group=setup.group,
@@ -238,10 +245,10 @@ class Rewarding:
         """Return log p of each supervised target as the model is now, on the host."""
         return asked(model, None, batch.to(model.device), self._log_p).cpu()
 
-    def grade(self, answers: Sequence[Any]) -> list[Any]:
+    def grade(self, answers: Sequence[Any], stop: Callable[[], bool] = lambda: False) -> list[Any]:
         """Rewards of (row, text); in process 0 only."""
         assert self.graders is not None
-        return self.graders.grade(answers)
+        return self.graders.grade(answers, failing=self.config.grading.failing, stop=stop)
 
     def heldout(
         self, model: Decoder, batches: Iterable[Batch], group: Group, *, objective: object
@@ -267,15 +274,18 @@ class Rewarding:
             ),
         )
 
-    def answers(self, tokens: int, each: int, longest: int) -> Answers:
-        """Rows and positions of the cache while a step is sampled (generate/engine.py)."""
-        from unfreeze.parallel.answers import Answers
+    def answers(self, tokens: int, each: int, longest: int, documents: int) -> Answers:
+        """Rows and positions of the cache while a step is sampled (generate/engine.py), and the step."""
+        from unfreeze.parallel.answers import Answers, OfStep
 
-        rollout = self.config.rollout
+        rollout, training = self.config.rollout, self.config.training
         rows = min(self.at_once, rollout.prompts_per_step * rollout.answers)
         prompts = min(rollout.prompts_per_step, 2 * -(-rows // rollout.answers))
-        prompt = max(1, longest - rollout.max_new_tokens)
-        return Answers(rows, rows * rollout.max_new_tokens + prompts * prompt)
+        prompt, mean = (max(1, length - rollout.max_new_tokens) for length in (longest, each))
+        steps = training.steps or math.ceil(training.epochs * documents / rollout.prompts_per_step) or None
+        each_step, new = rollout.prompts_per_step, rollout.max_new_tokens
+        step = OfStep(each_step * rollout.answers, new, each_step, mean, steps)
+        return Answers(rows, rows * new + prompts * prompt, step)
 
     def _tell(self, setup: Setup, at: Placed, files: Files | None, rolled: Rolled) -> None:
         """Write a step's event, and its rollout file in process 0."""
@@ -291,13 +301,15 @@ class Rewarding:
                 message=f"{self.silent} steps in a row have no group with different rewards, so nothing is"
                 f" learned; {100 * numbers['cut']:.0f} % of the answers were cut (see rollouts.html)",
             )
-        if files is None:
+        if files is None or self.canaries is None:
             return
+        answers = lines(rolled, setup.tokenizer)
+        warnings = self.canaries.look(rolled.step, answers)
         try:
-            warning = files.write(rolled.step, lines(rolled, setup.tokenizer))
+            full = files.write(rolled.step, answers)
         except OSError as error:  # they are for reading: training goes on
-            warning = f"the answers of step {rolled.step:,} were not kept: {error.strerror or error}"
-        if warning:
+            full = f"the answers of step {rolled.step:,} were not kept: {error.strerror or error}"
+        for warning in [*warnings, *([full] if full else [])]:
             setup.folder.events.emit("warning", rolled.step, message=warning)
 
     @cached_property

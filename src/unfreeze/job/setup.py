@@ -250,7 +250,8 @@ def begun(setup: Setup, rows: EncodedData, plan: Plan, at: Placed) -> tuple[Sour
         schedule=schedule_of(config.optimizer, steps),
         after_update=parts.after_update(model),
     )
-    state.base, state.metrics, state.kept = setup.base, parts.metrics, parts.kept
+    state.base, state.metrics = setup.base, parts.metrics
+    state.kept, state.interrupt = parts.kept, parts.interrupt
     length, device = longest_of(setup), str(setup.device)
     write_resolved(folder, config, parts.recipe, steps=steps, sequence_length=length, device=device)
     if not state.finished:

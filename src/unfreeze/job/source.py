@@ -57,7 +57,7 @@ def own_answers(
     return OwnAnswers(source, on_policy, at.speaker.engine, step=step, group=setup.group, tell=tell)
 
 
-def documents_answered(tokens: int, each: int, longest: int) -> Answers:
+def documents_answered(tokens: int, each: int, longest: int, documents: int) -> Answers:
     """A row of the cache for each document of a micro-batch, and at most its positions."""
     return Answers(max(1, tokens // max(1, each)), max(tokens, longest))
 

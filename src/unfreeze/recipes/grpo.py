@@ -22,6 +22,7 @@ from unfreeze.job.rewarded import Rewarding, lines_of
 from unfreeze.recipes import sft
 
 if TYPE_CHECKING:
+    from unfreeze.job.data import Encoding
     from unfreeze.job.job import Job
     from unfreeze.train.step import Judge
 
@@ -40,16 +41,15 @@ def train(config: Config, common: Common, command: str = "") -> dict[str, Any]:
 def parts(config: Config) -> Parts:
     """Return sft's Parts with answers that the model samples, and the loss of their rewards."""
     same, rewarding = sft.parts(config), Rewarding(config)
-    encoding = same.encoding.copy()
-    encoding["answers"], encoding["room"] = "asked", config.rollout.max_new_tokens
     return replace(
         same,
         recipe="grpo",
         objective=rewarding.objective,
         second=rewarding.second(),
-        encoding=encoding,
+        encoding=of_prompts(same.encoding, config.rollout.max_new_tokens),
         rows_check=rewarding.check,
         close=rewarding.close,
+        interrupt=rewarding.interrupt,
         on_step=(rewarding.watch_gap,),
         source=rewarding.source,
         kept=rewarding.kept,
@@ -60,6 +60,11 @@ def parts(config: Config) -> Parts:
         plan_check=refuse_answers,
         start_lines=lines_of(rewarding.preset, config),
     )
+
+
+def of_prompts(encoding: Encoding, room: int) -> Encoding:
+    """Return the encoding of rows whose answers are sampled. room: tokens of the longest."""
+    return {**encoding, "answers": "asked", "room": room}
 
 
 def _any_loss(job: Job) -> Judge:

@@ -38,6 +38,7 @@ REACH = 10.0
 learning rates / the first one. Later steps also move A, not only B."""
 ABOUT = ("loss", "perplexity", "bits_per_byte", "logp_likelier", "tokens", "rows", "seconds")
 ABOUT += ("reward_low", "reward_high", "length", "failed")
+ABOUT += tuple(f"pass_{k}{end}" for k in (1, 2, 4) for end in ("", "_low", "_high"))
 """Fields of an eval event that are not scores."""
 PERCENT = ("style", "facts")  # scores of the demo in per cent
 

@@ -40,6 +40,11 @@ UNITS = {  # field of an eval event -> (name, unit): those of core/schema.py, an
     "reward": ("held-out reward, mean", "reward"),
     "reward_low": ("held-out reward, lower bound (95 %)", "reward"),
     "reward_high": ("held-out reward, upper bound (95 %)", "reward"),
+    **{
+        f"pass_{k}{end}": (f"held-out pass@{k}{words}", "share")
+        for k in (1, 2, 4)
+        for end, words in {"": "", "_low": ", lower bound (95 %)", "_high": ", upper bound (95 %)"}.items()
+    },
     "solved": ("held-out prompts with an answer of reward 1 or more", "share"),
     "length": ("held-out answers, mean length", "tokens"),
     "failed": ("held-out answers without a reward", "answers"),

@@ -114,7 +114,18 @@ def _watch(pid: int, asking: int, limits: Limits, confined: Confined) -> NoRetur
             os._exit(CROWDED)
         if any(fd == asking for fd, _ in hears.poll(WATCH * 1000)):
             end()
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+            _remove(os.environ["TMPDIR"])
             os._exit(1)
+
+
+def _remove(folder: str) -> None:
+    """Remove this grader's folder, and that of all graders once it is empty: the parent cannot any more."""
+    os.chdir("/")
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        os.rmdir(os.path.dirname(folder))
 
 
 def _serve(asking: int, answering: int, limits: Limits, confined: Confined) -> NoReturn:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from unfreeze.core.errors import printable
+from unfreeze.core.errors import StepLeft, printable
 from unfreeze.data.rows.row import Conversation
 from unfreeze.rollout.limits import Limits
 from unfreeze.rollout.pool import Job, Pool, Pooled
@@ -60,9 +60,30 @@ class Graders(Pooled):
         for row in rows:
             self._keywords(row)
 
-    def grade(self, answers: Sequence[tuple[Conversation, str]]) -> list[Graded]:
-        """Return the reward of each (row, answer's text)."""
-        return [_graded(reply) for reply in self._pool.run([self._job(row, text) for row, text in answers])]
+    def grade(
+        self,
+        answers: Sequence[tuple[Conversation, str]],
+        *,
+        failing: float = 1.0,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> list[Graded]:
+        """Return the reward of each (row, answer's text).
+
+        failing  share of the answers that may take too long; once there are more, the rest is "skipped"
+        stop     asked now and then; True ends all graders, and raises StepLeft
+        """
+        most, timeouts = failing * len(answers), 0
+
+        def leave(reply: Reply | None) -> bool:
+            nonlocal timeouts
+            gone = reply.content if reply else None
+            timeouts += isinstance(gone, Gone) and gone.outcome == "timeout"
+            return timeouts > most or stop()
+
+        replies = self._pool.run([self._job(row, text) for row, text in answers], leave)
+        if stop():
+            raise StepLeft
+        return [_graded(reply) for reply in replies]
 
     def _keywords(self, row: Conversation) -> dict[str, dict[str, Any]]:
         return {

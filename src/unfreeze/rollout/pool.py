@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import sys
@@ -19,11 +20,15 @@ from unfreeze.rollout.user_code import UserCode
 from unfreeze.rollout.worker import GRADER, Gone, Reply, Worker
 
 MOST = 4  # processes, unless a number is given
+LISTEN = 0.2  # seconds between two questions to `leave`
 NETWORK = "graders can reach the network: this system gives a process none of its own"
 """Said once, where it is so."""
 
 
 FUNCTIONS: Mapping[str, Any] = {"do": "load"}
+Leave = Callable[[Reply | None], bool]
+"""Called with each reply, and with None now and then; True ends the requests that are not answered yet."""
+SKIPPED = Reply(Gone("skipped", "not waited for: too many answers before it took too long"), "")
 
 
 class Job(NamedTuple):
@@ -56,7 +61,13 @@ class Pool:
                 next='put its call under: if __name__ == "__main__":',
             )
         self.codes, self.limits, self._first, self._say = tuple(codes), limits, first, say
-        self._folder = tempfile.TemporaryDirectory(prefix="unfreeze-graders-", ignore_cleanup_errors=True)
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="unfreeze-graders-", ignore_cleanup_errors=True)
+        except OSError as error:
+            raise ConfigError(
+                f"graders need a folder for temporary files: {error.strerror or error}",
+                next="free space there, name another folder with TMPDIR, or raise ulimit -f",
+            ) from error
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers: list[Worker | None] = [None] * (count or min(MOST, cores))
         self.loaded: Mapping[str, Any] = {}
@@ -87,20 +98,29 @@ class Pool:
             self._run(deque(), {0: self._start(0)}, [])
         return self.loaded
 
-    def run(self, jobs: Sequence[Job]) -> list[Reply]:
-        """Return the reply to each request. Raises ConfigError if a process cannot be started again."""
+    def run(self, jobs: Sequence[Job], leave: Leave | None = None) -> list[Reply]:
+        """Return the reply to each request; SKIPPED for those that `leave` ended.
+
+        Raises ConfigError if a process cannot be started again.
+        """
         replies: list[Reply | None] = [None] * len(jobs)
-        self._run(deque(enumerate(jobs)), {}, replies)
-        return [reply for reply in replies if reply is not None]
+        self._run(deque(enumerate(jobs)), {}, replies, leave)
+        return [reply or SKIPPED for reply in replies]
 
     def _run(
-        self, waiting: deque[tuple[int, Job]], busy: dict[int, int | None], replies: list[Reply | None]
+        self,
+        waiting: deque[tuple[int, Job]],
+        busy: dict[int, int | None],
+        replies: list[Reply | None],
+        leave: Leave | None = None,
     ) -> None:
         """Deal the jobs; busy: process -> number of its job, None while it loads."""
         try:
             while waiting or busy:
+                if leave and leave(None):
+                    return self._end(busy)
                 self._deal(waiting, busy)
-                self._wait(busy)
+                self._wait(busy, LISTEN if leave else math.inf)
                 for place, number in list(busy.items()):
                     worker = self._at(place)
                     if (reply := worker.advance()) is None:
@@ -110,10 +130,16 @@ class Pool:
                         self._keep(worker, reply)
                     else:
                         replies[number] = reply
+                        if leave and leave(reply):
+                            return self._end(busy)
         except BaseException:  # Ctrl-C: a late reply must not be the next job's
-            for place in busy:
-                self._at(place).kill()
+            self._end(busy)
             raise
+
+    def _end(self, busy: Mapping[int, int | None]) -> None:
+        """Kill the processes that still work."""
+        for place in busy:
+            self._at(place).kill()
 
     def _deal(self, waiting: deque[tuple[int, Job]], busy: dict[int, int | None]) -> None:
         for place in range(len(self.workers)):
@@ -140,8 +166,8 @@ class Pool:
         assert worker is not None
         return worker
 
-    def _wait(self, busy: Mapping[int, int | None]) -> None:
-        """Wait until a process can be written to or read from, or until a deadline."""
+    def _wait(self, busy: Mapping[int, int | None], longest: float) -> None:
+        """Wait until a process can be written to or read from, until a deadline, or `longest` seconds."""
         if not busy:
             return
         with selectors.DefaultSelector() as selector:
@@ -151,7 +177,7 @@ class Pool:
                 if worker.has_more:
                     selector.register(worker.writes, selectors.EVENT_WRITE)
             first = min(self._at(place).deadline for place in busy)
-            selector.select(max(0.0, first - time.monotonic()))
+            selector.select(min(longest, max(0.0, first - time.monotonic())))
 
     def _keep(self, worker: Worker, reply: Reply) -> None:
         """Take the reply to `load`."""

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unfreeze.core.draws import number
-from unfreeze.core.errors import CheckpointError, ConfigError, StepRefused
+from unfreeze.core.errors import CheckpointError, ConfigError, StepLeft, StepRefused
+from unfreeze.core.torch_types import flags, floats
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.packing.order import Order
 from unfreeze.data.packing.packers import first_fit
@@ -35,6 +36,7 @@ from unfreeze.rollout.reward import Graded, outcomes, refuse_failures
 from unfreeze.rollout.routes import with_routes
 from unfreeze.rollout.sampled import Sampled, as_text, of_text
 from unfreeze.rollout.updates import Measure, Update, as_tensors, dealt, numbered, of_tensors, with_trainer
+from unfreeze.untrusted.json_object import is_list, is_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -223,14 +225,16 @@ class Rollouts:
         seconds = [0.0, 0.0]
         wanted = settings.prompts
         for turn in range(1 + settings.resample):
-            new = [self._next() for _ in range(wanted)]
-            drawn += new
-            every += self._sampled([self.examples[prompt] for _, prompt in new], turn, seconds)
+            prompts = [self._next() for _ in range(wanted)]
+            drawn += prompts
+            new = self._sampled([self.examples[prompt] for _, prompt in prompts], turn, seconds)
+            every += new
             wanted = settings.prompts - int(self._groups(every).signal_P.sum())
-            if wanted <= 0:
+            skipped = any(each.outcome == "skipped" for group in new for each in group.graded)
+            if wanted <= 0 or skipped:  # the step is refused
                 break
         groups = self._groups(every)
-        for (epoch, prompt), group, signal in zip(drawn, every, groups.signal_P.tolist(), strict=True):
+        for (epoch, prompt), group, signal in zip(drawn, every, flags(groups.signal_P), strict=True):
             rewards = [reward for reward in group.rewards() if reward is not None]
             self.curriculum.saw(epoch, prompt, rewards, signal)
         return Rolled(self.step + 1, every, groups, *seconds)
@@ -264,7 +268,7 @@ class Rollouts:
             if self._epoch[0] != epoch:
                 self._epoch = epoch, self.order(epoch)
             self.taken += 1
-            prompt = self._epoch[1][place]
+            prompt: int = self._epoch[1][place]
             if self.curriculum.takes(epoch, prompt):
                 return epoch, prompt
 
@@ -317,12 +321,14 @@ class Rollouts:
             for each in group.sampled
             if score or each.stop not in CUT
         ]
-        graded = self.group.on_rank0(lambda: self.grade(answered)) if answered else []
+        graded = self.group.on_rank0(lambda: self._grade_or_leave(answered))
         if self.group.size > 1:
-            fields = [each.as_json() for each in graded or []]
-            of_first = self.group.of_first(json.dumps(fields).encode())
-            graded = [Graded(**each) for each in json.loads(of_first)]
-        each_graded = iter(graded or [])
+            fields = None if graded is None else [each.as_json() for each in graded]
+            of_first = json.loads(self.group.of_first(json.dumps(fields).encode()))
+            graded = None if of_first is None else [Graded(**each) for each in of_first]
+        if graded is None:
+            raise StepLeft
+        each_graded = iter(graded)
         for group in groups:
             own = [
                 next(each_graded) if score or answer.stop not in CUT else Graded(None, outcome="cut")
@@ -332,6 +338,13 @@ class Rollouts:
                 group.greedy = own.pop()
                 group.sampled.pop()
             group.graded = own
+
+    def _grade_or_leave(self, answered: Sequence[tuple[Conversation, str]]) -> list[Graded] | None:
+        """Return the rewards; None if a signal ended the grading, so that every process leaves the step."""
+        try:
+            return self.grade(answered) if answered else []
+        except StepLeft:
+            return None
 
     def _groups(self, answers: Sequence[Answers]) -> Groups:
         greedy_P = None
@@ -355,13 +368,12 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     chosen: list[Sampled] = []
     worth: list[float] = []
     trained = tokens = 0
-    rows = rolled.groups.advantage_PG.tolist()
-    kept = rolled.groups.trained_PG.tolist()
+    rows, kept = map(_rows, (rolled.groups.advantage_PG, rolled.groups.trained_PG))
     for group, advantage_G, trained_G in zip(rolled.answers, rows, kept, strict=True):
         prompt = prompt_of(group.example)
         for answer, advantage, trains in zip(group.sampled, advantage_G, trained_G, strict=False):
-            trained += trains
-            tokens += trains * len(answer.tokens)
+            trained += bool(trains)
+            tokens += bool(trains) * len(answer.tokens)
             last = not examples and group is rolled.answers[-1] and answer is group.sampled[-1]
             if advantage or (settings.every_answer and trains) or last:
                 supervised = float(trains or not settings.every_answer)
@@ -431,7 +443,7 @@ def counted(rolled: Rolled) -> dict[str, Any]:
 def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
     """Return the lines of a step's rollout file (report/rollouts/answers.py)."""
     result: list[Any] = []
-    rows = rolled.groups.advantage_PG.tolist()
+    rows = _rows(rolled.groups.advantage_PG)
     for place, (group, advantage_G) in enumerate(zip(rolled.answers, rows, strict=True)):
         prompt = shown(group.row)
         for index, (answer, graded) in enumerate(zip(group.sampled, group.graded, strict=True)):
@@ -453,11 +465,15 @@ def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
     return result
 
 
+def _rows(values_PG: torch.Tensor) -> list[list[float]]:
+    return [floats(values_G) for values_G in values_PG]
+
+
 def shown(row: Conversation) -> str:
     """Return the text of the last message of a prompt."""
-    content = row.messages[-1].get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content)
+    content: Any = row.messages[-1].get("content")
+    if is_list(content):
+        return "".join(str(part.get("text", "")) for part in content if is_object(part))
     return str(content or "")
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
+
+from unfreeze.core.torch_types import from_numpy
 
 if TYPE_CHECKING:
     from unfreeze.generate.answer import Completion
@@ -54,4 +55,4 @@ def _unpacked(shape: Sequence[int] | None, ids: str) -> Tensor | None:
     if shape is None:
         return None
     numbers = np.frombuffer(base64.b64decode(ids), dtype=np.int16).copy()
-    return torch.from_numpy(numbers).view(*shape)
+    return from_numpy(numbers).view(*shape)

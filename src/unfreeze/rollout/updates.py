@@ -17,6 +17,7 @@ import torch
 
 from unfreeze.core.batch import Batch
 from unfreeze.core.draws import number
+from unfreeze.core.torch_types import flags, floats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +41,7 @@ def dealt(rolled: Rolled, updates: int, seed: int) -> list[Rolled]:
     """
     if updates == 1:
         return [rolled]
-    signal = rolled.groups.signal_P.tolist()
+    signal = flags(rolled.groups.signal_P)
     places = range(len(rolled.answers))
     order = sorted(places, key=lambda place: (not signal[place], number(seed, rolled.step, place)))
     return [_of(rolled, order[update::updates]) for update in range(updates)]
@@ -75,7 +76,7 @@ def with_trainer(updates: Sequence[Update], measure: Measure, group: Group) -> l
     """
     every = [batch for update in updates for batch in update]
     own = group.share(list(range(len(every))))
-    texts = group.texts(json.dumps([[place, measure(every[place]).tolist()] for place in own]))
+    texts = group.texts(json.dumps([[place, floats(measure(every[place]))] for place in own]))
     by_place = {place: values for text in texts for place, values in json.loads(text)}
 
     def measured(batch: Batch, values: Sequence[float]) -> Batch:

@@ -24,6 +24,7 @@ import psutil
 
 import unfreeze
 from unfreeze.core.errors import UserError
+from unfreeze.core.units import format_bytes
 from unfreeze.rollout.child import BY_SIGNAL, CROWDED
 from unfreeze.rollout.limits import Confined, Limits
 from unfreeze.rollout.reward import MAX_MESSAGE, Outcome
@@ -167,6 +168,9 @@ class Worker:
             return Gone("processes", f"it started more than {self.limits.processes} processes or threads")
         if code == BY_SIGNAL + signal.SIGXCPU:
             return Gone("timeout", f"more than {self.seconds:g} s of CPU")
+        if code == BY_SIGNAL + getattr(signal, "SIGXFSZ", 0):
+            most = format_bytes(self.limits.file_bytes)
+            return Gone("ended", f"its process was ended for a file of more than {most} (or ulimit -f)")
         if code > BY_SIGNAL:
             with suppress(ValueError):
                 return Gone("ended", f"its process was ended by {signal.Signals(code - BY_SIGNAL).name}")

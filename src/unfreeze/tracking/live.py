@@ -266,9 +266,10 @@ def eval_words(event: EvalEvent) -> str:
     values = numbers(event)
     words: list[str] = []
     if "reward" in values:  # of a run with rewards, whose loss is minus this
-        reward, low, high = (values.pop(name, math.nan) for name in ("reward", "reward_low", "reward_high"))
         values.pop("loss", None)
-        words.append(f"held-out reward {reward:.3g} ({low:.3g} to {high:.3g})")
+        for name in [name for name in values if f"{name}_low" in values]:
+            mean, low, high = (values.pop(name + end, math.nan) for end in ("", "_low", "_high"))
+            words.append(f"held-out {name.replace('pass_', 'pass@')} {mean:.3g} ({low:.3g} to {high:.3g})")
     words += [known.get(name, name + " {:.4g}").format(v) for name, v in values.items() if name not in about]
     details = [form.format(values[name]) for name, form in about.items() if name in values]
     return ", ".join(words) + (f" ({', '.join(details)})" if details else "")

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from unfreeze.core.errors import DataError, StepRefused
+from unfreeze.core.errors import DataError, StepLeft, StepRefused
 from unfreeze.data.packing.source import Cursor, Step
 from unfreeze.models.recompute import RecomputePolicy
 from unfreeze.parallel.processes.collectives import ALONE, Group
 from unfreeze.train.events import emit_nonfinite, emit_start, train_fields
-from unfreeze.train.interrupt import Interrupt
 from unfreeze.train.memory import memory_fields, peak_bytes
 from unfreeze.train.nonfinite import investigate
 from unfreeze.train.optim import NonFinite
@@ -89,11 +88,14 @@ def fit(
     losses: list[float] = []
     tokens, seconds = 0, 0.0
     timer = SaveTimer(saves.minutes, saves.clock)
-    with Interrupt() as interrupt:
+    with state.interrupt as interrupt:
         for step in range(state.step, state.step if state.ended else steps):
             # forward, backward and update; at a NaN the step is run again to locate its origin
             started = time.perf_counter()
-            batch_list, cursor = take_or_save(source, state, saves, group)
+            try:
+                batch_list, cursor = take_or_save(source, state, saves, group)
+            except StepLeft:
+                break
             try:
                 result = train_step(
                     model,
@@ -137,6 +139,11 @@ def fit(
                 timer.restart()
             if last:
                 break
+    return fitted_of(state, losses, tokens, seconds)
+
+
+def fitted_of(state: State, losses: Sequence[float], tokens: int, seconds: float) -> Fitted:
+    """Return the end of the loop, and write its event. losses: the first and the last."""
     fitted = Fitted(
         reason="done" if state.finished else "interrupted",
         steps=state.step,
@@ -144,9 +151,9 @@ def fit(
         loss_last=losses[-1] if losses else None,
         tokens=tokens,
         tokens_per_second=tokens / seconds if seconds else None,
-        peak_bytes=peak_bytes(model.device),
+        peak_bytes=peak_bytes(state.model.device),
     )
-    run.events.emit(
+    state.run.events.emit(
         "end",
         state.step,
         reason=fitted.reason,
@@ -177,10 +184,10 @@ def advance(
 
 
 def take_or_save(source: Iterator[Step], state: State, saves: Saves, group: Group) -> Step:
-    """Take the next step. If the source refuses it, save what was trained before, then raise its error."""
+    """Take the next step. If the source refuses or leaves it, save what was trained before, then raise."""
     try:
         return take(source, state.step, state.schedule.steps)
-    except StepRefused:
+    except (StepRefused, StepLeft):
         if state.step and state.saved != state.step:
             save_together(state, saves.keep, "stop", group)
         raise

@@ -29,6 +29,7 @@ from unfreeze.models import Decoder
 from unfreeze.parallel.processes.collectives import Group
 from unfreeze.parallel.processes.mesh import HeldPart, check_copies
 from unfreeze.train.balance import AfterUpdate
+from unfreeze.train.interrupt import Interrupt
 from unfreeze.train.moments import Part
 from unfreeze.train.optim import AdamW
 from unfreeze.train.run import RECORD, Run, config_hash, plain_json, read_record, save_name, saves
@@ -63,6 +64,7 @@ class State:
             save contains it
     best    {"step", "loss"} of the lowest validation loss so far; None without validation. Every save
             contains it, so it is always as old as the save; a separate file could be older or newer
+    interrupt  notices a signal; a source that knows it may give up its next step (StepLeft)
     """
 
     run: Run
@@ -80,6 +82,7 @@ class State:
     saved: int | None = None
     metrics: Sequence[Metric] = ()
     kept: Callable[[dict[str, Any]], Mapping[str, Tensor]] = lambda cursor: dict[str, Tensor]()
+    interrupt: Interrupt = field(default_factory=Interrupt)
 
     @property
     def finished(self) -> bool:

@@ -13,6 +13,8 @@ from unfreeze.report.rollouts import Answer
 from unfreeze.report.rollouts.behaviours import NAMES, PATTERNS, behaviours
 from unfreeze.report.rollouts.canaries import ALARM, Mean, alarms, correlation
 from unfreeze.report.rollouts.numbers import checked, numbers_of, reward_of
+from unfreeze.report.rollouts.watched import Watched
+from unfreeze.report.rollouts.writer import Rollouts
 
 
 def test_counts_and_means_are_those_of_the_answers():
@@ -73,6 +75,30 @@ def test_a_reward_that_rises_with_length_is_an_alarm_and_its_control_arms_are_no
     assert raised(slope=0.2, rise=-1.0) == []
     assert raised(slope=0.0, rise=1.0) == []  # it does not follow the length
     assert raised(slope=0.2, rise=1.0, steps=1) == []  # one step is no trend
+
+
+def test_a_run_that_goes_on_warns_once_as_the_page_does(tmp_path):
+    """Step by step, also after a resume in the middle: as alarms() of all steps, at its first sentence."""
+    steps = [lengthy(step, 0.2, float(max(0, step - 10))) for step in range(1, 31)]
+    numbers = [numbers_of(step, rows) for step, rows in enumerate(steps, 1)]
+    expected = [
+        alarms([each["canaries"] for each in numbers[:n]], [reward_of(each) for each in numbers[:n]])
+        for n in range(1, 31)
+    ]
+    first = next(n for n, sentences in enumerate(expected, 1) if sentences)
+    assert 10 < first < 25 and expected[-1]
+
+    watched = Watched(tmp_path)
+    heard = {step: new for step, rows in enumerate(steps, 1) if (new := watched.look(step, rows))}
+    assert heard == {first: expected[first - 1]}
+
+    for stopped, again in ((first - 1, {first: expected[first - 1]}), (first + 2, {})):
+        files = Rollouts(tmp_path / str(stopped))
+        for step in range(1, stopped + 1):
+            files.write(step, steps[step - 1])
+        resumed = Watched(tmp_path / str(stopped))
+        new = {n: said for n in range(stopped + 1, 31) if (said := resumed.look(n, steps[n - 1]))}
+        assert new == again
 
 
 def test_long_hard_prompts_are_no_alarm():

@@ -1,4 +1,4 @@
-"""Detect from the first rows what data files are for: sft, pairs of answers, or labelled answers."""
+"""Detect from the first rows what data files are for: sft, pairs of answers, labelled answers, or prompts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def answers_in(files: Sequence[Path], columns: Sequence[str] = ()) -> Answers:
     Raises DataError for a missing file or an unknown format.
     """
     votes = Counter(answers for file in files for answers in _votes(file, columns))
-    order: tuple[Answers, ...] = ("taught", "pairs", "labels")
+    order: tuple[Answers, ...] = ("taught", "pairs", "labels", "asked")
     return max(order, key=lambda answers: votes[answers])
 
 
 def _votes(file: Path, columns: Sequence[str]) -> Iterator[Answers]:
     """Yield how each of the first rows can be read or, for a bad row, how its fields suggest to read it."""
-    taught, judged = (parser(file, columns, answers) for answers in ("taught", "labels"))
+    taught, judged, prompt = (parser(file, columns, answers) for answers in ("taught", "labels", "asked"))
     for place, raw in islice(raw_rows(file, columns), LOOKED):
         meant: Answers | None = None
         try:
@@ -37,6 +37,9 @@ def _votes(file: Path, columns: Sequence[str]) -> Iterator[Answers]:
         except OtherTraining as error:
             meant = error.answers
         except DataError:
+            with suppress(DataError):
+                prompt(raw, place)
+                meant = "asked"
             with suppress(DataError):
                 meant = "pairs" if len(judged(raw, place).answers) == 2 else "labels"
         if meant is not None:

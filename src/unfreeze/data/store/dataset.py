@@ -141,6 +141,8 @@ def encode_files(
     examples = Examples(store.fetch, store.columns)
     stats = account.finish(examples)
     stats.reading = store.reading
+    if room:  # rows with one prompt may differ in other columns
+        stats.room, stats.duplicates, stats.repeats = room, 0, []
     if not len(examples):
         raise _nothing_left(stats, paths, columns, answers)
     return Dataset(examples, stats)

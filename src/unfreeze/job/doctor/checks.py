@@ -18,7 +18,7 @@ from unfreeze.core.torchrun import sharers
 from unfreeze.core.units import format_bytes
 from unfreeze.core.writer import writer
 from unfreeze.job.data import few_steps, steps_of
-from unfreeze.job.doctor.finding import Finding
+from unfreeze.job.doctor.finding import Finding, Level
 from unfreeze.job.doctor.machine import check_machine
 from unfreeze.job.end.folder import with_files
 from unfreeze.job.opening.precision import in_dtype
@@ -320,7 +320,7 @@ def check_data(subject: Subject) -> Iterator[Finding]:
             longer,
         )
     texts = stats.shapes.get("text", 0)
-    if not texts and stats.supervised_fraction > ALL_TAUGHT:
+    if not texts and not stats.room and stats.supervised_fraction > ALL_TAUGHT:
         yield Finding(
             "data",
             "warn",
@@ -343,6 +343,9 @@ def check_steps(subject: Subject) -> Iterator[Finding]:
     if not subject.has_data:
         yield Finding("steps", "skip", "no data file given (--data F)")
         return
+    if subject.dataset.stats.room:
+        yield Finding("steps", *_steps_of_prompts(subject))
+        return
     training, (steps, in_one) = subject.config.training, steps_of(subject.config, subject.dataset.examples)
     few, remedy = few_steps(training, steps, in_one)
     parts = subject.config.memory.micro_batches
@@ -350,6 +353,16 @@ def check_steps(subject: Subject) -> Iterator[Finding]:
     shared = f" in {parts} micro-batches; possible numbers of processes: {counts}" if parts > 1 else ""
     line = f"{steps:,} steps of {training.tokens_per_step:,} tokens{shared}"
     yield Finding("steps", "warn" if few else "ok", few or line, remedy)
+
+
+def _steps_of_prompts(subject: Subject) -> tuple[Level, str]:
+    """Return level and line for rows that are prompts: their run has steps of answers."""
+    count = len(subject.dataset.examples)
+    step = subject.parts.answers(1, 1, 1, count).step if subject.parts.answers else None
+    if step is None:
+        return "skip", "the rows are prompts, and no run's file says how many a step has"
+    of = f"{step.answers:,} answers to {step.prompts:,} of {count:,} prompts"
+    return "ok", f"{step.steps or 0:,} steps of {of}"
 
 
 def check_memory(subject: Subject) -> Iterator[Finding]:

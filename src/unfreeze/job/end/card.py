@@ -1,7 +1,7 @@
 """Files beside an adapter for its users: the tokenizer files and a model card (README.md).
 
 The card's front matter is the Hub's: base_model, library_name, license, tags. It names files and folders by
-their last part only, no local paths.
+their last part, and a run's adapter by the run, too: no local paths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from unfreeze.checkpoint import Manifest
 
 CARD = "README.md"
-BEST = "adapter-best"
+ADAPTER_FOLDER, BEST = "adapter", "adapter-best"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 LICENSE = re.compile(
     r"^(license(?:_name|_link)?):[ \t]*[\"']?([^\s\"'\[\]{}]{1,200})[\"']?[ \t]*$", re.MULTILINE
@@ -172,8 +172,14 @@ def _of_run(folder: Path) -> Iterator[str]:
         words = ", ".join(map(str, cast(list[Any], value))) if isinstance(value, list) else value
         yield from ([f"| {name} | {words} |"] if value is not None else [])
     yield from (f"| {name} | {value} |" for name, value in facts(run))
-    words = [Path(word).name if word.startswith("/") else word for word in shlex.split(rerun_command(run))]
+    words = [_shared(word) if word.startswith("/") else word for word in shlex.split(rerun_command(run))]
     yield from ("", "```", shlex.join(words), "```", "")
+
+
+def _shared(path: str) -> str:
+    """Return a path without the folders of this machine; an adapter keeps its run's name, which says more."""
+    *_, parent, name = ["", *Path(path).parts]
+    return f"{parent}/{name}" if name in (ADAPTER_FOLDER, BEST) else name
 
 
 def license_of(base_folder: Path) -> list[str]:

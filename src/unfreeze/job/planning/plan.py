@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from unfreeze.train.run import Run
 
 
-Answering = Callable[[int, int, int], "Answers"]
-"""(tokens of a micro-batch, of a mean document, of the longest) -> answers that are sampled at once."""
+Answering = Callable[[int, int, int, int], "Answers"]
+"""(tokens of a micro-batch, of a mean document, of the longest; documents, 0: unknown) -> answers sampled."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Planning:
     processes  number that share the micro-batches, each with one device
     longest    tokens of the longest document, if not in `lengths`
     second     the run's second model, if any
-    answers    True if the model answers the prompts of a micro-batch before it trains on them
+    answers    those that the model samples before it trains on them, if any
     """
 
     config: TrainingConfig
@@ -132,7 +132,7 @@ class Planning:
             own = self.model.dtype, self.device, self.trained.lora is None
             aside = self.second.aside(Beside(self.start, tokens, longest, *own))
         each = sum(self.lengths) // len(self.lengths) if self.lengths else longest
-        answers = self.answers(tokens, each, longest) if self.answers else None
+        answers = self.answers(tokens, each, longest, len(self.lengths)) if self.answers else None
         return work_of(
             self.model,
             tokens=tokens,

@@ -25,6 +25,7 @@ from unfreeze.parallel.plan.layouts import MANY, Facts, layouts
 from unfreeze.parallel.plan.places import Places, bytes_by_place, fullest_share, with_buffers
 from unfreeze.parallel.plan.propose import MIN_TOKENS
 from unfreeze.parallel.plan.rates import Rates, of_device
+from unfreeze.parallel.plan.sampling import Rollout, sampling_seconds
 from unfreeze.parallel.plan.seconds import IMBALANCE, Seconds, Step, asking, seconds
 from unfreeze.parallel.plan.sizes import Sizes
 from unfreeze.parallel.plan.terms import Work, beside
@@ -369,7 +370,43 @@ def seconds_of(
         micro_batches=request.work.micro_batches,
         adapted=_adapted(sizes, counts),
     )
-    return seconds(counts, fleet, rates, layout, step, imbalance=imbalance, second=second)
+    time = seconds(counts, fleet, rates, layout, step, imbalance=imbalance, second=second)
+    answers = request.work.answers
+    if answers is None or answers.step is None:
+        return time
+    return replace(time, rollout=_rollout(sizes, counts, fleet, rates, layout, request.work, tokens, time))
+
+
+def _rollout(
+    sizes: Sizes,
+    counts: Counts,
+    fleet: Fleet,
+    rates: Rates,
+    layout: Layout,
+    work: Work,
+    tokens: int,
+    time: Seconds,
+) -> Rollout:
+    """Return the seconds of a step with rewards. time: of a pass of `tokens` on the fleet, and an update.
+
+    Devices share the answers, unless they share weights: then all sample every answer together.
+    """
+    assert work.answers is not None and work.answers.step is not None
+    of, n = work.answers.step, max(fleet.count, work.processes)
+    alike = layout.sharing > 1 or layout.sharded or layout.rest == "peers"
+    trained = 0 if work.rank is None else sum(_trained(sizes, counts, work, 1).values())
+    prompt = asking(counts, rates, tokens=of.prompts * of.prompt_tokens, length=of.prompt_tokens)
+    sampling = sampling_seconds(
+        counts,
+        rates,
+        work.answers if alike else work.answers.shared(n),
+        cached=sizes.cached,
+        trained=trained,
+        number_bytes=sizes.compute_bytes,
+        prefill=prompt / (1 if alike else n),
+    )
+    passes = math.ceil(of.trained / (tokens * n / fleet.count))
+    return Rollout(sampling, time.of_passes(passes), of)
 
 
 def _adapted(sizes: Sizes, counts: Counts) -> float:

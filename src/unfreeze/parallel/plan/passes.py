@@ -73,6 +73,12 @@ def launches(counts: Counts, visits: int, expert_visits: int, groups: int) -> in
     return each + counts.moe_layers * groups * (OF_EXPERTS + OF_EXPERTS_VISIT * expert_visits)
 
 
+def launches_of_visit(counts: Counts) -> int:
+    """Return the launches of one forward visit of all layers."""
+    each = counts.num_layers * OF_VISIT + counts.widths.linears * OF_LINEAR_VISIT
+    return each + counts.moe_layers * OF_EXPERTS_VISIT
+
+
 def grouped_products(counts: Counts, expert_visits: int) -> int:
     """Return the grouped products of a micro-batch: base and adapters, forward and backward."""
     return counts.moe_layers * (CALLS + CALLS_VISIT * expert_visits)

@@ -53,6 +53,7 @@ from unfreeze.parallel.plan import passes
 from unfreeze.parallel.plan.counts import Counts
 from unfreeze.parallel.plan.fleet import PER_HOST, Fleet
 from unfreeze.parallel.plan.rates import Rates
+from unfreeze.parallel.plan.sampling import Rollout
 
 DISK = 3e9  # bytes/s per process, with one NVMe drive each
 # NCCL's all-to-all over NVLink reaches about 340 of 450 GB/s (nccl-tests, published); derived, not measured
@@ -60,6 +61,7 @@ ALL_TO_ALL_SHARE = 0.75
 NETWORK = 50e9  # bytes/s per GPU between hosts, one direction: one port of 400 Gb/s each
 HOST_MEMORY = 200e9  # bytes/s of AdamW on the host
 IMBALANCE = 1.1  # busiest device over the mean, if experts are split
+ONCE = ("optimizer", "sum of gradients", "host")  # terms of a step that its micro-batches share
 
 
 @dataclass(frozen=True)
@@ -70,16 +72,22 @@ class Seconds:
     step     seconds of the step, with transfers overlapped by computation
     shown    of the transfers, the part not hidden by computation
     forward  the forward pass's share of a layer's computation
+    rollout  of a step with rewards, of which this is one pass; None: it has none
     """
 
     terms: dict[str, float]
     step: float
     shown: float
     forward: float
+    rollout: Rollout | None = None
 
     @property
     def dominating(self) -> str:
         return max(self.terms, key=lambda name: self.terms[name])
+
+    def of_passes(self, count: int) -> float:
+        """Seconds of a step of `count` times as many micro-batches: an update comes once."""
+        return count * self.step - (count - 1) * sum(self.terms.get(name, 0.0) for name in ONCE)
 
 
 @dataclass(frozen=True)
@@ -178,11 +186,10 @@ def seconds(
         ways * 4 * numbers * (copies[part] - 1) / copies[part] / over[part]
         for part, numbers in trained.items()
     )
-    once = {"optimizer", "sum of gradients", "host"}
     idle = terms["waits of grouped products"] + terms["launches"]
-    terms = {name: s * (1 if name in once else micro_batches) for name, s in terms.items() if s}
+    terms = {name: s * (1 if name in ONCE else micro_batches) for name, s in terms.items() if s}
     each = layers + exchange + shown + idle + second + terms.get("head", 0.0) / micro_batches
-    whole = micro_batches * each + sum(terms.get(name, 0.0) for name in once)
+    whole = micro_batches * each + sum(terms.get(name, 0.0) for name in ONCE)
     return Seconds(terms, whole, micro_batches * shown, forward)
 
 

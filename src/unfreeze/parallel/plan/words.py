@@ -66,7 +66,9 @@ def plan_lines(plan: Plan) -> list[str]:
         rate = "not measured"
     else:
         rate = f"{format_step(plan.time.step)}, most of it {plan.time.dominating}; rates {plan.rates}"
-    return [*lines, f"  time per pass: {rate}"]
+    lines.append(f"  time per pass: {rate}")
+    rollout = plan.time.rollout if plan.time else None
+    return [*lines, *([f"  {rollout.line()}"] if rollout else [])]
 
 
 def _streamed(plan: Plan) -> list[str]:
@@ -152,6 +154,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
         "expanded_avoided": plan.avoided,
         "adapter_parameters": plan.adapter_parameters,
         "seconds_per_pass": plan.time.step if plan.time else None,
+        **({"rollout": plan.time.rollout.fields()} if plan.time and plan.time.rollout else {}),
         "rates": plan.rates,
         "fits": plan.fits,
         "recompute": layout.recompute,

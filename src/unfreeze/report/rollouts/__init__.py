@@ -5,6 +5,7 @@ writer.py      Rollouts(run).write(step, answers)
 numbers.py     the numbers of a step, from its answers
 behaviours.py  verification, backtracking, subgoals, backward chaining: counts by patterns
 canaries.py    correlation of the reward with length and with form
+watched.py     their warnings while a run goes on
 copies.py      rollouts/step-000012.js, from which the page reads a step
 trends.py      numbers of all steps as pictures and words
 page.py        rollouts.html, and the section of report.html
