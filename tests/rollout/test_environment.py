@@ -14,10 +14,10 @@ from transformers.utils import get_json_schema
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.data.rows.asked import asked_from_dict
+from unfreeze.data.tokens.tool_calls import hermes
 from unfreeze.rollout.environment import Environments, Episode, Result
 from unfreeze.rollout.limits import Limits
 from unfreeze.rollout.reward import Graded
-from unfreeze.rollout.tool_calls import hermes
 from unfreeze.rollout.tool_schema import tool_schema
 
 FILE = Path(__file__).with_name("worlds.py")

@@ -20,10 +20,10 @@ from typing import Any, Literal, cast
 
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.data.rows.row import Conversation, Message, Tool
+from unfreeze.data.tokens.tool_calls import Read, Spoken
 from unfreeze.rollout.limits import Limits
 from unfreeze.rollout.pool import Job, Pool, Pooled
 from unfreeze.rollout.reward import Graded, Outcome, checked
-from unfreeze.rollout.tool_calls import Read, Spoken
 from unfreeze.rollout.user_code import Given, user_code
 from unfreeze.rollout.worker import Gone
 
