@@ -52,7 +52,7 @@ class Work:
     )
 
     def alike(self) -> tuple[object, ...]:
-        """What a batch has in common."""
+        """Return the part that a batch has in common."""
         sampling = self.sampling
         return sampling.temperature, sampling.top_p, sampling.stop, sampling.n, self.experts
 
