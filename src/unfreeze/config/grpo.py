@@ -38,8 +38,14 @@ class Rollout(Frozen):
     max_new_tokens: int = Field(
         default=128,
         ge=1,
-        description="most tokens of an answer",
+        description="most tokens of an answer, over all its turns",
         json_schema_extra=about("Answers", alias="max_new_tokens", first=True),
+    )
+    turns: int = Field(
+        default=8,
+        ge=1,
+        description="most turns of an answer with an environment",
+        json_schema_extra=about("Answers", alias="turns"),
     )
     temperature: float = Field(
         default=1.0,
@@ -201,6 +207,12 @@ class Config(sft.Config):
         " my.py:name picks another function",
         json_schema_extra=about("Reward", first=True),
     )
+    env: Folder = Field(
+        default="",
+        description="Python file with an environment, my.py:Class: reset(**row), typed public methods as tools,"
+        " get_reward()",
+        json_schema_extra=about("Reward", alias="env", first=True),
+    )
     data: Data
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
@@ -210,8 +222,13 @@ class Config(sft.Config):
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """As in sft, with the learning rate of a policy."""
-        if not fields.get("reward"):
-            raise ValueError("reward is missing: give --reward my.py, a file with a function reward")
+        if not fields.get("reward") and not fields.get("env"):
+            raise ValueError(
+                "reward is missing: give --reward my.py, a file with a function reward, or --env my.py:Class,"
+                " an environment with get_reward"
+            )
+        if not fields.get("env") and "rollout.turns" in fields:
+            raise ValueError("rollout.turns has no meaning without an environment; give --env my.py:Class")
         for name, why in IGNORED.items():
             if name in fields:
                 raise ValueError(f"{name} has no meaning here: {why}; leave it out")

@@ -14,7 +14,7 @@ calls, and an answer whose calls then give other results is lost by name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -167,6 +167,21 @@ class Environments(Pooled):
     def tools(self, row: Conversation) -> list[Tool]:
         """Return the schemas of the tools that a row's environment has."""
         return list(self._known[self.name_of(row)]["tools"])
+
+    def check(self, rows: Iterable[Conversation]) -> None:
+        """Raise ConfigError for the first row that names no environment that there is."""
+        for row in rows:
+            self.name_of(row)
+
+    def check_reward(self, reward: str) -> None:
+        """Raise ConfigError if an environment has no reward, and no functions of --reward are given either."""
+        if reward or self.scores:
+            return
+        kind = next(each["kind"] for each in self._known.values() if not each["scores"])
+        raise ConfigError(
+            f"environment {kind} has no get_reward, and no reward is given",
+            next="def get_reward(self) -> float, or --reward my.py, which grades the last turn's text",
+        )
 
     def open(self, rows: Sequence[Conversation]) -> list[Episode]:
         """Make an environment for each row and reset it; its text joins the last user message."""

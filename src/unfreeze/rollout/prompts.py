@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unfreeze.data.rows.files import read_rows
-from unfreeze.data.rows.row import Conversation
+from unfreeze.data.rows.row import Conversation, Message
 from unfreeze.data.store.examples import Example
 
 
@@ -28,3 +28,11 @@ class Rows:
     def of(self, example: Example) -> Conversation:
         """Return the row that became this example."""
         return self._rows[example.source, example.row]
+
+
+def text_of(message: Message) -> str:
+    """Return the text of a message, such as the last one of a prompt."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content)
+    return str(content or "")

@@ -9,16 +9,15 @@ P groups, G answers to each prompt.
 
 from __future__ import annotations
 
-import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unfreeze.core.draws import number
 from unfreeze.core.errors import ConfigError, StepRefused
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.packing.order import Order
@@ -26,18 +25,18 @@ from unfreeze.data.packing.packers import first_fit
 from unfreeze.data.packing.source import Cursor, Step
 from unfreeze.data.store.examples import Example, Examples
 from unfreeze.data.tokens.asked import prompt_of
-from unfreeze.generate.sampling import Sampling
 from unfreeze.objectives.policy import Per
+from unfreeze.rollout.answering import Answering, Asked, rewards, sampled
 from unfreeze.rollout.groups import Advantage, Groups, advantages, divided, next_average, rewards_of
+from unfreeze.rollout.prompts import text_of
 from unfreeze.rollout.reward import Graded, outcomes, refuse_failures
 from unfreeze.rollout.routes import with_routes
-from unfreeze.rollout.sampled import Sampled, as_text, of_text
+from unfreeze.rollout.sampled import Sample, Sampled
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
     from unfreeze.data import Tokenizer
     from unfreeze.data.rows.row import Conversation
-    from unfreeze.generate.engine import Engine
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.report.rollouts.answers import Answer
 
@@ -45,9 +44,6 @@ CUT = ("length", "window")
 """Stop reasons of an answer that did not end by itself."""
 SILENT_STEPS = 3
 """First steps that may all have no group with a signal."""
-
-Grade = Callable[[Sequence[tuple["Conversation", str]]], list[Graded]]
-"""(row, text of an answer) of many answers -> their rewards."""
 
 
 @dataclass(frozen=True)
@@ -115,14 +111,13 @@ Tell = Callable[[Rolled], None]
 
 
 class Rollouts:
-    """examples: prompts with room for an answer (data/tokens/asked.py); row_of: an example's row."""
+    """how: prompts are answered. examples: prompts with room for an answer (data/tokens/asked.py)."""
 
     def __init__(
         self,
-        engine: Engine,
+        how: Answering,
         examples: Examples,
         row_of: Callable[[Example], Conversation],
-        grade: Grade,
         settings: Settings,
         *,
         order: Order,
@@ -131,7 +126,7 @@ class Rollouts:
         tell: Tell,
         start: Cursor | None = None,
     ):
-        self.engine, self.examples, self.row_of, self.grade = engine, examples, row_of, grade
+        self.how, self.examples, self.row_of = how, examples, row_of
         self.settings, self.order, self.seed, self.group, self.tell = settings, order, seed, group, tell
         begun: Cursor = start or {"step": 0, "taken": 0, "average": None, "silent": 0}
         self.step, self.taken = int(begun["step"]), int(begun["taken"])
@@ -143,7 +138,7 @@ class Rollouts:
         return self
 
     def __next__(self) -> Step:
-        with self.engine.model.looking():
+        with self.how.engine.model.looking():
             rolled = self.rolled()
         self.tell(rolled)
         self.refuse(rolled)
@@ -184,6 +179,11 @@ class Rollouts:
             refuse_failures(graded, self.settings.failing)
         except ConfigError as error:
             raise StepRefused(error.message, next=error.next) from None
+        if not any(answer.tokens for group in rolled.answers for answer in group.sampled):
+            raise StepRefused(
+                f"no answer of step {rolled.step} has a token: each prompt, with its tools, fills the window",
+                next="a larger --sequence-length and --tokens-per-step",
+            )
         if self.silent < 0 or bool(rolled.groups.signal_P.any()):
             self.silent = -1
             return
@@ -209,58 +209,29 @@ class Rollouts:
 
     def _sampled(self, examples: Sequence[Example], turn: int, seconds: list[float]) -> list[Answers]:
         """Sample G answers to each prompt, and grade them. Adds to seconds of (sampling, grading)."""
-        began = time.perf_counter()
-        places = list(range(len(examples)))
-        own = places if self.group.lockstep else self.group.share(places)
-        sampled = self._own([examples[place] for place in own], [(turn, place) for place in own])
-        if not self.group.lockstep and self.group.size > 1:
-            texts = self.group.texts(
-                json.dumps([[place, as_text(each)] for place, each in zip(own, sampled, strict=True)])
-            )
-            by_place = {place: of_text(each) for text in texts for place, each in json.loads(text)}
-            sampled = [by_place[place] for place in places]
+        began, settings = time.perf_counter(), self.settings
+        asked = [
+            Asked(example, self.row_of(example), (self.seed, self.step, turn, place))
+            for place, example in enumerate(examples)
+        ]
+        greedy = settings.advantage.baseline == "greedy"
+        every = sampled(self.how, asked, settings.answers, self.group, greedy=greedy)
         sampled_at = time.perf_counter()
         groups = [
-            Answers(example, self.row_of(example), answers)
-            for example, answers in zip(examples, sampled, strict=True)
+            Answers(each.example, each.row, answers) for each, answers in zip(asked, every, strict=True)
         ]
         self._graded(groups)
         seconds[0] += sampled_at - began
         seconds[1] += time.perf_counter() - sampled_at
         return groups
 
-    def _own(self, examples: Sequence[Example], places: Sequence[tuple[int, int]]) -> list[list[Sampled]]:
-        """Sample G answers to each prompt in this process; with the baseline "greedy", a greedy one last."""
-        settings, G = self.settings, self.settings.answers
-        if not examples:
-            return []
-        prompts = [prompt_of(example) for example in examples]
-        seeds = tuple(number(self.seed, self.step, *place, answer) for place in places for answer in range(G))
-        sampling = Sampling(settings.new_tokens, temperature=settings.temperature, n=G, seeds=seeds)
-        rows = settings.at_once
-        done = self.engine.generate(prompts, sampling, max_rows=rows, experts=settings.replay)
-        answers = [Sampled.of(each) for each in done]
-        groups = [answers[first : first + G] for first in range(0, len(answers), G)]
-        if settings.advantage.baseline == "greedy":
-            greedy = self.engine.generate(prompts, Sampling(settings.new_tokens), max_rows=rows)
-            groups = [[*group, Sampled.of(each)] for group, each in zip(groups, greedy, strict=True)]
-        return groups
-
     def _graded(self, groups: Sequence[Answers]) -> None:
-        """Grade the answers in process 0; the others take its rewards. Cut ones only if they are scored."""
+        """Grade the answers; cut ones only if they are scored."""
         score = self.settings.score_cut
         answered = [
-            (group.row, each.text)
-            for group in groups
-            for each in group.sampled
-            if score or each.stop not in CUT
+            (group.row, each) for group in groups for each in group.sampled if score or each.stop not in CUT
         ]
-        graded = self.group.on_rank0(lambda: self.grade(answered)) if answered else []
-        if self.group.size > 1:
-            fields = [each.as_json() for each in graded or []]
-            of_first = self.group.of_first(json.dumps(fields).encode())
-            graded = [Graded(**each) for each in json.loads(of_first)]
-        each_graded = iter(graded or [])
+        each_graded = iter(rewards(self.how, answered, self.group))
         for group in groups:
             own = [
                 next(each_graded) if score or answer.stop not in CUT else Graded(None, outcome="cut")
@@ -289,22 +260,25 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     Without any advantage one answer is kept, so that the step has a pass; its gradient is 0.
     """
     examples: list[Example] = []
-    chosen: list[Sampled] = []
+    fed: list[Sample] = []
     worth: list[float] = []
+    length: list[int] = []  # sampled tokens of the answer that an example is from
     trained = tokens = 0
     rows = rolled.groups.advantage_PG.tolist()
     kept = rolled.groups.trained_PG.tolist()
+    left = [(group, answer) for group in rolled.answers for answer in group.sampled if answer.tokens]
     for group, advantage_G, trained_G in zip(rolled.answers, rows, kept, strict=True):
         prompt = prompt_of(group.example)
         for answer, advantage, trains in zip(group.sampled, advantage_G, trained_G, strict=False):
             trained += trains
             tokens += trains * len(answer.tokens)
-            last = not examples and group is rolled.answers[-1] and answer is group.sampled[-1]
+            last = not examples and answer is left[-1][1]
             if advantage or (settings.every_answer and trains) or last:
-                weights = [0.0] * len(prompt) + [1.0] * len(answer.tokens)
-                examples.append(Example([*prompt, *answer.tokens], weights, group.example.row))
-                chosen.append(answer)
-                worth.append(advantage)
+                for each in answer.examples(prompt):
+                    examples.append(Example(each.ids, list(map(float, each.sampled)), group.example.row))
+                    fed.append(each)
+                    worth.append(advantage)
+                    length.append(len(answer.tokens))
 
     lengths = [example.num_tokens for example in examples]
     placed = first_fit(range(len(examples)), lengths, max(settings.micro_batch, *lengths))
@@ -312,16 +286,20 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     packed: set[int] = set()  # documents of earlier passes: one that comes again has no advantage
     for inside in in_multiples(placed, settings.passes):
         of = [examples[i] for i in inside]
-        before = [example.num_tokens - example.num_supervised for example in of]
         extras = {
             "advantage": [[0.0 if i in packed else worth[i]] * lengths[i] for i in inside],
-            "sampler_log_p": [
-                [0.0] * first + chosen[i].log_p for first, i in zip(before, inside, strict=True)
-            ],
+            "sampler_log_p": [_at_sampled(fed[i]) for i in inside],
+            "answer_tokens": [[float(length[i])] * lengths[i] for i in inside],
         }
         packed.update(inside)
-        batches.append(with_routes(pack(of, extras), [chosen[i].experts for i in inside]))
+        batches.append(with_routes(pack(of, extras), [fed[i].experts for i in inside]))
     return divided(batches, settings.per, answers=max(1, trained), tokens=max(1, tokens))
+
+
+def _at_sampled(fed: Sample) -> list[float]:
+    """log p at the place of each sampled id, 0 elsewhere."""
+    each = iter(fed.log_p)
+    return [next(each) if own else 0.0 for own in fed.sampled]
 
 
 def in_multiples(placed: Sequence[int], passes: int) -> list[list[int]]:
@@ -347,6 +325,8 @@ def counted(rolled: Rolled) -> dict[str, Any]:
     names = sorted({name for each in graded for name in each.parts})
     parts = {name: _mean([each.parts[name] for each in graded if name in each.parts]) for name in names}
     tokens = sum(len(each.tokens) for each in sampled)
+    talks = [each for each in sampled if each.turns]
+    faults = sum((Counter(each.faults) for each in talks), Counter[str]())
     return {
         "reward": _mean(rewards),
         "parts": parts,
@@ -358,7 +338,13 @@ def counted(rolled: Rolled) -> dict[str, Any]:
         "outcomes": outcomes(graded),
         "seconds": rolled.sampling,
         "grading_seconds": rolled.grading,
+        **({"turns": _mean([own_turns(each) for each in talks]), "faults": dict(faults)} if talks else {}),
     }
+
+
+def own_turns(answer: Sampled) -> int:
+    """Turns that the model took."""
+    return sum(role == "assistant" for role, _ in answer.turns)
 
 
 def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
@@ -366,7 +352,7 @@ def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
     result: list[Any] = []
     rows = rolled.groups.advantage_PG.tolist()
     for place, (group, advantage_G) in enumerate(zip(rolled.answers, rows, strict=True)):
-        prompt = shown(group.row)
+        prompt = text_of(group.row.messages[-1])
         for index, (answer, graded) in enumerate(zip(group.sampled, group.graded, strict=True)):
             result.append(
                 {
@@ -380,18 +366,11 @@ def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
                     "logprobs": answer.log_p,
                     "advantage": advantage_G[index],
                     "stop": answer.stop,
+                    **({"turns": answer.turns} if answer.turns else {}),
                     **graded.as_json(),
                 }
             )
     return result
-
-
-def shown(row: Conversation) -> str:
-    """Return the text of the last message of a prompt."""
-    content = row.messages[-1].get("content")
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content)
-    return str(content or "")
 
 
 def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:

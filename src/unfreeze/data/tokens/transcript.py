@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from unfreeze.data.rows.row import Message, Tool
 from unfreeze.data.tokens.completions import Completions
@@ -18,32 +18,10 @@ from unfreeze.data.tokens.masks import encode_chat, encode_rendered, end_texts, 
 from unfreeze.data.tokens.taught import QUOTE_OPEN, missing, words_of
 from unfreeze.data.tokens.think import USUAL_MARKS, ThinkBlock
 from unfreeze.data.tokens.tokenizer import Tokenizer
+from unfreeze.rollout.sampled import Sample
 
-
-@dataclass
-class Sample:
-    """Ids in the order that the model was fed.
-
-    sampled  True for each id that the model wrote itself
-    """
-
-    ids: list[int]
-    sampled: list[bool] = field(default_factory=list[bool])
-
-    def __post_init__(self) -> None:
-        self.sampled = self.sampled or [False] * len(self.ids)
-
-    def add(self, ids: Sequence[int], *, sampled: bool) -> None:
-        """Append ids."""
-        self.ids += ids
-        self.sampled += [sampled] * len(ids)
-
-    def last_turn(self) -> list[int]:
-        """Return the sampled ids at the end."""
-        begin = len(self.ids)
-        while begin and self.sampled[begin - 1]:
-            begin -= 1
-        return self.ids[begin:]
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Transcript:
@@ -67,9 +45,12 @@ class Transcript:
         """The ids to be fed for the next turn."""
         return self.samples[-1].ids
 
-    def hear(self, tokens: Sequence[int]) -> str:
-        """Take sampled ids. -> the turn's text: special tokens spelled out, without the one that ends it."""
-        self.samples[-1].add(tokens, sampled=True)
+    def hear(self, tokens: Sequence[int], log_p: Sequence[float] = (), experts: Tensor | None = None) -> str:
+        """Take sampled ids. -> the turn's text: special tokens spelled out, without the one that ends it.
+
+        log_p, experts: as in Sample
+        """
+        self.samples[-1].add(tokens, sampled=True, log_p=log_p, experts=experts)
         return spoken_text(self.tokenizer, tokens)
 
     def tell(self, answer: Message, new: Sequence[Message]) -> bool:
