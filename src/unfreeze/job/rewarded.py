@@ -212,9 +212,9 @@ class Rewarding:
 
     def _start(self, setup: Setup) -> None:
         """Start the processes that run the user's code."""
+        from unfreeze.data.tokens.tool_calls import reads_calls
         from unfreeze.rollout.environment import Environments
         from unfreeze.rollout.graders import Graders, Limits
-        from unfreeze.rollout.tool_calls import reads_calls
 
         config, grading = self.config, self.config.grading
         limits = Limits(seconds=grading.seconds, network=grading.network)

@@ -25,13 +25,14 @@ from unfreeze.data.packing.packers import first_fit
 from unfreeze.data.packing.source import Cursor, Step
 from unfreeze.data.store.examples import Example, Examples
 from unfreeze.data.tokens.asked import prompt_of
+from unfreeze.data.tokens.transcript import Sample
 from unfreeze.objectives.policy import Per
 from unfreeze.rollout.answering import Answering, Asked, rewards, sampled
 from unfreeze.rollout.groups import Advantage, Groups, advantages, divided, next_average, rewards_of
 from unfreeze.rollout.prompts import text_of
 from unfreeze.rollout.reward import Graded, outcomes, refuse_failures
 from unfreeze.rollout.routes import with_routes
-from unfreeze.rollout.sampled import Sample, Sampled
+from unfreeze.rollout.sampled import Sampled
 
 if TYPE_CHECKING:
     from unfreeze.core.batch import Batch

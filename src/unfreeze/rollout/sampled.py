@@ -11,46 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unfreeze.data.tokens.transcript import Sample
 from unfreeze.rollout.reward import Graded
 
 if TYPE_CHECKING:
     from unfreeze.generate.answer import Completion
-
-
-@dataclass
-class Sample:
-    """Ids in the order that the model was fed: one example to train on.
-
-    sampled  True for each id that the model wrote itself
-    log_p    of each of these when it was sampled, after temperature
-    experts  int16 [fewer than ids, L, K]: of each id, those chosen when the model first read it
-    """
-
-    ids: list[int]
-    sampled: list[bool] = field(default_factory=list[bool])
-    log_p: list[float] = field(default_factory=list[float])
-    experts: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.sampled = self.sampled or [False] * len(self.ids)
-
-    def add(
-        self, ids: Sequence[int], *, sampled: bool, log_p: Sequence[float] = (), experts: Tensor | None = None
-    ) -> None:
-        """Append ids. experts: of all ids read so far; those of ids that were read before are kept."""
-        self.ids += ids
-        self.sampled += [sampled] * len(ids)
-        self.log_p += log_p
-        if experts is not None:
-            before = experts[:0] if self.experts is None else self.experts
-            self.experts = torch.cat([before, experts[len(before) :]])
-
-    def last_turn(self) -> list[int]:
-        """Return the sampled ids at the end."""
-        begin = len(self.ids)
-        while begin and self.sampled[begin - 1]:
-            begin -= 1
-        return self.ids[begin:]
 
 
 @dataclass(frozen=True)
@@ -61,7 +26,7 @@ class Sampled:
     text     of the last turn
     log_p    of each token when it was sampled, after temperature
     experts  int16 [tokens - 1, L, K], of an answer of one turn
-    fed      of several turns: examples to train on (turns.py); [] for one turn
+    fed      of several turns: examples to train on (data/tokens/transcript.py); [] for one turn
     turns    [role, text] of each turn, to read
     faults   kinds of errors in calls of tools -> their number
     graded   its environment's reward

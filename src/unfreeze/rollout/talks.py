@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from unfreeze.core.draws import number
+from unfreeze.data.tokens.transcript import Transcript, as_message
 from unfreeze.generate.sampling import Sampling
 from unfreeze.rollout.answering import Asked, Grade
 from unfreeze.rollout.prompts import text_of
 from unfreeze.rollout.reward import Graded, combined
 from unfreeze.rollout.sampled import Sampled, as_text, of_text
-from unfreeze.rollout.turns import Transcript, as_message
 
 if TYPE_CHECKING:
     from unfreeze.data import Tokenizer

@@ -119,10 +119,13 @@ def read_chat(raw: bytes) -> Chat:
 
 
 def _refused(error: ValidationError, body: Mapping[str, Any]) -> Refused:
-    """Return the first fault in words."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    place = first["loc"]
-    name = str(place[0]) if place else None
+    """Return the first field's fault in words; of several forms of a field, that of the nearest."""
+    faults = error.errors(include_url=False, include_input=False)
+    first = max(
+        (each for each in faults if each["loc"][:1] == faults[0]["loc"][:1]),
+        key=lambda each: len(each["loc"]),
+    )
+    name = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden" and name:
         known = nearest(name, Fields.model_fields)
         return Refused(400, f"{name}: this field is not known here{known}", param=name)

@@ -11,11 +11,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 from unfreeze.core.draws import number
 from unfreeze.core.errors import ConfigError, DataError
@@ -37,7 +34,6 @@ class Turn:
 
     messages, tools  of its prompt
     sample           the prompt's ids: those of `before` first, if it goes on with an earlier turn
-    log_p            of each of them when it was sampled, after temperature; 0 for others
     number           of the request in its session
     most             new tokens of an answer; cut: the run's limit, if that is `most`, not the request's
     """
@@ -45,7 +41,6 @@ class Turn:
     messages: list[Message]
     tools: list[Tool] | None
     sample: Sample
-    log_p: list[float]
     sampling: Sampling
     most: int
     experts: bool = False
@@ -60,20 +55,15 @@ class Spent:
 
     place    number of the request, and of the choice
     sample   everything fed and sampled so far
-    log_p    of each id when it was sampled, after temperature; 0 for others
     answer   the sampled turn as the template gets it
     cut      True if the run's limit ended it
-    experts  chosen for all ids but the last, int16 [ids - 1, L, K]
     """
 
     turn: Turn
     place: tuple[int, int]
     sample: Sample
-    log_p: list[float]
     answer: Message
-    text: str
     cut: bool
-    experts: Tensor | None = None
 
 
 class Speech:
@@ -102,7 +92,7 @@ class Speech:
         sampling = Sampling(
             most, temperature=temperature, top_p=chat.top_p, stop=chat.stop, n=chat.n, seeds=seeds
         )
-        return Turn(chat.messages, chat.tools, Sample(prompt), [0.0] * len(prompt), sampling, most)
+        return Turn(chat.messages, chat.tools, Sample(prompt), sampling, most)
 
     def heard(self, turn: Turn, answers: Sequence[Completion]) -> list[Message]:
         """Return the answers as messages."""
@@ -175,35 +165,24 @@ class Session:
             if self.requests >= rules.requests:
                 raise Refused(403, f"a session has at most {rules.requests} requests")
             count, self.requests = self.requests, self.requests + 1
-            messages, sample, log_p, before = self._goes_on(chat)
+            messages, sample, before = self._goes_on(chat)
         room = room_for(sample.ids, rules.window, rules.new_tokens)
         most = min(room, chat.new_tokens or room)
         seeds = tuple(number(self.seed, count, choice) for choice in range(chat.n))
         sampling = Sampling(most, temperature=rules.temperature, stop=chat.stop, n=chat.n, seeds=seeds)
-        return Turn(
-            messages, chat.tools, sample, log_p, sampling, most, rules.replay, count, before, most == room
-        )
+        return Turn(messages, chat.tools, sample, sampling, most, rules.replay, count, before, most == room)
 
     def heard(self, turn: Turn, answers: Sequence[Completion]) -> list[Message]:
         """Record the answers to a request, unless the session has ended. -> a message each."""
         messages = [self.speech.message(turn, done) for done in answers]
         with self._lock:
             for choice, (done, message) in enumerate(zip(answers, messages, strict=True)):
-                sample = Sample(list(turn.sample.ids), list(turn.sample.sampled))
-                sample.add(done.tokens, sampled=True)
-                if not self.ended:
-                    self._spent.append(
-                        Spent(
-                            turn,
-                            (turn.number, choice),
-                            sample,
-                            turn.log_p + done.sampled_logprobs,
-                            message,
-                            done.text,
-                            turn.cut and done.finish_reason == "length",
-                            _experts(turn, done),
-                        )
-                    )
+                if self.ended:
+                    break
+                sample = copy_of(turn.sample)
+                sample.add(done.tokens, sampled=True, log_p=done.sampled_logprobs, experts=done.experts)
+                cut = turn.cut and done.finish_reason == "length"
+                self._spent.append(Spent(turn, (turn.number, choice), sample, message, cut))
         return messages
 
     def end(self) -> list[Spent]:
@@ -211,18 +190,25 @@ class Session:
         with self._lock:
             self.ended = True
             spent = sorted(self._spent, key=lambda each: each.place)
+        samples: dict[int, Sample] = {}
         continued: set[int] = set()
         for each in spent:
-            before = each.turn.before
-            if before is None:
+            samples[id(each)] = each.sample
+            if (before := each.turn.before) is None:
                 continue
-            inherited = len(before.sample.ids)
-            kept = before.sample.sampled if id(before) not in continued else [False] * inherited
-            each.sample.sampled[:inherited] = kept
+            ids, logs = len(before.sample.ids), len(before.sample.log_p)
+            earlier = samples[id(before)]
+            taken = id(before) in continued  # another one trains on its tokens
             continued.add(id(before))
-        return [each for each in spent if id(each) not in continued]
+            samples[id(each)] = Sample(
+                each.sample.ids,
+                ([False] * ids if taken else earlier.sampled) + each.sample.sampled[ids:],
+                ([] if taken else earlier.log_p) + each.sample.log_p[logs:],
+                each.sample.experts,
+            )
+        return [replace(each, sample=samples[id(each)]) for each in spent if id(each) not in continued]
 
-    def _goes_on(self, chat: Chat) -> tuple[list[Message], Sample, list[float], Spent | None]:
+    def _goes_on(self, chat: Chat) -> tuple[list[Message], Sample, Spent | None]:
         """Continue the longest turn that the messages begin with, else begin a sample.
 
         -> the messages as they were sampled: clients drop fields, such as reasoning, on the way.
@@ -240,10 +226,11 @@ class Session:
             except DataError as error:
                 raise Refused(400, error.message, param="messages") from None
             if ids is not None:
-                sample = Sample([*before.sample.ids, *ids], [*before.sample.sampled, *[False] * len(ids)])
-                return chat.messages, sample, before.log_p + [0.0] * len(ids), before
+                sample = copy_of(before.sample)
+                sample.add(ids, sampled=False)
+                return chat.messages, sample, before
         prompt = self.speech.prompt(chat)
-        return chat.messages, Sample(prompt), [0.0] * len(prompt), None
+        return chat.messages, Sample(prompt), None
 
 
 def room_for(prompt: Sequence[int], positions: int, most: int) -> int:
@@ -259,12 +246,9 @@ def room_for(prompt: Sequence[int], positions: int, most: int) -> int:
     return min(most, positions - len(prompt))
 
 
-def _experts(turn: Turn, done: Completion) -> Tensor | None:
-    """Join the experts of earlier turns, as they were chosen then, and those of this turn."""
-    earlier = turn.before.experts if turn.before else None
-    if earlier is None or done.experts is None:
-        return done.experts
-    return torch.cat([earlier, done.experts[len(earlier) :]])
+def copy_of(sample: Sample) -> Sample:
+    """Return a copy that can grow."""
+    return Sample(list(sample.ids), list(sample.sampled), list(sample.log_p), sample.experts)
 
 
 def _begins_with(chat: Chat, spent: Spent) -> bool:

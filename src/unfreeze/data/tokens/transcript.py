@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from unfreeze.data.rows.row import Message, Tool
 from unfreeze.data.tokens.completions import Completions
@@ -18,10 +21,42 @@ from unfreeze.data.tokens.masks import encode_chat, encode_rendered, end_texts, 
 from unfreeze.data.tokens.taught import QUOTE_OPEN, missing, words_of
 from unfreeze.data.tokens.think import USUAL_MARKS, ThinkBlock
 from unfreeze.data.tokens.tokenizer import Tokenizer
-from unfreeze.rollout.sampled import Sample
 
-if TYPE_CHECKING:
-    from torch import Tensor
+
+@dataclass
+class Sample:
+    """Ids in the order that the model was fed: one example to train on.
+
+    sampled  True for each id that the model wrote itself
+    log_p    of each of these when it was sampled, after temperature
+    experts  int16 [fewer than ids, L, K]: of each id, those chosen when the model first read it
+    """
+
+    ids: list[int]
+    sampled: list[bool] = field(default_factory=list[bool])
+    log_p: list[float] = field(default_factory=list[float])
+    experts: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.sampled = self.sampled or [False] * len(self.ids)
+
+    def add(
+        self, ids: Sequence[int], *, sampled: bool, log_p: Sequence[float] = (), experts: Tensor | None = None
+    ) -> None:
+        """Append ids. experts: of all ids read so far; those of ids that were read before are kept."""
+        self.ids += ids
+        self.sampled += [sampled] * len(ids)
+        self.log_p += log_p
+        if experts is not None:
+            before = experts[:0] if self.experts is None else self.experts
+            self.experts = torch.cat([before, experts[len(before) :]])
+
+    def last_turn(self) -> list[int]:
+        """Return the sampled ids at the end."""
+        begin = len(self.ids)
+        while begin and self.sampled[begin - 1]:
+            begin -= 1
+        return self.ids[begin:]
 
 
 class Transcript:
