@@ -62,7 +62,7 @@ class Graders(Pooled):
 
     def grade(self, answers: Sequence[tuple[Conversation, str]]) -> list[Graded]:
         """Return the reward of each (row, answer's text)."""
-        return [_graded(reply) for reply in self._pool.run([self._job(row, text) for row, text in answers])]
+        return [graded_of(reply) for reply in self._pool.run([self._job(row, text) for row, text in answers])]
 
     def _keywords(self, row: Conversation) -> dict[str, dict[str, Any]]:
         return {
@@ -75,7 +75,8 @@ class Graders(Pooled):
         return Job({"do": "grade", **content})
 
 
-def _graded(reply: Reply) -> Graded:
+def graded_of(reply: Reply) -> Graded:
+    """Return the reward that a process sent, or its outcome."""
     printed = printable(reply.printed.strip())[:MAX_MESSAGE]
     if isinstance(reply.content, Gone):
         return Graded(None, {}, reply.content.outcome, reply.content.message, printed)

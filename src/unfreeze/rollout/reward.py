@@ -27,12 +27,22 @@ from unfreeze.data.rows.row import Conversation, Message
 from unfreeze.untrusted.json_object import is_object
 
 Outcome = Literal[
-    "ok", "error", "timeout", "not a number", "no value", "memory", "processes", "ended", "garbage", "cut"
+    "ok",
+    "error",
+    "timeout",
+    "not a number",
+    "no value",
+    "memory",
+    "processes",
+    "ended",
+    "garbage",
+    "cut",
+    "no tokens",
 ]
 """error: it raised. timeout: it took too long, or too much CPU. not a number: NaN, infinite, or another type.
 no value: every function returned None. memory: it ran out of its limit. processes: it started too many.
 ended: its process is gone. garbage: its process answered something else. cut: the answer was cut off,
-and such answers are left out."""
+and such answers are left out. no tokens: an agent that never asked the model."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 MAX_PARTS = 64
