@@ -49,14 +49,8 @@ class Rewarding:
 
     def __init__(self, config: Config):
         self.config = config
-        self.codes = {
-            field: user_code(source, name, field)
-            for field, source, name in (
-                ("reward", config.reward, "reward"),
-                ("env", config.env, "Environment"),
-            )
-            if source
-        }
+        sources = {"reward": (config.reward, "reward"), "env": (config.env, "Environment")}
+        self.codes = {field: user_code(*each, field) for field, each in sources.items() if each[0]}
         self.words: Words | None = None
         self.graders: Graders | None = None
         self.environments: Environments | None = None

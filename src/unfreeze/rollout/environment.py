@@ -29,6 +29,8 @@ from unfreeze.rollout.worker import Gone
 
 TURNS = 8
 """Most turns of an answer."""
+UNREADABLE = "unreadable"
+"""Name of the tool that answers a call that could not be read."""
 COLUMN = "environment"
 """Column of a row that names its environment, if there are several."""
 
@@ -72,30 +74,35 @@ class Episode:
         """Take the model's turn. -> the calls to run: {"name", "arguments"} each."""
         self.turns += 1
         self.spoken = self.read(text, len(self.past))
-        calls = self.spoken.calls if not self.spoken.fault else []
         message: Message = {"role": "assistant", "content": self.spoken.content}
-        self.messages.append({**message, **({"tool_calls": calls} if calls else {})})
-        if not calls and not self.spoken.fault:
+        self.messages.append({**message, **({"tool_calls": self.calls} if self.calls else {})})
+        if not self.calls:
             self.done = "answered"
-        return [call["function"] for call in calls]
+        return [] if self.spoken.fault else [call["function"] for call in self.calls]
+
+    @property
+    def calls(self) -> list[Tool]:
+        """The calls of the last turn; in place of one that could not be read UNREADABLE, which is answered."""
+        if not self.spoken.fault:
+            return self.spoken.calls
+        id = f"functions.{UNREADABLE}:{self.turns}"
+        return [{"id": id, "type": "function", "function": {"name": UNREADABLE, "arguments": {}}}]
 
     def tell(self, results: Sequence[Result]) -> list[Message]:
         """Take the results of the calls. -> the messages to append: a tool's turn for each."""
         new: list[Message] = []
         if self.spoken.fault:  # the call could not be read; the model is told why
-            self.faults["unreadable call"] += 1
-            new.append({"role": "tool", "name": "unreadable", "content": f"error: {self.spoken.fault}"})
-        else:
-            for call, result in zip(self.spoken.calls, results, strict=True):
-                self.faults.update([result.fault] if result.fault else [])
-                new.append(
-                    {
-                        "role": "tool",
-                        "name": call["function"]["name"],
-                        "tool_call_id": call["id"],
-                        "content": result.text,
-                    }
-                )
+            results = [Result(f"error: {self.spoken.fault}", "unreadable call")]
+        for call, result in zip(self.calls, results, strict=True):
+            self.faults.update([result.fault] if result.fault else [])
+            new.append(
+                {
+                    "role": "tool",
+                    "name": call["function"]["name"],
+                    "tool_call_id": call["id"],
+                    "content": result.text,
+                }
+            )
         self.messages += new
         if self.turns >= self.most_turns and not self.done:
             self.done = "turns"
@@ -174,7 +181,7 @@ class Environments(Pooled):
             self.name_of(row)
 
     def check_reward(self, reward: str) -> None:
-        """Raise ConfigError if an environment has no reward, and no functions of --reward are given either."""
+        """Raise ConfigError if an environment has no reward, and there is no --reward either."""
         if reward or self.scores:
             return
         kind = next(each["kind"] for each in self._known.values() if not each["scores"])

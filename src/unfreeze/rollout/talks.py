@@ -80,8 +80,7 @@ class Talk:
         if episode.done:
             self.stop = {"answered": "end"}.get(episode.done, episode.done)
             return
-        calls = [] if episode.spoken.fault else episode.spoken.calls
-        answer = as_message(tokenizer, transcript.messages, episode.spoken.content, calls)
+        answer = as_message(tokenizer, transcript.messages, episode.spoken.content, episode.calls)
         transcript.tell(answer, news)
 
     def sampled(self, graded: Graded) -> Sampled:
