@@ -213,10 +213,10 @@ class Rewarding:
         config, grading = self.config, self.config.grading
         limits = Limits(seconds=grading.seconds, network=grading.network)
         if config.env:
-            read = reads_calls(setup.tokenizer.chat.source)
+            reads_calls(setup.tokenizer.chat.source)  # refuses a template without calls of tools
             turns, count = config.rollout.turns, grading.processes
             self.environments = Environments(
-                config.env, read, limits, most_turns=turns, count=count, say=say(setup.common)
+                config.env, limits, most_turns=turns, count=count, say=say(setup.common)
             )
             self.environments.check_reward(config.reward)
         if config.reward and setup.group.rank == 0:

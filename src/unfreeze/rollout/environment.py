@@ -1,7 +1,7 @@
 """Environments that the model talks with: tools, several turns, and a reward at the end.
 
-    environments = Environments("my.py:Calculator", read=reads_calls(tokenizer.chat.source))
-    episodes = environments.open(rows)                       # reset's text joins the last user message
+    environments, read = Environments("my.py:Calculator"), reads_calls(tokenizer.chat.source)
+    episodes = environments.open(rows, read)                 # reset's text joins the last user message
     while some are not done:
         news = environments.turn(episodes, texts)            # calls run; their results are messages
     graded = environments.grade(episodes)
@@ -82,7 +82,7 @@ class Episode:
 
     @property
     def calls(self) -> list[Tool]:
-        """The calls of the last turn; in place of one that could not be read UNREADABLE, which is answered."""
+        """The calls of the last turn; UNREADABLE in place of one that could not be read."""
         if not self.spoken.fault:
             return self.spoken.calls
         id = f"functions.{UNREADABLE}:{self.turns}"
@@ -118,7 +118,6 @@ class Environments(Pooled):
 
     source  "my.py:Class", a class, a file's dict of factories (my.py:NAME), or a dict of those: then each row
             names its own in the column `environment`
-    read    the reader of the model's tool calls (tool_calls.py)
 
     Raises ConfigError if a class has no reset, or a tool without types or docstring.
     """
@@ -126,7 +125,6 @@ class Environments(Pooled):
     def __init__(
         self,
         source: Given | dict[str, Given],
-        read: Read,
         limits: Limits | None = None,
         *,
         most_turns: int = TURNS,
@@ -137,7 +135,7 @@ class Environments(Pooled):
         pairs = [
             (name, code) for name, each in named.items() for code in user_code(each, "Environment", "env")
         ]
-        self.read, self.most_turns, self._limits = read, most_turns, limits or Limits()
+        self.most_turns, self._limits = most_turns, limits or Limits()
         self._pool = Pool(
             [code for _, code in pairs],
             self._limits,
@@ -190,12 +188,13 @@ class Environments(Pooled):
             next="def get_reward(self) -> float, or --reward my.py, which grades the last turn's text",
         )
 
-    def open(self, rows: Sequence[Conversation]) -> list[Episode]:
-        """Make an environment for each row and reset it; its text joins the last user message."""
+    def open(self, rows: Sequence[Conversation], read: Read) -> list[Episode]:
+        """Make an environment for each row and reset it; its text joins the last user message.
+
+        read: the reader of the model's tool calls (tool_calls.py)
+        """
         episodes = [
-            Episode(
-                row, [dict(message) for message in row.messages], self.tools(row), self.read, self.most_turns
-            )
+            Episode(row, [dict(message) for message in row.messages], self.tools(row), read, self.most_turns)
             for row in rows
         ]
         for episode in episodes:

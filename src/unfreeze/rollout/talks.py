@@ -21,6 +21,7 @@ from unfreeze.rollout.answering import Asked, Grade
 from unfreeze.rollout.prompts import text_of
 from unfreeze.rollout.reward import Graded, combined
 from unfreeze.rollout.sampled import Sampled, as_text, of_text
+from unfreeze.rollout.tool_calls import reads_calls
 from unfreeze.rollout.turns import Transcript, as_message
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class Talks:
     environments  those that this process plays; None where process 0 plays all
     window        most ids of a sample, fed and sampled
     grade         the functions of --reward, if there are any
+
+    Raises ConfigError if the chat template's calls cannot be read.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class Talks:
         grade: Grade | None = None,
     ):
         self._engine, self.tokenizer, self.environments = engine, tokenizer, environments
+        self._read = reads_calls(tokenizer.chat.source)
         self.settings, self.window, self.group, self._grade = settings, window, group, grade
 
     @property
@@ -172,7 +176,7 @@ class Talks:
     def _open(self, asked: Sequence[Asked], n: int) -> list[Talk]:
         assert self.environments is not None
         every = [(each, answer) for each in asked for answer in range(n)]
-        episodes = self.environments.open([each.row for each, _ in every])
+        episodes = self.environments.open([each.row for each, _ in every], self._read)
         talks: list[Talk] = []
         for (each, answer), episode in zip(every, episodes, strict=True):
             transcript = Transcript(self.tokenizer, episode.messages, episode.tools or None)
