@@ -38,8 +38,8 @@ def row(**columns):
 
 
 def opened(name, rows, limits=PATIENT, **options):
-    environments = Environments(f"{FILE}:{name}", hermes, limits, count=1, **options)
-    return environments, environments.open(rows)
+    environments = Environments(f"{FILE}:{name}", limits, count=1, **options)
+    return environments, environments.open(rows, hermes)
 
 
 class Colour(Enum):
@@ -216,10 +216,13 @@ def test_each_row_names_its_environment():
             ["add"],
         ]
         with pytest.raises(ConfigError, match="row 1: environment is 'calculater'; nearest: 'calculator'"):
-            environments.open([row(environment="calculater")])
+            environments.open([row(environment="calculater")], hermes)
     given = {"one": f"{FILE}:Silent", "two": f"{FILE}:Calculator"}
-    with Environments(given, hermes, PATIENT, count=1) as environments:
-        assert environments.open([row(environment="two")])[0].messages[-1]["content"] == "Calculate. Reach 5."
+    with Environments(given, PATIENT, count=1) as environments:
+        assert (
+            environments.open([row(environment="two")], hermes)[0].messages[-1]["content"]
+            == "Calculate. Reach 5."
+        )
 
 
 def test_an_episode_knows_neither_engine_nor_process():

@@ -209,7 +209,7 @@ class Config(sft.Config):
     )
     env: Folder = Field(
         default="",
-        description="Python file with an environment, my.py:Class: reset(**row), typed public methods as tools,"
+        description="Python file with an environment, my.py:Class: reset(**row), typed methods as tools,"
         " get_reward()",
         json_schema_extra=about("Reward", alias="env", first=True),
     )

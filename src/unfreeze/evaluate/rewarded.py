@@ -21,7 +21,7 @@ from unfreeze.evaluate.by_row import ByRow
 Key = tuple[int, ...]
 """Numbers that the seeds of a prompt's answers are made of."""
 Answer = Callable[[Sequence[tuple[Example, Key]], int], Sequence[tuple[float | None, int]]]
-"""(prompts, k) -> reward and tokens of k answers to each, the first prompt's first; None: without a reward."""
+"""(prompts, k) -> reward and tokens of k answers to each, in order; None: without a reward."""
 
 DRAWS = 2000
 SOLVED = 1.0

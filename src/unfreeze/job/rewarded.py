@@ -49,14 +49,8 @@ class Rewarding:
 
     def __init__(self, config: Config):
         self.config = config
-        self.codes = {
-            field: user_code(source, name, field)
-            for field, source, name in (
-                ("reward", config.reward, "reward"),
-                ("env", config.env, "Environment"),
-            )
-            if source
-        }
+        sources = {"reward": (config.reward, "reward"), "env": (config.env, "Environment")}
+        self.codes = {field: user_code(*each, field) for field, each in sources.items() if each[0]}
         self.words: Words | None = None
         self.graders: Graders | None = None
         self.environments: Environments | None = None
@@ -219,10 +213,10 @@ class Rewarding:
         config, grading = self.config, self.config.grading
         limits = Limits(seconds=grading.seconds, network=grading.network)
         if config.env:
-            read = reads_calls(setup.tokenizer.chat.source)
+            reads_calls(setup.tokenizer.chat.source)  # refuses a template without calls of tools
             turns, count = config.rollout.turns, grading.processes
             self.environments = Environments(
-                config.env, read, limits, most_turns=turns, count=count, say=say(setup.common)
+                config.env, limits, most_turns=turns, count=count, say=say(setup.common)
             )
             self.environments.check_reward(config.reward)
         if config.reward and setup.group.rank == 0:

@@ -1,4 +1,4 @@
-"""Prompts are answered and graded by all processes together; how is a part: in one turn, or with an environment.
+"""Prompts, answered and graded by all processes together. How is a part: one turn, or an environment.
 
     every = sampled(how, asked, n, group)            # n answers to each prompt, in every process
     graded = rewards(how, [(row, answer), …], group)

@@ -194,6 +194,12 @@ class Grader:
             for code in request["codes"]:
                 self.files.add(code["path"])
                 for name, function in _named(code).items():
+                    if inspect.isclass(function) and callable(getattr(function, "reset", None)):
+                        where = f"{os.path.basename(code['path'])}:{name}"
+                        raise ConfigError(
+                            f"{name} is an environment, not a function of a prompt and an answer",
+                            next=f"--env {where}",
+                        )
                     twice = name in self.functions
                     self.functions[f"{code['path']}:{name}" if twice else name] = function
             shape = request.get("arguments", {})

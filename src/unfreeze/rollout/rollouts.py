@@ -56,7 +56,7 @@ class Settings:
     score_cut         grade answers that were cut; else they are left out of their group
     resample          times that groups with equal rewards get other prompts
     replay            keep the chosen experts for the training pass
-    at_once           answers sampled at the same time
+    at_once           answers sampled at the same time; None: as many as fit in memory
     passes            processes: the training passes are a multiple of them
     failing           largest share of answers without a reward
     micro_batch       tokens of a training pass
@@ -71,7 +71,7 @@ class Settings:
     score_cut: bool = False
     resample: int = 1
     replay: bool = False
-    at_once: int = 128
+    at_once: int | None = 128
     passes: int = 1
     failing: float = 0.2
     micro_batch: int = 4096

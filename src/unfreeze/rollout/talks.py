@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from unfreeze.core.draws import number
+from unfreeze.data.tokens.tool_calls import reads_calls
 from unfreeze.data.tokens.transcript import Transcript, as_message
 from unfreeze.generate.sampling import Sampling
 from unfreeze.rollout.answering import Asked, Grade
@@ -80,8 +81,7 @@ class Talk:
         if episode.done:
             self.stop = {"answered": "end"}.get(episode.done, episode.done)
             return
-        calls = [] if episode.spoken.fault else episode.spoken.calls
-        answer = as_message(tokenizer, transcript.messages, episode.spoken.content, calls)
+        answer = as_message(tokenizer, transcript.messages, episode.spoken.content, episode.calls)
         transcript.tell(answer, news)
 
     def sampled(self, graded: Graded) -> Sampled:
@@ -100,6 +100,8 @@ class Talks:
     environments  those that this process plays; None where process 0 plays all
     window        most ids of a sample, fed and sampled
     grade         the functions of --reward, if there are any
+
+    Raises ConfigError if the chat template's calls cannot be read.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Talks:
         grade: Grade | None = None,
     ):
         self._engine, self.tokenizer, self.environments = engine, tokenizer, environments
+        self._read = reads_calls(tokenizer.chat.source)
         self.settings, self.window, self.group, self._grade = settings, window, group, grade
 
     @property
@@ -173,7 +176,7 @@ class Talks:
     def _open(self, asked: Sequence[Asked], n: int) -> list[Talk]:
         assert self.environments is not None
         every = [(each, answer) for each in asked for answer in range(n)]
-        episodes = self.environments.open([each.row for each, _ in every])
+        episodes = self.environments.open([each.row for each, _ in every], self._read)
         talks: list[Talk] = []
         for (each, answer), episode in zip(every, episodes, strict=True):
             transcript = Transcript(self.tokenizer, episode.messages, episode.tools or None)
