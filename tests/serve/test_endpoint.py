@@ -14,7 +14,7 @@ from unfreeze.core.errors import ConfigError
 from unfreeze.generate.sampling import NotFinite, Sampling
 from unfreeze.serve.request import MAX_BODY
 from unfreeze.serve.router import Router
-from unfreeze.serve.running import Running
+from unfreeze.serve.running import Endpoint
 from unfreeze.serve.session import Speech
 from unfreeze.serve.speaker import Speaker, Work
 
@@ -29,7 +29,7 @@ def model():
 @pytest.fixture(scope="module")
 def running(model):
     speech = Speech(model.tokenizer, model.decoder.shape.max_positions)
-    running = Running(Router(Speaker(model.engine), model.tokenizer, "tiny", speech))
+    running = Endpoint().serve(Router(Speaker(model.engine), model.tokenizer, "tiny", speech))
     yield running
     running.close()
 
@@ -236,6 +236,6 @@ def test_too_many_requests_are_429(model):
     speaker.close()
 
 
-def test_a_port_in_use_is_one_line(running, model):
+def test_a_port_in_use_is_one_line(running):
     with pytest.raises(ConfigError, match=f"port {running.port}: Address already in use"):
-        Running(running.router, port=running.port)
+        Endpoint(port=running.port)

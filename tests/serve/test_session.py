@@ -13,7 +13,7 @@ from unfreeze.generate.answer import Completion
 from unfreeze.generate.sampling import Sampling
 from unfreeze.serve.request import Refused, read_chat
 from unfreeze.serve.router import Router
-from unfreeze.serve.running import Running
+from unfreeze.serve.running import Endpoint
 from unfreeze.serve.session import Rules, Session, Speech, _same
 from unfreeze.serve.speaker import Speaker
 from unfreeze.serve.written import as_openai
@@ -39,7 +39,7 @@ def speech(model):
 
 @pytest.fixture(scope="module")
 def running(model):
-    running = Running(Router(Speaker(model.engine), model.tokenizer, "tiny"))
+    running = Endpoint().serve(Router(Speaker(model.engine), model.tokenizer, "tiny"))
     yield running
     running.close()
 

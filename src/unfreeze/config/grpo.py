@@ -13,6 +13,8 @@ from unfreeze.config.parse import Files, Folder, Frozen
 from unfreeze.core.field import about
 
 ADAPTER_RATE, ALL_RATE = 5e-4, 1e-6
+AGENT_SECONDS = 300.0
+"""Longest time of an agent, which waits for the model's answers too."""
 IGNORED = {
     "training.packing": "the answers of a step are packed into as few passes as hold them",
     "data.weights": "each prompt comes once in a pass over the data",
@@ -101,7 +103,7 @@ class Grading(Frozen):
     seconds: float = Field(
         default=10.0,
         gt=0,
-        description="longest time for one answer's reward",
+        description="longest time for one answer's reward; with an agent, for its whole run: 300",
         json_schema_extra=about("Reward"),
     )
     processes: int = Field(
@@ -213,6 +215,12 @@ class Config(sft.Config):
         " get_reward()",
         json_schema_extra=about("Reward", alias="env", first=True),
     )
+    agent: Folder = Field(
+        default="",
+        description="Python file with async run(base_url, row) -> reward, which asks the model at base_url as"
+        " an OpenAI client does; my.py:name picks another function",
+        json_schema_extra=about("Reward", alias="agent", first=True),
+    )
     data: Data
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
@@ -222,11 +230,14 @@ class Config(sft.Config):
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """As in sft, with the learning rate of a policy."""
-        if not fields.get("reward") and not fields.get("env"):
+        sources = [name for name in ("reward", "env", "agent") if fields.get(name)]
+        if not sources:
             raise ValueError(
                 "reward is missing: give --reward my.py, a file with a function reward, or --env my.py:Class,"
-                " an environment with get_reward"
+                " an environment with get_reward, or --agent my.py, with run(base_url, row)"
             )
+        if "agent" in sources and len(sources) > 1:
+            raise ValueError(f"agent returns the reward itself; leave out {sources[0]}")
         if not fields.get("env") and "rollout.turns" in fields:
             raise ValueError("rollout.turns has no meaning without an environment; give --env my.py:Class")
         for name, why in IGNORED.items():
@@ -243,4 +254,5 @@ class Config(sft.Config):
             if both := [name for name in own if name in fields]:
                 raise ValueError(f"policy.like sets {', '.join(both)}: give only one of them")
         rate = ALL_RATE if fields.get("train") == "all" else ADAPTER_RATE
-        return super().completed({"optimizer.learning_rate": rate, **fields})
+        seconds = {"grading.seconds": AGENT_SECONDS} if fields.get("agent") else {}
+        return super().completed({"optimizer.learning_rate": rate, **seconds, **fields})

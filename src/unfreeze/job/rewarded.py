@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from unfreeze.data import Cursor
     from unfreeze.evaluate.rewarded import Rewarded
     from unfreeze.generate.engine import Engine
+    from unfreeze.job.agents import ByAgents
     from unfreeze.job.setup import EncodedData, Placed, Setup
     from unfreeze.kernels.linear_cross_entropy import Words
     from unfreeze.models import Decoder
@@ -50,10 +51,12 @@ class Rewarding:
     def __init__(self, config: Config):
         self.config = config
         sources = {"reward": (config.reward, "reward"), "env": (config.env, "Environment")}
+        sources["agent"] = (config.agent, "run")
         self.codes = {field: user_code(*each, field) for field, each in sources.items() if each[0]}
         self.words: Words | None = None
         self.graders: Graders | None = None
         self.environments: Environments | None = None
+        self.agents: ByAgents | None = None
         self.how: Answering | None = None
         self.warned = False  # of the gap
         self.silent = 0  # steps without a signal, up to now
@@ -117,12 +120,18 @@ class Rewarding:
         }
         for name, value in self.identity.items() if setup.folder.cursor else ():
             if (before := (setup.folder.cursor or {}).get(name)) != value:
-                of = {"reward": self.config.reward, "env": self.config.env}.get(name, "the data")
+                of = getattr(self.config, name, "the data")
                 raise ConfigError(
                     f"cannot resume: {of} has changed since this run began ({name} was {before!r}, is"
                     f" {value!r})",
                     next=f"restore {of}, or start a new run with another --out",
                 )
+
+        if self.config.agent and setup.group.lockstep:
+            raise ConfigError(
+                "agents ask each process on its own, and here the processes share the weights",
+                next="--place.weights whole, or one process",
+            )
 
         def start() -> None:
             self._start(setup)
@@ -153,7 +162,7 @@ class Rewarding:
 
     def close(self) -> None:
         """End the graders: in a notebook the process goes on after the run."""
-        for each in filter(None, (self.graders, self.environments)):
+        for each in filter(None, (self.graders, self.environments, self.agents)):
             each.close()
 
     def source(self, setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None) -> Rollouts:
@@ -212,6 +221,10 @@ class Rewarding:
 
         config, grading = self.config, self.config.grading
         limits = Limits(seconds=grading.seconds, network=grading.network)
+        if config.agent:
+            from unfreeze.job.agents import ByAgents
+
+            self.agents = ByAgents(config.agent, limits, count=grading.processes, say=say(setup.common))
         if config.env:
             reads_calls(setup.tokenizer.chat.source)  # refuses a template without calls of tools
             turns, count = config.rollout.turns, grading.processes
@@ -229,6 +242,11 @@ class Rewarding:
         from unfreeze.rollout.talks import Talks
 
         group, grade = setup.group, None if not self.config.reward else self.grade
+        if self.config.agent:
+            if self.agents is None:  # process 0 has started its own
+                self._start(setup)
+            assert self.agents is not None
+            return self.agents.begin(engine, setup.tokenizer, settings, longest_of(setup))
         if not self.config.env:
             return InOneTurn(engine, self.grade, settings)
         if self.environments is None and not group.lockstep:
@@ -334,5 +352,7 @@ def lines_of(preset: Preset, config: Config) -> list[str]:
 
 def _graded_by(config: Config) -> str:
     """'; at most 8 turns with my.py:Calculator; reward: my.py'."""
+    if config.agent:
+        return f" a request; agent: {config.agent}"
     env = f"; at most {config.rollout.turns} turns with {config.env}" if config.env else ""
     return env + (f"; reward: {config.reward}" if config.reward else "")

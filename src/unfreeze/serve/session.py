@@ -123,7 +123,7 @@ class Speech:
 class Rules:
     """Limits of a run that its sessions keep to.
 
-    temperature  of all sampling
+    temperature  of all sampling; greedy: take the likeliest ids all the same, to compare with
     new_tokens   of one answer to a request
     window       tokens of a sample
     requests     of one session
@@ -135,6 +135,7 @@ class Rules:
     window: int
     requests: int = 64
     replay: bool = False
+    greedy: bool = False
 
 
 class Session:
@@ -169,7 +170,8 @@ class Session:
         room = room_for(sample.ids, rules.window, rules.new_tokens)
         most = min(room, chat.new_tokens or room)
         seeds = tuple(number(self.seed, count, choice) for choice in range(chat.n))
-        sampling = Sampling(most, temperature=rules.temperature, stop=chat.stop, n=chat.n, seeds=seeds)
+        heat = 0.0 if rules.greedy else rules.temperature
+        sampling = Sampling(most, temperature=heat, stop=chat.stop, n=chat.n, seeds=seeds)
         return Turn(messages, chat.tools, sample, sampling, most, rules.replay, count, before, most == room)
 
     def heard(self, turn: Turn, answers: Sequence[Completion]) -> list[Message]:

@@ -32,6 +32,7 @@ FIXED = {
     "training.packing": _PLACE,
     "data.weights": _PLACE,
     "reward": "rewards of another function cannot be compared with those before",
+    "agent": "rewards of another agent cannot be compared with those before",
     "env": "rewards of another environment cannot be compared with those before",
     "rollout.prompts_per_step": _PLACE,
     "rollout.answers": _PLACE,
