@@ -1,5 +1,6 @@
 """`unfreeze grpo --agent my.py`: agents speak with the model that trains, by HTTP, and it learns from what they say."""
 
+import gzip
 import json
 
 import pytest
@@ -47,7 +48,7 @@ def hotter(base_url, row):
     return post(base_url, [{"role": "user", "content": row["prompt"]}], temperature=0.2)
 '''
 WORDS = {
-    "steps": 3,
+    "steps": 2,
     "prompts_per_step": 3,
     "answers": 4,
     "max_new_tokens": 8,
@@ -56,6 +57,7 @@ WORDS = {
     "samples": 0,
     "dtype": "float32",
     "learning_rate": 5e-3,
+    "grading.processes": 1,
     "quiet": True,
 }
 
@@ -103,7 +105,7 @@ def stopping_at(step):
 def test_trainer_and_sampler_agree_and_a_run_resumes_to_the_bit(grpo):
     whole = grpo("whole", **{"save.every": 1})
     events = of_kind(whole, "rollout")
-    assert [event["step"] for event in events] == [1, 2, 3]
+    assert [event["step"] for event in events] == [1, 2]
     assert all(event["outcomes"] == {"ok": event["answers"]} for event in events)
     assert all(event["parts"].keys() == {"letters", "length"} for event in events)
     train = of_kind(whole, "train")
@@ -116,21 +118,28 @@ def test_trainer_and_sampler_agree_and_a_run_resumes_to_the_bit(grpo):
     numbers = ("reward", "parts", "tokens", "signal", "cut")
     again = {event["step"]: event for event in of_kind(parts, "rollout")}
     assert all(again[event["step"]][name] == event[name] for event in events for name in numbers)
-    other = grpo("other", seed=1)  # control
-    assert any(not torch.equal(ours, adapter(other)[name]) for name, ours in adapter(whole).items())
+    assert len({event["reward"] for event in events}) == 2  # control: another step, other draws
 
 
 def test_all_turns_are_trained_on_and_can_be_read(grpo, tmp_path):
     run = grpo(steps=1, **{"rollout.resample": 0, "policy.beta": 0.1})
     (rollout,), (train,) = of_kind(run, "rollout"), of_kind(run, "train")
     assert train["supervised_tokens"] == rollout["tokens"]
-    import gzip
-
-    (file,) = (run.path / "rollouts").iterdir()
-    lines = [json.loads(line) for line in gzip.open(file, "rt")]
+    (file,) = (run.path / "rollouts").glob("*.gz")
+    lines = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
     assert all([role for role, _ in line["turns"]] == ["user", "assistant"] * 2 for line in lines)
 
 
+def test_held_out_prompts_are_answered_by_agents_with_the_same_draws(grpo, tmp_path):
+    held = tmp_path / "held.jsonl"
+    held.write_text("".join(json.dumps(row) + "\n" for row in rows(3, 100)))
+    run = grpo(name="shorter", validation=str(held), steps=1, learning_rate=1e-12)
+    evals = of_kind(run, "eval")
+    assert [event["step"] for event in evals] == [0, 1]
+    assert len({event["reward"] for event in evals}) == 1 and evals[0]["reward"] < 0
+
+
+@pytest.mark.nightly
 def test_the_reward_is_learnt(grpo, tmp_path):
     held = tmp_path / "held.jsonl"
     held.write_text("".join(json.dumps(row) + "\n" for row in rows(8, 100)))
@@ -149,10 +158,10 @@ def test_agents_that_ask_nothing_or_hang_stop_the_run_and_say_why(grpo):
 
 
 def test_who_hangs_after_an_answer_is_left_out_and_the_others_train(grpo):
-    fields = {"grading.seconds": 3, "grading.failing": 0.9, "steps": 1, "prompts_per_step": 9}
-    run = grpo("half", "half", **fields, answers=2, **{"rollout.resample": 0})
+    fields = {"grading.seconds": 3, "grading.failing": 0.9, "steps": 1, "prompts_per_step": 8}
+    run = grpo("half", "half", **fields, data=rows(8), answers=2, **{"rollout.resample": 0})
     (rollout,) = of_kind(run, "rollout")
-    assert rollout["outcomes"] == {"ok": 16, "timeout": 2}
+    assert rollout["outcomes"] == {"ok": 14, "timeout": 2}
 
 
 def test_a_changed_agent_is_refused(grpo, my):
@@ -166,5 +175,5 @@ def test_a_changed_agent_is_refused(grpo, my):
 def test_bad_input_is_one_line(grpo, my):
     with pytest.raises(UserError, match="agent returns the reward itself; leave out reward"):
         grpo(reward=str(my))
-    with pytest.raises(UserError, match="my.py has no function 'walk'"):
+    with pytest.raises(UserError, match=r"my.py has no function 'walk'"):
         grpo(name="walk")

@@ -263,3 +263,14 @@ def test_sessions_at_once_do_not_mix(opened):
         together = list(pool.map(lambda each: say(each[1], ASKED).content, sessions))
     assert together == alone and len(set(alone)) > 2
     assert all(len(session.end()) == 1 for session, _ in sessions)
+
+
+def test_control_tokens_are_no_text(model, speech):
+    """They stay in the sample, and the next request goes on with it."""
+    session = Session(speech, Rules(HOT, 99, 999), 0)
+    odd = model.tokenizer.special_texts[0]
+    message = answered(session, [ASKED], ids := script(model, f"It is {odd}4.<|im_end|>"))
+    assert message["content"] == "It is 4."
+    turn = session.begin(chat([ASKED, message, AGAIN]))
+    start = len(model.encode_chat([ASKED]))
+    assert turn.before is not None and turn.sample.ids[start : start + len(ids)] == ids

@@ -114,9 +114,11 @@ class ByAgents:
             self.router.sessions[name] = sessions[index]
             return self.endpoint.session_url(name)
 
-        graded = self.agents.run([each.row for each, _ in every], open)
-        spent = [sessions[index].end() for index in range(len(every))]
-        self.speaker.drain()
+        try:
+            graded = self.agents.run([each.row for each, _ in every], open)
+        finally:  # Ctrl-C too: nobody asks the model any more, and its weights may change
+            spent = [session.end() for _, session in sorted(sessions.items())]
+            self.speaker.drain()
         answers = [answer_of(*both) for both in zip(spent, graded, strict=True)]
         return [answers[first : first + n] for first in range(0, len(answers), n)]
 

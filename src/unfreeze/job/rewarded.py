@@ -127,12 +127,6 @@ class Rewarding:
                     next=f"restore {of}, or start a new run with another --out",
                 )
 
-        if self.config.agent and setup.group.lockstep:
-            raise ConfigError(
-                "agents ask each process on its own, and here the processes share the weights",
-                next="--place.weights whole, or one process",
-            )
-
         def start() -> None:
             self._start(setup)
             for files in filter(None, (data.files, data.held_out)):
@@ -243,6 +237,11 @@ class Rewarding:
 
         group, grade = setup.group, None if not self.config.reward else self.grade
         if self.config.agent:
+            if group.lockstep:
+                raise ConfigError(
+                    "agents ask each process on its own, and here the processes share the weights",
+                    next="--place.weights device --place.rest device, or one process",
+                )
             if self.agents is None:  # process 0 has started its own
                 self._start(setup)
             assert self.agents is not None

@@ -116,7 +116,9 @@ class Speech:
             before = sum(len(each.get("tool_calls") or ()) for each in turn.messages)
             read = self._read(text, before)
             spoken = spoken if read.fault else read
-        return as_message(self.tokenizer, turn.messages, spoken.content, spoken.calls)
+        message = as_message(self.tokenizer, turn.messages, spoken.content, spoken.calls)
+        control = self.tokenizer.special_pattern  # spelled out above, as calls and reasoning are made of some
+        return {**message, "content": control.sub("", message["content"]) if control else message["content"]}
 
 
 @dataclass(frozen=True)
