@@ -233,8 +233,8 @@ class Config(sft.Config):
         sources = [name for name in ("reward", "env", "agent") if fields.get(name)]
         if not sources:
             raise ValueError(
-                "reward is missing: give --reward my.py, a file with a function reward, or --env my.py:Class,"
-                " an environment with get_reward, or --agent my.py, with run(base_url, row)"
+                "reward is missing: give --reward my.py, a file with a function reward; or --env my.py:Class;"
+                " or --agent my.py"
             )
         if "agent" in sources and len(sources) > 1:
             raise ValueError(f"agent returns the reward itself; leave out {sources[0]}")
