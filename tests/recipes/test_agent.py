@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,3 +179,14 @@ def test_bad_input_is_one_line(grpo, my):
         grpo(reward=str(my))
     with pytest.raises(UserError, match=r"my.py has no function 'walk'"):
         grpo(name="walk")
+
+
+def test_the_agent_of_the_page_runs_with_openais_client_and_past_a_proxy(grpo, my, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs" / "howto" / "reward.md"
+    (source,) = re.findall(r'```python title="my_agent.py"\n(.*?)```', page.read_text(), re.DOTALL)
+    my.write_text(source)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    data = [{"prompt": f"What is {n}?", "answer": "aeiou"[n]} for n in range(3)]
+    run = grpo(data=data, steps=1, **{"rollout.resample": 0})
+    (rollout,), (train,) = of_kind(run, "rollout"), of_kind(run, "train")
+    assert rollout["outcomes"] == {"ok": 12} and train["gap_max"] <= 1e-5

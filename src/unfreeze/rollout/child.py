@@ -225,6 +225,8 @@ class Grader:
     def run(self, request: Mapping[str, Any]) -> Reply:
         """Call the agent many times at once, each in a fork of this process. -> their Graded's fields."""
         ((name, agent),) = self.functions.items()
+        for variable in ("NO_PROXY", "no_proxy"):  # a client's proxy does not lead to this machine's endpoint
+            os.environ[variable] = f"127.0.0.1,{os.environ.get(variable, '')}".rstrip(",")
 
         def call(number: int, base_url: str, row: Mapping[str, Any]) -> Reply:
             os.mkdir(str(number))
