@@ -119,10 +119,14 @@ def test_requests_that_come_together_are_one_batch_and_none_changes_another(runn
 
 
 def test_requests_sampled_otherwise_are_another_batch(running, client):
-    with ThreadPoolExecutor(4) as pool:
-        done = list(pool.map(lambda heat: ask(client, seed=1, temperature=heat), [0, 0.5, 0, 0.5]))
-    contents = [each.choices[0].message.content for each in done]
-    assert contents[0] == contents[2] and contents[1] == contents[3]
+    def text(fields):
+        return ask(client, seed=2, **fields).choices[0].message.content
+
+    kinds = [{}, {"temperature": 0}, {"temperature": 2.0}, {"stop": "a"}, {"top_p": 0.1}, {"n": 2}] * 2
+    alone = [text(fields) for fields in kinds[:6]]
+    with ThreadPoolExecutor(10) as pool:
+        together = list(pool.map(text, kinds))
+    assert together == alone * 2 and len(set(alone)) > 2
 
 
 def test_models(client):
@@ -196,6 +200,8 @@ def test_a_fault_of_the_model_is_500_and_the_next_request_is_answered(client, mo
         with pytest.raises(openai.InternalServerError, match="ZeroDivisionError") as raised:
             ask(client)
         assert "Traceback" not in str(raised.value.body)
+        with pytest.raises(openai.APIError, match="ZeroDivisionError"):
+            list(ask(client, stream=True))
     assert ask(client).choices
 
 

@@ -55,7 +55,7 @@ class Router:
                 ("/models", self._models, "GET"),
             )
         ]
-        faults: Mapping[Any, Any] = {Refused: _refusal, HTTPException: _no_route, Exception: _fault}
+        faults: Mapping[Any, Any] = {Refused: _refusal, HTTPException: _no_route}
         self.app = Starlette(routes=routes, exception_handlers=faults)
 
     async def _models(self, request: Request) -> Response:
@@ -64,6 +64,12 @@ class Router:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _chat(self, request: Request) -> Response:
+        try:
+            return await self._answered(request)
+        except Exception as error:
+            raise _fault(error) from None
+
+    async def _answered(self, request: Request) -> Response:
         talk = self._talk(request)
         chat = read_chat(await _body(request))
         if chat.model and chat.model not in (self.name, "default"):
@@ -123,8 +129,8 @@ class Router:
                     yield written.event(
                         {**about, "choices": [], "usage": written.usage(turn.sample.ids, answers)}
                     )
-            except Refused as error:
-                yield written.event(error.body())
+            except Exception as error:
+                yield written.event(_fault(error).body())
             finally:
                 gone = True
             yield "data: [DONE]\n\n"
@@ -146,9 +152,6 @@ class Router:
     ) -> tuple[list[Completion], list[Top]]:
         if waiting.cancelled():  # the client is gone, or the session has ended
             raise Refused(410, ENDED)
-        error = waiting.exception()
-        if isinstance(error, UserError) and not isinstance(error, Refused):
-            raise Refused(500, error.message)
         return waiting.result()
 
     @functools.cached_property
@@ -178,6 +181,7 @@ async def _no_route(request: Request, error: HTTPException) -> Response:
     return JSONResponse(Refused(error.status_code, words).body(), status_code=error.status_code)
 
 
-async def _fault(request: Request, error: Exception) -> Response:
-    """A fault of ours: its kind, without a traceback."""
-    return JSONResponse(Refused(500, type(error).__name__).body(), status_code=500)
+def _fault(error: Exception) -> Refused:
+    """A fault of ours: its kind, without a traceback. The connection stays."""
+    words = error.message if isinstance(error, UserError) else type(error).__name__
+    return error if isinstance(error, Refused) else Refused(500, words)
