@@ -21,7 +21,7 @@ from unfreeze.rollout.user_code import Given, user_code
 from unfreeze.rollout.worker import Gone, Reply
 from unfreeze.untrusted.json_object import is_list, is_object
 
-TOGETHER = 16
+TOGETHER = 32
 """Runs at once in a process."""
 THREADS = 8
 """Of each run, counted in the limit of a process's tasks."""
