@@ -225,7 +225,7 @@ def grpo(
 
 
 def _code_file(
-    field: str, source: Callable[..., Any], fields: dict[str, Any], file: str | Path | None
+    field: str, code_of: Callable[..., Any], fields: dict[str, Any], file: str | Path | None
 ) -> str:
     """Return my.py:name for a function or class; the text of a notebook's becomes a file of the run."""
     from unfreeze.rollout.user_code import user_code
