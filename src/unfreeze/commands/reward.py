@@ -176,7 +176,7 @@ def answered(
     else:
         assert grade is not None
         how, tools = InOneTurn(model.engine, grade, settings), [row.tools for row in rows]
-    asked: list[Asked] = []
+    questions: list[Asked] = []
     for place, (row, has) in enumerate(zip(rows, tools, strict=True)):
         ids = encode_chat(model.tokenizer, row.messages, has)
         if len(ids) >= room:
@@ -184,9 +184,9 @@ def answered(
                 f"row {row.row}: the prompt fills the model's {room} positions",
                 next="shorten or remove the row",
             )
-        asked.append(Asked(Example(ids, [0.0] * len(ids), row.row), row, (config.seed, place)))
-    done = how.sample(asked, n, greedy=config.temperature == 0)
-    every = [(each.row, answer) for each, answers in zip(asked, done, strict=True) for answer in answers]
+        questions.append(Asked(Example(ids, [0.0] * len(ids), row.row), row, (config.seed, place)))
+    done = how.sample(questions, n, greedy=config.temperature == 0)
+    every = [(each.row, answer) for each, answers in zip(questions, done, strict=True) for answer in answers]
     graded = how.grade(every)
     lines = [
         line_of(place, n, row, answer, worth)

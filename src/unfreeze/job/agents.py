@@ -88,7 +88,7 @@ class ByAgents:
     def engine(self) -> Engine:
         return self._engine
 
-    def sample(self, asked: Sequence[Asked], n: int, *, greedy: bool = False) -> list[list[Sampled]]:
+    def sample(self, questions: Sequence[Asked], n: int, *, greedy: bool = False) -> list[list[Sampled]]:
         """Run n agents for each prompt, each in a session of its own."""
         from unfreeze.serve.session import Rules, Session
 
@@ -100,7 +100,7 @@ class ByAgents:
             replay=settings.replay and not greedy,
             greedy=greedy,
         )
-        every = [(each, answer) for each in asked for answer in range(n)]
+        every = [(each, answer) for each in questions for answer in range(n)]
         sessions: dict[int, Session] = {}
         self.router.sessions.clear()  # of the last step: they have ended
 

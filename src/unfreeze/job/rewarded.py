@@ -277,9 +277,9 @@ class Rewarding:
         row_of = self._rows(self.held_out_files).of
 
         def answer(prompts: Sequence[Any], each: int) -> list[tuple[float | None, int]]:
-            asked = [Asked(example, row_of(example), key) for example, key in prompts]
-            every = sampled(how, asked, each, group)
-            flat = [(one.row, done) for one, mine in zip(asked, every, strict=True) for done in mine]
+            questions = [Asked(example, row_of(example), key) for example, key in prompts]
+            every = sampled(how, questions, each, group)
+            flat = [(one.row, done) for one, mine in zip(questions, every, strict=True) for done in mine]
             graded = rewards(how, flat, group)
             return [(worth.reward, len(done.tokens)) for worth, (_, done) in zip(graded, flat, strict=True)]
 

@@ -16,8 +16,8 @@ log p is at the sampler's temperature and over the words it draws from, so that 
 
 Extras of a batch: "advantage", "sampler_log_p" (log p of the target when it was sampled), and, if ratios are
 against the trainer's own policy before the step, "trainer_log_p"; float32 [T] each. An answer that is several
-documents (rollout/turns.py) has "answer_tokens", its sampled tokens in all of them; ratios of an answer
-(gspo, and corrections by answer) are then those of each document.
+documents (data/tokens/transcript.py) has "answer_tokens", its sampled tokens in all of them; ratios of an
+answer (gspo, and corrections by answer) are then those of each document.
 
 T tokens, S documents (answers), N sampled tokens, D model width.
 """

@@ -1,6 +1,6 @@
 """Prompts, answered and graded by all processes together. How is a part: one turn, or an environment.
 
-    every = sampled(how, asked, n, group)            # n answers to each prompt, in every process
+    every = sampled(how, questions, n, group)            # n answers to each prompt, in every process
     graded = rewards(how, [(row, answer), …], group)
 
 Processes share the prompts. Where they share the weights, so that a forward pass needs all of them
@@ -44,7 +44,7 @@ class Answering(Protocol):
     @property
     def engine(self) -> Engine: ...
 
-    def sample(self, asked: Sequence[Asked], n: int, *, greedy: bool = False) -> list[list[Sampled]]:
+    def sample(self, questions: Sequence[Asked], n: int, *, greedy: bool = False) -> list[list[Sampled]]:
         """Return n answers to each of this process's prompts."""
         ...
 
@@ -63,15 +63,15 @@ class InOneTurn:
     def engine(self) -> Engine:
         return self._engine
 
-    def sample(self, asked: Sequence[Asked], n: int, *, greedy: bool = False) -> list[list[Sampled]]:
+    def sample(self, questions: Sequence[Asked], n: int, *, greedy: bool = False) -> list[list[Sampled]]:
         """Sample n answers to each prompt; those to one prompt share its prefill."""
-        if not asked:
+        if not questions:
             return []
         settings = self.settings
-        seeds = tuple(number(*each.key, answer) for each in asked for answer in range(n))
+        seeds = tuple(number(*each.key, answer) for each in questions for answer in range(n))
         temperature = 0.0 if greedy else settings.temperature
         sampling = Sampling(settings.new_tokens, temperature=temperature, n=n, seeds=seeds)
-        prompts = [prompt_of(each.example) for each in asked]
+        prompts = [prompt_of(each.example) for each in questions]
         done = self._engine.generate(
             prompts, sampling, max_rows=settings.at_once, experts=settings.replay and not greedy
         )
@@ -84,12 +84,12 @@ class InOneTurn:
 
 
 def sampled(
-    how: Answering, asked: Sequence[Asked], n: int, group: Group, *, greedy: bool = False
+    how: Answering, questions: Sequence[Asked], n: int, group: Group, *, greedy: bool = False
 ) -> list[list[Sampled]]:
     """Return n answers to each prompt, in every process; with `greedy` a greedy one comes last."""
-    places = list(range(len(asked)))
+    places = list(range(len(questions)))
     own = places if group.lockstep else group.share(places)
-    mine = [asked[place] for place in own]
+    mine = [questions[place] for place in own]
     answers = how.sample(mine, n)
     if greedy:
         answers = [

@@ -112,7 +112,7 @@ Tell = Callable[[Rolled], None]
 
 
 class Rollouts:
-    """how: prompts are answered. examples: prompts with room for an answer (data/tokens/asked.py)."""
+    """how: answers prompts. examples: prompts with room for an answer (data/tokens/asked.py)."""
 
     def __init__(
         self,
@@ -211,15 +211,15 @@ class Rollouts:
     def _sampled(self, examples: Sequence[Example], turn: int, seconds: list[float]) -> list[Answers]:
         """Sample G answers to each prompt, and grade them. Adds to seconds of (sampling, grading)."""
         began, settings = time.perf_counter(), self.settings
-        asked = [
+        questions = [
             Asked(example, self.row_of(example), (self.seed, self.step, turn, place))
             for place, example in enumerate(examples)
         ]
         greedy = settings.advantage.baseline == "greedy"
-        every = sampled(self.how, asked, settings.answers, self.group, greedy=greedy)
+        every = sampled(self.how, questions, settings.answers, self.group, greedy=greedy)
         sampled_at = time.perf_counter()
         groups = [
-            Answers(each.example, each.row, answers) for each, answers in zip(asked, every, strict=True)
+            Answers(each.example, each.row, answers) for each, answers in zip(questions, every, strict=True)
         ]
         self._graded(groups)
         seconds[0] += sampled_at - began

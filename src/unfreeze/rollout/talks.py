@@ -123,11 +123,11 @@ class Talks:
     def engine(self) -> Engine:
         return self._engine
 
-    def sample(self, asked: Sequence[Asked], n: int, *, greedy: bool = False) -> list[list[Sampled]]:
+    def sample(self, questions: Sequence[Asked], n: int, *, greedy: bool = False) -> list[list[Sampled]]:
         """Play n episodes for each prompt; in each turn the model continues all that are open at once."""
         settings = self.settings
         temperature = 0.0 if greedy else settings.temperature
-        talks = self._play(lambda: self._open(asked, n)) or []
+        talks = self._play(lambda: self._open(questions, n)) or []
         while True:
             requests = [each.request(settings.new_tokens, self.window) for each in talks]
             busy = [talk for talk, request in zip(talks, requests, strict=True) if request]
@@ -135,11 +135,12 @@ class Talks:
             if not fed:
                 break
             prompts, limits, seeds = zip(*fed, strict=True)
+            same = sharing(fed, n)
             done = self._engine.generate(
-                prompts,
-                Sampling(settings.new_tokens, temperature=temperature, seeds=tuple(seeds)),
+                prompts[::same],
+                Sampling(settings.new_tokens, temperature=temperature, n=same, seeds=tuple(seeds)),
                 max_rows=settings.at_once,
-                limits=limits,
+                limits=limits[::same],
                 experts=settings.replay and not greedy,
             )
             self._play(lambda busy=busy, done=done: self._turn(busy, done))
@@ -173,9 +174,9 @@ class Talks:
             return requests
         return json.loads(self.group.of_first(json.dumps(requests).encode()))
 
-    def _open(self, asked: Sequence[Asked], n: int) -> list[Talk]:
+    def _open(self, questions: Sequence[Asked], n: int) -> list[Talk]:
         assert self.environments is not None
-        every = [(each, answer) for each in asked for answer in range(n)]
+        every = [(each, answer) for each in questions for answer in range(n)]
         episodes = self.environments.open([each.row for each, _ in every], self._read)
         talks: list[Talk] = []
         for (each, answer), episode in zip(every, episodes, strict=True):
@@ -199,3 +200,9 @@ class Talks:
         assert self.environments is not None
         graded = self.environments.grade([talk.episode for talk in talks])
         return [talk.sampled(each) for talk, each in zip(talks, graded, strict=True)]
+
+
+def sharing(requests: Sequence[Request], n: int) -> int:
+    """Return n if every n requests in a row feed the same, so that they can share a prefill; else 1."""
+    alike = all(each[:2] == requests[i - i % n][:2] for i, each in enumerate(requests))
+    return n if alike and len(requests) % n == 0 else 1

@@ -64,13 +64,13 @@ def user_code(source: Given, name: str = "reward", field: str = "reward") -> tup
 
 def are_environments(code: UserCode) -> bool:
     """True if a file's text defines each of the names as a class, or as a dict written out."""
-    made: set[str] = set()
+    defined: set[str] = set()
     for node in ast.parse(code.text).body:
         if isinstance(node, ast.ClassDef):
-            made.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            made |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return made.issuperset(code.names)
+            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return defined.issuperset(code.names)
 
 
 def _of_file(written: str, name: str, field: str) -> UserCode:
