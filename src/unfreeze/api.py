@@ -205,6 +205,7 @@ def grpo(
     config: str | Path | None = None,
     *,
     reward: str | Callable[..., Any] | None = None,
+    env: str | Callable[..., Any] | None = None,
     on_step: Sequence[OnStep] = (),
     quiet: bool = False,
     **fields: Any,
@@ -215,23 +216,26 @@ def grpo(
 
     reward  my_function(prompt, completion, **row) -> number or dict of parts, or "my.py:name". It runs in
             processes of its own, which read it from its file; one of a notebook is written into the run.
+    env     a class with tools and get_reward (docs/howto/reward.md), or "my.py:Class", likewise
     """
-    if callable(reward):
-        reward = _reward_file(reward, fields, config)
-    fields = {**fields, **({} if reward is None else {"reward": reward})}
+    for name, code in (("env", env), ("reward", reward)):
+        written = _code_file(name, code, fields, config) if callable(code) else code
+        fields = {**fields, **({} if written is None else {name: written})}
     return _run(rewarding.Config, rewarding.parts, "grpo", config, fields, None, on_step, quiet)
 
 
-def _reward_file(function: Callable[..., Any], fields: dict[str, Any], file: str | Path | None) -> str:
-    """Return my.py:name for a function; the text of a notebook's function becomes a file of the run."""
+def _code_file(
+    field: str, code_of: Callable[..., Any], fields: dict[str, Any], file: str | Path | None
+) -> str:
+    """Return my.py:name for a function or class; the text of a notebook's becomes a file of the run."""
     from unfreeze.rollout.user_code import user_code
 
-    (code,) = user_code(function)
+    (code,) = user_code(code_of, field=field)
     path = Path(code.path)
     if not path.is_file():
         text = code.text.encode()
-        name = f"reward-{hashlib.sha256(text).hexdigest()[:8]}.py"
-        built = _config(rewarding.Config, {**fields, "reward": name}, "grpo", file)
+        name = f"{field}-{hashlib.sha256(text).hexdigest()[:8]}.py"
+        built = _config(rewarding.Config, {**fields, field: name}, "grpo", file)
         path = built.run_dir / name
         with writing(built.run_dir, "out"):
             built.run_dir.mkdir(parents=True, exist_ok=True)

@@ -14,10 +14,10 @@ from transformers.utils import get_json_schema
 
 from unfreeze.core.errors import ConfigError
 from unfreeze.data.rows.asked import asked_from_dict
+from unfreeze.data.tokens.tool_calls import hermes
 from unfreeze.rollout.environment import Environments, Episode, Result
 from unfreeze.rollout.limits import Limits
 from unfreeze.rollout.reward import Graded
-from unfreeze.rollout.tool_calls import hermes
 from unfreeze.rollout.tool_schema import tool_schema
 
 FILE = Path(__file__).with_name("worlds.py")
@@ -38,8 +38,8 @@ def row(**columns):
 
 
 def opened(name, rows, limits=PATIENT, **options):
-    environments = Environments(f"{FILE}:{name}", hermes, limits, count=1, **options)
-    return environments, environments.open(rows)
+    environments = Environments(f"{FILE}:{name}", limits, count=1, **options)
+    return environments, environments.open(rows, hermes)
 
 
 class Colour(Enum):
@@ -216,10 +216,13 @@ def test_each_row_names_its_environment():
             ["add"],
         ]
         with pytest.raises(ConfigError, match="row 1: environment is 'calculater'; nearest: 'calculator'"):
-            environments.open([row(environment="calculater")])
+            environments.open([row(environment="calculater")], hermes)
     given = {"one": f"{FILE}:Silent", "two": f"{FILE}:Calculator"}
-    with Environments(given, hermes, PATIENT, count=1) as environments:
-        assert environments.open([row(environment="two")])[0].messages[-1]["content"] == "Calculate. Reach 5."
+    with Environments(given, PATIENT, count=1) as environments:
+        assert (
+            environments.open([row(environment="two")], hermes)[0].messages[-1]["content"]
+            == "Calculate. Reach 5."
+        )
 
 
 def test_an_episode_knows_neither_engine_nor_process():

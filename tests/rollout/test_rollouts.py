@@ -14,6 +14,7 @@ from unfreeze.kernels.linear_cross_entropy import Words
 from unfreeze.objectives.policy import Settings as Loss
 from unfreeze.objectives.policy import policy
 from unfreeze.parallel.processes.collectives import ALONE
+from unfreeze.rollout.answering import InOneTurn
 from unfreeze.rollout.groups import Advantage
 from unfreeze.rollout.reward import Graded
 from unfreeze.rollout.rollouts import SILENT_STEPS, Rollouts, Settings, counted, micro_batches
@@ -48,23 +49,23 @@ def by_letters(answers):
 def source(
     speaker, examples, grade=by_letters, start=None, group=ALONE, tell=lambda rolled: None, **settings
 ):
+    chosen = Settings(
+        **{
+            "prompts": P,
+            "answers": G,
+            "new_tokens": NEW,
+            "score_cut": True,
+            "resample": 0,
+            "temperature": HOT,
+            "seed": 5,
+        }
+        | settings
+    )
     return Rollouts(
-        speaker.engine,
+        InOneTurn(speaker.engine, grade, chosen),
         examples,
         lambda example: Conversation([{"role": "user", "content": QUESTIONS[example.row]}], row=example.row),
-        grade,
-        Settings(
-            **{
-                "prompts": P,
-                "answers": G,
-                "new_tokens": NEW,
-                "score_cut": True,
-                "resample": 0,
-                "temperature": HOT,
-                "seed": 5,
-            }
-            | settings
-        ),
+        chosen,
         order=Shuffled(len(examples), 0),
         group=group,
         tell=tell,

@@ -59,6 +59,26 @@ class Calculator:
         return float(self.value == self.goal)
 
 
+class Adder:
+    """A register with one tool."""
+
+    def reset(self, goal, **row):
+        self.goal, self.value = goal, 0
+        return f" Reach {goal}."
+
+    def add(self, number: int) -> int:
+        """Add.
+
+        Args:
+            number: it
+        """
+        self.value += number
+        return self.value
+
+    def get_reward(self):
+        return float(self.value == self.goal)
+
+
 class Dice(Calculator):
     """Another object gives other results."""
 

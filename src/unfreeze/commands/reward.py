@@ -1,14 +1,15 @@
 """unfreeze reward show my.py --model M --data F: answers with their rewards, before any training.
 
 my.py has a function reward(prompt, completion, **row), which gets the row's columns by keyword and returns a
-number, or a dict of parts. It runs in processes of its own, with limits, as in training.
+number, or a dict of parts. my.py:Class is an environment, whose turns are shown. It runs in processes of its
+own, with limits, as in training.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,7 +23,7 @@ from unfreeze.config.columns import Columns
 from unfreeze.config.device import Device
 from unfreeze.config.parse import Files, Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
-from unfreeze.core.draws import SEEDS, number
+from unfreeze.core.draws import SEEDS
 from unfreeze.core.errors import ConfigError, DataError, nearest, printable
 from unfreeze.core.field import about
 from unfreeze.job.opening.device import load_shown, say
@@ -30,17 +31,22 @@ from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
     from unfreeze.data.rows.row import Conversation
-    from unfreeze.generate.answer import Completion
+    from unfreeze.rollout.environment import Environments
     from unfreeze.rollout.graders import Graders
     from unfreeze.rollout.reward import Graded
+    from unfreeze.rollout.sampled import Sampled
 
 SHOWN_LINES = 12  # of a text in the terminal; --out and --json have all
 
 
 class Config(Frozen):
     reward: Annotated[Folder, Positional, arg(metavar="my.py")] = Field(
-        description="Python file with a function reward; my.py:name picks another"
+        description="Python file with a function reward; my.py:name picks another, or an environment"
     )
+    env: Folder = Field(
+        default="", description="environment, my.py:Class, beside a function that grades its last turn"
+    )
+    turns: int = Field(default=8, ge=1, description="most turns of an answer with an environment")
     model: ModelName = Field(description="checkpoint or run folder, adapter folder, or Hugging Face id")
     data: Files = Field(
         min_length=1,
@@ -79,13 +85,12 @@ def main(arguments: list[str], common: Common) -> dict[str, Any]:
             next="unfreeze reward show my.py --model MODEL --data FILE",
         )
     config = parse(Config, arguments[1:], command="reward show", description=__doc__ or "", positional=True)
-    from unfreeze.rollout.graders import Graders, Limits
-
-    limits = Limits(seconds=config.seconds, network=config.network)
-    with closing(Graders(config.reward, limits, say=say(common))) as graders:
+    with ExitStack() as ends:
+        graders, environments = started(config, common, ends)
         rows = prompts(config, common)
-        graders.check(rows)  # before the model is loaded
-        lines, graded = answered(config, rows, graders, common)
+        for each in filter(None, (graders, environments)):
+            each.check(rows)  # before the model is loaded
+        lines, graded = answered(config, rows, graders, environments, common)
     notes = [*notes_on(graded, config.answers)]
     if config.out:
         out = Path(config.out)
@@ -120,39 +125,77 @@ def prompts(config: Config, common: Common) -> list[Conversation]:
     return rows
 
 
+def started(config: Config, common: Common, ends: ExitStack) -> tuple[Graders | None, Environments | None]:
+    """Start the processes that run the user's code. -> functions, environments; None without any."""
+    from unfreeze.rollout.environment import Environments
+    from unfreeze.rollout.graders import Graders, Limits
+    from unfreeze.rollout.user_code import are_environments, user_code
+
+    limits, env = Limits(seconds=config.seconds, network=config.network), config.env
+    alone = not env and all(map(are_environments, user_code(config.reward)))
+    graders = environments = None
+    if not alone:
+        graders = ends.enter_context(Graders(config.reward, limits, say=say(common)))
+    if alone or env:
+        environments = ends.enter_context(
+            Environments(env or config.reward, limits, most_turns=config.turns, say=say(common))
+        )
+        environments.check_reward("" if alone else config.reward)
+    return graders, environments
+
+
 def answered(
-    config: Config, rows: Sequence[Conversation], graders: Graders, common: Common
+    config: Config,
+    rows: Sequence[Conversation],
+    graders: Graders | None,
+    environments: Environments | None,
+    common: Common,
 ) -> tuple[list[dict[str, Any]], list[Graded]]:
     """Generate the answers and grade them. -> their lines, and what the graders said."""
     model = load_shown(config.model, config.dtype, config.device, common)
     from unfreeze.data import encode_chat
-    from unfreeze.generate.model import sampling
+    from unfreeze.data.store.examples import Example
+    from unfreeze.parallel.processes.collectives import ALONE
+    from unfreeze.rollout.answering import Asked, InOneTurn
+    from unfreeze.rollout.rollouts import Settings
+    from unfreeze.rollout.talks import Talks
 
     if model.tokenizer is None:
         raise ConfigError(
             f"{config.model} has no tokenizer, so it cannot write text", next="use another model"
         )
-    tokens = [encode_chat(model.tokenizer, row.messages, row.tools) for row in rows]
     room = model.decoder.shape.max_positions
-    if long := next((row for row, ids in zip(rows, tokens, strict=True) if len(ids) >= room), None):
-        raise DataError(
-            f"row {long.row}: the prompt fills the model's {room} positions", next="shorten or remove the row"
+    n, sampling = config.answers, {"temperature": config.temperature, "at_once": None}
+    settings = Settings(len(rows), n, config.max_new_tokens, **sampling)
+    grade = graders and graders.grade
+    if environments is not None:
+        how = Talks(
+            model.engine, model.tokenizer, environments, settings, window=room, group=ALONE, grade=grade
         )
-    seeds = [
-        number(config.seed, group, answer) for group in range(len(rows)) for answer in range(config.answers)
-    ]
-    options = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature}
-    done = model.engine.generate(tokens, sampling({**options, "n": config.answers, "seeds": seeds}))
-    every = [row for row in rows for _ in range(config.answers)]
-    graded = graders.grade([(row, each.text) for row, each in zip(every, done, strict=True)])
+        tools = [environments.tools(row) for row in rows]
+    else:
+        assert grade is not None
+        how, tools = InOneTurn(model.engine, grade, settings), [row.tools for row in rows]
+    questions: list[Asked] = []
+    for place, (row, has) in enumerate(zip(rows, tools, strict=True)):
+        ids = encode_chat(model.tokenizer, row.messages, has)
+        if len(ids) >= room:
+            raise DataError(
+                f"row {row.row}: the prompt fills the model's {room} positions",
+                next="shorten or remove the row",
+            )
+        questions.append(Asked(Example(ids, [0.0] * len(ids), row.row), row, (config.seed, place)))
+    done = how.sample(questions, n, greedy=config.temperature == 0)
+    every = [(each.row, answer) for each, answers in zip(questions, done, strict=True) for answer in answers]
+    graded = how.grade(every)
     lines = [
-        line_of(place, config.answers, row, each, worth)
-        for place, (row, each, worth) in enumerate(zip(every, done, graded, strict=True))
+        line_of(place, n, row, answer, worth)
+        for place, ((row, answer), worth) in enumerate(zip(every, graded, strict=True))
     ]
     return lines, graded
 
 
-def line_of(place: int, answers: int, row: Conversation, done: Completion, graded: Graded) -> dict[str, Any]:
+def line_of(place: int, answers: int, row: Conversation, done: Sampled, graded: Graded) -> dict[str, Any]:
     """One answer, under the names that a run's rollout files use."""
     prompt = row.messages[-1]["content"]
     return {
@@ -161,7 +204,8 @@ def line_of(place: int, answers: int, row: Conversation, done: Completion, grade
         "row": row.row,
         "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt),
         "text": done.text,
-        "stop": done.stop_reason,
+        "stop": done.stop,
+        **({"turns": done.turns} if done.turns else {}),
         **graded.as_json(),
     }
 
@@ -192,7 +236,10 @@ def show(console: Console, line: dict[str, Any], graded: Graded) -> None:
     """Print one answer: its prompt, its text, its reward."""
     write(console, f"\nrow {line['row']}, answer {line['answer'] + 1} ({line['stop']})", "bold")
     write(console, line["prompt"], "dim")
-    write(console, line["text"] or "(empty)")
+    for role, text in line.get("turns") or [("", line["text"])]:
+        if role:
+            write(console, role, "dim")
+        write(console, text or "(empty)")
     if graded.reward is None:
         write(console, f"no reward, {graded.outcome}: {graded.message}", "bold red")
     else:

@@ -13,6 +13,8 @@ from unfreeze.config.parse import Files, Folder, Frozen
 from unfreeze.core.field import about
 
 ADAPTER_RATE, ALL_RATE = 5e-4, 1e-6
+AGENT_SECONDS = 300.0
+"""Longest time of an agent, which waits for the model's answers too."""
 IGNORED = {
     "training.packing": "the answers of a step are packed into as few passes as hold them",
     "data.weights": "each prompt comes once in a pass over the data",
@@ -69,8 +71,14 @@ class Rollout(Frozen):
     max_new_tokens: int = Field(
         default=128,
         ge=1,
-        description="most tokens of an answer",
+        description="most tokens of an answer, over all its turns",
         json_schema_extra=about("Answers", alias="max_new_tokens", first=True),
+    )
+    turns: int = Field(
+        default=8,
+        ge=1,
+        description="most turns of an answer with an environment",
+        json_schema_extra=about("Answers", alias="turns"),
     )
     temperature: float = Field(
         default=1.0,
@@ -126,7 +134,7 @@ class Grading(Frozen):
     seconds: float = Field(
         default=10.0,
         gt=0,
-        description="longest time for one answer's reward",
+        description="longest time for one answer's reward; with an agent, for its whole run: 300",
         json_schema_extra=about("Reward"),
     )
     processes: int = Field(
@@ -282,6 +290,18 @@ class Config(sft.Config):
         " my.py:name picks another function",
         json_schema_extra=about("Reward", first=True),
     )
+    env: Folder = Field(
+        default="",
+        description="Python file with an environment, my.py:Class: reset(**row), typed methods as tools,"
+        " get_reward()",
+        json_schema_extra=about("Reward", alias="env", first=True),
+    )
+    agent: Folder = Field(
+        default="",
+        description="Python file with async run(base_url, row) -> reward, which asks the model at base_url as"
+        " an OpenAI client does; my.py:name picks another function",
+        json_schema_extra=about("Reward", alias="agent", first=True),
+    )
     data: Data
     optimizer: Optimizer = Optimizer()
     rollout: Rollout = Rollout()
@@ -291,8 +311,16 @@ class Config(sft.Config):
     @classmethod
     def completed(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """As in sft, with the learning rate of a policy."""
-        if not fields.get("reward"):
-            raise ValueError("reward is missing: give --reward my.py, a file with a function reward")
+        sources = [name for name in ("reward", "env", "agent") if fields.get(name)]
+        if not sources:
+            raise ValueError(
+                "reward is missing: give --reward my.py, a file with a function reward; or --env my.py:Class;"
+                " or --agent my.py"
+            )
+        if "agent" in sources and len(sources) > 1:
+            raise ValueError(f"agent returns the reward itself; leave out {sources[0]}")
+        if not fields.get("env") and "rollout.turns" in fields:
+            raise ValueError("rollout.turns has no meaning without an environment; give --env my.py:Class")
         for name, why in IGNORED.items():
             if name in fields:
                 raise ValueError(f"{name} has no meaning here: {why}; leave it out")
@@ -308,6 +336,7 @@ class Config(sft.Config):
                 raise ValueError(f"policy.like sets {', '.join(both)}: give only one of them")
         rate = ALL_RATE if fields.get("train") == "all" else ADAPTER_RATE
         own = {"optimizer.learning_rate": rate} | ({} if like else _of_loss(fields))
+        own |= {"grading.seconds": AGENT_SECONDS} if fields.get("agent") else {}
         _refuse_updates(own | fields)
         return super().completed({**own, **fields})
 

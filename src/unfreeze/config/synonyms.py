@@ -70,6 +70,9 @@ preference.nll | weight of cross entropy on the chosen answer | rpo_alpha cpo_al
 preference.desirable_weight | a factor | kto_desirable_weight kto_chosen_weight
 preference.undesirable_weight | a factor | kto_undesirable_weight kto_rejected_weight
 reward | my.py, a file with a function reward | reward_funcs reward_func reward_function reward_fn
+agent | my.py, a file with run(base_url, row) | agent_path rollout_function workflow
+env | my.py:Class, an environment | environment environment_factory env_name
+turns | turns | max_turns max_tool_calling_iterations num_turns
 answers | answers to each prompt | num_generations group_size n_samples_per_prompt rollout_n
 max_new_tokens | tokens | max_completion_length max_response_length response_length
 prompts_per_step | prompts | rollout_batch_size prompts_per_batch

@@ -348,6 +348,8 @@ class RolloutEvent(CommonFields):
     outcomes: Annotated[dict[AnyText, Int], of("answers", "with a reward (ok), or why without one")]
     seconds: Annotated[Real, of("seconds", "duration of the sampling")]
     grading_seconds: Annotated[Real, of("seconds", "duration of the grading")]
+    turns: NotRequired[Annotated[Real | None, of("mean", "turns of an answer with an environment")]]
+    faults: NotRequired[Annotated[dict[AnyText, Int], of("calls", "of tools that went wrong, by kind")]]
 
 
 class OnPolicyEvent(CommonFields):

@@ -11,27 +11,20 @@ Intervals are the 2.5 and 97.5 % quantiles of the mean over prompts drawn with r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unfreeze.core.draws import number
 from unfreeze.core.errors import ConfigError
-from unfreeze.data.store.examples import Example, Examples
-from unfreeze.data.tokens.asked import prompt_of
+from unfreeze.data.store.examples import Example
 from unfreeze.evaluate.by_row import ByRow
 
-if TYPE_CHECKING:
-    from unfreeze.data.rows.row import Conversation
-    from unfreeze.generate.engine import Engine
-    from unfreeze.parallel.processes.collectives import Group
-
-Grade = Callable[[Sequence[tuple["Conversation", str]]], Sequence[float | None]]
-"""(row, text of an answer) of many answers -> their rewards; None for an answer without one."""
+Key = tuple[int, ...]
+"""Numbers that the seeds of a prompt's answers are made of."""
+Answer = Callable[[Sequence[tuple[Example, Key]], int], Sequence[tuple[float | None, int]]]
+"""(prompts, k) -> reward and tokens of k answers to each, in order; None: without a reward."""
 
 PASSES = (1, 2, 4)
 """k of pass@k, as far as there are as many answers."""
@@ -46,15 +39,11 @@ class Asking:
     """Sampling of held-out answers.
 
     answers   to each prompt
-    at_once   sampled at the same time
     failing   largest share without a reward
     """
 
     answers: int
-    new_tokens: int
-    temperature: float
     seed: int
-    at_once: int
     failing: float
 
 
@@ -107,39 +96,16 @@ def interval(values_R: np.ndarray, draws: int = DRAWS) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def rewarded(
-    engine: Engine,
-    examples: Examples,
-    row_of: Callable[[Example], Conversation],
-    grade: Grade,
-    group: Group,
-    asking: Asking,
-) -> Rewarded:
-    """Answer and grade all held-out prompts, shared by the processes.
+def rewarded(examples: Sequence[Example], answer: Answer, asking: Asking) -> Rewarded:
+    """Answer and grade all held-out prompts.
 
     Raises ConfigError if more than a share `asking.failing` of the answers has no reward.
     """
-    from unfreeze.generate.sampling import Sampling
-
-    answers, seed = asking.answers, asking.seed
-    places = list(range(len(examples)))
-    own = places if group.lockstep else group.share(places)
-    kept = [examples[place] for place in own]
-    seeds = tuple(number(seed, HELD_OUT, place, answer) for place in own for answer in range(answers))
-    sampling = Sampling(asking.new_tokens, temperature=asking.temperature, n=answers, seeds=seeds)
-    done = (
-        engine.generate([prompt_of(each) for each in kept], sampling, max_rows=asking.at_once) if own else []
+    answers = asking.answers
+    every = answer(
+        [(example, (asking.seed, HELD_OUT, place)) for place, example in enumerate(examples)], answers
     )
-    texts_and_lengths = [[each.text, len(each.tokens)] for each in done]
-    texts = {place: texts_and_lengths[answers * i : answers * (i + 1)] for i, place in enumerate(own)}
-    if not group.lockstep and group.size > 1:
-        every = [json.loads(text) for text in group.texts(json.dumps(list(texts.items())))]
-        texts = {place: each for part in every for place, each in part}
-    answered = [(row_of(examples[place]), text) for place in places for text, _ in texts[place]]
-    rewards = group.on_rank0(lambda: list(grade(answered)))
-    if group.size > 1:
-        rewards = json.loads(group.of_first(json.dumps(rewards).encode()))
-    grades = np.array([np.nan if each is None else each for each in rewards or []], dtype=np.float64)
+    grades = np.array([np.nan if reward is None else reward for reward, _ in every], dtype=np.float64)
     failed = int(np.isnan(grades).sum())
     if failed > asking.failing * len(grades):
         raise ConfigError(
@@ -147,8 +113,8 @@ def rewarded(
             f" {asking.failing:.0%}",
             next="unfreeze reward show my.py --data HELD_OUT shows the messages",
         )
-    by_prompt = grades.reshape(len(places), answers)
-    tokens = sum(length for each in texts.values() for _, length in each)
+    by_prompt = grades.reshape(len(examples), answers)
+    tokens = sum(length for _, length in every)
     solved_R = (by_prompt >= SOLVED).max(1).astype(np.float64)
     return Rewarded(means_of(by_prompt), solved_R, tokens // answers, failed, passes_of(by_prompt))
 

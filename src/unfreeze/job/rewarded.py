@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from unfreeze.data import Cursor
     from unfreeze.evaluate.rewarded import Rewarded
     from unfreeze.generate.engine import Engine
+    from unfreeze.job.agents import ByAgents
     from unfreeze.job.setup import EncodedData, Placed, Setup
     from unfreeze.kernels.linear_cross_entropy import Words
     from unfreeze.models import Decoder
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.report.rollouts.watched import Watched
     from unfreeze.report.rollouts.writer import Rollouts as Files
+    from unfreeze.rollout.answering import Answering, Grade
+    from unfreeze.rollout.environment import Environments
     from unfreeze.rollout.graders import Graders
     from unfreeze.rollout.prompts import Rows
-    from unfreeze.rollout.rollouts import Rolled, Rollouts
+    from unfreeze.rollout.reward import Graded
+    from unfreeze.rollout.rollouts import Rolled, Rollouts, Settings
     from unfreeze.teach.second import Second
     from unfreeze.train.state import State
     from unfreeze.train.step import StepResult
@@ -50,10 +54,14 @@ class Rewarding:
 
     def __init__(self, config: Config):
         self.config = config
-        self.codes = user_code(config.reward)
+        sources = {"reward": (config.reward, "reward"), "env": (config.env, "Environment")}
+        sources["agent"] = (config.agent, "run")
+        self.codes = {field: user_code(*each, field) for field, each in sources.items() if each[0]}
         self.words: Words | None = None
-        self.engine: Engine | None = None
         self.graders: Graders | None = None
+        self.environments: Environments | None = None
+        self.agents: ByAgents | None = None
+        self.how: Answering | None = None
         self.warned = False  # of the gap
         self.silent = 0  # steps without a signal, up to now
         self.interrupt = Interrupt()
@@ -133,16 +141,14 @@ class Rewarding:
     def check(self, setup: Setup, rows: EncodedData) -> None:
         """Start the graders in process 0, and refuse rows that the reward cannot take, before any weight is
         loaded."""
-        from unfreeze.rollout.graders import Graders, Limits
-
-        grading, data = self.config.grading, setup.config.data
+        data = setup.config.data
         self.identity = {
-            "reward": "-".join(code.digest for code in self.codes),
+            **{field: "-".join(code.digest for code in codes) for field, codes in self.codes.items()},
             "fingerprint": rows.dataset.examples.fingerprint(),
         }
         for name, value in self.identity.items() if setup.folder.cursor else ():
             if (before := (setup.folder.cursor or {}).get(name)) != value:
-                of = {"reward": self.config.reward, "fingerprint": "the data"}[name]
+                of = getattr(self.config, name, "the data")
                 raise ConfigError(
                     f"cannot resume: {of} has changed since this run began ({name} was {before!r}, is"
                     f" {value!r})",
@@ -150,11 +156,12 @@ class Rewarding:
                 )
 
         def start() -> None:
-            limits = Limits(seconds=grading.seconds, network=grading.network)
-            self.graders = Graders(self.config.reward, limits, count=grading.processes, say=say(setup.common))
-            self.graders.check(self._rows(data.files))
-            if data.held_out:
-                self.graders.check(self._rows(data.held_out))
+            self._start(setup)
+            for files in filter(None, (data.files, data.held_out)):
+                if self.graders is not None:
+                    self.graders.check(self._rows(files))
+                if self.environments is not None:
+                    self.environments.check(self._rows(files))
 
         setup.group.on_rank0(start)
         self.held_out = rows.dataset.validation
@@ -177,8 +184,8 @@ class Rewarding:
 
     def close(self) -> None:
         """End the graders: in a notebook the process goes on after the run."""
-        if self.graders is not None:
-            self.graders.close()
+        for each in filter(None, (self.graders, self.environments, self.agents)):
+            each.close()
 
     def source(self, setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None) -> Rollouts:
         """The steps: prompts in shuffled order, answers of the model as it is."""
@@ -190,7 +197,7 @@ class Rewarding:
         from unfreeze.train.state import kept_of
 
         config, rollout = self.config, self.config.rollout
-        engine = self.engine = at.speaker.engine
+        engine = at.speaker.engine
         self.words = Words(engine.num_ids, rollout.temperature)
         bf16 = at.model.dtype.itemsize == 2
         replay = bf16 and bool(at.model.moe_layers()) if rollout.replay == "auto" else rollout.replay == "on"
@@ -222,11 +229,13 @@ class Rewarding:
             self.canaries = Watched(setup.folder.path)
         tell = partial(self._tell, setup, at, files)
         before = self.preset.policy.against == "trainer" and rollout.updates > 1
+        stops = partial(self.grade, stop=lambda: self.interrupt.requested)
+        how = self._answering(setup, engine, settings, stops)
+        self.how = how if config.agent else self._answering(setup, engine, settings, self.grade)
         self.rollouts = Rollouts(
-            engine,
+            how,
             examples,
             self._rows(setup.config.data.files).of,
-            partial(self.grade, stop=lambda: self.interrupt.requested),
             settings,
             order=Shuffled(len(examples), config.seed),
             group=setup.group,
@@ -245,7 +254,60 @@ class Rewarding:
         """Return log p of each supervised target as the model is now, on the host."""
         return asked(model, None, batch.to(model.device), self._log_p).cpu()
 
-    def grade(self, answers: Sequence[Any], stop: Callable[[], bool] = lambda: False) -> list[Any]:
+    def _start(self, setup: Setup) -> None:
+        """Start the processes that run the user's code."""
+        from unfreeze.data.tokens.tool_calls import reads_calls
+        from unfreeze.rollout.environment import Environments
+        from unfreeze.rollout.graders import Graders, Limits
+
+        config, grading = self.config, self.config.grading
+        limits = Limits(seconds=grading.seconds, network=grading.network)
+        if config.agent:
+            from unfreeze.job.agents import ByAgents
+
+            self.agents = ByAgents(config.agent, limits, count=grading.processes, say=say(setup.common))
+        if config.env:
+            reads_calls(setup.tokenizer.chat.source)  # refuses a template without calls of tools
+            turns, count = config.rollout.turns, grading.processes
+            self.environments = Environments(
+                config.env, limits, most_turns=turns, count=count, say=say(setup.common)
+            )
+            self.environments.check_reward(config.reward)
+        if config.reward and setup.group.rank == 0:
+            self.graders = Graders(config.reward, limits, count=grading.processes, say=say(setup.common))
+
+    def _answering(self, setup: Setup, engine: Engine, settings: Settings, grade: Grade) -> Answering:
+        """Return how prompts are answered: in one turn, or with an environment."""
+        from unfreeze.job.setup import longest_of
+        from unfreeze.rollout.answering import InOneTurn
+        from unfreeze.rollout.talks import Talks
+
+        group = setup.group
+        if self.config.agent:
+            if group.lockstep:
+                raise ConfigError(
+                    "agents ask each process on its own, and here the processes share the weights",
+                    next="--place.weights device --place.rest device, or one process",
+                )
+            if self.agents is None:  # process 0 has started its own
+                self._start(setup)
+            assert self.agents is not None
+            return self.agents.begin(engine, setup.tokenizer, settings, longest_of(setup))
+        if not self.config.env:
+            return InOneTurn(engine, grade, settings)
+        if self.environments is None and not group.lockstep:
+            self._start(setup)  # process 0 has checked it before
+        return Talks(
+            engine,
+            setup.tokenizer,
+            self.environments,
+            settings,
+            window=longest_of(setup),
+            group=group,
+            grade=grade if self.config.reward else None,
+        )
+
+    def grade(self, answers: Sequence[Any], stop: Callable[[], bool] = lambda: False) -> list[Graded]:
         """Rewards of (row, text); in process 0 only."""
         assert self.graders is not None
         return self.graders.grade(answers, failing=self.config.grading.failing, stop=stop)
@@ -255,24 +317,21 @@ class Rewarding:
     ) -> Rewarded:
         """Mean reward of several answers to each held-out prompt (evaluate/rewarded.py)."""
         from unfreeze.evaluate.rewarded import Asking, rewarded
+        from unfreeze.rollout.answering import Asked, rewards, sampled
 
-        assert self.engine is not None and self.held_out is not None
-        rollout = self.config.rollout
-        return rewarded(
-            self.engine,
-            self.held_out,
-            self._rows(self.held_out_files).of,
-            lambda answers: [each.reward for each in self.grade(answers)],
-            group,
-            Asking(
-                answers=rollout.held_out_answers,
-                new_tokens=rollout.max_new_tokens,
-                temperature=rollout.temperature,
-                seed=self.config.seed,
-                at_once=self.at_once,
-                failing=self.config.grading.failing,
-            ),
-        )
+        how, held_out, rollout = self.how, self.held_out, self.config.rollout
+        assert how is not None and held_out is not None
+        row_of = self._rows(self.held_out_files).of
+
+        def answer(prompts: Sequence[Any], each: int) -> list[tuple[float | None, int]]:
+            questions = [Asked(example, row_of(example), key) for example, key in prompts]
+            every = sampled(how, questions, each, group)
+            flat = [(one.row, done) for one, mine in zip(questions, every, strict=True) for done in mine]
+            graded = rewards(how, flat, group)
+            return [(worth.reward, len(done.tokens)) for worth, (_, done) in zip(graded, flat, strict=True)]
+
+        asking = Asking(rollout.held_out_answers, self.config.seed, self.config.grading.failing)
+        return rewarded(held_out, answer, asking)
 
     def answers(self, tokens: int, each: int, longest: int, documents: int) -> Answers:
         """Rows and positions of the cache while a step is sampled (generate/engine.py), and the step."""
@@ -336,7 +395,7 @@ def lines_of(preset: Preset, config: Config) -> list[str]:
     loss += [f"KL {policy.kl}, beta {policy.beta:g}"] * bool(policy.beta)
     lines = [
         f"answers: {rollout.prompts_per_step} prompts × {rollout.answers} a step, at most"
-        f" {rollout.max_new_tokens} tokens; reward: {config.reward}",
+        f" {rollout.max_new_tokens} tokens{_graded_by(config)}",
         f"loss: {', '.join(loss)}, per {policy.per}",
     ]
     if rollout.updates > 1:
@@ -347,3 +406,11 @@ def lines_of(preset: Preset, config: Config) -> list[str]:
     if config.policy.like:
         lines.append(f"like {config.policy.like}: {preset.differs}")
     return lines
+
+
+def _graded_by(config: Config) -> str:
+    """'; at most 8 turns with my.py:Calculator; reward: my.py'."""
+    if config.agent:
+        return f" a request; agent: {config.agent}"
+    env = f"; at most {config.rollout.turns} turns with {config.env}" if config.env else ""
+    return env + (f"; reward: {config.reward}" if config.reward else "")

@@ -16,7 +16,9 @@ log p is at the sampler's temperature and over the words it draws from, so that 
 
 Extras of a batch: "advantage", "sampler_log_p" (log p of the target when it was sampled), and, if ratios are
 against the trainer's own policy before the step, "trainer_log_p"; float32 [T] each. Of a rollout with several
-updates, batch.documents["update"] counts them, from 0; without it, it is the first.
+updates, batch.documents["update"] counts them, from 0; without it, it is the first. An answer that is several
+documents (data/tokens/transcript.py) has "answer_tokens", its sampled tokens in all of them; ratios of an
+answer (gspo, and corrections by answer) are then those of each document.
 
 T tokens, S documents (answers), N sampled tokens, D model width.
 """
@@ -109,7 +111,7 @@ def policy(
     weights_N = batch.weights_T.index_select(0, batch.supervised()).double()
     advantage_N = _needed(batch, "advantage", "a policy gradient")
     answers = Answers(batch)
-    share_N = weights_N * _share(settings, answers)
+    share_N = weights_N * _share(settings, answers, _extra(batch, "answer_tokens"))
 
     # linear in log p: the head runs once, and its log p is known afterwards
     if settings.one_pass:
@@ -137,10 +139,10 @@ def policy(
     return _loss(batch, total, log_p_N, weights_N, means, largest)
 
 
-def _share(settings: Settings, answers: Answers) -> Tensor | float:
-    """c_t of each sampled token."""
+def _share(settings: Settings, answers: Answers, whole_N: Tensor | None) -> Tensor | float:
+    """c_t of each sampled token. whole_N: tokens of its answer; None: a document is an answer."""
     if settings.per == "answers":
-        return 1 / answers.tokens_N
+        return 1 / (answers.tokens_N if whole_N is None else whole_N)
     return 1 / settings.constant if settings.per == "constant" else 1.0
 
 

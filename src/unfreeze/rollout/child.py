@@ -18,11 +18,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
 from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from unfreeze.core.errors import ConfigError, nearest, printable
+from unfreeze.rollout import relay
+from unfreeze.rollout.apart import apart
 from unfreeze.rollout.held import Held
 from unfreeze.rollout.limits import Confined, Limits, allow_cpu, confine, separate, tasks_below
 from unfreeze.rollout.reward import MAX_MESSAGE, Graded, score
@@ -56,6 +59,8 @@ def main(limits: Limits) -> NoReturn:
             _on_term(lambda: os.kill(first, signal.SIGKILL))
             os._exit(_code(os.waitpid(first, 0)[1]))
         os.setpgid(0, 0)  # what the user's code sends to its group does not reach the process above
+    if limits.port and confined.network:
+        relay.start(limits.port, limits.socket_file)
     if (pid := os.fork()) == 0:
         _serve(asking, answering, limits, confined)
     os.close(answering)
@@ -181,7 +186,8 @@ class Grader:
         folder = tempfile.mkdtemp()
         try:
             os.chdir(folder)
-            return {"load": self.load, "meet": self.load, "grade": self.grade}[request["do"]](request)
+            does = {"load": self.load, "meet": self.load, "grade": self.grade, "run": self.run}
+            return does[request["do"]](request)
         finally:
             os.chdir("/")
             shutil.rmtree(folder, ignore_errors=True)
@@ -199,9 +205,16 @@ class Grader:
             for code in request["codes"]:
                 self.files.add(code["path"])
                 for name, function in _named(code).items():
+                    if inspect.isclass(function) and callable(getattr(function, "reset", None)):
+                        where = f"{os.path.basename(code['path'])}:{name}"
+                        raise ConfigError(
+                            f"{name} is an environment, not a function of a prompt and an answer",
+                            next=f"--env {where}",
+                        )
                     twice = name in self.functions
                     self.functions[f"{code['path']}:{name}" if twice else name] = function
-            signatures = [signature_of(name, function) for name, function in self.functions.items()]
+            shape = request.get("arguments", {})
+            signatures = [signature_of(name, each, **shape) for name, each in self.functions.items()]
             return {"signatures": [signature.as_json() for signature in signatures]}
         except ConfigError as error:
             return {"refused": error.message, "next": error.next}
@@ -212,12 +225,33 @@ class Grader:
 
     def grade(self, request: Mapping[str, Any]) -> Reply:
         """Call every function with one answer. -> the fields of a Graded."""
-        try:
-            values = {
-                name: _awaited(self.functions[name](request["prompt"], request["completion"], **keywords))
+        texts = request["prompt"], request["completion"]
+        return self._scored(
+            {
+                name: partial(self.functions[name], *texts, **keywords)
                 for name, keywords in request["keywords"].items()
             }
-            return score(values).as_json()
+        )
+
+    def run(self, request: Mapping[str, Any]) -> Reply:
+        """Call the agent many times at once, each in a fork of this process. -> their Graded's fields."""
+        ((name, agent),) = self.functions.items()
+        for variable in ("NO_PROXY", "no_proxy"):  # a client's proxy does not lead to this machine's endpoint
+            os.environ[variable] = f"127.0.0.1,{os.environ.get(variable, '')}".rstrip(",")
+
+        def call(number: int, base_url: str, row: Mapping[str, Any]) -> Reply:
+            os.mkdir(str(number))
+            os.chdir(str(number))
+            return self._scored({name: partial(agent, base_url, row)})
+
+        runs = enumerate(request["runs"])
+        calls = [partial(call, number, each["base_url"], each["row"]) for number, each in runs]
+        return {"graded": apart(calls, request["each"])}
+
+    def _scored(self, calls: Mapping[str, Callable[[], Any]]) -> Reply:
+        """Call each function. -> the fields of a Graded; whatever they raise is its outcome."""
+        try:
+            return score({name: _awaited(call()) for name, call in calls.items()}).as_json()
         except MemoryError as error:
             return Graded(None, outcome="memory", message=self.in_words(error)).as_json()
         except BaseException as error:

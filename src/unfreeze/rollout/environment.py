@@ -1,7 +1,7 @@
 """Environments that the model talks with: tools, several turns, and a reward at the end.
 
-    environments = Environments("my.py:Calculator", read=reads_calls(tokenizer.chat.source))
-    episodes = environments.open(rows)                       # reset's text joins the last user message
+    environments, read = Environments("my.py:Calculator"), reads_calls(tokenizer.chat.source)
+    episodes = environments.open(rows, read)                 # reset's text joins the last user message
     while some are not done:
         news = environments.turn(episodes, texts)            # calls run; their results are messages
     graded = environments.grade(episodes)
@@ -14,21 +14,23 @@ calls, and an answer whose calls then give other results is lost by name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from unfreeze.core.errors import ConfigError, nearest
 from unfreeze.data.rows.row import Conversation, Message, Tool
+from unfreeze.data.tokens.tool_calls import Read, Spoken
 from unfreeze.rollout.limits import Limits
 from unfreeze.rollout.pool import Job, Pool, Pooled
 from unfreeze.rollout.reward import Graded, Outcome, checked
-from unfreeze.rollout.tool_calls import Read, Spoken
 from unfreeze.rollout.user_code import Given, user_code
 from unfreeze.rollout.worker import Gone
 
 TURNS = 8
 """Most turns of an answer."""
+UNREADABLE = "unreadable"
+"""Name of the tool that answers a call that could not be read."""
 COLUMN = "environment"
 """Column of a row that names its environment, if there are several."""
 
@@ -72,30 +74,35 @@ class Episode:
         """Take the model's turn. -> the calls to run: {"name", "arguments"} each."""
         self.turns += 1
         self.spoken = self.read(text, len(self.past))
-        calls = self.spoken.calls if not self.spoken.fault else []
         message: Message = {"role": "assistant", "content": self.spoken.content}
-        self.messages.append({**message, **({"tool_calls": calls} if calls else {})})
-        if not calls and not self.spoken.fault:
+        self.messages.append({**message, **({"tool_calls": self.calls} if self.calls else {})})
+        if not self.calls:
             self.done = "answered"
-        return [call["function"] for call in calls]
+        return [] if self.spoken.fault else [call["function"] for call in self.calls]
+
+    @property
+    def calls(self) -> list[Tool]:
+        """The calls of the last turn; UNREADABLE in place of one that could not be read."""
+        if not self.spoken.fault:
+            return self.spoken.calls
+        id = f"functions.{UNREADABLE}:{self.turns}"
+        return [{"id": id, "type": "function", "function": {"name": UNREADABLE, "arguments": {}}}]
 
     def tell(self, results: Sequence[Result]) -> list[Message]:
         """Take the results of the calls. -> the messages to append: a tool's turn for each."""
         new: list[Message] = []
         if self.spoken.fault:  # the call could not be read; the model is told why
-            self.faults["unreadable call"] += 1
-            new.append({"role": "tool", "name": "unreadable", "content": f"error: {self.spoken.fault}"})
-        else:
-            for call, result in zip(self.spoken.calls, results, strict=True):
-                self.faults.update([result.fault] if result.fault else [])
-                new.append(
-                    {
-                        "role": "tool",
-                        "name": call["function"]["name"],
-                        "tool_call_id": call["id"],
-                        "content": result.text,
-                    }
-                )
+            results = [Result(f"error: {self.spoken.fault}", "unreadable call")]
+        for call, result in zip(self.calls, results, strict=True):
+            self.faults.update([result.fault] if result.fault else [])
+            new.append(
+                {
+                    "role": "tool",
+                    "name": call["function"]["name"],
+                    "tool_call_id": call["id"],
+                    "content": result.text,
+                }
+            )
         self.messages += new
         if self.turns >= self.most_turns and not self.done:
             self.done = "turns"
@@ -111,7 +118,6 @@ class Environments(Pooled):
 
     source  "my.py:Class", a class, a file's dict of factories (my.py:NAME), or a dict of those: then each row
             names its own in the column `environment`
-    read    the reader of the model's tool calls (tool_calls.py)
 
     Raises ConfigError if a class has no reset, or a tool without types or docstring.
     """
@@ -119,7 +125,6 @@ class Environments(Pooled):
     def __init__(
         self,
         source: Given | dict[str, Given],
-        read: Read,
         limits: Limits | None = None,
         *,
         most_turns: int = TURNS,
@@ -130,7 +135,7 @@ class Environments(Pooled):
         pairs = [
             (name, code) for name, each in named.items() for code in user_code(each, "Environment", "env")
         ]
-        self.read, self.most_turns, self._limits = read, most_turns, limits or Limits()
+        self.most_turns, self._limits = most_turns, limits or Limits()
         self._pool = Pool(
             [code for _, code in pairs],
             self._limits,
@@ -168,12 +173,28 @@ class Environments(Pooled):
         """Return the schemas of the tools that a row's environment has."""
         return list(self._known[self.name_of(row)]["tools"])
 
-    def open(self, rows: Sequence[Conversation]) -> list[Episode]:
-        """Make an environment for each row and reset it; its text joins the last user message."""
+    def check(self, rows: Iterable[Conversation]) -> None:
+        """Raise ConfigError for the first row that names no environment that there is."""
+        for row in rows:
+            self.name_of(row)
+
+    def check_reward(self, reward: str) -> None:
+        """Raise ConfigError if an environment has no reward, and there is no --reward either."""
+        if reward or self.scores:
+            return
+        kind = next(each["kind"] for each in self._known.values() if not each["scores"])
+        raise ConfigError(
+            f"environment {kind} has no get_reward, and no reward is given",
+            next="def get_reward(self) -> float, or --reward my.py, which grades the last turn's text",
+        )
+
+    def open(self, rows: Sequence[Conversation], read: Read) -> list[Episode]:
+        """Make an environment for each row and reset it; its text joins the last user message.
+
+        read: the reader of the model's tool calls (tool_calls.py)
+        """
         episodes = [
-            Episode(
-                row, [dict(message) for message in row.messages], self.tools(row), self.read, self.most_turns
-            )
+            Episode(row, [dict(message) for message in row.messages], self.tools(row), read, self.most_turns)
             for row in rows
         ]
         for episode in episodes:

@@ -83,7 +83,7 @@ class Graders(Pooled):
         replies = self._pool.run([self._job(row, text) for row, text in answers], leave)
         if stop():
             raise StepLeft
-        return [_graded(reply) for reply in replies]
+        return [graded_of(reply) for reply in replies]
 
     def _keywords(self, row: Conversation) -> dict[str, dict[str, Any]]:
         return {
@@ -96,7 +96,8 @@ class Graders(Pooled):
         return Job({"do": "grade", **content})
 
 
-def _graded(reply: Reply) -> Graded:
+def graded_of(reply: Reply) -> Graded:
+    """Return the reward that a process sent, or its outcome."""
     printed = printable(reply.printed.strip())[:MAX_MESSAGE]
     if isinstance(reply.content, Gone):
         return Graded(None, {}, reply.content.outcome, reply.content.message, printed)

@@ -51,7 +51,13 @@ class Held:
         self._factories = dict(factories)
         known: dict[str, Any] = {}
         for name, factory in factories.items():
-            environment = factory()
+            try:
+                environment = factory()
+            except TypeError as error:
+                raise ConfigError(
+                    f"{getattr(factory, '__name__', name)} cannot be made: {self._in_words(error)}",
+                    next="an environment is a class without arguments; a function is a --reward",
+                ) from None
             kind = type(environment).__name__
             if not callable(getattr(environment, "reset", None)):
                 raise ConfigError(

@@ -37,6 +37,8 @@ class Limits:
     files         open files
     file_bytes    size of a file it writes; what it prints counts
     network       True leaves the network
+    port          of the machine's loopback that is reached without a network, too; 0: none
+    socket_file   Unix socket of the service on that port
     """
 
     seconds: float = 10.0
@@ -46,6 +48,8 @@ class Limits:
     files: int = 256
     file_bytes: int = 64 * 2**20
     network: bool = False
+    port: int = 0
+    socket_file: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The fields as plain values."""
@@ -111,7 +115,12 @@ def confine(limits: Limits, confined: Confined) -> None:
     # counted by user: by themselves in a user namespace, and for a user who has nothing else
     alone = confined.user or (os.geteuid() == 0 and _leave_root())
     _limit(resource.RLIMIT_NPROC, limits.processes + (0 if alone else SLACK * _tasks_of_user()))
-    if sys.platform == "linux":  # this process ends with the one that watches it
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Let this process end with the one that started it; without Linux, others see to it."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

@@ -38,11 +38,13 @@ Outcome = Literal[
     "garbage",
     "skipped",
     "cut",
+    "no tokens",
 ]
 """error: it raised. timeout: it took too long, or too much CPU. not a number: NaN, infinite, or another type.
 no value: every function returned None. memory: it ran out of its limit. processes: it started too many.
 ended: its process is gone. garbage: its process answered something else. skipped: it was not waited for,
-because too many before it took too long. cut: the answer was cut off, and such answers are left out."""
+because too many before it took too long. cut: the answer was cut off, and such answers are left out. no
+tokens: an agent that never asked the model."""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 MAX_PARTS = 64

@@ -10,17 +10,16 @@ P groups, G answers to each prompt.
 
 from __future__ import annotations
 
-import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from unfreeze.core.draws import number
-from unfreeze.core.errors import CheckpointError, ConfigError, StepLeft, StepRefused
+from unfreeze.core.errors import CheckpointError, ConfigError, StepRefused
 from unfreeze.core.torch_types import flags, floats
 from unfreeze.data.packing.batches import pack
 from unfreeze.data.packing.order import Order
@@ -28,15 +27,16 @@ from unfreeze.data.packing.packers import first_fit
 from unfreeze.data.packing.source import Cursor, Step
 from unfreeze.data.store.examples import Example, Examples
 from unfreeze.data.tokens.asked import prompt_of
-from unfreeze.generate.sampling import Sampling
+from unfreeze.data.tokens.transcript import Sample
 from unfreeze.objectives.policy import Per
+from unfreeze.rollout.answering import Answering, Asked, rewards, sampled
 from unfreeze.rollout.curriculum import CURRICULA, Name
 from unfreeze.rollout.groups import Advantage, Groups, advantages, divided, next_average, rewards_of
+from unfreeze.rollout.prompts import text_of
 from unfreeze.rollout.reward import Graded, outcomes, refuse_failures
 from unfreeze.rollout.routes import with_routes
-from unfreeze.rollout.sampled import Sampled, as_text, of_text
+from unfreeze.rollout.sampled import Sampled
 from unfreeze.rollout.updates import Measure, Update, as_tensors, dealt, numbered, of_tensors, with_trainer
-from unfreeze.untrusted.json_object import is_list, is_object
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from unfreeze.core.batch import Batch
     from unfreeze.data import Tokenizer
     from unfreeze.data.rows.row import Conversation
-    from unfreeze.generate.engine import Engine
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.report.rollouts.answers import Answer
 
@@ -52,9 +51,6 @@ CUT = ("length", "window")
 """Stop reasons of an answer that did not end by itself."""
 SILENT_STEPS = 3
 """First steps that may all have no group with a signal."""
-
-Grade = Callable[[Sequence[tuple["Conversation", str]]], list[Graded]]
-"""(row, text of an answer) of many answers -> their rewards."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Settings:
     score_cut         grade answers that were cut; else they are left out of their group
     resample          times that groups with equal rewards get other prompts
     replay            keep the chosen experts for the training pass
-    at_once           answers sampled at the same time
+    at_once           answers sampled at the same time; None: as many as fit in memory
     passes            processes: the training passes are a multiple of them
     failing           largest share of answers without a reward
     micro_batch       tokens of a training pass
@@ -85,7 +81,7 @@ class Settings:
     score_cut: bool = False
     resample: int = 1
     replay: bool = False
-    at_once: int = 128
+    at_once: int | None = 128
     passes: int = 1
     failing: float = 0.2
     micro_batch: int = 4096
@@ -123,6 +119,10 @@ class Rolled:
     sampling: float
     grading: float
 
+    def has_tokens(self) -> bool:
+        """Return True unless every answer is empty: agents may not ask, prompts may fill the window."""
+        return any(answer.tokens for group in self.answers for answer in group.sampled)
+
 
 Tell = Callable[[Rolled], None]
 """Called on every process with each rollout, before its first update."""
@@ -131,6 +131,7 @@ Tell = Callable[[Rolled], None]
 class Rollouts:
     """The steps of a run: `updates` of them for each rollout.
 
+    how       answers prompts
     examples  prompts with room for an answer (data/tokens/asked.py)
     row_of    an example's row
     measure   the trainer's log p before the first update; None if the loss does not read it
@@ -138,10 +139,9 @@ class Rollouts:
 
     def __init__(
         self,
-        engine: Engine,
+        how: Answering,
         examples: Examples,
         row_of: Callable[[Example], Conversation],
-        grade: Grade,
         settings: Settings,
         *,
         order: Order,
@@ -150,10 +150,11 @@ class Rollouts:
         measure: Measure | None = None,
         start: Cursor | None = None,
     ):
-        self.engine, self.examples, self.row_of, self.grade = engine, examples, row_of, grade
+        self.how, self.examples, self.row_of = how, examples, row_of
         self.settings, self.order, self.group, self.tell, self.measure = settings, order, group, tell, measure
         at: Cursor = start or {"step": 0, "taken": 0, "average": None, "silent": 0}
-        self.step, self.rollout, self.taken = int(at["step"]), int(at.get("rollout", at["step"])), at["taken"]
+        self.step, self.taken = int(at["step"]), int(at["taken"])
+        self.rollout = int(at.get("rollout", at["step"]))
         self.average: float | None = at["average"]
         self.silent = int(at["silent"])  # rollouts from the first on without a signal; -1: one had some
         self.curriculum = CURRICULA[settings.curriculum](settings.seed, at.get("records"))
@@ -198,14 +199,14 @@ class Rollouts:
 
     def _begun(self) -> list[Update]:
         """Return the updates of a new rollout."""
-        with self.engine.model.looking():
+        with self.how.engine.model.looking():
             rolled = self.rolled()
         self.tell(rolled)
         self.refuse(rolled)
         self.average = next_average(self.average, _rewards(rolled.answers), self.settings.advantage.decay)
         self.rollout += 1
         parts = dealt(rolled, self.settings.updates, self.settings.seed)
-        updates = numbered([micro_batches(part, self.settings) for part in parts])
+        updates = numbered([micro_batches(part, self.settings) for part in parts if part.has_tokens()])
         return updates if self.measure is None else with_trainer(updates, self.measure, self.group)
 
     def kept(self, cursor: Cursor) -> dict[str, Tensor]:
@@ -235,8 +236,8 @@ class Rollouts:
                 break
         groups = self._groups(every)
         for (epoch, prompt), group, signal in zip(drawn, every, flags(groups.signal_P), strict=True):
-            rewards = [reward for reward in group.rewards() if reward is not None]
-            self.curriculum.saw(epoch, prompt, rewards, signal)
+            known = [reward for reward in group.rewards() if reward is not None]
+            self.curriculum.saw(epoch, prompt, known, signal)
         return Rolled(self.step + 1, every, groups, *seconds)
 
     def refuse(self, rolled: Rolled) -> None:
@@ -246,6 +247,11 @@ class Rollouts:
             refuse_failures(graded, self.settings.failing)
         except ConfigError as error:
             raise StepRefused(error.message, next=error.next) from None
+        if not rolled.has_tokens():
+            raise StepRefused(
+                f"no answer of step {rolled.step} has a token: each prompt, with its tools, fills the window",
+                next="a larger --sequence-length and --tokens-per-step",
+            )
         if self.silent < 0 or bool(rolled.groups.signal_P.any()):
             self.silent = -1
             return
@@ -274,61 +280,29 @@ class Rollouts:
 
     def _sampled(self, examples: Sequence[Example], turn: int, seconds: list[float]) -> list[Answers]:
         """Sample G answers to each prompt, and grade them. Adds to seconds of (sampling, grading)."""
-        began = time.perf_counter()
-        places = list(range(len(examples)))
-        own = places if self.group.lockstep else self.group.share(places)
-        sampled = self._own([examples[place] for place in own], [(turn, place) for place in own])
-        if not self.group.lockstep and self.group.size > 1:
-            texts = self.group.texts(
-                json.dumps([[place, as_text(each)] for place, each in zip(own, sampled, strict=True)])
-            )
-            by_place = {place: of_text(each) for text in texts for place, each in json.loads(text)}
-            sampled = [by_place[place] for place in places]
+        began, settings = time.perf_counter(), self.settings
+        questions = [
+            Asked(example, self.row_of(example), (settings.seed, self.rollout, turn, place))
+            for place, example in enumerate(examples)
+        ]
+        greedy = settings.advantage.baseline == "greedy"
+        every = sampled(self.how, questions, settings.answers, self.group, greedy=greedy)
         sampled_at = time.perf_counter()
         groups = [
-            Answers(example, self.row_of(example), answers)
-            for example, answers in zip(examples, sampled, strict=True)
+            Answers(each.example, each.row, answers) for each, answers in zip(questions, every, strict=True)
         ]
         self._graded(groups)
         seconds[0] += sampled_at - began
         seconds[1] += time.perf_counter() - sampled_at
         return groups
 
-    def _own(self, examples: Sequence[Example], places: Sequence[tuple[int, int]]) -> list[list[Sampled]]:
-        """Sample G answers to each prompt in this process; with the baseline "greedy", a greedy one last."""
-        settings, G = self.settings, self.settings.answers
-        if not examples:
-            return []
-        prompts = [prompt_of(example) for example in examples]
-        at = settings.seed, self.rollout
-        seeds = tuple(number(*at, *place, answer) for place in places for answer in range(G))
-        sampling = Sampling(settings.new_tokens, temperature=settings.temperature, n=G, seeds=seeds)
-        rows = settings.at_once
-        done = self.engine.generate(prompts, sampling, max_rows=rows, experts=settings.replay)
-        answers = [Sampled.of(each) for each in done]
-        groups = [answers[first : first + G] for first in range(0, len(answers), G)]
-        if settings.advantage.baseline == "greedy":
-            greedy = self.engine.generate(prompts, Sampling(settings.new_tokens), max_rows=rows)
-            groups = [[*group, Sampled.of(each)] for group, each in zip(groups, greedy, strict=True)]
-        return groups
-
     def _graded(self, groups: Sequence[Answers]) -> None:
-        """Grade the answers in process 0; the others take its rewards. Cut ones only if they are scored."""
+        """Grade the answers; cut ones only if they are scored."""
         score = self.settings.score_cut
         answered = [
-            (group.row, each.text)
-            for group in groups
-            for each in group.sampled
-            if score or each.stop not in CUT
+            (group.row, each) for group in groups for each in group.sampled if score or each.stop not in CUT
         ]
-        graded = self.group.on_rank0(lambda: self._grade_or_leave(answered))
-        if self.group.size > 1:
-            fields = None if graded is None else [each.as_json() for each in graded]
-            of_first = json.loads(self.group.of_first(json.dumps(fields).encode()))
-            graded = None if of_first is None else [Graded(**each) for each in of_first]
-        if graded is None:
-            raise StepLeft
-        each_graded = iter(graded)
+        each_graded = iter(rewards(self.how, answered, self.group))
         for group in groups:
             own = [
                 next(each_graded) if score or answer.stop not in CUT else Graded(None, outcome="cut")
@@ -338,13 +312,6 @@ class Rollouts:
                 group.greedy = own.pop()
                 group.sampled.pop()
             group.graded = own
-
-    def _grade_or_leave(self, answered: Sequence[tuple[Conversation, str]]) -> list[Graded] | None:
-        """Return the rewards; None if a signal ended the grading, so that every process leaves the step."""
-        try:
-            return self.grade(answered) if answered else []
-        except StepLeft:
-            return None
 
     def _groups(self, answers: Sequence[Answers]) -> Groups:
         greedy_P = None
@@ -365,22 +332,26 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     tokens of an answer that is not trained on, or comes again, are not supervised: else they had one.
     """
     examples: list[Example] = []
-    chosen: list[Sampled] = []
+    fed: list[Sample] = []
     worth: list[float] = []
+    length: list[int] = []  # sampled tokens of the answer that an example is from
     trained = tokens = 0
     rows, kept = map(_rows, (rolled.groups.advantage_PG, rolled.groups.trained_PG))
+    left = [answer for group in rolled.answers for answer in group.sampled if answer.tokens]
     for group, advantage_G, trained_G in zip(rolled.answers, rows, kept, strict=True):
         prompt = prompt_of(group.example)
         for answer, advantage, trains in zip(group.sampled, advantage_G, trained_G, strict=False):
             trained += bool(trains)
             tokens += bool(trains) * len(answer.tokens)
-            last = not examples and group is rolled.answers[-1] and answer is group.sampled[-1]
+            last = not examples and answer is left[-1]
             if advantage or (settings.every_answer and trains) or last:
                 supervised = float(trains or not settings.every_answer)
-                weights = [0.0] * len(prompt) + [supervised] * len(answer.tokens)
-                examples.append(Example([*prompt, *answer.tokens], weights, group.example.row))
-                chosen.append(answer)
-                worth.append(advantage)
+                for each in answer.examples(prompt):
+                    weights = [supervised * own for own in each.sampled]
+                    examples.append(Example(each.ids, weights, group.example.row))
+                    fed.append(each)
+                    worth.append(advantage)
+                    length.append(len(answer.tokens))
 
     lengths = [example.num_tokens for example in examples]
     placed = first_fit(range(len(examples)), lengths, max(settings.micro_batch, *lengths))
@@ -388,19 +359,25 @@ def micro_batches(rolled: Rolled, settings: Settings) -> list[Batch]:
     packed: set[int] = set()  # documents of earlier passes: one that comes again adds nothing
     for inside in in_multiples(placed, settings.passes):
         of = [silent(examples[i]) if i in packed else examples[i] for i in inside]
-        before = [[0.0] * (lengths[i] - len(chosen[i].tokens)) for i in inside]
         extras = {
             "advantage": [[worth[i]] * lengths[i] for i in inside],
-            "sampler_log_p": [zeros + chosen[i].log_p for zeros, i in zip(before, inside, strict=True)],
+            "sampler_log_p": [_at_sampled(fed[i]) for i in inside],
+            "answer_tokens": [[float(length[i])] * lengths[i] for i in inside],
         }
         packed.update(inside)
-        batches.append(with_routes(pack(of, extras), [chosen[i].experts for i in inside]))
+        batches.append(with_routes(pack(of, extras), [fed[i].experts for i in inside]))
     return divided(batches, settings.per, answers=max(1, trained), tokens=max(1, tokens))
 
 
 def silent(example: Example) -> Example:
     """Return the document without a supervised token."""
     return replace(example, weights=[0.0] * example.num_tokens)
+
+
+def _at_sampled(fed: Sample) -> list[float]:
+    """log p at the place of each sampled id, 0 elsewhere."""
+    each = iter(fed.log_p)
+    return [next(each) if own else 0.0 for own in fed.sampled]
 
 
 def in_multiples(placed: Sequence[int], passes: int) -> list[list[int]]:
@@ -426,6 +403,8 @@ def counted(rolled: Rolled) -> dict[str, Any]:
     names = sorted({name for each in graded for name in each.parts})
     parts = {name: _mean([each.parts[name] for each in graded if name in each.parts]) for name in names}
     tokens = sum(len(each.tokens) for each in sampled)
+    talks = [each for each in sampled if each.turns]
+    faults = sum((Counter(each.faults) for each in talks), Counter[str]())
     return {
         "reward": _mean(rewards),
         "parts": parts,
@@ -437,7 +416,13 @@ def counted(rolled: Rolled) -> dict[str, Any]:
         "outcomes": outcomes(graded),
         "seconds": rolled.sampling,
         "grading_seconds": rolled.grading,
+        **({"turns": _mean([own_turns(each) for each in talks]), "faults": dict(faults)} if talks else {}),
     }
+
+
+def own_turns(answer: Sampled) -> int:
+    """Turns that the model took."""
+    return sum(role == "assistant" for role, _ in answer.turns)
 
 
 def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
@@ -445,7 +430,7 @@ def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
     result: list[Any] = []
     rows = _rows(rolled.groups.advantage_PG)
     for place, (group, advantage_G) in enumerate(zip(rolled.answers, rows, strict=True)):
-        prompt = shown(group.row)
+        prompt = text_of(group.row.messages[-1])
         for index, (answer, graded) in enumerate(zip(group.sampled, group.graded, strict=True)):
             result.append(
                 {
@@ -459,6 +444,7 @@ def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
                     "logprobs": answer.log_p,
                     "advantage": advantage_G[index],
                     "stop": answer.stop,
+                    **({"turns": answer.turns} if answer.turns else {}),
                     **graded.as_json(),
                 }
             )
@@ -467,14 +453,6 @@ def lines(rolled: Rolled, tokenizer: Tokenizer) -> list[Answer]:
 
 def _rows(values_PG: torch.Tensor) -> list[list[float]]:
     return [floats(values_G) for values_G in values_PG]
-
-
-def shown(row: Conversation) -> str:
-    """Return the text of the last message of a prompt."""
-    content: Any = row.messages[-1].get("content")
-    if is_list(content):
-        return "".join(str(part.get("text", "")) for part in content if is_object(part))
-    return str(content or "")
 
 
 def pieces(tokens: Sequence[int], tokenizer: Tokenizer) -> list[str]:

@@ -82,8 +82,13 @@ def _free(first: Sequence[str], columns: Mapping[str, Any], prompt: str) -> list
     ]
 
 
-def signature_of(name: str, function: Callable[..., Any], positional: int = 2) -> Signature:
-    """Read a function's arguments; the first `positional` are given by position.
+def signature_of(
+    name: str,
+    function: Callable[..., Any],
+    meaning: Sequence[str] = MEANING,
+    example: str = "prompt, completion, **row",
+) -> Signature:
+    """Read a function's arguments; the first ones, with a `meaning` each, are given by position.
 
     Raises ConfigError if it cannot take so many.
     """
@@ -94,14 +99,15 @@ def signature_of(name: str, function: Callable[..., Any], positional: int = 2) -
             f"{name} does not say which arguments it takes",
             next=f"wrap it: def {name}(prompt, completion): …",
         ) from None
+    positional = len(meaning)
     by_position = [parameter for parameter in parameters if parameter.kind in POSITIONAL]
     first, others = by_position[:positional], by_position[positional:]
     kinds = {parameter.kind for parameter in parameters}
     if len(first) < positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise ConfigError(
-            f"{name}{inspect.signature(function)} takes fewer than {positional} arguments by position: the"
-            " prompt and the model's answer",
-            next=f"def {name}(prompt, completion, **row)",
+            f"{name}{inspect.signature(function)} takes fewer than {positional} arguments by position:"
+            f" {' and '.join(meaning)}",
+            next=f"def {name}({example})",
         )
     if hidden := next((each for each in others if each.kind is inspect.Parameter.POSITIONAL_ONLY), None):
         raise ConfigError(

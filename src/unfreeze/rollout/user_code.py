@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import sys
@@ -59,6 +60,17 @@ def user_code(source: Given, name: str = "reward", field: str = "reward") -> tup
     if not several:
         raise ConfigError(f"{field} is empty", next=f"--{field} my.py")
     return several
+
+
+def are_environments(code: UserCode) -> bool:
+    """True if a file's text defines each of the names as a class, or as a dict written out."""
+    defined: set[str] = set()
+    for node in ast.parse(code.text).body:
+        if isinstance(node, ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return defined.issuperset(code.names)
 
 
 def _of_file(written: str, name: str, field: str) -> UserCode:

@@ -255,6 +255,7 @@ def rollout_words(event: RolloutEvent) -> list[str]:
         f"{event.get('signal', 0)}/{event.get('groups', 0)} groups differ",
         *([f"{100 * cut:.0f} % cut"] if cut >= 0.005 else []),
         *([f"{failed} without a reward"] if failed else []),
+        *([f"{faults} calls failed"] if (faults := sum(event.get("faults", {}).values())) else []),
     ]
 
 

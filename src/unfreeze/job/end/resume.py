@@ -34,6 +34,8 @@ FIXED = {
     "reward": "rewards of another function cannot be compared with those before",
     "rollout.updates": "the loss and the number of steps depend on it",
     "rollout.curriculum": "the saved records of prompts are another curriculum's",
+    "agent": "rewards of another agent cannot be compared with those before",
+    "env": "rewards of another environment cannot be compared with those before",
     "rollout.prompts_per_step": _PLACE,
     "rollout.answers": _PLACE,
     "rollout.max_new_tokens": _PLACE,

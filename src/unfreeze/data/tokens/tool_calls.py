@@ -50,6 +50,11 @@ def reads_calls(source: str) -> Read:
         return kimi
     if "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source:
         return hermes
+    if "tools" not in source:
+        raise ConfigError(
+            "the chat template has no place for tools, so an environment cannot be played with this model",
+            next="a model of the families of Qwen or Kimi, or a chat_template.jinja with tools",
+        )
     raise ConfigError(
         "the chat template writes tool calls in a form that is not read; read are those of Qwen and Kimi",
         next="a model of these families, or a chat_template.jinja that writes <tool_call>{…}</tool_call>",

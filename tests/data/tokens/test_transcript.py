@@ -21,13 +21,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from unfreeze.core.errors import DataError
 from unfreeze.data import load_tokenizer
 from unfreeze.data.rows.row import Conversation
+from unfreeze.data.tokens import transcript as transcripts
 from unfreeze.data.tokens.masks import renderer
 from unfreeze.data.tokens.releases import ThinkMarks
-from unfreeze.rollout import turns
-from unfreeze.rollout.tool_calls import hermes, kimi, reads_calls
-from unfreeze.rollout.turns import Sample, Transcript, as_message, continuation, spoken_text
+from unfreeze.data.tokens.tool_calls import hermes, kimi, reads_calls
+from unfreeze.data.tokens.transcript import Sample, Transcript, as_message, continuation, spoken_text
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = [ROOT / "tests" / "data" / "tokens" / "templates", ROOT.parent / "shared" / "data" / "templates"]
 SOURCES = {path.stem: path for folder in FOLDERS for path in sorted(folder.glob("*.jinja"))}
 TAG = re.compile(
@@ -189,8 +189,8 @@ def test_control_arm_a_dropped_thought_is_seen(tokenizer_of, monkeypatch):
         def __init__(self, *arguments):
             pass
 
-    monkeypatch.setattr(turns, "missing", lambda words, text: None)
-    monkeypatch.setattr(turns, "Completions", Markless)
+    monkeypatch.setattr(transcripts, "missing", lambda words, text: None)
+    monkeypatch.setattr(transcripts, "Completions", Markless)
     with pytest.raises(AssertionError):
         test_ids_fed_are_ids_trained("qwen3", tokenizer_of)
 

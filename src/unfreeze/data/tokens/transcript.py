@@ -12,6 +12,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from unfreeze.data.rows.row import Message, Tool
 from unfreeze.data.tokens.completions import Completions
 from unfreeze.data.tokens.masks import encode_chat, encode_rendered, end_texts, renderer
@@ -22,21 +25,31 @@ from unfreeze.data.tokens.tokenizer import Tokenizer
 
 @dataclass
 class Sample:
-    """Ids in the order that the model was fed.
+    """Ids in the order that the model was fed: one example to train on.
 
     sampled  True for each id that the model wrote itself
+    log_p    of each of these when it was sampled, after temperature
+    experts  int16 [fewer than ids, L, K]: of each id, those chosen when the model first read it
     """
 
     ids: list[int]
     sampled: list[bool] = field(default_factory=list[bool])
+    log_p: list[float] = field(default_factory=list[float])
+    experts: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.sampled = self.sampled or [False] * len(self.ids)
 
-    def add(self, ids: Sequence[int], *, sampled: bool) -> None:
-        """Append ids."""
+    def add(
+        self, ids: Sequence[int], *, sampled: bool, log_p: Sequence[float] = (), experts: Tensor | None = None
+    ) -> None:
+        """Append ids. experts: of all ids read so far; those of ids that were read before are kept."""
         self.ids += ids
         self.sampled += [sampled] * len(ids)
+        self.log_p += log_p
+        if experts is not None:
+            before = experts[:0] if self.experts is None else self.experts
+            self.experts = torch.cat([before, experts[len(before) :]])
 
     def last_turn(self) -> list[int]:
         """Return the sampled ids at the end."""
@@ -67,9 +80,12 @@ class Transcript:
         """The ids to be fed for the next turn."""
         return self.samples[-1].ids
 
-    def hear(self, tokens: Sequence[int]) -> str:
-        """Take sampled ids. -> the turn's text: special tokens spelled out, without the one that ends it."""
-        self.samples[-1].add(tokens, sampled=True)
+    def hear(self, tokens: Sequence[int], log_p: Sequence[float] = (), experts: Tensor | None = None) -> str:
+        """Take sampled ids. -> the turn's text: special tokens spelled out, without the one that ends it.
+
+        log_p, experts: as in Sample
+        """
+        self.samples[-1].add(tokens, sampled=True, log_p=log_p, experts=experts)
         return spoken_text(self.tokenizer, tokens)
 
     def tell(self, answer: Message, new: Sequence[Message]) -> bool:

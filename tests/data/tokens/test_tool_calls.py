@@ -7,7 +7,7 @@ import json
 import pytest
 
 from unfreeze.core.errors import ConfigError
-from unfreeze.rollout.tool_calls import hermes, kimi, reads_calls
+from unfreeze.data.tokens.tool_calls import hermes, kimi, reads_calls
 
 ARGUMENTS = {"text": 'a "quoted" <b> é\n', "n": 1.5, "deep": {"list": [1, None, True]}}
 
