@@ -270,11 +270,17 @@ class Rewarding:
         return rewarded(held_out, answer, asking)
 
     def answers(self, tokens: int, each: int, longest: int) -> Answers:
-        """Rows and positions of the cache while a step is sampled (generate/engine.py)."""
+        """Rows and positions of the cache while a step is sampled (generate/engine.py).
+
+        From the second turn on each answer has a prompt of its own. What tools say and their schemas are not
+        known yet.
+        """
         from unfreeze.parallel.answers import Answers
 
         rollout = self.config.rollout
         rows = min(self.at_once, rollout.prompts_per_step * rollout.answers)
+        if self.config.env:
+            return Answers(rows, rows * longest)
         prompts = min(rollout.prompts_per_step, 2 * -(-rows // rollout.answers))
         prompt = max(1, longest - rollout.max_new_tokens)
         return Answers(rows, rows * rollout.max_new_tokens + prompts * prompt)
