@@ -78,7 +78,12 @@ def my(tmp_path) -> Path:
 @pytest.fixture
 def grpo(my, tmp_path):
     def run(out="run", env="Adder", **fields):
-        words = {"model": unfreeze.TINY_K2, "data": rows(6), "out": tmp_path / out, "env": f"{my}:{env}"}
+        words = {
+            "model": unfreeze.TINY_K2,
+            "data": rows(6),
+            "out": tmp_path / out,
+            "env": env if ":" in env else f"{my}:{env}",
+        }
         return unfreeze.grpo(**{**words, "reward": str(my), **WORDS, **fields})
 
     return run
@@ -158,12 +163,15 @@ def test_each_row_names_its_environment(grpo):
         grpo("other", env="WORLDS", data=rows(6, environment="added"))
 
 
-def test_a_changed_environment_is_refused(grpo, my):
+def test_a_changed_environment_is_refused(grpo, tmp_path):
+    other = tmp_path / "other.py"  # the reward is in my.py
+    other.write_text(ENVIRONMENT)
+    fields = {"env": f"{other}:Adder", "save.every": 1}
     with pytest.raises(Stopped):
-        grpo(**{"save.every": 1}, on_step=[stopping])
-    my.write_text(ENVIRONMENT.replace("number\n        return", "number + 0\n        return"))
-    with pytest.raises(ConfigError, match=r"cannot resume: .*my\.py.* has changed since this run began"):
-        grpo(**{"save.every": 1})
+        grpo(**fields, on_step=[stopping])
+    other.write_text(ENVIRONMENT.replace("number\n        return", "number + 0\n        return"))
+    with pytest.raises(ConfigError, match=r"cannot resume: .*other\.py.* has changed since this run began"):
+        grpo(**fields)
 
 
 BAD = {

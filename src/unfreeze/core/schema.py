@@ -332,10 +332,7 @@ class SampleEvent(CommonFields):
 
 
 class RolloutEvent(CommonFields):
-    """The answers of a step of `unfreeze grpo`, sampled and graded directly before it.
-
-    With several updates per rollout, of the first of these steps.
-    """
+    """The answers of a step of `unfreeze grpo`, or of the first step of several that train on them."""
 
     kind: Literal["rollout"]
     reward: Annotated[Real | None, of("mean", "of the answers with a reward")]

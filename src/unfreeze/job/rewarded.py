@@ -334,17 +334,23 @@ class Rewarding:
         return rewarded(held_out, answer, asking)
 
     def answers(self, tokens: int, each: int, longest: int, documents: int) -> Answers:
-        """Rows and positions of the cache while a step is sampled (generate/engine.py), and the step."""
+        """Rows and positions of the cache while a step is sampled (generate/engine.py), and the step.
+
+        From the second turn on each answer has a prompt of its own. What tools say and their schemas are not
+        known yet.
+        """
         from unfreeze.parallel.answers import Answers, OfStep
 
         rollout, training = self.config.rollout, self.config.training
         rows = min(self.at_once, rollout.prompts_per_step * rollout.answers)
         prompts = min(rollout.prompts_per_step, 2 * -(-rows // rollout.answers))
         prompt, mean = (max(1, length - rollout.max_new_tokens) for length in (longest, each))
-        steps = training.steps or math.ceil(training.epochs * documents / rollout.prompts_per_step) or None
-        each_step, new = rollout.prompts_per_step, rollout.max_new_tokens
+        rollouts = math.ceil(training.epochs * documents / rollout.prompts_per_step)
+        steps = training.steps or rollouts * rollout.updates or None
+        each_step, new = rollout.prompts_per_step // rollout.updates, rollout.max_new_tokens
         step = OfStep(each_step * rollout.answers, new, each_step, mean, steps)
-        return Answers(rows, rows * new + prompts * prompt, step)
+        positions = rows * longest if self.config.env else rows * new + prompts * prompt
+        return Answers(rows, positions, step)
 
     def _tell(self, setup: Setup, at: Placed, files: Files | None, rolled: Rolled) -> None:
         """Write a step's event, and its rollout file in process 0."""

@@ -74,10 +74,11 @@ def of_text(answers: Sequence[Mapping[str, Any]]) -> list[Sampled]:
 
 
 def _restored(answer: Mapping[str, Any]) -> Sampled:
-    fed = [dict(each) | {"experts": _unpacked(each["experts"])} for each in answer["fed"]]
-    graded = answer["graded"] and Graded(**answer["graded"])
-    own = {"experts": _unpacked(answer["experts"]), "fed": [Sample(**each) for each in fed], "graded": graded}
-    return Sampled(**(dict(answer) | own))
+    own: dict[str, Any] = {**answer, "experts": _unpacked(answer["experts"])}
+    own["graded"] = answer["graded"] and Graded(**answer["graded"])
+    fed: list[dict[str, Any]] = [{**each, "experts": _unpacked(each["experts"])} for each in answer["fed"]]
+    own["fed"] = [Sample(**each) for each in fed]
+    return Sampled(**own)
 
 
 def _packed(experts: Tensor | None) -> list[Any] | None:

@@ -52,7 +52,7 @@ def reads_calls(source: str) -> Read:
         return hermes
     if "tools" not in source:
         raise ConfigError(
-            "the chat template has no place for tools, so an environment cannot be played with this model",
+            "the chat template has no place for tools, so this model cannot use them",
             next="a model of the families of Qwen or Kimi, or a chat_template.jinja with tools",
         )
     raise ConfigError(
