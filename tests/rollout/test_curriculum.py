@@ -13,6 +13,7 @@ from unfreeze.data.rows.row import Conversation
 from unfreeze.data.store.examples import Example, Examples
 from unfreeze.generate.answer import Completion
 from unfreeze.parallel.processes.collectives import ALONE
+from unfreeze.rollout.answering import InOneTurn
 from unfreeze.rollout.curriculum import CURRICULA, RAREST, Adaptive, Hard
 from unfreeze.rollout.reward import Graded
 from unfreeze.rollout.rollouts import Rolled, Rollouts, Settings
@@ -38,12 +39,12 @@ def grade(answers: Any) -> list[Graded]:
 def rollouts(rolled: list[Rolled], start: dict[str, Any] | None = None, **settings: Any) -> Rollouts:
     engine = SimpleNamespace(model=SimpleNamespace(looking=nullcontext), generate=generate)
     examples = Examples.of([Example([3, 3], [0.0, 1.0], row) for row in range(PROMPTS)])
+    chosen = Settings(8, G, 1, resample=0, **settings)
     return Rollouts(
-        engine,  # type: ignore[arg-type]
+        InOneTurn(engine, grade, chosen),  # type: ignore[arg-type]
         examples,
         lambda example: Conversation([], row=example.row),
-        grade,
-        Settings(8, G, 1, resample=0, **settings),
+        chosen,
         order=Shuffled(PROMPTS, 0),
         group=ALONE,
         tell=rolled.append,
