@@ -62,6 +62,6 @@ def test_what_cannot_be_read_is_named(read, text, fault):
 def test_the_template_decides_the_form():
     assert reads_calls("… '<tool_call>\n' …") is hermes
     assert reads_calls("… <|tool_call_argument_begin|> …") is kimi
-    for other in ("<tool_call>\n<function=", "<tool_call><arg_key>", "no tools"):
+    for other in ("{{ tools }}<tool_call>\n<function=", "{{ tools }}<arg_key>", "no tools"):
         with pytest.raises(ConfigError, match="in a form that is not read"):
             reads_calls(other)
