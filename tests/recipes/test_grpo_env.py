@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import unfreeze
+from unfreeze.config.grpo import Config
+from unfreeze.config.parse import from_keywords
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.data.tokens.tool_calls import Spoken
 from unfreeze.rollout import talks
@@ -194,3 +196,12 @@ def test_bad_input_is_one_line(my, tmp_path, words):
         unfreeze.grpo(
             model=unfreeze.TINY_K2, data=rows(6), out=tmp_path / "run", **code, **{**WORDS, **fields}
         )
+
+
+def test_cut_answers_of_an_environment_are_scored_unless_asked_otherwise(my):
+    def cut(**fields):
+        common = {"model": unfreeze.TINY_K2, "data": "rows.jsonl", "out": "run"}
+        return from_keywords(Config, {**common, **fields}, function="grpo").rollout.cut
+
+    assert cut(env=f"{my}:Adder") == "score" and cut(reward=str(my)) == "mask"
+    assert cut(env=f"{my}:Adder", **{"rollout.cut": "mask"}) == "mask"

@@ -89,7 +89,7 @@ class Rollout(Frozen):
     cut: Literal["mask", "score"] = Field(
         default="mask",
         description="answers that reach max_new_tokens: mask leaves them out of their group, score grades"
-        " them",
+        " them. With an environment the default is score: a policy could escape a game into cut answers",
         json_schema_extra=about("Answers"),
     )
     resample: int = Field(
@@ -337,6 +337,7 @@ class Config(sft.Config):
         rate = ALL_RATE if fields.get("train") == "all" else ADAPTER_RATE
         own = {"optimizer.learning_rate": rate} | ({} if like else _of_loss(fields))
         own |= {"grading.seconds": AGENT_SECONDS} if fields.get("agent") else {}
+        own |= {"rollout.cut": "score"} if fields.get("env") else {}
         _refuse_updates(own | fields)
         return super().completed({**own, **fields})
 
