@@ -40,6 +40,9 @@ TABLES = {  # heading of the page -> what is said below it
     "lora": "The adapters.",
     "preference": "In `prefer`.",
     "distillation": "In `distill`.",
+    "rollout": "In `grpo`: the answers of a step.",
+    "grading": "In `grpo`: processes that run the reward.",
+    "policy": "In `grpo`: the loss.",
     "endpoint": "A server as teacher, in `distill --prepare` and `generate --data`.",
 }
 ERRORS = {  # class -> heading

@@ -150,7 +150,8 @@ def check(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elif block.language == "toml":
         tomllib.loads(block.text)
         (folder / "block.toml").write_text(block.text)
-        check_command(["unfreeze", "sft", "block.toml"], monkeypatch)
+        recipe = "grpo" if "reward" in tomllib.loads(block.text) else "sft"
+        check_command(["unfreeze", recipe, "block.toml"], monkeypatch)
     elif block.language == "json":
         assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())
     elif block.language == "sh":

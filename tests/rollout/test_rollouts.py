@@ -165,6 +165,14 @@ def test_a_run_without_any_signal_stops_and_names_the_next_step(speaker, example
     ) as raised:
         next(steps)
     assert "unfreeze sft" in raised.value.next
+    steps = source(speaker, examples, lambda answers: [Graded(1.0) for _ in answers])
+    with pytest.raises(ConfigError, match="all 1 in") as raised:
+        [next(steps) for _ in range(SILENT_STEPS)]
+    assert "harder prompts" in raised.value.next
+    steps = source(speaker, examples, score_cut=False)  # most answers here are cut
+    with pytest.raises(ConfigError, match=r"\d+ answers cut") as raised:
+        [next(steps) for _ in range(SILENT_STEPS)]
+    assert "--max-new-tokens" in raised.value.next
     # once there was a signal, steps without one are no reason to stop
     constant = []
     steps = source(

@@ -5,7 +5,7 @@ MODEL is a checkpoint folder, a Hub id, a config.json, or a run's TOML file.
 It needs no weights, GPU or network, and not the machine itself: MODEL can be a config.json alone. It chooses
 every setting that you leave open: where experts, adapters and activations are held, how experts are split,
 what is recomputed, and tokens per step. If nothing fits, it shows the arithmetic and what would fit.
-Times are predicted, never measured: from data sheets (--machines FILE for a table of your own), and for this
+Times are predicted: from data sheets (--machines FILE for a table of your own), and for this
 machine from its records (`unfreeze dev kernels measure --to user`).
 """
 

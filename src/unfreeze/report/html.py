@@ -311,8 +311,13 @@ def _data(run: RunFolder) -> Markup:
     account = last(run.events, DataEvent)
     if account is None:
         return Markup("")
-    counts = [(name, f"{value:,}") for field, name in DATA_ROWS.items() if (value := account.get(field))]
-    if "supervised_fraction" in account:
+    values: dict[str, Any] = {field: account.get(field) for field in DATA_ROWS}
+    if room := account.get("room", 0):  # prompts: their answers are not there yet
+        reserved = room * account.get("examples", 0)
+        values |= {"tokens": account.get("tokens", 0) - reserved, "supervised": 0}
+        values["longest"] = account.get("longest", room) - room
+    counts = [(name, f"{value:,}") for field, name in DATA_ROWS.items() if (value := values[field])]
+    if "supervised_fraction" in account and not room:
         counts.append(("supervised share", f"{account['supervised_fraction']:.1%}"))
     counts += [(f"rows as {shape}", f"{count:,}") for shape, count in account.get("shapes", {}).items()]
     return render(

@@ -30,7 +30,7 @@ from unfreeze.data.tokens.asked import prompt_of
 from unfreeze.data.tokens.transcript import Sample
 from unfreeze.objectives.policy import Per
 from unfreeze.rollout.answering import Answering, Asked, rewards, sampled
-from unfreeze.rollout.curriculum import CURRICULA, Name
+from unfreeze.rollout.curriculum import CURRICULA, SOLVED, Name
 from unfreeze.rollout.groups import Advantage, Groups, advantages, divided, next_average, rewards_of
 from unfreeze.rollout.prompts import text_of
 from unfreeze.rollout.reward import Graded, outcomes, refuse_failures
@@ -51,6 +51,9 @@ CUT = ("length", "window")
 """Stop reasons of an answer that did not end by itself."""
 SILENT_STEPS = 3
 """First steps that may all have no group with a signal."""
+EASIER = "take easier prompts, a reward with parts or more --answers, or warm up with unfreeze sft"
+HARDER = "take harder prompts, or a reward with parts that tells good answers from better ones"
+"""What helps where no answer is good, and where all are."""
 
 
 @dataclass(frozen=True)
@@ -258,13 +261,19 @@ class Rollouts:
         self.silent += 1
         if self.silent < SILENT_STEPS:
             return
-        rewards = {each.reward for each in graded}
-        value = f"all {rewards.pop():g}" if len(rewards) == 1 and None not in rewards else "each equal"
+        every = {each.reward for each in graded}
+        (only,) = every if len(every) == 1 else (None,)
+        value = "each equal" if only is None else f"all {only:g}"
+        cut = sum(answer.stop in CUT for group in rolled.answers for answer in group.sampled)
+        advice = EASIER if only is None or only < SOLVED else HARDER
+        many = 0.9 if self.settings.score_cut else 0.5
+        if cut > many * sum(len(group.sampled) for group in rolled.answers):
+            value += f", {cut} answers cut"
+            advice = f"a larger --max-new-tokens than {self.settings.new_tokens}"
         raise StepRefused(
             f"no group of the first {self.silent} steps has answers with different rewards ({value} in the"
             f" last {len(rolled.answers)} groups): there is nothing to learn from",
-            next="take easier prompts, a reward with parts or more --answers, or warm up with unfreeze sft;"
-            " unfreeze reward show my.py shows answers",
+            next=f"{advice}; unfreeze reward show my.py shows answers",
         )
 
     def _next(self) -> tuple[int, int]:
