@@ -169,7 +169,8 @@ def test_a_run_without_any_signal_stops_and_names_the_next_step(speaker, example
     with pytest.raises(ConfigError, match="all 1 in") as raised:
         [next(steps) for _ in range(SILENT_STEPS)]
     assert "harder prompts" in raised.value.next
-    steps = source(speaker, examples, score_cut=False)  # most answers here are cut
+    # most answers here are cut
+    steps = source(speaker, examples, lambda answers: [Graded(0.0) for _ in answers], score_cut=False)
     with pytest.raises(ConfigError, match=r"\d+ answers cut") as raised:
         [next(steps) for _ in range(SILENT_STEPS)]
     assert "--max-new-tokens" in raised.value.next

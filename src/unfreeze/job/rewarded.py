@@ -406,8 +406,8 @@ def lines_of(preset: Preset, config: Config) -> list[str]:
     ]
     if rollout.updates > 1:
         lines.append(
-            f"updates: {rollout.updates} optimizer steps on each set of answers, each on a share of them."
-            " From the second on, tokens are weighed by how far the model has moved"
+            f"updates: {rollout.updates} optimizer steps on the answers of a rollout, each on a share of them;"
+            " tokens are weighed by how far the model has moved"
         )
     if config.policy.like:
         lines.append(f"like {config.policy.like}: {preset.differs}")
