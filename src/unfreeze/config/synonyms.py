@@ -123,7 +123,7 @@ train_on_inputs completion_only_loss assistant_only_loss train_on_responses_only
     unfreeze data show FILE --model MODEL
 max_samples max_train_samples num_samples | every row is used | head -n 1000 FILE.jsonl > part.jsonl
 top_p top_k min_p | answers are sampled from all words, as the loss needs; a temperature below 1 makes
-    likely ones likelier | unfreeze grpo --temperature 0.9
+    likely ones likelier | leave it out
 adam_beta1 adam_beta2 adam_epsilon beta1 beta2 | AdamW's betas are always 0.9 and 0.95, its
     epsilon 1e-8 | leave it out
 simulate trace | the replay of a step was removed: it differed from the formula by at most 0.0 % |
