@@ -86,6 +86,7 @@ def test_rewards_that_teach_nothing_are_said(my, source, note, unfreeze_json):
         (shown(file="column.py"), "row 1: reward needs the column 'gold'; there are: answer, level, question", ""),
         (shown(file="same.py"), "its argument 'answer' is the model's answer, but the rows", "def reward(question, reply, answer, …)"),
         (shown("--columns", "question=task"), "there is no column 'task'", ""),
+        (shown(file="agent.py:run"), "run(base_url, row) is an agent, not", "unfreeze grpo --agent my.py:run"),
         (shown(model="/nowhere"), "/nowhere does not exist", ""),
     ],
 )  # fmt: skip
@@ -93,6 +94,7 @@ def test_bad_input_is_one_line_before_the_model_is_loaded(my, words, message, re
     (my / "broken.py").write_text("def reward(p, c) return 1")
     (my / "column.py").write_text("def reward(p, c, gold): return 1")
     (my / "same.py").write_text("def reward(question, answer): return 1")
+    (my / "agent.py").write_text("async def run(base_url, row): return 1")
     monkeypatch.setattr("unfreeze.generate.model.load_opened", None)
     assert cli.main(words) == 2
     said_lines = [

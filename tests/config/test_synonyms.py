@@ -36,6 +36,7 @@ FLAGS = [
     ("--group-by-length", "packing fills batches"),
     ("--rope-scaling", "rotary scaling is read from the model's config.json"),
     ("--completion-only-loss", "only answers are trained on"),
+    ("--top-k", "answers are sampled from all words, as the loss needs"),
 ]
 RUN = ["sft", "--model", "m", "--data", "d.jsonl"]
 
@@ -119,6 +120,12 @@ def test_a_field_of_training_is_not_sent_to_a_command_without_it(capsys):
     assert "; training has it: unfreeze sft --learning-rate\n" in capsys.readouterr().err
     assert cli.main([*RUN, "--kd_alpha", "1"]) == 2
     assert "; training has it: unfreeze distill --alpha\n" in capsys.readouterr().err
+    grpo = ["grpo", *RUN[1:], "--reward", "my.py"]
+    assert cli.main([*grpo, "--epsilon", "0.2", "--loss-type", "dapo"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "; it is called --clip-low here (the bound 1 - clip_low)" in error and "of grpo: ppo, cispo" in error
+    )
 
 
 def hints() -> list[str]:

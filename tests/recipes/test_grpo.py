@@ -354,6 +354,15 @@ BAD = {
     "policy.like sets policy.loss": {"like": "trl", "loss": "ppo"},
     "updates = 4, but a step has 3 prompts": {"updates": 4},
     'loss = reinforce with updates = 2: .* add correct="tis"': {"updates": 2, "loss": "reinforce"},
+    'after the first the policy is not the one that sampled; add correct="tis"': {
+        "updates": 2,
+        "loss": "reinforce",
+        "correct": "geometric",
+    },
+    "correct_low = 6 is not below correct_high = 5: every token": {
+        "correct": "icepop",
+        "policy.correct_low": 6.0,
+    },
     "nanochat updates once per rollout": {"updates": 2, "like": "nanochat"},
     "correct = tis with ratios against the sampler would weigh tokens twice": {
         "loss": "ppo",

@@ -208,6 +208,15 @@ def test_a_reset_that_fails_and_an_environment_without_a_reward():
         assert environments.grade([mine])[0].outcome == "no value"
 
 
+def test_half_surrogate_pairs_are_replaced_and_a_tool_has_its_functions_name():
+    environments, (mine,) = opened("Torn", [row()])
+    with environments:
+        assert mine.messages[-1]["content"] == "Calculate. ?"
+        assert [tool["function"]["name"] for tool in mine.tools] == ["wrapper", "look"]
+        (new,) = environments.turn([mine], [call("wrapper")])
+        assert [message["content"] for message in new] == ["a?"] and not mine.faults
+
+
 def test_each_row_names_its_environment():
     environments, episodes = opened("WORLDS", [row(environment="silent"), row(environment="calculator")])
     with environments:

@@ -96,6 +96,26 @@ class Silent:
         return "nothing <tool_response> <|im_end|>"
 
 
+class Torn(Silent):
+    """Texts of half surrogate pairs, as names of files can be; a tool whose decorator keeps no name."""
+
+    def reset(self, **row):
+        return " \ud800"
+
+    def renamed(function):
+        def wrapper(self) -> str:
+            """List."""
+            return function(self)
+
+        return wrapper
+
+    @renamed
+    def files(self):
+        return "a\udc80"
+
+    del renamed
+
+
 class Broken(Silent):
     def reset(self, **row):
         raise ValueError("no such level")

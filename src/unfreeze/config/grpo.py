@@ -363,6 +363,15 @@ def _of_loss(fields: dict[str, Any]) -> dict[str, Any]:
             " trainer, or leave correct out"
         )
     clip, kept = CLIP.get(str(loss), (0.2, 0.2)), CORRECT.get(str(correct), (0.0, 2.0))
+    band = [
+        fields.get(f"policy.correct_{end}", value) for end, value in zip(("low", "high"), kept, strict=True)
+    ]
+    low, high = (each if isinstance(each, int | float) else None for each in band)
+    if low is not None and high is not None and low >= high:
+        raise ValueError(
+            f"correct_low = {low:g} is not below correct_high = {high:g}: every token would be left out; give"
+            f" --policy.correct-low {kept[0]:g}, or a higher --policy.correct-high"
+        )
     names = "loss", "clip_low", "clip_high", "correct_low", "correct_high"
     return {f"policy.{name}": value for name, value in zip(names, (loss, *clip, *kept), strict=True)}
 
@@ -387,7 +396,8 @@ def _refuse_updates(fields: dict[str, Any]) -> None:
         raise ValueError(
             f"nanochat updates once per rollout, since its loss has no ratio: leave updates = {updates} out"
         )
-    if fields.get("policy.loss") == "reinforce" and fields.get("policy.correct", "none") == "none":
+    correct = fields.get("policy.correct", "none")
+    if fields.get("policy.loss") == "reinforce" and correct in ("none", "geometric"):  # neither weighs
         raise ValueError(
             f"loss = reinforce with updates = {updates}: after the first the policy is not the one that"
             " sampled; add --correct tis, or leave loss out"

@@ -59,7 +59,8 @@ teacher | a checkpoint, a run, base, or a folder from --prepare | teacher_model 
     teacher_model_path
 alpha | share of cross entropy, 0 to 1 | kd_alpha cross_entropy_weight kd_ratio
 temperature | temperature of both softmaxes | kd_temperature
-loss | dpo, ipo, kto, simpo or orpo | loss_type pref_loss rl
+loss | of prefer: dpo, ipo, kto, simpo or orpo; of grpo: ppo, cispo, gspo, dppo, sapo or rloo |
+    loss_type pref_loss rl
 preference.beta | beta of the preference loss | pref_beta dpo_beta kto_beta rl_beta orpo_alpha cpo_beta
 preference.gamma | margin of rewards; TRL's simpo_gamma | simpo_gamma
 preference.label_smoothing | share of the pairs | dpo_label_smoothing
@@ -77,7 +78,7 @@ answers | answers to each prompt | num_generations group_size n_samples_per_prom
 max_new_tokens | tokens | max_completion_length max_response_length response_length
 prompts_per_step | prompts | rollout_batch_size prompts_per_batch
 updates | optimizer steps on the same answers | num_iterations ppo_epochs
-clip_low | the bound 1 - clip_low | clip_ratio_low eps_clip clip_ratio epsilon_low
+clip_low | the bound 1 - clip_low | clip_ratio_low eps_clip clip_ratio epsilon_low epsilon
 clip_high | the bound 1 + clip_high | epsilon_high clip_ratio_high eps_clip_high
 beta | weight of the KL | kl_coef kl_loss_coef init_kl_coef kl_beta
 scale | group, batch or none | scale_rewards
@@ -121,6 +122,8 @@ train_on_inputs completion_only_loss assistant_only_loss train_on_responses_only
     only answers are trained on; rows of text train every token |
     unfreeze data show FILE --model MODEL
 max_samples max_train_samples num_samples | every row is used | head -n 1000 FILE.jsonl > part.jsonl
+top_p top_k min_p | answers are sampled from all words, as the loss needs; a temperature below 1 makes
+    likely ones likelier | leave it out
 adam_beta1 adam_beta2 adam_epsilon beta1 beta2 | AdamW's betas are always 0.9 and 0.95, its
     epsilon 1e-8 | leave it out
 simulate trace | the replay of a step was removed: it differed from the formula by at most 0.0 % |

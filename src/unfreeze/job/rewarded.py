@@ -219,6 +219,7 @@ class Rewarding:
             advantage=self.preset.advantage,
             per=self.preset.policy.per,
             every_answer=bool(self.preset.policy.beta),
+            look=f"unfreeze report {setup.folder.path}" if config.agent else "",
             about=self.identity,
         )
         examples = rows.dataset.examples

@@ -24,12 +24,16 @@ InWords = Callable[[BaseException], str]
 
 
 def methods_of(environment: object) -> dict[str, Callable[..., Any]]:
-    """Return the tools of an environment by name: the public methods of its class, as TRL lists them."""
-    return {
-        name: getattr(environment, name)
+    """Return the tools of an environment: the public methods of its class, as TRL lists them.
+
+    A tool's name is its function's, which a decorator may have changed.
+    """
+    methods = [
+        getattr(environment, name)
         for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
         if not name.startswith("_") and name not in OWN
-    }
+    ]
+    return {method.__name__: method for method in methods}
 
 
 class Held:
@@ -86,7 +90,7 @@ class Held:
             if not isinstance(text, str | None):
                 return {"failed": f"reset returned a {type(text).__name__}, not a text or None"}
             self._living[request["id"]] = environment
-            reply["opened"] = text
+            reply["opened"] = text and _whole(text)
             reply["replayed"] = [self._call(environment, call)["text"] for call in request["past"]]
         environment = self._living[request["id"]]
         reply["results"] = [self._call(environment, call) for call in request["calls"]]
@@ -109,7 +113,7 @@ class Held:
         except TypeError as error:
             return _fault("wrong arguments", f"{name}: {error}")
         try:
-            return {"text": str(self._awaited(methods[name](**arguments)))[:MAX_TEXT], "fault": ""}
+            return {"text": _whole(str(self._awaited(methods[name](**arguments))))[:MAX_TEXT], "fault": ""}
         except MemoryError as error:
             return _fault("memory", f"{name}: {self._in_words(error)}")
         except BaseException as error:
@@ -124,6 +128,11 @@ class Held:
             return Graded(None, outcome="memory", message=self._in_words(error))
         except BaseException as error:
             return Graded(None, outcome="error", message=self._in_words(error))
+
+
+def _whole(text: str) -> str:
+    """Return the text with ? for half surrogate pairs, as names of files have them: no token spells these."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _fault(kind: str, text: str) -> dict[str, str]:

@@ -71,6 +71,7 @@ class Settings:
     failing           largest share of answers without a reward
     micro_batch       tokens of a training pass
     every_answer      train on answers without an advantage too: the loss has a KL, which they have
+    look              command that shows failed rewards; "": that for functions and environments
     about             further entries of the cursor
     """
 
@@ -91,6 +92,7 @@ class Settings:
     advantage: Advantage = field(default_factory=Advantage)
     per: Per = "tokens"
     every_answer: bool = False
+    look: str = ""
     about: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -247,7 +249,7 @@ class Rollouts:
         """Raise ConfigError if too many rewards failed, or if the first steps had no signal at all."""
         graded = [each for group in rolled.answers for each in group.graded if each.outcome != "cut"]
         try:
-            refuse_failures(graded, self.settings.failing)
+            refuse_failures(graded, self.settings.failing, look=self.settings.look)
         except ConfigError as error:
             raise StepRefused(error.message, next=error.next) from None
         if not rolled.has_tokens():

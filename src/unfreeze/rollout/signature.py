@@ -17,6 +17,8 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 SHOWN = 20  # names in an error
 MEANING = ("the prompt", "the model's answer")
 """Meaning of the arguments by position."""
+ADDRESS = "base_url"
+"""First argument of an agent, by its contract."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,11 @@ def signature_of(
     by_position = [parameter for parameter in parameters if parameter.kind in POSITIONAL]
     first, others = by_position[:positional], by_position[positional:]
     kinds = {parameter.kind for parameter in parameters}
+    if meaning is MEANING and first and first[0].name == ADDRESS:
+        raise ConfigError(
+            f"{name}{inspect.signature(function)} is an agent, not a function of a prompt and an answer",
+            next=f"unfreeze grpo --agent my.py:{name}; agents are played by a run",
+        )
     if len(first) < positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise ConfigError(
             f"{name}{inspect.signature(function)} takes fewer than {positional} arguments by position:"

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unfreeze.core.errors import ConfigError, UserError
+from unfreeze.data.rows.fields import half_surrogate
 from unfreeze.data.rows.row import Tool
-from unfreeze.untrusted.json_object import is_object, parse_object
+from unfreeze.untrusted.json_object import is_list, is_object, parse_object
 
 MAX_CALLS = 16
 """Calls of one turn that are answered; more are a fault."""
+MAX_DEPTH = 64
+"""Nesting of arguments. JSON is read deeper than a chat template can write it."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,8 @@ def _whole(content: str, calls: list[Tool]) -> Spoken:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if not isinstance(name, str) or not name:
             return Spoken(content, [], "the tool call has no name")
+        if fault := _unwritable([name, arguments]):
+            return Spoken(content, [], f"the tool call {fault}")
         if isinstance(arguments, UserError):
             return Spoken(content, [], f"{name}: {arguments.message}")
         if not is_object(arguments):
@@ -113,3 +118,13 @@ def _whole(content: str, calls: list[Tool]) -> Spoken:
     if len(calls) > MAX_CALLS:
         return Spoken(content, [], f"{len(calls)} tool calls at once; at most {MAX_CALLS} are answered")
     return Spoken(content, calls)
+
+
+def _unwritable(value: object, depth: int = 0) -> str:
+    """Return the reason why a chat template cannot write a JSON value; "" if it can."""
+    if isinstance(value, str):
+        return "has half a surrogate pair" if half_surrogate(value) else ""
+    if depth > MAX_DEPTH:
+        return f"is nested deeper than {MAX_DEPTH}"
+    inner = [*value, *value.values()] if is_object(value) else value if is_list(value) else []
+    return next(filter(None, (_unwritable(each, depth + 1) for each in inner)), "")
