@@ -58,7 +58,7 @@ def trained(folder, **fields):
 def shorter(tmp_path_factory):
     """A run that learns to be short, its rewards before and after, and its function's file."""
     folder = tmp_path_factory.mktemp("grpo")
-    run, rewards = trained(folder, reward=str(folder / "my.py"), steps=8, validation_fraction=0.5)
+    run, rewards = trained(folder, reward=str(folder / "my.py"), steps=4, validation_fraction=0.5)
     return run, rewards, folder / "my.py"
 
 
