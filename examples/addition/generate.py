@@ -69,11 +69,11 @@ def row(a: int, b: int) -> dict[str, str]:
 def tokenizer() -> Tokenizer:
     """A token for each character."""
     ids = {"<eos>": 0, **{character: place + 1 for place, character in enumerate(CHARACTERS)}}
-    made = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens(["<eos>"])
-    return made
+    each = Tokenizer(models.WordLevel(ids, unk_token="<eos>"))
+    each.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    each.decoder = decoders.Fuse()
+    each.add_special_tokens(["<eos>"])
+    return each
 
 
 def write(path: Path, rows: list[dict[str, str]]) -> None:

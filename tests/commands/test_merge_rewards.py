@@ -95,9 +95,7 @@ def test_without_its_reward_a_run_is_merged_all_the_same(shorter, tmp_path, caps
 
     try:
         code.write_text(CODE + "# a word")
-        assert merged("changed") == (
-            f"Not measured how much survives: {code} has changed since the run; restore it."
-        )
+        assert merged("changed") == (f"Not measured how much survives: {code} has changed since the run.")
         code.unlink()
         gone = merged("gone")
         assert gone.startswith(f"Not measured how much survives: reward = '{code}': there is no file {code}")

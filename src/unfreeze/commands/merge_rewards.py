@@ -102,7 +102,8 @@ class Judge:
 
         for field, digest in RewardCode(config).digests.items():
             if (rows.cursor or {}).get(field, digest) != digest:
-                raise ConfigError(f"{getattr(config, field)} has changed since the run; restore it")
+                changed = f"{getattr(config, field)} has changed since the run"
+                raise ConfigError(changed, next="restore it")
         self.config, self.examples = config, examples
         self.tokenizer, self._longest = rows.tokenizer(base), rows.longest
         self._rows = Rows([str(path) for path in rows.paths(_quiet)], rows.columns)
