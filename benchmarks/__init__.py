@@ -22,6 +22,7 @@ BENCHMARKS = {
     "start": "seconds from Enter to the first training step, the first time and after it",
     "data": "rows a second from data files to tokens, beside datasets.map with transformers' template",
     "decode": "generation from the INT4 checkpoint, beside transformers' generate",
+    "mixed": "answers of mixed lengths, as rollouts have them, beside transformers' generate",
     "growth": "time and memory per token from 4 k to 64 k tokens per step, beside what the plan states",
     "beyond": "training a checkpoint larger than the memory allowed, experts from disk",
     "equal": "runs on several processes, beside the run of one: outputs, gradients and losses",

@@ -21,13 +21,14 @@ from benchmarks.harness.job import BETAS, LEARNING_RATE, MAX_NORM, tokens_of
 from benchmarks.harness.rows import installed
 from benchmarks.harness.sides import Worker
 from benchmarks.harness.timing import wait
-from benchmarks.harness.ways import Way
+from benchmarks.harness.ways import DTYPES, Way
 from unfreeze.checkpoint.manifest import read_json
 from unfreeze.core.errors import ConfigError
 from unfreeze.parallel.machine import resident_bytes
 
 ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+PAD = 1
 Trained = Literal["experts", "attention", "all-linear"]
 
 
@@ -292,18 +293,62 @@ class Paced:
             self._done.put(error)
 
 
+def mixed(checkpoint: str, device: str) -> Worker:
+    """transformers' generate; a row ends at its length and is padded until the last one ends.
+
+    calls: choose -> dtype, the faster of two; generate -> lengths.
+    """
+    transformers, model = library("transformers"), loaded(checkpoint, device, "bfloat16").eval()
+
+    def generate(prompts: list[list[int]], lengths: list[int]) -> dict[str, Any]:
+        ids_SL, ends_S = torch.tensor(prompts, device=device), torch.tensor(lengths, device=device)
+
+        class AtLength(transformers.StoppingCriteria):
+            eos_token_id = PAD  # generate pads ended rows if one of its criteria has this attribute
+
+            def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+                return ends_S <= input_ids.shape[1] - ids_SL.shape[1]
+
+        most = max(lengths)
+        options = {"do_sample": False, "max_new_tokens": most, "pad_token_id": PAD, "eos_token_id": None}
+        ends = transformers.StoppingCriteriaList([AtLength()])
+        mask = torch.ones_like(ids_SL)
+        out = model.generate(ids_SL, attention_mask=mask, stopping_criteria=ends, **options)
+        made_SL = out[:, ids_SL.shape[1] :]
+        after_S = [int((row[end:] != PAD).sum()) for row, end in zip(made_SL, lengths, strict=True)]
+        if any(after_S) or made_SL.shape[1] != most:
+            raise ValueError("a row went on after its length")
+        return {"lengths": lengths}
+
+    def choose(**prompts: Any) -> dict[str, Any]:
+        seconds: dict[str, float] = {}
+        for dtype in DTYPES:
+            cast(model, dtype)
+            started = time.perf_counter()
+            generate(**prompts)
+            seconds[dtype] = time.perf_counter() - started
+        best = min(seconds, key=lambda dtype: seconds[dtype])
+        cast(model, best)
+        return {"dtype": best}
+
+    return Worker({"choose": choose, "generate": generate})
+
+
+def loaded(checkpoint: str, device: str, dtype: str) -> Any:
+    """A causal model of transformers; the experts of a Kimi-format checkpoint are expanded."""
+    if "n_routed_experts" in read_json(Path(checkpoint) / "config.json"):
+        return deepseek(checkpoint, "experts", device, dtype)
+    wanted = getattr(torch, dtype)
+    return library("transformers").AutoModelForCausalLM.from_pretrained(checkpoint, dtype=wanted).to(device)
+
+
 def generator(checkpoint: str, device: str = "cpu", dtype: str = "bfloat16", adapter: str = "") -> Worker:
     """transformers' generate. calls: of Paced.
 
     adapter: a folder, which peft merges into the weights, its way without latency. Beside them it would
     expand the product of every expert's factors in every step: 10 s a step on the machine of the first rows.
     """
-    transformers = library("transformers")
-    if "n_routed_experts" in read_json(Path(checkpoint) / "config.json"):
-        model = deepseek(checkpoint, "experts", device, dtype)
-    else:
-        wanted = getattr(torch, dtype)
-        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=wanted).to(device)
+    model = loaded(checkpoint, device, dtype)
     if adapter:
         model = library("peft").PeftModel.from_pretrained(model, adapter).merge_and_unload()
     running = Paced(model.eval())

@@ -21,6 +21,7 @@ from pydantic import Field
 from tyro.conf import Positional, arg
 
 from unfreeze.commands.merge_losses import gain_of
+from unfreeze.commands.merge_rewards import reward_gain
 from unfreeze.commands.merge_rows import HeldoutRows, encode_as_run, heldout_rows
 from unfreeze.config.columns import Columns
 from unfreeze.config.parse import Folder, Frozen, ModelName, parse, writing
@@ -70,7 +71,7 @@ class Config(Frozen):
         description="column names in --data, FIELD=COLUMN",
         json_schema_extra=about("Options", name="data.columns", alias="columns"),
     )
-    no_check: bool = Field(default=False, description="merge without measuring the loss on held-out rows")
+    no_check: bool = Field(default=False, description="merge without measuring on held-out rows")
     verbose: bool = Field(
         default=False, description="show how much of the adapter survives in each group of modules"
     )
@@ -144,7 +145,8 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
     if isinstance(examples, str):
         measured = examples
     elif isinstance(rows, HeldoutRows):
-        measured = gain_of(manifest, source.adapter, out, examples, rows)
+        measure = reward_gain if rows.rewarded else gain_of
+        measured = measure(manifest, source.adapter, out, examples, rows)
     unmeasured, gain = (measured, None) if isinstance(measured, str) else ("", measured)
     groups = dict(summary(record.rows))
     settings = {"base": _name(source.base), "adapter": _name(str(run)), "ranks": _ranks(deltas.ranks)}
@@ -175,13 +177,18 @@ def run_merge(config: Config, common: Common) -> dict[str, Any]:
 
 
 def of_an_earlier_step(run: Path) -> str:
-    """Return a hint if an earlier step than the last (the one being merged) had a lower held-out loss."""
-    from unfreeze.report.run import best_words, read_run
+    """Return a hint if an earlier step than the last (the one being merged) was better on held-out rows."""
+    from unfreeze.report.run import best_words, read_run, rewarded
 
-    best = best_words(read_run(run)) if (run / "events.jsonl").is_file() else ""
+    record = read_run(run) if (run / "events.jsonl").is_file() else None
+    best = "" if record is None else best_words(record)
+    if record is None or not best:
+        return ""
     at, _, folder = best.partition(", in ")
-    lowest = f"the held-out loss was lowest at {at}. To merge that: unfreeze merge {run / folder}"
-    return f"This merges the last step; {lowest}" if best else ""
+    was = "reward was highest" if rewarded(record) else "loss was lowest"
+    return (
+        f"This merges the last step; the held-out {was} at {at}. To merge that: unfreeze merge {run / folder}"
+    )
 
 
 def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -206,7 +213,7 @@ def summary(rows: Sequence[Row]) -> Iterator[tuple[str, dict[str, Any]]]:
 def sentences(
     record: Record, groups: dict[str, dict[str, Any]], gain: Gain | None, config: Config, unmeasured: str
 ) -> Iterator[str]:
-    """Say how much survives, the losses, the table if requested, and a remedy if much is lost."""
+    """Say how much survives, the losses or rewards, the table if requested, and a remedy if much is lost."""
     from unfreeze.evaluate.gain import ENOUGH
 
     share = None if gain is None else gain.share

@@ -51,7 +51,7 @@ def gain_of(base: Manifest, adapter: Path, merged: Path, examples: Examples, row
     from unfreeze.generate.open import open_model
 
     written = open_checkpoint(merged)
-    if no_room := _no_room(base) or _no_room(written):
+    if no_room := no_room_for(base) or no_room_for(written):
         return no_room
     preference = rows.preference if int(examples.chosen_N[0]) != TAUGHT else None
     start_name = (
@@ -141,7 +141,7 @@ def _log_probabilities(model: Decoder, host_batch: Batch) -> Tensor:
         return log_probabilities(model.hidden(batch), model.lm_head, batch)
 
 
-def _no_room(manifest: Manifest) -> str:
+def no_room_for(manifest: Manifest) -> str:
     """Say that a model needs more memory than is free; "" if it fits."""
     import torch
 

@@ -42,6 +42,7 @@ class HeldoutRows:
     trained_on  warning that the run trained on one of the files; "" if not
     own         True if the user named the files: then a fault in them is an error
     windows     True if the run read `files` in windows; None if its record does not say
+    cursor      of the run's latest save; a run with rewards has hashes of its code there
     """
 
     files: tuple[str, ...]
@@ -52,6 +53,36 @@ class HeldoutRows:
     trained_on: str = ""
     own: bool = False
     windows: bool | None = None
+    cursor: dict[str, Any] | None = None
+
+    @property
+    def rewarded(self) -> bool:
+        """True for a run of `unfreeze grpo`, whose rows are prompts."""
+        return self.resolved.get("recipe") == "grpo"
+
+    def paths(self, say: Callable[[str], None]) -> list[Path]:
+        """Return the files. Raises ConfigError if one is missing."""
+        from unfreeze.data.rows.sources import files_of
+
+        try:
+            return [path for name in self.files for path in files_of(name, "data", say)]
+        except ConfigError as error:
+            raise ConfigError(error.message, next=GIVE) from None
+
+    def tokenizer(self, manifest: Manifest) -> Tokenizer:
+        """Return the checkpoint's tokenizer, with the date and the variables of the run's template."""
+        from unfreeze.data import load_tokenizer
+
+        return load_tokenizer(
+            manifest.path,
+            now=template_time(str(self.resolved.get("data.template_date") or "")),
+            template_variables=template_values(self.resolved.get("data.template_variables") or ()),
+        )
+
+    def longest(self, max_positions: int) -> int:
+        """Return the longest row in tokens."""
+        effective: dict[str, Any] = self.resolved.get("effective") or {}
+        return min(int(effective.get("sequence_length") or TOKENS), max_positions)
 
     @property
     def preference(self) -> Preference | None:
@@ -70,24 +101,25 @@ def heldout_rows(run: Path, data: str, columns: tuple[str, ...] = ()) -> Heldout
     resolved = read_resolved(run, ConfigError) if (run / RESOLVED).is_file() else {}
     if data:
         trained_on = _trained_on(data, resolved)
-        return HeldoutRows((data,), 0.0, resolved, columns, trained_on=trained_on, own=True)
+        return HeldoutRows(
+            (data,), 0.0, resolved, columns, trained_on=trained_on, own=True, cursor=_cursor(run)
+        )
     if not resolved:
         return f"{run} is an adapter without its run. {GIVE}"
-    if resolved.get("recipe") == "grpo":
-        return "a run with rewards has no answers to compare: unfreeze reward show grades the merged model's"
     columns = tuple(resolved.get("data.columns") or ())
     if resolved.get("data.validation"):
         leaks = _leaks(run)
         later = "; ".join(words for words in leaks if words.startswith(AT_LEAST))
         beside = _names(resolved.get("data.files") or []) if leaks else ()
         held = _names(resolved["data.validation"])
-        return HeldoutRows(
-            held, 0.0, resolved, columns, beside, later, windows=_windows(run) if leaks else None
-        )
+        cursor = _cursor(run)
+        windows = _windows(cursor) if leaks else None
+        return HeldoutRows(held, 0.0, resolved, columns, beside, later, windows=windows, cursor=cursor)
     fraction = resolved.get("data.validation_fraction")
     if not isinstance(fraction, float) or not 0 < fraction < 1:
         return f"this run held out no rows. {GIVE}"
-    return HeldoutRows(_names(resolved.get("data.files")), fraction, resolved, columns, windows=_windows(run))
+    cursor, files = _cursor(run), _names(resolved.get("data.files"))
+    return HeldoutRows(files, fraction, resolved, columns, windows=_windows(cursor), cursor=cursor)
 
 
 def _leaks(run: Path) -> list[str]:
@@ -96,12 +128,16 @@ def _leaks(run: Path) -> list[str]:
     return [words for _, words in warnings(read_events(path)) if LEAKED in words] if path.is_file() else []
 
 
-def _windows(run: Path) -> bool | None:
-    """True if the run read its rows in windows, by its latest save; None if it has no save."""
+def _cursor(run: Path) -> dict[str, Any] | None:
+    """Return the cursor of the latest save; None if the run has no save."""
     from unfreeze.train.run import latest, read_record
 
     save = latest(run)
-    cursor = read_record(save).get("cursor") if save else None
+    return read_record(save).get("cursor") if save else None
+
+
+def _windows(cursor: dict[str, Any] | None) -> bool | None:
+    """True if the run read its rows in windows, by its latest save; None if it has no save."""
     return None if cursor is None else "window" in cursor
 
 
@@ -111,7 +147,7 @@ def _trained_on(data: str, resolved: dict[str, Any]) -> str:
     for name in _names(resolved.get("data.files") or []):
         other = Path(name)
         if name == data or (own.is_file() and other.is_file() and cmp(own, other, shallow=False)):
-            return f"the run trained on {name}: the loss on it shows what the model memorised"
+            return f"the run trained on {name}: the figures on it show what the model memorised"
     return ""
 
 
@@ -138,24 +174,15 @@ def encode_as_run(
 def _encoded(
     rows: HeldoutRows, manifest: Manifest, max_positions: int, say: Callable[[str], None]
 ) -> Examples:
-    from unfreeze.data import encoded_files, load_tokenizer, split_by_content
-    from unfreeze.data.rows.sources import files_of
+    from unfreeze.data import encoded_files, split_by_content
 
-    resolved = rows.resolved
-    try:
-        files = [path for name in rows.files for path in files_of(name, "data", say)]
-    except ConfigError as error:
-        raise ConfigError(error.message, next=GIVE) from None
+    resolved, files = rows.resolved, rows.paths(say)
     names = ("truncation", "on_bad_row", "turns", "reasoning")
     options: dict[str, Any] = {name: resolved[f"data.{name}"] for name in names if f"data.{name}" in resolved}
     options |= {"columns": rows.columns, "answers": answers_for(rows, files)}
-    tokenizer = load_tokenizer(
-        manifest.path,
-        now=template_time(str(resolved.get("data.template_date") or "")),
-        template_variables=template_values(resolved.get("data.template_variables") or ()),
-    )
-    effective: dict[str, Any] = resolved.get("effective") or {}
-    length = min(int(effective.get("sequence_length") or TOKENS), max_positions)
+    if rows.rewarded:
+        options["room"] = int(resolved["rollout.max_new_tokens"])
+    tokenizer, length = rows.tokenizer(manifest), rows.longest(max_positions)
     if rows.fraction and (heldout := _of_windows(rows, files, tokenizer, length, options)) is not None:
         return heldout
     examples = encoded_files(files, tokenizer, length, **options).examples
@@ -200,6 +227,8 @@ def answers_for(rows: HeldoutRows, files: Sequence[Path]) -> Answers:
     """Return the row kind of the run; --data without pairs or labels counts as "taught"."""
     from unfreeze.data.rows.kind import answers_in
 
+    if rows.rewarded:
+        return "asked"
     if rows.preference is None:
         return "taught"
     if rows.own and answers_in(files, rows.columns) == "taught":
@@ -217,7 +246,7 @@ def _of_windows(
     from unfreeze.data import Examples
     from unfreeze.data.store.streamed import streamed_files
 
-    resolved, windows = rows.resolved, rows.windows
+    resolved, windows = rows.resolved, False if rows.rewarded else rows.windows
     if windows is None:
         windows = resolved.get("training.steps") is not None and not resolved.get("data.weights")
     if not windows:

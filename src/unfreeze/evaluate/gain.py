@@ -2,6 +2,8 @@
 
 share = (loss of base − loss of merged) / (loss of base − loss of base with adapter)
 
+or the same of rewards, of which more is better.
+
 1: the merged model is as good as the base with its adapter beside it. 0: it is as good as the base, so
 rounding lost the whole gain. Below 0: the merged model is worse than the base.
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from unfreeze.report.learnt import errors
 
@@ -30,6 +33,9 @@ class Gain:
     error  standard error of base − adapter
     """
 
+    figure: ClassVar[str] = "loss"
+    unit: ClassVar[str] = "row"
+
     base: float
     adapter: float
     merged: float
@@ -40,26 +46,33 @@ class Gain:
 
     @property
     def gained(self) -> float:
-        return self.base - self.adapter
+        return self.better(self.adapter)
 
     @property
     def share(self) -> float | None:
         """The share; None if there is no gain to take a share of (see `undefined`)."""
-        return None if self.undefined else (self.base - self.merged) / self.gained
+        return None if self.undefined else self.better(self.merged) / self.gained
+
+    def better(self, than_base: float) -> float:
+        """Return by how much this figure is better than the base's."""
+        return self.base - than_base
 
     @property
     def undefined(self) -> str:
         """The reason why there is no share; "" if there is one."""
         if not all(map(math.isfinite, (self.base, self.adapter, self.merged))):
-            return "a loss is not a finite number"
+            return f"a {self.figure} is not a finite number"
         if self.gained <= 0:
-            return "the adapter is no better than the base on these rows, so there is no gain to keep"
+            return (
+                f"the adapter is no better than the base on these {self.unit}s, so there is no gain to keep"
+            )
         if self.rows < 2:
-            return "1 row is too few to measure on"
+            return f"1 {self.unit} is too few to measure on"
         if self.gained <= errors(self.rows - 1) * self.error:
             figures = f"{self.gained:.2g} with a standard error of {self.error:.2g}"
             return (
-                f"the adapter's gain on these rows ({figures}) may be chance, so a share of it means nothing"
+                f"the adapter's gain on these {self.unit}s ({figures}) may be chance, so a share of it means"
+                " nothing"
             )
         return ""
 
@@ -74,12 +87,24 @@ class Gain:
         return f"{math.floor(1000 * self.share + 1e-6) / 10:g} % of what was learned survives{more}"
 
     def words(self, file: str = "") -> str:
-        """Return the losses in one line. file: source of the rows, "" for those that the run held out."""
+        """Return the figures in one line. file: source of the rows, "" for those that the run held out."""
         kind = f" ({self.loss})" if self.loss else ""
-        on = f"loss{kind} on {file}," if file else f"held-out loss{kind} on"
-        rows = f"{self.rows:,} {'row' if self.rows == 1 else 'rows'}"
+        on = f"{self.figure}{kind} on {file}," if file else f"held-out {self.figure}{kind} on"
+        rows = f"{self.rows:,} {self.unit}{'' if self.rows == 1 else 's'}"
         losses = f"base {self.base:.3f}, with adapter {self.adapter:.3f}, merged {self.merged:.3f}"
         return f"{on} {rows}: {losses}"
+
+
+@dataclass(frozen=True)
+class RewardGain(Gain):
+    """Mean rewards of answers to held-out prompts; more is better. tokens: sampled with the adapter."""
+
+    figure: ClassVar[str] = "reward"
+    unit: ClassVar[str] = "prompt"
+
+    def better(self, than_base: float) -> float:
+        """Return by how much this reward is above the base's."""
+        return than_base - self.base
 
 
 def error_of(differences: Sequence[float], weights: Sequence[float]) -> float:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.grpo import Config
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.opening.device import say
+from unfreeze.job.reward_code import RewardCode, measured
 from unfreeze.rollout.like import LIKE, Preset
-from unfreeze.rollout.user_code import user_code
 from unfreeze.teach.reference import AsBegun, asked
 from unfreeze.train.interrupt import Interrupt
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from unfreeze.core.batch import Batch, Loss
     from unfreeze.data import Cursor
     from unfreeze.evaluate.rewarded import Rewarded
-    from unfreeze.generate.engine import Engine
-    from unfreeze.job.agents import ByAgents
     from unfreeze.job.setup import EncodedData, Placed, Setup
     from unfreeze.kernels.linear_cross_entropy import Words
     from unfreeze.models import Decoder
@@ -31,12 +29,9 @@ if TYPE_CHECKING:
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.report.rollouts.watched import Watched
     from unfreeze.report.rollouts.writer import Rollouts as Files
-    from unfreeze.rollout.answering import Answering, Grade
-    from unfreeze.rollout.environment import Environments
-    from unfreeze.rollout.graders import Graders
+    from unfreeze.rollout.answering import Answering
     from unfreeze.rollout.prompts import Rows
-    from unfreeze.rollout.reward import Graded
-    from unfreeze.rollout.rollouts import Rolled, Rollouts, Settings
+    from unfreeze.rollout.rollouts import Rolled, Rollouts
     from unfreeze.teach.second import Second
     from unfreeze.train.state import State
     from unfreeze.train.step import StepResult
@@ -54,13 +49,8 @@ class Rewarding:
 
     def __init__(self, config: Config):
         self.config = config
-        sources = {"reward": (config.reward, "reward"), "env": (config.env, "Environment")}
-        sources["agent"] = (config.agent, "run")
-        self.codes = {field: user_code(*each, field) for field, each in sources.items() if each[0]}
+        self.code = RewardCode(config)
         self.words: Words | None = None
-        self.graders: Graders | None = None
-        self.environments: Environments | None = None
-        self.agents: ByAgents | None = None
         self.how: Answering | None = None
         self.warned = False  # of the gap
         self.silent = 0  # steps without a signal, up to now
@@ -142,10 +132,7 @@ class Rewarding:
         """Start the graders in process 0, and refuse rows that the reward cannot take, before any weight is
         loaded."""
         data = setup.config.data
-        self.identity = {
-            **{field: "-".join(code.digest for code in codes) for field, codes in self.codes.items()},
-            "fingerprint": rows.dataset.examples.fingerprint(),
-        }
+        self.identity = {**self.code.digests, "fingerprint": rows.dataset.examples.fingerprint()}
         for name, value in self.identity.items() if setup.folder.cursor else ():
             if (before := (setup.folder.cursor or {}).get(name)) != value:
                 of = getattr(self.config, name, "the data")
@@ -156,12 +143,9 @@ class Rewarding:
                 )
 
         def start() -> None:
-            self._start(setup)
+            self.code.start(setup.tokenizer, say(setup.common))
             for files in filter(None, (data.files, data.held_out)):
-                if self.graders is not None:
-                    self.graders.check(self._rows(files))
-                if self.environments is not None:
-                    self.environments.check(self._rows(files))
+                self.code.check(self._rows(files))
 
         setup.group.on_rank0(start)
         self.held_out = rows.dataset.validation
@@ -184,12 +168,12 @@ class Rewarding:
 
     def close(self) -> None:
         """End the graders: in a notebook the process goes on after the run."""
-        for each in filter(None, (self.graders, self.environments, self.agents)):
-            each.close()
+        self.code.close()
 
     def source(self, setup: Setup, rows: EncodedData, at: Placed, start: Cursor | None) -> Rollouts:
         """The steps: prompts in shuffled order, answers of the model as it is."""
         from unfreeze.data.packing.order import Shuffled
+        from unfreeze.job.setup import longest_of
         from unfreeze.kernels.linear_cross_entropy import Words
         from unfreeze.report.rollouts.watched import Watched
         from unfreeze.report.rollouts.writer import Rollouts as Files
@@ -230,9 +214,18 @@ class Rewarding:
             self.canaries = Watched(setup.folder.path)
         tell = partial(self._tell, setup, at, files)
         before = self.preset.policy.against == "trainer" and rollout.updates > 1
-        stops = partial(self.grade, stop=lambda: self.interrupt.requested)
-        how = self._answering(setup, engine, settings, stops)
-        self.how = how if config.agent else self._answering(setup, engine, settings, self.grade)
+        stops = partial(self.code.grade, stop=lambda: self.interrupt.requested)
+        answering = partial(
+            self.code.answering,
+            engine,
+            setup.tokenizer,
+            settings,
+            group=setup.group,
+            window=longest_of(setup),
+            say=say(setup.common),
+        )
+        how = answering(stops)
+        self.how = how if config.agent else answering(self.code.grade)
         self.rollouts = Rollouts(
             how,
             examples,
@@ -255,84 +248,16 @@ class Rewarding:
         """Return log p of each supervised target as the model is now, on the host."""
         return asked(model, None, batch.to(model.device), self._log_p).cpu()
 
-    def _start(self, setup: Setup) -> None:
-        """Start the processes that run the user's code."""
-        from unfreeze.data.tokens.tool_calls import reads_calls
-        from unfreeze.rollout.environment import Environments
-        from unfreeze.rollout.graders import Graders, Limits
-
-        config, grading = self.config, self.config.grading
-        limits = Limits(seconds=grading.seconds, network=grading.network)
-        if config.agent:
-            from unfreeze.job.agents import ByAgents
-
-            self.agents = ByAgents(config.agent, limits, count=grading.processes, say=say(setup.common))
-        if config.env:
-            reads_calls(setup.tokenizer.chat.source)  # refuses a template without calls of tools
-            turns, count = config.rollout.turns, grading.processes
-            self.environments = Environments(
-                config.env, limits, most_turns=turns, count=count, say=say(setup.common)
-            )
-            self.environments.check_reward(config.reward)
-        if config.reward and setup.group.rank == 0:
-            self.graders = Graders(config.reward, limits, count=grading.processes, say=say(setup.common))
-
-    def _answering(self, setup: Setup, engine: Engine, settings: Settings, grade: Grade) -> Answering:
-        """Return how prompts are answered: in one turn, or with an environment."""
-        from unfreeze.job.setup import longest_of
-        from unfreeze.rollout.answering import InOneTurn
-        from unfreeze.rollout.talks import Talks
-
-        group = setup.group
-        if self.config.agent:
-            if group.lockstep:
-                raise ConfigError(
-                    "agents ask each process on its own, and here the processes share the weights",
-                    next="--place.weights device --place.rest device, or one process",
-                )
-            if self.agents is None:  # process 0 has started its own
-                self._start(setup)
-            assert self.agents is not None
-            return self.agents.begin(engine, setup.tokenizer, settings, longest_of(setup))
-        if not self.config.env:
-            return InOneTurn(engine, grade, settings)
-        if self.environments is None and not group.lockstep:
-            self._start(setup)  # process 0 has checked it before
-        return Talks(
-            engine,
-            setup.tokenizer,
-            self.environments,
-            settings,
-            window=longest_of(setup),
-            group=group,
-            grade=grade if self.config.reward else None,
-        )
-
-    def grade(self, answers: Sequence[Any], stop: Callable[[], bool] = lambda: False) -> list[Graded]:
-        """Rewards of (row, text); in process 0 only."""
-        assert self.graders is not None
-        return self.graders.grade(answers, failing=self.config.grading.failing, stop=stop)
-
     def heldout(
         self, model: Decoder, batches: Iterable[Batch], group: Group, *, objective: object
     ) -> Rewarded:
-        """Mean reward of several answers to each held-out prompt (evaluate/rewarded.py)."""
-        from unfreeze.evaluate.rewarded import Asking, rewarded
-        from unfreeze.rollout.answering import Asked, rewards, sampled
+        """Measure the mean reward of held-out prompts (evaluate/rewarded.py)."""
+        from unfreeze.evaluate.rewarded import Asking
 
         how, held_out, rollout = self.how, self.held_out, self.config.rollout
         assert how is not None and held_out is not None
-        row_of = self._rows(self.held_out_files).of
-
-        def answer(prompts: Sequence[Any], each: int) -> list[tuple[float | None, int]]:
-            questions = [Asked(example, row_of(example), key) for example, key in prompts]
-            every = sampled(how, questions, each, group)
-            flat = [(one.row, done) for one, mine in zip(questions, every, strict=True) for done in mine]
-            graded = rewards(how, flat, group)
-            return [(worth.reward, len(done.tokens)) for worth, (_, done) in zip(graded, flat, strict=True)]
-
         asking = Asking(rollout.held_out_answers, self.config.seed, self.config.grading.failing)
-        return rewarded(held_out, answer, asking)
+        return measured(how, held_out, self._rows(self.held_out_files).of, asking, group)
 
     def answers(self, tokens: int, each: int, longest: int, documents: int) -> Answers:
         """Rows and positions of the cache while a step is sampled (generate/engine.py), and the step.

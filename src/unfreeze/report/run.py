@@ -260,7 +260,12 @@ def best_words(run: RunFolder) -> str:
     if not folder or not validated:
         return ""
     loss, step = min(validated)
-    return f"step {step:,} ({loss:.3f}), in {folder}"
+    return f"step {step:,} ({-loss if rewarded(run) else loss:.3f}), in {folder}"
+
+
+def rewarded(run: RunFolder) -> bool:
+    """True if held-out prompts have rewards: the loss of a validation is minus their mean."""
+    return bool(series(run.events, "eval", "reward")[0])
 
 
 def early_words(early: EarlyStopEvent, best: str = "") -> str:
