@@ -332,7 +332,7 @@ def lines_of(preset: Preset, config: Config) -> list[str]:
     ]
     if rollout.updates > 1:
         lines.append(
-            f"updates: {rollout.updates} optimizer steps on the answers of a rollout, each on a share of them;"
+            f"updates: {rollout.updates} optimizer steps on the answers of a rollout, each on a share;"
             " tokens are weighed by how far the model has moved"
         )
     if config.policy.like:
