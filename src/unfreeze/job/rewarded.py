@@ -8,10 +8,11 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from unfreeze.config.grpo import Config
+from unfreeze.config.judge import JudgeConfig, is_judge, read_judge
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.opening.device import say
 from unfreeze.rollout.like import LIKE, Preset
-from unfreeze.rollout.user_code import user_code
+from unfreeze.rollout.user_code import UserCode, user_code
 from unfreeze.teach.reference import AsBegun, asked
 from unfreeze.train.interrupt import Interrupt
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from unfreeze.evaluate.rewarded import Rewarded
     from unfreeze.generate.engine import Engine
     from unfreeze.job.agents import ByAgents
+    from unfreeze.job.judge import Judge
     from unfreeze.job.setup import EncodedData, Placed, Setup
     from unfreeze.kernels.linear_cross_entropy import Words
     from unfreeze.models import Decoder
@@ -56,9 +58,14 @@ class Rewarding:
         self.config = config
         sources = {"reward": (config.reward, "reward"), "env": (config.env, "Environment")}
         sources["agent"] = (config.agent, "run")
-        self.codes = {field: user_code(*each, field) for field, each in sources.items() if each[0]}
+        self.judge = read_judge(config.reward) if is_judge(config.reward) else None
+        self.codes: dict[str, tuple[UserCode | JudgeConfig, ...]] = {
+            field: (self.judge,) if self.judge and field == "reward" else user_code(*each, field)
+            for field, each in sources.items()
+            if each[0]
+        }
         self.words: Words | None = None
-        self.graders: Graders | None = None
+        self.graders: Graders | Judge | None = None
         self.environments: Environments | None = None
         self.agents: ByAgents | None = None
         self.how: Answering | None = None
@@ -163,8 +170,12 @@ class Rewarding:
                 if self.environments is not None:
                     self.environments.check(self._rows(files))
 
-        setup.group.on_rank0(start)
         self.held_out = rows.dataset.validation
+        if self.judge and self.held_out is not None and len(self.held_out):
+            from unfreeze.job.judge import refuse_held_out
+
+            refuse_held_out(self.judge)
+        setup.group.on_rank0(start)
         self.held_out_files = data.held_out or data.files
 
     def watch_gap(self, state: State, result: StepResult) -> None:
@@ -273,7 +284,11 @@ class Rewarding:
                 config.env, limits, most_turns=turns, count=count, say=say(setup.common)
             )
             self.environments.check_reward(config.reward)
-        if config.reward and setup.group.rank == 0:
+        if self.judge and setup.group.rank == 0:
+            from unfreeze.job.judge import FOLDER, Judge
+
+            self.graders = Judge(self.judge, setup.folder.path / FOLDER)
+        elif config.reward and setup.group.rank == 0:
             self.graders = Graders(config.reward, limits, count=grading.processes, say=say(setup.common))
 
     def _answering(self, setup: Setup, engine: Engine, settings: Settings, grade: Grade) -> Answering:
@@ -355,11 +370,14 @@ class Rewarding:
     def _tell(self, setup: Setup, at: Placed, files: Files | None, rolled: Rolled) -> None:
         """Write a step's event, and its rollout file in process 0."""
         from unfreeze.rollout.rollouts import counted, lines
+        from unfreeze.rollout.verdicts import AGREEMENT
 
-        setup.folder.events.emit("rollout", rolled.step, **counted(rolled))
+        numbers = counted(rolled)
+        if self.judge and self.judge.mode == "pairs":
+            numbers["agreement"] = numbers["parts"].get(AGREEMENT)
+        setup.folder.events.emit("rollout", rolled.step, **numbers)
         self.silent = 0 if bool(rolled.groups.signal_P.any()) else self.silent + 1
         if self.silent in SILENT:
-            numbers = counted(rolled)
             setup.folder.events.emit(
                 "warning",
                 rolled.step,
@@ -391,7 +409,7 @@ class Rewarding:
         return self._read[name]
 
 
-def lines_of(preset: Preset, config: Config) -> list[str]:
+def lines_of(preset: Preset, config: Config, judge: JudgeConfig | None) -> list[str]:
     """Lines of the start: how answers are rewarded and what is minimised."""
     rollout, policy, advantage = config.rollout, preset.policy, preset.advantage
     ratios = "" if policy.loss == "reinforce" else f" (ratios against the {policy.against})"
@@ -404,6 +422,10 @@ def lines_of(preset: Preset, config: Config) -> list[str]:
         f" {rollout.max_new_tokens} tokens{_graded_by(config)}",
         f"loss: {', '.join(loss)}, per {policy.per}",
     ]
+    if judge:
+        from unfreeze.job.judge import line_of
+
+        lines.insert(1, line_of(judge, rollout, advantage.baseline == "greedy"))
     if rollout.updates > 1:
         lines.append(
             f"updates: {rollout.updates} for each step's answers, a share of the prompts in each; after the"

@@ -27,6 +27,10 @@ class EndpointError(UserError):
         self.status = status
 
 
+class Late(EndpointError):
+    """No whole answer in time, in any of the attempts."""
+
+
 def refuse_without_library(url: str) -> None:
     """Raise ConfigError if the client library is not installed."""
     try:
