@@ -57,7 +57,8 @@ class Judge:
         client = Client(config.endpoint, timeout=config.timeout, tries=TRIES)
         price = Price(config.price_read, config.price_written)
         budget = Budget(folder, config.budget_usd, price, write=_as_toml)
-        budget.worst(client.url, most_tokens(_row(config.rubric)), config.max_tokens)
+        if not budget.spent:  # a resumed run may need no more requests
+            budget.worst(client.url, most_tokens(_row(config.rubric)), config.max_tokens)
         sampling = {"max_tokens": config.max_tokens, "temperature": config.temperature}
         endpoint = ChatEndpoint(client, config.model, sampling, budget.reserve)
         about = {"model": config.model, **sampling}

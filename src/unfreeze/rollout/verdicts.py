@@ -29,7 +29,7 @@ Group = Sequence[tuple[Conversation, str]]
 REASON = "Give your reasons in a few sentences. End with one line of JSON:"
 HIGHEST = 10.0
 TIE, FIRST, SECOND = 0.0, 1.0, 2.0
-TAGS = re.compile(r"<(?=/?(?:question|reference|answer)\b)", re.IGNORECASE)
+TAGS = re.compile(r"<(?=/?(?:question|reference|answer))", re.IGNORECASE)
 OF_SCORE = re.compile(r"(?:score\W{0,5})?(\d+(?:\.\d+)?)(?:\s*/\s*10)?", re.IGNORECASE)
 OF_BETTER = re.compile(r"(?:better\W{0,5})?(?:answer\s*)?(1|2|tie)", re.IGNORECASE)
 MARKS = "*`_.# "
