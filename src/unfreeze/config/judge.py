@@ -75,9 +75,9 @@ def read_judge(written: str) -> JudgeConfig:
         )
     judge = from_file(JudgeConfig, path, f"{EXAMPLE} in {path.name}")
     if bool(judge.rubric) == bool(judge.rubric_file):
-        both = "both rubric and rubric_file" if judge.rubric else "no rubric"
+        count = "two" if judge.rubric else "none"
         raise ConfigError(
-            f"{path} has {both}", next="give one: rubric, its text, or rubric_file, a file beside it"
+            f"{path} needs one rubric and has {count}", next="give rubric, its text, or rubric_file beside it"
         )
     rubric = judge.rubric
     if judge.rubric_file:

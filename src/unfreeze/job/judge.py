@@ -18,7 +18,7 @@ from unfreeze.core.errors import ConfigError, DataError, StepLeft, StepRefused, 
 from unfreeze.data.rows.row import Conversation
 from unfreeze.rollout.reward import Graded
 from unfreeze.rollout.verdicts import Mode, Pairs, Scores, Verdict, partners
-from unfreeze.teach.address import EndpointError, Late, refuse_without_library
+from unfreeze.teach.address import EndpointError, refuse_without_library
 from unfreeze.teach.answers import REFUSED, Answer
 from unfreeze.teach.budget import Budget, Price
 from unfreeze.teach.chat import ChatEndpoint, most_tokens
@@ -30,6 +30,7 @@ OF_ONE = (400, 413, 422)
 """Statuses with which a server refuses one request; it may take others."""
 PASSING = (408, 409, 429)
 """Statuses below 500 that may pass."""
+MONEY = "in the judge's file: price_read and price_written, USD per million tokens, and a larger budget_usd"
 FILTERED = ("content_filter", REFUSED)
 SKIPPED = Verdict(None, "skipped", "not waited for: too many verdicts before it took too long")
 
@@ -56,9 +57,12 @@ class Judge:
         )
         client = Client(config.endpoint, timeout=config.timeout, tries=TRIES)
         price = Price(config.price_read, config.price_written)
-        budget = Budget(folder, config.budget_usd, price, write=_as_toml)
+        budget = Budget(folder, config.budget_usd, price)
         if not budget.spent:  # a resumed run may need no more requests
-            budget.worst(client.url, most_tokens(_row(config.rubric)), config.max_tokens)
+            try:
+                budget.worst(client.url, most_tokens(_row(config.rubric)), config.max_tokens)
+            except ConfigError as error:
+                raise ConfigError(error.message, next=MONEY) from None
         sampling = {"max_tokens": config.max_tokens, "temperature": config.temperature}
         endpoint = ChatEndpoint(client, config.model, sampling, budget.reserve)
         about = {"model": config.model, **sampling}
@@ -122,8 +126,8 @@ class Judge:
         def leave(each: Come | None) -> bool:
             nonlocal late, came
             if isinstance(each, UserError) and _of_all(each):
-                raise StepRefused(each.message, next=each.next)
-            late += isinstance(each, Late)
+                raise StepRefused(each.message, next=each.next if isinstance(each, EndpointError) else MONEY)
+            late += isinstance(each, EndpointError) and each.late
             came += isinstance(each, Answer)
             return late > most or (not came and late >= self.config.at_once) or stop()
 
@@ -133,10 +137,9 @@ class Judge:
         """Return the verdict of what came; None: it was not waited for."""
         if come is None:
             return SKIPPED
-        if isinstance(come, Late):
-            return Verdict(None, "timeout", come.message)
         if isinstance(come, EndpointError):
-            return Verdict(None, "refused" if come.status in OF_ONE else "error", come.message)
+            refused = come.status in OF_ONE
+            return Verdict(None, "timeout" if come.late else "refused" if refused else "error", come.message)
         if isinstance(come, Exception):
             raise come
         if come.ended in FILTERED:
@@ -158,10 +161,6 @@ def _of_all(error: UserError) -> bool:
 
 def _row(question: str) -> Conversation:
     return Conversation([{"role": "user", "content": question}])
-
-
-def _as_toml(name: str, value: object) -> str:
-    return f"{name} = {value}"
 
 
 def line_of(judge: JudgeConfig, rollout: Rollout, greedy: bool) -> str:

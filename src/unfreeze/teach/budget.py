@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,28 +34,13 @@ class Price:
         return ((self.read or 0.0) * read + (self.written or 0.0) * written) / 1e6
 
 
-def as_flag(name: str, value: object) -> str:
-    """'--endpoint.budget-usd 5': a setting of a command that asks a server."""
-    return f"--endpoint.{name.replace('_', '-')} {value}"
-
-
 class Budget:
     """At most `usd` for all calls whose answers go into `folder`; 0 refuses every call that has a price.
 
-    of     the file in it that these answers belong to, if there may be several
-    write  (setting, value) as the user writes it, for remedies
+    of: the file in it that these answers belong to, if there may be several
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        usd: float,
-        price: Price,
-        of: str = "",
-        *,
-        write: Callable[[str, object], str] = as_flag,
-    ):
-        self.write = write
+    def __init__(self, folder: Path, usd: float, price: Price, of: str = ""):
         self.path, self.usd, self.price = folder / (f"{of}.{FILE}" if of else FILE), usd, price
         known = read_object(self.path, ConfigError) if self.path.is_file() else {}
         self.spent = float(known.get("usd", 0.0))
@@ -73,8 +57,8 @@ class Budget:
                 return ""
             raise ConfigError(
                 f"{url} is not on this machine or in its network, and its price is unknown",
-                next=f"{self.write('price_read', 0.5)} {self.write('price_written', 1.5)} (USD per million"
-                f" tokens; 0 and 0 where it is free) and {self.write('budget_usd', 5)}",
+                next="--endpoint.price-read 0.5 --endpoint.price-written 1.5 (USD per million tokens; 0 and 0"
+                " where it is free) and --endpoint.budget-usd",
             )
         cost = self.price.of(read, written)
         arithmetic = (
@@ -85,7 +69,7 @@ class Budget:
             before = f" (${self.spent:,.4f} already spent)" if self.spent else ""
             raise ConfigError(
                 f"{arithmetic}; the budget is ${self.usd:,.4f}{before}",
-                next=f"{self.write('budget_usd', f'{1.01 * (self.spent + cost):.4g}')}, or fewer rows",
+                next=f"--endpoint.budget-usd {1.01 * (self.spent + cost):.4g}, or fewer rows",
             )
         return f"{arithmetic}; budget ${self.usd:,.4f}" if cost else ""
 
@@ -98,8 +82,7 @@ class Budget:
                 raise ConfigError(
                     f"${self.spent:,.4f} of the budget of ${self.usd:,.4f} is spent; the next call may cost"
                     f" ${cost:,.4f}",
-                    next=f"{self.write('budget_usd', f'{2 * (self.spent + cost):.4g}')}; the same command"
-                    " continues from here",
+                    next="a larger --endpoint.budget-usd; the same command continues from here",
                 )
             self.spent += cost
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import openai
 
-from unfreeze.teach.address import KEY, WORDS, EndpointError, Late, base_url, is_here
+from unfreeze.teach.address import KEY, WORDS, EndpointError, base_url, is_here
 from unfreeze.untrusted.json_object import MAX_BYTES, is_object, parse_object
 
 # headers that no longer apply once the body is read
@@ -81,9 +81,10 @@ class Client:
         except openai.APIConnectionError as error:
             late = isinstance(error, openai.APITimeoutError)
             why = f"no whole answer in {self.timeout:g} seconds" if late else _words(error)
-            raise (Late if late else EndpointError)(
+            raise EndpointError(
                 f"{self.url}/{path}: {why}; {post.tries} tries",
                 next="check that the server runs; the same command continues where this one ended",
+                late=late,
             ) from None
         finally:
             _POST.reset(outer)

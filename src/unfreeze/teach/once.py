@@ -20,7 +20,6 @@ from unfreeze.data.rows.row import Conversation
 from unfreeze.teach.answers import Answer
 from unfreeze.untrusted.json_object import parse_object
 
-AGAIN = "remove the file; everything is asked again"
 LISTEN = 0.2  # seconds between two questions to `leave`
 
 Come = Answer | Exception
@@ -117,10 +116,8 @@ class Once:
 
 def _record(path: Path, number: int, line: bytes) -> tuple[str, Answer]:
     where = f"{path}, line {number}"
-    record = parse_object(line, where, CheckpointError, next=AGAIN)
+    record = parse_object(line, where, CheckpointError)
     key, text, ended = (record.get(name) for name in ("key", "text", "ended"))
-    if not (isinstance(key, str) and isinstance(text, str) and isinstance(ended, str)):
-        raise CheckpointError(
-            f"{where} was not written by a judge", next="remove the file; it is asked again"
-        )
-    return key, Answer(text, ended)
+    if isinstance(key, str) and isinstance(text, str) and isinstance(ended, str):
+        return key, Answer(text, ended)
+    raise CheckpointError(f"{where} holds no verdict", next="remove the file; all is asked again")
