@@ -213,6 +213,9 @@ def test_equal_answers_are_one_request_and_a_cut_line_is_asked_again(serving, ju
     second = judge(server.url)
     second.grade(answers(("aa", "aa", "b")))
     assert len(server.asked) == 3 and len(path.read_text().splitlines()) == 2
+    second.close()
+    judge(server.url).grade(answers(("aa", "aa", "b")))
+    assert len(server.asked) == 3
     path.write_text('{"key": 1}\n')
     with pytest.raises(CheckpointError, match="line 1 holds no verdict"):
         judge(server.url)

@@ -130,6 +130,16 @@ def test_a_judge_of_the_place_teaches_nothing_and_the_run_says_so(grpo, serving,
     assert agreement == [0.0] * 3
 
 
+def test_a_judge_beside_an_environment(grpo, serving, tmp_path):
+    """It judges the last turn; the reward is the sum."""
+    file = tmp_path / "env.py"
+    file.write_text("class World:\n    def reset(self, **row): pass\n    def get_reward(self): return 1.0\n")
+    server = serving(Judging(lambda shown: '{"score": 5}'))
+    with pytest.raises(UserError, match=r"all 1\.5 in the last"):
+        grpo(server.url, env=f"{file}:World", steps=4, **{"grading.processes": 1})
+    assert server.asked
+
+
 def test_rubbish_stops_the_run_by_name(grpo, serving):
     server = serving(Judging(lambda shown: "I like it."))
     with pytest.raises(UserError, match=r"6 of 6 answers have no reward \(6 unreadable\).*: I like it\."):
