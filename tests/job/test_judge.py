@@ -198,6 +198,8 @@ def test_the_budget_is_kept_and_a_verdict_is_asked_for_once(serving, judge, tmp_
     }
     again = judge(server.url, budget_usd=0.065, **fields)
     assert again.grade(answers(*THREE)) == richer.grade(answers(*THREE)) and len(server.asked) == 6
+    with pytest.raises(ConfigError, match="its price is unknown"):
+        judge("https://api.example.com/v1")  # in the same folder
     judge(server.url, budget_usd=1.0, **fields, rubric="Long is good.").grade(answers(*THREE))
     assert len(server.asked) == 12  # control: another rubric is another question
 

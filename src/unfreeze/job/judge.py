@@ -58,11 +58,12 @@ class Judge:
         client = Client(config.endpoint, timeout=config.timeout, tries=TRIES)
         price = Price(config.price_read, config.price_written)
         budget = Budget(folder, config.budget_usd, price)
-        if not budget.spent:  # a resumed run may need no more requests
-            try:
-                budget.worst(client.url, most_tokens(_row(config.rubric)), config.max_tokens)
-            except ConfigError as error:
-                raise ConfigError(error.message, next=MONEY) from None
+        # a resumed run may need no more requests
+        least = (0, 0) if budget.spent else (most_tokens(_row(config.rubric)), config.max_tokens)
+        try:
+            budget.worst(client.url, *least)
+        except ConfigError as error:
+            raise ConfigError(error.message, next=MONEY) from None
         sampling = {"max_tokens": config.max_tokens, "temperature": config.temperature}
         endpoint = ChatEndpoint(client, config.model, sampling, budget.reserve)
         about = {"model": config.model, **sampling}

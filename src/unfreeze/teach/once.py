@@ -35,15 +35,13 @@ class Once:
     about    model and sampling: a part of each request's hash
     at_once  requests at the same time
 
-    sent     requests so far; those from the file are not counted
-
     Raises CheckpointError for a file that something else wrote.
     """
 
     def __init__(
         self, ask: Callable[[Conversation], Answer], path: Path, about: Mapping[str, Any], *, at_once: int
     ):
-        self._ask, self._about, self.at_once, self.sent = ask, about, at_once, 0
+        self._ask, self._about, self.at_once = ask, about, at_once
         self._known = dict(_record(path, number, line) for number, line in enumerate(whole_lines(path), 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file, self._lock = appending(path), threading.Lock()
@@ -95,8 +93,6 @@ class Once:
 
     def _one(self, key: str, row: Conversation) -> Come:
         """Ask, and keep the answer."""
-        with self._lock:
-            self.sent += 1
         try:
             answer = self._ask(row)
             with self._lock:
