@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,9 @@ from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
 from unfreeze.commands.reward import write
 from unfreeze.tracking.console import PipeConsole
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "teach"))
+from servers import Judging, Server
 
 PARTS = """
 def reward(prompt, completion, answer, level=1):
@@ -73,6 +78,42 @@ def test_answers_their_parts_and_the_file(my, unfreeze_json, capsys):
 def test_rewards_that_teach_nothing_are_said(my, source, note, unfreeze_json):
     (my / "my.py").write_text(source)
     assert note in unfreeze_json(*shown("--sample", 2))["notes"]
+
+
+@pytest.fixture
+def judging(my):
+    """judging(verdict, lines of its file) -> a judge at work, in judge.toml."""
+    running = []
+
+    def start(verdict, more=""):
+        running.append(Server(Judging(verdict)))
+        (my / "judge.toml").write_text(f'endpoint = "{running[-1].url}"\nrubric = "Be short."\n{more}')
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.close()
+
+
+def test_a_judge_s_words_are_shown_as_text(my, judging, unfreeze_json, capsys):
+    server = judging(lambda shown: 'Short.\n\x1b[2J[bold]\n{"score": 7}')
+    result = unfreeze_json(*shown("--sample", 2, file="judge.toml"))
+    assert result["mean"] == 0.7 and result["outcomes"] == {"ok": 2} and len(server.asked) == 2
+    assert cli.main(shown("--sample", 1, file="judge.toml")) == 0
+    text = capsys.readouterr().out
+    assert "reward 0.7\n" in text and r'the judge: Short. \x1b[2J[bold] {"score": 7}' in text
+    assert "<reference>\n0\n" in server.asked[-1][2]["messages"][0]["content"]
+
+
+def test_a_judge_of_pairs_needs_pairs(my, judging, unfreeze_json, capsys):
+    server = judging(lambda shown: "1", 'mode = "pairs"')
+    assert cli.main(shown(file="judge.toml")) == 2 and not server.asked
+    assert "there is only one" in (said := capsys.readouterr().err) and "--answers 4" in said
+    result = unfreeze_json(*shown("--sample", 1, "--answers", 3, file="judge.toml"))
+    assert {line["reward"] for line in result["answers"]} == {0.5} and len(server.asked) == 6
+    assert all(line["message"].startswith("tie, since the two orders differ") for line in result["answers"])
+    assert cli.main(shown(file="none.toml")) == 2
+    assert "there is no file none.toml" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import unfreeze
 from benchmarks import reference_pages
 from unfreeze import cli
 from unfreeze.commands.demo import TINY_K2
+from unfreeze.config.judge import read_judge
 from unfreeze.config.names import by_path
 from unfreeze.config.recipes import CONFIGS
 from unfreeze.core.errors import UserError
@@ -149,6 +150,10 @@ def check(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         compile(block.text, block.title or "block", "exec")
     elif block.language == "toml":
         tomllib.loads(block.text)
+        if block.title == "judge.toml":
+            (folder / block.title).write_text(block.text)
+            read_judge(str(folder / block.title))
+            return
         (folder / "block.toml").write_text(block.text)
         recipe = "grpo" if "reward" in tomllib.loads(block.text) else "sft"
         check_command(["unfreeze", recipe, "block.toml"], monkeypatch)
@@ -181,10 +186,11 @@ def test_the_blocks_of_a_page_parse(page, tmp_path, monkeypatch):
     [
         Block("sh", "", "unfreeze sft --model MODEL --data chat.jsonl --lerning-rate 1\n"),
         Block("toml", "", 'model = "MODEL"\n[data]\nfile = "chat.jsonl"\n'),
+        Block("toml", "judge.toml", 'endpoint = "http://127.0.0.1"\n'),
         Block("python", "", "run = unfreeze.sft(\n"),
         Block("bash", "", "true"),
     ],
-    ids=lambda block: block.language,
+    ids=lambda block: block.title or block.language,
 )
 def test_control_arm_a_wrong_block_is_seen(block, tmp_path, monkeypatch):
     lay_out(tmp_path, made=True)

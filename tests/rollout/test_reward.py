@@ -176,6 +176,6 @@ def test_too_many_failures_stop_the_run_in_one_sentence():
     assert refused.value.message == (
         "3 of 11 answers have no reward (2 error, 1 timeout), more than 20%; the first: no reward within 10 s"
     )
-    assert refused.value.next == "unfreeze reward show my.py shows it; mend the function"
+    assert refused.value.next == "unfreeze reward show my.py shows it; mend the reward"
     refuse_failures([], 0.0)
     assert outcomes([*good, bad, late]) == {"ok": 8, "error": 1, "timeout": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,3 +104,21 @@ class Completions:
         owns = [None if place == 0 else tops[place][tokens[place]] for place in places]  # type: ignore[index]
         texts = [text(tokens[place]) for place in places]
         return {"logprobs": {"tokens": texts, "token_logprobs": owns, "top_logprobs": by_text}}
+
+
+class Judging:
+    """/v1/chat/completions of a judge: verdict(texts of the answers in the request) -> what it writes."""
+
+    def __init__(self, verdict: Callable[[list[str]], str], ended: str = "stop"):
+        self.verdict, self.ended = verdict, ended
+
+    def __call__(self, server: Server, connection: BaseHTTPRequestHandler, body: dict[str, Any]) -> Any:
+        answers = answers_in(body)
+        message = {"role": "assistant", "content": self.verdict(answers)}
+        return {"choices": [{"index": 0, "message": message, "finish_reason": self.ended}]}
+
+
+def answers_in(body: dict[str, Any]) -> list[str]:
+    """The answers that a judge is asked about, by its tags."""
+    (message,) = body["messages"]
+    return [text for _, text in re.findall(r"<(answer\w*)>\n(.*?)\n</\1>", message["content"], re.DOTALL)]

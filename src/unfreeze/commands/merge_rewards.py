@@ -69,7 +69,7 @@ def reward_gain(
     if no_room := no_room_for(base) or no_room_for(written):
         return no_room
     try:
-        judge = Judge(Recorded.of(rows.resolved), base, examples, rows)
+        judge = HeldOutReward(Recorded.of(rows.resolved), base, examples, rows)
         model = open_model(base, as_stored=True)
         without = judge(model)
         load_adapter(model, adapter)
@@ -90,7 +90,7 @@ def reward_gain(
     )
 
 
-class Judge:
+class HeldOutReward:
     """The run's reward of a model's answers to its held-out prompts.
 
     Raises ConfigError if the code is gone, or is not the run's.
@@ -100,7 +100,12 @@ class Judge:
         from unfreeze.job.reward_code import RewardCode
         from unfreeze.rollout.prompts import Rows
 
-        for field, digest in RewardCode(config).digests.items():
+        code = RewardCode(config)
+        if code.judge:
+            raise ConfigError(
+                "its reward is a judge, which would be paid again", next="unfreeze grpo measures it"
+            )
+        for field, digest in code.digests.items():
             if (rows.cursor or {}).get(field, digest) != digest:
                 changed = f"{getattr(config, field)} has changed since the run"
                 raise ConfigError(changed, next="restore it")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -21,6 +22,7 @@ from tyro.conf import Positional, arg
 
 from unfreeze.config.columns import Columns
 from unfreeze.config.device import Device
+from unfreeze.config.judge import is_judge, read_judge
 from unfreeze.config.parse import Files, Folder, Frozen, ModelName, parse, writing
 from unfreeze.core.command import Common
 from unfreeze.core.draws import SEEDS
@@ -31,6 +33,7 @@ from unfreeze.tracking.console import PipeConsole
 
 if TYPE_CHECKING:
     from unfreeze.data.rows.row import Conversation
+    from unfreeze.job.judge import Judge
     from unfreeze.rollout.environment import Environments
     from unfreeze.rollout.graders import Graders
     from unfreeze.rollout.reward import Graded
@@ -41,7 +44,8 @@ SHOWN_LINES = 12  # of a text in the terminal; --out and --json have all
 
 class Config(Frozen):
     reward: Annotated[Folder, Positional, arg(metavar="my.py")] = Field(
-        description="Python file with a function reward; my.py:name picks another, or an environment"
+        description="Python file with a function reward; my.py:name picks another, or an environment."
+        " judge.toml asks a model"
     )
     env: Folder = Field(
         default="", description="environment, my.py:Class, beside a function that grades its last turn"
@@ -125,16 +129,21 @@ def prompts(config: Config, common: Common) -> list[Conversation]:
     return rows
 
 
-def started(config: Config, common: Common, ends: ExitStack) -> tuple[Graders | None, Environments | None]:
-    """Start the processes that run the user's code. -> functions, environments; None without any."""
+def started(
+    config: Config, common: Common, ends: ExitStack
+) -> tuple[Graders | Judge | None, Environments | None]:
+    """Start what grades. -> functions or a judge, environments; None without any."""
     from unfreeze.rollout.environment import Environments
     from unfreeze.rollout.graders import Graders, Limits
     from unfreeze.rollout.user_code import are_environments, user_code
 
     limits, env = Limits(seconds=config.seconds, network=config.network), config.env
-    alone = not env and all(map(are_environments, user_code(config.reward)))
+    judge = is_judge(config.reward)
+    alone = not env and not judge and all(map(are_environments, user_code(config.reward)))
     graders = environments = None
-    if not alone:
+    if judge:
+        graders = judging(config, ends)
+    elif not alone:
         graders = ends.enter_context(Graders(config.reward, limits, say=say(common)))
     if alone or env:
         environments = ends.enter_context(
@@ -144,10 +153,20 @@ def started(config: Config, common: Common, ends: ExitStack) -> tuple[Graders | 
     return graders, environments
 
 
+def judging(config: Config, ends: ExitStack) -> Judge:
+    """Return the judge. Its budget is that of this command."""
+    from unfreeze.job.judge import Judge, refuse_alone
+
+    judge = read_judge(config.reward)
+    refuse_alone(judge, config.answers)
+    folder = ends.enter_context(TemporaryDirectory(prefix="unfreeze-judge-"))
+    return ends.enter_context(Judge(judge, Path(folder)))
+
+
 def answered(
     config: Config,
     rows: Sequence[Conversation],
-    graders: Graders | None,
+    graders: Graders | Judge | None,
     environments: Environments | None,
     common: Common,
 ) -> tuple[list[dict[str, Any]], list[Graded]]:
@@ -245,6 +264,8 @@ def show(console: Console, line: dict[str, Any], graded: Graded) -> None:
     else:
         parts = ", ".join(f"{name} {value:.4g}" for name, value in graded.parts.items())
         write(console, f"reward {graded.reward:.4g}" + (f" ({parts})" if parts else ""), "bold green")
+        if graded.message:
+            write(console, f"the judge: {graded.message}", "dim")
     if graded.printed:
         write(console, f"it printed: {graded.printed}", "dim")
 

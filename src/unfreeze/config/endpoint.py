@@ -8,14 +8,9 @@ from unfreeze.config.parse import Frozen
 from unfreeze.core.field import about
 
 
-class EndpointConfig(Frozen):
-    """An OpenAI-compatible server. Its key comes from the environment variable OPENAI_API_KEY."""
+class Asked(Frozen):
+    """Patience with an OpenAI-compatible server, and its price."""
 
-    served_name: str = Field(
-        default="",
-        description="the model's name in the server's /v1/models; empty: the server's default",
-        json_schema_extra=about("Server", was="served_name", of_run=False),
-    )
     timeout: float = Field(
         default=120.0,
         gt=0,
@@ -40,4 +35,14 @@ class EndpointConfig(Frozen):
         ge=0,
         description="most USD for all calls, failed ones included; 0 refuses every paid call",
         json_schema_extra=about("Server", was="budget_usd", of_run=False),
+    )
+
+
+class EndpointConfig(Asked):
+    """An OpenAI-compatible server. Its key comes from the environment variable OPENAI_API_KEY."""
+
+    served_name: str = Field(
+        default="",
+        description="the model's name in the server's /v1/models; empty: the server's default",
+        json_schema_extra=about("Server", was="served_name", of_run=False),
     )

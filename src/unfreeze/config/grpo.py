@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from unfreeze.config import sft
+from unfreeze.config.judge import is_judge
 from unfreeze.config.parse import Files, Folder, Frozen
 from unfreeze.core.field import about
 
@@ -20,6 +21,8 @@ IGNORED = {
     "data.weights": "each prompt comes once in a pass over the data",
 }
 """Fields of sft that a run with rewards does not read, and why."""
+OF_PROCESSES = ("grading.seconds", "grading.processes", "grading.network")
+"""Fields of the processes that run a user's code."""
 CLIP = {"cispo": (1.0, 4.0), "gspo": (3e-4, 4e-4)}
 """Default bounds of a ratio per loss, else 0.2. GSPO's are its paper's (2507.18071); CISPO has no lower
 bound, and 1 + 4 is TRL's upper one."""
@@ -287,7 +290,7 @@ class Config(sft.Config):
     reward: Folder = Field(
         default="",
         description="Python file with reward(prompt, completion, **row) -> number or dict of parts;"
-        " my.py:name picks another function",
+        " my.py:name picks another function. judge.toml asks a model",
         json_schema_extra=about("Reward", first=True),
     )
     env: Folder = Field(
@@ -321,6 +324,12 @@ class Config(sft.Config):
             raise ValueError(f"agent returns the reward itself; leave out {sources[0]}")
         if not fields.get("env") and "rollout.turns" in fields:
             raise ValueError("rollout.turns has no meaning without an environment; give --env my.py:Class")
+        no_code = is_judge(fields.get("reward")) and not fields.get("env")
+        if own := [name for name in OF_PROCESSES if no_code and name in fields]:
+            raise ValueError(
+                f"{own[0]} has no meaning with a judge, which runs no code here; leave it out, or set timeout"
+                " in its file"
+            )
         for name, why in IGNORED.items():
             if name in fields:
                 raise ValueError(f"{name} has no meaning here: {why}; leave it out")

@@ -197,6 +197,17 @@ def from_keywords(
     return validated
 
 
+def from_file(config: type[C], path: Path, example: str) -> C:
+    """Build a Config from a TOML file alone. example: a file with all required fields, for the remedy.
+
+    Raises ConfigError that names the file and the field.
+    """
+    values = _given(config, read_toml(path), str(path), [])
+    if missing := [known.short for known in _missing(config, values)]:
+        raise ConfigError(f"{path} needs {' and '.join(missing)}", next=example)
+    return _validated(config, values, f"correct {path}")
+
+
 def _plain(value: Any) -> Any:
     """Convert paths to text, also in a list."""
     if isinstance(value, (list, tuple)):

@@ -346,6 +346,7 @@ class RolloutEvent(CommonFields):
     seconds: Annotated[Real, of("seconds", "duration of the sampling")]
     grading_seconds: Annotated[Real, of("seconds", "duration of the grading")]
     turns: NotRequired[Annotated[Real | None, of("mean", "turns of an answer with an environment")]]
+    agreement: NotRequired[Annotated[Real | None, of("share, 0 to 1", "pairs judged alike in both orders")]]
     faults: NotRequired[Annotated[dict[AnyText, Int], of("calls", "of tools that went wrong, by kind")]]
 
 

@@ -1,13 +1,15 @@
-"""Reward, environment or agent of a run, in processes of its own, and how prompts are answered with it."""
+"""Reward, judge, environment or agent of a run, in processes of its own; how prompts are answered with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unfreeze.config.grpo import Grading, Rollout
+from unfreeze.config.judge import JudgeConfig, is_judge, read_judge
 from unfreeze.core.errors import ConfigError
-from unfreeze.rollout.user_code import user_code
+from unfreeze.rollout.user_code import UserCode, user_code
 
 if TYPE_CHECKING:
     from unfreeze.data import Tokenizer
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from unfreeze.evaluate.rewarded import Asking, Rewarded
     from unfreeze.generate.engine import Engine
     from unfreeze.job.agents import ByAgents
+    from unfreeze.job.judge import Judge
     from unfreeze.parallel.processes.collectives import Group
     from unfreeze.rollout.answering import Answering, Grade
     from unfreeze.rollout.environment import Environments
@@ -51,8 +54,13 @@ class RewardCode:
         self.config = config
         sources = {"reward": (config.reward, "reward"), "env": (config.env, "Environment")}
         sources["agent"] = (config.agent, "run")
-        self.codes = {field: user_code(*each, field) for field, each in sources.items() if each[0]}
-        self.graders: Graders | None = None
+        self.judge = read_judge(config.reward) if is_judge(config.reward) else None
+        self.codes: dict[str, tuple[UserCode | JudgeConfig, ...]] = {
+            field: (self.judge,) if self.judge and field == "reward" else user_code(*each, field)
+            for field, each in sources.items()
+            if each[0]
+        }
+        self.graders: Graders | Judge | None = None
         self.environments: Environments | None = None
         self.agents: ByAgents | None = None
 
@@ -61,8 +69,14 @@ class RewardCode:
         """Return field -> hash of its files."""
         return {field: "-".join(code.digest for code in codes) for field, codes in self.codes.items()}
 
-    def start(self, tokenizer: Tokenizer, say: Say, *, grades: bool = True) -> None:
-        """Start the processes. grades: functions of --reward too."""
+    def start(
+        self, tokenizer: Tokenizer, say: Say, folder: Path | None = None, *, grades: bool = True
+    ) -> None:
+        """Start the processes.
+
+        folder  of the run, for a judge's verdicts and cost
+        grades  functions of --reward, or its judge, too
+        """
         from unfreeze.data.tokens.tool_calls import reads_calls
         from unfreeze.rollout.environment import Environments
         from unfreeze.rollout.graders import Graders, Limits
@@ -78,7 +92,12 @@ class RewardCode:
             turns, count = config.rollout.turns, grading.processes
             self.environments = Environments(config.env, limits, most_turns=turns, count=count, say=say)
             self.environments.check_reward(config.reward)
-        if config.reward and grades:
+        if self.judge and grades:
+            from unfreeze.job.judge import FOLDER, Judge
+
+            assert folder is not None
+            self.graders = Judge(self.judge, folder / FOLDER)
+        elif config.reward and grades:
             self.graders = Graders(config.reward, limits, count=grading.processes, say=say)
 
     def check(self, rows: Iterable[Conversation]) -> None:

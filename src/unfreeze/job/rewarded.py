@@ -18,6 +18,7 @@ from unfreeze.train.interrupt import Interrupt
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from unfreeze.config.judge import JudgeConfig
     from unfreeze.core.batch import Batch, Loss
     from unfreeze.data import Cursor
     from unfreeze.evaluate.rewarded import Rewarded
@@ -50,6 +51,7 @@ class Rewarding:
     def __init__(self, config: Config):
         self.config = config
         self.code = RewardCode(config)
+        self.judge = self.code.judge
         self.words: Words | None = None
         self.how: Answering | None = None
         self.warned = False  # of the gap
@@ -143,12 +145,16 @@ class Rewarding:
                 )
 
         def start() -> None:
-            self.code.start(setup.tokenizer, say(setup.common))
+            self.code.start(setup.tokenizer, say(setup.common), setup.folder.path)
             for files in filter(None, (data.files, data.held_out)):
                 self.code.check(self._rows(files))
 
-        setup.group.on_rank0(start)
         self.held_out = rows.dataset.validation
+        if self.judge and self.held_out is not None and len(self.held_out):
+            from unfreeze.job.judge import refuse_held_out
+
+            refuse_held_out(self.judge)
+        setup.group.on_rank0(start)
         self.held_out_files = data.held_out or data.files
 
     def watch_gap(self, state: State, result: StepResult) -> None:
@@ -281,11 +287,14 @@ class Rewarding:
     def _tell(self, setup: Setup, at: Placed, files: Files | None, rolled: Rolled) -> None:
         """Write a step's event, and its rollout file in process 0."""
         from unfreeze.rollout.rollouts import counted, lines
+        from unfreeze.rollout.verdicts import AGREEMENT
 
-        setup.folder.events.emit("rollout", rolled.step, **counted(rolled))
+        numbers = counted(rolled)
+        if self.judge and self.judge.mode == "pairs":
+            numbers["agreement"] = numbers["parts"].get(AGREEMENT)
+        setup.folder.events.emit("rollout", rolled.step, **numbers)
         self.silent = 0 if bool(rolled.groups.signal_P.any()) else self.silent + 1
         if self.silent in SILENT:
-            numbers = counted(rolled)
             setup.folder.events.emit(
                 "warning",
                 rolled.step,
@@ -317,7 +326,7 @@ class Rewarding:
         return self._read[name]
 
 
-def lines_of(preset: Preset, config: Config) -> list[str]:
+def lines_of(preset: Preset, config: Config, judge: JudgeConfig | None) -> list[str]:
     """Lines of the start: how answers are rewarded and what is minimised."""
     rollout, policy, advantage = config.rollout, preset.policy, preset.advantage
     ratios = "" if policy.loss == "reinforce" else f" (ratios against the {policy.against})"
@@ -330,6 +339,10 @@ def lines_of(preset: Preset, config: Config) -> list[str]:
         f" {rollout.max_new_tokens} tokens{_graded_by(config)}",
         f"loss: {', '.join(loss)}, per {policy.per}",
     ]
+    if judge:
+        from unfreeze.job.judge import line_of
+
+        lines.insert(1, line_of(judge, rollout, advantage.baseline == "greedy"))
     if rollout.updates > 1:
         lines.append(
             f"updates: {rollout.updates} optimizer steps on the answers of a rollout, each on a share;"

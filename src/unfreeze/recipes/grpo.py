@@ -58,7 +58,7 @@ def parts(config: Config) -> Parts:
         judge=_any_loss,
         answers=rewarding.answers,
         plan_check=refuse_answers,
-        start_lines=lines_of(rewarding.preset, config),
+        start_lines=lines_of(rewarding.preset, config, rewarding.judge),
     )
 
 

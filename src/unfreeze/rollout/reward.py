@@ -39,12 +39,15 @@ Outcome = Literal[
     "skipped",
     "cut",
     "no tokens",
+    "refused",
+    "unreadable",
 ]
 """error: it raised. timeout: it took too long, or too much CPU. not a number: NaN, infinite, or another type.
 no value: every function returned None. memory: it ran out of its limit. processes: it started too many.
 ended: its process is gone. garbage: its process answered something else. skipped: it was not waited for,
 because too many before it took too long. cut: the answer was cut off, and such answers are left out. no
-tokens: an agent that never asked the model."""
+tokens: an agent that never asked the model. refused, unreadable: a judge did not judge, or in another form.
+"""
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 MAX_PARTS = 64
@@ -63,7 +66,7 @@ class Graded:
     """The reward of one answer.
 
     reward   None unless outcome is "ok"
-    message  why there is none, on one line
+    message  why there is none, on one line; of a judge its words
     printed  the start of what the grader printed
     """
 
@@ -202,5 +205,5 @@ def refuse_failures(graded: Sequence[Graded], share: float = SHARE, *, look: str
     raise ConfigError(
         f"{len(failed)} of {len(graded)} answers have no reward ({kinds}), more than {share:.0%}; the first:"
         f" {failed[0].message}",
-        next=f"{look or 'unfreeze reward show my.py --model M --data F'} shows it; mend the function",
+        next=f"{look or 'unfreeze reward show my.py --model M --data F'} shows it; mend the reward",
     )

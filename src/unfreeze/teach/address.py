@@ -19,12 +19,12 @@ WORDS = 300  # maximum characters of a server's message to show
 class EndpointError(UserError):
     """A server that doesn't answer, refuses, or sends an invalid answer.
 
-    status: HTTP status of its answer; None if there was none.
+    status: HTTP status of its answer; None if there was none. late: no whole answer in time, at each try.
     """
 
-    def __init__(self, message: str, *, next: str = "", status: int | None = None):
+    def __init__(self, message: str, *, next: str = "", status: int | None = None, late: bool = False):
         super().__init__(message, next=next)
-        self.status = status
+        self.status, self.late = status, late
 
 
 def refuse_without_library(url: str) -> None:

@@ -16,15 +16,18 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from unfreeze.core.errors import DataError
+from unfreeze.core.whole_lines import appending, whole_lines
 from unfreeze.data.rows.row import Conversation, Message, content_digest
 from unfreeze.teach.address import WORDS, EndpointError
 from unfreeze.untrusted.json_object import is_object, parse_object
 
 TOGETHER = 8  # rows that are asked, then written
 LEFT_OUT = ".left-out.jsonl"
+REFUSED = "refusal"
+"""Answer.ended of a model that refuses, in OpenAI's field for it; its text says why."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ class TeacherAnswers:
         Raises the first error after writing what arrived.
         """
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        with _appending(self.out) as answered, _appending(self.beside) as left_out:
+        with appending(self.out) as answered, appending(self.beside) as left_out:
             missing = self.missing(rows)
             for first in range(0, len(missing), together):
                 requested = missing[first : first + together]
@@ -129,7 +132,7 @@ class TeacherAnswers:
     def _known(self, path: Path) -> dict[int, str]:
         """Return row -> digest of its prompt, from a file's complete lines."""
         known: dict[int, str] = {}
-        for number, line in enumerate(_whole_lines(path), 1):
+        for number, line in enumerate(whole_lines(path), 1):
             record = parse_object(line, f"{path.name}, line {number}", DataError, next="another --out")
             about = record.get("source")
             if not is_object(about) or not isinstance(about.get("row"), int):
@@ -152,16 +155,3 @@ class TeacherAnswers:
 
 def _digest(row: Conversation) -> str:
     return hashlib.blake2b(content_digest(row), digest_size=8).hexdigest()
-
-
-def _whole_lines(path: Path) -> list[bytes]:
-    """Return a file's complete lines; a line cut by an interruption does not count."""
-    return path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-
-
-def _appending(path: Path) -> TextIO:
-    """Open the file for appending after its last complete line."""
-    whole = sum(len(line) + 1 for line in _whole_lines(path))
-    if path.is_file():
-        os.truncate(path, whole)
-    return path.open("a", encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from unfreeze.data.rows.row import Conversation
 from unfreeze.teach.address import EndpointError
-from unfreeze.teach.answers import Answer
+from unfreeze.teach.answers import REFUSED, Answer
 from unfreeze.untrusted.json_object import is_list
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ChatEndpoint:
     def __call__(self, rows: Sequence[Conversation]) -> list[Answer | Exception]:
         """Return an answer or an error per row; one row's failure does not affect the others."""
         with ThreadPoolExecutor(min(AT_ONCE, len(rows))) as pool:
-            waiting = [pool.submit(self._ask, row) for row in rows]
+            waiting = [pool.submit(self.ask, row) for row in rows]
         faults = [each.exception() for each in waiting]
         if other := next((fault for fault in faults if fault and not isinstance(fault, Exception)), None):
             raise other
@@ -48,7 +48,8 @@ class ChatEndpoint:
             for each, fault in zip(waiting, faults, strict=True)
         ]
 
-    def _ask(self, row: Conversation) -> Answer:
+    def ask(self, row: Conversation) -> Answer:
+        """Return one answer. Raises EndpointError, and what `reserve` raises."""
         body = {"messages": [_as_openai(message) for message in row.messages], **self.settings}
         body |= {"model": self.name} if self.name else {}
         body |= {"tools": row.tools} if row.tools else {}
@@ -61,12 +62,17 @@ class ChatEndpoint:
             message, ended = choice["message"], choice.get("finish_reason")
             text, calls = message.get("content"), message.get("tool_calls")
             thought = message.get("reasoning_content") or message.get("reasoning")
+            refusal = message.get("refusal")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise EndpointError(
                 f"{self.client.url}/chat/completions: its answer has no message: {json.dumps(answer)[:200]}",
                 next="check that the address is of an OpenAI-compatible server",
             ) from None
-        text, thought = (value if isinstance(value, str) else "" for value in (text, thought))
+        text, thought, refusal = (
+            value if isinstance(value, str) else "" for value in (text, thought, refusal)
+        )
+        if refusal and not text:
+            return Answer(refusal, REFUSED, thought)
         return Answer(text, str(ended or "stop"), thought, calls if is_list(calls) else [])
 
 

@@ -84,6 +84,7 @@ class Client:
             raise EndpointError(
                 f"{self.url}/{path}: {why}; {post.tries} tries",
                 next="check that the server runs; the same command continues where this one ended",
+                late=late,
             ) from None
         finally:
             _POST.reset(outer)

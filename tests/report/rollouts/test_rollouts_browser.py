@@ -247,6 +247,18 @@ def test_planted_text_does_nothing(browser: Browser, tmp_path: Path):
     assert tab.faults == []
 
 
+def test_words_of_a_judge_are_no_fault(browser: Browser, tmp_path: Path):
+    """A judge explains each reward; a grader only why there is none."""
+    judged: Answer = {"step": 1, "group": 0, "answer": 0, "reward": 0.7, "text": "a", "message": "Short. 7"}
+    failed: Answer = {"step": 1, "group": 0, "answer": 1, "reward": None, "text": "b", "outcome": "timeout"}
+    failed |= {"message": "5 s passed"}
+    run = fake_run(tmp_path / "run", rows={1: [judged, failed]})
+    write_report(run)
+    tab = shown(browser, run, at="#step=1&group=0")
+    assert "Short. 7" in tab.run("document.getElementById('list').textContent")
+    assert texts(tab, "#list .bad") == ["5 s passed"] and tab.faults == []
+
+
 def test_control_arm_a_script_that_stands_in_the_page_is_refused(browser: Browser, run: Path, tmp_path: Path):
     source = (run / "rollouts.html").read_text(encoding="utf-8")
     planted = '<script>window.planted=1</script><script src="planted.js"></script>'

@@ -40,7 +40,7 @@ class Answer(TypedDict, total=False):
     advantage  of the answer, or of each sampled token (P numbers)
     stop       reason at which sampling stopped: "end", "stop", "length", "window", …
     outcome    of the grading: "ok", "error", "timeout", "not a number", …
-    message    words of the grader, if it failed
+    message    words of the grader, if it failed; of a judge always
     """
 
     step: Required[Int]

@@ -15,10 +15,11 @@ function answerView(answer, group, colours, scale) {
     ["tokens", number(numTokens(answer))],
     ["stopped by", answer.stop || "unknown"],
   ];
-  if ((answer.outcome ?? "ok") !== "ok") rows.push(["grading", answer.outcome]);
+  const failed = (answer.outcome ?? "ok") !== "ok";
+  if (failed) rows.push(["grading", answer.outcome]);
   const parts = Object.entries(answer.parts ?? {}).map(([name, value]) => [name, reward(value), "part"]);
   const message = answer.message ? longText(answer.message) : [];
-  for (const part of message) part.classList.add("bad");
+  for (const part of message) part.classList.add(failed ? "bad" : "when");
   const best = group.low < group.high && answer.reward === group.high;
   const look = !graded(answer.reward) ? " failed" : best ? " best" : "";
   const speaker = (role) => make("span", { class: "when" }, plain(role));
