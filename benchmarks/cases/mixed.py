@@ -5,7 +5,7 @@ whose mean is a third of the longest and cut there; both sides end each row at t
 leave; transformers pads them until the last one ends. useful tokens/s: all lengths together over the seconds
 of the whole generation, prompts included. Models: tiny-k2; dense, the Qwen3-0.6B shape in bf16 with --layers
 of its 28 layers. transformers runs in the faster of bfloat16 and float32, by a generation of each that does
-not count.
+not count, with its default implementation of experts: `decode` tries others.
 """
 
 from typing import Any, Literal, get_args
@@ -36,16 +36,16 @@ def rows(config: Config, run: Run):
     lengths = lengths_of(config.rows, config.longest)
     with checkpoints(config.checkpoint, config.models, config.layers) as folders:
         for name, (folder, vocab_size) in folders.items():
-            asked: dict[str, Any] = {"prompts": prompts_of(config.rows, config.prompt, vocab_size)}
-            asked["lengths"] = lengths
+            request: dict[str, Any] = {"prompts": prompts_of(config.rows, config.prompt, vocab_size)}
+            request["lengths"] = lengths
             where = {"checkpoint": str(folder), "device": config.device}
             sides = [
                 run.side("unfreeze", "harness.mixed:ours", dtype=config.computed, **where),
                 run.side(THEIRS, "harness.peers:mixed", **where),
             ]
             with Sides(sides, run.say) as running:
-                fastest = running[THEIRS].call("choose", **asked)["dtype"]
-                running.take_turns("generate", warmup=1, rounds=config.rounds, **asked)
+                fastest = running[THEIRS].call("choose", **request)["dtype"]
+                running.take_turns("generate", warmup=1, rounds=config.rounds, **request)
                 timed = [results(side, lengths) for side in running]
             timed[0]["of_transformers"] = timed[0]["useful_per_second"] / timed[1]["useful_per_second"]
             settings = {"model": name, "dtype": config.computed, "mean_length": sum(lengths) / len(lengths)}
