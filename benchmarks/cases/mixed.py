@@ -14,8 +14,8 @@ from pydantic import Field
 
 from benchmarks.harness.case import Computed, OnCheckpoint, Run, pick
 from benchmarks.harness.generation import prompts_of
-from benchmarks.harness.mixed import checkpoints, lengths_of
-from benchmarks.harness.sides import Side, Sides
+from benchmarks.harness.mixed import checkpoints, lengths_of, results
+from benchmarks.harness.sides import Sides
 
 Named = Literal["tiny-k2", "dense"]
 THEIRS = "transformers"
@@ -54,17 +54,3 @@ def rows(config: Config, run: Run):
             timed[1]["note"] = f"{name}: in {fastest}"
             for side, entry in zip(sides, timed, strict=True):
                 yield run.row(side.name, settings, entry)
-
-
-def results(side: Side, lengths: list[int]) -> dict[str, Any]:
-    """Return the speed; ValueError if a row has another length."""
-    for reply in side.replies["generate"]:
-        if reply["lengths"] != lengths:
-            raise ValueError(f"{side.name} made rows of {reply['lengths'][:4]} tokens, not {lengths[:4]}")
-    useful, seconds = sum(lengths), sorted(side.values("generate", "seconds"))
-    return {
-        "useful_per_second": useful / side.median("seconds", "generate"),
-        "fastest": useful / seconds[0],
-        "slowest": useful / seconds[-1],
-        "peak_bytes": side.peak("generate"),
-    }

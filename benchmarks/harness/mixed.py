@@ -13,7 +13,7 @@ from typing import Any
 import unfreeze
 from benchmarks.harness import shapes
 from benchmarks.harness.checkpoints import made
-from benchmarks.harness.sides import Worker
+from benchmarks.harness.sides import Side, Worker
 from unfreeze.checkpoint.manifest import read_json
 from unfreeze.generate.engine import Engine
 from unfreeze.generate.sampling import Sampling
@@ -60,3 +60,17 @@ def ours(checkpoint: str, device: str, dtype: str) -> Worker:
         return {"lengths": [len(each.tokens) for each in done]}
 
     return Worker({"generate": generate})
+
+
+def results(side: Side, lengths: list[int]) -> dict[str, Any]:
+    """Return the speed; ValueError if a row has another length."""
+    for reply in side.replies["generate"]:
+        if reply["lengths"] != lengths:
+            raise ValueError(f"{side.name} made rows of {reply['lengths'][:4]} tokens, not {lengths[:4]}")
+    useful, seconds = sum(lengths), sorted(side.values("generate", "seconds"))
+    return {
+        "useful_per_second": useful / side.median("seconds", "generate"),
+        "fastest": useful / seconds[0],
+        "slowest": useful / seconds[-1],
+        "peak_bytes": side.peak("generate"),
+    }

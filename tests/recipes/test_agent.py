@@ -155,7 +155,7 @@ def test_agents_that_ask_nothing_or_hang_stop_the_run_and_say_why(grpo):
         ConfigError, match=r"12 of 12 answers have no reward \(12 no tokens\).*no request"
     ) as refused:
         grpo("mute", "mute", **{"rollout.resample": 0})
-    assert re.match(r"unfreeze report \S*mute shows it; mend the function", refused.value.next)
+    assert re.match(r"unfreeze report \S*mute shows it; mend the reward", refused.value.next)
     with pytest.raises(ConfigError, match=r"12 of 12 answers have no reward \(12 timeout\)"):
         grpo("hangs", "hangs", **{"rollout.resample": 0, "grading.seconds": 1})
     with pytest.raises(ConfigError, match=r"HTTP Error 400"):
