@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import os
 import re
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -193,3 +196,22 @@ def test_the_agent_of_the_page_runs_with_openais_client_and_past_a_proxy(grpo, m
     run = grpo(data=data, steps=1, **{"rollout.resample": 0})
     (rollout,), (train,) = of_kind(run, "rollout"), of_kind(run, "train")
     assert rollout["outcomes"] == {"ok": 12} and train["gap_max"] <= 1e-5
+
+
+def test_ctrl_c_while_agents_run_saves_the_steps_before(grpo, my, tmp_path):
+    """The second step's agents never end; the run does, and goes on to the bit."""
+    slow = tmp_path / "slow"
+    wait = f"    while os.path.exists({str(slow)!r}):\n        time.sleep(.05)\n"
+    text = AGENT.replace("def shorter(base_url, row):\n", "def shorter(base_url, row):\n" + wait)
+    my.write_text("import os\n" + text)
+
+    def at_first(state, result):
+        if state.step == 1:
+            slow.write_text("")
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    run = grpo("left", "shorter", on_step=[at_first])
+    assert not run.finished and run.events[-1]["reason"] == "interrupted"
+    slow.unlink()
+    whole, again = grpo("whole", "shorter"), grpo("left", "shorter")
+    assert all(torch.equal(tensor, adapter(again)[name]) for name, tensor in adapter(whole).items())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
     from unfreeze.serve.session import Session, Speech, Spent
 
 NO_TOKENS = "the agent made no request to its base_url that was answered"
+
+
+def never() -> bool:
+    """Return False."""
+    return False
+
+
 MODEL = "policy"
 """Name of the model at the endpoint; a request may leave it out."""
 
@@ -65,18 +73,31 @@ class ByAgents:
             self._folder.cleanup()
             raise
 
-    def begin(self, engine: Engine, tokenizer: Tokenizer, settings: Settings, window: int) -> ByAgents:
-        """Let the model answer. window: most ids of a sample, fed and sampled."""
+    def begin(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        settings: Settings,
+        window: int,
+        stop: Callable[[], bool] = never,
+    ) -> ByAgents:
+        """Let the model answer. window: most ids of a sample, fed and sampled. stop: as in Agents.run."""
         from unfreeze.serve.router import Router
         from unfreeze.serve.session import Speech
         from unfreeze.serve.speaker import Speaker
 
-        self._engine, self.settings, self.window = engine, settings, window
+        self._engine, self.settings, self.window, self._stop = engine, settings, window, stop
         self.speech: Speech = Speech(tokenizer, window)
         self.speaker = Speaker(engine, max_rows=settings.at_once)
         self.router = Router(self.speaker, tokenizer, MODEL)
         self.endpoint.serve(self.router)
         return self
+
+    def to_the_end(self) -> ByAgents:
+        """Return the same without `stop`: a validation is not left."""
+        other = copy(self)
+        other._stop = never
+        return other
 
     def close(self) -> None:
         """End the agents, then the endpoint."""
@@ -115,7 +136,7 @@ class ByAgents:
             return self.endpoint.session_url(name)
 
         try:
-            graded = self.agents.run([each.row for each, _ in every], open)
+            graded = self.agents.run([each.row for each, _ in every], open, self._stop)
         finally:  # Ctrl-C too: nobody asks the model any more, and its weights may change
             spent = [session.end() for _, session in sorted(sessions.items())]
             self.speaker.drain()

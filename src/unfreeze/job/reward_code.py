@@ -121,10 +121,12 @@ class RewardCode:
         *,
         window: int,
         say: Say,
+        stop: Callable[[], bool] = lambda: False,
     ) -> Answering:
         """Return how prompts are answered: in one turn, with an environment, or by an agent.
 
         window: most ids of a sample, fed and sampled
+        stop: asked while agents or environments run; True leaves the step (StepLeft)
         """
         from unfreeze.rollout.answering import InOneTurn
         from unfreeze.rollout.talks import Talks
@@ -138,13 +140,13 @@ class RewardCode:
             if self.agents is None:  # process 0 has started its own
                 self.start(tokenizer, say, grades=group.rank == 0)
             assert self.agents is not None
-            return self.agents.begin(engine, tokenizer, settings, window)
+            return self.agents.begin(engine, tokenizer, settings, window, stop)
         if not self.config.env:
             return InOneTurn(engine, grade, settings)
         if self.environments is None and not group.lockstep:  # process 0 has checked it before
             self.start(tokenizer, say, grades=group.rank == 0)
-        own = grade if self.config.reward else None
-        return Talks(engine, tokenizer, self.environments, settings, window=window, group=group, grade=own)
+        own, world = grade if self.config.reward else None, self.environments
+        return Talks(engine, tokenizer, world, settings, window=window, group=group, grade=own, stop=stop)
 
     def grade(self, answers: Sequence[Any], stop: Callable[[], bool] = lambda: False) -> list[Graded]:
         """Return the rewards of (row, text); in process 0 only."""

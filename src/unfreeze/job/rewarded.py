@@ -220,7 +220,10 @@ class Rewarding:
             self.canaries = Watched(setup.folder.path)
         tell = partial(self._tell, setup, at, files)
         before = self.preset.policy.against == "trainer" and rollout.updates > 1
-        stops = partial(self.code.grade, stop=lambda: self.interrupt.requested)
+
+        def stop() -> bool:
+            return self.interrupt.requested
+
         answering = partial(
             self.code.answering,
             engine,
@@ -230,8 +233,9 @@ class Rewarding:
             window=longest_of(setup),
             say=say(setup.common),
         )
-        how = answering(stops)
-        self.how = how if config.agent else answering(self.code.grade)
+        how = answering(partial(self.code.grade, stop=stop), stop=stop)
+        agents = self.code.agents
+        self.how = answering(self.code.grade) if agents is None else agents.to_the_end()
         self.rollouts = Rollouts(
             how,
             examples,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, StepLeft
 from unfreeze.data.rows.row import Conversation
 from unfreeze.rollout.graders import graded_of
 from unfreeze.rollout.limits import Limits
@@ -67,27 +67,36 @@ class Agents(Pooled):
             self.close()
             raise
 
-    def run(self, rows: Sequence[Conversation], open: Open) -> list[Graded]:
+    def run(
+        self, rows: Sequence[Conversation], open: Open, stop: Callable[[], bool] = lambda: False
+    ) -> list[Graded]:
         """Run the agent for each row. -> its rewards, or the named reasons for none.
 
         A process that is gone takes all its runs with it; each of these is made again by itself.
+        stop: asked now and then; True ends all agents, and raises StepLeft.
         """
         numbers = list(range(len(rows)))
         parts = max(min(len(rows), len(self._pool.workers)), -(-len(rows) // TOGETHER))
         graded: dict[int, Graded] = {}
         lost: list[int] = []
-        for inside in self._replies([numbers[part::parts] for part in range(parts)], rows, open):
+        for inside in self._replies([numbers[part::parts] for part in range(parts)], rows, open, stop):
             for number, each in inside:
                 if each is None:
                     lost.append(number)
                 else:
                     graded[number] = each
-        for ((number, each),) in self._replies([[number] for number in lost], rows, open, alone=True):
+        for ((number, each),) in self._replies([[number] for number in lost], rows, open, stop, alone=True):
             graded[number] = each or Graded(None, outcome="garbage", message="its process sent no reward")
         return [graded[number] for number in numbers]
 
     def _replies(
-        self, parts: Sequence[Sequence[int]], rows: Sequence[Conversation], open: Open, *, alone: bool = False
+        self,
+        parts: Sequence[Sequence[int]],
+        rows: Sequence[Conversation],
+        open: Open,
+        stop: Callable[[], bool],
+        *,
+        alone: bool = False,
     ) -> list[list[tuple[int, Graded | None]]]:
         """Run each part in a process. alone: the process's end is the run's own outcome."""
         jobs = [
@@ -101,7 +110,10 @@ class Agents(Pooled):
             for inside in parts
         ]
         every: list[list[tuple[int, Graded | None]]] = []
-        for inside, reply in zip(parts, self._pool.run(jobs), strict=True):
+        replies = self._pool.run(jobs, lambda reply: stop())
+        if stop():
+            raise StepLeft
+        for inside, reply in zip(parts, replies, strict=True):
             if isinstance(reply.content, Gone):
                 why = graded_of(reply) if alone else None
                 every.append([(number, why) for number in inside])

@@ -87,22 +87,31 @@ class InOneTurn:
 def sampled(
     how: Answering, questions: Sequence[Asked], n: int, group: Group, *, greedy: bool = False
 ) -> list[list[Sampled]]:
-    """Return n answers to each prompt, in every process; with `greedy` a greedy one comes last."""
+    """Return n answers to each prompt, in every process; with `greedy` a greedy one comes last.
+
+    Raises StepLeft in every process if a signal ended the sampling of one.
+    """
     places = list(range(len(questions)))
     own = places if group.lockstep else group.share(places)
     mine = [questions[place] for place in own]
-    answers = how.sample(mine, n)
-    if greedy:
-        answers = [
-            [*each, *last] for each, last in zip(answers, how.sample(mine, 1, greedy=True), strict=True)
-        ]
-    if group.lockstep or group.size == 1:
-        return answers
-    texts = group.texts(
-        json.dumps([[place, as_text(each)] for place, each in zip(own, answers, strict=True)])
-    )
-    by_place = {place: of_text(each) for text in texts for place, each in json.loads(text)}
-    return [by_place[place] for place in places]
+    answers: list[list[Sampled]] | None
+    try:
+        answers = how.sample(mine, n)
+        if greedy:
+            last = how.sample(mine, 1, greedy=True)
+            answers = [[*each, *one] for each, one in zip(answers, last, strict=True)]
+    except StepLeft:
+        answers = None
+    if not group.lockstep and group.size > 1:
+        sent = answers and [[place, as_text(each)] for place, each in zip(own, answers, strict=True)]
+        every = [json.loads(text) for text in group.texts(json.dumps(sent))]
+        if None in every:
+            raise StepLeft
+        by_place = {place: of_text(each) for part in every for place, each in part}
+        return [by_place[place] for place in places]
+    if answers is None:
+        raise StepLeft
+    return answers
 
 
 def rewards(how: Answering, answered: Sequence[tuple[Conversation, Sampled]], group: Group) -> list[Graded]:

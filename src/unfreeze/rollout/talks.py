@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from unfreeze.core.draws import number
+from unfreeze.core.errors import StepLeft
 from unfreeze.data.tokens.tool_calls import reads_calls
 from unfreeze.data.tokens.transcript import Transcript, as_message
 from unfreeze.generate.sampling import Sampling
@@ -100,6 +101,7 @@ class Talks:
     environments  those that this process plays; None where process 0 plays all
     window        most ids of a sample, fed and sampled
     grade         the functions of --reward, if there are any
+    stop          asked before each turn; True leaves the step (StepLeft), but in lockstep
 
     Raises ConfigError if the chat template's calls cannot be read.
     """
@@ -114,10 +116,12 @@ class Talks:
         window: int,
         group: Group,
         grade: Grade | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ):
         self._engine, self.tokenizer, self.environments = engine, tokenizer, environments
         self._read = reads_calls(tokenizer.chat.source)
         self.settings, self.window, self.group, self._grade = settings, window, group, grade
+        self._stop = stop
 
     @property
     def engine(self) -> Engine:
@@ -129,6 +133,8 @@ class Talks:
         temperature = 0.0 if greedy else settings.temperature
         talks = self._play(lambda: self._open(questions, n)) or []
         while True:
+            if not self.group.lockstep and self._stop():
+                raise StepLeft
             requests = [each.request(settings.new_tokens, self.window) for each in talks]
             busy = [talk for talk, request in zip(talks, requests, strict=True) if request]
             fed = self._agreed([request for request in requests if request])
