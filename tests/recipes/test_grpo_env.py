@@ -44,6 +44,7 @@ class Broken(Adder):
 
 
 WORLDS = {"adder": Adder, "mute": Mute}
+NONE = {}
 
 
 def reward(prompt, completion, goal):
@@ -182,6 +183,7 @@ BAD = {
     "Adder is an environment, not a function": {"env": None, "reward": "Adder"},
     "reward cannot be made: TypeError": {"env": "reward"},
     "4 of 4 answers have no reward .4 error.*reset: ValueError: no such level": {"env": "Broken"},
+    "env names a dict without an environment": {"env": "NONE", "reward": None},
     "rollout.turns has no meaning without an environment": {"env": None, "turns": 3},
     r"my.py has no function 'Addder'; nearest: 'Adder'": {"env": "Addder"},
 }

@@ -145,6 +145,10 @@ class Environments(Pooled):
         )
         try:
             self._known: Mapping[str, Any] = self._pool.load()["environments"]
+            if not self._known:
+                raise ConfigError(
+                    "env names a dict without an environment", next='{"name": Class, …} in that file'
+                )
         except BaseException:
             self.close()
             raise

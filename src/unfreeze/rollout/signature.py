@@ -110,6 +110,11 @@ def signature_of(
             f"{name}{inspect.signature(function)} is an agent, not a function of a prompt and an answer",
             next=f"unfreeze grpo --agent my.py:{name}; agents are played by a run",
         )
+    if meaning is MEANING and {"completions", "prompts"} & {each.name for each in by_position}:
+        raise ConfigError(
+            f"{name}{inspect.signature(function)} is of TRL's form, which gets all answers in one call",
+            next=f"a reward of one answer: def {name}({example})",
+        )
     if len(first) < positional and inspect.Parameter.VAR_POSITIONAL not in kinds:
         raise ConfigError(
             f"{name}{inspect.signature(function)} takes fewer than {positional} arguments by position:"
