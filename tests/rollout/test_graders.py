@@ -301,10 +301,7 @@ def test_ctrl_c_leaves_no_late_reply(monkeypatch):
         ("reward = 1", "reward is a int, not a function"),
         ("def reward(p): return 1", r"reward\(p\) takes fewer than 2 arguments by position"),
         ("def reward(completions, **kw): return [1]", r"reward\(completions, \*\*kw\) is of TRL's form"),
-        (
-            "def reward(prompts, completions): return [1]",
-            "is of TRL's form, which gets all answers",
-        ),
+        ("def reward(prompts, completions): return [1]", "is of TRL's form, which gets all answers"),
         ("def reward(p, c, x, /): return 1", "'x' takes none"),
     ],
 )

@@ -59,7 +59,7 @@ def trainer_off(sandbox: Sandbox) -> Outcome:
 
 FAULTS = [
     Fault("G1", "a task that the model never solves", refused("float('Zwinger' in completion)", SILENT)),
-    Fault("G1", "a reward that is constant", refused("1.0", f"{SILENT} (all 1 in")),
+    Fault("G1", "a reward that is constant", refused("1.0", f"{SILENT} (all 1")),
     Fault("G2", "a reward that is NaN", refused("float('nan')", "no reward (16 not a number)")),
     Fault(
         "G2",

@@ -5,8 +5,7 @@ Features enter through these arguments, never through a flag here:
 - the objective;
 - `recompute`: which activations of a layer are kept for backward, and which are recomputed;
 - State.after_update: changes to the model after an update, such as the balancing bias;
-- `judge`: may refuse an update;
-- `group`: the processes that share the work;
+- `judge`: may refuse an update; `group`: the processes that share the work;
 - `on_step`: hooks after a finished step (receipt, samples, evaluation).
 """
 
@@ -75,11 +74,9 @@ def fit(
         max_norm       limit of the global gradient norm; 0 disables clipping
         saves          when to save, besides at the end
         group          every process calls fit with equal batches and an equal state; process 0 saves
-        describe       if a step is not finite: what suspects.jsonl adds to a document's tokens (its row, its
-                       text)
+        describe       if a step is not finite: what suspects.jsonl adds to a document's tokens (row, text)
 
-    Raises NonFinite at a NaN (weights and saves are unchanged by that step), DataError if the batches end,
-    DiskFull if there is no room for a save.
+    Raises NonFinite at a NaN (that step changes nothing), DataError if the batches end, DiskFull at a save.
     """
     run, model, steps = state.run, state.model, state.schedule.steps
     emit_start(state, group.size)

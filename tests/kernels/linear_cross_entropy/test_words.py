@@ -24,8 +24,8 @@ class Adapter(nn.Module):
         super().__init__()
         self.A, self.B = (nn.Parameter(torch.randn(size, dtype=dtype)) for size in ((4, D), (V, 4)))
 
-    def forward(self, x_TI: Tensor, y_TO: Tensor) -> Tensor:
-        return y_TO + 0.3 * x_TI @ self.A.T @ self.B.T
+    def factors(self) -> tuple[Tensor, Tensor, float]:
+        return self.A, self.B, 0.3
 
 
 def a_head(kind: str, dtype: torch.dtype) -> nn.Module:

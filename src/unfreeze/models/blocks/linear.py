@@ -166,7 +166,7 @@ class _AdaptedLinear(torch.autograd.Function):
         assert base is not None  # a linear layer has one of the two
         a_RI, b_OR = A_RI.to(x_TI.dtype), B_OR.to(x_TI.dtype)
         t_TR = F.linear(x_TI, a_RI).mul_(scale)
-        ctx.packed, ctx.scale = packed, scale
+        ctx.packed, ctx.scale, ctx.held = packed, scale, A_RI.dtype
         ctx.save_for_backward(x_TI, t_TR, a_RI, b_OR, weight)
 
         def compute() -> Tensor:
@@ -190,7 +190,7 @@ class _AdaptedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dw = dy.t() @ x
         db = dy.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, (dt.t() @ x).float(), (dy.t() @ t).float(), None, None, None
+        return dx, dw, db, None, (dt.t() @ x).to(ctx.held), (dy.t() @ t).to(ctx.held), None, None, None
 
 
 class LinearAdapter(Protocol):

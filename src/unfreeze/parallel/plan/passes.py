@@ -8,8 +8,8 @@ of their widths, `inputs` of each different input once; activated, rotated and n
     elementwise  v (6 D L + 3 D M + 3 activated + 2 rotated + 2 normed)   residuals, SwiGLU, rotary, norms
                  + 6 D L + 6 D M + 5 activated + 2 rotated + 3 normed     their gradients
                  + 2 v joined + 8 joined                                  MLA's keys, and their gradients
-                 + 3 (into - inputs)     sums of an input's gradients; 2 into - inputs with adapters
-    adapters     v (into + 2 out) + 3 into + 2 out     read x, add to y; read dy twice and x, write dx
+                 + 3 (into - inputs)     sums of an input's gradients
+    adapters     v (into + 2 out) + 3 into + 2 out     read x, add to y; read dy twice and x, add to dx
 
 and of a row of an expert:
 
@@ -30,12 +30,12 @@ OF_TENSOR = 4  # launches that AdamW's Python takes as long as, per tensor: 20 Â
 CALLS, CALLS_VISIT = 8, 4  # grouped products of a layer with adapters: backward, and a forward visit
 
 
-def elementwise(counts: Counts, visits: int, adapters: bool) -> float:
+def elementwise(counts: Counts, visits: int) -> float:
     """Return the bytes of a token in passes of dense layers, without two norms a layer, which have a rate."""
     widths, D = counts.widths, counts.hidden_size
     backward = 6 * D * (counts.num_layers + counts.moe_layers)
     backward += 5 * widths.activated + 2 * widths.rotated + 3 * widths.normed + 8 * widths.joined
-    sums = max(0, (2 if adapters else 1) * widths.into - widths.inputs)
+    sums = max(0, widths.into - widths.inputs)
     return visits * of_forward(counts) + BYTES * (backward + 3 * sums)
 
 

@@ -218,7 +218,7 @@ def _dense(
     adapted = 0.0 if step.every_weight else step.adapted
     adapters = 0 if step.every_weight else step.trained.get("dense", 0) * (v + 2)
     again = 2 if layout.recompute != "nothing" else 1  # passes between products are never kept
-    elementwise = t * passes.elementwise(counts, again, adapters=adapted > 0)
+    elementwise = t * passes.elementwise(counts, again)
     return {
         "dense layers": t * 2 * (products + adapters) / rates.dense,
         "norms": t * counts.num_layers * 2 * D * (v + 1) / 2 / rates.norms,
