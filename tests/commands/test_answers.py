@@ -20,7 +20,7 @@ from unfreeze.data import read_rows
 from unfreeze.generate.engine import Engine
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "teach"))
-from servers import Server, say
+from servers import say, serve
 
 ROWS = [
     {"prompt": "What is the capital of France?"},
@@ -46,15 +46,9 @@ def rows(tmp_path):
 
 @pytest.fixture
 def serving():
-    running = []
-
-    def start(reply):
-        running.append(Server(reply))
-        return running[-1]
-
-    yield start
-    for server in running:
-        server.close()
+    """serving(reply) -> a running Server."""
+    with serve() as start:
+        yield start
 
 
 @pytest.fixture

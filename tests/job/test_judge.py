@@ -19,20 +19,14 @@ from unfreeze.rollout.reward import outcomes
 from unfreeze.rollout.verdicts import Pairs, Scores
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "teach"))
-from servers import Judging, Server, answers_in, say
+from servers import Judging, answers_in, say, serve
 
 
 @pytest.fixture
 def serving():
-    running = []
-
-    def start(reply):
-        running.append(Server(reply))
-        return running[-1]
-
-    yield start
-    for server in running:
-        server.close()
+    """serving(reply) -> a running Server."""
+    with serve() as start:
+        yield start
 
 
 @pytest.fixture

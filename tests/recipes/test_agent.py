@@ -5,12 +5,15 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import Stopped, adapter, of_kind, stopping_at
 
 import unfreeze
 from unfreeze.core.errors import ConfigError, UserError
@@ -85,26 +88,6 @@ def grpo(my, tmp_path):
         return unfreeze.grpo(**{**words, **WORDS, **fields})
 
     return run
-
-
-def adapter(run):
-    return load_file(run.path / "adapter" / "adapter_model.safetensors")
-
-
-def of_kind(run, kind):
-    return [event for event in run.events if event["kind"] == kind]
-
-
-class Stopped(Exception):
-    pass
-
-
-def stopping_at(step):
-    def stop(state, result):
-        if state.step == step:
-            raise Stopped
-
-    return stop
 
 
 def test_trainer_and_sampler_agree_and_a_run_resumes_to_the_bit(grpo):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import Stopped, adapter, of_kind, stopping_at
 
 import unfreeze
 from unfreeze import cli
@@ -58,26 +62,6 @@ def grpo(my, tmp_path):
         return unfreeze.grpo(**{**words, **WORDS, **fields})
 
     return run
-
-
-def adapter(run) -> dict[str, torch.Tensor]:
-    return load_file(run.path / "adapter" / "adapter_model.safetensors")
-
-
-def of_kind(run, kind):
-    return [event for event in run.events if event["kind"] == kind]
-
-
-class Stopped(Exception):
-    pass
-
-
-def stopping_at(step):
-    def stop(state, result):
-        if state.step == step:
-            raise Stopped
-
-    return stop
 
 
 def test_a_run_writes_its_rollouts_and_resumes_to_the_bit(grpo):

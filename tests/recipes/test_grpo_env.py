@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import Stopped, adapter, of_kind, stopping_at
 
 import unfreeze
 from unfreeze.config.grpo import Config
@@ -104,23 +107,6 @@ def calling(monkeypatch):
     monkeypatch.setattr(talks, "reads_calls", lambda source: read)
 
 
-def adapter(run) -> dict[str, torch.Tensor]:
-    return load_file(run.path / "adapter" / "adapter_model.safetensors")
-
-
-def of_kind(run, kind):
-    return [event for event in run.events if event["kind"] == kind]
-
-
-class Stopped(Exception):
-    pass
-
-
-def stopping(state, result):
-    if state.step == 2:
-        raise Stopped
-
-
 def test_a_run_plays_and_resumes_to_the_bit(grpo, calling, tmp_path):
     held = tmp_path / "held.jsonl"
     held.write_text("".join(json.dumps(row) + "\n" for row in rows(2, 100)))
@@ -143,7 +129,7 @@ def test_a_run_plays_and_resumes_to_the_bit(grpo, calling, tmp_path):
     assert " Reach " in first["turns"][0][1] and first["turns"][2][1] == "1"
 
     with pytest.raises(Stopped):
-        grpo("parts", **fields, on_step=[stopping])
+        grpo("parts", **fields, on_step=[stopping_at(2)])
     parts = grpo("parts", **fields)
     assert all(torch.equal(ours, adapter(parts)[name]) for name, ours in adapter(whole).items())
 
@@ -171,7 +157,7 @@ def test_a_changed_environment_is_refused(grpo, tmp_path):
     other.write_text(ENVIRONMENT)
     fields = {"env": f"{other}:Adder", "save.every": 1}
     with pytest.raises(Stopped):
-        grpo(**fields, on_step=[stopping])
+        grpo(**fields, on_step=[stopping_at(2)])
     other.write_text(ENVIRONMENT.replace("number\n        return", "number + 0\n        return"))
     with pytest.raises(ConfigError, match=r"cannot resume: .*other\.py.* has changed since this run began"):
         grpo(**fields)

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from runs import Stopped, adapter, of_kind, stopping_at
 
 import unfreeze
 from unfreeze.core.errors import ConfigError, UserError
 from unfreeze.tracking.live import rollout_words
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "teach"))
-from servers import Judging, Server
+from servers import Judging, serve
 
 WORDS = {
     "steps": 2,
@@ -35,15 +37,9 @@ WORDS = {
 
 @pytest.fixture
 def serving():
-    running = []
-
-    def start(reply):
-        running.append(Server(reply))
-        return running[-1]
-
-    yield start
-    for server in running:
-        server.close()
+    """serving(reply) -> a running Server."""
+    with serve() as start:
+        yield start
 
 
 @pytest.fixture
@@ -59,27 +55,10 @@ def grpo(tmp_path):
     return run
 
 
-def adapter(run) -> dict[str, torch.Tensor]:
-    return load_file(run.path / "adapter" / "adapter_model.safetensors")
-
-
-def of_kind(run, kind):
-    return [event for event in run.events if event["kind"] == kind]
-
-
 def longer(shown):
     if len(shown) == 1:
         return f'Quite long <script>x</script>.\n{{"score": {min(10, len(shown[0]) / 5)}}}'
     return json.dumps({"better": 1 if len(shown[0]) > len(shown[1]) else 2})
-
-
-class Stopped(Exception):
-    pass
-
-
-def stopping(state, result):
-    if state.step == 2:
-        raise Stopped
 
 
 def test_scores_train_and_a_resumed_run_asks_nothing_twice(grpo, serving):
@@ -102,7 +81,7 @@ def test_scores_train_and_a_resumed_run_asks_nothing_twice(grpo, serving):
 
     count = len(server.asked)
     with pytest.raises(Stopped):
-        grpo(server.url, "parts", **fields, on_step=[stopping])  # both steps were judged, one was saved
+        grpo(server.url, "parts", **fields, on_step=[stopping_at(2)])  # both steps were judged, one was saved
     assert len(server.asked) == 2 * count
     patient = {"judge": {"budget_usd": 1.0, "at_once": 2}}  # these may change
     parts = grpo(server.url, "parts", **fields, **patient)
@@ -149,7 +128,7 @@ def test_rubbish_stops_the_run_by_name(grpo, serving):
 def test_a_changed_rubric_is_refused(grpo, serving):
     server = serving(Judging(longer))
     with pytest.raises(Stopped):
-        grpo(server.url, on_step=[stopping], **{"save.every": 1})
+        grpo(server.url, on_step=[stopping_at(2)], **{"save.every": 1})
     with pytest.raises(ConfigError, match=r"cannot resume: .*judge\.toml has changed since this run began"):
         grpo(server.url, judge={"rubric": "Few letters are good."}, **{"save.every": 1})
 

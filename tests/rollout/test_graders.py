@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -244,6 +245,20 @@ def test_no_folder_for_temporary_files_is_one_line(monkeypatch):
     ) as refused:
         Graders(f"{BAD}:later")
     assert "TMPDIR" in refused.value.next
+
+
+def test_a_grader_removes_its_own_folder_and_no_other(tmp_path):
+    """TMPDIR may be anybody's."""
+    others, own = tmp_path / "others", tmp_path / "graders" / "own"
+    others.mkdir()
+    own.mkdir(parents=True)
+    (others / "kept").write_text("mine")
+    words = [json.dumps(Limits(seconds=5).as_json()), str(own)]
+    command = [sys.executable, "-u", "-P", "-m", "unfreeze.rollout.child", *words]
+    environment = {**os.environ, "TMPDIR": str(others), "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.communicate(timeout=60)  # closes its input, as a parent that is gone
+    assert (others / "kept").read_text() == "mine" and not own.exists()
 
 
 def test_a_killed_parent_takes_its_graders_along(tmp_path):

@@ -16,21 +16,14 @@ import unfreeze
 from unfreeze.commands.demo import TINY_K2
 
 sys.path.insert(0, str(Path(__file__).parent))
-from servers import Completions, Reply, Server
+from servers import Completions, serve
 
 
 @pytest.fixture
 def serving():
     """serving(reply) -> a running Server."""
-    running: list[Server] = []
-
-    def start(reply: Reply) -> Server:
-        running.append(Server(reply))
-        return running[-1]
-
-    yield start
-    for server in running:
-        server.close()
+    with serve() as start:
+        yield start
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -122,3 +123,19 @@ def answers_in(body: dict[str, Any]) -> list[str]:
     """The answers that a judge is asked about, by its tags."""
     (message,) = body["messages"]
     return [text for _, text in re.findall(r"<(answer\w*)>\n(.*?)\n</\1>", message["content"], re.DOTALL)]
+
+
+@contextmanager
+def serve() -> Iterator[Callable[[Reply], Server]]:
+    """Yield a function that starts a Server; all end with the block."""
+    running: list[Server] = []
+
+    def start(reply: Reply) -> Server:
+        running.append(Server(reply))
+        return running[-1]
+
+    try:
+        yield start
+    finally:
+        for server in running:
+            server.close()

@@ -27,6 +27,7 @@ from torch import Tensor
 from unfreeze.checkpoint.faults import Faults
 from unfreeze.checkpoint.resolve import Placement
 from unfreeze.checkpoint.tensors import TORCH_DTYPE
+from unfreeze.core.closing import Closing
 from unfreeze.core.dtypes import ITEMSIZE
 from unfreeze.core.errors import CheckpointError
 
@@ -105,7 +106,7 @@ def stream(
     return LoadStats(total, time.perf_counter() - started, expanded, len(loader.rounded))
 
 
-class Files:
+class Files(Closing):
     """The files of a checkpoint, each opened once and read at any offset by any thread."""
 
     def __init__(self) -> None:
@@ -133,12 +134,6 @@ class Files:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1][0])
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         for descriptor, _ in self._open.values():  # at the interpreter's end `os` may be gone

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from unfreeze.config.grpo import Rollout
 from unfreeze.config.judge import JudgeConfig
+from unfreeze.core.closing import Closing
 from unfreeze.core.errors import ConfigError, DataError, StepLeft, StepRefused, UserError, nearest
 from unfreeze.data.rows.row import Conversation
 from unfreeze.rollout.reward import Graded
@@ -35,7 +34,7 @@ FILTERED = ("content_filter", REFUSED)
 SKIPPED = Verdict(None, "skipped", "not waited for: too many verdicts before it took too long")
 
 
-class Judge:
+class Judge(Closing):
     """A judge of a run, with the manners of Graders.
 
     config  of its file (config/judge.py)
@@ -68,14 +67,6 @@ class Judge:
         endpoint = ChatEndpoint(client, config.model, sampling, budget.reserve)
         about = {"model": config.model, **sampling}
         self.once = Once(endpoint.ask, folder / "verdicts.jsonl", about, at_once=config.at_once)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file of verdicts."""

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from unfreeze.config.training import TrainingConfig
+from unfreeze.core.closing import Closing
 from unfreeze.core.command import Common
 from unfreeze.core.errors import ConfigError
 from unfreeze.job.end.folder import SAME_CALL, live
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from unfreeze.train.step import Gradients, Objective, StepResult
 
 
-class Loop:
+class Loop(Closing):
     """An opened run: `batches`, `forward_backward`, `optim_step`.
 
     It saves and closes when the loop is left, or on `close`.
@@ -183,9 +184,3 @@ class Loop:
             job.write(finished=finished)
             extra = job.setup.parts.trained.as_result(target_of(state.run, job.setup.parts))
             job.group.on_rank0(lambda: finish(state.run.path, self._common, SAME_CALL, **extra))
-
-    def __enter__(self) -> Loop:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -1,4 +1,6 @@
-"""The process of a grader: python -u -m unfreeze.rollout.child LIMITS.
+"""The process of a grader: python -u -m unfreeze.rollout.child LIMITS FOLDER.
+
+FOLDER is its own, made for it; it is removed when the parent is gone.
 
 stdin gives requests, stdout takes replies, one JSON object a line; both are moved away before any code of the
 user runs, which finds an empty stdin, and its output in the file that is stderr.
@@ -44,7 +46,7 @@ Reply = dict[str, Any]
 EMPTY_FOLDER = "graders run in an empty folder: open files by their full path"
 
 
-def main(limits: Limits) -> NoReturn:
+def main(limits: Limits, folder: str) -> NoReturn:
     """Confine this process, start the one that grades, and watch it until it ends."""
     asking, answering = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -64,7 +66,7 @@ def main(limits: Limits) -> NoReturn:
     if (pid := os.fork()) == 0:
         _serve(asking, answering, limits, confined)
     os.close(answering)
-    _watch(pid, asking, limits, confined)
+    _watch(pid, asking, limits, confined, folder)
 
 
 def _on_term(end: Callable[[], None]) -> None:
@@ -85,7 +87,7 @@ def _code(status: int) -> int:
     return code if code >= 0 else BY_SIGNAL - code
 
 
-def _watch(pid: int, asking: int, limits: Limits, confined: Confined) -> NoReturn:
+def _watch(pid: int, asking: int, limits: Limits, confined: Confined, folder: str) -> NoReturn:
     """Wait for the grading process; end all if the parent is gone, or if there are too many processes.
 
     In a namespace all end with this process, which is its first; else the group of the grading process does.
@@ -121,7 +123,7 @@ def _watch(pid: int, asking: int, limits: Limits, confined: Confined) -> NoRetur
             end()
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-            _remove(os.environ["TMPDIR"])
+            _remove(folder)
             os._exit(1)
 
 
@@ -332,4 +334,4 @@ def _line(traceback: TracebackType | None, files: set[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(Limits(**json.loads(sys.argv[1])))
+    main(Limits(**json.loads(sys.argv[1])), sys.argv[2])

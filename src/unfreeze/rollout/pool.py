@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
+from unfreeze.core.closing import Closing
 from unfreeze.core.errors import ConfigError
 from unfreeze.rollout.limits import Limits
 from unfreeze.rollout.user_code import UserCode
@@ -38,7 +38,7 @@ class Job(NamedTuple):
     place: int | None = None
 
 
-class Pool:
+class Pool(Closing):
     """Processes that start when they are needed, and again after they were killed.
 
     codes  what each loads first, and from which it answers
@@ -73,14 +73,6 @@ class Pool:
         self.loaded: Mapping[str, Any] = {}
         self._paths = [os.path.abspath(path) for path in sys.path]
         self.restarts = 0
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Kill every process."""
@@ -197,18 +189,10 @@ class Pool:
         self.loaded = reply.content
 
 
-class Pooled:
-    """Something with a pool, whose processes end with a `with` block or by `close`."""
+class Pooled(Closing):
+    """Something with a pool."""
 
     _pool: Pool
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Kill the processes."""

@@ -72,7 +72,7 @@ class Worker:
         inherited = os.environ.get("PYTHONPATH", "")
         package = str(Path(unfreeze.__file__).parents[1])
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-m", "unfreeze.rollout.child", json.dumps(limits.as_json())],
+            [sys.executable, "-u", "-P", "-m", "unfreeze.rollout.child", *self._arguments()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
@@ -94,6 +94,9 @@ class Worker:
         self._rest, self._line = memoryview(b""), bytearray()
         self._token, self.deadline = "", 0.0
         self.seconds = 0.0
+
+    def _arguments(self) -> list[str]:
+        return [json.dumps(self.limits.as_json()), str(self.folder)]
 
     @property
     def has_more(self) -> bool:
