@@ -129,6 +129,19 @@ def test_every_prompt_comes_once_a_pass(speaker, examples):
     assert source(speaker, examples, updates=2).len_steps(3) == 10
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_every_rollout_draws_anew(speaker, examples, updates):
+    """The same two prompts at the same places and weights: no group of answers comes twice in seven."""
+    rolled, two = [], Examples.of([examples[0], examples[1]])
+    steps = source(speaker, two, tell=rolled.append, prompts=2, updates=updates)
+    for _ in range(7 * updates):
+        next(steps)
+    groups = [
+        tuple(tuple(answer.tokens) for answer in each.sampled) for step in rolled for each in step.answers
+    ]
+    assert len(rolled) == 7 and len(set(groups)) == len(groups) == 14
+
+
 def test_answers_of_a_group_differ_and_have_their_own_reward(speaker, examples):
     rolled = []
     next(source(speaker, examples, tell=rolled.append))
