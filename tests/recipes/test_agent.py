@@ -193,8 +193,9 @@ def test_ctrl_c_while_agents_run_saves_the_steps_before(grpo, my, tmp_path):
             slow.write_text("")
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-    run = grpo("left", "shorter", on_step=[at_first])
+    run = grpo("left", "shorter", on_step=[at_first], **{"grading.seconds": 20})
     assert not run.finished and run.events[-1]["reason"] == "interrupted"
     slow.unlink()
-    whole, again = grpo("whole", "shorter"), grpo("left", "shorter")
+    patient = {"grading.seconds": 20}
+    whole, again = grpo("whole", "shorter", **patient), grpo("left", "shorter", **patient)
     assert all(torch.equal(tensor, adapter(again)[name]) for name, tensor in adapter(whole).items())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import unfreeze
-from unfreeze.core.errors import ConfigError
+from unfreeze.core.errors import ConfigError, StepLeft
 from unfreeze.data.rows.asked import asked_from_dict
 from unfreeze.data.store.examples import Example
 from unfreeze.generate.answer import Completion
@@ -99,6 +99,15 @@ def rolled(asked_, every, how, step=1):
     for group in groups:
         group.graded = rewards(how, [(group.row, answer) for answer in group.sampled], ALONE)
     return Rolled(step, groups, advantages(rewards_of([each.rewards() for each in groups])), 1.0, 1.0)
+
+
+def test_a_signal_leaves_between_two_turns(speaker, worlds):
+    engine, signals = Scripted(speaker, [[call(number=2), call(number=3)], ["It is 2.", "It is 3."]]), []
+    how = talks(engine, speaker, worlds)
+    how._stop = lambda: bool(signals) or bool(signals.append("after the next turn"))
+    with pytest.raises(StepLeft):
+        how.sample(asked(5), 2)
+    assert len(engine.fed) == 1
 
 
 def test_turns_are_fed_trained_on_and_rewarded(speaker, worlds):
