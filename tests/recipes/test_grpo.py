@@ -291,7 +291,8 @@ BOTH = {"loss": "ppo", "against": "trainer"}
 TERMS = {
     "by default": ({}, Loss()),
     "updates": ({"updates": 2}, Loss("ppo")),
-    "gspo": ({"loss": "gspo", "per": "answers"}, Loss("gspo", Bounds(3e-4, 4e-4), per="answers")),
+    "gspo": ({"loss": "gspo"}, Loss("gspo", Bounds(3e-4, 4e-4), per="answers")),
+    "gspo per token": ({"loss": "gspo", "per": "tokens"}, Loss("gspo", Bounds(3e-4, 4e-4))),
     "cispo": ({"loss": "cispo"}, Loss("cispo", Bounds(1.0, 4.0))),
     "own bounds": ({"loss": "ppo", "clip_high": 0.28, "dual": 3.0}, Loss("ppo", Bounds(0.2, 0.28, 3.0))),
     "tis": ({"correct": "tis"}, Loss(correction=Correction("token", 2.0))),

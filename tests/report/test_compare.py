@@ -237,3 +237,17 @@ def test_losses_of_other_kinds_are_not_ranked(tmp_path: Path):
             compare.caution([other, runs[1]]) == "Different loss functions: the losses may not be comparable."
         )
     assert compare.ranking([runs[3], runs[1]]).field == "loss_last"
+
+
+def test_runs_with_rewards_are_ranked_by_their_held_out_reward(tmp_path: Path):
+    """Their held-out loss is minus the reward."""
+    config = {"recipe": "grpo", "reward": "my.py"}
+    low = made(tmp_path / "low", [0.1], config, evals=[(0, -0.2), (1, -0.25)])
+    high = made(tmp_path / "high", [0.3], config, evals=[(0, -0.2), (1, -0.75)])
+    runs = read_runs([low, high])
+    assert compare.ranking(runs).words == "best first by best held-out reward"
+    assert [each.path.name for each in compare.ranked(runs)] == ["high", "low"]
+    assert result(runs[1], "high").cells()[4] == "reward 0.7500 (step 1)"
+    # other environments have other rewards
+    made(tmp_path / "other", [0.3], {**config, "env": "my.py:Adder"}, evals=[(0, -0.2)])
+    assert "different loss functions" in compare.ranking(read_runs([low, tmp_path / "other"])).words

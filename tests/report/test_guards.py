@@ -214,6 +214,15 @@ def test_clipping_is_a_fact_unless_nearly_all_is_cut_and_nothing_gained(tmp_path
     assert (row.state, row.result) == (state, look if state == "look" else said)
 
 
+@pytest.mark.parametrize("shares, state", [([0.0, 0.15, 0.0, 0.21], "ok"), ([0.0, 0.7, 0.0, 0.1], "look")])
+def test_clipped_tokens_are_looked_at_above_a_fifth_of_the_updates_that_can_clip(tmp_path, shares, state):
+    """The first update of a rollout has ratios of 1."""
+    steps = [{**TRAIN, "step": step, "clip_fraction": share} for step, share in enumerate(shares, start=1)]
+    row = rows_of(tmp_path, steps)["Clipped tokens"]
+    assert row.state == state and row.result == f"{sum(shares) / 2:.0%} where any were clipped"
+    assert "Clipped tokens" not in rows_of(tmp_path / "none", [{**TRAIN, "step": 1, "clip_fraction": 0.0}])
+
+
 @pytest.mark.parametrize(
     "mean, worst, state", [(0.008, 0.3, "ok"), (0.03, 0.3, "look"), (0.002, 2.0, "look")]
 )

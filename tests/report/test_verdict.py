@@ -20,11 +20,13 @@ from unfreeze.report.verdict import (
     UNITS,
     evaluation_note,
     evaluation_rows,
+    evaluations,
     machine_rows,
     rerun_command,
     subject,
     verdict,
 )
+from unfreeze.tracking.live import eval_words
 
 START = {"kind": "start", "step": 0, "steps": 3, "model": "/models/tiny-k2", "data": "/data/yoda.jsonl"}
 DATA = {"kind": "data", "step": 0, "examples": 1219, "shapes": {"question/answer": 1219}}
@@ -345,3 +347,17 @@ def test_the_warning_that_the_verdict_knows_is_the_one_that_a_run_emits():
     assert remedy == "--epochs 40, or fewer --tokens-per-step"
     # one step is 0.01 epochs as asked, but a third of one in truth
     assert few_steps(Training(epochs=0.01), 1, 3)[1].startswith("--epochs 14, or ")
+
+
+def test_shares_that_a_reward_never_reaches_are_left_out(tmp_path: Path):
+    """And the loss, which is minus the reward. Once an answer is solved, all shares stand there."""
+    zeros = {name: 0.0 for name in ("solved", "pass_1", "pass_1_low", "pass_1_high")}
+    event = {"kind": "eval", "time": 1.0, "loss": -0.5, "reward": 0.5, "rows": 9, **zeros}
+    never = [event | {"step": 0}, event | {"step": 9, "reward": 0.75, "loss": -0.75}]
+    run = read_run(made(tmp_path / "never", never))
+    assert set(evaluations(run)) == {"reward", "rows"}
+    assert "pass@1" not in eval_words(event) and "reward 0.5" in eval_words(event)
+    once = [never[0], never[1] | {"solved": 0.5, "pass_1": 0.25}]
+    run = read_run(made(tmp_path / "once", once))
+    assert set(evaluations(run)) == {"reward", "rows", *zeros}
+    assert evaluations(run)["solved"] == ([0, 9], [0.0, 0.5])

@@ -235,7 +235,8 @@ class Policy(Frozen):
     )
     per: Literal["tokens", "answers", "constant"] = Field(
         default="tokens",
-        description="mean over: all tokens of a step, the tokens of each answer, or max_new_tokens",
+        description="mean over: all tokens of a step, the tokens of each answer, or max_new_tokens. With gspo"
+        " the default is answers",
         json_schema_extra=about("Policy", alias="per"),
     )
     kl: Literal["k1", "k2", "k3"] = Field(
@@ -381,8 +382,9 @@ def _of_loss(fields: dict[str, Any]) -> dict[str, Any]:
             f"correct_low = {low:g} is not below correct_high = {high:g}: every token would be left out; give"
             f" --policy.correct-low {kept[0]:g}, or a higher --policy.correct-high"
         )
-    names = "loss", "clip_low", "clip_high", "correct_low", "correct_high"
-    return {f"policy.{name}": value for name, value in zip(names, (loss, *clip, *kept), strict=True)}
+    names = "loss", "per", "clip_low", "clip_high", "correct_low", "correct_high"
+    per = "answers" if loss == "gspo" else "tokens"  # gspo's paper (2507.18071) means over answers
+    return {f"policy.{name}": value for name, value in zip(names, (loss, per, *clip, *kept), strict=True)}
 
 
 def _several(fields: dict[str, Any]) -> bool:

@@ -28,7 +28,10 @@ GIVEN = ("data.template_date",)  # fields that a run fills in itself: shown only
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a run; None for unknown values."""
+    """Result of a run; None for unknown values.
+
+    best_validation  the lowest held-out loss; of a run with rewards minus its highest held-out reward
+    """
 
     name: str
     state: str
@@ -39,12 +42,15 @@ class Result:
     tokens_per_second: float | None
     peak_bytes: float | None
     seconds: float
+    rewarded: bool = False
 
     def cells(self) -> tuple[str, ...]:
         """Table cells in RESULT_HEAD's order."""
         best = (
             ABSENT
             if self.best_validation is None
+            else f"reward {-self.best_validation:.4f} (step {self.best_validation_step:,})"
+            if self.rewarded
             else f"{self.best_validation:.4f} (step {self.best_validation_step:,})"
         )
         return (
@@ -120,6 +126,7 @@ def result(run: RunFolder, name: str) -> Result:
         tokens_per_second=run.tokens_per_second,
         peak_bytes=max(peaks, default=None),
         seconds=run.seconds,
+        rewarded=run.config.get("recipe") == "grpo",
     )
 
 
@@ -144,8 +151,9 @@ def ranking(runs: Sequence[RunFolder]) -> Ranking:
     if other_data(runs) and not (validated and _one_validation(runs)):
         return Ranking("", "not ranked: different data")
     if validated:
-        return Ranking("best_validation", "best first by best validation loss")
-    if any(run.config.get("recipe") == "grpo" for run in runs):
+        of = "held-out reward" if any(each.rewarded for each in results) else "validation loss"
+        return Ranking("best_validation", f"best first by best {of}")
+    if any(each.rewarded for each in results):
         return Ranking("", "not ranked: no prompts were held out, and a policy's loss compares nothing")
     why = "because not all runs have validation; with --validation-fraction 0.1 they rank by held-out rows"
     return Ranking("loss_last", f"best first by final training loss, {why}")
@@ -166,7 +174,7 @@ def other_losses(runs: Sequence[RunFolder]) -> bool:
     kinds = set[tuple[str, ...]]()
     for run in runs:
         of_pairs = run.config.get("recipe") == "prefer"
-        kind = [f"preference.{name}" for name in PREFERENCE] if of_pairs else ["reward"]
+        kind = [f"preference.{name}" for name in PREFERENCE] if of_pairs else ["reward", "env", "agent"]
         kinds.add(tuple(str(run.config.get(name)) for name in kind))
     return len(kinds) > 1
 

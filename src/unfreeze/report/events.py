@@ -119,6 +119,17 @@ def numbers(event: Event) -> dict[str, float]:
     }
 
 
+def unreached(evals: Sequence[Event]) -> set[str]:
+    """Return the shares of held-out answers with a reward of 1 or more, if no evaluation has such an answer.
+
+    A reward that cannot reach 1 says nothing by them.
+    """
+    solved = [number(event.get("solved")) for event in evals]
+    if not any(each is not None for each in solved) or any(solved):
+        return set()
+    return {"solved", *(f"pass_{k}{end}" for k in (1, 2, 4) for end in ("", "_low", "_high"))}
+
+
 def series(events: Sequence[Event], kind: str, field: str) -> tuple[list[int], list[float]]:
     """(steps, values) of one field, without events in which it is missing or not finite."""
     steps, values = [], []

@@ -19,6 +19,7 @@ from unfreeze.report.run import RunFolder
 from unfreeze.report.tables import left_out, standing_still
 
 GUARD_HEAD = ("guard", "state", "setting", "result", "what to do")
+MANY_TOKENS = 0.2  # share of tokens beyond the policy's bounds; above it most of an update is cut away
 MOSTLY = 0.9  # share of clipped steps after warm-up; above it clipping decides nearly every update's size
 GAP_FLOAT32 = 1e-4  # nats at any token; see evaluate/gap.py
 # nats: mean, and at one token. The largest gaps by rounding alone with tiny-k2 (docs/reference/events.md),
@@ -53,6 +54,7 @@ REMEDY = {
     "Receipt of the first step": "Don't use the result: a requested part has not learnt.",
     "Loss and gradients finite": "Lower --learning-rate, and look at the rows that suspects.jsonl names.",
     "Loss and gradient spikes": "Nothing to do if the loss recovered; else lower --learning-rate.",
+    "Clipped tokens": "Take fewer --updates or a lower --learning-rate.",
     "Gradient norm clipped": "Try another --learning-rate; a higher --optimizer.clip cuts less.",
     "Supervised tokens": "Check the supervised tokens with unfreeze data show: such a step teaches nothing.",
     "Expert load": "Nothing to do while the answers are good; else broader data helps.",
@@ -81,6 +83,7 @@ def guard_rows(run: RunFolder) -> list[GuardRow]:
         _finite,
         _spikes,
         _clipping,
+        _policy_clipping,
         _supervised,
         _experts,
         _gap,
@@ -266,6 +269,18 @@ def _spikes(run: RunFolder) -> GuardRow | None:
     words = _listed(messages) or f"none in {len(run.train):,} steps"
     return GuardRow(
         "Loss and gradient spikes", "look" if messages else "ok", str(run.config["watch.on_spike"]), words
+    )
+
+
+def _policy_clipping(run: RunFolder) -> GuardRow | None:
+    """Compare the share of tokens that the policy's bounds cut, over all updates after a rollout's first."""
+    shares = [share for share in series(run.events, "train", "clip_fraction")[1] if share]
+    if not shares:
+        return None
+    mean = statistics.mean(shares)
+    state = "look" if mean > MANY_TOKENS else "ok"
+    return GuardRow(
+        "Clipped tokens", state, f"at most {MANY_TOKENS:.0%}", f"{mean:.0%} where any were clipped"
     )
 
 

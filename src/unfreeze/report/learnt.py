@@ -23,6 +23,7 @@ from unfreeze.report.events import (
     of_kind,
     sample_pairs,
     series,
+    unreached,
     warnings,
 )
 from unfreeze.report.run import RunFolder
@@ -333,7 +334,8 @@ def _by_heart(run: RunFolder) -> str:
 
 def _scores(run: RunFolder) -> dict[str, list[float]]:
     evals = evals_of(run.events)
-    names = dict.fromkeys(name for event in evals for name in numbers(event) if name not in ABOUT)
+    left = {*ABOUT, *unreached(evals)}
+    names = dict.fromkeys(name for event in evals for name in numbers(event) if name not in left)
     return {name: series(evals, "eval", name)[1] for name in names}
 
 

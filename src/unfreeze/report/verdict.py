@@ -18,6 +18,7 @@ from unfreeze.report.events import (
     of_kind,
     series,
     times_larger,
+    unreached,
     warnings,
 )
 from unfreeze.report.learnt import finding
@@ -59,9 +60,13 @@ NOUNS = {
 
 
 def evaluations(run: RunFolder) -> dict[str, tuple[list[int], list[float]]]:
-    """Return field -> (steps, values) of everything measured in evaluations, in order of appearance."""
+    """Return field -> (steps, values) of everything measured in evaluations, in order of appearance.
+
+    Not of a run with rewards: its loss, which is minus the reward, and shares of answers that are always 0.
+    """
     evals = evals_of(run.events)
-    fields = dict.fromkeys(name for event in evals for name in numbers(event))
+    left = unreached(evals) | ({"loss"} if any("reward" in event for event in evals) else set())
+    fields = dict.fromkeys(name for event in evals for name in numbers(event) if name not in left)
     return {name: series(evals, "eval", name) for name in fields}
 
 

@@ -35,7 +35,7 @@ from unfreeze.core.schema import (
     WarningEvent,
 )
 from unfreeze.core.units import format_bytes, format_seconds
-from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers
+from unfreeze.report.events import COLUMNS, data_line, data_lines, folded, numbers, unreached
 from unfreeze.report.run import decimal_bytes, early_words, load_words
 from unfreeze.report.tables import plan_table, receipt_table, receipt_text, receipt_verdict
 from unfreeze.tracking.console import PipeConsole
@@ -265,7 +265,8 @@ def eval_words(event: EvalEvent) -> str:
     known = {"loss": "held-out loss {:.4g}", "bits_per_byte": "{:.4g} bits per byte"}
     known["logp_likelier"] = "likelier answer {:.1f} nats"
     about = {"rows": "{:,.0f} rows", "tokens": "{:,.0f} tokens", "seconds": "{:.1f} s"}
-    values = numbers(event)
+    left = unreached([event])
+    values = {name: value for name, value in numbers(event).items() if name not in left}
     words: list[str] = []
     if "reward" in values:  # of a run with rewards, whose loss is minus this
         values.pop("loss", None)
