@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -217,12 +218,13 @@ def test_equal_answers_are_one_request_and_a_cut_line_is_asked_again(serving, ju
         judge(server.url)
 
 
-def test_a_reference_that_is_named_must_be_in_each_row(judge):
+def test_a_reference_that_is_named_must_be_in_each_row(serving, judge):
+    url = serving(Judging(by_length)).url
     with pytest.raises(
         DataError, match="row 1 has no column 'prompt_', which is the judge's reference; nearest"
     ):
-        judge("http://127.0.0.1:9", reference="prompt_").check([row(1)])
-    judge("http://127.0.0.1:9").check([row(1)])
+        judge(url, reference="prompt_").check([row(1)])
+    judge(url).check([row(1)])
 
 
 BAD = {
@@ -296,3 +298,19 @@ def test_this_project_s_own_endpoint_can_judge(judge, tmp_path, mode):
     lines = [json.loads(line) for line in (tmp_path / "judge" / "verdicts.jsonl").read_text().splitlines()]
     assert sorted(line["text"] for line in lines) == sorted(texts) and len(texts) == 2
     assert outcomes(graded) == {"unreadable": 2}
+
+
+def test_a_server_that_is_not_there_is_told_before_and_while_answers_are_graded(serving, judge, monkeypatch):
+    monkeypatch.setattr(
+        "openai._base_client.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time)
+    )
+    server = serving(Judging(lambda shown: '{"score": 1}'))
+    there = judge(server.url)
+    there.check([row(1)])
+    server.close()
+    with pytest.raises(ConfigError, match=r"no server listens at http://127\.0\.0\.1:.*refused") as raised:
+        there.check([row(1)])
+    assert raised.value.next == "start it, or correct the address"
+    with pytest.raises(StepRefused, match="onnection refused; 3 tries") as raised:
+        there.grade(answers(*["a"] * 9))
+    assert "check that the server runs" in raised.value.next

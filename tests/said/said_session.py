@@ -43,6 +43,7 @@ MACHINE = [
     (re.compile(r" *\b\d[\d,.]* tokens/s"), " # tokens/s"),
     (re.compile(r"(Tokens per second) +[\d,.]+"), r"\1 #"),
     (re.compile(r"\b\d[\d.]* (?:ms|s|min|h)\b(?: \d+ (?:s|min)\b)?"), "# s"),
+    (re.compile(r"(largest relative difference) [\d.e-]+"), r"\1 #"),
 ]
 """What a machine's speed, memory or versions make other -> the sign in its place."""
 FIGURES = (re.compile(r" *(?<![\w.-])\d+\.\d+(?:e-?\d+)?\b(?! [%K])"), " #")

@@ -17,7 +17,7 @@ from unfreeze.core.errors import ConfigError, DataError, StepLeft, StepRefused, 
 from unfreeze.data.rows.row import Conversation
 from unfreeze.rollout.reward import Graded
 from unfreeze.rollout.verdicts import Mode, Pairs, Scores, Verdict, partners
-from unfreeze.teach.address import EndpointError, refuse_without_library
+from unfreeze.teach.address import EndpointError, base_url, refuse_unheard, refuse_without_library
 from unfreeze.teach.answers import REFUSED, Answer
 from unfreeze.teach.budget import Budget, Price
 from unfreeze.teach.chat import ChatEndpoint, most_tokens
@@ -48,7 +48,7 @@ class Judge(Closing):
         refuse_without_library(config.endpoint)
         from unfreeze.teach.client import Client  # the library openai: an extra, and a second
 
-        self.config = config
+        self.config, self.url = config, base_url(config.endpoint)
         self.mode: Mode = (
             Scores(config.rubric, config.reference)
             if config.mode == "score"
@@ -73,7 +73,10 @@ class Judge(Closing):
         self.once.close()
 
     def check(self, rows: Iterable[Conversation]) -> None:
-        """Raise DataError for the first row without the reference's column, if the file names one."""
+        """Raise DataError for the first row without the reference's column, if the file names one.
+
+        Raises ConfigError if the judge is to be on this machine, and nothing listens there.
+        """
         name = self.config.reference
         for row in rows if name else ():
             if name not in row.columns:
@@ -82,6 +85,7 @@ class Judge(Closing):
                     f"{nearest(name, row.columns)}",
                     next="correct reference in the judge's file, or leave it out",
                 )
+        refuse_unheard(self.url)
 
     def grade(
         self,
@@ -113,13 +117,17 @@ class Judge(Closing):
 
     def _leaving(self, most: float, stop: Callable[[], bool]) -> Callable[[Come | None], bool]:
         """Return `leave` of one call of grade."""
-        late = came = 0
+        late = came = unheard = 0
 
         def leave(each: Come | None) -> bool:
-            nonlocal late, came
+            nonlocal late, came, unheard
             if isinstance(each, UserError) and _of_all(each):
                 raise StepRefused(each.message, next=each.next if isinstance(each, EndpointError) else MONEY)
-            late += isinstance(each, EndpointError) and each.late
+            if isinstance(each, EndpointError):
+                late += each.late
+                unheard += each.unheard
+                if not came and unheard >= self.config.at_once:
+                    raise StepRefused(each.message, next=each.next)
             came += isinstance(each, Answer)
             return late > most or (not came and late >= self.config.at_once) or stop()
 

@@ -6,6 +6,7 @@ Uses only the standard library: a recipe calls `is_url` before anything heavy is
 from __future__ import annotations
 
 import ipaddress
+import socket
 from importlib import import_module
 from urllib.parse import urlsplit
 
@@ -20,11 +21,20 @@ class EndpointError(UserError):
     """A server that doesn't answer, refuses, or sends an invalid answer.
 
     status: HTTP status of its answer; None if there was none. late: no whole answer in time, at each try.
+    unheard: no connection, at each try.
     """
 
-    def __init__(self, message: str, *, next: str = "", status: int | None = None, late: bool = False):
+    def __init__(
+        self,
+        message: str,
+        *,
+        next: str = "",
+        status: int | None = None,
+        late: bool = False,
+        unheard: bool = False,
+    ):
         super().__init__(message, next=next)
-        self.status, self.late = status, late
+        self.status, self.late, self.unheard = status, late, unheard
 
 
 def refuse_without_library(url: str) -> None:
@@ -35,6 +45,20 @@ def refuse_without_library(url: str) -> None:
         raise ConfigError(
             f"{url}: queries need the library openai (extra [teach]), which is not installed",
             next="pip install openai",
+        ) from None
+
+
+def refuse_unheard(url: str) -> None:
+    """Raise ConfigError if nothing listens at an address of this machine. Others may need a proxy."""
+    parts = urlsplit(url)
+    if not is_here(url):
+        return
+    try:
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        socket.create_connection((parts.hostname or "", port), timeout=5).close()
+    except OSError as error:
+        raise ConfigError(
+            f"no server listens at {url}: {error.strerror or error}", next="start it, or correct the address"
         ) from None
 
 

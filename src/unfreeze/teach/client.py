@@ -85,6 +85,7 @@ class Client:
                 f"{self.url}/{path}: {why}; {post.tries} tries",
                 next="check that the server runs; the same command continues where this one ended",
                 late=late,
+                unheard=not late,
             ) from None
         finally:
             _POST.reset(outer)

@@ -246,7 +246,7 @@ class LiveProgress:
 
 
 def rollout_words(event: RolloutEvent) -> list[str]:
-    """['reward 0.412', '14/16 groups differ', '8 % cut', '3 without a reward']: the last two if any."""
+    """['reward 0.412', '14/16 groups differ', '8 % cut', '2.4 turns']: from the third on if there are any."""
     reward, outcomes, agreement = event.get("reward"), event.get("outcomes", {}), event.get("agreement")
     failed = sum(count for name, count in outcomes.items() if name not in ("ok", "cut"))
     cut = event.get("cut", 0.0)
@@ -255,6 +255,7 @@ def rollout_words(event: RolloutEvent) -> list[str]:
         f"{event.get('signal', 0)}/{event.get('groups', 0)} groups differ",
         *([f"{100 * cut:.0f} % cut"] if cut >= 0.005 else []),
         *([f"{failed} without a reward"] if failed else []),
+        *([f"{turns:.1f} turns"] if (turns := event.get("turns")) is not None else []),
         *([f"{100 * agreement:.0f} % of pairs agree"] if agreement is not None else []),
         *([f"{faults} calls failed"] if (faults := sum(event.get("faults", {}).values())) else []),
     ]
