@@ -32,7 +32,7 @@ from family_cases import CASES
 
 from unfreeze import models
 from unfreeze.generate.steps import launched
-from unfreeze.models.blocks.passes import Cache
+from unfreeze.models.blocks.cache import Cache
 
 # one row goes its own greedy way for 256 steps; beside it random tokens, gone after 192 and 128
 ROWS = rows_of((5, 256), (1, 192), (9, 128), greedy=1)

@@ -29,7 +29,8 @@ from unfreeze.kernels.cuda_graph import CannotCapture
 from unfreeze.kernels.expert_mlp import fused_expert_mlp
 from unfreeze.kernels.expert_mlp.grouped import Grouped
 from unfreeze.models.blocks import experts
-from unfreeze.models.blocks.passes import Cache, StepWithin
+from unfreeze.models.blocks.cache import Cache
+from unfreeze.models.blocks.passes import StepWithin
 from unfreeze.models.blocks.residency import RESIDENT
 
 KINDS = ("gqa", "gqa-qk-norm", "mla-moe")  # of conftest.py

@@ -287,6 +287,14 @@ def check_sizes(shape: Shape) -> None:
             raise CheckpointError(f"config.json: {words}", next=NEXT)
 
 
+def divides(config: Mapping[str, Any], part: str, whole: str) -> None:
+    """Raise CheckpointError unless config[whole] is a multiple of config[part]."""
+    if int(config[whole]) % int(config[part]):
+        raise CheckpointError(
+            f"config.json: {whole} {config[whole]:,} is not a multiple of {part} {config[part]:,}", next=NEXT
+        )
+
+
 # a config that needs more than this many times the bytes of the files is refused before tensors are listed
 ABSURD = 4
 SLACK = 2**20  # extra bytes allowed beyond that factor: a tiny checkpoint may be off by more than it

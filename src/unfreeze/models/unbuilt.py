@@ -16,12 +16,9 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hyper-connections between layers", ("hc_mult",)),
     ("routing by a hash of the token", ("num_hash_layers",)),
     ("sparse attention by blocks", ("sparse_attention_config",)),
-    (
-        "layers with a recurrent state (linear attention)",
-        ("linear_attn_config", "linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_heads"),
-    ),
+    ("layers with a recurrent state (linear attention)", ("linear_attn_config", "linear_num_heads")),
     ("layers with a recurrent state (Mamba-2)", ("hybrid_override_pattern", "mamba_num_heads")),
-    ("a gate on attention's output", ("attn_output_gate", "mla_use_output_gate")),
+    ("a gate on attention's output", ("mla_use_output_gate",)),
     ("latent attention without rotation", ("mla_use_nope",)),
     ("attention residuals between blocks of layers", ("attn_res_block_size",)),
     ("the activation SiTU", ("activation_situ_beta",)),
@@ -32,7 +29,6 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("values of another width and scale than keys", ("attention_value_scale",)),
 )
 NAMED: dict[str, str] = {
-    "qwen3_next": "layers with a recurrent state (linear attention)",
     "kimi_linear": "layers with a recurrent state (linear attention)",
     "deepseek_v32": "sparse attention with an indexer",
     "glm_moe_dsa": "sparse attention with an indexer",

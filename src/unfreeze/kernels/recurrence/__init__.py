@@ -23,9 +23,9 @@ from torch import Tensor
 
 from unfreeze.kernels.recompute import Reuse, compute_now
 from unfreeze.kernels.recurrence.chunked import segment_forward
-from unfreeze.kernels.recurrence.segments import Segments
+from unfreeze.kernels.recurrence.segments import CHUNK, SLOTS, Segments
 
-__all__ = ["Rule", "Segments", "packed_recurrence", "recurrence_step"]
+__all__ = ["Rule", "Segments", "packed_recurrence", "recurrence_step", "workspace_bytes"]
 
 
 class Rule(NamedTuple):
@@ -74,7 +74,9 @@ class _Packed(torch.autograd.Function):
             ended, states = [], []
             for segment in segments.each:
                 states.append(state)
-                o_tHv, state, last = segment_forward(_of(inputs, segment.tokens_t), state, segment, segments, rule)
+                o_tHv, state, last = segment_forward(
+                    _of(inputs, segment.tokens_t), state, segment, segments, rule
+                )
                 o_THv[segment.tokens_t] = o_tHv.to(o_THv.dtype)
                 ended += last
             final = torch.empty_like(torch.cat(ended[::-1]))
@@ -107,6 +109,16 @@ class _Packed(torch.autograd.Function):
                 whole[segment.tokens_t] = part.to(whole.dtype)
         none = (None,) if len(gradients) == 4 else ()
         return *gradients, *none, None, None, None
+
+
+def workspace_bytes(G: int, H: int, k: int, v: int, *, by_channel: bool = False) -> int:
+    """Bytes that backward of a segment adds: float32 tensors per slot, counted in segment_forward.
+
+    Per value head: 6 [v] and 6 [k] rows, and 5 rows of a chunk's products; per key head 6 [k] rows, with a
+    decay per channel 24 and their gradients; each twice, with its gradient.
+    """
+    products = 5 * CHUNK if not by_channel else 12 * CHUNK
+    return 8 * SLOTS * (H * (6 * v + 6 * k + products) + G * k * (24 if by_channel else 6))
 
 
 def _of(inputs: Any, tokens_t: Tensor) -> list[Any]:

@@ -14,6 +14,7 @@ n chunks, C tokens of a chunk, G key heads, J value heads per key head, k and v 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,7 @@ def _through(
     before, us, ended, begin = [], [], [], 0
     added = k_out.mT @ u if forget is None else None
     counts = (*segment.counts, segment.after)
-    for count, following in zip(counts[:-1], counts[1:], strict=True):
+    for count, following in itertools.pairwise(counts):
         rows = slice(begin, begin + count)
         before.append(S)
         if added is not None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["packed_conv", "tail_of", "conv_step"]
+__all__ = ["conv_step", "packed_conv", "tail_of"]
 
 
 def packed_conv(
