@@ -87,7 +87,7 @@ _SIZES = {
     "linear_value_head_dim": 32,
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
-    "full_attention_interval": 4,
+    "full_attention_interval": 2,
     "partial_rotary_factor": 0.25,
 }
 _MANY = {
