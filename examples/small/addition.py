@@ -1,7 +1,7 @@
 """Addition of numbers of two and three digits: `python examples/small/addition.py build/addition`.
 
   model/          0.4 million weights; a token is a digit with its place: units, tens, hundreds, thousands
-  texts.jsonl     what it reads first: sums of a careless teacher, who forgets every carry in 7 of 10
+  texts.jsonl     what it reads first: sums of a careless teacher, who forgets every carry in 4 of 5
   prompts.jsonl   "5u4t3h+7u6t0h=" with the answer "2u1t4h0k": 345 + 67 = 412
   held_out.jsonl  the same of other sums
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 PLACES = "uthk"
 TEXTS, PROMPTS, HELD_OUT = 20_000, 4_000, 200
-CARELESS = 0.7
+CARELESS = 0.8
 
 
 def reward(prompt: str, completion: str, answer: str) -> float:
