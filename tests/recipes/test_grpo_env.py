@@ -139,7 +139,7 @@ def test_prompts_may_be_equal_where_a_column_makes_the_task(grpo):
     data = [{"prompt": "Sum.", "goal": n} for n in range(12)]
     run = grpo(data=data, steps=1, **{"validation_fraction": 0.3, "rollout.held_out_answers": 1})
     assert all(0 < event["rows"] < 12 for event in of_kind(run, "eval"))
-    with pytest.raises(ConfigError, match="validation_fraction 0.3 of 12 documents leaves none for"):
+    with pytest.raises(ConfigError, match=r"validation_fraction 0\.3 of 12 documents leaves none for"):
         grpo("alone", env="", data=data, steps=1, **{"validation_fraction": 0.3})
 
 
