@@ -49,22 +49,22 @@ def write(folder: Path, tokens: Sequence[str], *, width: int = 128, layers: int 
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    tokenizer(tokens).save(str(folder / "tokenizer.json"))
+    tokenizer_of(tokens).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**settings, "chat_template": TEMPLATE}, indent=1)
     )
 
 
-def tokenizer(tokens: Sequence[str]) -> Tokenizer:
+def tokenizer_of(tokens: Sequence[str]) -> Tokenizer:
     """Make a tokenizer; of two tokens that fit, the longer one is taken."""
     ids = {token: place for place, token in enumerate(["<eos>", "<unk>", *tokens])}
     longest_first = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
-    made = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex(longest_first), "isolated")
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens(["<eos>", "<unk>"])
-    return made
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(longest_first), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<eos>", "<unk>"])
+    return tokenizer
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
