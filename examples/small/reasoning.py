@@ -7,14 +7,15 @@
   spell_backward.jsonl   "Spell this word backward (example: sun -> nus): bird", of 3 to 6 letters
   chain_sum_held_out.jsonl, spell_backward_held_out.jsonl
 
-Prompts are rows of examples/environments/reasoning_tasks.py, which grades them. None is in two files. The
-same seed writes the same bytes.
+Prompts are rows as examples/environments/reasoning_tasks.py has them. None is in two files. The same seed
+writes the same bytes.
 """
 
 import json
 import random
 import string
 import sys
+from functools import cache
 from pathlib import Path
 
 import reasoning_gym
@@ -27,6 +28,13 @@ TASKS = {
 DRAWN, PROMPTS, HELD_OUT = 40_000, 2_000, 200
 CARELESS = 0.75
 OTHER = {"+": "-", "-": "+"}
+score_of = cache(reasoning_gym.get_score_answer_fn)  # each call reads the task's words again
+
+
+def reward(prompt: str, completion: str, task_name: str, gold: str, metadata: str) -> float:
+    """1 where the task's own score is 1. A reversed word with letters behind it scores .8 or more there."""
+    entry = {"question": prompt, "answer": gold, "metadata": json.loads(metadata)}
+    return float(score_of(task_name)(completion, entry) == 1)
 
 
 def main(out: Path) -> None:

@@ -121,7 +121,22 @@ def test_environments_answer_the_transcripts_as_written(name, made):
             (graded,) = environments.grade([episode])
             assert name == "calculator" or graded.parts["guesses"] == len(messages) // 2 - 1
     calls = sum(len(messages) > 2 for messages in transcripts)
-    assert 0 < calls <= len(transcripts) and (name == "guess" or calls < len(transcripts))
+    assert calls == len(transcripts) if name == "guess" else 0 < calls < len(transcripts)
+
+
+def test_a_player_in_four_heeds_what_he_was_told(made):
+    """The mean number of guesses lies between 3.1, of all that heed it, and 4.5, of none."""
+    transcripts = [row["messages"] for row in rows(made["guess"] / "transcripts.jsonl")]
+    guesses = [sum(message["role"] == "tool" for message in messages) for messages in transcripts]
+    assert sum(guesses) / len(guesses) == pytest.approx(0.25 * left(8) + 0.75 * 4.5, abs=0.1)
+
+
+def left(numbers):
+    """Mean guesses at random among the numbers that are left."""
+    each = [
+        k / numbers * left(k) + (numbers - 1 - k) / numbers * left(numbers - 1 - k) for k in range(numbers)
+    ]
+    return 1 + sum(each) / numbers if numbers else 0
 
 
 def commands():
@@ -172,7 +187,8 @@ def test_reasoning_tasks_have_right_and_careless_answers(tmp_path):
     assert len({row["prompt"] for row in [*prompts, *texts]}) == len(prompts) + len(texts)
     assert 0.22 < sum(map(right, texts)) / len(texts) < 0.35  # some sums are right with the other sign, too
     assert all(right({"prompt": row["prompt"], "completion": row["gold"]}) for row in prompts)
-    with Graders(str(WORLDS / "reasoning_tasks.py"), count=1) as graders:
+    with Graders(str(SMALL / "reasoning.py"), count=1) as graders:
         few = [asked_from_dict(row, 1) for row in (*prompts[:5], *prompts[-5:])]
-        graded = graders.grade([(row, str(row.columns["gold"])) for row in few])
-    assert [each.reward for each in graded] == [1] * 10
+        for more, reward in (("", 1), ("x", 0)):
+            graded = graders.grade([(row, str(row.columns["gold"]) + more) for row in few])
+            assert [each.reward for each in graded] == [reward] * 10
