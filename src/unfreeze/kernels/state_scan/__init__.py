@@ -23,6 +23,9 @@ from unfreeze.kernels.state_scan import reference
 __all__ = ["OP", "Steps", "state_scan"]
 
 
+WIDEST = 128  # keys of a state that the kernel holds in registers; no release has more
+
+
 class Steps(NamedTuple):
     """Chunk c of step i and document s is first_i[i] + s, for the counts[i] documents that have a step i.
 
@@ -55,7 +58,7 @@ def state_scan(
 
     u is U0; w None: U = U0. a is [n, H, k, 1] or [n, H, 1, 1].
     """
-    bucket = "additive" if w_nHCk is None else "delta"
+    bucket = "wide" if k_nHCk.shape[-1] > WIDEST else "additive" if w_nHCk is None else "delta"
     chosen = choose(OP, u_nHCv.device, u_nHCv.dtype, bucket, impl)
     return chosen(u_nHCv, w_nHCk, k_nHCk, a_nHk1, state_SHkv, steps)
 
