@@ -326,10 +326,11 @@ def page(rows: dict[Launch, dict[str, Report]], targets: list[Target]) -> str:
 
 
 def as_there(launch: Launch, target: Target) -> Launch:
-    """The launch as on that GPU: AMD's has no products of three TF32 parts."""
+    """The launch as on that GPU: AMD's has no products of three TF32 parts, and less shared memory."""
     if target.gpu.backend != "hip" or "PRECISION" not in launch.args:
         return launch
-    return replace(launch, args={**launch.args, "PRECISION": "ieee"})
+    args, options = {**launch.args, "PRECISION": "ieee"}, {**launch.options, "num_stages": 1}
+    return replace(launch, args=args, options=options)
 
 
 def main() -> int:

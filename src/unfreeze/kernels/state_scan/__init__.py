@@ -10,7 +10,8 @@ n chunks, S documents, H heads, C tokens of a chunk, k and v widths of a state; 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ __all__ = ["OP", "Steps", "state_scan"]
 WIDEST = 128  # keys of a state that the kernel holds in registers; no release has more
 
 
-class Steps(NamedTuple):
+@dataclass(frozen=True)
+class Steps:
     """Chunk c of step i and document s is first_i[i] + s, for the counts[i] documents that have a step i.
 
     counts   descending, on the host. first_i, steps_S: int32 on the device; steps_S: steps of each document

@@ -23,6 +23,7 @@ COLUMNS = 16  # of a state in a program
 KEYS = 64  # rows of a half of a state: products with all 128 spill 1.3 KB a thread on sm_90
 # float32 products: three TF32 products keep 21 bits; AMD's compiler has no such mode
 PRECISION = "ieee" if torch.version.hip else "tf32x3"
+STAGES = 1 if torch.version.hip else 3  # loads ahead: two of a chunk exceed the 64 KiB of an MI300X
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def forward(
     sizes = _sizes(u, k, w, a)
     grid = (*state.shape[:2], triton.cdiv(state.shape[-1], sizes["VB"]))
     places = steps.first_i, steps.steps_S, state.shape[1]
-    _forward[grid](u, w, k, a, state, before, own, after, *places, **sizes, num_warps=8)
+    _forward[grid](u, w, k, a, state, before, own, after, *places, **sizes, num_warps=8, num_stages=STAGES)
     return before, own, after
 
 
@@ -157,5 +158,7 @@ def backward(
     sizes = _sizes(du, k, w, a)
     grid = (*dafter.shape[:2], triton.cdiv(dafter.shape[-1], sizes["VB"]))
     places = steps.first_i, steps.steps_S, dafter.shape[1]
-    _backward[grid](dbefore, du, dafter, w, k, a, g, d, dstate, *places, **sizes, num_warps=8)
+    _backward[grid](
+        dbefore, du, dafter, w, k, a, g, d, dstate, *places, **sizes, num_warps=8, num_stages=STAGES
+    )
     return g, d, dstate
