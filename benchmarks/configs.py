@@ -188,6 +188,9 @@ def tiny(config: dict[str, Any]) -> dict[str, Any]:
         small["head_dim"] = SIZES["qk_rope_head_dim"]
     if text.get("qk_head_dim"):
         small["qk_head_dim"] = SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"]
+    if text.get("attention_value_scale"):  # MiMo-V2: a third of a head rotates, in pairs
+        small |= {"head_dim": 24, "swa_head_dim": 24, "v_head_dim": 16, "swa_v_head_dim": 16}
+        small |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2 * small["num_key_value_heads"]}
     small |= {  # layer_types and its like, an entry per layer
         name: value[: SIZES["num_hidden_layers"]]
         for name, value in text.items()

@@ -145,6 +145,18 @@ GEMMA_4_NAMES = (
     ("moe.post_norm.", "post_feedforward_layernorm_2."),
 )
 
+MIMO = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "sliding_window": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 4,
+}
+
 CASES = {
     "qwen3-moe": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": True}),
     "qwen3-moe-mixed": Case("Qwen3Moe", {**QWEN_MOE, "norm_topk_prob": False, "mlp_only_layers": [1]}),
@@ -304,6 +316,28 @@ CASES = {
             "first_k_dense_replace": 1,
             "rope_interleave": False,
             "n_shared_experts": 2,
+        },
+    ),
+    "mimo-v2-flash": Case("MiMoV2Flash", MIMO),
+    "mimo-v2-flash-groups-biases": Case(
+        "MiMoV2Flash",
+        {
+            **MIMO,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "attention_bias": True,
+            "attention_value_scale": None,
+            "sliding_window_size": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse", "dense"],
+            "rope_parameters": {
+                "full_attention": {**YARN, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
         },
     ),
     "qwen3-vl-moe": Case(
@@ -553,6 +587,48 @@ CONFIGS = {
                 "original_max_position_embeddings": 4,
                 "llama_4_scaling_beta": 0.3,
                 "max_position_embeddings": 256,
+            },
+        }
+    ),
+    "mimo_v2_flash": (
+        {name: value for name, value in COMMON.items() if name != "rope_theta"}
+        | EXPERTS
+        | {
+            "head_dim": 64,
+            "v_head_dim": 32,
+            "n_routed_experts": 64,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.5,
+            "swa_rope_theta": 10000,
+            "partial_rotary_factor": 0.334,
+            "attention_value_scale": 0.707,
+            "sliding_window": 3,
+            "sliding_window_size": 3,
+            "attention_chunk_size": 3,
+            "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1, 1],
+            "hybrid_block_size": None,
+            "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1, 1],
+            "add_full_attention_sink_bias": False,
+            "add_swa_attention_sink_bias": True,
+            "swa_num_attention_heads": 8,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 64,
+            "swa_v_head_dim": 32,
+            "n_shared_experts": None,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 5000000,
+                    "partial_rotary_factor": 0.334,
+                },
+                "sliding_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 10000,
+                    "partial_rotary_factor": 0.334,
+                },
             },
         }
     ),

@@ -139,6 +139,47 @@ def test_deepseeks_own(field, value, said):
     assert said in refused({**DEEPSEEK, field: value})
 
 
+def test_mimos_own_words_must_say_what_transformers_reads():
+    """The release's config.json, which transformers reads by its own fields and defaults."""
+    release = LLAMA | {
+        "model_type": "mimo_v2_flash",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 6,
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0],
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1],
+        "rope_theta": 5000000,
+        "swa_rope_theta": 10000,
+        "partial_rotary_factor": 0.334,
+        "layernorm_epsilon": 1e-5,
+        "routed_scaling_factor": None,
+        "n_shared_experts": None,
+        "add_full_attention_sink_bias": False,
+        "add_swa_attention_sink_bias": True,
+        "swa_num_key_value_heads": 8,
+    }
+    shape = models.shape(release)
+    assert models.not_followed(release) == "" and shape.moe.dense_layers == {0}
+    assert shape.config["sliding_window"] == 129  # the query itself counts
+    for field, value in {
+        "hybrid_layer_pattern": [1, 1, 1, 1, 1, 0],
+        "moe_layer_freq": [1, 1, 1, 1, 1, 1],
+        "rope_theta": 640000,
+        "swa_rope_theta": 500,
+        "layernorm_epsilon": 1e-6,
+        "swa_num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "add_full_attention_sink_bias": True,
+    }.items():
+        assert f"{field} " in refused({**release, field: value})
+    assert "2 x num_key_value_heads" in refused(
+        {**release, "num_key_value_heads": 8, "swa_num_key_value_heads": 16}
+    )
+    assert "mlp_layer_types holds 'x'" in refused({**release, "mlp_layer_types": ["x"] * 6})
+    assert "mlp_layer_types has 1 entries" in refused({**release, "mlp_layer_types": ["dense"]})
+
+
 def test_absent_and_null_are_told_apart_where_null_says_something():
     without = {name: value for name, value in DEEPSEEK.items() if name != "q_lora_rank"}
     assert models.shape(DEEPSEEK).mla.q_lora_rank is None and models.shape(without).mla.q_lora_rank == 1536

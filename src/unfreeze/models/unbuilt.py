@@ -29,7 +29,6 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("layers of different sizes, some without attention", ("block_configs",)),
     ("embeddings for each layer", ("hidden_size_per_layer_input",)),
     ("keys and values that layers share", ("num_kv_shared_layers",)),
-    ("values of another width and scale than keys", ("attention_value_scale",)),
 )
 NAMED: dict[str, str] = {
     "qwen3_next": "layers with a recurrent state (linear attention)",
@@ -42,7 +41,6 @@ NAMED: dict[str, str] = {
     "nemotron_h": "layers with a recurrent state (Mamba-2)",
     "nemotron-nas": "layers of different sizes, some without attention",
     "minimax_m3": "sparse attention by blocks",
-    "mimo_v2_flash": "values of another width and scale than keys",
     # transformers 5.23 has no class to compare with, and a release's own code is not run
     "mimo": "a decoder that only the release's own code describes",
     "step3p7": "a decoder that only the release's own code describes",
