@@ -145,6 +145,14 @@ GEMMA_4_NAMES = (
     ("moe.post_norm.", "post_feedforward_layernorm_2."),
 )
 
+DSA = {
+    **MLA,
+    "q_lora_rank": 40,
+    "index_topk": 4,  # the longest document of a case has 12 tokens
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+}
+
 MIMO = {
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
@@ -189,6 +197,33 @@ CASES = {
     ),
     "deepseek-v3-rotated-halves": Case(
         "DeepseekV3", {**MLA, "q_lora_rank": 40, "n_group": 1, "topk_group": 1, "rope_interleave": False}
+    ),
+    "deepseek-v32": Case("DeepseekV32", {**DSA, "n_group": 1, "topk_group": 1}),
+    "deepseek-v32-full-documents": Case(
+        "DeepseekV32",
+        {
+            **DSA,
+            "index_topk": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "attention_bias": True,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": YARN,
+        },
+    ),
+    "glm-moe-dsa": Case("GlmMoeDsa", DSA),
+    "glm-moe-dsa-shared": Case(
+        "GlmMoeDsa",
+        {
+            **DSA,
+            "num_hidden_layers": 4,
+            "index_topk": 3,
+            "index_n_heads": 20,
+            "index_head_dim": 24,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+        },
     ),
     "glm4-moe": Case("Glm4Moe", GLM_MOE),
     "glm4-moe-air": Case("Glm4Moe", {**GLM_MOE, "attention_bias": True, "partial_rotary_factor": 0.25}),
@@ -424,6 +459,69 @@ CONFIGS = {
             "qk_rope_head_dim": 16,
             "v_head_dim": 32,
             "rope_scaling": YARN_AS_PUBLISHED,
+            "num_nextn_predict_layers": 0,
+        }
+    ),
+    "deepseek_v32": (
+        COMMON
+        | EXPERTS
+        | {
+            "num_key_value_heads": 8,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "n_group": 8,
+            "topk_group": 4,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "index_topk": 6,
+            "index_n_heads": 16,
+            "index_head_dim": 32,
+            "rope_scaling": YARN_AS_PUBLISHED,
+            "num_nextn_predict_layers": 0,
+        }
+    ),
+    "glm_moe_dsa": (
+        COMMON
+        | EXPERTS
+        | {
+            "num_key_value_heads": 8,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "index_topk": 6,
+            "index_n_heads": 16,
+            "index_head_dim": 32,
+            "indexer_rope_interleave": True,
+            "index_topk_freq": 2,
+            "index_skip_topk_offset": 1,
+            "index_topk_pattern": None,
+            "indexer_types": ["full", "shared", "full", "shared", "full", "shared", "full", "shared"],
+            "mlp_layer_types": [
+                "dense",
+                "sparse",
+                "sparse",
+                "sparse",
+                "sparse",
+                "sparse",
+                "sparse",
+                "sparse",
+            ],
             "num_nextn_predict_layers": 0,
         }
     ),

@@ -11,7 +11,6 @@ from typing import Any
 
 PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # missing part <- fields, any of which requests it
-    ("sparse attention with an indexer", ("index_topk", "index_n_heads")),
     ("attention over compressed keys", ("compress_ratios", "compress_rope_theta")),
     ("hyper-connections between layers", ("hc_mult",)),
     ("routing by a hash of the token", ("num_hash_layers",)),
@@ -33,8 +32,6 @@ PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 NAMED: dict[str, str] = {
     "qwen3_next": "layers with a recurrent state (linear attention)",
     "kimi_linear": "layers with a recurrent state (linear attention)",
-    "deepseek_v32": "sparse attention with an indexer",
-    "glm_moe_dsa": "sparse attention with an indexer",
     "deepseek_v4": "attention over compressed keys, hyper-connections between layers",
     "deepseek_ref": "attention over compressed keys, hyper-connections between layers",
     "kimi_k3": "layers with a recurrent state, the activation SiTU, attention residuals",

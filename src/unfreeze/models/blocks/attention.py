@@ -303,7 +303,7 @@ def attention_bytes(shape: AttentionShape, dtype: torch.dtype, device: str) -> B
     them again.
     """
     size = dtype.itemsize
-    heads, key_heads, width, value_width, window, by_blocks, one_call = shape
+    heads, key_heads, width, value_width, window, by_blocks, one_call, _ = shape
     q, k, v, o = heads * width, key_heads * width, key_heads * value_width, heads * value_width
     output = o * size + 4 * heads
     held = (q + k + v) * size + output

@@ -20,6 +20,7 @@ from unfreeze.checkpoint.stream import CHUNK, THREADS
 from unfreeze.core.layout import Layout
 from unfreeze.kernels.attention.by_blocks import scratch_bytes
 from unfreeze.kernels.attention.workspace import workspace_bytes
+from unfreeze.kernels.sparse_attention import selected_bytes
 from unfreeze.models.blocks.bytes import AttentionShape
 from unfreeze.parallel.answers import Answers
 from unfreeze.parallel.machine import Hardware
@@ -439,7 +440,10 @@ def _attention(sizes: Sizes, work: Work, kind: str) -> int:
     threads = work.threads or torch.get_num_threads()
 
     def sized(shape: AttentionShape) -> int:
-        *widths, window, by_blocks, _ = shape
+        *widths, window, by_blocks, _, keys = shape
+        if keys is not None and keys < length:
+            sizes = shape.width, shape.value_width
+            return selected_bytes(shape.heads, *sizes, keys, tokens=work.tokens, length=length)
         narrower = window is not None and window < length
         if by_blocks or narrower:
             return scratch_bytes(
